@@ -262,6 +262,10 @@ class Engine:
                 notes = upgrade.adopt()
             self._garbage.start_up_done()
             self._link.send(EngineNotes(notes=notes))
+            await upgrade.training_ready()
+            notes = await loop.run_in_executor(executor, upgrade.compile_training)
+            self._link.send(EngineNotes(notes=notes))
+            self._changed.set()  # jobs may start
         finally:
             executor.shutdown(wait=False)
 

@@ -22,7 +22,7 @@ from coserve.errors import AdapterNotFound, UnsupportedBase
 from coserve.finetune.memory_profiling import Conditions, keep_graph_bytes, plan_memory
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.trainer import Trainer
-from coserve.generate.execution.start import ExecutorStart, WarmKernels, make_start
+from coserve.generate.execution.start import ExecutorStart, WarmKernels, make_start, wake_compiler
 from coserve.gpu_memory import MemoryModel
 from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.interface import LoraBackend
@@ -170,7 +170,7 @@ class EngineParts:
             graph_bytes=self.graph_bytes,
         )
 
-    def compiled_layers(self) -> CompiledLayers:
+    def training_layers(self, warm: WarmKernels | None = None) -> CompiledLayers:
         """The layers that training runs once they are compiled. Raises `UnsupportedBase`: its message says why there are none."""
         base, config = self.base, self.config
         if base.device.type != "cuda":
@@ -179,6 +179,8 @@ class EngineParts:
             raise UnsupportedBase("compile is off")
         if not self.lora_backend.groups_inputs:
             raise UnsupportedBase(f"the LoRA backend is {self.lora_backend.name}")
+        if warm is None or not warm.training_layers_ready():
+            wake_compiler(base.device)
         return CompiledLayers(base, LayerCut(base))
 
     def make_trainer(

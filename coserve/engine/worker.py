@@ -37,8 +37,15 @@ from coserve.engine.warming.client import WarmUpClient
 from coserve.engine.warming.compilations import Compilations, watch_compilations, watch_layers
 from coserve.engine.warming.early_start import StartedWarmUp
 from coserve.engine.warming.part_runner import make_part_runner
-from coserve.engine.warming.upgrade import PreloadKernels, Upgrade, preload_nothing, tell_progress
-from coserve.errors import StartupError
+from coserve.engine.warming.upgrade import (
+    PreloadKernels,
+    Upgrade,
+    compile_layers,
+    preload_nothing,
+    tell_progress,
+    training_note,
+)
+from coserve.errors import StartupError, UnsupportedBase
 from coserve.garbage import GarbageCollection, freeze_and_collect_young, freeze_and_disable
 from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.execution.start import wake_compiler
@@ -48,6 +55,7 @@ from coserve.logs.format import log_event
 from coserve.logs.setup import LogSettings, set_up_logging
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base
+from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.queues.policies.choice import make_policy
 from coserve.state.failpoints import failpoint
 from coserve.stream_link import engine_end
@@ -98,21 +106,29 @@ def build_engine(
         step_tokens=parts.step_tokens,
         prefix_cache=config.prefix_cache,
     )
+    training_layers, training_notes = _training_layers(parts, warm)
     trainer: Trains
     if followers is None:
-        trainer = parts.make_trainer(store, own_stream=None if training is None else training.enter)
+        stream = None if training is None else training.enter
+        trainer = parts.make_trainer(store, own_stream=stream, compiled=training_layers)
     else:
         local = parts.make_trainer(store, gathering=partial(tell_gathering, followers), board=board)
         trainer = RankedTrainer(local, followers, parts.folder)
     if built is not None:
         built.wait()
-    notes = _notes(base, generator, config) + pool.notes + (() if training is None else (training.note,))
+    notes = (
+        _notes(base, generator, config) + pool.notes + training_notes + (() if training is None else (training.note,))
+    )
     upgrade = None
     if start.compilation is not None:
-        upgrade = Upgrade(start.compilation, generator, notes, warm, preload_kernels=preload_kernels)
+        upgrade = Upgrade(
+            start.compilation, generator, notes, warm, training_layers=training_layers, preload_kernels=preload_kernels
+        )
         if warm is not None and warm.complete(STEP_PARTS):
             upgrade.compile()
             upgrade.adopt()
+    elif training_layers is not None and (note := compile_layers(training_layers)):
+        notes += (note,)
     engine = Engine(
         generator,
         trainer,
@@ -141,6 +157,14 @@ def build_engine(
         notes=notes + start.notes,
     )
     return engine, ready
+
+
+def _training_layers(parts: EngineParts, warm: WarmUpClient | None) -> tuple[CompiledLayers | None, tuple[str, ...]]:
+    """The layers of training that can be compiled, and notes for the operator."""
+    try:
+        return parts.training_layers(warm), ()
+    except UnsupportedBase as error:
+        return None, () if parts.base.device.type == "cpu" else (training_note(error),)
 
 
 def _notes(base: Base, generator: Generator, config: Config) -> tuple[str, ...]:

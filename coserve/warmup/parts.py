@@ -33,6 +33,8 @@ EAGER = ("steps", f"decodes-{DEFAULT_RANK}", f"prompts-{DEFAULT_RANK}")
 SCORED = ("steps", f"prompts-{DEFAULT_RANK}")
 """Parts with the kernels of prompts that are scored, which always run without compiled layers."""
 LAYERS = "layers"
+TRAINING_LAYERS = "backward-layers"
+"""The part with the compiled layers of training, forward and backward."""
 GEMMS = tuple(f"gemms-{rows}" for rows in GEMM_ROWS)
 
 
@@ -82,6 +84,7 @@ def all_parts(ranks: int = 1) -> tuple[Part, ...]:
         Part("steps", 12),
         *(Part(name, 15, layers, gemms, urgent=True) for name in reversed(graphs(DEFAULT_RANK))),
         *(Part(name, 8, layers, gemms, urgent=True) for name in reversed(graphs(0))),
+        Part(TRAINING_LAYERS, 15, after=layers),
         Part(training(DEFAULT_RANK), 12),
         Part(f"decodes-{DEFAULT_RANK}", 8),
         Part(f"sites-{DEFAULT_RANK}", 10),

@@ -2,43 +2,172 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import cast
+
 import pytest
 import torch
+from torch import Tensor, fx, nn
 
+from coserve.errors import UnsupportedBase
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
-from coserve.finetune.packed_rows import pack_rows
+from coserve.finetune.packed_rows import PackedRows, pack_rows
+from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base
+from coserve.model.dropout import DropoutSpec, dropout_of
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.model.training.trace import interpreted
+from coserve.model.training.kinds import kind_of
+from coserve.model.training.trace import Compile, compile_layer, inductor, interpreted
 from tests.finetune.test_step import CORPUS, CPU, started
 from tests.support.finetuning import tiny_base
-from tests.support.lora_backends import SEGMENTED
-
-FAMILIES = ("llama", "gpt2", "gemma2")
+from tests.support.lora_backends import GROUPED, SEGMENTED
 
 
-def compiled_layers(base: Base) -> CompiledLayers:
-    layers = CompiledLayers(base, LayerCut(base), interpreted)
+class Counted:
+    """`Compile` that counts the runs of forwards and backwards."""
+
+    def __init__(self, compile: Compile = interpreted) -> None:
+        self.forwards = self.backwards = 0
+        self._compile = compile
+
+    def __call__(
+        self, graph: fx.GraphModule, inputs: Sequence[object], *, is_backward: bool
+    ) -> Callable[[list[object]], Sequence[Tensor]]:
+        run = self._compile(graph, inputs, is_backward=is_backward)
+
+        def counted(given: list[object]) -> Sequence[Tensor]:
+            self.forwards += not is_backward
+            self.backwards += is_backward
+            return run(given)
+
+        return counted
+
+    def reset(self) -> None:
+        self.forwards = self.backwards = 0
+
+
+def compiled_layers(base: Base, compile: Compile) -> CompiledLayers:
+    layers = CompiledLayers(base, LayerCut(base), compile)
+    assert not layers.fits(9), "they are not compiled yet"
     layers.compile()
     return layers
 
 
-def gradients(base: Base, compiled: CompiledLayers | None, *, recompute: bool = False) -> tuple[torch.Tensor, ...]:
-    """The loss's sums and all gradients of three rows."""
-    optimizer = started(base)
-    rows = pack_rows(CORPUS, [0, 2, 3], CPU)
+def lora_of(
+    rows: PackedRows, optimizer, lora_backend: LoraBackend = SEGMENTED, dropout: DropoutSpec | None = None
+) -> LoraBatch:
+    masks = None if dropout is None else dropout_of((0, rows.tokens), [dropout])
+    return LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), lora_backend, masks)
+
+
+def gradients(base: Base, compiled: CompiledLayers | None, packs: Sequence[list[int]], **options) -> tuple[Tensor, ...]:
+    """The loss's sums and all gradients of these rows."""
+    optimizer, recompute = started(base), options.pop("recompute", False)
     runner = MicroBatchRunner(base, recompute=recompute, compiled=compiled)
-    lora = LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), SEGMENTED)
-    sums = run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads))
-    return sums, *(one.clone() for layer in optimizer.grads for one in layer)
+    total = torch.zeros(1, 2, dtype=torch.float64)
+    for indices in packs:
+        rows = pack_rows(CORPUS, indices, CPU)
+        lora = lora_of(rows, optimizer, **options)
+        total += run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads))
+    return total, *(one.clone() for layer in optimizer.grads for one in layer)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_those_of_autograd(family: str) -> None:
-    base = tiny_base(family)
-    expected = gradients(base, None)
-    found = gradients(base, compiled_layers(base))
-    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-5)
+def equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for own, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, right, rtol=2e-4, atol=2e-5)
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[Base, CompiledLayers, Counted]:
+    base, counted = tiny_base("llama"), Counted()
+    return base, compiled_layers(base, counted), counted
+
+
+PACKS = ([1, 3],)
+
+
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_gradients_are_those_of_autograd(llama: tuple[Base, CompiledLayers, Counted], recompute: bool) -> None:
+    base, compiled, counted = llama
+    counted.reset()
+    found = gradients(base, compiled, PACKS, recompute=recompute)
+    layers = len(base.layers) * len(PACKS)
+    assert (counted.forwards, counted.backwards) == (layers * (2 if recompute else 1), layers)
+    equal(found, gradients(base, None, PACKS))
+
+
+def test_an_evaluation_runs_compiled_forwards(llama: tuple[Base, CompiledLayers, Counted]) -> None:
+    base, compiled, counted = llama
+    optimizer, rows = started(base), pack_rows(CORPUS, [0, 2], CPU)
+    counted.reset()
+    found, expected = (
+        run_to_end(MicroBatchRunner(base, recompute=False, compiled=own).evaluate(rows, lora_of(rows, optimizer)))
+        for own in (compiled, None)
+    )
+    assert (counted.forwards, counted.backwards) == (len(base.layers), 0)
+    equal([found], [expected])
+
+
+@pytest.mark.parametrize(
+    "options", [pytest.param({"dropout": DropoutSpec(0.5, 3)}, marks=pytest.mark.slow), {"lora_backend": GROUPED}]
+)
+def test_what_they_cannot_do_runs_the_layers_themselves(
+    llama: tuple[Base, CompiledLayers, Counted], options: dict[str, object]
+) -> None:
+    base, compiled, counted = llama
+    counted.reset()
+    found = gradients(base, compiled, PACKS, **options)
+    assert (counted.forwards, counted.backwards) == (0, 0)
+    equal(found, gradients(base, None, PACKS, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "qwen3", "phi3", "olmo2", "gpt_neox"])
+def test_gradients_of_other_families(family: str) -> None:
+    base, counted = tiny_base(family), Counted()
+    compiled = compiled_layers(base, counted)
+    found = gradients(base, compiled, PACKS)
+    assert counted.backwards > 0
+    equal(found, gradients(base, None, PACKS))
+
+
+@pytest.mark.slow
+def test_gradients_with_the_real_compiler() -> None:
+    base, counted = tiny_base("llama"), Counted(inductor)
+    found = gradients(base, compiled_layers(base, counted), PACKS)
+    assert counted.backwards > 0
+    equal(found, gradients(base, None, PACKS))
+
+
+def test_layers_that_differ_in_a_number_are_of_two_kinds() -> None:
+    base = tiny_base("llama")
+    first, second = base.layers[:2]
+    groups = {}
+    assert kind_of(first, groups) == kind_of(second, groups)
+    cast(nn.Module, second.input_layernorm).variance_epsilon = 0.5
+    assert kind_of(first, groups) != kind_of(second, groups)
+
+
+def test_a_layer_for_one_number_of_tokens_is_refused() -> None:
+    def run(hidden: Tensor) -> Tensor:
+        return hidden * 2 if hidden.shape[1] == 37 else hidden
+
+    with pytest.raises(UnsupportedBase, match="37"):
+        compile_layer(run, [torch.randn(1, 37, 4)], 37, interpreted)
+
+
+def test_a_condition_on_the_number_of_tokens_is_kept() -> None:
+    def run(hidden: Tensor) -> Tensor:
+        return hidden * 2 if hidden.shape[1] < 100 else hidden * 3
+
+    layer = compile_layer(run, [torch.randn(1, 37, 4)], 37, interpreted)
+    assert [tokens for tokens in (2, 37, 99, 100, 5000) if layer.fits(tokens)] == [2, 37, 99]
+
+
+def test_a_layer_that_reads_a_tensor_of_its_own_is_refused() -> None:
+    hidden_one = torch.randn(4)
+    with pytest.raises(UnsupportedBase):
+        compile_layer(lambda hidden: hidden * hidden_one, [torch.randn(1, 37, 4)], 37, interpreted)

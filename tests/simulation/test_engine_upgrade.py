@@ -87,6 +87,12 @@ class Work:
     def notify(self, changed: Callable[[], None]) -> None:
         self.changed.append(changed)
 
+    async def training_ready(self) -> None:
+        pass
+
+    def compile_training(self) -> tuple[str, ...]:
+        return ("fast", "and its training")
+
     def adopt(self) -> tuple[str, ...]:
         assert threading.get_ident() != self.thread
         self.generator.pieces = 3

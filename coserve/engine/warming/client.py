@@ -18,7 +18,7 @@ from coserve.model.gemm_choice import GemmChoice, load_gemms
 from coserve.warmup.key import GEMM_FOLDER
 from coserve.warmup.launch import worker_bytes
 from coserve.warmup.messages import Progress, WarmUpTask
-from coserve.warmup.parts import GEMMS, STEP_PARTS, all_parts, graphs, training
+from coserve.warmup.parts import GEMMS, STEP_PARTS, TRAINING_LAYERS, all_parts, graphs, training
 from coserve.warmup.parts import blocks as blocks_part
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,10 @@ class KernelsOnDisk:
         return True
 
     def layers_ready(self) -> bool:
+        """See `WarmKernels`."""
+        return True
+
+    def training_layers_ready(self) -> bool:
         """See `WarmKernels`."""
         return True
 
@@ -130,6 +134,10 @@ class WarmUpClient:
     def training_kernels_ready(self, rank: int, *, blocks: bool = False) -> bool:
         """Whether the training kernels for adapters of `rank` are on disk, or never will be; `blocks`: for block-diagonal ones."""
         return self._settled((blocks_part(rank) if blocks else training(rank),))
+
+    def training_layers_ready(self) -> bool:
+        """Whether the compiled layers of training are on disk."""
+        return self.complete((TRAINING_LAYERS,))
 
     def gemms(self, stacked: Sequence[StackedWeights], device: torch.device) -> GemmChoice | None:
         """See `WarmKernels`."""

@@ -21,7 +21,7 @@ from coserve.engine.warming.step_mixes import (
     micro_batch_sizes,
     step_mixes,
 )
-from coserve.errors import InvalidRequest, NonFiniteLoss
+from coserve.errors import InvalidRequest, NonFiniteLoss, UnsupportedBase
 from coserve.finetune.init import new_adapter
 from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryProfiler
 from coserve.generate.execution.eager import EagerExecutor
@@ -41,7 +41,9 @@ from coserve.memory.profile import sizes as profiled_sizes
 from coserve.model.base import Base
 from coserve.model.fused import FusedBase
 from coserve.model.gemm_choice import MEASURED, GemmChoice, load_gemms, measure_gemms, save_gemms
+from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraWeights
+from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.processes import usable_cores
 from coserve.types import DEFAULT_RANK, AdapterRef, LoraSettings, SamplingParams
 from coserve.warmup.messages import WarmUpTask
@@ -124,6 +126,8 @@ class PartRunner:
                 return self._training(int(number), bd_blocks=2 * self._ranks)
             case "gpu":
                 return self._other_gpu()
+            case "backward":
+                return self._training_layers()
             case "layers":
                 return self._layers()
             case "gemms":
@@ -255,10 +259,13 @@ class PartRunner:
     # ---- compiled layers
 
     def _fused(self, gemms: GemmChoice) -> FusedBase:
+        self._wake_compiler()
+        return FusedBase(self._base, compiled=self._on_gpu, options=INDUCTOR, gemms=gemms)
+
+    def _wake_compiler(self) -> None:
         if self._on_gpu and not self._compiler_initialized:
             wake_compiler(self._base.device)
             self._compiler_initialized = True
-        return FusedBase(self._base, compiled=self._on_gpu, options=INDUCTOR, gemms=gemms)
 
     def _stacked(self) -> list[StackedWeights]:
         return FusedBase(self._base, compiled=False, gemms=GemmChoice()).stacked
@@ -273,6 +280,13 @@ class PartRunner:
     def _layers(self) -> Iterator[tuple[int, int]]:
         yield 0, 2
         self._fused(GemmChoice()).shadow().check()
+
+    def _training_layers(self) -> Iterator[tuple[int, int]]:
+        yield 0, 2
+        if self._on_gpu and self._conditions.lora_backend.groups_inputs and self._base.sharding is None:
+            self._wake_compiler()
+            with suppress(UnsupportedBase):  # the engine says why
+                CompiledLayers(self._base, LayerCut(self._base)).compile()
 
     def _gemms(self, rows: int, path: Path) -> Iterator[tuple[int, int]]:
         yield 0, 2

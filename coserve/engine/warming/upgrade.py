@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from coserve.engine.warming.client import WarmUpClient
+from coserve.errors import UnsupportedBase
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.execution.start import COMPILING, Compilation
@@ -15,8 +16,9 @@ from coserve.generate.generator import Generator
 from coserve.link import EngineWarming, FromEngine, Link, ToEngine
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base
+from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.types import JobSpec
-from coserve.warmup.parts import STEP_PARTS
+from coserve.warmup.parts import STEP_PARTS, TRAINING_LAYERS
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,22 @@ async def tell_progress(link: Link[FromEngine, ToEngine], warm: WarmUpClient) ->
         link.send(EngineWarming(warm.done, total, None if left is None else round(left, 1), warm.notes))
 
 
+def compile_layers(layers: CompiledLayers) -> str:
+    """Compile them; returns a note for the operator where that failed."""
+    try:
+        layers.compile()
+    except (UnsupportedBase, RuntimeError) as error:
+        note = training_note(error)
+        log.warning("%s", note, exc_info=error)
+        return note
+    return ""
+
+
+def training_note(why: Exception) -> str:
+    """For the operator: jobs run the base's own layers."""
+    return f"training: layers run operation by operation: {str(why).splitlines()[0]}"
+
+
 class Upgrade:
     """Implements `ports.Upgrades`: call `compile` on another thread, then `adopt` on the engine's."""
 
@@ -60,11 +78,15 @@ class Upgrade:
         notes: tuple[str, ...],
         warm: WarmUpClient | None = None,
         *,
+        training_layers: CompiledLayers | None = None,
         preload_kernels: PreloadKernels = preload_nothing,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`notes`: for the operator, on other subjects. `warm`: the warm-up's client; None if this process compiles everything.
-        `preload_kernels`: called where `compile` and `preload_eager` are."""
+        `training_layers`: those of jobs; None: jobs run the base's own. `preload_kernels`: called where `compile` and `preload_eager`
+        are."""
+        self._training_layers, self._training_note = training_layers, ""
+        self._training_compiled = training_layers is None
         self._compilation, self._generator, self._notes, self._warm = compilation, generator, notes, warm
         self._preload_kernels, self._clock, self._began = preload_kernels, clock, clock()
         self._executor: GraphExecutor | None = None
@@ -82,7 +104,9 @@ class Upgrade:
             await self._warm.wait_for_parts(STEP_PARTS)  # steps without a graph need them too
 
     def may_train(self, spec: JobSpec) -> bool:
-        """Whether the job's training kernels are on disk, or never will be."""
+        """Whether the job's training kernels are on disk, or never will be, and its layers are compiled: all of a job runs the same."""
+        if not self._training_compiled:
+            return False
         if self._warm is None:
             return True
         taught = spec.teacher is None or self._warm.training_kernels_ready(spec.teacher.rank)
@@ -121,6 +145,21 @@ class Upgrade:
             self._executor, self._graphs = executor, executor.missing
         return self.notes
 
+    async def training_ready(self) -> None:
+        """Returns once what `compile_training` loads is on disk, or never will be."""
+        if self._warm is not None and not self._training_compiled:
+            await self._warm.wait_for_parts((TRAINING_LAYERS,))
+
+    def compile_training(self) -> tuple[str, ...]:
+        """Compile the layers of training, or load them from disk, on any thread. Returns all notes for the operator."""
+        if not self._training_compiled:
+            assert self._training_layers is not None, "expected layers"
+            began = self._clock()
+            self._training_note = compile_layers(self._training_layers)
+            self._training_compiled = True
+            log.info("layers of training compiled in %.1f s", self._clock() - began)
+        return self.notes
+
     def preload_eager(self) -> None:
         """Load the kernels of eager steps with prompts, which prompts that are scored need. Later calls do nothing. Beside steps that
         run it would take several times as long, and so would they."""
@@ -131,7 +170,8 @@ class Upgrade:
     @property
     def notes(self) -> tuple[str, ...]:
         warm = () if self._warm is None else self._warm.notes
-        return self._notes + ((COMPILING,) if self._adopted is None else self._adopted) + warm
+        training = (self._training_note,) if self._training_note else ()
+        return self._notes + ((COMPILING,) if self._adopted is None else self._adopted) + training + warm
 
     def progress(self) -> EngineWarming:
         """Of the warm-up, of loading the layers, and of capturing graphs, in units."""

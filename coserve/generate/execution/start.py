@@ -57,6 +57,10 @@ class WarmKernels(Protocol):
         """Whether the compiled layers are on disk: they are loaded before the first request, and nothing is traced."""
         ...
 
+    def training_layers_ready(self) -> bool:
+        """Whether the compiled layers of training are on disk."""
+        ...
+
     def gemms(self, stacked: Sequence[StackedWeights], device: torch.device) -> GemmChoice | None:
         """The measured choice; None: it is not there."""
         ...

@@ -87,8 +87,8 @@ class PackedAttention:
         """Gradients of q (H, T, D), k and v (K, T, D) from that of `attend_keeping`'s output."""
         if kept is None:
             with torch.enable_grad():
-                leaves = [x.detach().requires_grad_() for x in qkv]
-                dq, dk, dv = torch.autograd.grad(self.attend(0, *leaves, params), leaves, dout_THD)
+                q, k, v = (x.detach().requires_grad_() for x in qkv)
+                dq, dk, dv = torch.autograd.grad(self.attend(0, q, k, v, params), (q, k, v), dout_THD)
             return dq, dk, dv
         q, k, v = (x.transpose(0, 1) for x in qkv)
         bounds, longest, window = self._bounds_on(q.device), self._longest, params.window
@@ -121,10 +121,13 @@ class PackedAttention:
 
 
 def _one_kernel(q_HTD: Tensor, params: AttentionParams) -> bool:
+    """Whether torch's kernel for packed sequences does all of them."""
+    return params.softcap is None and params.sinks is None and _varlen_takes(q_HTD)
+
+
+def _varlen_takes(q_HTD: Tensor) -> bool:
     """Whether torch's kernel for packed sequences takes such queries."""
     width = q_HTD.shape[2]
-    if params.softcap is not None or params.sinks is not None:
-        return False
     return q_HTD.is_cuda and q_HTD.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
 
 

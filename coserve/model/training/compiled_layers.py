@@ -20,7 +20,7 @@ from coserve.model.forward_context import ForwardContext, current, running
 from coserve.model.groups import share_inputs
 from coserve.model.layers import LayerCall, LayerCut, LayerInputs
 from coserve.model.lora import SharedInput, shared_of
-from coserve.model.training.kinds import kind_of, own_tensors
+from coserve.model.training.kinds import kind_of, own_tensors, plain
 from coserve.model.training.ops import AttendRows
 from coserve.model.training.running_pass import RunningPass
 from coserve.model.training.trace import Compile, CompiledLayer, compile_layer, inductor
@@ -186,7 +186,7 @@ def _copied(layer: nn.Module) -> nn.Module:
 def _plain(leaf: object) -> Hashable:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype
-    return "attention" if isinstance(leaf, PackedAttention) else leaf if isinstance(leaf, Hashable) else id(leaf)
+    return "attention" if isinstance(leaf, PackedAttention) else plain(leaf)
 
 
 @dataclass(frozen=True)

@@ -38,25 +38,21 @@ def own_tensors(layer: nn.Module, groups: Mapping[str, SharedInput]) -> dict[str
 
 def own_tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of one module, without those of modules in it."""
-    return {
-        name: tensor
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        if tensor is not None
-    }
+    return dict((*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)))
 
 
 def _plain_attributes(module: nn.Module) -> Hashable:
-    return tuple(sorted((name, _plain(value)) for name, value in vars(module).items() if name not in OWN))
+    return tuple(sorted((name, plain(value)) for name, value in vars(module).items() if name not in OWN))
 
 
-def _plain(value: object) -> str:
+def plain(value: object) -> str:
     """Equal for equal plain values; of others, such as the config that all layers share, for the same object alone."""
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, list | tuple):
-        return repr([_plain(one) for one in cast("list[object]", value)])
+        return repr([plain(one) for one in cast("list[object]", value)])
     if isinstance(value, set | frozenset):
-        return repr(sorted(_plain(one) for one in cast("set[object]", value)))
+        return repr(sorted(plain(one) for one in cast("set[object]", value)))
     if isinstance(value, dict) and not value:  # hooks
         return "{}"
     return f"{type(value).__name__} at {id(value)}"

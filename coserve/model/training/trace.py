@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch._functorch.config as partition_options
 from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
@@ -40,7 +41,7 @@ class Compile(Protocol):
 
 
 def inductor(
-    graph: fx.GraphModule, inputs: Sequence[object], *, is_backward: bool
+    graph: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool
 ) -> Callable[[list[object]], Sequence[Tensor]]:
     """`Compile` for real."""
     compiled = compile_fx_inner(graph, inputs, is_backward=is_backward)
@@ -90,7 +91,8 @@ def compile_layer(
 
     Raises `UnsupportedBase` for a layer that is not traceable so.
     """
-    mode = FakeTensorMode(shape_env=ShapeEnv())
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
     fakes = [_fake(mode, tensor, tokens, place) for place, tensor in enumerate(tensors)]
     fakes[0].requires_grad_()
     with ExitStack() as stack:
@@ -100,8 +102,9 @@ def compile_layer(
         joint_graph_passes(joint)
         forward, backward = min_cut_rematerialization_partition(joint, fakes, num_fwd_outputs=1)
         _refuse_constants(forward, backward)
-        compiled = [compile(graph, _examples(graph), is_backward=graph is backward) for graph in (forward, backward)]
-    return CompiledLayer(*compiled, _places(forward, backward), _conditions(mode.shape_env, fakes[0]))
+        forward_run = compile(forward, _examples(forward), is_backward=False)
+        backward_run = compile(backward, _examples(backward), is_backward=True)
+    return CompiledLayer(forward_run, backward_run, _places(forward, backward), _conditions(shapes, fakes[0]))
 
 
 def _joint(run: Callable[..., Tensor], fakes: Sequence[FakeTensor]) -> fx.GraphModule:
@@ -116,10 +119,8 @@ def _joint(run: Callable[..., Tensor], fakes: Sequence[FakeTensor]) -> fx.GraphM
 
 
 def _fake(mode: FakeTensorMode, tensor: Tensor, tokens: int, place: int) -> FakeTensor:
-    from torch._dynamo.source import ConstantSource
-
     sizes = [DimDynamic.DUCK if size == tokens else DimDynamic.STATIC for size in tensor.shape]
-    context = StatelessSymbolicContext(dynamic_sizes=sizes)
+    context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(dynamic_sizes=sizes)
     return mode.from_tensor(tensor.detach(), symbolic_context=context, source=ConstantSource(f"input_{place}"))
 
 
