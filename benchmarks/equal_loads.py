@@ -231,6 +231,8 @@ def parse() -> argparse.Namespace:
     check_tiny(parser, options)
     options.only = options.only.split(",")
     options.policies, options.cells = options.policies.split(","), [name for name in options.cells.split(",") if name]
+    if options.tiny and set(options.policies) != {"slack"}:
+        parser.error("--tiny: expected --policies slack, as the others need a GPU")
     if unknown := set(options.policies) - POLICIES:
         parser.error(f"--policies: expected some of {', '.join(sorted(POLICIES))}, got {', '.join(sorted(unknown))}")
     if unknown := set(options.only) - set(PARTS):

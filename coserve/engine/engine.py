@@ -220,9 +220,8 @@ class Engine:
         collected = max(now, self._step.expected) if launched else None
         view = self._views.view(now, reading=reading, blocked=blocked, in_flight=flight, collected=collected)
         decision = self._policy.decide(view, now)
-        if self._measured is None or not (
-            launched or self._flight.takes_turns
-        ):  # launches of slices are no part of a step
+        # Where slices are only launched, their launches before a step are no part of its time.
+        if self._measured is None or not (launched or self._flight.takes_turns):
             self._measured = now
         match decision:
             case Serve():

@@ -13,6 +13,7 @@ from coserve.errors import ConfigError
 from coserve.queues.policies.choice import make_policy
 from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.inference_first import InferenceFirst
+from coserve.queues.policies.overlap import AHEAD, LONGEST, TIMER, Overlap
 from coserve.queues.policies.slack import MAX_MICRO_STEPS, MAX_SLICE, Slack
 from coserve.queues.policies.spatial import MIN_SLICE, Spatial
 from coserve.queues.policies.temporal_sharing import TemporalSharing
@@ -290,3 +291,61 @@ class TestSpatial:
             decision = self.decide(view([0.0], jobs=("j",), serve=step, micro_step=0.004), 0)
             assert isinstance(decision, Train) and decision.micro_steps is not None
             assert 0.004 * decision.micro_steps <= seconds < 0.004 * (decision.micro_steps + 1)
+
+
+class TestOverlap:
+    policy = Overlap(patience=1.0)
+
+    @staticmethod
+    def seen(
+        due: float,
+        *,
+        window: float = 0.05,
+        slices: int = 0,
+        until: float = 0.0,
+        beside: float = 0.012,
+        jobs: bool = True,
+    ) -> View:
+        """A request runs whose token is due; a step alone takes 6 ms, a micro-step 4 ms."""
+        costs = Costs(serve=0.006, micro_step=0.004, decode=0.005, beside=beside)
+        found = view(jobs=("j",) if jobs else (), train_waiting_since=0.0)
+        flight = InFlight(slices, until=until)
+        return replace(found, running=(Due(due, window=window),), costs=costs, in_flight=flight)
+
+    def test_two_slices_are_launched_ahead_and_a_step_begins_when_its_token_is_due(self) -> None:
+        begin = 1.0 - 0.012 - TIMER
+        for slices in (0, 1):
+            assert self.policy.decide(self.seen(1.0, slices=slices), 0.9) == Train("j", 3), "as long as a step"
+        assert self.policy.decide(self.seen(1.0, slices=2), 0.9) == Wait(pytest.approx(begin))
+        assert self.policy.decide(self.seen(1.0, slices=2), begin + 1e-9) == Serve(0)
+
+    def test_a_step_begins_early_only_where_the_device_would_be_idle(self) -> None:
+        now = 1.0 - 0.012 - TIMER - 0.003  # no micro-step fits
+        assert self.policy.decide(self.seen(1.0), now) == Serve(0)
+        assert isinstance(self.policy.decide(self.seen(1.0, slices=1), now), Wait)
+
+    def test_where_the_target_is_too_short_for_a_step_beside_training_they_take_turns(self) -> None:
+        alone = 1.0 - 0.006 - TIMER
+        for policy, window in ((self.policy, 0.016), (Overlap(1.0, beside=False), 0.05)):
+            assert policy.decide(self.seen(1.0, window=window), alone - 0.005) == Train("j", 1)
+            busy = self.seen(1.0, window=window, slices=1, until=alone - 0.002)
+            assert policy.decide(busy, 0.98) == Wait(pytest.approx(alone - 0.002 - AHEAD)), "another one ends too late"
+            assert policy.decide(busy, alone - 0.002 - AHEAD + 1e-9) == Serve(0, between=True)
+
+    def test_while_the_next_micro_step_needs_results_steps_are_paced_on(self) -> None:
+        assert isinstance(self.policy.decide(self.seen(1.0, slices=1, jobs=False), 0.9), Wait)
+        assert self.policy.decide(self.seen(1.0, jobs=False), 0.9) == Serve(0), "nothing trains"
+
+    def test_a_job_without_slices_in_flight_waits_no_longer_than_its_patience(self) -> None:
+        late = self.seen(0.5)
+        assert self.policy.decide(late, 0.6) == Serve(0)
+        assert self.policy.decide(late, 1.0) == Train("j", 1, Overdue(0.004, pytest.approx(-0.513)))
+        assert self.policy.decide(self.seen(0.5, slices=1), 1.0) == Serve(0)
+
+    def test_a_full_batch_is_served_at_full_speed(self) -> None:
+        assert self.policy.decide(replace(self.seen(9.0), queued=1, headroom=0), 0.5) == Serve(0)
+
+    def test_without_requests_slices_follow_one_another(self) -> None:
+        idle = replace(view(jobs=("j",)), costs=Costs(0.0, 0.004))
+        assert self.policy.decide(idle, 0.0) == Train("j", int(LONGEST / 0.004))
+        assert self.policy.decide(replace(idle, in_flight=InFlight(2)), 0.0) == Wait(None)

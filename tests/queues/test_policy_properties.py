@@ -162,6 +162,20 @@ def test_slack_lets_no_job_wait_beyond_its_patience(patience: float, view: View,
         assert isinstance(decision, Train)
 
 
+@given(times, views(), times)
+def test_overlap_launches_nothing_that_breaks_a_promise(patience: float, view: View, now: float) -> None:
+    """While requests run, the launch of a slice ends before a step must begin, by the time that it takes beside training; or it is
+    computed before, by the time that a step takes alone."""
+    decision = Overlap(patience).decide(view, now)
+    if isinstance(decision, Train) and decision.overdue is None and (view.running or view.waiting):
+        assert decision.micro_steps is not None
+        seconds = decision.micro_steps * view.costs.micro_step
+        alone = max(now, view.in_flight.until) + seconds + view.costs.serve
+        beside = now + seconds + view.costs.beside
+        for due in view.running:
+            assert min(alone, beside) <= due.deadline + 1e-9
+
+
 TINY_MICRO_STEP = View((), 0, None, (), 1, 1, ("j",), Turn(), 0.0, Costs(0.0, 5e-324))
 
 

@@ -10,7 +10,6 @@ LONGEST = MAX_SLICE / MAX_SLICES
 """Predicted seconds of the longest slice of several micro-steps: as long as `Slack`'s with all that are in flight."""
 TIMER = 1e-3
 """Seconds by which a timer may be late: the event loop counts milliseconds."""
-
 AHEAD = 5e-3
 """Seconds before the device would be idle at which a step is launched that follows slices: its launch, and errors of their prediction."""
 
