@@ -13,6 +13,7 @@ from coserve.errors import Overloaded
 from coserve.link import (
     CancelRequest,
     Generate,
+    JobCancelled,
     JobProgress,
     JobSnapshot,
     JobStarted,
@@ -126,6 +127,29 @@ async def test_a_job_that_ends_takes_its_samples_with_it(sampling: Api, ending: 
         await sampling.call("POST", f"/finetune/{id}/resume")
     found = samples(await sampling.events(id))
     assert sorted(each["prompt"] for each in found) == ([] if ending == "cancel" else [0, 1])
+
+
+async def test_a_snapshot_whose_job_ends_at_once_is_given_back(sampling: Api) -> None:
+    """Else the engine would keep it for ever."""
+    sampling.engine.go_requests.clear()
+    id = await started(sampling)
+    await sampling.engine.saw(Generate, 2)
+    ref = AdapterRef(f"{id}:snapshot", 2)
+    sampling.engine.link.send(JobSnapshot(id=id, step=4, ref=ref))
+    sampling.engine.link.send(JobCancelled(id=id))
+    done = await sampling.engine.saw(SnapshotDone, 2)
+    assert ref in [message.ref for message in done if isinstance(message, SnapshotDone)]
+
+
+async def test_samples_that_a_stop_ends_are_left_to_the_next_start(sampling: Api) -> None:
+    """The engine waits for them: were it told that they are done, it might publish the adapter without them."""
+    sampling.engine.go_requests.clear()
+    await started(sampling)
+    await sampling.engine.saw(Generate, 2)
+    sampling.service.stop()
+    status, _ = await sampling.call("POST", "/generate", json={"prompt": "x"})  # what was in flight has ended, too
+    assert status == 503
+    assert not any(isinstance(message, SnapshotDone) for message in sampling.engine.told)
 
 
 async def test_a_sample_that_fails_is_a_note_and_the_job_goes_on(sampling: Api) -> None:

@@ -250,6 +250,8 @@ class _Run:
     """Its next micro-batch is an evaluation."""
     tried: int = 0
     """The last step whose checkpoint was begun."""
+    snapshot: int = 0
+    """The step of the last snapshot."""
 
 
 @dataclass
@@ -267,7 +269,7 @@ class FakeTrainer:
     published: list[str] = field(default_factory=list)
     micro_steps_done: int = 0
     writing: set[str] = field(default_factory=set)
-    """Jobs of which a checkpoint or a publication has begun."""
+    """Jobs of which a checkpoint, a snapshot or a publication has begun."""
     batch_rows: int | None = None
     trained: tuple[str, ...] = ()
     batches: TrainingBatches = field(default_factory=TrainingBatches)
@@ -277,6 +279,8 @@ class FakeTrainer:
     """How long the jobs waited for each slice, all together."""
     limits: dict[str, tuple[int | None, bool]] = field(default_factory=dict)
     """The last `limit` of each job."""
+    sample_every: int | None = None
+    """Steps between two snapshots of a job."""
     _runs: dict[str, _Run] = field(default_factory=dict)
     _idle_since: float = 0.0
 
@@ -396,10 +400,16 @@ class FakeTrainer:
         return self._writes("write", job, save)
 
     def snapshot_due(self, job: str) -> bool:
-        return False
+        run = self._runs[job]
+        if self.sample_every is None or run.evaluates or run.step in (0, run.snapshot):
+            return False
+        return run.step % self.sample_every == 0 or self.finished(job)
 
     def snapshot(self, job: str) -> Callable[[], Callable[[], JobSnapshot | JobNote]]:
-        raise AssertionError(job)
+        run = self._runs[job]
+        step = run.snapshot = run.step
+        taken = JobSnapshot(id=job, step=step, ref=AdapterRef(f"{job}:snapshot", step))
+        return self._writes("snapshot", job, lambda: lambda: taken)
 
     def abandon(self, job: str) -> None:
         run = self._runs[job]

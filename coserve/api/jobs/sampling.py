@@ -34,13 +34,20 @@ class JobSampler:
     ) -> None:
         """`record` is told of each sample; it must return at once."""
         self._registry, self._engine, self._generation, self._record = registry, engine, generation, record
-        self._tasks: dict[asyncio.Task[None], str] = {}
+        self._tasks: dict[asyncio.Task[bool], str] = {}
         """Of snapshots in use, with their jobs."""
 
     def begin(self, snapshot: JobSnapshot) -> None:
-        task = asyncio.create_task(self._sample(snapshot))
+        task, engine = asyncio.create_task(self._sample(snapshot)), self._engine.starts
         self._tasks[task] = snapshot.id
-        task.add_done_callback(self._tasks.pop)
+
+        def ended(task: asyncio.Task[bool]) -> None:  # no part of the task, which may be cancelled before it begins
+            del self._tasks[task]
+            if (task.cancelled() or task.result()) and engine == self._engine.starts:  # a later engine does not have it
+                with suppress(EngineUnavailable):
+                    self._engine.send(SnapshotDone(id=snapshot.id, ref=snapshot.ref))
+
+        task.add_done_callback(ended)
 
     def cancel(self, job: str) -> None:
         """Samples of the job that are not there yet are not wanted any more."""
@@ -55,25 +62,23 @@ class JobSampler:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _sample(self, snapshot: JobSnapshot) -> None:
-        engine = self._engine.starts
+    async def _sample(self, snapshot: JobSnapshot) -> bool:
+        """False: the engine or the daemon ends before the samples are there. The job, which goes on later, must not end without them."""
         try:
             record, done = await self._registry(lambda registry: _found(registry, snapshot))
             training = record.spec.training
             wanted = [index for index in range(len(training.sample_prompts)) if index not in done]
             async with asyncio.TaskGroup() as group:
-                for index in wanted:
-                    group.create_task(self._sample_prompt(snapshot, index, training))
+                tasks = [group.create_task(self._sample_prompt(snapshot, index, training)) for index in wanted]
+            return all(task.result() for task in tasks)
         except CoserveError as error:
             self._record(JobNote(id=snapshot.id, message=f"no samples at step {snapshot.step}: {error.message}"))
         except Exception:
             log.exception("job %s: internal error; no samples at step %d", snapshot.id, snapshot.step)
-        finally:
-            if engine == self._engine.starts:  # a later engine does not have it
-                with suppress(EngineUnavailable):
-                    self._engine.send(SnapshotDone(id=snapshot.id, ref=snapshot.ref))
+        return True
 
-    async def _sample_prompt(self, snapshot: JobSnapshot, index: int, training: TrainingRequest) -> None:
+    async def _sample_prompt(self, snapshot: JobSnapshot, index: int, training: TrainingRequest) -> bool:
+        """As `_sample`."""
         request = sample_request(training, training.sample_prompts[index])
         parts: list[str] = []
         finish: Finish | None = None
@@ -83,14 +88,15 @@ class JobSampler:
                     parts.append(chunk.text)
                     finish = chunk.finish_reason or finish
         except EngineUnavailable:
-            return  # the job resumes from its last checkpoint
+            return False
         except CoserveError as error:
             what = f"no sample of prompt {index} at step {snapshot.step}: {error.message}"
             self._record(JobNote(id=snapshot.id, message=what))
-            return
+            return True
         assert finish is not None, "a stream ends with a reason"
         sample = Sample(step=snapshot.step, prompt=index, text="".join(parts), finish_reason=finish)
         self._record(JobSample(snapshot.id, sample))
+        return True
 
 
 def sample_request(training: TrainingRequest, prompt: str | tuple[ChatMessage, ...]) -> GenerateRequest:
