@@ -13,6 +13,7 @@ from coserve.config import config_from_json
 from coserve.engine.ranks.own_rank import own_rank
 from coserve.engine.warming.early_start import start_warm_up
 from coserve.garbage import imports_without_collections
+from coserve.pretrained.read_ahead import read_ahead, weight_files
 from coserve.processes import obey_parent, skip_slow_imports
 
 
@@ -21,6 +22,8 @@ def main() -> None:
     skip_slow_imports()
     config, rank = config_from_json(sys.stdin.buffer.read()), own_rank(sys.argv[1:])
     warm_up = start_warm_up(config)
+    if config.load_format == "auto":
+        read_ahead(weight_files(config.model))
     with imports_without_collections():
         from coserve.engine.worker import serve  # imports torch, which takes seconds; the warm-up starts meanwhile
 
