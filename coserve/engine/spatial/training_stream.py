@@ -17,8 +17,9 @@ from coserve.errors import StartupError
 from coserve.kernels.gpu.device import count_multiprocessors
 from coserve.kernels.gpu.partition import part_sizes, split_multiprocessors
 
-TRAINING = -1
-"""Priority of training's stream; a lower number is a higher priority, and 0 the lowest."""
+TRAINING, GENERATION = -1, -5
+"""Priorities of streams: a lower number is a higher one, 0 the lowest; torch takes the nearest that there is. Not the lowest for training: torch
+gives out its 32 streams of a priority in turn, and copies of jobs have the lowest."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,10 @@ def priority_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cud
     "Stream Priorities"). Raises `StartupError` for a device without priorities."""
     if device.type != "cuda":
         raise StartupError(f"policy: 'overlap' needs an NVIDIA GPU, and the base is on {device.type}")
-    lowest, highest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # it is static
-    if highest > TRAINING - 1:
-        raise StartupError(
-            f"policy: 'overlap' needs three priorities of streams, and the GPU has {lowest - highest + 1}"
-        )
-    # Not the lowest for training: torch gives out its 32 streams of a priority in turn, and copies of jobs have the lowest.
-    training, generation = (torch.cuda.Stream(device, priority=each) for each in (TRAINING, highest))  # type: ignore[no-untyped-call]
+    training, generation = (torch.cuda.Stream(device, priority=each) for each in (TRAINING, GENERATION))  # type: ignore[no-untyped-call]
+    if not generation.priority < training.priority < 0:
+        found = f"training's is {training.priority}, generation's {generation.priority}"
+        raise StartupError(f"policy: 'overlap' needs three priorities of streams, and on this GPU {found}")
     return training, generation
 
 
