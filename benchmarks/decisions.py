@@ -109,7 +109,7 @@ def main() -> None:
         options.out, "decisions.json", script="benchmarks.decisions", hardware=hardware(), seed=0, revision=options.commit,
         settings=settings,
     )  # fmt: skip
-    for policy in ("slack", "overlap", "ets", "ts", "inference-first"):
+    for policy in ("slack", "overlap", "ets", "ts", "inference-first", "spatial"):
         for running in (0, BATCH // 2, BATCH):
             case = Case(policy, running)
             for change in (case.nothing, case.step, case.arrival):

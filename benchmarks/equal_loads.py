@@ -20,16 +20,16 @@ import asyncio
 import json
 import tempfile
 import time
-import warnings
 from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from benchmarks import gpus
 from benchmarks.equal_report import FILE, LOOSE, STRICT, publish, system_of
-from benchmarks.gpus import deal, run_on_gpus
 from benchmarks.http_case import FULL, RANK, SMALL, model_folder
 from benchmarks.options import check_tiny, make_parser
 from benchmarks.peers.always import Jobs, always_training
@@ -38,7 +38,6 @@ from benchmarks.peers.compare import base_name, gpu_memory, make_adapters, only_
 from benchmarks.peers.loads import Cell, chosen_cells, scenario_of
 from benchmarks.peers.processes import Trainer, module, training
 from benchmarks.peers.systems import Place, coserve, vllm
-from benchmarks.serving_http import hardware
 from benchmarks.serving_results import Results, merge_results
 from coserve.workloads.bundled import bundled_rows
 from coserve.workloads.metrics import Limits, attainment, attains
@@ -47,6 +46,7 @@ from coserve.workloads.replay import ReplayResult
 from coserve.workloads.summary import summarise
 from coserve.workloads.trace import load_trace, save_trace
 
+SCRIPT = "benchmarks.equal_loads"
 SEED = 0
 PARTS = ("alone", "coserve", "vllm+peft")
 POLICIES = {"slack", "spatial", "overlap", "overlap-between"}
@@ -210,21 +210,12 @@ def parse() -> argparse.Namespace:
         help="of coserve, each with a daemon of its own: names of --policy, and overlap-between",
     )
     parser.add_argument("--cells", default="", help="names of cells, such as r5,r20.strict; default: all")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no cell may end")
-    parser.add_argument(
-        "--gpus", type=int, default=1, help="GPUs over which the parts are dealt in turn, measured at the same time"
+    gpus.add_options(
+        parser,
+        gpus="GPUs over which the parts are dealt in turn, measured at the same time",
+        scratch="folder of the base, adapters, data, logs and single runs; kept if it is given",
     )
-    parser.add_argument("--skip-measured", action="store_true", help="leave out cells that --out has already")
     parser.add_argument("--vllm-site", type=Path, default=None, help="folder with vLLM and what it needs")
-    parser.add_argument(
-        "--scratch",
-        type=Path,
-        default=None,
-        help="folder of the base, adapters, data, logs and single runs; kept if it is given",
-    )
-    parser.add_argument(
-        "--publish", nargs="*", type=Path, help="take in these results, draw, put the keys in summary.json"
-    )
     options = parser.parse_args()
     if options.publish is not None:
         return options
@@ -233,31 +224,21 @@ def parse() -> argparse.Namespace:
     options.policies, options.cells = options.policies.split(","), [name for name in options.cells.split(",") if name]
     if options.tiny and set(options.policies) != {"slack"}:
         parser.error("--tiny: expected --policies slack, as the others need a GPU")
-    if unknown := set(options.policies) - POLICIES:
-        parser.error(f"--policies: expected some of {', '.join(sorted(POLICIES))}, got {', '.join(sorted(unknown))}")
-    if unknown := set(options.only) - set(PARTS):
-        parser.error(f"--only: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    gpus.check_names(parser, "policies", options.policies, sorted(POLICIES))
+    gpus.check_names(parser, "only", options.only, PARTS)
     return options
 
 
 def measure_here(options: argparse.Namespace, scratch: Path) -> None:
     size = SMALL if options.tiny else FULL
-    results = Results(
-        options.out,
-        FILE,
-        script="benchmarks.equal_loads",
-        hardware=hardware(options.tiny).splitlines()[0],
-        seed=SEED,
-        revision=options.commit,
-        settings={name: value for name, value in vars(size).items() if name != "config"}
-        | {"rank": RANK, "clients": CLIENTS},
-    )
+    settings = {name: value for name, value in vars(size).items() if name != "config"}
+    results = gpus.results_of(options, SCRIPT, FILE, SEED, settings | {"rank": RANK, "clients": CLIENTS})
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         root = Path(folder)
         scenario = open_workload(scenario_of(Cell("adapters", 5.0, 1.0, LOOSE), tiny=options.tiny)).scenario
         adapters = make_adapters(root / "adapters", size.config, scenario)
         place = Place(size, model_folder(root / "model", size), adapters, scratch, options.vllm_site)
-        known = results.keys() if options.skip_measured else set[str]()
+        known = gpus.known_keys(options, results)
         benchmark = EqualLoads(
             place, results, known, tiny=options.tiny, budget=options.budget, only_cells=options.cells
         )
@@ -278,22 +259,10 @@ def main() -> None:
             merge_results(file)
         publish()
         return
-    warnings.filterwarnings("ignore", message=".* too long and lost a part")  # rows are cut to their length there
-    with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder) if options.scratch is None else options.scratch
-        scratch.mkdir(parents=True, exist_ok=True)
-        if options.gpus == 1:
-            measure_here(options, scratch)
-            return
-        common = ["--budget", str(options.budget), "--commit", options.commit, *["--tiny"] * options.tiny]
-        common += ["--skip-measured"] * options.skip_measured
-        common += ["--policies", ",".join(options.policies), "--cells", ",".join(options.cells)]
-        common += [] if options.vllm_site is None else ["--vllm-site", str(options.vllm_site)]
-        shares = [
-            [*common, "--scratch", str(scratch / f"gpu{number}"), "--only", ",".join(parts)]
-            for number, parts in enumerate(deal(options.only, options.gpus))
-        ]
-        run_on_gpus("benchmarks.equal_loads", shares, options.out, FILE)
+    common = ["--policies", ",".join(options.policies), "--cells", ",".join(options.cells)]
+    common += [] if options.vllm_site is None else ["--vllm-site", str(options.vllm_site)]
+    hands = [[*common, "--only", ",".join(parts)] for parts in gpus.deal(options.only, options.gpus)]
+    gpus.measure(options, partial(measure_here, options), SCRIPT, FILE, hands)
 
 
 if __name__ == "__main__":

@@ -18,15 +18,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import tempfile
 import time
-import warnings
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks import gpus
 from benchmarks.ets_loads import (
     BACKENDS,
     PAPER,
@@ -46,11 +46,9 @@ from benchmarks.ets_loads import (
     warm_up_load,
 )
 from benchmarks.ets_report import FILE, publish
-from benchmarks.gpus import deal, run_on_gpus
 from benchmarks.http_case import FULL, model_folder
 from benchmarks.options import check_tiny, make_parser
 from benchmarks.peers.systems import serving
-from benchmarks.serving_http import hardware
 from benchmarks.serving_results import Results, merge_results
 from coserve.client import AsyncClient
 from coserve.errors import CoserveError
@@ -58,6 +56,7 @@ from coserve.workloads.replay import Rest, replay
 from coserve.workloads.summary import Summary, summarise
 from coserve.workloads.target import NO_RETRIES, DaemonTarget
 
+SCRIPT = "benchmarks.ets"
 SEED = 0
 PARTS = ("table", "mixed", "figure", "rates")
 PATIENCE = 90.0
@@ -177,15 +176,11 @@ def parse() -> argparse.Namespace:
         help=f"some of {', '.join(POLICIES)}; default: all, without a GPU all but spatial and overlap",
     )
     parser.add_argument("--backends", default=BACKENDS[0], help=f"some of {', '.join(BACKENDS)}")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no cell may end")
     parser.add_argument("--together", type=int, default=3, help="daemons that are started at a time, on each GPU")
-    parser.add_argument(
-        "--gpus", type=int, default=1, help="GPUs over which the policies are spread, measured at the same time"
-    )
-    parser.add_argument("--skip-measured", action="store_true", help="leave out cells that --out has already")
-    parser.add_argument("--scratch", type=Path, default=None, help="folder of data and caches; kept if it is given")
-    parser.add_argument(
-        "--publish", nargs="*", type=Path, help="take in these results, draw, put the keys in summary.json"
+    gpus.add_options(
+        parser,
+        gpus="GPUs over which the policies are spread, measured at the same time",
+        scratch="folder of data and caches; kept if it is given",
     )
     options = parser.parse_args()
     if options.publish is not None:
@@ -195,28 +190,20 @@ def parse() -> argparse.Namespace:
     policies = known_policies(gpu=not options.tiny)
     options.policies = list(policies) if options.policies is None else options.policies.split(",")
     for name, known in (("only", PARTS), ("backends", BACKENDS), ("policies", policies)):
-        if unknown := set(getattr(options, name)) - set(known):
-            parser.error(f"--{name}: expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}")
+        gpus.check_names(parser, name, getattr(options, name), known)
     return options
 
 
 def measure_here(options: argparse.Namespace, chosen: Sequence[Cell], scratch: Path) -> None:
     sizes = TINY if options.tiny else PAPER
-    results = Results(
-        options.out,
-        FILE,
-        script="benchmarks.ets",
-        hardware=hardware(options.tiny).splitlines()[0],
-        seed=SEED,
-        revision=options.commit,
-        settings={name: value for name, value in vars(sizes).items() if name != "model"} | {"targets_s": TARGETS},
-    )
+    settings = {name: value for name, value in vars(sizes).items() if name != "model"}
+    results = gpus.results_of(options, SCRIPT, FILE, SEED, settings | {"targets_s": TARGETS})
     todo = [
         system(policy, backend, (0.5, 0.1) if options.tiny else TARGETS[backend])
         for backend in options.backends
         for policy in options.policies
     ]
-    known = results.keys() if options.skip_measured else set[str]()
+    known = gpus.known_keys(options, results)
     deadline = time.monotonic() + options.budget
     benchmark = EtsBenchmark(sizes, results, scratch, known, tiny=options.tiny, deadline=deadline)
     todo = [each for each in todo if benchmark.left(each, chosen)]
@@ -234,30 +221,11 @@ def main() -> None:
             merge_results(file)
         publish()
         return
-    warnings.filterwarnings("ignore", message=".* too long and lost a part")  # rows are cut to their length there
     chosen = [cell for cell in cells(tiny=options.tiny) if cell.part in options.only]
-    with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder) if options.scratch is None else options.scratch
-        scratch.mkdir(parents=True, exist_ok=True)
-        if options.gpus == 1:
-            measure_here(options, chosen, scratch)
-            return
-        common = [
-            "--only",
-            ",".join(options.only),
-            "--backends",
-            ",".join(options.backends),
-            "--budget",
-            str(options.budget),
-        ]
-        common += ["--together", str(options.together), "--commit", options.commit] + ["--tiny"] * options.tiny
-        common += ["--skip-measured"] * options.skip_measured
-        hands = deal(options.policies, options.gpus)
-        shares = [
-            [*common, "--policies", ",".join(hand), "--scratch", str(scratch / f"gpu{i}")]
-            for i, hand in enumerate(hands)
-        ]
-        run_on_gpus("benchmarks.ets", shares, options.out, FILE)
+    common = ["--only", ",".join(options.only), "--backends", ",".join(options.backends)]
+    common += ["--together", str(options.together)]
+    hands = [[*common, "--policies", ",".join(hand)] for hand in gpus.deal(options.policies, options.gpus)]
+    gpus.measure(options, partial(measure_here, options, chosen), SCRIPT, FILE, hands)
 
 
 if __name__ == "__main__":
