@@ -17,6 +17,8 @@ from coserve.parallel.mesh import GroupMesh, Mesh, Traffic, fits_one_shot
 
 LIMIT = 240.0
 """Seconds for one function."""
+PRELOADED = ["tests.support.ranks", "coserve.engine.worker"]
+"""What ranks import is most of what they cost: seconds of CPU time each."""
 
 
 class Ranks:
@@ -25,7 +27,9 @@ class Ranks:
     def __init__(self, size: int, *, cuda: bool = False) -> None:
         """`cuda`: over NCCL, each on its GPU; else over gloo."""
         self._folder = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("spawn" if cuda else "forkserver")
+        if not cuda:  # one process imports for all ranks of all meshes; once CUDA is in use, it could not be forked
+            context.set_forkserver_preload(PRELOADED)
         address = f"file://{Path(self._folder.name) / 'store'}"
         self._processes, self._pipes = [], list[Connection]()
         self.usable = True
