@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.crash_oracle import KEY, PROMPT, Reference, curve_of, digest, job_request
+from tests.support.crash_oracle import KEY, STEPS, Oracle, Reference, Restarted, curve_of, digest
 from tests.support.daemon_process import DaemonProcess
 from tests.support.model_folder import make_model_folder
 
@@ -15,23 +15,35 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """One job, one long text and one generation in peace, on a data folder that was open to others."""
+def restarted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Restarted:
+    """A daemon on a data folder that was open to others: all tests without a mark share it, since each start takes seconds."""
     data = tmp_path_factory.mktemp("reference") / "data"
     data.mkdir(mode=0o755)
-    with DaemonProcess(model, data, environ={"COSERVE_API_KEY": KEY}) as daemon:
+    oracle = Oracle(model, data, Reference({}, "", "", data, data / "adapters" / "adapter" / "1", ()))
+    with DaemonProcess(
+        model, data, failpoints=f"finetune.mid_step=kill@{STEPS + 5}", environ={"COSERVE_API_KEY": KEY}
+    ) as daemon:
         daemon.wait_ready()
-        _, job = daemon.call("POST", "/finetune", job_request("adapter"))
-        events = list(daemon.events("GET", f"/finetune/{job['id']}/events"))
-        assert events[-1]["state"] == "succeeded", events[-1]
-        _, generated = daemon.call("POST", "/generate", PROMPT)
+        before = oracle.follow(daemon, oracle.submit(daemon, "adapter"))
+        assert before[-1]["state"] == "succeeded", before[-1]
+        text = oracle.stream(daemon)
         status, tokenized = daemon.call("POST", "/tokenize", {"prompt": "the cat sat " * 10_000})
         assert status == 200, tokenized
         processes = [Path(f"/proc/{pid}") for pid in descendants(daemon.process.pid)]
         children = tuple((each / "environ").read_bytes() + (each / "cmdline").read_bytes() for each in processes)
+        restarts = [daemon.call("GET", "/health")[1]["engine_restarts"]]
+        events = oracle.follow(daemon, oracle.submit(daemon, "again"))
+        restarts.append(daemon.call("GET", "/health")[1]["engine_restarts"])
+        after = oracle.stream(daemon)
         assert daemon.stop() == 0
-    adapter = data / "adapters" / "adapter" / "1"
-    return Reference(curve_of(events), digest(adapter), generated["choices"][0]["text"], data, adapter, children)
+    adapter = oracle.reference.adapter
+    oracle.reference = Reference(curve_of(before), digest(adapter), text, data, adapter, children)
+    return Restarted(oracle, restarts, events, after)
+
+
+@pytest.fixture(scope="session")
+def reference(restarted: Restarted) -> Reference:
+    return restarted.oracle.reference
 
 
 def descendants(pid: int) -> list[int]:

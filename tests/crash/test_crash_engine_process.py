@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coserve.state.failpoints import FILE_STEPS
-from tests.support.crash_oracle import STEPS, Oracle, Reference, curve_of, digest
+from tests.support.crash_oracle import STEPS, Oracle, Reference, Restarted, curve_of
 
 DEATHS = {
     **{f"checkpoint.{step}=kill-group@2": "job" for step in FILE_STEPS},
@@ -31,28 +31,14 @@ def test_a_daemon_killed_at_a_failpoint_of_the_engine_process(
     oracle.settle()
 
 
-def test_an_engine_that_is_killed_goes_on_from_the_last_checkpoint(model: Path, tmp_path: Path) -> None:
-    """In the fifth of a job's six steps; after the restart the daemon ends it and serves as if nothing had happened.
-
-    Its reference is an equal job that ended before on the same engine, and a text from then.
-    """
-    data = tmp_path / "data"
-    oracle = Oracle(model, data, Reference({}, "", "", data, tmp_path, ()))
-    with oracle.start(f"finetune.mid_step=kill@{STEPS + 5}") as daemon:
-        daemon.wait_ready()
-        text = oracle.stream(daemon)
-        before = oracle.follow(daemon, oracle.submit(daemon, "before"))
-        assert before[-1]["state"] == "succeeded", before[-1]
-        assert daemon.call("GET", "/health")[1]["engine_restarts"] == 0
-        events = oracle.follow(daemon, oracle.submit(daemon, "adapter"))
-        assert events[-1]["state"] == "succeeded", events[-1]
-        assert daemon.call("GET", "/health")[1]["engine_restarts"] == 1
-        assert oracle.stream(daemon) == text
-        assert daemon.stop() == 0
-    assert curve_of(events) == curve_of(before)
-    assert len(curve_of(events)) == STEPS
-    first = data / "adapters" / "before" / "1"
-    oracle.reference = Reference(curve_of(before), digest(first), text, data, first, ())
+def test_an_engine_that_is_killed_goes_on_from_the_last_checkpoint(restarted: Restarted) -> None:
+    """The daemon starts it again, ends the job and serves as if nothing had happened."""
+    oracle, reference = restarted.oracle, restarted.oracle.reference
+    assert restarted.restarts == [0, 1]
+    assert restarted.events[-1]["state"] == "succeeded", restarted.events[-1]
+    assert curve_of(restarted.events) == reference.curve
+    assert len(reference.curve) == STEPS
+    assert restarted.text == reference.text
     oracle.check_dead()
     oracle.check_tidy()
 

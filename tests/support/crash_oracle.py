@@ -206,3 +206,17 @@ class Oracle:
                 next(daemon.events("GET", f"/finetune/{id}/events"))
                 daemon.stop()
                 raise Died("told to stop")
+
+
+@dataclass(frozen=True)
+class Restarted:
+    """What became of a daemon whose engine was killed in the fifth of the six steps of its second job."""
+
+    oracle: Oracle
+    """Of its data folder; the reference is of before: the first job, a text, the processes."""
+    restarts: list[int]
+    """Of the engine, before the second job and after it."""
+    events: list[Json]
+    """Of the second job."""
+    text: str
+    """After the second job."""
