@@ -32,6 +32,9 @@ settings.load_profile("coserve")
 
 
 def pytest_collection_finish() -> None:
+    from tests.support.interpreter import remember_builtins  # not before Triton's setting
+
+    remember_builtins()
     gc.collect()
     gc.freeze()
     gc.enable()

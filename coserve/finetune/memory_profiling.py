@@ -220,12 +220,13 @@ class MemoryProfiler:
         *,
         recompute: bool = False,
         targets: tuple[str, ...] | None = None,
+        rank: int | None = None,
         positions: int | None = None,
     ) -> Phases:
-        """Bytes of a micro-batch by phase. `targets`: of the adapter, None: all; `positions`: targets of the loss, None: all tokens but the
-        first of each row."""
+        """Bytes of a micro-batch by phase. `targets`, `rank`: of the adapter, None: all, the profiler's; `positions`: targets of the loss,
+        None: all tokens but the first of each row."""
         base, empty = self._base, self._meter.now()
-        start = self._adapter(targets)
+        start = self._adapter(targets, rank)
         optimizer = AdapterOptimizer(
             start, base.spec, TrainingSettings(steps=1), base.dtype, partition=base.partition(start)
         )
@@ -265,8 +266,8 @@ class MemoryProfiler:
             job=job,
         )
 
-    def _adapter(self, targets: tuple[str, ...] | None = None) -> LoraWeights:
-        settings = LoraSettings(r=self._rank, targets=targets, bd_blocks=self._blocks)
+    def _adapter(self, targets: tuple[str, ...] | None = None, rank: int | None = None) -> LoraWeights:
+        settings = LoraSettings(r=rank or self._rank, targets=targets, bd_blocks=self._blocks)
         return zero_adapter(settings, self._base.spec, dtype=torch.float32, device=self._base.device)
 
     def _tokens(self, tokens: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -14,19 +14,22 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 from coserve.admission.micro_batch import ROWS, MicroBatchShape, micro_batch_bytes
 from coserve.admission.shapes import job_state, lora_shapes, role_of
 from coserve.engine.profiling import predicted
+from coserve.engine.profiling.live_bytes import LiveBytes
+from coserve.finetune.init import zero_adapter
 from coserve.finetune.memory_profiling import Conditions, MemoryProfiler
-from coserve.finetune.micro_batch import run_to_end
+from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
+from coserve.finetune.packed_rows import PackedRows
 from coserve.gpu_memory import TrainingCosts
 from coserve.kernels.lora.segments import Segments
 from coserve.memory.plan import Work
-from coserve.model.base import wrap_base
+from coserve.model.base import Base, wrap_base
 from coserve.model.groups import share_inputs
 from coserve.model.lora import LoraBatch
 from coserve.types import BaseSpec, LoraSettings, TrainingSettings
 from tests.support.examples import examples
-from tests.support.gpu_memory import COSTS
 
+BACKEND = predicted.FakeSegmentedBackend()
 TOKENS = 512
 LLAMA = LlamaConfig(
     hidden_size=512, intermediate_size=1792, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
@@ -39,15 +42,21 @@ GPT2 = GPT2Config(n_embd=512, n_layer=2, n_head=8, vocab_size=9000, n_positions=
 class Measured:
     """A base whose micro-batches run on fake tensors."""
 
+    base: Base
+    meter: LiveBytes
     profiler: MemoryProfiler
-    spec: BaseSpec
     costs: TrainingCosts
+
+    @property
+    def spec(self) -> BaseSpec:
+        return self.base.spec
 
     def error(self, lora: LoraSettings, tokens: int, *, recompute: bool, positions: int | None) -> float:
         """Of the predicted peak, relative to the counted one. What the job keeps must be exact."""
         assert lora.targets is not None
-        self.profiler._rank = lora.r
-        found = self.profiler.phases(tokens, recompute=recompute, targets=lora.targets, positions=positions)
+        found = self.profiler.phases(
+            tokens, recompute=recompute, targets=lora.targets, rank=lora.r, positions=positions
+        )
         shapes = lora_shapes(lora, self.spec)
         kept = job_state(shapes, self.spec.dtype, early_stopping=False)
         assert kept.total == pytest.approx(found.job, abs=512), "the count of steps, a scalar"
@@ -61,72 +70,73 @@ def measured(config: PretrainedConfig) -> Iterator[Measured]:
     with predicted.fake_tensors() as meter:
         base = wrap_base(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), name="tiny")
         share_inputs(base)
-        conditions = Conditions(predicted.FakeSegmentedBackend(), False, 4, 16, Work(64, TOKENS, 1))
+        conditions = Conditions(BACKEND, False, 4, 16, Work(64, TOKENS, 1))
         profiler = MemoryProfiler(base, meter, conditions, attention=predicted.FlashAttention, updates=False)
-        yield Measured(profiler, base.spec, profiler.costs(TOKENS))
+        yield Measured(base, meter, profiler, profiler.costs(TOKENS))
 
 
-@pytest.fixture(scope="module")
-def llama() -> Iterator[Measured]:
-    yield from measured(LLAMA)
+TARGETS = {
+    "gpt2": (("c_attn",), ("mlp.c_proj",), ("attn.c_proj", "c_fc")),
+    "llama": (("q_proj", "v_proj"), ("down_proj",), ("q_proj", "down_proj")),
+}
+"""Of adapters of each base."""
+TOP_SITE = {"gpt2": "transformer.h.1.mlp.c_proj", "llama": "model.layers.1.mlp.down_proj"}
+
+
+@pytest.fixture(scope="module", params=[GPT2, pytest.param(LLAMA, marks=pytest.mark.slow)], ids=["gpt2", "llama"])
+def base(request: pytest.FixtureRequest) -> Iterator[Measured]:
+    yield from measured(request.param)
 
 
 @pytest.mark.parametrize(
-    ("targets", "rank", "tokens", "recompute", "positions"),
-    [
-        (("q_proj", "v_proj"), 64, 1024, False, None),
-        (("down_proj",), 8, 700, True, 20),
-        (("o_proj", "up_proj"), 128, 300, False, 100),
-    ],
+    ("at", "rank", "tokens", "recompute", "positions"),
+    [(0, 64, 1024, False, None), (1, 8, 700, True, 20), (2, 128, 300, False, 100)],
 )
 def test_other_adapters_than_the_measured_one(
-    llama: Measured, targets: tuple[str, ...], rank: int, tokens: int, recompute: bool, positions: int | None
+    base: Measured, at: int, rank: int, tokens: int, recompute: bool, positions: int | None
 ) -> None:
-    lora = LoraSettings(r=rank, targets=targets)
-    assert abs(llama.error(lora, tokens, recompute=recompute, positions=positions)) < 0.01
+    lora = LoraSettings(r=rank, targets=TARGETS[base.spec.family][at])
+    assert abs(base.error(lora, tokens, recompute=recompute, positions=positions)) < 0.01
 
 
-def test_an_adapter_of_the_upper_layer_alone_keeps_nothing_below(llama: Measured) -> None:
-    targets = tuple(name for name in llama.spec.sites if ".1." in name)
-    assert abs(llama.error(LoraSettings(r=16, targets=targets), 600, recompute=False, positions=None)) < 0.02
+def test_an_adapter_of_the_upper_layer_alone_keeps_nothing_below(base: Measured) -> None:
+    targets = tuple(name for name in base.spec.sites if ".1." in name)
+    assert abs(base.error(LoraSettings(r=16, targets=targets), 600, recompute=False, positions=None)) < 0.02
 
 
-@pytest.mark.parametrize("targets", [("q_proj", "down_proj"), ("model.layers.1.mlp.down_proj",)], ids=["all", "top"])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_pairs_of_a_dpo_loss_take_no_more_than_predicted(
-    llama: Measured, targets: tuple[str, ...], recompute: bool
-) -> None:
+@pytest.mark.parametrize("top", [False, True])
+def test_pairs_of_a_dpo_loss_take_no_more_than_predicted(base: Measured, top: bool, recompute: bool) -> None:
     """The reference's forward and head included, which come first."""
-    profiler, lora, tokens = llama.profiler, LoraSettings(r=16, targets=targets), 1024
-    profiler._rank = lora.r
-    weights = profiler._adapter(targets)
-    optimizer = AdapterOptimizer(weights, llama.spec, TrainingSettings(), torch.bfloat16)
-    rows = profiler._packed(tokens)
-    lengths = [end - start for start, end in pairwise((0, 200, 512, 700, 1024))]
-    sequences_T = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths), output_size=tokens)
-    keep_K = torch.tensor([i for i in range(tokens - 1) if i + 1 not in (200, 512, 700)])
-    rows = replace(
-        rows,
-        bounds=(0, 200, 512, 700, tokens),
-        keep_K=keep_K,
-        labels_K=keep_K,
+    spec, meter, bounds = base.spec, base.meter, (0, 200, 512, 700, 1024)
+    targets = (TOP_SITE[spec.family],) if top else TARGETS[spec.family][2]
+    lora, tokens = LoraSettings(r=16, targets=targets), bounds[-1]
+    start = zero_adapter(lora, spec, dtype=torch.float32, device=base.base.device)
+    optimizer = AdapterOptimizer(start, spec, TrainingSettings(), torch.bfloat16)
+    del start
+    index_T = torch.arange(tokens)
+    lengths = [end - start for start, end in pairwise(bounds)]
+    keep_K = torch.tensor([i for i in range(tokens - 1) if i + 1 not in bounds])
+    rows = PackedRows(
+        index_T,
+        index_T % 512,
+        bounds,
+        keep_K,
+        keep_K,
         sequence_targets=tuple(length - 1 for length in lengths),
-        sequences_T=sequences_T,
+        sequences_T=torch.repeat_interleave(torch.arange(4), torch.tensor(lengths), output_size=tokens),
     )
-    batch = LoraBatch(Segments((0, tokens), (0,)), (optimizer.weights(),), profiler._lora_backend)
-    meter = profiler._meter
+    batch = LoraBatch(Segments((0, tokens), (0,)), (optimizer.weights(),), BACKEND)
+    runner = MicroBatchRunner(base.base, recompute=False, attention=predicted.FlashAttention)
     meter.reset()
     before = meter.now()
     run_to_end(
-        profiler._runner.forward_backward(
-            rows, batch, optimizer.trainable, optimizer.grads, beta=0.1, recompute=recompute
-        )
+        runner.forward_backward(rows, batch, optimizer.trainable, optimizer.grads, beta=0.1, recompute=recompute)
     )
     counted = meter.peak() - before
-    shapes = lora_shapes(lora, llama.spec)
     asked = MicroBatchShape(tokens, rows.targets, recompute, pairs=True)
-    predicted = micro_batch_bytes(llama.costs, llama.spec, shapes, asked).peak - ROWS * tokens
-    assert 0.97 * predicted < counted <= predicted
+    expected = micro_batch_bytes(base.costs, spec, lora_shapes(lora, spec), asked).peak - ROWS * tokens
+    assert 0.97 * expected < counted <= expected
 
 
 @pytest.mark.slow
@@ -150,10 +160,10 @@ def test_roles_are_names_within_a_layer() -> None:
     assert role_of("model.layers.3.mlp.experts.7.up_proj") == "mlp.experts.7.up_proj"
 
 
-def test_recomputation_and_fewer_tokens_take_less(llama: Measured) -> None:
-    shapes = lora_shapes(LoraSettings(r=16), llama.spec)
+def test_recomputation_and_fewer_tokens_take_less(base: Measured) -> None:
+    shapes = lora_shapes(LoraSettings(r=16), base.spec)
     whole, half, again = (
-        micro_batch_bytes(llama.costs, llama.spec, shapes, batch)
+        micro_batch_bytes(base.costs, base.spec, shapes, batch)
         for batch in (
             MicroBatchShape(4096, 4000),
             MicroBatchShape(2048, 2000),
@@ -165,10 +175,10 @@ def test_recomputation_and_fewer_tokens_take_less(llama: Measured) -> None:
     assert again.kept < whole.kept
 
 
-def test_a_teacher_and_dropout_take_more(llama: Measured) -> None:
-    shapes = lora_shapes(LoraSettings(r=16), llama.spec)
+def test_a_teacher_and_dropout_take_more(base: Measured) -> None:
+    shapes = lora_shapes(LoraSettings(r=16), base.spec)
     plain, taught, dropped = (
-        micro_batch_bytes(COSTS, llama.spec, shapes, MicroBatchShape(1024, 1000, dropout=dropout, teacher=teacher))
+        micro_batch_bytes(base.costs, base.spec, shapes, MicroBatchShape(1024, 1000, dropout=dropout, teacher=teacher))
         for dropout, teacher in ((False, False), (False, True), (True, False))
     )
     assert taught.kept > plain.kept

@@ -14,6 +14,7 @@ import torch
 
 from coserve.parallel.join import join
 from coserve.parallel.mesh import GroupMesh, Mesh, Traffic, fits_one_shot
+from tests.support.interpreter import remember_builtins
 
 LIMIT = 240.0
 """Seconds for one function."""
@@ -78,6 +79,7 @@ class Ranks:
 
 def _serve(pipe: Connection, rank: int, size: int, address: str, cuda: bool) -> None:
     torch.set_num_threads(1)
+    remember_builtins()
     if cuda:
         torch.cuda.set_device(rank)
     mesh = join(rank, size, address=address, device=torch.device("cuda" if cuda else "cpu"), timeout=60)
