@@ -16,6 +16,7 @@ from coserve.cli.bench.run import Route, Server, ServerKind, run_bench
 from coserve.errors import MalformedRow
 from coserve.workloads.bundled import bundled_prompts
 from coserve.workloads.replay import ReplayResult, Rest
+from coserve.workloads.report import files
 from coserve.workloads.report.files import Report
 from coserve.workloads.scenario import Scenario
 from coserve.workloads.synthesis import make_trace
@@ -127,6 +128,13 @@ def peer() -> Iterator[FakeOpenAI]:
     loop.close()
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports without a plot, which takes most of a short run's time; `test_workload_report` draws them."""
+    monkeypatch.setattr(files, "plot_png", lambda *_: b"")
+
+
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("condition", "status"), [("slo>=0.99", 0), ("slo>=0.99 and more", 2), ("output_tok_s>=1e6", 1)]
 )
@@ -181,6 +189,7 @@ async def test_a_damaged_trace_is_refused_before_anything_is_sent(api: Api, tmp_
     await nothing_is_left(api)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_key_of_coserve_is_not_sent_elsewhere(
     peer: FakeOpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.crash_oracle import PROMPT, job_request
 from tests.support.daemon_process import DaemonProcess, Died, Json
+from tests.support.examples import sample
 
 JSON_LOG = ("--log-format", "json", "--access-log")
 STREAMS: dict[str, tuple[str, Json]] = {
@@ -60,9 +61,12 @@ def messages(entries: list[Json]) -> Iterator[str]:
     return (entry["message"] for entry in entries)
 
 
-def test_ctrl_c_ends_streams_properly_and_the_log_tells_the_whole_story(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", sample(["1", "2"], "2"))
+def test_ctrl_c_ends_streams_properly_and_the_log_tells_the_whole_story(
+    model: Path, tmp_path: Path, ranks: str
+) -> None:
     with DaemonProcess(
-        model, tmp_path / "data", failpoints="generate.mid_stream=delay:0.3s", options=JSON_LOG
+        model, tmp_path / "data", failpoints="generate.mid_stream=delay:0.3s", options=(*JSON_LOG, "--tp", ranks)
     ) as daemon:
         daemon.wait_ready()
         port = wait_for(daemon)
@@ -100,7 +104,8 @@ def test_ctrl_c_ends_streams_properly_and_the_log_tells_the_whole_story(model: P
         assert "stopping" in json.dumps(events[-1]), (name, events[-1])
 
     entries = daemon.entries()  # every line is an object
-    assert {entry["process"] for entry in entries} == {"api", "engine"}
+    followers = {f"rank-{rank}" for rank in range(1, int(ranks))}
+    assert {entry["process"] for entry in entries} == {"api", "engine"} | followers
     assert all({"ts", "level", "logger", "message"} <= entry.keys() for entry in entries)
     told = [
         "daemon starts", "engine starts", "base loaded", "engine ready", "daemon ready", "job accepted", "job started",

@@ -1,4 +1,7 @@
-"""A daemon over several processes that share the base: `coserve serve --tp 2`, on CPU."""
+"""A daemon over several processes that share the base: `coserve serve --tp 2`, on CPU.
+
+All of it is slow; without that mark such a daemon trains, serves and stops in `test_daemon_lifecycle`.
+"""
 
 from __future__ import annotations
 
@@ -97,6 +100,7 @@ def test_ranks_stay_together_while_clients_come_and_go(daemon: DaemonProcess, ex
     assert tokens(daemon) == expected
 
 
+@pytest.mark.slow
 def test_a_job_trains_on_all_ranks_and_its_adapter_is_served(
     daemon: DaemonProcess, model: Path, expected: list[list[int]]
 ) -> None:

@@ -19,9 +19,10 @@ from coserve.link import Generate, RequestFailed, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterRef, FinishReason, LoraSettings, SamplingParams, Slo, TokenLogprob
+from coserve.types import AdapterRef, FinishReason, SamplingParams, Slo, TokenLogprob
 from tests.support.examples import sample
 from tests.support.executors import eager
+from tests.support.generation import adapter, prompt
 from tests.support.lora_backends import GROUPED, NAIVE, REFERENCE
 from tests.support.shelf import Shelf
 from tests.support.tiny_models import CONTEXT, FAMILIES, VOCAB, tiny_model
@@ -33,25 +34,6 @@ GREEDY = SamplingParams(max_tokens=16, temperature=0.0)
 @cache
 def base_of(family: str) -> Base:
     return wrap_base(tiny_model(family), name=family, eos_token_ids=())
-
-
-def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
-    chance = random.Random(1000 * seed + length)
-    return tuple(chance.randrange(3, VOCAB) for _ in range(length))
-
-
-def adapter(base: Base, seed: int, rank: int, suffixes: tuple[str, ...] = ("",)) -> LoraWeights:
-    g = torch.Generator().manual_seed(seed)
-    sites = {
-        name: LoraPair(
-            torch.randn(rank, site.in_features, generator=g) * 0.3,
-            torch.randn(site.out_features, rank, generator=g) * 0.3,
-            0.7,
-        )
-        for name, site in base.spec.sites.items()
-        if name.endswith(suffixes)
-    }
-    return LoraWeights(LoraSettings(r=rank), sites)
 
 
 @dataclass
@@ -200,11 +182,11 @@ def test_arrivals_and_cancels_in_the_middle_change_nothing_and_leave_nothing() -
     ref = AdapterRef("a", 1)
     shelf = Shelf({ref: adapter(base, 1, 2)})
     gen = generator(base, shelf, tokens=300, page_tokens=4, step_tokens=20, max_running=6)
-    watched = request("watched", prompt(20), SamplingParams(max_tokens=60, seed=3), ref)
+    watched = request("watched", prompt(20), SamplingParams(max_tokens=30, seed=3), ref)
     gen.add(watched)
     got: list[int] = []
     live: list[str] = []
-    for i in range(200):
+    for i in range(90):
         if chance.random() < 0.4:
             id = f"n{i}"
             sampling = SamplingParams(max_tokens=chance.randint(1, 40), seed=i)

@@ -197,7 +197,7 @@ class Broadcast:
 def test_a_steps_input_is_plain_data(base: Base, fused: FusedBase) -> None:
     """Bytes, and no object of this process: penalties, banned tokens, scored prompts, adapters and tokens in flight."""
     ref = AdapterRef("a", 1)
-    shelf = Shelf({ref: adapter(base, 1, 4)})
+    shelf = Shelf({ref: adapter(base, 1, 4, ("q_proj",))})
     odd = SamplingParams(max_tokens=3, min_tokens=2, repetition_penalty=1.3, logit_bias={5: 2.0}, logprobs=1, seed=1)
     scored = SamplingParams(max_tokens=2, prompt_logprobs=1, seed=2)
     requests = [

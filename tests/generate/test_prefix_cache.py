@@ -210,14 +210,14 @@ def test_the_pages_of_one_that_gave_way_are_taken_up_again() -> None:
         return forward(tokens_T, *others, **more)  # type: ignore[arg-type]
 
     base.forward = count  # type: ignore[method-assign]
-    for _ in range(3):
+    for _ in range(2):
         assert run(gen, *requests) == expected
-    assert gen.preemptions > 5
+    assert gen.preemptions > 3
     again = make(base, cached=False, tokens=72)
     with_cache, computed = computed, 0
-    for _ in range(3):
+    for _ in range(2):
         assert run(again, *requests) == expected
-    assert again.preemptions > 5
+    assert again.preemptions > 3
     assert with_cache < computed
 
 

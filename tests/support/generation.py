@@ -18,7 +18,8 @@ from tests.support.tiny_models import VOCAB
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0)
 
 
-def adapter(base: Base, seed: int, rank: int) -> LoraWeights:
+def adapter(base: Base, seed: int, rank: int, suffixes: tuple[str, ...] = ("",)) -> LoraWeights:
+    """Of random weights, at the sites whose names end so."""
     g = torch.Generator().manual_seed(seed)
     sites = {
         name: LoraPair(
@@ -27,6 +28,7 @@ def adapter(base: Base, seed: int, rank: int) -> LoraWeights:
             0.7,
         )
         for name, site in base.spec.sites.items()
+        if name.endswith(suffixes)
     }
     return LoraWeights(LoraSettings(r=rank), sites)
 
