@@ -32,7 +32,7 @@ settings.load_profile("coserve")
 
 
 def pytest_collection_finish() -> None:
-    from tests.support.interpreter import remember_builtins  # not before Triton's setting
+    from tests.support.triton_interpreter import remember_builtins  # not before Triton's setting
 
     remember_builtins()
     gc.collect()

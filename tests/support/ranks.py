@@ -14,7 +14,7 @@ import torch
 
 from coserve.parallel.join import join
 from coserve.parallel.mesh import GroupMesh, Mesh, Traffic, fits_one_shot
-from tests.support.interpreter import remember_builtins
+from tests.support.triton_interpreter import remember_builtins
 
 LIMIT = 240.0
 """Seconds for one function."""
