@@ -29,6 +29,9 @@ MAX_ROW_VISITS = 100_000_000
 MAX_ROWS_ON_TICK = 2048
 """Rows that may be shuffled or packed between two ticks; larger steps are prepared on a thread."""
 
+SUM_ROWS = 1 << 16
+"""Rows whose lengths are summed at once."""
+
 Ints = npt.NDArray[np.integer[Any]]
 
 
@@ -107,7 +110,7 @@ class BatchPlan:
         if self._epoch is None or self._epoch[0] != epoch:
             order = self._order(epoch)
             check()
-            self._epoch = epoch, order, self._cuts(order)
+            self._epoch = epoch, order, self._cuts(order, check)
         if self._packed_step is None or self._packed_step[0] != step:
             order, (start, end) = self._epoch[1], self._bounds(step)
             self._packed_step = step, StepBatches(self._pack(order[start:end], check), epoch + end / len(order))
@@ -144,20 +147,31 @@ class BatchPlan:
         """Compute the first step of each of the first `epochs` epochs, and of the one after them."""
         for epoch in range(len(self._epoch_starts) - 1, epochs):
             check()
-            self._epoch_starts.append(self._epoch_starts[-1] + len(self._cuts(self._order(epoch))) - 1)
+            self._epoch_starts.append(self._epoch_starts[-1] + len(self._cuts(self._order(epoch), check)) - 1)
 
     def _order(self, epoch: int) -> Ints:
         return self._training_rows[_generator(self._training.seed, epoch + 1).permutation(len(self._training_rows))]
 
-    def _cuts(self, order: Ints) -> Ints:
+    def _cuts(self, order: Ints, check: Callable[[], None]) -> Ints:
         """Start of each step in `order`, and the end of the last one."""
-        ends = np.cumsum(self.lengths[order])
+        ends = self._ends(order, check)
         steps = -(-int(ends[-1]) // self._training.batch_tokens)
         if steps >= len(order):
             return np.arange(len(order) + 1)
         shares = ends[-1] * np.arange(1, steps) / steps
         inner = np.unique(np.searchsorted(ends, shares, side="left") + 1)
         return np.concatenate(([0], inner[inner < len(order)], [len(order)]))
+
+    def _ends(self, order: Ints, check: Callable[[], None]) -> Ints:
+        """Tokens of the first row of `order`, of the first two, and so on. In blocks, as `cumsum` holds the interpreter's lock."""
+        ends = np.empty(len(order), np.int64)
+        total = 0
+        for start in range(0, len(order), SUM_ROWS):
+            check()
+            here = slice(start, start + SUM_ROWS)
+            ends[here] = total + np.cumsum(self.lengths[order[here]])
+            total = int(ends[min(here.stop, len(order)) - 1])
+        return ends
 
 
 def _split(rows: int, training: TrainingSettings) -> tuple[Ints, Ints]:
