@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import MethodType
 from typing import cast
@@ -27,6 +27,8 @@ class LoraWeights:
 
     settings: LoraSettings
     sites: Mapping[str, LoraPair]
+    prepared: dict[tuple[str, bool], PreparedLora] = field(default_factory=dict, compare=False, repr=False)
+    """Of batches of this adapter alone that learn: what its next one begins with, by backend and whether sites run in groups."""
 
 
 @dataclass(frozen=True)
@@ -132,10 +134,21 @@ class LoraSites:
         grouped = backend.groups_inputs and dropout is None and learned
         shared = self.shared() if grouped else []
         alone = [site.group for site in self._sites.values() if site.shared is None or not shared]
-        adapters = [adapter.sites for adapter in batch.adapters]
         groups = [*(one.group for one in shared), *alone]
-        lora = prepare_lora(backend, batch.segments, adapters, groups, self._shards)
+        lora = self._prepared_again(batch, grouped) if learned else None
+        if lora is None:
+            adapters = [adapter.sites for adapter in batch.adapters]
+            lora = prepare_lora(backend, batch.segments, adapters, groups, self._shards)
+            if learned and len(adapters) == 1:
+                batch.adapters[0].prepared[backend.name, grouped] = lora
         return ForwardContext(lora, dropout, grouped)
+
+    def _prepared_again(self, batch: LoraBatch, grouped: bool) -> PreparedLora | None:
+        """From the last batch of the same adapter: its tables name addresses, which do not change."""
+        if len(batch.adapters) != 1:
+            return None
+        before = batch.adapters[0].prepared.get((batch.backend.name, grouped))
+        return None if before is None else before.again(batch.segments)
 
 
 SITE = "coserve_site"

@@ -68,6 +68,10 @@ class PreparedLora(ABC):
         assert not self.changes(group), f"{type(self).__name__} has no backward of its own"
         return dy_TO @ stacked.weight
 
+    def again(self, segments: Segments) -> PreparedLora | None:
+        """The same adapters, whose weights may have changed in place, for another batch; None: they must be prepared anew."""
+        return None
+
     def decode_tables(self, group: SiteGroup) -> DecodeTables | None:
         """For the GEMV of a step of one row; None: only `add` will do."""
         return None

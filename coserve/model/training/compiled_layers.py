@@ -133,7 +133,11 @@ class CompiledPass:
 
     @contextmanager
     def _running(self, i: int) -> Iterator[None]:
-        with torch.no_grad(), running(self._context):
+        with (
+            torch._C._AutoDispatchBelowAutograd(),
+            torch.no_grad(),
+            running(self._context),
+        ):  # nothing here is differentiated
             current.layer = i
             yield
 

@@ -6,7 +6,7 @@ A table's own address is fixed and its contents may change, so that a captured C
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +38,16 @@ class SiteTable:
     """int32 (N, G, 3) on the host: the ranks, and those that `starts` sums; None where the table's contents may change."""
     blocked: bool = True
     """Whether it may hold block-diagonal pairs: a constant of the kernels, which are leaner without."""
+
+    _views: dict[int, SiteTable] = field(default_factory=dict, compare=False, repr=False)
+
+    def from_site(self, first: int) -> SiteTable:
+        """The columns from one site on. Made once: views take the host time."""
+        if not first:
+            return self
+        if first not in self._views:
+            self._views[first] = self.columns(first, self.sites - first)
+        return self._views[first]
 
     @property
     def sites(self) -> int:

@@ -6,6 +6,7 @@ Decode batches (a few rows an adapter) and larger ones (prefill, training) have 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,9 +46,7 @@ class SegmentedLora(PreparedLora):
     """The tables of one step's groups, and how its batch is cut for each set of ranks."""
 
     def __init__(self, segments: Segments, adapters: Adapters, groups: Sequence[SiteGroup]) -> None:
-        self._segments = segments
-        self._plans: dict[tuple[tuple[int, ...], bool], TilePlan] = {}
-        """By ranks, and whether it is for training."""
+        self._begin(segments)
         present = [adapters[index] for index in segments.runs]
         cuts: list[tuple[SiteGroup, list[int]]] = []
         for group in groups:
@@ -58,9 +57,26 @@ class SegmentedLora(PreparedLora):
             return
         pairs = [[[adapter.get(group.names[i]) for adapter in adapters] for i in live] for group, live in cuts]
         device = next(pair.a_RD.device for adapter in present for pair in adapter.values())
-        for (group, live), table in zip(cuts, plan.tables_of(pairs, device), strict=True):
+        tables = plan.tables_of(pairs, device)
+        given = {id(pair) for group in pairs for site in group for pair in site if pair is not None}
+        self._copied = any(id(pair) not in given for pair in tables[0].held)
+        """Some pairs' weights were copied, as kernels could not read them where they are."""
+        self._present = segments.runs.keys()
+        for (group, live), table in zip(cuts, tables, strict=True):
             self._launches.setdefault(group, []).append(_Launch(live, table))
             self.anchor = table.anchor
+
+    def again(self, segments: Segments) -> SegmentedLora | None:
+        if not self._launches or self._copied or segments.runs.keys() != self._present:
+            return None
+        other = copy.copy(self)
+        other._begin(segments)
+        return other
+
+    def _begin(self, segments: Segments) -> None:
+        self._segments = segments
+        self._plans: dict[tuple[tuple[int, ...], bool], TilePlan] = {}
+        """By ranks, and whether it is for training."""
 
     def changes(self, group: SiteGroup) -> bool:
         return group in self._launches

@@ -29,14 +29,15 @@ FOLD_BLOCK = 1024
 """Entries of a matrix whose parts one program sums."""
 
 
+def _columns(table: SiteTable) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the kernels that sum gradients read: ranks, scalings, starts, addresses of sums."""
+    assert table.starts is not None and table.sums is not None, "expected a table made for training"
+    return table.ranks, table.scalings, table.starts, table.sums
+
+
 def _programs(like: Tensor) -> int:
     """As many programs as a kernel on this device should have at least."""
     return PROGRAMS * device_info(like.device).multiprocessors
-
-
-def _from_site(site: int, *columns: Tensor) -> tuple[Tensor, ...]:
-    """The columns of a table from one site on; the tensors themselves for the first, as a view takes the host time."""
-    return tuple([column[:, site:] for column in columns]) if site else columns
 
 
 def shrink_b(dys: Sequence[Tensor], plan: TilePlan, table: SiteTable, blocks: PrefillBlocks | None = None) -> Tensor:
@@ -51,10 +52,10 @@ def shrink_b(dys: Sequence[Tensor], plan: TilePlan, table: SiteTable, blocks: Pr
         splits, steps = splits_of(tiles.shape[0] * rank_blocks, dy.shape[1], k, _programs(g))
         shape = (splits, tokens, R)
         parts = g[site] if splits == 1 else torch.empty(shape, dtype=torch.float32, device=g.device)
-        column = _from_site(site, table.addresses, ranks, table.scalings)
+        own = table.from_site(site)
         SHRINK_B(
             (tiles.shape[0], splits, rank_blocks),
-            (dy, g[site], parts, plan.tiles.counters, tiles, *column),
+            (dy, g[site], parts, plan.tiles.counters, tiles, own.addresses, own.ranks, own.scalings),
             (dy.shape[1], dy.stride(0), ranks.stride(0), tokens * R, R, steps),
             SPLIT=splits > 1,
             BLOCK_T=rows,
@@ -105,9 +106,8 @@ def outer(
     """
     blocks = blocks or PREFILL_BLOCKS
     tiles, spans, rows = plan.tiles.tiles, plan.tiles.spans, plan.tiles.rows
-    assert table.starts is not None and table.sums is not None, "expected a table made for training"
-    first = of_b or 0
-    ranks, scalings, starts, sums = _from_site(first, table.ranks, table.scalings, table.starts, table.sums)
+    table = table.from_site(of_b or 0)
+    ranks, scalings, starts, sums = _columns(table)
     sites, tokens, R = v_GTR.shape
     width, block_r = u_TN.shape[1], rank_block(R)
     block_n = blocks.outer_n if u_TN.element_size() == 2 else blocks.outer_n // 2
@@ -136,9 +136,8 @@ def outer(
     if not into_sums:
         return [out[0] if parts == 1 else out.sum(0).to(u_TN.dtype) for out in outs]
     for site, out in enumerate(outs if parts > 1 else ()):
-        column = _from_site(site, ranks, scalings, starts, sums)
         FOLD(
-            (cdiv(R * width, FOLD_BLOCK), adapters, 1), (out, spans, *column), (width, ranks.stride(0), parts, out.stride(0)),
+            (cdiv(R * width, FOLD_BLOCK), adapters, 1), (out, spans, *_columns(table.from_site(site))), (width, ranks.stride(0), parts, out.stride(0)),
             OF_B=of_b is not None, BLOCK=FOLD_BLOCK, **options(blocks.pdl and device_info(v_GTR.device).early_launch, 4, 1),
         )  # fmt: skip
     return []
