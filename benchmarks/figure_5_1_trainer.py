@@ -12,8 +12,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
+from torch import nn
 
 from coserve.adapter_store.host import HostBudget
 from coserve.adapter_store.store import AdapterStore
@@ -21,8 +23,10 @@ from coserve.cancellation import Cancellation
 from coserve.config import Config
 from coserve.corpus.tokenized import Corpus
 from coserve.engine.parts import EngineParts
+from coserve.errors import UnsupportedBase
 from coserve.link import FromEngine, JobNote, JobProgress
 from coserve.model.base import Base
+from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.types import JobSpec, LoraSettings, MicroStep, TrainingSettings
 
 TARGETS = ("c_attn", "c_proj")
@@ -68,6 +72,22 @@ def random_corpus(vocab: int, rows: int, length: int, seed: int) -> Corpus:
     return Corpus(tokens, target, bounds)
 
 
+_COMPILED = WeakKeyDictionary[nn.Module, CompiledLayers]()
+
+
+def _compiled(parts: EngineParts) -> CompiledLayers | None:
+    """The base's layers, compiled once for all trainers; None where the daemon would not compile them."""
+    model = parts.base.model
+    try:
+        if model not in _COMPILED and parts.config.compile != "off":
+            layers = parts.training_layers()
+            layers.compile()
+            _COMPILED[model] = layers
+    except UnsupportedBase:
+        return None
+    return None if parts.config.compile == "off" else _COMPILED.get(model)
+
+
 class Jobs:
     """The trainer with a job for each adapter, over a data folder of its own."""
 
@@ -88,7 +108,7 @@ class Jobs:
         `settings`: further ones of the daemon."""
         own: dict[str, Any] = {"lora_backend": backend, "micro_batch_tokens": batch * length, **(settings or {})}
         parts = EngineParts(base, Config(data_dir=root, **own))
-        self._trainer = parts.make_trainer(AdapterStore(parts.read_adapter, HostBudget(1)))
+        self._trainer = parts.make_trainer(AdapterStore(parts.read_adapter, HostBudget(1)), compiled=_compiled(parts))
         self._wanted = batch * length
         self.jobs_of_batches = set[int]()
         """How many jobs the batches had."""
