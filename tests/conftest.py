@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import settings
 
 if TYPE_CHECKING:
@@ -20,15 +19,22 @@ if TYPE_CHECKING:
 # What is loaded and collected stays until the end: looked through once, it costs later collections of garbage nothing.
 gc.disable()
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
 # A shell starts what runs behind an & deaf to Ctrl-C, and so the processes that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("coserve", deadline=None)
 settings.register_profile("fast", settings.get_profile("coserve"), max_examples=20)
 settings.load_profile("coserve")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before tests import Triton. xdist's first process, which runs no test, need not wait for torch."""
+    if config.getoption("numprocesses", None):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_finish() -> None:

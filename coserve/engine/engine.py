@@ -351,7 +351,7 @@ class Engine:
         kind, tokens = self._jobs.next_micro_step(job), self._jobs.micro_batch_tokens(job)
         with self._stalls.during(f"train_{kind}"):
             begins = kind is MicroStep.BEGIN
-            shared_tokens = self._views.slices.tokens_within(decision.longest) if begins else None
+            shared_tokens = self._views.slices.tokens_within(decision.max_micro_step) if begins else None
             suspended = self._jobs.advance(job, decision.micro_steps, shared_tokens)
         micro_steps = self._jobs.micro_steps_done
         tokens = self._jobs.micro_batch_tokens(job) if suspended else tokens

@@ -173,7 +173,7 @@ class TrainingLoop:
         batches = self.plan.step(step)
         self.optimizer.zero_grad()
         summed = self._zero_sums()
-        tokens = targets = units = 0
+        tokens = targets = denominator = 0
         micro_batches = self._limits.cut(batches.micro_batches)
         for micro, indices in enumerate(micro_batches):
             if micro:
@@ -183,11 +183,11 @@ class TrainingLoop:
             summed += yield from self._computed(indices, (step << 32) | micro)
             tokens += self.size(indices)
             targets += self._targets(indices)
-            units += self._units(indices)
+            denominator += self._denominator(indices)
         yield MicroStep.OPTIMIZER
-        norm_and_sums = torch.cat((self.optimizer.divide_grads(units).double().view(1), summed))
+        norm_and_sums = torch.cat((self.optimizer.divide_grads(denominator).double().view(1), summed))
         norm, *sums = yield from self._read(norm_and_sums)  # the step's only synchronisation
-        loss, accuracy, *rewards = _means(sums, units, targets)
+        loss, accuracy, *rewards = _means(sums, denominator, targets)
         self._check_peers()  # before the weights change
         self._check_finite(loss, "loss")
         self._check_finite(norm, "norm of the gradients")
@@ -246,16 +246,16 @@ class TrainingLoop:
 
     def _validation(self) -> Generator[Event, Tensor | None, list[float]]:
         """Return the mean loss of the validation rows, their token accuracy, and of a DPO loss the other means."""
-        summed, targets, units = self._zero_sums(), 0, 0
+        summed, targets, denominator = self._zero_sums(), 0, 0
         for micro, indices in enumerate(self._limits.cut(self._validation_rows)):
             if micro:
                 yield Boundary.MICRO_BATCH
             summed += yield from self._computed(indices, None)
             targets += self._targets(indices)
-            units += self._units(indices)
+            denominator += self._denominator(indices)
         self._under_way = None
         sums = yield from self._read(summed)
-        means = _means(sums, units, targets)
+        means = _means(sums, denominator, targets)
         self._check_finite(means[0], "validation loss")
         return means
 
@@ -323,7 +323,7 @@ class TrainingLoop:
         assert sums is not None, "expected the micro-batch's sums"
         return sums
 
-    def _units(self, rows: Sequence[int]) -> int:
+    def _denominator(self, rows: Sequence[int]) -> int:
         """Over what the loss of these rows is a mean: their target tokens, or the pairs that they are."""
         return self._targets(rows) if self._beta is None else len(rows)
 
@@ -332,10 +332,10 @@ class TrainingLoop:
         return sum(int(self._corpus.row(row)[1].sum()) for row in rows)
 
 
-def _means(sums: Sequence[float], units: int, targets: int) -> list[float]:
-    """Of a loss over `units`, of predicted targets, and of what else is over `units`."""
+def _means(sums: Sequence[float], denominator: int, targets: int) -> list[float]:
+    """Of a loss over `denominator`, of predicted targets, and of what else is over `denominator`."""
     loss, predicted, *others = sums
-    return [loss / units, predicted / targets, *(other / units for other in others)]
+    return [loss / denominator, predicted / targets, *(other / denominator for other in others)]
 
 
 def _rewards(means: Sequence[float]) -> Rewards | None:

@@ -129,12 +129,12 @@ class Overdue:
 class Train:
     """Run up to `micro_steps` micro-steps of a job in `View.jobs`, of its micro-batch (None: all that are left). The slice ends early before a
     micro-step of another kind, and at the micro-batch's end. `overdue`: the slice runs although it does not fit into the slack.
-    `longest`: most predicted seconds of a micro-step; where the slice begins a batch, only as many other jobs join it."""
+    `max_micro_step`: most predicted seconds of a micro-step; where the slice begins a batch, only as many other jobs join it."""
 
     job: str
     micro_steps: int | None
     overdue: Overdue | None = None
-    longest: float | None = None
+    max_micro_step: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ def test_jobs_in_one_batch_advance_alike(policy: Policy) -> None:
 
 def test_slack_shares_no_batch_whose_micro_steps_fit_between_no_tokens() -> None:
     """A micro-step takes half a second for 32 rows, so that of one job with 8 rows an eighth."""
-    free, tight = outcome(Slack(0.5)), outcome(Slack(0.5, target=0.35))
+    free, tight = outcome(Slack(0.5)), outcome(Slack(0.5, tpot=0.35))
     assert max(map(rows, free.trainer.passes)) == BATCH_ROWS
     learned = tight.trainer.passes[8:]
     shared = {len(one.jobs) for one in learned if not one.evaluation}

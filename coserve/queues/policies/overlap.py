@@ -27,12 +27,10 @@ class Overlap:
     them and before later ones. Weight, first tokens, patience and the full batch are as in `Slack`: a full batch launches nothing.
     """
 
-    def __init__(
-        self, patience: float, *, weight: float = 1.0, target: float | None = None, beside: bool = True
-    ) -> None:
-        """`target`: seconds between the tokens of a usual request."""
+    def __init__(self, patience: float, *, weight: float = 1.0, tpot: float | None = None, beside: bool = True) -> None:
+        """`tpot`: seconds between the tokens of a usual request."""
         assert patience >= 0 and 0 <= weight <= 1, (patience, weight)
-        self._patience, self._weight, self._target, self._beside = patience, weight, target, beside
+        self._patience, self._weight, self._tpot, self._beside = patience, weight, tpot, beside
 
     def decide(self, view: View, now: float) -> Decision:
         slices, costs, micro_step = view.in_flight.slices, view.costs, view.costs.micro_step
@@ -70,4 +68,4 @@ class Overlap:
         )
 
     def _train(self, view: View, micro_steps: int, overdue: Overdue | None = None) -> Train:
-        return Train(view.jobs[0], micro_steps, overdue, self._target)
+        return Train(view.jobs[0], micro_steps, overdue, self._tpot)

@@ -29,13 +29,13 @@ class Slack:
     A training slice runs only if its predicted time fits into the slack. It has as many micro-steps as fit, at least one, at
     most `MAX_MICRO_STEPS` and `MAX_SLICE` seconds. A job that has waited `patience` seconds gets one micro-step regardless
     of deadlines, so training never starves. Without requests, training runs freely. Jobs share a batch only as far as its
-    micro-steps take at most `target` seconds, so that they fit between the tokens of requests that come while it is computed.
+    micro-steps take at most `tpot` seconds, so that they fit between the tokens of requests that come while it is computed.
     """
 
-    def __init__(self, patience: float, *, weight: float = 1.0, target: float | None = None) -> None:
-        """`target`: seconds between the tokens of a usual request."""
+    def __init__(self, patience: float, *, weight: float = 1.0, tpot: float | None = None) -> None:
+        """`tpot`: seconds between the tokens of a usual request."""
         assert patience >= 0 and 0 <= weight <= 1, (patience, weight)
-        self._patience, self._weight, self._target = patience, weight, target
+        self._patience, self._weight, self._tpot = patience, weight, tpot
 
     def decide(self, view: View, now: float) -> Decision:
         admit = len(view.waiting)
@@ -54,7 +54,7 @@ class Slack:
         return Serve(admit)
 
     def _train(self, view: View, micro_steps: int, overdue: Overdue | None = None) -> Train:
-        return Train(view.jobs[0], micro_steps, overdue, self._target)
+        return Train(view.jobs[0], micro_steps, overdue, self._tpot)
 
     def _slack(self, view: View, now: float) -> float:
         """Seconds that training may take from now. At least one request waits or runs."""
