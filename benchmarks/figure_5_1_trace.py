@@ -85,7 +85,7 @@ def traced(base: Base, call: Callable[[], object], *, host: bool = True) -> list
         call()
         synchronize(base)
     events = profiler.events() or ()
-    found = [event for event in events if event.device_type == DeviceType.CUDA]
+    found = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
     return [Kernel(event.name, event.time_range.start, event.time_range.end) for event in found]
 
 

@@ -23,8 +23,8 @@ from coserve.cancellation import Cancellation
 from coserve.config import Config
 from coserve.corpus.tokenized import Corpus
 from coserve.engine.parts import EngineParts
-from coserve.errors import UnsupportedBase
-from coserve.link import FromEngine, JobNote, JobProgress
+from coserve.errors import JobOutOfMemory, UnsupportedBase
+from coserve.link import FromEngine, JobFailed, JobNote, JobProgress
 from coserve.model.base import Base
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.types import JobSpec, LoraSettings, MicroStep, TrainingSettings
@@ -35,7 +35,7 @@ STEPS = 100_000
 
 
 class TooLittleMemory(Exception):
-    """The trainer went on with smaller micro-batches than it was meant to have."""
+    """The trainer failed for lack of memory, or went on with smaller micro-batches than it was meant to have."""
 
 
 def training_settings(job: int, rows: int, length: int) -> TrainingSettings:
@@ -165,7 +165,7 @@ class Jobs:
         """Tokens of the optimizer steps that these tell of."""
         found = 0
         for message in messages:
-            if isinstance(message, JobNote):
+            if isinstance(message, JobNote) or (isinstance(message, JobFailed) and message.code == JobOutOfMemory.code):
                 raise TooLittleMemory(message.message)
             assert isinstance(message, JobProgress), message
             found += message.metrics.tokens

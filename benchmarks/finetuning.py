@@ -61,7 +61,7 @@ from benchmarks.finetuning_report import FILE, publish
 from benchmarks.options import check_tiny, make_parser
 from benchmarks.serving_results import Results, Target, merge_results
 from coserve.config import Config
-from coserve.errors import ConfigError
+from coserve.errors import ConfigError, JobOutOfMemory
 from coserve.model.base import Base
 from coserve.options import parse_setting
 
@@ -152,7 +152,7 @@ class Benchmark:
                 self._costs(name, side, shape, case, own)
             else:
                 self._jobs(name, side, shape, case, own)
-        except (torch.OutOfMemoryError, TooLittleMemory) as error:
+        except (torch.OutOfMemoryError, JobOutOfMemory, TooLittleMemory) as error:
             about = {"side": name, "case": case.name, "oom": str(error).splitlines()[0][:200]}
             self._results.put(key(name, "tok_s", case), 0.0, "tok/s", about=about)
         except Exception as error:  # noqa: BLE001 - the other cases go on
@@ -294,6 +294,7 @@ def main() -> None:
     benchmark = Benchmark(options, results, options.sides)
     for turn in options.turns:
         benchmark.run(turn)
+        torch._dynamo.reset()  # compiled code holds the base
         gc.collect()
         if not options.tiny:
             torch.cuda.empty_cache()
