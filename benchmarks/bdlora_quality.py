@@ -52,6 +52,7 @@ from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.passes.training_pass import TrainingPass
 from coserve.kernels.lora.backend import choose_backend
 from coserve.model.base import Base, load_base
+from coserve.model.lora import LoraWeights
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.step_metrics import StepMetrics
 from coserve.types import BaseSpec, JobSpec, LoraSettings, Schedule, TrainingSettings
@@ -105,6 +106,7 @@ class HeldOutPlan(BatchPlan):
 
     def __init__(self, corpus: Corpus, held: int, training: TrainingSettings) -> None:
         super().__init__(corpus.lengths[:-held], training, MICRO_BATCH_TOKENS)
+        self.lengths = corpus.lengths.astype(np.int32)  # of the held-out rows too
         self._held = (tuple(range(corpus.rows - held, corpus.rows)),)
 
     def validation(self) -> tuple[tuple[int, ...], ...]:
@@ -154,13 +156,20 @@ def train(case: Case, scale: Scale, base: Base, corpus: Corpus, held: int) -> li
         warmup_steps=math.ceil(WARMUP * plan.total_steps),
         eval_steps=math.ceil(plan.total_steps / scale.epochs),
     )
+    start = new_adapter(lora, base.spec, seed=case.seed, dtype=torch.float32, device="cpu")
+    return run_job(case.key, training, plan, start, base, corpus)
+
+
+def run_job(
+    name: str, training: TrainingSettings, plan: BatchPlan, start: LoraWeights, base: Base, corpus: Corpus
+) -> list[StepMetrics]:
+    """Train an adapter from `start` to the end by coserve's own loop; the metrics of every step."""
     spec = JobSpec(
-        id=case.key, adapter="quality", version=1, init_from=None, lora=lora, training=training,
+        id=name, adapter="quality", version=1, init_from=None, lora=start.settings, training=training,
         rows=corpus.rows, tokens=corpus.token_count, target_tokens=corpus.target_tokens,
     )  # fmt: skip
-    start = new_adapter(lora, base.spec, seed=case.seed, dtype=torch.float32, device="cpu")
     timer, device = SliceTimer(time.perf_counter), base.device
-    optimizer = AdapterOptimizer(start, base.spec, training, base.dtype)
+    optimizer = AdapterOptimizer(start, base.spec, training, base.dtype, device)
     job = TrainingJob(TrainingLoop(spec, corpus, plan, optimizer, device=device, timer=timer), timer, device)
     runner, backend = MicroBatchRunner(base, recompute=False), choose_backend("auto", device, base.dtype)
     found: list[StepMetrics] = []
