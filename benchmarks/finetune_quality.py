@@ -1,7 +1,7 @@
 """Losses of fine-tuning by coserve against PEFT and plain PyTorch, from the same weights on the same batches.
 
-    OMP_NUM_THREADS=1 nice -n 10 python -m benchmarks.finetune_quality            (on a CPU, about 3 minutes of one core)
-    python -m benchmarks.finetune_quality --device cuda --out /tmp/tried
+    OMP_NUM_THREADS=1 nice -n 10 python -m benchmarks.finetune_quality --dtypes float32    (on a CPU, about 2 minutes of one core)
+    python -m benchmarks.finetune_quality --device cuda --dtypes bfloat16                  (which many CPUs compute slowly)
     python -m benchmarks.finetune_quality --plot
     python -m benchmarks.finetune_quality --tiny --out /tmp/tried
 
@@ -208,14 +208,18 @@ def draw(rows: Rows, path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
+    dtypes = [dtype for dtype in DTYPES if any(row["dtype"] == dtype for row in rows)]
+    figure, grid = plt.subplots(
+        1, len(dtypes), figsize=(1 + 5 * len(dtypes), 4), constrained_layout=True, squeeze=False
+    )
+    axes = grid[0]
     for row in rows:
         color, peft = f"C{row['seed']}", row["side"] == "peft"
         steps = range(1, len(row["training"]) + 1)
         style = {"linestyle": "--", "linewidth": 1.0, "color": "black"} if peft else {"linewidth": 2.5, "color": color}
-        axis = axes[DTYPES.index(row["dtype"])]
+        axis = axes[dtypes.index(row["dtype"])]
         axis.plot(steps, row["training"], **style, label=f"{row['side']}, seed {row['seed']}", zorder=3 if peft else 2)
-    for axis, dtype in zip(axes, DTYPES, strict=True):
+    for axis, dtype in zip(axes, dtypes, strict=True):
         axis.set(xlabel="optimizer step", ylabel="training loss, nats/token", title=dtype)
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8)

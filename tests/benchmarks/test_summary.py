@@ -17,6 +17,8 @@ from benchmarks import (
     equal_report,
     ets_report,
     figure_5_1_report,
+    finetune_quality,
+    finetuning_report,
     http_report,
     kernel_summary,
     serving_results,
@@ -71,9 +73,12 @@ def test_the_summary_follows_from_the_results(tmp_path: Path) -> None:
         (ets_report, ets_report.FILE),
         (equal_report, equal_report.FILE),
         (vram_profile, vram_profile.NAME),
+        (finetune_quality, finetune_quality.NAME),
     ):
         if (tmp_path / file).exists():
             report.publish(tmp_path, tmp_path / "figure.png")
+    if (tmp_path / finetuning_report.FILE).exists():
+        finetuning_report.publish(tmp_path)
     made = json.loads((tmp_path / "summary.json").read_text())
     expected = {key: entry for key, entry in SUMMARY.items() if Path(entry["result"]).name not in ALONE}
     assert made == expected
