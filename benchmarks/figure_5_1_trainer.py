@@ -88,6 +88,11 @@ def _compiled(parts: EngineParts) -> CompiledLayers | None:
     return None if parts.config.compile == "off" else _COMPILED.get(model)
 
 
+def forget_compiled() -> None:
+    """Free the compiled layers, which hold their bases."""
+    _COMPILED.clear()
+
+
 class Jobs:
     """The trainer with a job for each adapter, over a data folder of its own."""
 

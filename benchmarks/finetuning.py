@@ -1,7 +1,7 @@
 """Fine-tuning by coserve and by PEFT on one GPU, in one run: tokens a second, memory, and where the time goes.
 
     python -m benchmarks.finetuning --out benchmarks/results [--budget 900] [--only coserve/8x512,peft_compiled]
-    python -m benchmarks.finetuning --compare-set mix_jobs=false --only 8x512,8jobs1x512 --out /tmp/tried
+    python -m benchmarks.finetuning --compare-set compile=off --only 8x512,8jobs1x512 --out /tmp/tried
     python -m benchmarks.finetuning --publish [FOLDER/finetuning.json ...]     (takes these in, puts the keys in summary.json)
     python -m benchmarks.finetuning --tiny --out /tmp/tried
 
@@ -16,7 +16,8 @@ of one length, the same in the same order for all sides.
 
 `ROWSxLENGTH` is one job's optimizer step in one forward, `NjobsROWSxLENGTH` the steps of N jobs at once, 16 rows in one forward at most. A base is
 loaded once for all cases of a side that follow one another. Each row is written as soon as it is measured; what does not fit is recorded as such.
-The time of the first steps, with all that compiles, is not part of the measure (`warm_s`).
+The time of the first steps, with all that compiles, is not part of the measure (`warm_s`; before that, loading a case's jobs and compiling the
+daemon's layers: `load_s`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import Any
 import torch
 
 from benchmarks import finetuning_cases
-from benchmarks.figure_5_1_trainer import TooLittleMemory
+from benchmarks.figure_5_1_trainer import TooLittleMemory, forget_compiled
 from benchmarks.finetuning_cases import (
     COMPARED,
     COMPILED,
@@ -164,12 +165,14 @@ class Benchmark:
 
     def _jobs(self, name: str, base: Base, shape: Shape, case: Case, own: Case) -> None:
         gpu, settings = shape.device == "cuda", self._settings[name]
+        began = time.perf_counter()
         with running_jobs(base, shape, own, settings) as jobs:
+            about = {"settings": settings, "load_s": round(time.perf_counter() - began, 1)}
             measured = Measured(jobs.train, warm=self._options.warm, steps=self._options.steps, gpu=gpu)
-            self._put(name, shape, case, own, measured, {"settings": settings})
+            self._put(name, shape, case, own, measured, about)
             found = profiled(base, jobs, 1e3 * statistics.median(measured.seconds))
             if found is not None:
-                self._put(name, shape, case, own, measured, {"settings": settings, "profile": found})
+                self._put(name, shape, case, own, measured, about | {"profile": found})
 
     def _peft(self, name: str, side: PeftSide, shape: Shape, case: Case, own: Case) -> None:
         train = side.stepper(own)
@@ -294,7 +297,8 @@ def main() -> None:
     benchmark = Benchmark(options, results, options.sides)
     for turn in options.turns:
         benchmark.run(turn)
-        torch._dynamo.reset()  # compiled code holds the base
+        forget_compiled()
+        torch._dynamo.reset()  # compiled code holds the base, too
         gc.collect()
         if not options.tiny:
             torch.cuda.empty_cache()
