@@ -84,6 +84,7 @@ def split_source(source: Path) -> list[Piece]:
 
 
 def _split_table(path: Path, format: Literal["parquet", "arrow"], rows: int) -> list[Piece]:
+    LIMITS.check_line(min(rows, LIMITS.rows + 1))  # a damaged file may name any number
     return [Piece(str(path), format, start, min(start + PIECE_ROWS, rows)) for start in range(0, rows, PIECE_ROWS)]
 
 

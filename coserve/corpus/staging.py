@@ -110,7 +110,9 @@ class JoinParts(msgspec.Struct, frozen=True):
 
 def split_into_pieces(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     """Task of a helper process: `SplitSource` in, a list of `Piece` out, as MessagePack. Raises as `split_source`."""
-    return msgspec.msgpack.encode(split_source(Path(msgspec.msgpack.decode(arguments, type=SplitSource).source)))
+    source = Path(msgspec.msgpack.decode(arguments, type=SplitSource).source)
+    with _bounded_memory(MEMORY):
+        return msgspec.msgpack.encode(split_source(source))
 
 
 def tokenize_piece(context: TaskContext, arguments: bytes, body: bytes) -> bytes:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import coserve.cli.jobs
 from coserve.cli.app import app
 from coserve.cli.job_table import age, chosen_line, cut_line, job_line, job_table
-from coserve.schemas import ErrorInfo, Job, JobList
+from coserve.schemas import ErrorInfo, Job, JobList, Preparing
 from coserve.types import JobState, LoraSettings, TrainingSettings
 from tests.support.records import make_metrics
 
@@ -68,11 +68,15 @@ def test_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def jobs(self, *, after: str | None, limit: int | None) -> JobList:
             asked.append((after, limit))
-            return JobList(data=[JOB], has_more=True)
+            preparing = [Preparing("novelist", 0.0, 41_000, 0.337)] if after is None else []
+            return JobList(data=[JOB], has_more=True, preparing=preparing)
 
     monkeypatch.setattr(coserve.cli.jobs, "connect", lambda url, key: Daemon())
     shown = CliRunner().invoke(app, ["jobs", "list", "--limit", "1", "--after", "job-9"])
     assert asked == [("job-9", 1)]
     assert "coserve jobs list --limit 1 --after job-1" in shown.stderr
+    assert "preparing" not in shown.stdout
+    first = CliRunner().invoke(app, ["jobs", "list"]).stdout.splitlines()
+    assert first[0] == "preparing novelist: 41000 rows tokenised (34%)" and first[1].startswith("ID")
     as_json = CliRunner().invoke(app, ["jobs", "list", "--json"])
     assert msgspec.json.decode(as_json.stdout, type=Job) == JOB
