@@ -63,10 +63,10 @@ class BothWays:
                 h_1TD = cut.layer(layer, h_1TD, inputs)
         loss, gradient_1TD = Likelihood(rows, None), torch.zeros_like(h_1TD)
         for chunk in target_chunks(rows, self._runner.targets_at_once):
-            leaf_1TD = h_1TD.detach().requires_grad_()
+            leaf_1KD = h_1TD[:, chunk.keep_K].detach().requires_grad_()
             with torch.enable_grad():
-                terms = loss.add(cut.head(leaf_1TD, inputs, chunk.keep_K, gather=False), chunk)
-            gradient_1TD += torch.autograd.grad(terms, leaf_1TD)[0]
+                terms = loss.add(cut.head(leaf_1KD, inputs, chunk.keep_K, gather=False), chunk)
+            gradient_1TD[:, chunk.keep_K] = torch.autograd.grad(terms, leaf_1KD)[0]
         sums = loss.finish(gradient_1TD)
         anchor = None if context.lora is None else context.lora.anchor
         if anchor is not None:  # the kernels add to the sums themselves

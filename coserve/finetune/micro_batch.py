@@ -46,8 +46,8 @@ from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.types import MicroStep
 
-LOGITS_ELEMENTS = 1 << 25
-"""Elements of the logits computed at once: 128 MiB in fp32, for any vocabulary."""
+LOGITS_ELEMENTS = 1 << 27
+"""Elements of the logits computed at once: 512 MiB in fp32, for any vocabulary."""
 TEACHER_SHARE = 4
 """With a teacher, a chunk of the logits is this many times smaller: both distributions are in memory, and the gradient of one."""
 
@@ -171,7 +171,7 @@ class MicroBatchRunner:
 
             def taught(chunk: TargetChunk) -> Tensor:
                 return self._cut.head(
-                    taught_1TD, inputs, chunk.keep_K, gather=False
+                    taught_1TD[:, chunk.keep_K], inputs, chunk.keep_K, gather=False
                 )  # detached: no gradient reaches it
 
             return Divergence(rows, taught, shard)
@@ -207,13 +207,13 @@ class MicroBatchRunner:
     def _head(
         self, h_1TD: Tensor, inputs: LayerInputs, chunk: TargetChunk, loss: ChunkedLoss, gradient_1TD: Tensor | None
     ) -> None:
-        """Add a chunk's targets to the loss, and their gradient to `gradient_1TD` unless that is None."""
+        """Add a chunk's targets to the loss, and put their gradient into `gradient_1TD` unless that is None."""
         wanted = gradient_1TD is not None
-        leaf_1TD = h_1TD.detach().requires_grad_(wanted)
+        leaf_1KD = h_1TD[:, chunk.keep_K].detach().requires_grad_(wanted)
         with torch.set_grad_enabled(wanted):
-            terms = loss.add(self._cut.head(leaf_1TD, inputs, chunk.keep_K, gather=False), chunk)
+            terms = loss.add(self._cut.head(leaf_1KD, inputs, chunk.keep_K, gather=False), chunk)
         if gradient_1TD is not None:
-            gradient_1TD += torch.autograd.grad(terms, leaf_1TD)[0]
+            gradient_1TD[:, chunk.keep_K] = torch.autograd.grad(terms, leaf_1KD)[0]
 
 
 def run_to_end(micro_steps: MicroSteps, between: Callable[[], None] | None = None) -> Tensor:

@@ -74,6 +74,7 @@ class PrefillBlocks:
     outer_n: int = 128
     outer_warps: int = 4
     outer_stages: int = 3
+    """Two more for ranks up to 32, which leave enough shared memory."""
     pdl: bool = True
 
 

@@ -131,7 +131,11 @@ def outer(
         BLOCK_N=block_n,
         BLOCK_R=block_r,
         BLOCKED=table.blocked,
-        **options(blocks.pdl and device_info(v_GTR.device).early_launch, warps, blocks.outer_stages),
+        **options(
+            blocks.pdl and device_info(v_GTR.device).early_launch,
+            warps,
+            blocks.outer_stages + (2 if block_r <= 32 else 0),
+        ),
     )
     if not into_sums:
         return [out[0] if parts == 1 else out.sum(0).to(u_TN.dtype) for out in outs]
