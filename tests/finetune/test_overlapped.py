@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coserve.finetune.micro_batch import MicroBatchRunner
+from coserve.finetune.layers.eager import EagerLayerPass
 from coserve.link import FromEngine, JobNote, JobProgress, JobSucceeded
 from coserve.model.base import Base
 from coserve.types import MicroStep
@@ -113,7 +113,7 @@ def test_memory_that_runs_out_in_a_launch_makes_the_micro_batches_smaller(base: 
     for bench in (plain, short):
         bench.start(bench.place(CORPUS, job_spec(CORPUS, micro_batch_tokens=64, batch_tokens=64)))
     whole = [message.metrics.loss for message in plain.run("job-1") if isinstance(message, JobProgress)]
-    with out_of_memory_at([(MicroBatchRunner, "_backward")], lambda number: number == 2):
+    with out_of_memory_at([(EagerLayerPass, "backward")], lambda number: number == 2):
         messages = short.run("job-1", micro_steps=2)
     assert any(isinstance(message, JobNote) for message in messages) and isinstance(messages[-1], JobSucceeded)
     assert [m.metrics.loss for m in messages if isinstance(m, JobProgress)] == pytest.approx(whole)

@@ -8,7 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from coserve.finetune.init import new_adapter
-from coserve.finetune.micro_batch import MicroBatchRunner, _add, run_to_end
+from coserve.finetune.layers.eager import add_gradients
+from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.attention.packed import PackedAttention
@@ -90,6 +91,6 @@ def test_kernels_pass_layers_that_learn_nothing(lora_backend: LoraBackend, recom
 def test_a_tensor_that_took_no_part_gets_no_gradient() -> None:
     """An expert that no token was sent to, say."""
     sums = [torch.zeros(2), torch.zeros(2)]
-    _add(sums, [None, torch.ones(2)])
-    _add(sums, [None, None])
+    add_gradients(sums, [None, torch.ones(2)])
+    add_gradients(sums, [None, None])
     assert [total.tolist() for total in sums] == [[0, 0], [1, 1]]

@@ -68,7 +68,7 @@ class EagerLayerPass:
         reached = anchor if bottom else input_1TD
         wanted = [*learned] if reached is None else [*learned, reached]
         found = torch.autograd.grad(output_1TD, wanted, gradient_1TD, allow_unused=True)
-        _add(self._grads[i], found[: len(learned)])
+        add_gradients(self._grads[i], found[: len(learned)])
         if bottom:
             return gradient_1TD
         assert found[-1] is not None, "a layer's output depends on its input"
@@ -79,7 +79,7 @@ class EagerLayerPass:
             return self._cut.layer(i, h_1TD, self._inputs)
 
 
-def _add(grads: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
+def add_gradients(grads: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
     """Add gradients in the compute dtype to the fp32 sums. None: the tensor does not contribute to the output."""
     pairs = [(total, gradient) for total, gradient in zip(grads, found, strict=False) if gradient is not None]
     if pairs:

@@ -133,11 +133,7 @@ class CompiledPass:
 
     @contextmanager
     def _running(self, i: int) -> Iterator[None]:
-        with (
-            torch._C._AutoDispatchBelowAutograd(),
-            torch.no_grad(),
-            running(self._context),
-        ):  # nothing here is differentiated
+        with torch.no_grad(), running(self._context):
             current.layer = i
             yield
 
