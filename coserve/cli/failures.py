@@ -46,10 +46,11 @@ def run_safely(command: Callable[[], object]) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         return _output_closed()
-    except BaseExceptionGroup as group:
-        return _failed(_first(group))
-    except Exception as error:  # noqa: BLE001 - the last stop: nothing may end in a traceback
-        return _failed(error)
+    except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001 - the last stop: nothing may end in a traceback
+        if _is_interrupt(error):
+            _say("stopped")
+            return INTERRUPTED
+        return _failed(_first(error) if isinstance(error, BaseExceptionGroup) else error)
 
 
 def explain(error: BaseException) -> str:
@@ -78,6 +79,15 @@ def explain(error: BaseException) -> str:
         case _:
             detail = f": {error}" if str(error) else ""
             return f"unexpected {type(error).__name__}{detail}; {DEBUG}=1 shows where"
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether it was raised because of Ctrl-C, by code that met it in the middle of something."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        if isinstance(error, BaseExceptionGroup) and any(map(_is_interrupt, error.exceptions)):
+            return True
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _failed(error: BaseException) -> int:

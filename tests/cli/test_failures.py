@@ -194,6 +194,19 @@ def test_errors_that_came_in_a_group_and_in_lines() -> None:
     assert explain(InvalidRequest("expected more", field="rank")) == "invalid_request: rank: expected more"
 
 
+def test_an_error_that_ctrl_c_caused_is_ctrl_c() -> None:
+    def wrapped() -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise RuntimeError("stopped in the middle of something") from error
+
+    def grouped() -> None:
+        raise BaseExceptionGroup("two tasks", [ValueError("one"), KeyboardInterrupt()])
+
+    assert run_safely(wrapped) == run_safely(grouped) == 130
+
+
 def process(*args: str, **environ: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "coserve.cli", *args],
@@ -227,5 +240,5 @@ def test_ctrl_c_while_a_daemon_is_silent() -> None:
             os.kill(waiting.pid, signal.SIGINT)
             _, err = waiting.communicate()
             connection.close()
-    assert waiting.returncode == 130
+    assert waiting.returncode == 130, err
     assert b"Traceback" not in err and b"Exception" not in err
