@@ -68,6 +68,20 @@ from coserve.options import parse_setting
 
 SLOWDOWN = Target(0.03, most=True)
 SLICE_MS = Target(15.0, most=True)
+TARGETS = {
+    f"finetune.{quantity}.{case}": Target(value, most=quantity == "gib")
+    for case, tok_s, gib in (
+        ("8x512", 15_500, 33),
+        ("16x512", 16_000, 48),
+        ("4x512", 15_000, 26),
+        ("1x512", 8_500, 19),
+        ("8x512.recompute", 12_000, 21),
+        ("8jobs1x512", 14_000, None),
+    )
+    for quantity, value in (("tok_s", tok_s), ("gib", gib))
+    if value is not None
+}
+"""Of the 8B shape on an H200."""
 GIB = 1 << 30
 
 
@@ -195,12 +209,13 @@ class Benchmark:
         if measured.allocated is not None and measured.reserved is not None:
             memory = {"gib_allocated": round(measured.allocated, 3), "gib_reserved": round(measured.reserved, 3)}
             row |= memory
-            self._results.put(key(name, "gib", case), memory["gib_allocated"], "GiB", about=shared | memory)
+            place = key(name, "gib", case)
+            self._results.put(place, memory["gib_allocated"], "GiB", TARGETS.get(place), about=shared | memory)
         self._results.put(
             key(name, "tok_s", case),
             round(speed, 1),
             "tok/s",
-            None,
+            TARGETS.get(key(name, "tok_s", case)),
             [round(each, 1) for each in measured.speeds],
             row | dict(about),
         )

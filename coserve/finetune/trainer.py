@@ -42,7 +42,7 @@ from coserve.kernels.lora.interface import LoraBackend
 from coserve.link import FromEngine, JobCheckpoint, JobNote, JobSnapshot, JobStarted, TrainingBatches
 from coserve.model.base import Base
 from coserve.model.faults import contained, memory_numbers, out_of_memory
-from coserve.model.lora import LoraWeights
+from coserve.model.lora import KeptLora, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.parallel.lockstep import PeerFailed
 from coserve.state.folder import DataFolder
@@ -90,8 +90,11 @@ class Trainer:
         self._overlapped = own_stream is not None
         self._stream = own_stream or nullcontext
         runner = MicroBatchRunner(base, recompute=recompute, compiled=compiled)
+        self._kept = KeptLora()
         self._passes = TrainingPasses(
-            lambda jobs: TrainingPass(jobs, runner, lora_backend, base.device, overlapped=self._overlapped),
+            lambda jobs: TrainingPass(
+                jobs, runner, lora_backend, base.device, overlapped=self._overlapped, kept=self._kept
+            ),
             limits,
             mix_jobs=mix_jobs and base.sharding is None and not lora_backend.one_adapter_a_step,
         )
@@ -308,6 +311,7 @@ class Trainer:
             self._passes.reset()
         with self._job_errors():
             self._passes.abandon(training)
+        self._kept.forget()
 
     def _load(self, spec: JobSpec, check: Callable[[], None]) -> tuple[TrainingJob, JobCheckpoints]:
         base, device = self._base, self._base.device

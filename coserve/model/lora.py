@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
 from types import MethodType
 from typing import cast
@@ -27,8 +27,6 @@ class LoraWeights:
 
     settings: LoraSettings
     sites: Mapping[str, LoraPair]
-    prepared: dict[tuple[str, bool], PreparedLora] = field(default_factory=dict, compare=False, repr=False)
-    """Of batches of this adapter alone that learn: what its next one begins with, by backend and whether sites run in groups."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +37,39 @@ class LoraBatch:
     adapters: tuple[LoraWeights, ...]
     backend: LoraBackend
     dropout: Dropout | None = None
+    kept: KeptLora | None = None
+    """Of batches that learn."""
 
     def padded(self, rows: int) -> LoraBatch:
         """The same batch with tokens of no adapter behind it, `rows` tokens in all."""
         bounds, adapters = self.segments.bounds, self.segments.adapters
         return self if bounds[-1] == rows else replace(self, segments=Segments((*bounds, rows), (*adapters, -1)))
+
+
+class KeptLora:
+    """What backends prepared for batches that learn, which later batches of the same adapters begin with: tables of addresses, which
+    do not change. `forget` when an adapter is gone: it keeps all of them alive."""
+
+    def __init__(self, most: int = 16) -> None:
+        """`most` entries are kept."""
+        self._most = most
+        self._found: dict[Hashable, PreparedLora] = {}
+
+    def forget(self) -> None:
+        self._found.clear()
+
+    def again(self, batch: LoraBatch, grouped: bool) -> PreparedLora | None:
+        """For this batch, if one of the same adapters was put."""
+        before = self._found.get(self._key(batch, grouped))
+        return None if before is None else before.again(batch.segments)
+
+    def put(self, batch: LoraBatch, grouped: bool, lora: PreparedLora) -> None:
+        if len(self._found) >= self._most:
+            self._found.clear()
+        self._found[self._key(batch, grouped)] = lora
+
+    def _key(self, batch: LoraBatch, grouped: bool) -> Hashable:
+        return batch.backend.name, grouped, *map(id, batch.adapters)
 
 
 class SharedInput:
@@ -135,20 +161,14 @@ class LoraSites:
         shared = self.shared() if grouped else []
         alone = [site.group for site in self._sites.values() if site.shared is None or not shared]
         groups = [*(one.group for one in shared), *alone]
-        lora = self._prepared_again(batch, grouped) if learned else None
+        kept = batch.kept if learned else None
+        lora = None if kept is None else kept.again(batch, grouped)
         if lora is None:
             adapters = [adapter.sites for adapter in batch.adapters]
             lora = prepare_lora(backend, batch.segments, adapters, groups, self._shards)
-            if learned and len(adapters) == 1:
-                batch.adapters[0].prepared[backend.name, grouped] = lora
+            if kept is not None:
+                kept.put(batch, grouped, lora)
         return ForwardContext(lora, dropout, grouped)
-
-    def _prepared_again(self, batch: LoraBatch, grouped: bool) -> PreparedLora | None:
-        """From the last batch of the same adapter: its tables name addresses, which do not change."""
-        if len(batch.adapters) != 1:
-            return None
-        before = batch.adapters[0].prepared.get((batch.backend.name, grouped))
-        return None if before is None else before.again(batch.segments)
 
 
 SITE = "coserve_site"

@@ -22,7 +22,7 @@ from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.model.dropout import dropout_of
 from coserve.model.faults import contained
-from coserve.model.lora import LoraBatch
+from coserve.model.lora import KeptLora, LoraBatch
 from coserve.step_metrics import StepMetrics
 from coserve.types import MicroStep
 
@@ -41,8 +41,10 @@ class TrainingPass:
         device: torch.device,
         *,
         overlapped: bool = False,
+        kept: KeptLora | None = None,
     ) -> None:
-        """`overlapped`: slices are only launched, on the current stream."""
+        """`overlapped`: slices are only launched, on the current stream. `kept`: of earlier passes of these jobs."""
+        self._kept = kept
         self._runner, self._lora_backend, self.device, self._overlapped = runner, lora_backend, device, overlapped
         self.members, self.jobs = tuple(jobs), list(jobs)
         """Those that it began with, and those that have not left."""
@@ -131,7 +133,7 @@ class TrainingPass:
             self.learns = micro_batches[0].learns
             for job, _ in self._asked:
                 job.batch_tokens = self.tokens
-            self._compute = _compute(micro_batches, self._runner, self._lora_backend, self.device)
+            self._compute = _compute(micro_batches, self._runner, self._lora_backend, self.device, self._kept)
 
     def _take(self, job: TrainingJob, part: Callable[[TrainingJob], Event]) -> None:
         """Run a job's own part of the pass."""
@@ -155,14 +157,18 @@ class TrainingPass:
 
 
 def _compute(
-    micro_batches: Sequence[MicroBatch], runner: MicroBatchRunner, lora_backend: LoraBackend, device: torch.device
+    micro_batches: Sequence[MicroBatch],
+    runner: MicroBatchRunner,
+    lora_backend: LoraBackend,
+    device: torch.device,
+    kept: KeptLora | None,
 ) -> MicroSteps:
     """Forward and backward of all of them, or the evaluation of one: see `MicroBatchRunner`."""
     first = micro_batches[0]
     rows = pack_jobs([(each.corpus, each.rows) for each in micro_batches], device)
     segments = Segments(rows.token_bounds, tuple(range(len(micro_batches))))
     dropout = dropout_of(rows.token_bounds, [each.dropout for each in micro_batches])
-    lora = LoraBatch(segments, tuple([each.weights for each in micro_batches]), lora_backend, dropout)
+    lora = LoraBatch(segments, tuple([each.weights for each in micro_batches]), lora_backend, dropout, kept)
     teacher = None if first.teacher is None else LoraBatch(segments, (first.teacher,), lora_backend)
     if not first.learns:
         return (yield from runner.evaluate(rows, lora, teacher=teacher, beta=first.beta))
