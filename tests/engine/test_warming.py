@@ -24,6 +24,7 @@ from coserve.engine.warming.part_runner import make_part_runner
 from coserve.engine.warming.step_mixes import Mix, first_steps, step_mixes
 from coserve.engine.warming.upgrade import Upgrade
 from coserve.engine.warming.worker import load_few_layers, use_gpu
+from coserve.errors import UnsupportedBase
 from coserve.finetune.micro_batch import MicroBatchRunner, MicroSteps
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows
@@ -34,12 +35,14 @@ from coserve.kernels.lora.backend import BACKENDS, make_backend
 from coserve.kernels.lora.types import StackedWeights
 from coserve.model.base import load_base
 from coserve.model.gemm_choice import GemmChoice, load_gemms, save_gemms
+from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.warmup.gpu import Gpu
 from coserve.warmup.key import CACHES
 from coserve.warmup.messages import Progress, WarmUpTask
 from coserve.warmup.parts import EAGER, FIRST, GEMMS, LAYERS, blocks, gpu_of, graphs
 from tests.support import sharded
 from tests.support.families import tiny_family
+from tests.support.records import make_spec
 
 CPU = torch.device("cpu")
 
@@ -327,6 +330,22 @@ def test_layers_are_loaded_once_before_the_kernels_of_steps() -> None:
         upgrade.compile()
         upgrade.load_layers()
     assert done == ["layers", "prompts", "steps"] and upgrade.compiled
+
+
+@pytest.mark.parametrize("error", [None, UnsupportedBase("no"), KeyError("made by a compiler")])
+def test_jobs_wait_for_their_layers_however_their_compilation_ends(error: Exception | None) -> None:
+    class Layers:
+        def compile(self) -> None:
+            if error is not None:
+                raise error
+
+    upgrade = Upgrade(
+        cast("Compilation", None), cast("Generator", None), (), training_layers=cast("CompiledLayers", Layers())
+    )
+    assert not upgrade.may_train(make_spec())
+    notes = upgrade.compile_training()
+    assert upgrade.may_train(make_spec())
+    assert any(note.startswith("training: layers run operation by operation") for note in notes) is (error is not None)
 
 
 def test_expected_compilations_are_no_warnings(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 from coserve.engine.warming.client import WarmUpClient
-from coserve.errors import UnsupportedBase
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.execution.start import COMPILING, Compilation
@@ -56,7 +55,7 @@ def compile_layers(layers: CompiledLayers) -> str:
     """Compile them; returns a note for the operator where that failed."""
     try:
         layers.compile()
-    except (UnsupportedBase, RuntimeError) as error:
+    except Exception as error:
         note = training_note(error)
         log.warning("%s", note, exc_info=error)
         return note
@@ -65,7 +64,7 @@ def compile_layers(layers: CompiledLayers) -> str:
 
 def training_note(why: Exception) -> str:
     """For the operator: jobs run the base's own layers."""
-    return f"training: layers run operation by operation: {str(why).splitlines()[0]}"
+    return f"training: layers run operation by operation: {(str(why) or type(why).__name__).splitlines()[0]}"
 
 
 class Upgrade:
