@@ -52,6 +52,9 @@ from coserve.types import AdapterDigests, AdapterRef, JobSpec, MicroStep
 log = logging.getLogger(__name__)
 
 
+DROPOUT = "its layers run operation by operation: compiled ones do without LoRA dropout"
+
+
 class Trainer:
     """All jobs of one engine. Each has its own adapter, optimizer, schedule and seed; they share the base.
 
@@ -89,6 +92,7 @@ class Trainer:
         self._gathering, self._guard = gathering, guard or NoPeers()
         self._overlapped = own_stream is not None
         self._stream = own_stream or nullcontext
+        self._compiled = compiled
         runner = MicroBatchRunner(base, recompute=recompute, compiled=compiled)
         self._kept = KeptLora()
         self._passes = TrainingPasses(
@@ -216,8 +220,10 @@ class Trainer:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What trains with less memory, or less company, than it was meant to have."""
+        """What trains with less memory, less company or slower layers than it was meant to have."""
         jobs = [(id, note) for id, job in self._jobs.items() for note in job.notes]
+        if self._compiled is not None:
+            jobs += [(id, DROPOUT) for id, job in self._jobs.items() if job.loop.spec.lora.dropout > 0]
         return (*(f"job {id}: {note}" for id, note in jobs), *self._passes.notes)
 
     @property

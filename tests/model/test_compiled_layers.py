@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -22,7 +23,7 @@ from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.kinds import kind_of
 from coserve.model.training.trace import Compile, compile_layer, inductor, interpreted
 from tests.finetune.test_step import CORPUS, CPU, started
-from tests.support.finetuning import tiny_base
+from tests.support.finetuning import Bench, job_spec, random_corpus, tiny_base
 from tests.support.lora_backends import GROUPED, SEGMENTED
 
 
@@ -122,6 +123,19 @@ def test_what_they_cannot_do_runs_the_layers_themselves(
     found = gradients(base, compiled, PACKS, **options)
     assert (counted.forwards, counted.backwards) == (0, 0)
     equal(found, gradients(base, None, PACKS, **options))
+
+
+def test_a_job_trains_through_them_and_one_with_dropout_says_why_not(
+    llama: tuple[Base, CompiledLayers, Counted], tmp_path: Path
+) -> None:
+    base, compiled, counted = llama
+    bench, corpus = Bench(base, tmp_path, compiled=compiled, lora_backend=SEGMENTED), random_corpus(lengths=(4, 3))
+    plain = bench.start(bench.place(corpus, job_spec(corpus, "plain", steps=1))).id
+    counted.reset()
+    bench.run(plain)
+    assert counted.backwards == len(base.layers) and not bench.trainer.notes
+    bench.start(bench.place(corpus, job_spec(corpus, "dropping", steps=1, dropout=0.1)))
+    assert [note for note in bench.trainer.notes if "LoRA dropout" in note and note.startswith("job dropping")]
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from coserve.kernels.lora.interface import LoraBackend
 from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobNote, JobProgress, JobStarted, JobSucceeded
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraWeights
+from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.queues.finetune import JobQueue
 from coserve.state.folder import DataFolder
 from coserve.step_metrics import StepMetrics
@@ -103,6 +104,7 @@ class Bench:
         guard: SliceGuard | None = None,
         own_stream: Callable[[], AbstractContextManager[object]] | None = None,
         limits: BatchLimits = BatchLimits(64),  # noqa: B008 - frozen
+        compiled: CompiledLayers | None = None,
     ) -> None:
         self.base, self.folder = base, DataFolder(root)
         self.store = AdapterStore(self._load_adapter, HostBudget(4))
@@ -118,6 +120,7 @@ class Bench:
             guard=guard,
             clock=clock,
             own_stream=own_stream,
+            compiled=compiled,
         )
 
     def _load_adapter(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
