@@ -8,7 +8,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-from msgspec.inspect import DictType, EnumType, FloatType, IntType, ListType, LiteralType, StructType, Type, UnionType
+from msgspec.inspect import (
+    DictType,
+    EnumType,
+    FloatType,
+    IntType,
+    ListType,
+    LiteralType,
+    StructType,
+    Type,
+    UnionType,
+    VarTupleType,
+)
 
 from coserve.errors import InvalidRequest, UnknownField
 from coserve.hints import fields_of, hint, value_hint
@@ -128,7 +139,7 @@ def _inside(info: Type, name: str | None) -> Iterator[Type]:
     for leaf in members(info):
         if isinstance(leaf, StructType) and name is not None:
             yield from (field.type for field in leaf.fields if field.encode_name == name)
-        elif isinstance(leaf, ListType) and name is None:
+        elif isinstance(leaf, ListType | VarTupleType) and name is None:
             yield leaf.item_type
         elif isinstance(leaf, DictType):
             yield leaf.value_type

@@ -73,6 +73,9 @@ def check_training(training: TrainingSettings) -> None:
             raise InvalidRequest(
                 f"expected more than 0 and at most {MAX_BETA}, got {training.loss.beta}", field="training.loss.beta"
             )
+        if training.micro_batch_tokens is not None and training.micro_batch_tokens < 4:
+            got = training.micro_batch_tokens
+            raise InvalidRequest(f"expected at least 4 for a pair, got {got}", field="training.micro_batch_tokens")
         if training.train_on is not None:
             raise InvalidRequest("expected no train_on: a dpo loss is of the answers alone", field="training.train_on")
     if training.early_stopping_patience is not None and training.validation_split == 0:

@@ -50,6 +50,7 @@ async def test_a_dpo_job_ends_with_an_adapter_that_prefers_the_chosen_answers(tm
         ({"training": {"loss": {"beta": 0.1}}}, "training.loss.type"),
         ({"training": {"loss": DPO, "train_on": "all"}}, "training.train_on"),
         ({"training": {"loss": DPO}, "teacher": "somebody"}, "training.loss"),
+        ({"training": {"loss": DPO, "micro_batch_tokens": 3}}, "training.micro_batch_tokens"),
     ],
 )
 async def test_what_does_not_go_with_it_is_refused_by_name(api: Api, body: dict[str, Any], field: str) -> None:

@@ -170,7 +170,11 @@ async def test_a_sample_that_fails_is_a_note_and_the_job_goes_on(sampling: Api) 
         ({"sample_prompts": ["fine", "word " * 400]}, "sample_prompts", "prompt 1: "),
         ({"sample_prompts": ["fine", ""]}, "sample_prompts", "prompt 1: "),
         ({"sample_prompts": [[]]}, "sample_prompts", "at least one message"),
-        ({"sample_prompts": [[{"role": "boss", "content": "x"}]]}, "sample_prompts", ""),
+        (
+            {"sample_prompts": [[{"role": "boss", "content": "x"}]]},
+            "sample_prompts",
+            "one of assistant, system, tool, user",
+        ),
         ({"sample_prompts": "a"}, "sample_prompts", ""),
         ({"sample_steps": 0}, "sample_steps", "at least 1"),
         ({"sample_max_tokens": 0}, "sample_max_tokens", "at least 1"),
