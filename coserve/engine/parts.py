@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -170,18 +170,24 @@ class EngineParts:
             graph_bytes=self.graph_bytes,
         )
 
-    def training_layers(self, warm: WarmKernels | None = None) -> CompiledLayers:
+    def training_layers(
+        self,
+        warm: WarmKernels | None = None,
+        stream: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> CompiledLayers:
         """The layers that training runs once they are compiled. Raises `UnsupportedBase`: its message says why there are none."""
         base, config = self.base, self.config
         if base.device.type != "cuda":
             raise UnsupportedBase("there is no GPU")
+        if base.sharding is not None:  # before anything runs: ranks that follow would not take part
+            raise UnsupportedBase("ranks share the base")
         if config.compile == "off":
             raise UnsupportedBase("compile is off")
         if not self.lora_backend.groups_inputs:
             raise UnsupportedBase(f"the LoRA backend is {self.lora_backend.name}")
         if warm is None or not warm.training_layers_ready():
             wake_compiler(base.device)
-        return CompiledLayers(base, LayerCut(base))
+        return CompiledLayers(base, LayerCut(base), stream=stream)
 
     def make_trainer(
         self,

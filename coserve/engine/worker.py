@@ -106,7 +106,7 @@ def build_engine(
         step_tokens=parts.step_tokens,
         prefix_cache=config.prefix_cache,
     )
-    training_layers, training_notes = _training_layers(parts, warm)
+    training_layers, training_notes = _training_layers(parts, warm, training)
     trainer: Trains
     if followers is None:
         stream = None if training is None else training.enter
@@ -159,11 +159,13 @@ def build_engine(
     return engine, ready
 
 
-def _training_layers(parts: EngineParts, warm: WarmUpClient | None) -> tuple[CompiledLayers | None, tuple[str, ...]]:
+def _training_layers(
+    parts: EngineParts, warm: WarmUpClient | None, training: TrainingStream | None
+) -> tuple[CompiledLayers | None, tuple[str, ...]]:
     """The layers of training that can be compiled, and notes for the operator."""
     try:
-        return parts.training_layers(warm), ()
-    except UnsupportedBase as error:
+        return parts.training_layers(warm, nullcontext if training is None else training.enter), ()
+    except (UnsupportedBase, RuntimeError) as error:  # the latter from a compiler that does not work
         return None, () if parts.base.device.type == "cpu" else (training_note(error),)
 
 

@@ -315,9 +315,9 @@ class Trainer:
         del self._checkpoints[job], self._snapshots[job]
         if not self._jobs:
             self._passes.reset()
+        self._kept.forget()
         with self._job_errors():
             self._passes.abandon(training)
-        self._kept.forget()
 
     def _load(self, spec: JobSpec, check: Callable[[], None]) -> tuple[TrainingJob, JobCheckpoints]:
         base, device = self._base, self._base.device

@@ -53,20 +53,24 @@ class KeptLora:
     def __init__(self, most: int = 16) -> None:
         """`most` entries are kept."""
         self._most = most
-        self._found: dict[Hashable, PreparedLora] = {}
+        self._found: dict[Hashable, tuple[tuple[LoraWeights, ...], PreparedLora]] = {}
+        """With the adapters themselves, so that no other takes an id."""
 
     def forget(self) -> None:
         self._found.clear()
 
     def again(self, batch: LoraBatch, grouped: bool) -> PreparedLora | None:
         """For this batch, if one of the same adapters was put."""
-        before = self._found.get(self._key(batch, grouped))
-        return None if before is None else before.again(batch.segments)
+        found = self._found.get(self._key(batch, grouped))
+        return None if found is None else found[1].again(batch.segments)
 
     def put(self, batch: LoraBatch, grouped: bool, lora: PreparedLora) -> None:
+        fresh = lora.again(batch.segments)  # without this batch's own
+        if fresh is None:
+            return
         if len(self._found) >= self._most:
             self._found.clear()
-        self._found[self._key(batch, grouped)] = lora
+        self._found[self._key(batch, grouped)] = batch.adapters, fresh
 
     def _key(self, batch: LoraBatch, grouped: bool) -> Hashable:
         return batch.backend.name, grouped, *map(id, batch.adapters)

@@ -139,7 +139,7 @@ def test_a_job_trains_through_them_and_one_with_dropout_says_why_not(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt2", "gemma2", "qwen3", "phi3", "olmo2", "gpt_neox"])
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "gemma3", "mistral", "phi", "phi3", "qwen3"])
 def test_gradients_of_other_families(family: str) -> None:
     base, counted = tiny_base(family), Counted()
     compiled = compiled_layers(base, counted)

@@ -139,7 +139,9 @@ def test_a_familys_gradients_are_those_of_transformers_and_peft(family: str, tmp
         assert pair.main_grads is not None
         for part, found in (("A", pair.main_grads.a_RD), ("B", pair.main_grads.b_OR)):
             wanted = parameters[f"base_model.model.{site}.lora_{part}.default.weight"].grad
-            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3, msg=site)
+            assert wanted is not None
+            largest = float(wanted.abs().max())  # sums in another order, by the processor: errors are relative to it
+            torch.testing.assert_close(found, wanted, atol=1e-4 * max(1.0, largest), rtol=1e-3, msg=site)
 
 
 @pytest.mark.slow

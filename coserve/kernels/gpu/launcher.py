@@ -15,10 +15,8 @@ from enum import Enum
 from functools import cache
 from typing import Protocol
 
-import torch
 import triton
 from torch import Tensor
-from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from coserve.kernels.gpu.device import interpreted
@@ -73,15 +71,7 @@ def launch(kernel: JITFunction[Callable[..., None]], grid: tuple[int, ...], *arg
 
 
 class Specialization(Protocol):
-    """One compiled specialization of a kernel: Triton's `CompiledKernel`."""
-
-    function: object
-    packed_metadata: object
-
-    @property
-    def run(self) -> Callable[..., object]:
-        """Launches it: grid, stream, function, packed_metadata, metadata for hooks, two hooks, arguments."""
-        ...
+    """One compiled specialization of a kernel."""
 
     def __getitem__(self, grid: Grid, /) -> Callable[..., object]:
         """A function that launches it with the kernel's arguments in order, constants included."""
@@ -115,21 +105,12 @@ class Launcher:
         known = self._cache.get(key)
         if known is not None:
             compiled, constants = known
-            _run(compiled, grid, tensors[0].get_device(), (*tensors, *numbers, *constants))
+            compiled[grid](*tensors, *numbers, *constants)
             return
         if len(self._cache) >= self._max_cached:
             self._cache.clear()
         names = self._kernel.arg_names[len(tensors) + len(numbers) :]
         self._cache[key] = self._kernel[grid](*tensors, *numbers, **rest), [rest[name] for name in names]
-
-
-def _run(compiled: Specialization, grid: Grid, device: int, arguments: tuple[object, ...]) -> None:
-    """`compiled[grid](*arguments)` on the current stream of `device`, without what a profiler's hooks would be told."""
-    if device < 0 or knobs.runtime.launch_enter_hook is not None or device != torch._C._cuda_getDevice():
-        compiled[grid](*arguments)
-        return
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
 
 @cache

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -38,13 +38,19 @@ MAX_KINDS = 4
 class CompiledLayers:
     """Call `compile` first, on any thread; until then the layers are not `ready`."""
 
-    def __init__(self, base: Base, cut: LayerCut, compile: Compile = inductor) -> None:
-        """On the thread that runs the base. Raises `UnsupportedBase`."""
+    def __init__(
+        self,
+        base: Base,
+        cut: LayerCut,
+        compile: Compile = inductor,
+        stream: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """On the thread that runs the base. `stream` enters the stream that training runs on. Raises `UnsupportedBase`."""
         if base.sharding is not None:
             raise UnsupportedBase("ranks that share a base train with plain layers")
         if not base.sites.shared():
             share_inputs(base)
-        self._compile = compile
+        self._compile, self._stream, self._device = compile, stream, base.device
         paths = {id(module): name for name, module in base.model.named_modules()}
         shared = base.sites.shared_by_site()
         if missing := base.spec.sites.keys() - shared.keys():
@@ -74,9 +80,12 @@ class CompiledLayers:
 
     def compile(self) -> None:
         """Raises `UnsupportedBase`."""
-        for kind, example in self._examples.items():
-            self._compiled[kind] = compile_layer(example.run, example.tensors, EXAMPLE_TOKENS, self._compile)
-            self._check(self._kinds.index(kind), example, self._compiled[kind])
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the examples were made on another stream
+        with self._stream():
+            for kind, example in self._examples.items():
+                self._compiled[kind] = compile_layer(example.run, example.tensors, EXAMPLE_TOKENS, self._compile)
+                self._check(self._kinds.index(kind), example, self._compiled[kind])
         self._examples.clear()
         self._layers = {i: self._compiled[kind] for i, kind in enumerate(self._kinds)}
 

@@ -52,7 +52,14 @@ def interpreted(
     graph: fx.GraphModule, inputs: Sequence[object], *, is_backward: bool
 ) -> Callable[[list[object]], Sequence[Tensor]]:
     """`Compile` without a compiler: runs the graph operation by operation."""
-    return lambda given: graph(*given)
+
+    def run(given: list[object]) -> Sequence[Tensor]:
+        inputs = tuple(given)
+        given.clear()
+        outputs: Sequence[Tensor] = graph(*inputs)
+        return outputs
+
+    return run
 
 
 @dataclass

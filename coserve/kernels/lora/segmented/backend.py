@@ -52,6 +52,7 @@ class SegmentedLora(PreparedLora):
         for group in groups:
             live = [i for i, name in enumerate(group.names) if any(name in adapter for adapter in present)]
             cuts += [(group, live[first : first + MAX_SITES]) for first in range(0, len(live), MAX_SITES)]
+        self._known = frozenset(groups)
         self._launches: dict[SiteGroup, list[_Launch]] = {}
         if not cuts:
             return
@@ -112,6 +113,7 @@ class SegmentedLora(PreparedLora):
     def linear_forward(
         self, group: SiteGroup, x_TD: Tensor, stacked: StackedWeights, *, keep: bool
     ) -> tuple[Tensor, Tensor | None]:
+        assert group in self._known, f"expected a group that was prepared, got another of {group.names}"
         launches = self._launches.get(group)
         if launches is None:
             return super().linear_forward(group, x_TD, stacked, keep=keep)
