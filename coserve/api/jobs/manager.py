@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
 """A job fails after this many engines in a row died while they ran it, without a checkpoint in between."""
+KEY = "Idempotency-Key"
 KEY_PATIENCE = 60.0
 """Seconds that a repeated request waits for the first one; many clients give up then."""
 
@@ -183,15 +184,15 @@ class JobManager:
     async def submit(
         self, request: FinetuneRequest, upload: Path | None, key: str | None, show: Show = lambda _: None
     ) -> Job:
-        """Accept a job: when this returns, it is durable. The same `key` returns the first job again, and waits for the request that
-        makes it. `show` is told how far a large corpus is.
+        """Accept a job: when this returns, it is durable. The same `key` returns the first job again, if it is for the same adapter,
+        and waits for the request that makes it. `show` is told how far a large corpus is.
 
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `ForbiddenPath`, `QueueFull`,
         `StorageFull`, `JobTooLarge`, `EngineUnavailable` (no engine has started yet).
         """
         spec = self._engine.spec
         if key is not None and not (1 <= len(key) <= 128 and key.isascii() and key.isprintable()):
-            raise InvalidRequest("expected 1 to 128 printable characters", field="Idempotency-Key")
+            raise InvalidRequest("expected 1 to 128 printable characters", field=KEY)
         async with self._keys.alone(key):
             made = None if key is None else await self._registry(lambda registry: registry.job_with_key(key))
             if made is None:
@@ -199,6 +200,9 @@ class JobManager:
                 record, corpus = await self._submission.prepare(request, upload, spec, self._engine.memory, show)
                 # The job exists even if the client leaves now.
                 made = await self._commits.run(self._accept(request, record, corpus, key))
+        if made.spec.adapter != request.adapter:
+            adapters = f"adapter {made.spec.adapter!r}, got one for {request.adapter!r}"
+            raise InvalidRequest(f"expected the request that it was used for before, for {adapters}", field=KEY)
         return await self.views.show(made)
 
     def _check_max_jobs(self, registry: Registry) -> None:
