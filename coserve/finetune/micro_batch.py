@@ -41,6 +41,7 @@ from coserve.kernels.attention.interface import Attention
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.model.base import Base
 from coserve.model.dropout import DropoutSpec
+from coserve.model.forward_context import ForwardContext
 from coserve.model.layers import LayerCut, LayerInputs
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
@@ -94,8 +95,8 @@ class MicroBatchRunner:
         once they are compiled, where they are right for a batch. Raises `UnsupportedBase` for a base that cannot be
         run layer by layer."""
         assert not any(parameter.requires_grad for parameter in base.model.parameters()), "the base must be frozen"
-        self._base, self._cut, self._recompute = base, LayerCut(base), recompute
-        self._attention, self.compiled = attention, compiled
+        self._base, self._cut, self._recompute = base, LayerCut(base) if compiled is None else compiled.cut, recompute
+        self._attention, self._compiled = attention, compiled
         self.targets_at_once = max(16, logits_elements // base.spec.vocab)
         """Positions whose logits are computed at once, without a teacher."""
 
@@ -129,10 +130,8 @@ class MicroBatchRunner:
             add_noise(inputs.h_1TD, rows, noises)
         context, h_1TD = self._base.prepare(lora), inputs.h_1TD
         recompute = recompute or self._recompute
-        if self.compiled is not None and takes(self.compiled, context, rows.tokens, learns=True):
-            one: LayerPass = CompiledLayerPass(self.compiled, inputs, context, first, recompute=recompute)
-        else:
-            one = EagerLayerPass(self._cut, inputs, context, trainable, grads, first, recompute=recompute)
+        one: LayerPass | None = self._compiled_pass(inputs, context, first, recompute=recompute, learns=True)
+        one = one or EagerLayerPass(self._cut, inputs, context, trainable, grads, first, recompute=recompute)
         for i in range(layers):
             h_1TD = one.forward(i, h_1TD)
             yield MicroStep.FORWARD if i + 1 < layers else MicroStep.HEAD
@@ -188,14 +187,21 @@ class MicroBatchRunner:
     def _hidden(self, inputs: LayerInputs, lora: LoraBatch | None, then: MicroStep) -> MicroSteps:
         """Return the last layer's output (1, T, D), without gradients. `then`: the kind of the micro-step after it."""
         h_1TD, context, layers = inputs.h_1TD, self._base.prepare(lora), len(self._base.layers)
-        if self.compiled is not None and takes(self.compiled, context, h_1TD.shape[1], learns=False):
-            one: LayerPass = CompiledLayerPass(self.compiled, inputs, context, layers, recompute=False)
-        else:
-            one = EagerLayerPass(self._cut, inputs, context, (), (), layers, recompute=False)
+        one: LayerPass | None = self._compiled_pass(inputs, context, layers, recompute=False, learns=False)
+        one = one or EagerLayerPass(self._cut, inputs, context, (), (), layers, recompute=False)
         for i in range(layers):
             h_1TD = one.forward(i, h_1TD)
             yield MicroStep.EVALUATE if i + 1 < layers else then
         return h_1TD
+
+    def _compiled_pass(
+        self, inputs: LayerInputs, context: ForwardContext, first: int, *, recompute: bool, learns: bool
+    ) -> CompiledLayerPass | None:
+        """None: the base's own layers run."""
+        if self._compiled is None or not takes(context, learns=learns):
+            return None
+        found = self._compiled.begin(inputs, context.lora)
+        return None if found is None else CompiledLayerPass(found, first, recompute=recompute)
 
     def _embed(self, rows: PackedRows) -> LayerInputs:
         return self._cut.embed(rows.tokens_T, rows.positions_T, self._attention(rows.bounds))

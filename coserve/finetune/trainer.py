@@ -29,6 +29,7 @@ from coserve.errors import (
 from coserve.finetune.init import new_adapter
 from coserve.finetune.job import TrainingJob
 from coserve.finetune.job_checkpoint import JobCheckpoints
+from coserve.finetune.layers.compiled import uncompiled
 from coserve.finetune.loop import SliceTimer, TrainingLoop
 from coserve.finetune.lora_tensors import cast
 from coserve.finetune.micro_batch import MicroBatchRunner
@@ -50,9 +51,6 @@ from coserve.step_metrics import StepMetrics
 from coserve.types import AdapterDigests, AdapterRef, JobSpec, MicroStep
 
 log = logging.getLogger(__name__)
-
-
-DROPOUT = "its layers run operation by operation: compiled ones do without LoRA dropout"
 
 
 class Trainer:
@@ -222,9 +220,10 @@ class Trainer:
     def notes(self) -> tuple[str, ...]:
         """What trains with less memory, less company or slower layers than it was meant to have."""
         jobs = [(id, note) for id, job in self._jobs.items() for note in job.notes]
-        if self._compiled is not None:
-            jobs += [(id, DROPOUT) for id, job in self._jobs.items() if job.loop.spec.lora.dropout > 0]
-        return (*(f"job {id}: {note}" for id, note in jobs), *self._passes.notes)
+        if self._compiled is not None and self._compiled.ready:
+            jobs += [(id, note) for id, job in self._jobs.items() for note in uncompiled(job.loop.spec)]
+        base = () if self._compiled is None else self._compiled.notes
+        return (*(f"job {id}: {note}" for id, note in jobs), *base, *self._passes.notes)
 
     @property
     def batches(self) -> TrainingBatches:

@@ -59,13 +59,13 @@ class KeptLora:
     def forget(self) -> None:
         self._found.clear()
 
-    def again(self, batch: LoraBatch, grouped: bool) -> PreparedLora | None:
+    def find(self, batch: LoraBatch, grouped: bool) -> PreparedLora | None:
         """For this batch, if one of the same adapters was put."""
         found = self._found.get(self._key(batch, grouped))
-        return None if found is None else found[1].again(batch.segments)
+        return None if found is None else found[1].for_batch(batch.segments)
 
     def put(self, batch: LoraBatch, grouped: bool, lora: PreparedLora) -> None:
-        fresh = lora.again(batch.segments)  # without this batch's own
+        fresh = lora.for_batch(batch.segments)  # without this batch's own
         if fresh is None:
             return
         if len(self._found) >= self._most:
@@ -166,7 +166,7 @@ class LoraSites:
         alone = [site.group for site in self._sites.values() if site.shared is None or not shared]
         groups = [*(one.group for one in shared), *alone]
         kept = batch.kept if learned else None
-        lora = None if kept is None else kept.again(batch, grouped)
+        lora = None if kept is None else kept.find(batch, grouped)
         if lora is None:
             adapters = [adapter.sites for adapter in batch.adapters]
             lora = prepare_lora(backend, batch.segments, adapters, groups, self._shards)

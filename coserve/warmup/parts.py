@@ -33,7 +33,7 @@ EAGER = ("steps", f"decodes-{DEFAULT_RANK}", f"prompts-{DEFAULT_RANK}")
 SCORED = ("steps", f"prompts-{DEFAULT_RANK}")
 """Parts with the kernels of prompts that are scored, which always run without compiled layers."""
 LAYERS = "layers"
-TRAINING_LAYERS = "backward-layers"
+TRAINING_LAYERS = "training-layers"
 """The part with the compiled layers of training, forward and backward."""
 GEMMS = tuple(f"gemms-{rows}" for rows in GEMM_ROWS)
 

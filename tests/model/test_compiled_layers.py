@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -13,12 +14,13 @@ from torch import Tensor, fx, nn
 from coserve.errors import UnsupportedBase
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.packed_rows import PackedRows, pack_rows
+from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base
 from coserve.model.dropout import DropoutSpec, dropout_of
 from coserve.model.layers import LayerCut
-from coserve.model.lora import LoraBatch
+from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.kinds import kind_of
 from coserve.model.training.trace import Compile, compile_layer, inductor, interpreted
@@ -52,7 +54,7 @@ class Counted:
 
 def compiled_layers(base: Base, compile: Compile) -> CompiledLayers:
     layers = CompiledLayers(base, LayerCut(base), compile)
-    assert not layers.fits(9), "they are not compiled yet"
+    assert not layers.ready
     layers.compile()
     return layers
 
@@ -123,6 +125,54 @@ def test_what_they_cannot_do_runs_the_layers_themselves(
     found = gradients(base, compiled, PACKS, **options)
     assert (counted.forwards, counted.backwards) == (0, 0)
     equal(found, gradients(base, None, PACKS, **options))
+
+
+def test_two_adapters_in_one_batch_that_begin_at_the_second_layer(
+    llama: tuple[Base, CompiledLayers, Counted],
+) -> None:
+    """A pass without a backward in the first layer, and gradients of each adapter in its own sums."""
+    base, compiled, counted = llama
+    upper = [site for site, spec in base.spec.sites.items() if spec.layer == 1]
+
+    def both(layers: CompiledLayers | None) -> list[Tensor]:
+        optimizers = [started(base), started(base)]
+        weights = tuple(
+            LoraWeights(one.weights().settings, {site: one.weights().sites[site] for site in upper})
+            for one in optimizers
+        )
+        rows = pack_rows(CORPUS, [1, 3], CPU)
+        lora = LoraBatch(Segments((0, 5, rows.tokens), (0, 1)), weights, SEGMENTED)
+        joined = [
+            [tensor for own in pair for tensor in own] if layer else []
+            for layer, pair in enumerate(zip(*(one.trainable for one in optimizers), strict=True))
+        ]
+        sums = [
+            [tensor for own in pair for tensor in own] if layer else []
+            for layer, pair in enumerate(zip(*(one.grads for one in optimizers), strict=True))
+        ]
+        runner = MicroBatchRunner(base, recompute=False, compiled=layers)
+        return [run_to_end(runner.forward_backward(rows, lora, joined, sums)), *sums[1]]
+
+    counted.reset()
+    found = both(compiled)
+    assert (counted.forwards, counted.backwards) == (2, 1)
+    expected = both(None)
+    assert all(float(one.abs().sum()) > 0 for one in expected)
+    equal(found, expected)
+
+
+def test_other_arguments_than_the_traced_ones_run_the_layers_themselves_and_are_told(
+    llama: tuple[Base, CompiledLayers, Counted],
+) -> None:
+    _, compiled, _ = llama
+    tokens, positions = torch.arange(1, 8), torch.arange(7)
+    inputs = compiled.cut.embed(tokens, positions, PackedAttention((0, 7)))
+    assert compiled.begin(inputs, None) is not None and not compiled.notes
+    call = inputs.calls[1]
+    other = replace(call, kwargs=call.kwargs | {"use_cache": True})
+    assert compiled.begin(replace(inputs, calls=(inputs.calls[0], other)), None) is None
+    assert "operation by operation" in compiled.notes[0]
+    compiled.notes = ()
 
 
 def test_a_job_trains_through_them_and_one_with_dropout_says_why_not(

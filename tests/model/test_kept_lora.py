@@ -38,7 +38,7 @@ def test_a_batch_with_kept_tables_has_the_weights_of_its_own_time() -> None:
 
 def test_it_is_bounded_and_forgets() -> None:
     class Prepared:
-        def again(self, segments: Segments) -> Prepared:
+        def for_batch(self, segments: Segments) -> Prepared:
             return self
 
     def batch(*adapters: object) -> LoraBatch:
@@ -47,9 +47,9 @@ def test_it_is_bounded_and_forgets() -> None:
     kept, adapters = KeptLora(most=2), [object() for _ in range(3)]
     for adapter in adapters:
         kept.put(batch(adapter), True, Prepared())  # type: ignore[arg-type]
-    assert kept.again(batch(adapters[2]), True) is not None
-    assert kept.again(batch(adapters[2]), False) is None
-    assert kept.again(batch(adapters[0]), True) is None
-    assert kept.again(batch(adapters[2], adapters[1]), True) is None
+    assert kept.find(batch(adapters[2]), True) is not None
+    assert kept.find(batch(adapters[2]), False) is None
+    assert kept.find(batch(adapters[0]), True) is None
+    assert kept.find(batch(adapters[2], adapters[1]), True) is None
     kept.forget()
-    assert kept.again(batch(adapters[2]), True) is None
+    assert kept.find(batch(adapters[2]), True) is None

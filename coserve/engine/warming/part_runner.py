@@ -47,7 +47,7 @@ from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.processes import usable_cores
 from coserve.types import DEFAULT_RANK, AdapterRef, LoraSettings, SamplingParams
 from coserve.warmup.messages import WarmUpTask
-from coserve.warmup.parts import GEMMS
+from coserve.warmup.parts import GEMMS, TRAINING_LAYERS
 
 TARGETS = (
     ("q_proj", "v_proj"),
@@ -120,14 +120,14 @@ class PartRunner:
                 return self._adapters(self._first_mixes, self._adapter_sets(int(number))[1:])
             case "profile":
                 return self._profile()
+            case "training" if name == TRAINING_LAYERS:
+                return self._training_layers()
             case "training":
                 return self._training(int(number))
             case "blocks":
                 return self._training(int(number), bd_blocks=2 * self._ranks)
             case "gpu":
                 return self._other_gpu()
-            case "backward":
-                return self._training_layers()
             case "layers":
                 return self._layers()
             case "gemms":

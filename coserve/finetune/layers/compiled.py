@@ -5,28 +5,34 @@ from __future__ import annotations
 from torch import Tensor
 
 from coserve.model.forward_context import ForwardContext
-from coserve.model.layers import LayerInputs
-from coserve.model.training.compiled_layers import CompiledLayers
+from coserve.model.training.compiled_layers import CompiledPass
+from coserve.types import JobSpec
 
 
-def takes(compiled: CompiledLayers, context: ForwardContext, tokens: int, *, learns: bool) -> bool:
-    """Whether compiled layers are right for this batch: its sites run in groups, so without LoRA dropout, and if it `learns`, the
-    kernels add gradients to sums of the pairs' own."""
-    if not compiled.fits(tokens):
-        return False
+def takes(context: ForwardContext, *, learns: bool) -> bool:
+    """Whether compiled layers can compute this batch's adapters: its sites run in groups, so without LoRA dropout, and if it
+    `learns`, the kernels add gradients to sums of the pairs' own."""
     if context.lora is None:
         return not learns
     return context.grouped and (context.lora.anchor is not None or not learns)
 
 
+def uncompiled(spec: JobSpec) -> list[str]:
+    """What of a job does not run compiled layers, for an operator."""
+    found = []
+    if spec.lora.dropout > 0:
+        found.append("its layers run operation by operation: compiled ones do without LoRA dropout")
+    if spec.teacher is not None:
+        found.append("its teacher's forward runs operation by operation: compiled layers are for adapters that learn")
+    return found
+
+
 class CompiledLayerPass:
     """Implements `LayerPass`."""
 
-    def __init__(
-        self, compiled: CompiledLayers, inputs: LayerInputs, context: ForwardContext, first: int, *, recompute: bool
-    ) -> None:
+    def __init__(self, compiled: CompiledPass, first: int, *, recompute: bool) -> None:
         """`first`: the lowest layer that is trained. `recompute`: keep only the layers' inputs, and run them again."""
-        self._pass, self._first, self._recompute = compiled.begin(inputs, context.lora), first, recompute
+        self._pass, self._first, self._recompute = compiled, first, recompute
         self._saved: list[list[object]] = []
         self._inputs: list[Tensor] = []
 

@@ -68,7 +68,7 @@ class PreparedLora(ABC):
         assert not self.changes(group), f"{type(self).__name__} has no backward of its own"
         return dy_TO @ stacked.weight
 
-    def again(self, segments: Segments) -> PreparedLora | None:
+    def for_batch(self, segments: Segments) -> PreparedLora | None:
         """The same adapters, whose weights may have changed in place, for another batch; None: they must be prepared anew."""
         return None
 

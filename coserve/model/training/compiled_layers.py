@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from coserve.model.training.kinds import kind_of, own_tensors, plain
 from coserve.model.training.ops import AttendRows
 from coserve.model.training.running_pass import RunningPass
 from coserve.model.training.trace import Compile, CompiledLayer, compile_layer, inductor
+
+log = logging.getLogger(__name__)
 
 EXAMPLE_TOKENS = 2039
 """Of the traced batch: a prime, so that no other size is equal to it; as large as batches are, for the kernels' block sizes."""
@@ -51,6 +54,9 @@ class CompiledLayers:
         if not base.sites.shared():
             share_inputs(base)
         self._compile, self._stream, self._device = compile, stream, base.device
+        self.cut = cut
+        self.notes: tuple[str, ...] = ()
+        """On the last batch that they were not right for, for an operator."""
         paths = {id(module): name for name, module in base.model.named_modules()}
         shared = base.sites.shared_by_site()
         if missing := base.spec.sites.keys() - shared.keys():
@@ -58,6 +64,7 @@ class CompiledLayers:
         self._groups: list[list[SharedInput]] = []
         self._own: list[list[Tensor]] = []
         self._kinds: list[Hashable] = []
+        self._frames: list[tuple[list[object], pytree.TreeSpec]] = []
         self._examples: dict[Hashable, _Example] = {}
         positions_T = torch.arange(EXAMPLE_TOKENS, device=base.device) % EXAMPLE_ROW
         bounds = (*range(0, EXAMPLE_TOKENS, EXAMPLE_ROW), EXAMPLE_TOKENS)
@@ -71,6 +78,7 @@ class CompiledLayers:
             self._groups.append(sorted({id(one): one for one in groups.values()}.values(), key=lambda one: one.index))
             self._own.append(list(own.values()))
             self._kinds.append(kind)
+            self._frames.append(arguments.frame)
             if kind not in self._examples:
                 self._examples[kind] = _Example(_copied(layer), call, inputs.h_1TD, own)
         if len(self._examples) > MAX_KINDS:
@@ -82,17 +90,18 @@ class CompiledLayers:
         """Raises `UnsupportedBase`."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the examples were made on another stream
+        examples, self._examples = self._examples, {}
         with self._stream():
-            for kind, example in self._examples.items():
+            for kind, example in examples.items():
                 self._compiled[kind] = compile_layer(example.run, example.tensors, EXAMPLE_TOKENS, self._compile)
                 self._check(self._kinds.index(kind), example, self._compiled[kind])
-        self._examples.clear()
         self._layers = {i: self._compiled[kind] for i, kind in enumerate(self._kinds)}
 
     def _check(self, i: int, example: _Example, compiled: CompiledLayer) -> None:
         """Raises `UnsupportedBase` where a compiled layer computes something else than the layer does."""
         h_1TD, attention = example.h_1TD, example.attention
-        one = CompiledPass({i: compiled}, self._own, {i: example.call}, RunningPass(attention, None, self._groups))
+        tensors = {i: [*_Arguments.of(example.call).tensors, *example.own.values()]}
+        one = CompiledPass({i: compiled}, tensors, RunningPass(attention, None, self._groups))
         output_1TD, saved = one.forward(i, h_1TD, keeps=True)
         gradient_1TD = torch.ones_like(h_1TD)
         found = output_1TD, one.backward(i, saved, gradient_1TD)
@@ -102,37 +111,51 @@ class CompiledLayers:
             if not error <= TOLERANCE[h_1TD.dtype]:
                 raise UnsupportedBase(f"the compiled layer {i} gives another {what}: relative error {error:.2g}")
 
-    def fits(self, tokens: int) -> bool:
-        """Whether they are compiled, and right for so many tokens."""
-        return bool(self._layers) and all(one.fits(tokens) for one in self._compiled.values())
+    @property
+    def ready(self) -> bool:
+        """They are compiled."""
+        return bool(self._layers)
 
-    def begin(self, inputs: LayerInputs, lora: PreparedLora | None) -> CompiledPass:
-        """A pass over the layers. `lora`: its pairs have `MainGrads`, unless there is no backward."""
-        assert isinstance(inputs.attention, PackedAttention), "expected packed rows"
-        seams = RunningPass(inputs.attention, lora, self._groups)
-        return CompiledPass(self._layers, self._own, dict(enumerate(inputs.calls)), seams)
+    def begin(self, inputs: LayerInputs, lora: PreparedLora | None) -> CompiledPass | None:
+        """A pass over the layers; None where they are not compiled, or were traced for other batches. `lora`: its pairs have
+        `MainGrads`, unless there is no backward."""
+        if not self.ready or not isinstance(inputs.attention, PackedAttention):
+            return None
+        tokens, given = inputs.h_1TD.shape[1], [_Arguments.of(call) for call in inputs.calls]
+        if not all(one.fits(tokens) for one in self._compiled.values()):
+            self._tell(
+                f"batches of {tokens} tokens run operation by operation: the compiled layers are for other sizes"
+            )
+            return None
+        if any(own.frame != traced for own, traced in zip(given, self._frames, strict=True)):
+            self._tell(
+                "layers run operation by operation: the model gives them other arguments than when they were compiled"
+            )
+            return None
+        tensors = {i: [*own.tensors, *self._own[i]] for i, own in enumerate(given)}
+        return CompiledPass(self._layers, tensors, RunningPass(inputs.attention, lora, self._groups))
+
+    def _tell(self, note: str) -> None:
+        if not self.notes:
+            log.warning("training: %s", note)
+        self.notes = (f"training: {note}",)
 
 
 class CompiledPass:
     """One batch's way through the layers and back."""
 
     def __init__(
-        self,
-        layers: Mapping[int, CompiledLayer],
-        own: Sequence[Sequence[Tensor]],
-        calls: Mapping[int, LayerCall],
-        seams: RunningPass,
+        self, layers: Mapping[int, CompiledLayer], tensors: Mapping[int, Sequence[Tensor]], seams: RunningPass
     ) -> None:
-        """All by layer. `own`: see `kinds.own_tensors`."""
-        self._layers, self._own, self._calls, self._seams = layers, own, calls, seams
+        """By layer: its compiled functions, and their inputs behind the hidden states."""
+        self._layers, self._tensors, self._seams = layers, tensors, seams
         self._context = ForwardContext(training=seams)
 
     def forward(self, i: int, h_1TD: Tensor, *, keeps: bool) -> tuple[Tensor, list[object]]:
         """Layer i's output (1, T, D), and with `keeps` what its backward needs."""
         self._seams.keeps = keeps
-        inputs = [h_1TD, *_Arguments.of(self._calls[i]).tensors, *self._own[i]]
         with self._running(i):
-            output_1TD, saved = self._layers[i].forward(inputs)
+            output_1TD, saved = self._layers[i].forward([h_1TD, *self._tensors[i]])
         return output_1TD, saved if keeps else []
 
     def backward(self, i: int, saved: list[object], gradient_1TD: Tensor) -> Tensor:
@@ -165,8 +188,12 @@ class _Arguments:
     @property
     def kind(self) -> Hashable:
         """Of what is no tensor; attention is the running pass's."""
-        plain = [_plain(leaf) for leaf in self.leaves]
-        return tuple(plain), repr(self.spec)
+        return tuple([_plain(leaf) for leaf in self.leaves]), repr(self.spec)
+
+    @property
+    def frame(self) -> tuple[list[object], pytree.TreeSpec]:
+        """What is traced into a layer: all but its tensors and attention."""
+        return [type(leaf) if isinstance(leaf, Tensor | PackedAttention) else leaf for leaf in self.leaves], self.spec
 
     def put(self, tensors: Sequence[Tensor]) -> tuple[tuple[object, ...], dict[str, object]]:
         """The call's arguments with these tensors, and `AttendRows` for attention."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from coserve.model.lora import SITE, SharedInput
 
-OWN = frozenset({"layer_idx", "forward", SITE, "_parameters", "_buffers", "_modules"})
+NOT_COMPARED = frozenset({"layer_idx", "forward", SITE, "_parameters", "_buffers", "_modules"})
 """Attributes of a module that a kind does not depend on, or that are looked at by themselves."""
 PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 
@@ -42,7 +42,7 @@ def own_tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _plain_attributes(module: nn.Module) -> Hashable:
-    return tuple(sorted((name, plain(value)) for name, value in vars(module).items() if name not in OWN))
+    return tuple(sorted((name, plain(value)) for name, value in vars(module).items() if name not in NOT_COMPARED))
 
 
 def plain(value: object) -> str:

@@ -67,7 +67,7 @@ class SegmentedLora(PreparedLora):
             self._launches.setdefault(group, []).append(_Launch(live, table))
             self.anchor = table.anchor
 
-    def again(self, segments: Segments) -> SegmentedLora | None:
+    def for_batch(self, segments: Segments) -> SegmentedLora | None:
         if not self._launches or self._copied or segments.runs.keys() != self._present:
             return None
         other = copy.copy(self)

@@ -71,9 +71,8 @@ class LinearGroup(torch.autograd.Function):
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         """`weights`: the group's a and b."""
-        ys = _outputs(stacked.linear(x), stacked)
-        own = [ys[site] for site in live]
-        h = launch_prefill.prefill(own, own, x, plan, group.table, keep=True)
+        y, h = forward(x, stacked, plan, group, live, keep=True)
+        ys = _outputs(y, stacked)
         ctx.stacked, ctx.plan, ctx.group, ctx.live = stacked, plan, group, live
         ctx.save_for_backward(x, h)
         return ys
