@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Thread
 
@@ -19,11 +20,13 @@ from coserve.config import Config
 from coserve.engine.device_memory import DeviceMemory, Fixed
 from coserve.engine.sizes import STEP_TOKENS
 from coserve.errors import AdapterNotFound, UnsupportedBase
+from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.memory_profiling import Conditions, keep_graph_bytes, plan_memory
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.trainer import Trainer
 from coserve.generate.execution.start import ExecutorStart, WarmKernels, make_start, wake_compiler
 from coserve.gpu_memory import MemoryModel
+from coserve.kernels.gpu.graph_memory import GraphMemory
 from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.memory.allocator import Reading, read_device
@@ -212,4 +215,11 @@ class EngineParts:
             guard=None if sharding is None or board is None else Lockstep(sharding.mesh, board),
             own_stream=own_stream,
             compiled=compiled,
+            graphs=self._layer_graphs(compiled),
         )
+
+    def _layer_graphs(self, compiled: CompiledLayers | None) -> LayerGraphs | None:
+        """None: layers run without. 'spatial': the graphs' stream would be none of training's part of the GPU."""
+        if compiled is None or self.base.device.type != "cuda" or self.config.policy == "spatial":
+            return None
+        return LayerGraphs(compiled, partial(GraphMemory, self.base.device))

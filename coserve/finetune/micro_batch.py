@@ -26,6 +26,7 @@ from coserve.corpus.tokenized import Corpus
 from coserve.finetune.embedding_noise import EmbeddingNoise, add_noise
 from coserve.finetune.layers.compiled import CompiledLayerPass, takes
 from coserve.finetune.layers.eager import EagerLayerPass
+from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.layers.interface import LayerPass, LayerTensors
 from coserve.finetune.losses.chunked import (
     ChunkedLoss,
@@ -90,15 +91,20 @@ class MicroBatchRunner:
         logits_elements: int = LOGITS_ELEMENTS,
         attention: Callable[[Sequence[int]], Attention] = PackedAttention,
         compiled: CompiledLayers | None = None,
+        graphs: LayerGraphs | None = None,
     ) -> None:
         """`attention` makes the attention of packed rows from their bounds. `compiled`: layers that run in place of the base's own
-        once they are compiled, where they are right for a batch. Raises `UnsupportedBase` for a base that cannot be
-        run layer by layer."""
+        once they are compiled, where they are right for a batch; `graphs`: of those. Raises `UnsupportedBase` for a base that
+        cannot be run layer by layer."""
         assert not any(parameter.requires_grad for parameter in base.model.parameters()), "the base must be frozen"
         self._base, self._cut, self._recompute = base, LayerCut(base) if compiled is None else compiled.cut, recompute
-        self._attention, self._compiled = attention, compiled
+        self._attention, self._compiled, self._graphs = attention, compiled, graphs
         self.targets_at_once = max(16, logits_elements // base.spec.vocab)
         """Positions whose logits are computed at once, without a teacher."""
+
+    def size(self, tokens: int) -> int:
+        """Tokens of the batch that learns best with so many tokens: the rest fills it up."""
+        return tokens if self._graphs is None else self._graphs.size(tokens)
 
     def forward_backward(
         self,
@@ -130,7 +136,7 @@ class MicroBatchRunner:
             add_noise(inputs.h_1TD, rows, noises)
         context, h_1TD = self._base.prepare(lora), inputs.h_1TD
         recompute = recompute or self._recompute
-        one: LayerPass | None = self._compiled_pass(inputs, context, first, recompute=recompute, learns=True)
+        one = self._compiled_pass(inputs, context, first, recompute=recompute, learns=True)
         one = one or EagerLayerPass(self._cut, inputs, context, trainable, grads, first, recompute=recompute)
         for i in range(layers):
             h_1TD = one.forward(i, h_1TD)
@@ -187,7 +193,7 @@ class MicroBatchRunner:
     def _hidden(self, inputs: LayerInputs, lora: LoraBatch | None, then: MicroStep) -> MicroSteps:
         """Return the last layer's output (1, T, D), without gradients. `then`: the kind of the micro-step after it."""
         h_1TD, context, layers = inputs.h_1TD, self._base.prepare(lora), len(self._base.layers)
-        one: LayerPass | None = self._compiled_pass(inputs, context, layers, recompute=False, learns=False)
+        one = self._compiled_pass(inputs, context, layers, recompute=False, learns=False)
         one = one or EagerLayerPass(self._cut, inputs, context, (), (), layers, recompute=False)
         for i in range(layers):
             h_1TD = one.forward(i, h_1TD)
@@ -196,10 +202,14 @@ class MicroBatchRunner:
 
     def _compiled_pass(
         self, inputs: LayerInputs, context: ForwardContext, first: int, *, recompute: bool, learns: bool
-    ) -> CompiledLayerPass | None:
+    ) -> LayerPass | None:
         """None: the base's own layers run."""
         if self._compiled is None or not takes(context, learns=learns):
             return None
+        if learns and self._graphs is not None and context.lora is not None:
+            graphed = self._graphs.begin(inputs, context.lora, first, recompute=recompute)
+            if graphed is not None:
+                return graphed
         found = self._compiled.begin(inputs, context.lora)
         return None if found is None else CompiledLayerPass(found, first, recompute=recompute)
 

@@ -19,7 +19,8 @@ from coserve.corpus.tokenized import Corpus
 @dataclass(frozen=True)
 class PackedRows:
     """Token t of `keep_K` predicts `labels_K`, both in the order of the tokens. All tensors are int64; sequence
-    i is `bounds[i]:bounds[i + 1]`: a row, or half of a pair. The rows of each job follow one another."""
+    i is `bounds[i]:bounds[i + 1]`: a row, or half of a pair. The rows of each job follow one another. A batch may be filled up with
+    tokens of no job, a sequence of their own."""
 
     tokens_T: Tensor  # noqa: N815
     positions_T: Tensor  # noqa: N815
@@ -47,6 +48,11 @@ class PackedRows:
         return (0, *accumulate(tokens for tokens, _ in self.jobs)) if self.jobs else (0, self.tokens)
 
     @property
+    def segment_bounds(self) -> tuple[int, ...]:
+        """`token_bounds`; the last job's adapter has the tokens that fill the batch up. They get no gradient."""
+        return (*self.token_bounds[:-1], self.tokens)
+
+    @property
     def target_bounds(self) -> tuple[int, ...]:
         """Likewise of its targets, in `keep_K`."""
         return (0, *accumulate(targets for _, targets in self.jobs)) if self.jobs else (0, self.targets)
@@ -57,17 +63,21 @@ def pack_rows(corpus: Corpus, rows: Sequence[int], device: torch.device) -> Pack
     return pack_jobs([(corpus, rows)], device)
 
 
-def pack_jobs(jobs: Sequence[tuple[Corpus, Sequence[int]]], device: torch.device) -> PackedRows:
-    """As `pack_rows`, rows of several jobs: each job's corpus, and indices of its rows."""
+def pack_jobs(jobs: Sequence[tuple[Corpus, Sequence[int]]], device: torch.device, tokens_in_all: int = 0) -> PackedRows:
+    """As `pack_rows`, rows of several jobs: each job's corpus, and indices of its rows. Filled up to `tokens_in_all`."""
     own = [[part for row in rows for part in corpus.sequences(row)] for corpus, rows in jobs]
     parts = [part for job in own for part in job]
+    sequences = np.repeat(np.arange(len(parts)), [len(part) for part, _ in parts])
+    missing = max(0, tokens_in_all - len(sequences))
+    if missing:
+        parts.append((np.zeros(missing, np.int32), np.zeros(missing, np.bool_)))
     tokens = np.concatenate([tokens for tokens, _ in parts]).astype(np.int64)
     targets = np.flatnonzero(np.concatenate([target for _, target in parts]))
     lengths = [len(part) for part, _ in parts]
     positions = np.concatenate([np.arange(length) for length in lengths])
     assert not (positions[targets] == 0).any(), "a sequence's first token is never a target"
     paired = all(corpus.splits is not None for corpus, _ in jobs)
-    sequences_T = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(device) if paired else None
+    sequences_T = torch.from_numpy(np.pad(sequences, (0, missing))).to(device) if paired else None
     return PackedRows(
         tokens_T=torch.from_numpy(tokens).to(device),
         positions_T=torch.from_numpy(positions).to(device),
@@ -75,6 +85,6 @@ def pack_jobs(jobs: Sequence[tuple[Corpus, Sequence[int]]], device: torch.device
         keep_K=torch.from_numpy(targets - 1).to(device),
         labels_K=torch.from_numpy(tokens[targets]).to(device),
         jobs=tuple((sum(len(row) for row, _ in job), sum(int(target.sum()) for _, target in job)) for job in own),
-        sequence_targets=tuple(int(target.sum()) for _, target in parts) if paired else (),
+        sequence_targets=tuple(int(target.sum()) for job in own for _, target in job) if paired else (),
         sequences_T=sequences_T,
     )

@@ -30,6 +30,7 @@ from coserve.finetune.init import new_adapter
 from coserve.finetune.job import TrainingJob
 from coserve.finetune.job_checkpoint import JobCheckpoints
 from coserve.finetune.layers.compiled import uncompiled
+from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.loop import SliceTimer, TrainingLoop
 from coserve.finetune.lora_tensors import cast
 from coserve.finetune.micro_batch import MicroBatchRunner
@@ -76,12 +77,14 @@ class Trainer:
         clock: Callable[[], float] = time.perf_counter,
         own_stream: Callable[[], AbstractContextManager[object]] | None = None,
         compiled: CompiledLayers | None = None,
+        graphs: LayerGraphs | None = None,
     ) -> None:
         """`limits` of one forward, whatever a job asks for. `mix_jobs`: jobs may share one, unless ranks share the base, or the LoRA backend
         runs a forward for each adapter. `gathering` is called with a job when a snapshot of its state begins, in which all ranks take
         part; `guard` keeps ranks together in `attempt`. `clock` gives seconds.
         `own_stream` enters the stream that all tensors and kernels of jobs belong to: slices are only launched there, and run beside
-        generation. None: they run on the current stream, and have ended when `advance` returns. `compiled`: see `MicroBatchRunner`.
+        generation. None: they run on the current stream, and have ended when `advance` returns. `compiled`, `graphs`: see
+        `MicroBatchRunner`.
 
         Raises `UnsupportedBase` for a base that cannot be run layer by layer.
         """
@@ -90,8 +93,8 @@ class Trainer:
         self._gathering, self._guard = gathering, guard or NoPeers()
         self._overlapped = own_stream is not None
         self._stream = own_stream or nullcontext
-        self._compiled = compiled
-        runner = MicroBatchRunner(base, recompute=recompute, compiled=compiled)
+        self._compiled, self._graphs = compiled, graphs
+        runner = MicroBatchRunner(base, recompute=recompute, compiled=compiled, graphs=graphs)
         self._kept = KeptLora()
         self._passes = TrainingPasses(
             lambda jobs: TrainingPass(
@@ -99,6 +102,7 @@ class Trainer:
             ),
             limits,
             mix_jobs=mix_jobs and base.sharding is None and not lora_backend.one_adapter_a_step,
+            release=(lambda: False) if graphs is None else graphs.release,
         )
         self._jobs: dict[str, TrainingJob] = {}
         self._checkpoints: dict[str, JobCheckpoints] = {}
@@ -223,7 +227,8 @@ class Trainer:
         if self._compiled is not None and self._compiled.ready:
             jobs += [(id, note) for id, job in self._jobs.items() for note in uncompiled(job.loop.spec)]
         base = () if self._compiled is None else self._compiled.notes
-        return (*(f"job {id}: {note}" for id, note in jobs), *base, *self._passes.notes)
+        graphs = () if self._graphs is None else self._graphs.notes
+        return (*(f"job {id}: {note}" for id, note in jobs), *base, *graphs, *self._passes.notes)
 
     @property
     def batches(self) -> TrainingBatches:

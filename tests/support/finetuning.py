@@ -15,6 +15,7 @@ from coserve.adapter_store.store import AdapterStore
 from coserve.cancellation import Cancellation
 from coserve.corpus.tokenized import Corpus
 from coserve.errors import CapacityError, CoserveError
+from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.outcome import SliceGuard
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.trainer import Trainer
@@ -105,6 +106,7 @@ class Bench:
         own_stream: Callable[[], AbstractContextManager[object]] | None = None,
         limits: BatchLimits = BatchLimits(64),  # noqa: B008 - frozen
         compiled: CompiledLayers | None = None,
+        graphs: LayerGraphs | None = None,
     ) -> None:
         self.base, self.folder = base, DataFolder(root)
         self.store = AdapterStore(self._load_adapter, HostBudget(4))
@@ -121,6 +123,7 @@ class Bench:
             clock=clock,
             own_stream=own_stream,
             compiled=compiled,
+            graphs=graphs,
         )
 
     def _load_adapter(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:

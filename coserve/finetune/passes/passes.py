@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from coserve.errors import CoserveError, EngineFault, JobOutOfMemory, failure_text
 from coserve.finetune.job import TrainingJob
+from coserve.finetune.layers.graph_passes import CaptureFailed
 from coserve.finetune.passes.mixing import BatchLimits, Size, companions
 from coserve.finetune.passes.training_pass import TrainingPass
 from coserve.link import FromEngine, JobFailed, JobNote, JobProgress, TrainingBatches
@@ -22,9 +23,12 @@ class TrainingPasses:
     """At most one pass of each job. Several jobs share a forward only if all of them are dense or all have block-diagonal pairs: the
     kernels for both together are compiled for neither."""
 
-    def __init__(self, make: MakePass, limits: BatchLimits, *, mix_jobs: bool) -> None:
-        """`mix_jobs`: whether jobs share forwards, of at most `limits`."""
-        self._make, self._mix_jobs = make, mix_jobs
+    def __init__(
+        self, make: MakePass, limits: BatchLimits, *, mix_jobs: bool, release: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`mix_jobs`: whether jobs share forwards, of at most `limits`. `release` frees memory that passes can do without, and returns
+        whether there was any."""
+        self._make, self._mix_jobs, self._release = make, mix_jobs, release
         self._set = self._planned = limits
         self._found: int | None = None
         """Most tokens that jobs share since memory ran out; None: it has not."""
@@ -78,7 +82,8 @@ class TrainingPasses:
         except EngineFault:
             raise
         except Exception as error:
-            if len(one.members) == 1 and not (isinstance(error, CoserveError) or out_of_memory(error)):
+            known = isinstance(error, CoserveError | CaptureFailed) or out_of_memory(error)
+            if len(one.members) == 1 and not known:
                 raise
             failure, one.micro_steps_done = error.with_traceback(None), 0  # the traceback would hold tensors
         messages: list[FromEngine] = [JobProgress(id=job.id, metrics=metrics) for job, metrics in one.metrics]
@@ -148,6 +153,10 @@ class TrainingPasses:
 
     def _dissolved(self, one: TrainingPass, error: Exception) -> list[FromEngine]:
         """The forward or backward has failed, and with it the pass."""
+        if (out_of_memory(error) or isinstance(error, CaptureFailed)) and self._release():
+            for job in tuple(one.jobs):
+                self.abandon(job)  # they begin their steps again
+            return []
         if len(one.members) == 1:
             return self._failed(one.jobs[0], error)
         if out_of_memory(error):

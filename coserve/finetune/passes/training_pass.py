@@ -165,8 +165,11 @@ def _compute(
 ) -> MicroSteps:
     """Forward and backward of all of them, or the evaluation of one: see `MicroBatchRunner`."""
     first = micro_batches[0]
-    rows = pack_jobs([(each.corpus, each.rows) for each in micro_batches], device)
-    segments = Segments(rows.token_bounds, tuple(range(len(micro_batches))))
+    tokens = sum(each.tokens for each in micro_batches)
+    plain = first.learns and all(each.dropout is None for each in micro_batches)
+    in_all = runner.size(tokens) if plain else tokens
+    rows = pack_jobs([(each.corpus, each.rows) for each in micro_batches], device, in_all)
+    segments = Segments(rows.segment_bounds, tuple(range(len(micro_batches))))
     dropout = dropout_of(rows.token_bounds, [each.dropout for each in micro_batches])
     lora = LoraBatch(segments, tuple([each.weights for each in micro_batches]), lora_backend, dropout, kept)
     teacher = None if first.teacher is None else LoraBatch(segments, (first.teacher,), lora_backend)

@@ -32,6 +32,10 @@ class PackedAttention:
         self._unused_rng: tuple[Tensor, ...] | None = None
         """What torch's kernel takes for dropout."""
 
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        return self._bounds
+
     def attend(
         self,
         layer: int,
@@ -43,7 +47,7 @@ class PackedAttention:
         """See `Attention.attend`."""
         scaling, window, softcap, sinks = params
         assert q_HTD.shape[1] == self._bounds[-1], f"expected {self._bounds[-1]} rows, got {q_HTD.shape[1]}"
-        if _one_kernel(q_HTD, params):
+        if one_kernel(q_HTD, params):
             return self._flash(q_HTD, k_KTD, v_KTD, params)[0]
         group = q_HTD.shape[0] // k_KTD.shape[0]
         k_HTD, v_HTD = k_KTD, v_KTD
@@ -71,7 +75,7 @@ class PackedAttention:
         self, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams
     ) -> tuple[Tensor, Tensor | None]:
         """`attend`, and what `gradients` needs of it, without autograd."""
-        if _one_kernel(q_HTD, params):
+        if one_kernel(q_HTD, params):
             return self._flash(q_HTD, k_KTD, v_KTD, params)
         with torch.no_grad():
             return self.attend(0, q_HTD, k_KTD, v_KTD, params), None
@@ -120,7 +124,7 @@ class PackedAttention:
         return self._on_device[device]
 
 
-def _one_kernel(q_HTD: Tensor, params: AttentionParams) -> bool:
+def one_kernel(q_HTD: Tensor, params: AttentionParams) -> bool:
     """Whether torch's kernel for packed sequences does all of them."""
     return params.softcap is None and params.sinks is None and _varlen_takes(q_HTD)
 

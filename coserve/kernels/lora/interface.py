@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -72,9 +72,27 @@ class PreparedLora(ABC):
         """The same adapters, whose weights may have changed in place, for another batch; None: they must be prepared anew."""
         return None
 
+    @property
+    def structure(self) -> Hashable | None:
+        """Of a batch that learns: two of the same launches, apart from addresses and what tables hold, have the same. None: they cannot
+        be captured in a CUDA graph."""
+        return None
+
+    def fixed(self) -> FixedLora:
+        """A copy whose launches can be captured. Only with a `structure`."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be captured")
+
     def decode_tables(self, group: SiteGroup) -> DecodeTables | None:
         """For the GEMV of a step of one row; None: only `add` will do."""
         return None
+
+
+class FixedLora(PreparedLora):
+    """A `PreparedLora` whose launches are always the same: in a CUDA graph they serve whatever it took last."""
+
+    @abstractmethod
+    def take(self, lora: PreparedLora) -> None:
+        """Be this batch from now on, in stream order: one of the same `structure` and number of tokens."""
 
 
 class CombinedLora(PreparedLora):

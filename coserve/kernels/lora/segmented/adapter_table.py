@@ -38,6 +38,8 @@ class SiteTable:
     """int32 (N, G, 3) on the host: the ranks, and those that `starts` sums; None where the table's contents may change."""
     blocked: bool = True
     """Whether it may hold block-diagonal pairs: a constant of the kernels, which are leaner without."""
+    storage: Tensor | None = None
+    """int32 (N): what holds the columns of a `site_table` on the device."""
 
     _views: dict[int, SiteTable] = field(default_factory=dict, compare=False, repr=False)
 
@@ -62,7 +64,7 @@ class SiteTable:
         part = slice(first, first + count)
         starts, sums, sizes = (None if own is None else own[:, part] for own in (self.starts, self.sums, self.sizes))
         own = self.addresses[:, part], self.ranks[:, part], self.scalings[:, part]
-        return SiteTable(*own, starts, sums, sizes, self.blocked)
+        return SiteTable(*own, starts, sums, sizes, self.blocked, self.storage)
 
 
 class Slots:
@@ -116,18 +118,28 @@ def site_table(pairs: Sequence[Sequence[LoraPair | None]], device: torch.device)
     starts = (sizes.cumsum(0, dtype=torch.int32) - sizes)[..., 1:].contiguous()
     columns = [column.view(torch.int32).view(-1) for column in (addresses, sums, shapes, scalings, starts)]
     padded = [pad(column, (0, -len(column) % VECTOR)) for column in columns]  # each begins at a whole vector
-    moved = torch.split(_to_device(torch.cat(padded), device), [len(column) for column in padded])
-    at = [column[: len(before)] for column, before in zip(moved, columns, strict=True)]
-    table = SiteTable(
-        at[0].view(torch.int64).view(slots, sites, 2),
-        at[2].view(slots, sites),
-        at[3].view(torch.float32).view(slots, sites),
-        at[4].view(slots, sites, 2),
-        at[1].view(torch.int64).view(slots, sites, 2),
-        sizes,
-        blocked=any(pair.blocks > 1 for pair in kept),
-    )
+    storage = _to_device(torch.cat(padded), device)
+    table = table_on(storage, sizes, blocked=any(pair.blocks > 1 for pair in kept))
     return table, kept
+
+
+def table_on(storage: Tensor, sizes: Tensor, *, blocked: bool) -> SiteTable:
+    """The table whose columns lie in `storage`, as `site_table` has put them there."""
+    slots, sites, _ = sizes.shape
+    pairs = slots * sites
+    lengths = [4 * pairs, 4 * pairs, pairs, pairs, 2 * pairs]
+    moved = torch.split(storage, [length + -length % VECTOR for length in lengths])
+    addresses, sums, ranks, scalings, starts = [column[:length] for column, length in zip(moved, lengths, strict=True)]
+    return SiteTable(
+        addresses.view(torch.int64).view(slots, sites, 2),
+        ranks.view(slots, sites),
+        scalings.view(torch.float32).view(slots, sites),
+        starts.view(slots, sites, 2),
+        sums.view(torch.int64).view(slots, sites, 2),
+        sizes,
+        blocked=blocked,
+        storage=storage,
+    )
 
 
 def _to_device(host: Tensor, device: torch.device) -> Tensor:

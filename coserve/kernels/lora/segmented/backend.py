@@ -7,16 +7,18 @@ Decode batches (a few rows an adapter) and larger ones (prefill, training) have 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from coserve.kernels.lora.interface import Adapters, PreparedLora, TritonBackend
+from coserve.kernels.lora.interface import Adapters, FixedLora, PreparedLora, TritonBackend
 from coserve.kernels.lora.segmented import linear_group, plan, terms
+from coserve.kernels.lora.segmented.adapter_table import table_on
 from coserve.kernels.lora.segmented.block_sizes import MAX_SITES
 from coserve.kernels.lora.segmented.plan import GroupTable, TilePlan
+from coserve.kernels.lora.segmented.tiles import TrainingTiles
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import SiteGroup, StackedWeights
 
@@ -66,6 +68,18 @@ class SegmentedLora(PreparedLora):
         for (group, live), table in zip(cuts, tables, strict=True):
             self._launches.setdefault(group, []).append(_Launch(live, table))
             self.anchor = table.anchor
+        self._sizes = torch.cat([_sizes(table) for table in tables], 1)
+        groups_live = tuple([(group, *live) for group, live in cuts])
+        self._structure = (groups_live, self._sizes.numpy().tobytes(), tables[0].table.blocked, *self._present)
+
+    @property
+    def structure(self) -> Hashable | None:
+        if not self._launches or self._copied or self.anchor is None:
+            return None
+        return self._structure
+
+    def fixed(self) -> FixedSegmentedLora:
+        return FixedSegmentedLora(self)
 
     def for_batch(self, segments: Segments) -> SegmentedLora | None:
         if not self._launches or self._copied or segments.runs.keys() != self._present:
@@ -137,6 +151,13 @@ class SegmentedLora(PreparedLora):
         assert x_TD.shape[0] == expected, f"{group.names} saw {x_TD.shape[0]} rows, expected the step's {expected}"
         return x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
 
+    @property
+    def _storage(self) -> Tensor:
+        """What holds all tables."""
+        storage = next(iter(self._launches.values()))[0].table.table.storage
+        assert storage is not None, "expected tables of one step"
+        return storage
+
     def _plan(self, table: GroupTable, *, train: bool) -> TilePlan:
         key = table.ranks, train
         found = self._plans.get(key)
@@ -144,3 +165,45 @@ class SegmentedLora(PreparedLora):
             device = table.table.ranks.device
             found = self._plans[key] = plan.plan_of(self._segments, table.ranks, device, train=train)
         return found
+
+
+class FixedSegmentedLora(SegmentedLora, FixedLora):
+    """A batch that learns, with tables at fixed addresses."""
+
+    def __init__(self, like: SegmentedLora) -> None:
+        """A copy of `like`, which has a `structure`."""
+        vars(self).update(vars(like))
+        storage = like._storage.clone()
+        whole, first = (
+            table_on(storage, like._sizes, blocked=next(iter(like._launches.values()))[0].table.table.blocked),
+            0,
+        )
+        self._launches = {}
+        for group, launches in like._launches.items():
+            for launch in launches:
+                table = replace(launch.table, table=whole.columns(first, len(launch.live)))
+                self._launches.setdefault(group, []).append(_Launch(launch.live, table))
+                first += len(launch.live)
+        self._tiles: dict[tuple[int, ...], TrainingTiles] = {}
+        self._plans = {}
+        rows, tokens, device = plan.PREFILL_TILE_ROWS, like._segments.tokens, storage.device
+        for ranks in {launch.table.ranks for launches in self._launches.values() for launch in launches}:
+            own = TrainingTiles(rows, tokens, len(ranks), sum(rank > 0 for rank in ranks), device)
+            own.load(plan.training_tiles(like._segments, ranks))
+            self._tiles[ranks] = own
+            self._plans[ranks, True] = TilePlan(own.tiles, plan.whole_ranks(ranks), decode=False)
+        self._source = like
+
+    def take(self, lora: PreparedLora) -> None:
+        assert isinstance(lora, SegmentedLora), f"expected a SegmentedLora, got {type(lora).__name__}"
+        if lora._storage is not self._source._storage:
+            self._storage.copy_(lora._storage)
+        if lora._segments != self._segments:
+            for ranks, own in self._tiles.items():
+                own.load(plan.training_tiles(lora._segments, ranks))
+        self._source, self._segments = lora, lora._segments
+
+
+def _sizes(table: GroupTable) -> Tensor:
+    assert table.table.sizes is not None, "expected a table of one step"
+    return table.table.sizes

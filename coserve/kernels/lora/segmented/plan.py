@@ -81,11 +81,19 @@ def tile_rows(segments: Segments) -> tuple[int, bool]:
 def plan_of(segments: Segments, ranks: tuple[int, ...], device: torch.device, *, train: bool) -> TilePlan:
     """How `segments` is cut for all groups whose adapters have these `ranks` (by slot)."""
     rows, decode = (PREFILL_TILE_ROWS, False) if train else tile_rows(segments)
-    host = cut(segments, ranks, rows)
-    if train:
-        host = HostTiles([*host.tiles, *base_only_tiles(segments, host, rows)], [], host.spans)
-    R = -(-max(ranks) // RANK_BLOCK) * RANK_BLOCK
-    return TilePlan(upload(host, rows, segments.tokens, device), R, decode)
+    host = training_tiles(segments, ranks) if train else cut(segments, ranks, rows)
+    return TilePlan(upload(host, rows, segments.tokens, device), whole_ranks(ranks), decode)
+
+
+def training_tiles(segments: Segments, ranks: tuple[int, ...]) -> HostTiles:
+    """The tiles of a batch that learns, which cover every row."""
+    host = cut(segments, ranks, PREFILL_TILE_ROWS)
+    return HostTiles([*host.tiles, *base_only_tiles(segments, host, PREFILL_TILE_ROWS)], [], host.spans)
+
+
+def whole_ranks(ranks: tuple[int, ...]) -> int:
+    """`TilePlan.R`: the largest rank in whole blocks."""
+    return -(-max(ranks) // RANK_BLOCK) * RANK_BLOCK
 
 
 def tables_of(groups: Sequence[Sequence[SitePairs]], device: torch.device) -> list[GroupTable]:

@@ -71,6 +71,26 @@ def upload(host: HostTiles, rows: int, tokens: int, device: torch.device) -> Til
     return Tiles(rows, flat[:first], flat[first:second], flat[second:], counters)
 
 
+class TrainingTiles:
+    """`Tiles` of a batch that learns, at fixed addresses: `load` takes those of another batch of as many tokens and adapters."""
+
+    def __init__(self, rows: int, tokens: int, adapters: int, spans: int, device: torch.device) -> None:
+        """`adapters` of the batch, of which `spans` have terms."""
+        tiles = -(-tokens // rows) + adapters - 1  # each adapter's last one may be shorter
+        self._table = torch.zeros(tiles + spans, 4, dtype=torch.int32, device=device)
+        self._count, self._device = tiles, device
+        counters = torch.zeros(tokens, dtype=torch.int32, device=device)
+        none = self._table[:0]
+        self.tiles = Tiles(rows, self._table[:tiles], none, self._table[tiles:], counters)
+
+    def load(self, host: HostTiles) -> None:
+        """In stream order; tiles that are left are inactive."""
+        inactive = self._count - len(host.tiles)
+        assert inactive >= 0 and len(host.spans) == self.tiles.spans.shape[0], "expected a batch of the same shape"
+        entries = [*host.tiles, *[(0, 0, -1, 0)] * inactive, *host.spans]
+        self._table.copy_(_to_device(torch.tensor(entries, dtype=torch.int32), self._device))
+
+
 class StepTiles:
     """`Tiles` of fixed capacity and addresses for a captured graph: `load` fills them, and marks the rest inactive."""
 

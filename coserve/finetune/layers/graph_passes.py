@@ -1,0 +1,152 @@
+"""One batch's pass over the layers of which there are, or are to be, CUDA graphs. T packed tokens, D hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from coserve.finetune.layers.compiled import CompiledLayerPass
+from coserve.kernels.attention.fixed import FixedAttention
+from coserve.kernels.attention.packed import PackedAttention
+from coserve.kernels.gpu.graph_memory import Recorder
+from coserve.kernels.lora.interface import FixedLora, PreparedLora
+from coserve.model.faults import out_of_memory
+from coserve.model.layers import LayerCall, LayerInputs
+
+
+class CaptureFailed(RuntimeError):
+    """The batch must run again: from now on, without graphs."""
+
+
+@dataclass(eq=False)
+class Graphs:
+    """Of one shape: what the graphs read, and the graphs."""
+
+    inputs: LayerInputs
+    attention: FixedAttention
+    lora: FixedLora
+    begin: Callable[[], CompiledLayerPass]
+    """A pass over `inputs`."""
+    first: int
+    """The lowest layer that is trained."""
+    warm: bool = False
+    """A batch ran: all kernels are compiled."""
+    forward: list[Callable[[], None]] = field(default_factory=list)
+    backward: dict[int, Callable[[], None]] = field(default_factory=dict)
+    """By layer."""
+    output: Tensor | None = None
+    """Of the last layer (1, T, D)."""
+    used: int = 0
+    """The number of the batch that used it last."""
+
+    def __post_init__(self) -> None:
+        self.gradient = torch.empty_like(self.inputs.h_1TD)
+        """Of the last layer's output."""
+
+    @property
+    def count(self) -> int:
+        """Layers."""
+        return len(self.inputs.calls)
+
+    @property
+    def complete(self) -> bool:
+        return self.first in self.backward
+
+    def load(self, inputs: LayerInputs, lora: PreparedLora) -> None:
+        """Copy a batch to where the graphs read it. Tables first: kernels read them ahead of the end of what is launched before."""
+        assert isinstance(inputs.attention, PackedAttention), "expected packed rows"
+        self.lora.take(lora)
+        self.attention.take(inputs.attention.bounds)
+        for own, new in zip(tensors_of(self.inputs), tensors_of(inputs), strict=True):
+            own.copy_(new)
+
+
+class FirstPass:
+    """Implements `LayerPass` without graphs, with the launches and in the memory that they will have."""
+
+    def __init__(self, graphs: Graphs, recorder: Recorder) -> None:
+        self._graphs, self._recorder, self._layers = graphs, recorder, graphs.begin()
+
+    def forward(self, i: int, h_1TD: Tensor) -> Tensor:
+        with self._recorder.aside():
+            return self._layers.forward(i, self._graphs.inputs.h_1TD if i == 0 else h_1TD)
+
+    def backward(self, i: int, gradient_1TD: Tensor) -> Tensor:
+        with self._recorder.aside():
+            found_1TD = self._layers.backward(i, gradient_1TD)
+        self._graphs.warm |= i == self._graphs.first
+        return found_1TD
+
+
+class CapturePass:
+    """Implements `LayerPass`: captures what it runs."""
+
+    def __init__(self, graphs: Graphs, recorder: Recorder, stop: Callable[[str], None]) -> None:
+        """`stop` is called with the reason if captures fail."""
+        self._graphs, self._recorder, self._stop, self._layers = graphs, recorder, stop, graphs.begin()
+        graphs.forward, graphs.backward = [], {}  # of a pass that was given up
+
+    def forward(self, i: int, h_1TD: Tensor) -> Tensor:
+        own, layers = self._graphs, self._layers
+        given_1TD = own.inputs.h_1TD if i == 0 else h_1TD
+        replay, output_1TD = self._recorded(lambda: layers.forward(i, given_1TD))
+        own.forward.append(replay)
+        if i + 1 == own.count:
+            own.output = output_1TD
+        return output_1TD
+
+    def backward(self, i: int, gradient_1TD: Tensor) -> Tensor:
+        own, layers = self._graphs, self._layers
+        given_1TD = own.gradient.copy_(gradient_1TD) if i + 1 == own.count else gradient_1TD
+        own.backward[i], found_1TD = self._recorded(lambda: layers.backward(i, given_1TD))
+        return found_1TD
+
+    def _recorded(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Raises `CaptureFailed`."""
+        try:
+            return self._recorder.record(run)
+        except RuntimeError as error:
+            if out_of_memory(error):
+                raise
+            self._stop(str(error))
+            raise CaptureFailed(f"layers could not be captured: {error}") from error
+
+
+class ReplayPass:
+    """Implements `LayerPass` by graphs alone. What passes from layer to layer stays in their memory: only the last layer's output is what
+    it says."""
+
+    def __init__(self, graphs: Graphs) -> None:
+        self._graphs = graphs
+
+    def forward(self, i: int, h_1TD: Tensor) -> Tensor:
+        self._graphs.forward[i]()
+        assert self._graphs.output is not None, "expected complete graphs"
+        return self._graphs.output
+
+    def backward(self, i: int, gradient_1TD: Tensor) -> Tensor:
+        if i + 1 == self._graphs.count:
+            self._graphs.gradient.copy_(gradient_1TD)
+        self._graphs.backward[i]()
+        return gradient_1TD
+
+
+def tensors_of(inputs: LayerInputs) -> list[Tensor]:
+    """What layers read of a batch, each tensor once."""
+    leaves = [leaf for call in inputs.calls for leaf in pytree.tree_leaves((call.args, call.kwargs))]
+    return list({id(leaf): leaf for leaf in (inputs.h_1TD, *leaves) if isinstance(leaf, Tensor)}.values())
+
+
+def copied(inputs: LayerInputs) -> LayerInputs:
+    """The same with tensors of its own for the layers."""
+    own = {id(tensor): tensor.clone() for tensor in tensors_of(inputs)}
+
+    def put(leaf: object) -> object:
+        return own[id(leaf)] if isinstance(leaf, Tensor) else leaf
+
+    calls = [LayerCall(*pytree.tree_map(put, (call.args, call.kwargs))) for call in inputs.calls]
+    return replace(inputs, h_1TD=own[id(inputs.h_1TD)], calls=tuple(calls))

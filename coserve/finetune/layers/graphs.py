@@ -1,0 +1,128 @@
+"""Compiled layers as CUDA graphs: a layer's forward or backward is one launch, for batches of one shape.
+
+Without them the host takes longer for the launches of a small batch than the GPU for the work. The first batch of a shape runs
+without graphs, the second one is captured layer by layer, and each further one is copied to where the graphs read it. T packed tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import partial
+
+from coserve.finetune.layers.compiled import CompiledLayerPass
+from coserve.finetune.layers.graph_passes import CapturePass, FirstPass, Graphs, ReplayPass, copied, tensors_of
+from coserve.finetune.layers.interface import LayerPass
+from coserve.kernels.attention.fixed import FixedAttention, limits
+from coserve.kernels.attention.packed import PackedAttention
+from coserve.kernels.gpu.graph_memory import Recorder
+from coserve.kernels.lora.interface import PreparedLora
+from coserve.model.layers import LayerInputs
+from coserve.model.training.compiled_layers import CompiledLayers
+
+log = logging.getLogger(__name__)
+
+MOST_RELEASES = 3
+"""Memory ran out so often with graphs: then there are none."""
+LEAST_STEP = 64
+"""Tokens; batches are filled up to a multiple of it, or of a sixteenth of their size."""
+
+
+def padded(tokens: int, least_step: int = LEAST_STEP) -> int:
+    """The size that a batch of so many tokens is filled up to, so that batches of few sizes need graphs."""
+    step = max(least_step, 1 << max(tokens.bit_length() - 5, 0))
+    return -(-tokens // step) * step
+
+
+class LayerGraphs:
+    """The graphs of all shapes that were met, in one memory."""
+
+    def __init__(
+        self,
+        compiled: CompiledLayers,
+        make: Callable[[], Recorder],
+        *,
+        most: int = 6,
+        idle: int = 64,
+        least_step: int = LEAST_STEP,
+    ) -> None:
+        """`make` is called for the memory of new graphs. `most` shapes have graphs; one gives way to another if `idle` batches have been
+        of other shapes. `least_step`: see `padded`."""
+        self._least_step = least_step
+        self._compiled, self._make, self._most, self._idle = compiled, make, most, idle
+        self._shapes: dict[Hashable, Graphs] = {}
+        """That used last is the last one."""
+        self._recorder: Recorder | None = None
+        self._batches = self._releases = 0
+        self._running: weakref.ref[LayerPass] | None = None
+        self.notes: tuple[str, ...] = ()
+        """Why there are none, for an operator."""
+
+    @property
+    def bytes(self) -> int:
+        """Of the memory that graphs share, which nothing else can use."""
+        return 0 if self._recorder is None else self._recorder.bytes
+
+    def size(self, tokens: int) -> int:
+        """Tokens that a batch is filled up to."""
+        return padded(tokens, self._least_step) if self._compiled.ready and not self.notes else tokens
+
+    def release(self) -> bool:
+        """Memory ran out, or a capture failed: free what graphs hold. Returns whether there was any."""
+        if self._recorder is None:
+            return False
+        self._shapes.clear()
+        self._recorder = self._running = None
+        self._releases += 1
+        if self._releases == MOST_RELEASES:
+            self._stop("there is not enough memory")
+        return True
+
+    def begin(self, inputs: LayerInputs, lora: PreparedLora, first: int, *, recompute: bool) -> LayerPass | None:
+        """A batch's pass; None: it has no graphs. See `CompiledLayerPass`."""
+        busy = self._running is not None and self._running() is not None
+        if self.notes or busy or not isinstance(inputs.attention, PackedAttention) or lora.structure is None:
+            return None
+        self._batches += 1
+        bounds, tensors = inputs.attention.bounds, tensors_of(inputs)
+        sizes = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
+        key = (sizes, limits(bounds), lora.structure, first, recompute)
+        if self._recorder is None:
+            self._recorder = self._make()
+        shape = self._shapes.pop(key, None) or self._new(inputs, lora, first, recompute=recompute)
+        if shape is None:
+            return None
+        self._shapes[key], shape.used = shape, self._batches
+        if shape.warm and not shape.attention.capturable:
+            self._stop("attention runs sequence by sequence")
+            return None
+        shape.load(inputs, lora)
+        one = self._pass_of(shape, self._recorder)
+        self._running = weakref.ref(one)
+        return one
+
+    def _pass_of(self, shape: Graphs, recorder: Recorder) -> LayerPass:
+        if shape.complete:
+            return ReplayPass(shape)
+        return CapturePass(shape, recorder, self._stop) if shape.warm else FirstPass(shape, recorder)
+
+    def _new(self, inputs: LayerInputs, lora: PreparedLora, first: int, *, recompute: bool) -> Graphs | None:
+        if len(self._shapes) >= self._most:
+            oldest = next(iter(self._shapes))
+            if self._batches - self._shapes[oldest].used < self._idle:
+                return None
+            del self._shapes[oldest]
+        assert isinstance(inputs.attention, PackedAttention), "expected packed rows"
+        attention = FixedAttention(inputs.attention.bounds, inputs.h_1TD.device)
+        fixed, own = copied(replace(inputs, attention=attention)), lora.fixed()
+        compiled = self._compiled.begin(fixed, own)
+        if compiled is None:
+            return None
+        return Graphs(fixed, attention, own, partial(CompiledLayerPass, compiled, first, recompute=recompute), first)
+
+    def _stop(self, reason: str) -> None:
+        self.notes = (f"training: layers run without CUDA graphs: {reason}",)
+        log.warning("%s", self.notes[0])
+        self._shapes.clear()

@@ -1,0 +1,59 @@
+"""Packed attention in CUDA graphs: one launch serves any batch of as many tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.attention.interface import AttentionParams
+from coserve.kernels.attention.packed import PackedAttention, one_kernel
+
+FEWEST_SEQUENCES, SHORTEST = 4, 128
+"""Of a batch, and of its longest sequence: smaller ones are counted as these."""
+
+
+class FixedAttention(PackedAttention):
+    """For up to a certain number of sequences of at most a certain length; `bounds` lie at a fixed address. Without autograd."""
+
+    def __init__(self, bounds: Sequence[int], device: torch.device) -> None:
+        super().__init__(bounds)
+        self._most, self._longest = limits(bounds)
+        self._on_device[device] = torch.zeros(self._most + 1, dtype=torch.int32, device=device)
+        self._device = device
+        self.capturable = True
+        """No launch was for these sequences alone, one after another."""
+        self._load()
+
+    def take(self, bounds: Sequence[int]) -> None:
+        """Be for this batch from now on, in stream order: one of the same number of tokens and `limits`."""
+        if tuple(bounds) != self._bounds:
+            self._bounds = tuple(bounds)
+            self._load()
+
+    def attend_keeping(
+        self, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `PackedAttention.attend_keeping`."""
+        self.capturable &= one_kernel(q_HTD, params) or not q_HTD.is_cuda
+        return super().attend_keeping(q_HTD, k_KTD, v_KTD, params)
+
+    def _load(self) -> None:
+        missing = self._most + 1 - len(self._bounds)
+        host = torch.tensor([*self._bounds, *[self._bounds[-1]] * missing], dtype=torch.int32)
+        if self._device.type == "cuda":
+            host = host.pin_memory()
+        self._on_device[self._device].copy_(host, non_blocking=True)
+
+
+def limits(bounds: Sequence[int]) -> tuple[int, int]:
+    """Most sequences of a batch's graphs, and the longest one's length: powers of two, but no more than the tokens."""
+    longest = max(b - a for a, b in pairwise(bounds))
+    most = max(FEWEST_SEQUENCES, _power(len(bounds) - 1))
+    return most, min(max(SHORTEST, _power(longest)), bounds[-1])
+
+
+def _power(count: int) -> int:
+    return 1 << (count - 1).bit_length()

@@ -1,0 +1,122 @@
+"""Layers that run as graphs learn what they learn without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from coserve.corpus.tokenized import Corpus
+from coserve.finetune.layers.graphs import LayerGraphs, padded
+from coserve.finetune.passes.mixing import BatchLimits
+from coserve.link import FromEngine, JobSucceeded
+from coserve.model.base import Base
+from coserve.model.layers import LayerCut
+from coserve.model.training.compiled_layers import CompiledLayers
+from coserve.model.training.trace import interpreted
+from coserve.types import JobSpec
+from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base, train_together
+from tests.support.layer_graphs import RepeatingRecorder
+from tests.support.lora_backends import SEGMENTED
+
+LIMITS = BatchLimits(32)
+Jobs = Sequence[tuple[Corpus, JobSpec]]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> tuple[Base, CompiledLayers]:
+    base = tiny_base("llama")
+    layers = CompiledLayers(base, LayerCut(base), interpreted)
+    layers.compile()
+    return base, layers
+
+
+def job(number: int, steps: int = 6, **changes: object) -> tuple[Corpus, JobSpec]:
+    corpus = random_corpus(number, [(5, 2, 4, 6), (3, 6, 7, 2)][number % 2])
+    options = {"r": 8, "steps": steps, "seed": number, "batch_tokens": 8, "micro_batch_tokens": 8, **changes}
+    return corpus, job_spec(corpus, f"job-{number}", adapter=f"a{number}", **options)
+
+
+def train(
+    base: Base, root: Path, layers: CompiledLayers, graphs: LayerGraphs | None, jobs: Jobs
+) -> dict[str, list[FromEngine]]:
+    bench = Bench(base, root, compiled=layers, graphs=graphs, lora_backend=SEGMENTED, limits=LIMITS)
+    specs = [bench.place(corpus, spec) for corpus, spec in jobs]
+    for spec in specs:
+        bench.start(spec)
+    found = train_together(bench, specs, micro_steps=3)
+    assert all(isinstance(messages[-1], JobSucceeded) for messages in found.values()), found
+    return found
+
+
+def losses(found: dict[str, list[FromEngine]]) -> list[float]:
+    return [loss for messages in found.values() for one in metrics_of(messages) for loss in (one.loss, one.grad_norm)]
+
+
+def graphs_of(layers: CompiledLayers, *recorders: RepeatingRecorder, **options: int) -> LayerGraphs:
+    left = iter(recorders)
+    return LayerGraphs(layers, lambda: next(left), least_step=8, **options)
+
+
+@pytest.mark.parametrize("jobs", [(job(0),), (job(0), job(1)), (job(0), job(2, r=16))], ids=["one", "alike", "unlike"])
+def test_jobs_learn_what_they_learn_without(compiled: tuple[Base, CompiledLayers], tmp_path: Path, jobs: Jobs) -> None:
+    base, layers = compiled
+    recorder = RepeatingRecorder()
+    found = train(base, tmp_path / "graphs", layers, graphs_of(layers, recorder), jobs)
+    assert recorder.aside_runs and recorder.recorded and recorder.replayed
+    expected = train(base, tmp_path / "plain", layers, None, jobs)
+    torch.testing.assert_close(torch.tensor(losses(found)), torch.tensor(losses(expected)), rtol=1e-4, atol=1e-5)
+
+
+def test_a_job_has_the_graphs_of_an_earlier_one_of_its_shape(
+    compiled: tuple[Base, CompiledLayers], tmp_path: Path
+) -> None:
+    base, layers = compiled
+    recorder = RepeatingRecorder()
+    graphs = graphs_of(layers, recorder)
+    for name in ("first", "second"):
+        before = recorder.recorded
+        train(base, tmp_path / name, layers, graphs, (job(0),))
+    assert before and recorder.recorded == before
+
+
+@pytest.mark.parametrize("failing", [0, 3])
+def test_a_capture_that_fails_costs_the_step_alone(
+    compiled: tuple[Base, CompiledLayers], tmp_path: Path, failing: int
+) -> None:
+    base, layers = compiled
+    recorder = RepeatingRecorder(lambda number: RuntimeError("no capture") if number == failing else None)
+    graphs = graphs_of(layers, recorder)
+    found = train(base, tmp_path / "graphs", layers, graphs, (job(0),))
+    assert "without CUDA graphs: no capture" in graphs.notes[0] and not recorder.replayed
+    expected = train(base, tmp_path / "plain", layers, None, (job(0),))
+    torch.testing.assert_close(torch.tensor(losses(found)), torch.tensor(losses(expected)), rtol=1e-4, atol=1e-5)
+
+
+def test_memory_that_runs_out_takes_the_graphs_first(compiled: tuple[Base, CompiledLayers], tmp_path: Path) -> None:
+    base, layers = compiled
+    full = RepeatingRecorder(lambda number: torch.OutOfMemoryError("CUDA out of memory") if number == 1 else None)
+    last = RepeatingRecorder()
+    graphs = graphs_of(layers, full, last)
+    found = train(base, tmp_path, layers, graphs, (job(0),))
+    assert last.replayed and not graphs.notes
+    assert not [message for message in found["job-0"] if type(message).__name__ == "JobNote"]
+
+
+def test_few_shapes_have_graphs_and_idle_ones_give_way(compiled: tuple[Base, CompiledLayers], tmp_path: Path) -> None:
+    base, layers = compiled
+    recorder = RepeatingRecorder()
+    graphs = graphs_of(layers, recorder, most=1, idle=2)
+    train(base, tmp_path / "a", layers, graphs, (job(0),))
+    before = recorder.recorded
+    train(base, tmp_path / "b", layers, graphs, (job(2, r=16),))
+    assert recorder.recorded > before
+
+
+def test_sizes_of_batches() -> None:
+    assert [padded(tokens) for tokens in (1, 64, 65, 512, 1000, 2047, 4096, 4097)] == [
+        64, 64, 128, 512, 1024, 2048, 4096, 4352,
+    ]  # fmt: skip
+    assert all(tokens <= padded(tokens) <= max(64, tokens * 17 // 16) + 64 for tokens in range(1, 9000))
