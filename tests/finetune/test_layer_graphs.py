@@ -60,7 +60,14 @@ def graphs_of(layers: CompiledLayers, *recorders: RepeatingRecorder, **options: 
     return LayerGraphs(layers, lambda: next(left), least_step=8, **options)
 
 
-@pytest.mark.parametrize("jobs", [(job(0),), (job(0), job(1)), (job(0), job(2, r=16))], ids=["one", "alike", "unlike"])
+@pytest.mark.parametrize(
+    "jobs",
+    [
+        pytest.param((job(0, steps=4),), id="one"),
+        pytest.param((job(0), job(1)), id="alike", marks=pytest.mark.slow),
+        pytest.param((job(0), job(2, r=16)), id="unlike", marks=pytest.mark.slow),
+    ],
+)
 def test_jobs_learn_what_they_learn_without(compiled: tuple[Base, CompiledLayers], tmp_path: Path, jobs: Jobs) -> None:
     base, layers = compiled
     recorder = RepeatingRecorder()
@@ -70,6 +77,7 @@ def test_jobs_learn_what_they_learn_without(compiled: tuple[Base, CompiledLayers
     torch.testing.assert_close(torch.tensor(losses(found)), torch.tensor(losses(expected)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_job_has_the_graphs_of_an_earlier_one_of_its_shape(
     compiled: tuple[Base, CompiledLayers], tmp_path: Path
 ) -> None:
@@ -82,7 +90,7 @@ def test_a_job_has_the_graphs_of_an_earlier_one_of_its_shape(
     assert before and recorder.recorded == before
 
 
-@pytest.mark.parametrize("failing", [0, 3])
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_capture_that_fails_costs_the_step_alone(
     compiled: tuple[Base, CompiledLayers], tmp_path: Path, failing: int
 ) -> None:
@@ -95,6 +103,7 @@ def test_a_capture_that_fails_costs_the_step_alone(
     torch.testing.assert_close(torch.tensor(losses(found)), torch.tensor(losses(expected)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_takes_the_graphs_first(compiled: tuple[Base, CompiledLayers], tmp_path: Path) -> None:
     base, layers = compiled
     full = RepeatingRecorder(lambda number: torch.OutOfMemoryError("CUDA out of memory") if number == 1 else None)
@@ -105,6 +114,7 @@ def test_memory_that_runs_out_takes_the_graphs_first(compiled: tuple[Base, Compi
     assert not [message for message in found["job-0"] if type(message).__name__ == "JobNote"]
 
 
+@pytest.mark.slow
 def test_few_shapes_have_graphs_and_idle_ones_give_way(compiled: tuple[Base, CompiledLayers], tmp_path: Path) -> None:
     base, layers = compiled
     recorder = RepeatingRecorder()
