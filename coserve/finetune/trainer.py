@@ -226,9 +226,8 @@ class Trainer:
         jobs = [(id, note) for id, job in self._jobs.items() for note in job.notes]
         if self._compiled is not None and self._compiled.ready:
             jobs += [(id, note) for id, job in self._jobs.items() for note in uncompiled(job.loop.spec)]
-        base = () if self._compiled is None else self._compiled.notes
-        graphs = () if self._graphs is None else self._graphs.notes
-        return (*(f"job {id}: {note}" for id, note in jobs), *base, *graphs, *self._passes.notes)
+        layers = [note for own in (self._compiled, self._graphs) if own is not None for note in own.notes]
+        return (*(f"job {id}: {note}" for id, note in jobs), *layers, *self._passes.notes)
 
     @property
     def batches(self) -> TrainingBatches:
