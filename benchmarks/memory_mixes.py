@@ -37,7 +37,7 @@ from benchmarks.options import check_tiny, make_parser
 from benchmarks.provenance import command, commit, versions
 from coserve.admission.ledger import Ledger, Shortage
 from coserve.admission.memory import MARGIN
-from coserve.admission.micro_batch import MicroBatchShape, micro_batch_bytes
+from coserve.admission.micro_batch import MicroBatchShape, lora_layers, micro_batch_bytes
 from coserve.admission.shapes import lora_shapes
 from coserve.admission.treatment import JobMemory, Option, job_memory
 from coserve.engine.profiling import predicted
@@ -181,8 +181,10 @@ class Machine:
         peaks = [step]
         for spec, _, option in jobs:
             tokens = option.treatment.tokens
-            batch = MicroBatchShape(tokens, _positions(spec, tokens), option.treatment.recompute)
-            found = micro_batch_bytes(self.costs, self.base.spec, lora_shapes(spec.lora, self.base.spec), batch)
+            batch = MicroBatchShape(tokens, _positions(spec, tokens), option.treatment.recomputed)
+            shapes, base = lora_shapes(spec.lora, self.base.spec), self.base.spec
+            layers = lora_layers(self.costs, shapes, base.dtype, dropout=False)
+            found = micro_batch_bytes(self.costs, base, layers, batch)
             peaks += [found.peak, found.kept + step]
         return held + sum(memory.state.total for _, memory, _ in jobs) + max(peaks)
 
@@ -243,7 +245,7 @@ class Machine:
         )
         lora = LoraBatch(Segments((0, tokens), (0,)), (optimizer.weights(),), self.where.backend)
         steps = self.runner.forward_backward(
-            rows, lora, optimizer.trainable, optimizer.grads, recompute=option.treatment.recompute
+            rows, lora, optimizer.trainable, optimizer.grads, recomputed=option.treatment.recomputed
         )
         while next(steps) is not MicroStep.BACKWARD:
             pass
@@ -330,7 +332,7 @@ def _row(
     expected = machine.predict(mix, jobs, before)
     return {
         "jobs": [
-            [spec.lora.r, len(spec.lora.targets or ()), option.treatment.tokens, int(option.treatment.recompute)]
+            [spec.lora.r, len(spec.lora.targets or ()), option.treatment.tokens, option.treatment.recomputed]
             for spec, _, option in jobs
         ],
         "waiting": len(waiting),

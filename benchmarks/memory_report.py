@@ -22,7 +22,7 @@ def summary(rows: Sequence[dict[str, Any]], out_of_memory: int) -> dict[str, flo
             found[f"{name}.p{quantile}"] = own[min(len(own) - 1, len(own) * quantile // 100)] if own else 0.0
         found[f"{name}.max"] = own[-1] if own else 0.0
     found["jobs"] = sum(len(row["jobs"]) for row in rows)
-    found["jobs_recomputed"] = sum(job[3] for row in rows for job in row["jobs"])
+    found["jobs_recomputed"] = sum(job[3] > 0 for row in rows for job in row["jobs"])
     return found | {"jobs_waiting": sum(row["waiting"] for row in rows)}
 
 

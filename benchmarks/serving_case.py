@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.llama import llama_config
 from coserve.adapter_store.host import HostBudget
 from coserve.adapter_store.store import AdapterStore
+from coserve.admission.treatment import Treatment
 from coserve.cancellation import Cancellation
 from coserve.config import Config
 from coserve.engine.engine import Engine
@@ -180,7 +181,9 @@ class NoJobs:
     def snapshot(self, job: str) -> Callable[[], Callable[[], JobSnapshot | JobNote]]:
         raise AssertionError(job)
 
-    def limit(self, job: str, tokens: int | None, *, recompute: bool) -> None:
+    layer_costs = None
+
+    def limit(self, job: str, treatment: Treatment) -> None:
         raise AssertionError(job)
 
     def limit_shared(self, tokens: int | None) -> None:

@@ -65,6 +65,8 @@ class TrainingCosts(Wire, frozen=True):
     """The backward of the last group of a layer, beyond what is kept."""
     others: Line
     """The backward of the other groups of a layer, beyond what is kept without the last group's input."""
+    graphs: int = 0
+    """Bytes that these layers hold besides, whatever the batch: the private pools of their CUDA graphs."""
 
 
 class JobUse(Wire, frozen=True):
@@ -80,7 +82,10 @@ class JobUse(Wire, frozen=True):
     """The most that a micro-batch of the job alone takes, while it is computed. One micro-batch, of one job or of several that share
     it, is computed at a time."""
     micro_batch_tokens: int
-    recompute: bool
+    recomputed_layers: int
+    """Computed again in the backward, of `layers`."""
+    layers: int
+    """Of the base."""
 
     @property
     def state(self) -> int:
@@ -123,9 +128,10 @@ class MemoryUse(Wire, frozen=True):
 
 
 class MemoryModel(Wire, frozen=True):
-    """What predicts a job's memory, and what there is for jobs. None of it changes while the engine lives."""
+    """What predicts a job's memory, and what there is for jobs."""
 
     costs: TrainingCosts
+    """Of the base's own layers."""
     training: int
     """Bytes for jobs where no other process takes any of them: the jobs' state and one micro-batch."""
     ranks: int = 1
@@ -134,3 +140,5 @@ class MemoryModel(Wire, frozen=True):
     """Both LoRA matrices are sharded (`lora_sharding slora`)."""
     recompute: bool = False
     """The engine computes layers again in any case."""
+    compiled: TrainingCosts | None = None
+    """Of compiled layers, for jobs that run them; None: there are none."""

@@ -8,6 +8,7 @@ a change for the others. When memory comes back, each job gets the fastest treat
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from coserve.admission.treatment import JobMemory, Option
@@ -60,7 +61,7 @@ class Ledger:
         states = self.states + memory.state.total
         option = memory.best(self.limit - states)
         if option is None or states + self.activations > self.limit:
-            least = min(own.activations for own in memory.options)
+            least = memory.options[-1].activations
             return Shortage(states + max(least, self.activations), self.limit, never=memory.least > self.planned)
         self._jobs[job] = _Admitted(memory, option)
         self.version += 1
@@ -77,12 +78,17 @@ class Ledger:
         if limit != self.limit:
             self.limit, self.version = limit, self.version + 1
 
+    def replan(self, memories: Mapping[str, JobMemory]) -> None:
+        """Jobs need something else from now on, which `refit` gives them."""
+        for id, memory in memories.items():
+            self._jobs[id].memory = memory
+        self.version += 1
+
     def refit(self) -> dict[str, Option]:
         """Give each job the fastest treatment that fits, or if none does the smallest; returns those that changed."""
         left, changed = self.limit - self.states, dict[str, Option]()
         for id, job in self._jobs.items():
-            smallest = min(job.memory.options, key=lambda option: option.activations)
-            option = job.memory.best(left) or smallest
+            option = job.memory.best(left) or job.memory.options[-1]
             if option != job.option:
                 job.option = changed[id] = option
         return changed

@@ -6,10 +6,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from coserve.admission.ledger import Ledger, Shortage
 from coserve.admission.treatment import JobMemory, Option, Treatment, job_memory, shared_bytes
 from coserve.errors import JobTooLarge
-from coserve.gpu_memory import JobUse, MemoryModel
+from coserve.gpu_memory import JobUse, MemoryModel, TrainingCosts
 from coserve.types import BaseSpec, JobSpec
 
 GIB = 1 << 30
@@ -52,6 +54,9 @@ class AdmitsAll:
     def changes(self) -> list[tuple[str, Start]]:
         return []
 
+    def compiled(self, costs: TrainingCosts | None) -> None:
+        pass
+
 
 class MemoryAdmission:
     """Admits jobs within the memory for jobs, which shrinks where other processes take memory."""
@@ -60,6 +65,8 @@ class MemoryAdmission:
         """`micro_batch_tokens`: the engine's limit."""
         self._model, self._base, self._micro_batch_tokens = model, base, micro_batch_tokens
         self._ledger = Ledger(model.training)
+        self._specs: dict[str, JobSpec] = {}
+        """Of the jobs that have started."""
         self._refused: tuple[str, int, Hold] | None = None
         """The last job that was held, and the ledger's version then: asked before each tick, it is computed once."""
         self._fitted = 0
@@ -81,7 +88,8 @@ class MemoryAdmission:
     @property
     def each(self) -> tuple[JobUse, ...]:
         """The jobs that have started."""
-        return tuple(_use(id, memory, option) for id, (memory, option) in self._ledger.each().items())
+        layers = self._base.layers
+        return tuple(_use(id, memory, option, layers) for id, (memory, option) in self._ledger.each().items())
 
     @property
     def troubles(self) -> tuple[str, ...]:
@@ -120,13 +128,23 @@ class MemoryAdmission:
         self._readings.append(max(0, size - self._margin))
         self._ledger.resize(min(self._readings))
 
+    def compiled(self, costs: TrainingCosts | None) -> None:
+        """Costs of compiled layers, by which jobs that run them are planned from now on; None: they run the base's own."""
+        if costs != self._model.compiled:
+            self._model = msgspec.structs.replace(self._model, compiled=costs)
+            self._ledger.replan({id: self._memory(spec) for id, spec in self._specs.items()})
+
+    def _memory(self, spec: JobSpec) -> JobMemory:
+        return job_memory(spec, self._base, self._model, self._micro_batch_tokens)
+
     def admit(self, spec: JobSpec) -> Start | Hold:
         """Asked again and again while the job waits. Raises `JobTooLarge`, `InvalidRequest` (settings that do not fit the base)."""
         if self._refused is not None and self._refused[:2] == (spec.id, self._ledger.version):
             return self._refused[2]
-        memory = job_memory(spec, self._base, self._model, self._micro_batch_tokens)
+        memory = self._memory(spec)
         found = self._ledger.admit(spec.id, memory)
         if isinstance(found, Option):
+            self._specs[spec.id] = spec
             return self._start(memory, found)
         if found.never:
             raise too_large(memory, self._ledger.planned)
@@ -136,23 +154,29 @@ class MemoryAdmission:
 
     def release(self, job: str) -> None:
         """The job has ended, or was paused."""
+        self._specs.pop(job, None)
         self._ledger.release(job)
 
     def changes(self) -> list[tuple[str, Start]]:
-        """Jobs that train otherwise from now on, as there is less memory or more."""
+        """Jobs that train otherwise from now on, as there is less memory or more, or their layers take less or more."""
         if self._fitted == self._ledger.version:
             return []
-        changed, each = self._ledger.refit(), self._ledger.each()
+        before = self._ledger.each()
+        changed = self._ledger.refit()
         self._fitted = self._ledger.version
-        return [(id, self._start(each[id][0], option)) for id, option in changed.items()]
+        return [(id, self._start(before[id][0], option, before[id][1])) for id, option in changed.items()]
 
-    def _start(self, memory: JobMemory, option: Option) -> Start:
+    def _start(self, memory: JobMemory, option: Option, before: Option | None = None) -> Start:
+        """`before`: of a job that has started. It is told what changes."""
         first = memory.options[0]
-        if option == first:
+        if before is not None and before.treatment.alike(option.treatment):
             return Start(option.treatment)
+        if option == first:
+            back = f"memory: there is enough now: it trains on {option.treatment.tokens} tokens at once"
+            return Start(option.treatment, None if before is None else back)
         how = f"it trains on at most {option.treatment.tokens} tokens at once"
-        if option.treatment.recompute and not first.treatment.recompute:
-            how += ", and each layer is computed again in the backward"
+        if option.treatment.recomputed > first.treatment.recomputed:
+            how += f" and recomputes {option.treatment.recomputed} of {self._base.layers} layers in the backward"
         needed, state = memory.state.total + first.activations, memory.state.total + option.activations
         return Start(
             option.treatment,
@@ -170,7 +194,7 @@ def check_fits(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
 
 def too_large(memory: JobMemory, planned: int) -> JobTooLarge:
     """The error for the user, with the numbers."""
-    state, smallest = memory.state, min(memory.options, key=lambda option: option.activations)
+    state, smallest = memory.state, memory.options[-1]
     return JobTooLarge(
         f"expected a job of at most {planned} bytes of GPU memory, got one of at least {memory.least}: {state.adapter} for the "
         f"adapter, {state.gradients} for its gradients, {state.optimizer} for the optimizer, and {smallest.activations} for a "
@@ -194,7 +218,7 @@ def _hold(found: Shortage, planned: int) -> Hold:
     )
 
 
-def _use(id: str, memory: JobMemory, option: Option) -> JobUse:
+def _use(id: str, memory: JobMemory, option: Option, layers: int) -> JobUse:
     state = memory.state
     return JobUse(
         id=id,
@@ -203,5 +227,6 @@ def _use(id: str, memory: JobMemory, option: Option) -> JobUse:
         optimizer=state.optimizer,
         activations=option.activations,
         micro_batch_tokens=option.treatment.tokens,
-        recompute=option.treatment.recompute,
+        recomputed_layers=option.treatment.recomputed,
+        layers=layers,
     )

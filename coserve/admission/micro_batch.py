@@ -7,8 +7,8 @@ and their gradient, chunk by chunk; the backward goes down layer by layer and fr
     + the input of each group of sites (q, k and v; gate and up) that the adapter changes, once
     + x Aᵀ, a row of R elements a token, of each site
 
-The peak is the larger one of what is kept and the head, and what is kept and the backward of the topmost layer. With recomputation
-only inputs of layers are kept, and the backward computes a whole layer first.
+The peak is the largest one of what is kept and the head, and what is kept and the backward of a layer. A layer that is recomputed keeps
+its input only, and the backward computes it first. Those are the lowest ones: their turn comes when all above them have been freed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class MicroBatchShape:
     tokens: int
     positions: int
     """Tokens whose next token is a target."""
-    recompute: bool = False
-    dropout: bool = False
+    recomputed: int = 0
+    """Layers, from the lowest trained one up, that are computed again."""
     teacher: bool = False
     pairs: bool = False
     """It has a DPO loss. The reference's forward keeps nothing, and ends before anything is kept."""
@@ -51,38 +51,8 @@ class MicroBatchBytes:
     peak: int
 
 
-def micro_batch_bytes(
-    costs: TrainingCosts, base: BaseSpec, shapes: Iterable[SiteShape], batch: MicroBatchShape
-) -> MicroBatchBytes:
-    """Of a micro-batch with one adapter, of these shapes, on a base like `base` whose costs were measured."""
-    tokens, element = batch.tokens, ITEMSIZE[base.dtype]
-    layers = _layers(costs, shapes, element, dropout=batch.dropout)
-    first, top = min(layers), max(layers)
-    above = base.layers - 1 - first
-    input_bytes = base.hidden * element  # of a layer, a token
-    lowest = input_bytes if first else 0  # the embedding is the lowest one's input where it is layer 0
-    if batch.recompute:
-        kept = costs.recompute.at(tokens) + tokens * (above * input_bytes + lowest)
-        computed = tokens * (costs.layer + max(layer.kept for layer in layers.values()))
-    else:
-        bottom = layers[first]
-        own = bottom.first.bottom + bottom.kept + above * costs.layer + lowest
-        own += sum(layer.kept for i, layer in layers.items() if i > first)
-        kept, computed = round(costs.fixed + tokens * own), 0.0
-    highest = layers[top] if top == base.layers - 1 else None
-    freed = 0.0 if highest is None else highest.last
-    backward = computed + max(costs.last.at(tokens), costs.others.at(tokens) - tokens * freed)
-    head = costs.head.at(tokens, batch.positions)
-    if batch.teacher:  # its last states are kept; its head runs beside the student's, over chunks of a quarter
-        kept += tokens * input_bytes
-        head = 2 * costs.head.at(tokens, min(batch.positions, max(4, costs.head.most // TEACHER_SHARE)))
-    rows = tokens * (ROWS + PAIRS if batch.pairs else ROWS)
-    held = kept + tokens * input_bytes + rows
-    return MicroBatchBytes(held, kept + rows + round(max(head, backward)))
-
-
 @dataclass(frozen=True)
-class _LoraLayer:
+class LoraLayer:
     """What LoRA adds in one layer. Bytes a token."""
 
     first: GroupCosts
@@ -92,24 +62,71 @@ class _LoraLayer:
     """Part of `kept`: of the last group, which the backward frees first."""
 
 
-def _layers(costs: TrainingCosts, shapes: Iterable[SiteShape], element: int, *, dropout: bool) -> dict[int, _LoraLayer]:
-    """By layer: those that the adapter changes."""
+def lora_layers(
+    costs: TrainingCosts, shapes: Iterable[SiteShape], dtype: str, *, dropout: bool
+) -> Mapping[int, LoraLayer]:
+    """By layer: those that an adapter of these shapes changes, the lowest first."""
     order = {role: index for index, group in enumerate(costs.groups) for role in group.roles}
     by_layer: dict[int, dict[int, list[SiteShape]]] = {}
     for shape in shapes:
         by_layer.setdefault(shape.layer, {}).setdefault(order[shape.role], []).append(shape)
+    element = ITEMSIZE[dtype]
     return {layer: _lora_layer(costs, groups, element, dropout=dropout) for layer, groups in sorted(by_layer.items())}
+
+
+def micro_batch_bytes(
+    costs: TrainingCosts, base: BaseSpec, layers: Mapping[int, LoraLayer], batch: MicroBatchShape
+) -> MicroBatchBytes:
+    """Of a micro-batch with one adapter. `layers`: of the same costs."""
+    tokens, input_bytes = batch.tokens, base.hidden * ITEMSIZE[base.dtype]  # of a layer, a token
+    first = min(layers)
+    above = base.layers - 1 - first
+    again = min(batch.recomputed, above + 1)
+    lowest = input_bytes if first else 0  # the embedding is the lowest one's input where it is layer 0
+    if again:
+        own = (above + 1 - again) * (costs.layer - input_bytes) + above * input_bytes + lowest
+        own += sum(layer.kept for i, layer in layers.items() if i >= first + again)
+        kept = costs.recompute.at(tokens) + round(tokens * own)
+    else:
+        bottom = layers[first]
+        own = bottom.first.bottom + bottom.kept + above * costs.layer + lowest
+        own += sum(layer.kept for i, layer in layers.items() if i > first)
+        kept = round(costs.fixed + tokens * own)
+    peak = kept + _backward(costs, layers.get(base.layers - 1), tokens) if again <= above else 0
+    if again:
+        inputs = costs.recompute.at(tokens) + tokens * ((again - 1) * input_bytes + lowest)
+        computed = (_recomputed(costs, layers.get(i), tokens) for i in range(first, first + again))
+        peak = max(peak, inputs + max(computed))
+    head = costs.head.at(tokens, batch.positions)
+    if batch.teacher:  # its last states are kept; its head runs beside the student's, over chunks of a quarter
+        taught = tokens * input_bytes
+        kept, peak = kept + taught, peak + taught
+        head = 2 * costs.head.at(tokens, min(batch.positions, max(4, costs.head.most // TEACHER_SHARE)))
+    rows = tokens * (ROWS + PAIRS if batch.pairs else ROWS)
+    held = kept + tokens * input_bytes + rows
+    return MicroBatchBytes(held + costs.graphs, max(kept + head, peak) + rows + costs.graphs)
+
+
+def _backward(costs: TrainingCosts, layer: LoraLayer | None, tokens: int) -> int:
+    """Of a layer, beyond what is kept. `layer` None: the adapter does not change it."""
+    freed = 0.0 if layer is None else layer.last
+    return round(max(costs.last.at(tokens), costs.others.at(tokens) - tokens * freed))
+
+
+def _recomputed(costs: TrainingCosts, layer: LoraLayer | None, tokens: int) -> int:
+    """Of a layer that is computed again, beyond what is kept then."""
+    return round(tokens * (costs.layer + (0.0 if layer is None else layer.kept))) + _backward(costs, layer, tokens)
 
 
 def _lora_layer(
     costs: TrainingCosts, groups: Mapping[int, Sequence[SiteShape]], element: int, *, dropout: bool
-) -> _LoraLayer:
+) -> LoraLayer:
     kept = {}
     for index, sites in groups.items():
         own = costs.groups[index].kept
         if dropout:  # each site has an input of its own, and its mask
             own = 2.0 * element * sum(site.inputs for site in sites)
         kept[index] = own + element * sum(site.rank for site in sites)
-    return _LoraLayer(
+    return LoraLayer(
         first=costs.groups[min(groups)], kept=sum(kept.values()), last=kept.get(len(costs.groups) - 1, 0.0)
     )

@@ -1,18 +1,21 @@
-"""How a job trains within the memory there is: in smaller micro-batches, or with layers computed again. Pure: no torch, no IO."""
+"""How a job trains within the memory there is: in smaller micro-batches, or with some layers computed again. Pure: no torch, no IO."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from coserve.admission.micro_batch import MicroBatchShape, micro_batch_bytes
+from coserve.admission.micro_batch import MicroBatchShape, lora_layers, micro_batch_bytes
 from coserve.admission.shapes import JobState, SiteShape, job_state, lora_shapes
 from coserve.corpus.limits import micro_batch_limit
 from coserve.gpu_memory import MemoryModel
 from coserve.types import BaseSpec, JobSpec, LoraSettings
 
-SMALL = 512
-"""Tokens; smaller micro-batches leave the GPU idle for longer than it takes to compute layers again."""
+LAUNCHES, EACH = 2000, 90
+"""Tokens that a GPU computes while the host launches a micro-batch: a smaller one takes as long. And those that each one costs besides.
+Of an 8B shape (`finetuning_263ac28.json`): 512 tokens take 128 ms, 2048 138 ms, 4096 264 ms."""
+AGAIN = 0.43
+"""How much longer a micro-batch takes if every layer is computed again, relative to one that keeps all (`finetuning_5c1e67a.json`)."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,18 @@ class Treatment:
 
     tokens: int
     """Most tokens of one, unless a single row is longer."""
-    recompute: bool
+    recomputed: int = 0
+    """Layers, from the lowest trained one up, that keep their input only: the backward computes them again."""
+    compiled: bool = False
+    """Planned for compiled layers, which take less memory than the base's own."""
+
+    def alike(self, other: Treatment) -> bool:
+        """The same is computed, whatever it was planned for."""
+        return (self.tokens, self.recomputed) == (other.tokens, other.recomputed)
+
+    def time(self, layers: int) -> float:
+        """Of one token, relative to one of large micro-batches that keep everything. `layers`: of the base."""
+        return (max(self.tokens, LAUNCHES) + EACH) / self.tokens * (1 + AGAIN * self.recomputed / layers)
 
 
 @dataclass(frozen=True)
@@ -38,13 +52,13 @@ class JobMemory:
 
     state: JobState
     options: tuple[Option, ...]
-    """The fastest first; the last takes the least memory."""
+    """The fastest first; each takes less memory than all before it."""
     shapes: tuple[SiteShape, ...]
     dropout: bool
 
     @property
     def least(self) -> int:
-        return self.state.total + min(option.activations for option in self.options)
+        return self.state.total + self.options[-1].activations
 
     def best(self, activations: int) -> Option | None:
         """The fastest treatment whose micro-batches take at most so many bytes; None: none does."""
@@ -65,22 +79,27 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
     # A step has `batch_tokens` and at most one row more; an evaluation has as many as fit.
     most = limit if spec.training.validation_split else min(limit, spec.training.batch_tokens + longest)
     most = max(longest, min(most, spec.tokens))
+    dropout = spec.lora.dropout > 0
+    compiled = None if dropout or spec.teacher is not None else model.compiled
+    costs = compiled or model.costs
+    layers = lora_layers(costs, shapes, base.dtype, dropout=dropout)
 
-    def option(tokens: int, *, recompute: bool) -> Option:
+    def option(treatment: Treatment) -> Option:
+        tokens = treatment.tokens
         batch = MicroBatchShape(
             tokens,
             min(tokens, spec.target_tokens),
-            recompute,
-            dropout=spec.lora.dropout > 0,
+            treatment.recomputed,
             teacher=spec.teacher is not None,
             pairs=spec.training.loss is not None,
         )
-        return Option(Treatment(tokens, recompute), micro_batch_bytes(model.costs, base, shapes, batch).peak)
+        return Option(treatment, micro_batch_bytes(costs, base, layers, batch).peak)
 
-    plain = () if model.recompute else _halves(most, min(most, max(longest, SMALL)))
-    options = [option(tokens, recompute=False) for tokens in plain]
-    options += [option(tokens, recompute=True) for tokens in _halves(most, longest)]
-    return JobMemory(state, tuple(options), shapes, spec.lora.dropout > 0)
+    trained = base.layers - min(layers)
+    counts = (trained,) if model.recompute else range(trained + 1)
+    treatments = [Treatment(t, n, compiled is not None) for t in _halves(most, longest) for n in counts]
+    options = map(option, sorted(treatments, key=lambda one: one.time(base.layers)))
+    return JobMemory(state, tuple(_falling(options)), shapes, dropout)
 
 
 def shared_bytes(model: MemoryModel, base: BaseSpec, jobs: Iterable[JobMemory], tokens: int) -> int:
@@ -92,8 +111,19 @@ def shared_bytes(model: MemoryModel, base: BaseSpec, jobs: Iterable[JobMemory], 
         for shape in job.shapes:
             before = sites.get(shape.name)
             sites[shape.name] = shape if before is None or before.rank < shape.rank else before
-    batch = MicroBatchShape(tokens, tokens, model.recompute, dropout=dropout)
-    return micro_batch_bytes(model.costs, base, sites.values(), batch).peak
+    costs = model.costs if dropout else model.compiled or model.costs
+    layers = lora_layers(costs, sites.values(), base.dtype, dropout=dropout)
+    batch = MicroBatchShape(tokens, tokens, base.layers if model.recompute else 0)
+    return micro_batch_bytes(costs, base, layers, batch).peak
+
+
+def _falling(options: Iterable[Option]) -> Iterator[Option]:
+    """Those that take less than all before them."""
+    least: int | None = None
+    for option in options:
+        if least is None or option.activations < least:
+            least = option.activations
+            yield option
 
 
 def _halves(most: int, least: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from coserve.admission.memory import Hold, MemoryAdmission, Start
-from coserve.gpu_memory import MemoryUse
+from coserve.gpu_memory import MemoryUse, TrainingCosts
 from coserve.memory.allocator import Reading
 from coserve.types import JobSpec
 
@@ -98,6 +98,10 @@ class DeviceMemory:
     def changes(self) -> list[tuple[str, Start]]:
         """See `MemoryAdmission.changes`."""
         return self._admission.changes()
+
+    def compiled(self, costs: TrainingCosts | None) -> None:
+        """See `MemoryAdmission.compiled`."""
+        self._admission.compiled(costs)
 
     def use(self, adapter_pages: int) -> MemoryUse:
         """Reads the device."""

@@ -32,6 +32,7 @@ class JobAdmission:
 
     def admit(self, spec: JobSpec) -> Start | None:
         """None: the job waits, and was told why. Raises `JobTooLarge`, `InvalidRequest`."""
+        self._memory.compiled(self._trainer.layer_costs)
         found = self._memory.admit(spec)
         if isinstance(found, Start):
             self._held.pop(spec.id, None)
@@ -51,6 +52,7 @@ class JobAdmission:
 
     def changes(self) -> list[tuple[str, Start]]:
         """Jobs that train otherwise from now on. The trainer is told how many tokens jobs may share."""
+        self._memory.compiled(self._trainer.layer_costs)
         self._trainer.limit_shared(self._memory.shared_tokens)
         return self._memory.changes()
 
@@ -60,4 +62,4 @@ class JobAdmission:
         if found.note is not None:
             self._send(JobNote(id=active.spec.id, message=found.note, kept=True))
         if active.loaded and found.treatment is not None:
-            self._trainer.limit(active.spec.id, found.treatment.tokens, recompute=found.treatment.recompute)
+            self._trainer.limit(active.spec.id, found.treatment)

@@ -190,7 +190,8 @@ class EngineParts:
             raise UnsupportedBase(f"the LoRA backend is {self.lora_backend.name}")
         if warm is None or not warm.training_layers_ready():
             wake_compiler(base.device)
-        return CompiledLayers(base, LayerCut(base), stream=stream)
+        costs = (lambda: None) if warm is None else warm.layer_costs
+        return CompiledLayers(base, LayerCut(base), stream=stream, costs=costs)
 
     def make_trainer(
         self,

@@ -12,6 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from coserve.admission.treatment import Treatment
 from coserve.corpus.batch_plan import BatchPlan
 from coserve.corpus.lr_schedule import learning_rate
 from coserve.corpus.tokenized import Corpus
@@ -97,7 +98,9 @@ class TrainingLoop:
         self._teacher, self._check_peers = teacher, check_peers
         self._beta = None if spec.training.loss is None else spec.training.loss.beta
         self._validation_rows = plan.validation()
-        self._limits = MemoryLimits(plan.lengths)
+        self._limits = MemoryLimits(plan.lengths, len(optimizer.trainable))
+        self._planned_for_compiled = False
+        """The micro-batches of the step under way are."""
         self._under_way: tuple[int, ...] | None = None
         """Rows of the micro-batch that is being computed; None: between two steps, and in the optimizer's update."""
         self._next: tuple[int, ...] | None = None
@@ -110,9 +113,9 @@ class TrainingLoop:
         stopped = patience is not None and self.progress.evaluations_without_gain >= patience
         return self.progress.pending is None and (self.progress.step >= self.plan.total_steps or stopped)
 
-    def limit_memory(self, tokens: int | None, *, recompute: bool) -> None:
+    def limit_memory(self, treatment: Treatment | None) -> None:
         """From the next optimizer step on: see `MemoryLimits.plan`."""
-        self._limits.plan(tokens, recompute=recompute)
+        self._limits.plan(treatment)
 
     def lower_memory(self) -> str | None:
         """Memory ran out since `run` was last suspended: compute smaller micro-batches from now on.
@@ -141,7 +144,7 @@ class TrainingLoop:
         Cheap where the step is prepared (`BatchPlan.prepared`).
         """
         own_loss = self._teacher is not None or self._beta is not None
-        if self.progress.pending is not None or self.finished or own_loss or self._limits.recomputes:
+        if self.progress.pending is not None or self.finished or own_loss or self._limits.recomputed:
             return None
         return self._next or self._limits.cut(self.plan.step(self.progress.step).micro_batches)[0]
 
@@ -174,7 +177,7 @@ class TrainingLoop:
         self.optimizer.zero_grad()
         summed = self._zero_sums()
         tokens = targets = denominator = 0
-        micro_batches = self._limits.cut(batches.micro_batches)
+        micro_batches, self._planned_for_compiled = self._limits.cut(batches.micro_batches), self._limits.compiled
         for micro, indices in enumerate(micro_batches):
             if micro:
                 self._next = indices
@@ -318,7 +321,8 @@ class TrainingLoop:
             noise=EmbeddingNoise(alpha, seed) if learns and alpha is not None else None,
             teacher=self._teacher,
             beta=self._beta,
-            recompute=self._limits.recomputes,
+            recomputed=self._limits.recomputed,
+            for_compiled=self._planned_for_compiled,
         )
         assert sums is not None, "expected the micro-batch's sums"
         return sums

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from coserve.admission.treatment import Treatment
 from coserve.corpus.batch_plan import Ints
 from coserve.corpus.packing import pack
 
@@ -14,28 +15,35 @@ MicroBatches = Sequence[tuple[int, ...]]
 class MemoryLimits:
     """At first the micro-batches are as planned. The rows of an optimizer step, and so its result, never change."""
 
-    def __init__(self, lengths: Ints) -> None:
-        """`lengths`: tokens of each row of the corpus."""
-        self._lengths = lengths
+    def __init__(self, lengths: Ints, layers: int) -> None:
+        """`lengths`: tokens of each row of the corpus; `layers`: of the base."""
+        self._lengths, self._layers = lengths, layers
         self.tokens: int | None = None
         """Most tokens of a micro-batch of several rows; None: as planned."""
         self.recompute = False
         """Keep only each layer's input, whatever the engine's setting."""
-        self._planned: tuple[int | None, bool] = None, False
+        self._planned: Treatment | None = None
 
-    def plan(self, tokens: int | None, *, recompute: bool) -> None:
-        """Most tokens of a micro-batch (None: as planned) and recomputation, until the next call; what `lower` has found holds
+    def plan(self, treatment: Treatment | None) -> None:
+        """How micro-batches are computed until the next call; None: as the engine's settings say. What `lower` has found holds
         besides."""
-        self._planned = tokens, recompute
+        self._planned = treatment
 
     @property
-    def recomputes(self) -> bool:
-        """Only each layer's input is kept."""
-        return self.recompute or self._planned[1]
+    def recomputed(self) -> int:
+        """Layers that keep their input only: `Treatment.recomputed`."""
+        planned = 0 if self._planned is None else self._planned.recomputed
+        return self._layers if self.recompute else planned
+
+    @property
+    def compiled(self) -> bool:
+        """Whether memory is planned for compiled layers."""
+        return self._planned is not None and self._planned.compiled
 
     def cut(self, micro_batches: MicroBatches) -> MicroBatches:
         """The same rows in micro-batches within the limit."""
-        limits = [limit for limit in (self.tokens, self._planned[0]) if limit is not None]
+        planned = None if self._planned is None else self._planned.tokens
+        limits = [limit for limit in (self.tokens, planned) if limit is not None]
         if not limits:
             return micro_batches
         found: list[tuple[int, ...]] = []
@@ -50,7 +58,9 @@ class MemoryLimits:
         if len(rows) > 1:
             self.tokens = tokens // 2
             return f"not enough memory for {tokens} tokens at once: it trains on at most {self.tokens}"
-        if not self.recomputes:  # where the engine recomputes anyway this is one more attempt
+        if (
+            not self.recompute and self.recomputed < self._layers
+        ):  # where the engine recomputes anyway this is one more attempt
             self.recompute = True
             return f"not enough memory for {tokens} tokens at once: each layer is computed again in the backward"
         return None

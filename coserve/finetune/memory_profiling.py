@@ -39,6 +39,7 @@ from coserve.memory.profile import (
 )
 from coserve.model.base import Base
 from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.types import DEFAULT_RANK, LoraSettings, MicroStep, TrainingSettings
 from coserve.warmup.gpu import CONTEXT_BYTES
 
@@ -163,14 +164,15 @@ class MemoryProfiler:
         bd_blocks: int = 1,
         attention: Callable[[Sequence[int]], Attention] = PackedAttention,
         updates: bool = True,
+        compiled: CompiledLayers | None = None,
     ) -> None:
         """`rank` and `bd_blocks`: of the adapters; `attention`: of packed rows, from their bounds; `updates`: optimizer steps are
-        run, which fake tensors cannot. Raises `UnsupportedBase` for a base that cannot be trained layer by layer."""
+        run, which fake tensors cannot; `compiled`: as `MicroBatchRunner` takes them. Raises `UnsupportedBase` for a base that cannot be trained layer by layer."""
         self._base, self._meter = base, meter
         self._lora_backend, self._page_tokens = conditions.lora_backend, conditions.page_tokens
         self._sampled, self._logit_rows = conditions.max_running, conditions.max_running + SCORED_TOKENS
         self._recompute = conditions.recompute
-        self._runner, self._rank = MicroBatchRunner(base, recompute=False, attention=attention), rank
+        self._runner, self._rank = MicroBatchRunner(base, recompute=False, attention=attention, compiled=compiled), rank
         self._blocks, self._updates = bd_blocks, updates
         self.step(WARM_UP_TOKENS)
         self.micro_batch(WARM_UP_TOKENS)
@@ -198,7 +200,7 @@ class MemoryProfiler:
 
     def micro_batch(self, tokens: int) -> TrainingPeaks:
         """Peak bytes of a micro-batch of `tokens` tokens, all but the first of each row targets, and of the optimizer step."""
-        found = self.phases(tokens, recompute=self._recompute)
+        found = self.phases(tokens, recomputed=self._base.spec.layers if self._recompute else 0)
         return TrainingPeaks(forward=found.forward, whole=found.whole, job=found.job)
 
     def costs(self, tokens: int) -> TrainingCosts:
@@ -218,12 +220,12 @@ class MemoryProfiler:
         self,
         tokens: int,
         *,
-        recompute: bool = False,
+        recomputed: int = 0,
         targets: tuple[str, ...] | None = None,
         rank: int | None = None,
         positions: int | None = None,
     ) -> Phases:
-        """Bytes of a micro-batch by phase. `targets`, `rank`: of the adapter, None: all, the profiler's; `positions`: targets of the loss,
+        """Bytes of a micro-batch by phase. `recomputed`: layers that are; `targets`, `rank`: of the adapter, None: all, the profiler's; `positions`: targets of the loss,
         None: all tokens but the first of each row."""
         base, empty = self._base, self._meter.now()
         start = self._adapter(targets, rank)
@@ -239,7 +241,7 @@ class MemoryProfiler:
         self._meter.reset()
         before = self._meter.now()
         micro_steps = self._runner.forward_backward(
-            rows, lora, optimizer.trainable, optimizer.grads, recompute=recompute
+            rows, lora, optimizer.trainable, optimizer.grads, recomputed=recomputed
         )
         next(micro_steps)
         begin = self._meter.now() - before

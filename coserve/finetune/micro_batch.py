@@ -77,7 +77,10 @@ class MicroBatch:
     teacher: LoraWeights | None = None
     beta: float | None = None
     """Of a DPO loss; None: it has another loss."""
-    recompute: bool = False
+    recomputed: int = 0
+    """`Treatment.recomputed`."""
+    for_compiled: bool = False
+    """Its memory is planned for compiled layers."""
 
 
 class MicroBatchRunner:
@@ -115,7 +118,8 @@ class MicroBatchRunner:
         *,
         teacher: LoraBatch | None = None,
         beta: float | None = None,
-        recompute: bool = False,
+        recomputed: int = 0,
+        for_compiled: bool = False,
         noises: Sequence[EmbeddingNoise | None] = (),
     ) -> MicroSteps:
         """Add the gradient of each job's summed loss to `grads`; return each job's sums (fp64, (J, 2)): that loss (nats), and how many
@@ -126,7 +130,8 @@ class MicroBatchRunner:
 
         `trainable[i]`: the tensors of `lora` at layer i's sites, of all jobs, each requiring gradients. `grads`: fp32, same
         shapes; the pairs' `MainGrads` if they have any. The sum is not divided by the number of targets, so micro-batches of
-        one optimizer step add up. `recompute`: also where the runner's setting is off. `noises`: of each job (J), on what enters the
+        one optimizer step add up. `recomputed`: layers, from the lowest trained one up, that keep their input only; all of them with the
+        runner's `recompute`, and where compiled layers that the memory was planned for (`for_compiled`) cannot take the batch. `noises`: of each job (J), on what enters the
         first layer; not for the teacher, or the reference of a DPO loss. Empty: no noise.
         """
         layers, first = len(trainable), next(i for i, tensors in enumerate(trainable) if tensors)
@@ -135,9 +140,11 @@ class MicroBatchRunner:
         if any(noises):
             add_noise(inputs.h_1TD, rows, noises)
         context, h_1TD = self._base.prepare(lora), inputs.h_1TD
-        recompute = recompute or self._recompute
-        one = self._compiled_pass(inputs, context, first, recompute=recompute, learns=True)
-        one = one or EagerLayerPass(self._cut, inputs, context, trainable, grads, first, recompute=recompute)
+        keep_from = layers if self._recompute else first + recomputed
+        one = self._compiled_pass(inputs, context, first, keep_from, learns=True)
+        if one is None:
+            keep_from = layers if for_compiled else keep_from
+            one = EagerLayerPass(self._cut, inputs, context, trainable, grads, first, keep_from)
         for i in range(layers):
             h_1TD = one.forward(i, h_1TD)
             yield MicroStep.FORWARD if i + 1 < layers else MicroStep.HEAD
@@ -193,25 +200,25 @@ class MicroBatchRunner:
     def _hidden(self, inputs: LayerInputs, lora: LoraBatch | None, then: MicroStep) -> MicroSteps:
         """Return the last layer's output (1, T, D), without gradients. `then`: the kind of the micro-step after it."""
         h_1TD, context, layers = inputs.h_1TD, self._base.prepare(lora), len(self._base.layers)
-        one = self._compiled_pass(inputs, context, layers, recompute=False, learns=False)
-        one = one or EagerLayerPass(self._cut, inputs, context, (), (), layers, recompute=False)
+        one = self._compiled_pass(inputs, context, layers, layers, learns=False)
+        one = one or EagerLayerPass(self._cut, inputs, context, (), (), layers, layers)
         for i in range(layers):
             h_1TD = one.forward(i, h_1TD)
             yield MicroStep.EVALUATE if i + 1 < layers else then
         return h_1TD
 
     def _compiled_pass(
-        self, inputs: LayerInputs, context: ForwardContext, first: int, *, recompute: bool, learns: bool
+        self, inputs: LayerInputs, context: ForwardContext, first: int, keep_from: int, *, learns: bool
     ) -> LayerPass | None:
         """None: the base's own layers run."""
         if self._compiled is None or not takes(context, learns=learns):
             return None
         if learns and self._graphs is not None and context.lora is not None:
-            graphed = self._graphs.begin(inputs, context.lora, first, recompute=recompute)
+            graphed = self._graphs.begin(inputs, context.lora, first, keep_from)
             if graphed is not None:
                 return graphed
         found = self._compiled.begin(inputs, context.lora)
-        return None if found is None else CompiledLayerPass(found, first, recompute=recompute)
+        return None if found is None else CompiledLayerPass(found, first, keep_from)
 
     def _embed(self, rows: PackedRows) -> LayerInputs:
         return self._cut.embed(rows.tokens_T, rows.positions_T, self._attention(rows.bounds))

@@ -14,6 +14,7 @@ import torch
 from coserve.adapter_store.files import load_adapter
 from coserve.adapter_store.store import AdapterStore
 from coserve.admission.optimizers import check_optimizer
+from coserve.admission.treatment import Treatment
 from coserve.cancellation import Cancellation
 from coserve.corpus.batch_plan import BatchPlan
 from coserve.corpus.tokenized import Corpus
@@ -40,6 +41,7 @@ from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.passes.passes import TrainingPasses
 from coserve.finetune.passes.training_pass import TrainingPass
 from coserve.finetune.publication import JobSnapshots, Published, publication, snapshot
+from coserve.gpu_memory import TrainingCosts
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.link import FromEngine, JobCheckpoint, JobNote, JobSnapshot, JobStarted, TrainingBatches
 from coserve.model.base import Base
@@ -204,9 +206,14 @@ class Trainer:
         training, before = self._jobs[job], self._jobs[job].memory_note
         return self._memory_notes(training, before) if training.lower_memory() else []
 
-    def limit(self, job: str, tokens: int | None, *, recompute: bool) -> None:
-        """Most tokens of the job's micro-batches (None: as planned) and whether layers are computed again, as memory was planned."""
-        self._jobs[job].loop.limit_memory(tokens, recompute=recompute)
+    def limit(self, job: str, treatment: Treatment) -> None:
+        """How the job's micro-batches are computed, as memory was planned."""
+        self._jobs[job].loop.limit_memory(treatment)
+
+    @property
+    def layer_costs(self) -> TrainingCosts | None:
+        """Memory of compiled layers, if jobs run those."""
+        return None if self._compiled is None else self._compiled.costs
 
     def limit_shared(self, tokens: int | None) -> None:
         """Most tokens of a forward that several jobs share, as memory was planned; None: as set."""

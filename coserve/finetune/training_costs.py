@@ -52,7 +52,7 @@ class MeasuresPhases(Protocol):
         self,
         tokens: int,
         *,
-        recompute: bool = False,
+        recomputed: int = 0,
         targets: tuple[str, ...] | None = None,
         positions: int | None = None,
     ) -> Phases: ...
@@ -82,7 +82,7 @@ def measure_costs(
     `most`: positions whose logits are computed at once."""
     half, element, above = max(1, tokens // 2), ITEMSIZE[spec.dtype], max(1, spec.layers - 1)
     small, large = phases(half), phases(tokens)
-    again = phases(half, recompute=True), phases(tokens, recompute=True)
+    again = tuple(phases(size, recomputed=spec.layers) for size in (half, tokens))
     fewer = phases(tokens, positions=max(1, min(large.positions, most) // 2))
     few = phases(half, positions=FEW_POSITIONS), phases(tokens, positions=FEW_POSITIONS)
     alone = [phases(tokens, targets=_names(spec, roles)) for roles in groups] if len(groups) <= MOST_GROUPS else []

@@ -131,6 +131,16 @@ def save_graph_bytes(path: Path, key: Sequence[str], size: int) -> None:
     _save(path, _SavedGraphs(key=tuple(key), bytes=size))
 
 
+def load_layer_costs(path: Path) -> TrainingCosts | None:
+    """What compiled layers of training were measured to take, or None."""
+    return _load(path, TrainingCosts)
+
+
+def save_layer_costs(path: Path, costs: TrainingCosts) -> None:
+    """Replace the saved costs. If the disk refuses them, jobs are planned for the base's own layers."""
+    _save(path, costs)
+
+
 def _load(path: Path, kind: type[T]) -> T | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)

@@ -13,7 +13,7 @@ from coserve.admission.treatment import JobMemory, Option, Treatment
 def memory(state: int, *activations: int) -> JobMemory:
     """Treatments of falling size: 1024, 512, ... tokens, the last with recomputation."""
     options = [
-        Option(Treatment(1024 >> i, recompute=i == len(activations) - 1), size) for i, size in enumerate(activations)
+        Option(Treatment(1024 >> i, recomputed=i == len(activations) - 1), size) for i, size in enumerate(activations)
     ]
     return JobMemory(JobState(state, 0, 0), tuple(options), (), dropout=False)
 
@@ -22,7 +22,7 @@ def test_a_job_gets_the_fastest_treatment_that_fits() -> None:
     ledger = Ledger(100)
     option = ledger.admit("a", memory(20, 90, 70, 30))
     assert isinstance(option, Option)
-    assert option.treatment == Treatment(512, recompute=False)
+    assert option.treatment == Treatment(512)
 
 
 def test_activations_count_once_and_states_add_up() -> None:
@@ -54,7 +54,7 @@ def test_less_memory_lowers_treatments_and_more_lifts_them_again() -> None:
     ledger.resize(65)
     assert {id: option.treatment.tokens for id, option in ledger.refit().items()} == {"a": 512}
     ledger.resize(5)  # not even the smallest fits: it is tried all the same
-    assert ledger.refit()["a"].treatment.recompute
+    assert ledger.refit()["a"].treatment.recomputed
     ledger.resize(1000)
     assert ledger.limit == 100, "never more than was planned"
     assert ledger.refit()["a"].treatment.tokens == 1024

@@ -9,7 +9,7 @@ from coserve.admission.memory import GIB, READINGS, Hold, MemoryAdmission, Start
 from coserve.admission.shapes import flat_elements, job_state, lora_shapes
 from coserve.admission.treatment import Treatment, job_memory, shared_bytes
 from coserve.errors import BY_CODE, JobTooLarge
-from coserve.gpu_memory import MemoryModel
+from coserve.gpu_memory import Line, MemoryModel
 from coserve.types import JobSpec, LoraSettings, TrainingSettings
 from tests.support.gpu_memory import BASE, COSTS
 from tests.support.records import make_spec
@@ -36,30 +36,32 @@ def admission(training: int) -> MemoryAdmission:
 
 def test_treatments_go_from_the_fastest_to_the_smallest() -> None:
     _, options = needs(spec())
-    assert [option for option, _ in options] == [
-        *(Treatment(tokens, recompute=False) for tokens in (4096, 2048, 1024, 512)),
-        *(Treatment(tokens, recompute=True) for tokens in (4096, 2048, 1024, 512, 256)),
-    ]
-    assert [tokens.tokens for tokens, _ in needs(spec(longest=3000))[1]] == [4096, 3000, 4096, 3000]
+    treatments = [option for option, _ in options]
+    assert treatments[:5] == [Treatment(4096), Treatment(2048), *(Treatment(2048, layers) for layers in (1, 2, 3))]
+    assert treatments[-1].tokens == 256 and treatments[-1].recomputed
+    times = [option.time(BASE.layers) for option, _ in options]
+    assert times == sorted(times)
+    sizes = [size for _, size in options]
+    assert sizes == sorted(set(sizes), reverse=True), "each takes less than all faster ones"
+    assert {treatment.tokens for treatment, _ in needs(spec(longest=3000))[1]} == {4096, 3000}
     assert needs(spec(tokens=700, longest=700))[1][0][0].tokens == 700, "there are no more"
     assert needs(spec(batch_tokens=600))[1][0][0].tokens == 600 + 256, "a step has one row more at most"
-    assert min(size for _, size in options) == options[-1][1]
 
 
 def test_a_job_that_fits_only_otherwise_is_told_how() -> None:
     state, options = needs(spec())
     found = admission(state + options[0][1]).admit(spec())
-    assert found == Start(Treatment(4096, recompute=False))
+    assert found == Start(Treatment(4096))
     smaller = admission(state + options[1][1]).admit(spec())
     assert isinstance(smaller, Start)
-    assert smaller.treatment == Treatment(2048, recompute=False)
+    assert smaller.treatment == Treatment(2048)
     assert smaller.note is not None
     assert "at most 2048 tokens at once" in smaller.note
     assert f"{state + options[0][1]} bytes" in smaller.note
     least = admission(state + options[-1][1]).admit(spec())
     assert isinstance(least, Start)
-    assert least.treatment == Treatment(256, recompute=True)
-    assert "computed again" in (least.note or "")
+    assert least.treatment == options[-1][0] == Treatment(256, recomputed=3)
+    assert "recomputes 3 of 4 layers" in (least.note or "")
 
 
 def test_a_job_that_never_fits_is_refused_with_both_numbers() -> None:
@@ -111,8 +113,32 @@ def test_what_another_process_takes_is_noticed_and_survived() -> None:
         memory.available(planned + GIB)
         assert memory.changes() == [], "it may come again at once"
     memory.available(planned + GIB)
-    assert memory.changes() == [("one", Start(options[0][0]))]
+    ((job, lifted),) = memory.changes()
+    assert (job, lifted.treatment) == ("one", options[0][0])
+    assert "trains on 4096 tokens" in (lifted.note or "")
     assert (memory.limit, memory.troubles) == (planned, ())
+
+
+def test_jobs_are_planned_anew_for_compiled_layers_and_for_their_own_again() -> None:
+    """Those that cannot run compiled ones stay as they are."""
+    state, _ = needs(spec())
+    lean = msgspec.structs.replace(COSTS, layer=3000.0, recompute=Line(fixed=0.0, per_token=100.0))
+    fitting = job_memory(spec(), BASE, MemoryModel(costs=lean, training=GIB), LIMIT).options[0].activations
+    memory, dropping = admission(2 * state + fitting), spec("dropping")
+    dropping = msgspec.structs.replace(dropping, lora=LoraSettings(r=16, dropout=0.1))
+    before = [memory.admit(job) for job in (spec(), dropping)]
+    limited = [one.treatment for one in before if isinstance(one, Start) and one.note is not None]
+    assert len(limited) == 2 and memory.changes() == []
+    memory.compiled(lean)
+    ((job, lifted),) = memory.changes()
+    assert (job, lifted.treatment) == ("one", Treatment(4096, compiled=True))
+    assert "trains on 4096 tokens" in (lifted.note or "")
+    memory.compiled(lean)
+    assert memory.changes() == []
+    memory.compiled(None)
+    ((job, lowered),) = memory.changes()
+    assert (job, lowered.treatment) == ("one", limited[0])
+    assert "at once" in (lowered.note or "")
 
 
 def test_a_job_that_waits_for_other_processes_is_told_so() -> None:

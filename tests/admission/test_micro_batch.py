@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
 
-from coserve.admission.micro_batch import ROWS, MicroBatchShape, micro_batch_bytes
-from coserve.admission.shapes import job_state, lora_shapes, role_of
+from coserve.admission.micro_batch import ROWS, MicroBatchBytes, MicroBatchShape, lora_layers, micro_batch_bytes
+from coserve.admission.shapes import SiteShape, job_state, lora_shapes, role_of
 from coserve.engine.profiling import predicted
 from coserve.engine.profiling.live_bytes import LiveBytes
 from coserve.finetune.init import zero_adapter
@@ -51,17 +51,20 @@ class Measured:
     def spec(self) -> BaseSpec:
         return self.base.spec
 
-    def error(self, lora: LoraSettings, tokens: int, *, recompute: bool, positions: int | None) -> float:
+    def bytes(self, shapes: Iterable[SiteShape], batch: MicroBatchShape, *, dropout: bool = False) -> MicroBatchBytes:
+        layers = lora_layers(self.costs, shapes, self.spec.dtype, dropout=dropout)
+        return micro_batch_bytes(self.costs, self.spec, layers, batch)
+
+    def error(self, lora: LoraSettings, tokens: int, *, recomputed: int, positions: int | None) -> float:
         """Of the predicted peak, relative to the counted one. What the job keeps must be exact."""
         assert lora.targets is not None
         found = self.profiler.phases(
-            tokens, recompute=recompute, targets=lora.targets, rank=lora.r, positions=positions
+            tokens, recomputed=recomputed, targets=lora.targets, rank=lora.r, positions=positions
         )
         shapes = lora_shapes(lora, self.spec)
         kept = job_state(shapes, self.spec.dtype, early_stopping=False)
         assert kept.total == pytest.approx(found.job, abs=512), "the count of steps, a scalar"
-        batch = MicroBatchShape(tokens, found.positions, recompute)
-        own = micro_batch_bytes(self.costs, self.spec, shapes, batch)
+        own = self.bytes(shapes, MicroBatchShape(tokens, found.positions, recomputed))
         assert own.kept >= found.kept
         return (own.peak - ROWS * tokens) / max(found.head, found.backward) - 1
 
@@ -89,24 +92,24 @@ def base(request: pytest.FixtureRequest) -> Iterator[Measured]:
 
 
 @pytest.mark.parametrize(
-    ("at", "rank", "tokens", "recompute", "positions"),
-    [(0, 64, 1024, False, None), (1, 8, 700, True, 20), (2, 128, 300, False, 100)],
+    ("at", "rank", "tokens", "recomputed", "positions"),
+    [(0, 64, 1024, 0, None), (1, 8, 700, 2, 20), (0, 32, 900, 1, 400), (2, 128, 300, 0, 100)],
 )
 def test_other_adapters_than_the_measured_one(
-    base: Measured, at: int, rank: int, tokens: int, recompute: bool, positions: int | None
+    base: Measured, at: int, rank: int, tokens: int, recomputed: int, positions: int | None
 ) -> None:
     lora = LoraSettings(r=rank, targets=TARGETS[base.spec.family][at])
-    assert abs(base.error(lora, tokens, recompute=recompute, positions=positions)) < 0.01
+    assert abs(base.error(lora, tokens, recomputed=recomputed, positions=positions)) < 0.01
 
 
 def test_an_adapter_of_the_upper_layer_alone_keeps_nothing_below(base: Measured) -> None:
     targets = tuple(name for name in base.spec.sites if ".1." in name)
-    assert abs(base.error(LoraSettings(r=16, targets=targets), 600, recompute=False, positions=None)) < 0.02
+    assert abs(base.error(LoraSettings(r=16, targets=targets), 600, recomputed=0, positions=None)) < 0.02
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recomputed", [0, 2])
 @pytest.mark.parametrize("top", [False, True])
-def test_pairs_of_a_dpo_loss_take_no_more_than_predicted(base: Measured, top: bool, recompute: bool) -> None:
+def test_pairs_of_a_dpo_loss_take_no_more_than_predicted(base: Measured, top: bool, recomputed: int) -> None:
     """The reference's forward and head included, which come first."""
     spec, meter, bounds = base.spec, base.meter, (0, 200, 512, 700, 1024)
     targets = (TOP_SITE[spec.family],) if top else TARGETS[spec.family][2]
@@ -131,11 +134,11 @@ def test_pairs_of_a_dpo_loss_take_no_more_than_predicted(base: Measured, top: bo
     meter.reset()
     before = meter.now()
     run_to_end(
-        runner.forward_backward(rows, batch, optimizer.trainable, optimizer.grads, beta=0.1, recompute=recompute)
+        runner.forward_backward(rows, batch, optimizer.trainable, optimizer.grads, beta=0.1, recomputed=recomputed)
     )
     counted = meter.peak() - before
-    asked = MicroBatchShape(tokens, rows.targets, recompute, pairs=True)
-    expected = micro_batch_bytes(base.costs, spec, lora_shapes(lora, spec), asked).peak - ROWS * tokens
+    asked = MicroBatchShape(tokens, rows.targets, recomputed, pairs=True)
+    expected = base.bytes(lora_shapes(lora, spec), asked).peak - ROWS * tokens
     assert 0.97 * expected < counted <= expected
 
 
@@ -149,9 +152,9 @@ def test_random_adapters(config: PretrainedConfig) -> None:
             lora = LoraSettings(
                 r=rng.choice((4, 8, 16, 32, 64)), targets=tuple(rng.sample(names, rng.randint(1, len(names))))
             )
-            tokens, recompute = rng.randint(128, 2048), rng.random() < 0.4
-            error = base.error(lora, tokens, recompute=recompute, positions=rng.choice((None, 20, tokens // 3)))
-            assert abs(error) < 0.03, (lora, tokens, recompute)
+            tokens, recomputed = rng.randint(128, 2048), rng.choice((0, 0, 1, 2))
+            error = base.error(lora, tokens, recomputed=recomputed, positions=rng.choice((None, 20, tokens // 3)))
+            assert abs(error) < 0.03, (lora, tokens, recomputed)
 
 
 def test_roles_are_names_within_a_layer() -> None:
@@ -162,23 +165,18 @@ def test_roles_are_names_within_a_layer() -> None:
 
 def test_recomputation_and_fewer_tokens_take_less(base: Measured) -> None:
     shapes = lora_shapes(LoraSettings(r=16), base.spec)
-    whole, half, again = (
-        micro_batch_bytes(base.costs, base.spec, shapes, batch)
-        for batch in (
-            MicroBatchShape(4096, 4000),
-            MicroBatchShape(2048, 2000),
-            MicroBatchShape(4096, 4000, recompute=True),
-        )
-    )
+    batches = (MicroBatchShape(2048, 2000), *(MicroBatchShape(4096, 4000, layers) for layers in (0, 1, 2, 3)))
+    half, whole, one, both, more = (base.bytes(shapes, batch) for batch in batches)
     assert half.peak < whole.peak
-    assert again.peak < whole.peak
-    assert again.kept < whole.kept
+    assert both.peak < whole.peak and one.peak <= whole.peak
+    assert both.kept < one.kept < whole.kept
+    assert more == both, "there are two"
 
 
 def test_a_teacher_and_dropout_take_more(base: Measured) -> None:
     shapes = lora_shapes(LoraSettings(r=16), base.spec)
     plain, taught, dropped = (
-        micro_batch_bytes(base.costs, base.spec, shapes, MicroBatchShape(1024, 1000, dropout=dropout, teacher=teacher))
+        base.bytes(shapes, MicroBatchShape(1024, 1000, teacher=teacher), dropout=dropout)
         for dropout, teacher in ((False, False), (False, True), (True, False))
     )
     assert taught.kept > plain.kept

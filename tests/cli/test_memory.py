@@ -24,7 +24,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, use: MemoryUse | None, *options: str)
 def test_every_use_and_every_job_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     status, output = shown(monkeypatch, USE)
     assert status == 0
-    for text in ("base and buffers", "of them adapters", "other processes", "in all", "job-7", "512", "yes"):
+    for text in ("base and buffers", "of them adapters", "other processes", "in all", "job-7", "512", "12 of 32"):
         assert text in output
     assert "for jobs: 140 of 500 MiB needed" in output
 

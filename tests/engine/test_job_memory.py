@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from coserve.admission.memory import GIB, Hold, MemoryAdmission, Start
-from coserve.admission.treatment import JobMemory, job_memory
+from coserve.admission.treatment import JobMemory, Treatment, job_memory
 from coserve.engine import engine
 from coserve.engine.device_memory import DeviceMemory, Fixed
 from coserve.gpu_memory import MemoryModel, MemoryUse
@@ -65,7 +65,7 @@ async def test_a_job_in_line_waits_for_memory_and_starts_when_another_ends() -> 
             s.api.send(StartJob(spec=spec(id)))
         seen = await s.until(said(JobWaiting, "two"), said(JobStarted, "one"))
         assert not any(map(said(JobStarted, "two"), seen)), "the other place is free, the memory is not"
-        assert s.trainer.limits["one"] == (one.options[0].treatment.tokens, False)
+        assert s.trainer.limits["one"] == one.options[0].treatment
         s.trainer.gate.set()
         seen = await s.until(said(JobSucceeded, "one"), said(JobSucceeded, "two"))
         assert sum(map(said(JobWaiting, "two"), seen)) == 1
@@ -111,8 +111,21 @@ async def test_a_job_that_fits_only_with_recomputation_gets_it_and_is_told() -> 
         seen = await s.until(said(JobSucceeded, "one"))
         (note,) = (message for message in seen if isinstance(message, JobNote))
         assert note.kept
-        assert "computed again" in note.message
-        assert s.trainer.limits["one"] == (64, True)
+        assert "recomputes 4 of 4 layers" in note.message
+        assert s.trainer.limits["one"] == Treatment(64, recomputed=4)
+
+
+async def test_a_job_is_planned_for_the_layers_that_it_runs() -> None:
+    lean = msgspec.structs.replace(COSTS, layer=3000.0)
+    model = MemoryModel(costs=COSTS, training=GIB, compiled=lean)
+    (first, *_) = job_memory(spec("one"), BASE, model, LIMIT).options
+    async with scene(memory=memory(needs().state.total + first.activations)) as s:
+        s.trainer.layer_costs = lean
+        s.trainer.go.set()
+        s.api.send(StartJob(spec=spec("one")))
+        seen = await s.until(said(JobSucceeded, "one"))
+        assert not any(isinstance(message, JobNote) for message in seen)
+        assert s.trainer.limits["one"] == first.treatment and first.treatment.compiled
 
 
 async def test_memory_that_another_process_gives_back_starts_the_job_that_waits(

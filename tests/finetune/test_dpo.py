@@ -13,6 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from coserve.adapter_store.files import save_adapter
 from coserve.adapters.record import record_adapter
+from coserve.admission.treatment import Treatment
 from coserve.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
@@ -199,7 +200,7 @@ def test_pairs_stay_together_where_memory_is_short(base: Base, tmp_path: Path) -
     spec = bench.place(PAIRS, job_spec(PAIRS, **(JOB | {"batch_tokens": 1000, "micro_batch_tokens": 1000, "steps": 1})))
     whole = metrics_of(Bench(base, tmp_path).train(spec))
     bench.start(spec)
-    bench.trainer.limit(spec.id, 1, recompute=True)
+    bench.trainer.limit(spec.id, Treatment(1, recomputed=2))
     (lowered,) = metrics_of(bench.run(spec.id))
     assert (lowered.loss, lowered.rewards) == (pytest.approx(whole[0].loss), whole[0].rewards)
 

@@ -52,7 +52,7 @@ def test_any_base_can_be_measured_and_stays_what_it_is(family: str, recompute: b
     device = MemoryProfiler(base, Steps(), conditions(GROUPED, recompute=recompute))
     assert device.step(64) == 1
     assert device.step(2 * base.spec.context) == 1, "longer than the context too"
-    phases = device.phases(96, recompute=recompute)
+    phases = device.phases(96, recomputed=recompute)
     assert (phases.job, phases.begin, phases.kept, phases.forward) == (1, 1, 2, 3), "asked in this order"
     assert (phases.head, phases.backward, phases.whole) == (4, 5, 6)
     assert all(torch.equal(a, b) for a, b in zip(before, base.model.parameters(), strict=True))

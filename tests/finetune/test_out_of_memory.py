@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from coserve.admission.treatment import Treatment
 from coserve.finetune.memory_limits import MemoryLimits
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.passes import training_pass
@@ -149,7 +150,7 @@ def test_an_update_that_fails_is_not_repeated() -> None:
 
 
 def test_micro_batches_are_cut_within_themselves() -> None:
-    limits = MemoryLimits(random_corpus(lengths=(9, 5, 12, 3, 7, 8)).lengths)
+    limits = MemoryLimits(random_corpus(lengths=(9, 5, 12, 3, 7, 8)).lengths, 4)
     planned = ((0, 1), (2, 3), (4, 5))
     assert limits.cut(planned) is planned
     assert limits.lower((4, 5)) is not None
@@ -160,22 +161,22 @@ def test_micro_batches_are_cut_within_themselves() -> None:
 
 
 def test_planned_limits_hold_until_they_are_lifted() -> None:
-    limits = MemoryLimits(random_corpus(lengths=(9, 5, 12, 3, 7, 8)).lengths)
+    limits = MemoryLimits(random_corpus(lengths=(9, 5, 12, 3, 7, 8)).lengths, 4)
     planned = ((0, 1), (2, 3), (4, 5))
-    limits.plan(14, recompute=True)
+    limits.plan(Treatment(14, recomputed=3, compiled=True))
     assert limits.cut(planned) == [(0, 1), (2,), (3,), (4,), (5,)]
-    assert limits.recomputes
-    limits.plan(15, recompute=False)
+    assert limits.recomputed == 3 and limits.compiled
+    limits.plan(Treatment(15))
     assert limits.cut(planned) == list(planned)
     assert limits.lower((4, 5)) is not None
-    limits.plan(None, recompute=False)
+    limits.plan(None)
     assert limits.cut(planned) == [(0,), (1,), (2,), (3,), (4,), (5,)], "what ran out of memory is not forgotten"
 
 
 def test_a_job_that_is_limited_learns_the_same(tmp_path: Path) -> None:
     bench = Bench(base(), tmp_path)
     bench.start(bench.place(CORPUS, SPEC))
-    bench.trainer.limit(SPEC.id, 12, recompute=True)
+    bench.trainer.limit(SPEC.id, Treatment(12, recomputed=2))
     messages = bench.run(SPEC.id)
     weights = load_file(bench.folder.adapter(REF) / ADAPTER_WEIGHTS)
     assert_same(Trained(messages, weights, Faults()), clean(recompute=False))

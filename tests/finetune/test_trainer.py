@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from coserve.adapter_store.files import load_adapter
 from coserve.adapters.peft import inspect_adapter
+from coserve.admission.treatment import Treatment
 from coserve.corpus.tokenized import Corpus
 from coserve.errors import AdapterNotFound, CheckpointUnreadable, CorruptAdapter, InvalidRequest, StorageFull
 from coserve.finetune.checkpoint import STATE, TENSORS
@@ -229,7 +230,12 @@ def test_without_a_readable_checkpoint_the_job_starts_over(base: Base, tmp_path:
 def test_recomputing_gives_the_same_job(base: Base, tmp_path: Path) -> None:
     kept, recomputed = Bench(base, tmp_path / "kept"), Bench(base, tmp_path / "recomputed", recompute=True)
     spec = job_spec(CORPUS, dropout=0.2, neftune_alpha=5.0)
-    assert kept.train(kept.place(CORPUS, spec)) == recomputed.train(recomputed.place(CORPUS, spec))
+    expected = kept.train(kept.place(CORPUS, spec))
+    assert expected == recomputed.train(recomputed.place(CORPUS, spec))
+    some = Bench(base, tmp_path / "some")
+    some.start(some.place(CORPUS, spec))
+    some.trainer.limit(spec.id, Treatment(1 << 20, recomputed=1))
+    assert expected == some.run(spec.id)
 
 
 def test_continuing_an_adapter_starts_from_its_files(base: Base, tmp_path: Path) -> None:

@@ -23,9 +23,10 @@ from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.kinds import kind_of
-from coserve.model.training.trace import Compile, compile_layer, inductor, interpreted
+from coserve.model.training.trace import Compile, CompiledLayer, compile_layer, inductor, interpreted
 from tests.finetune.test_step import CORPUS, CPU, started
 from tests.support.finetuning import Bench, job_spec, random_corpus, tiny_base
+from tests.support.gpu_memory import COSTS
 from tests.support.lora_backends import GROUPED, SEGMENTED
 
 
@@ -68,13 +69,16 @@ def lora_of(
 
 def gradients(base: Base, compiled: CompiledLayers | None, packs: Sequence[list[int]], **options) -> tuple[Tensor, ...]:
     """The loss's sums and all gradients of these rows."""
-    optimizer, recompute = started(base), options.pop("recompute", False)
-    runner = MicroBatchRunner(base, recompute=recompute, compiled=compiled)
+    optimizer, own = (
+        started(base),
+        {name: options.pop(name) for name in ("recomputed", "for_compiled") if name in options},
+    )
+    runner = MicroBatchRunner(base, recompute=options.pop("recompute", False), compiled=compiled)
     total = torch.zeros(1, 2, dtype=torch.float64)
     for indices in packs:
         rows = pack_rows(CORPUS, indices, CPU)
         lora = lora_of(rows, optimizer, **options)
-        total += run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads))
+        total += run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, **own))
     return total, *(one.clone() for layer in optimizer.grads for one in layer)
 
 
@@ -100,6 +104,39 @@ def test_gradients_are_those_of_autograd(llama: tuple[Base, CompiledLayers, Coun
     layers = len(base.layers) * len(PACKS)
     assert (counted.forwards, counted.backwards) == (layers * (2 if recompute else 1), layers)
     equal(found, gradients(base, None, PACKS))
+
+
+def test_layers_that_are_recomputed_change_nothing(llama: tuple[Base, CompiledLayers, Counted]) -> None:
+    base, compiled, counted = llama
+    kept = gradients(base, compiled, PACKS)
+    for layers in (1, len(base.layers)):
+        counted.reset()
+        found = gradients(base, compiled, PACKS, recomputed=layers)
+        assert counted.forwards == len(base.layers) + layers
+        assert all(torch.equal(one, other) for one, other in zip(found, kept, strict=True))
+
+
+def test_a_batch_that_is_refused_after_all_recomputes_the_layers_that_it_has_no_memory_for(
+    llama: tuple[Base, CompiledLayers, Counted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, compiled, _ = llama
+    compiled.costs = COSTS
+    expected, refused = gradients(base, None, PACKS), lambda self, tokens: False
+    with monkeypatch.context() as patch:
+        patch.setattr(CompiledLayer, "fits", refused)
+        ran, layer = list[int](), LayerCut.layer
+
+        def run(self: LayerCut, i: int, *given) -> Tensor:
+            ran.append(i)
+            return layer(self, i, *given)
+
+        patch.setattr(LayerCut, "layer", run)
+        found = gradients(base, compiled, PACKS, for_compiled=True)
+    assert ran == [*range(len(base.layers)), *reversed(range(len(base.layers)))]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert compiled.costs is None, "jobs are planned for the layers themselves from now on"
+    assert "other sizes" in compiled.notes[0]
+    compiled.notes = ()
 
 
 def test_an_evaluation_runs_compiled_forwards(llama: tuple[Base, CompiledLayers, Counted]) -> None:

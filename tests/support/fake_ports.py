@@ -16,9 +16,11 @@ from typing import Any, TypeVar
 
 from coserve.adapter_store.host import HostBudget
 from coserve.adapter_store.store import AdapterStore
+from coserve.admission.treatment import Treatment
 from coserve.cancellation import Cancellation
 from coserve.errors import CheckpointUnreadable, PromptTooLong
 from coserve.finetune.passes.mixing import BatchLimits, Size, companions
+from coserve.gpu_memory import TrainingCosts
 from coserve.link import (
     FromEngine,
     Generate,
@@ -277,8 +279,10 @@ class FakeTrainer:
     """All that have begun."""
     gaps: list[float] = field(default_factory=list)
     """How long the jobs waited for each slice, all together."""
-    limits: dict[str, tuple[int | None, bool]] = field(default_factory=dict)
+    limits: dict[str, Treatment] = field(default_factory=dict)
     """The last `limit` of each job."""
+    layer_costs: TrainingCosts | None = None
+    """Of compiled layers."""
     sample_every: int | None = None
     """Steps between two snapshots of a job."""
     _runs: dict[str, _Run] = field(default_factory=dict)
@@ -442,9 +446,9 @@ class FakeTrainer:
 
         return write
 
-    def limit(self, job: str, tokens: int | None, *, recompute: bool) -> None:
+    def limit(self, job: str, treatment: Treatment) -> None:
         assert job in self._runs, f"{job} is not loaded"
-        self.limits[job] = (tokens, recompute)
+        self.limits[job] = treatment
 
     def limit_shared(self, tokens: int | None) -> None:
         """Jobs share by their rows here."""

@@ -8,12 +8,12 @@ from coserve.types import BaseSpec, SiteSpec
 COSTS = TrainingCosts(
     rank=16,
     fixed=0.0,
-    layer=1000.0,
+    layer=9000.0,
     groups=(
-        GroupCosts(roles=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), kept=100.0, bottom=900.0),
-        GroupCosts(roles=("self_attn.o_proj",), kept=0.0, bottom=700.0),
-        GroupCosts(roles=("mlp.gate_proj", "mlp.up_proj"), kept=100.0, bottom=500.0),
-        GroupCosts(roles=("mlp.down_proj",), kept=300.0, bottom=200.0),
+        GroupCosts(roles=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), kept=100.0, bottom=8900.0),
+        GroupCosts(roles=("self_attn.o_proj",), kept=0.0, bottom=8700.0),
+        GroupCosts(roles=("mlp.gate_proj", "mlp.up_proj"), kept=100.0, bottom=8500.0),
+        GroupCosts(roles=("mlp.down_proj",), kept=300.0, bottom=8200.0),
     ),
     recompute=Line(fixed=0.0, per_token=150.0),
     head=HeadCosts(norm=Line(fixed=0.0, per_token=100.0), fixed=0.0, per_token=50.0, per_position=4000.0, most=64),
@@ -38,7 +38,7 @@ USE = MemoryUse(
     each=(
         JobUse(
             id="job-7", adapter=5 * MIB, gradients=10 * MIB, optimizer=25 * MIB, activations=100 * MIB, micro_batch_tokens=512,
-            recompute=True,
+            recomputed_layers=12, layers=32,
         ),
     ),
 )  # fmt: skip

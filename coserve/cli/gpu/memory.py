@@ -70,10 +70,10 @@ def job_table(use: MemoryUse) -> Table:
     table.add_column("job")
     for name in ("adapter", "gradients", "optimizer", "activations", "tokens"):
         table.add_column(name, justify="right")
-    table.add_column("recompute")
+    table.add_column("recomputed layers", justify="right")
     for job in use.each:
         sizes = map(mib, (job.adapter, job.gradients, job.optimizer, job.activations))
-        table.add_row(job.id, *sizes, str(job.micro_batch_tokens), "yes" if job.recompute else "no")
+        table.add_row(job.id, *sizes, str(job.micro_batch_tokens), f"{job.recomputed_layers} of {job.layers}")
     return table
 
 

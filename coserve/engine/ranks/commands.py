@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from coserve.admission.treatment import Treatment
 from coserve.generate.execution.interface import StepInput
 from coserve.types import AdapterDigests, AdapterRef, JobSpec
 
@@ -139,8 +140,7 @@ class LimitJob(Command, frozen=True):
     """See `Trainer.limit`."""
 
     job: str
-    tokens: int | None
-    recompute: bool
+    treatment: Treatment
 
 
 class GatherJob(Command, frozen=True):

@@ -123,8 +123,8 @@ class Follower:
                 self._commands.send(Answer(command.number, outcome.position, outcome.code, outcome.message))
             case RetryJob(job):
                 self._parts.trainer.retry(job)
-            case LimitJob(job, tokens, recompute):
-                self._parts.trainer.limit(job, tokens, recompute=recompute)
+            case LimitJob(job, treatment):
+                self._parts.trainer.limit(job, treatment)
             case GatherJob(job):
                 self._parts.trainer.gather(job)
             case AbandonJob(job):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from coserve.admission.treatment import Treatment
 from coserve.cancellation import Cancellation
 from coserve.engine.ranks.commands import (
     AbandonJob,
@@ -23,6 +24,7 @@ from coserve.engine.ranks.followers import Followers
 from coserve.errors import CoserveError, EngineFault
 from coserve.finetune.outcome import Outcome, judge
 from coserve.finetune.trainer import Trainer
+from coserve.gpu_memory import TrainingCosts
 from coserve.link import (
     FromEngine,
     JobCheckpoint,
@@ -121,10 +123,15 @@ class RankedTrainer:
 
         return run
 
-    def limit(self, job: str, tokens: int | None, *, recompute: bool) -> None:
+    def limit(self, job: str, treatment: Treatment) -> None:
         """See `Trainer.limit`."""
-        self._followers.send(LimitJob(job, tokens, recompute))
-        self._local.limit(job, tokens, recompute=recompute)
+        self._followers.send(LimitJob(job, treatment))
+        self._local.limit(job, treatment)
+
+    @property
+    def layer_costs(self) -> TrainingCosts | None:
+        """See `Trainer.layer_costs`."""
+        return self._local.layer_costs
 
     def abandon(self, job: str) -> None:
         """See `Trainer.abandon`."""

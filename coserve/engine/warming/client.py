@@ -13,7 +13,9 @@ import msgspec
 import torch
 
 from coserve.config import config_from_json
+from coserve.gpu_memory import TrainingCosts
 from coserve.kernels.lora.types import StackedWeights
+from coserve.memory.profile import load_layer_costs
 from coserve.model.gemm_choice import GemmChoice, load_gemms
 from coserve.warmup.key import GEMM_FOLDER
 from coserve.warmup.launch import worker_bytes
@@ -35,6 +37,11 @@ def gemm_paths(task: WarmUpTask) -> list[Path]:
     return [Path(task.folder) / GEMM_FOLDER / f"{task.shape}-{name}.json" for name in GEMMS]
 
 
+def layer_costs_path(task: WarmUpTask) -> Path:
+    """The file with the memory of compiled training layers."""
+    return Path(task.folder) / f"{task.shape}-{TRAINING_LAYERS}.json"
+
+
 class KernelsOnDisk:
     """Implements `generate.execution.start.WarmKernels` once a warm-up has ended: for ranks that follow."""
 
@@ -52,6 +59,10 @@ class KernelsOnDisk:
     def training_layers_ready(self) -> bool:
         """See `WarmKernels`."""
         return True
+
+    def layer_costs(self) -> TrainingCosts | None:
+        """See `WarmKernels`."""
+        return load_layer_costs(layer_costs_path(self._task))
 
     def gemms(self, stacked: Sequence[StackedWeights], device: torch.device) -> GemmChoice | None:
         """See `WarmKernels`."""
@@ -138,6 +149,10 @@ class WarmUpClient:
     def training_layers_ready(self) -> bool:
         """Whether the compiled layers of training are on disk."""
         return self.complete((TRAINING_LAYERS,))
+
+    def layer_costs(self) -> TrainingCosts | None:
+        """See `WarmKernels`."""
+        return load_layer_costs(layer_costs_path(self._task))
 
     def gemms(self, stacked: Sequence[StackedWeights], device: torch.device) -> GemmChoice | None:
         """See `WarmKernels`."""

@@ -8,10 +8,12 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from coserve.adapters.targets import resolve_targets
 from coserve.config import Config
 from coserve.engine.sizes import STEP_TOKENS
-from coserve.engine.warming.client import gemm_paths
+from coserve.engine.warming.client import gemm_paths, layer_costs_path
 from coserve.engine.warming.step_mixes import (
     CONTEXTS,
     Mix,
@@ -37,6 +39,7 @@ from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.types import StackedWeights
 from coserve.memory.kv import KvCache
 from coserve.memory.plan import Work
+from coserve.memory.profile import save_layer_costs
 from coserve.memory.profile import sizes as profiled_sizes
 from coserve.model.base import Base
 from coserve.model.fused import FusedBase
@@ -57,6 +60,8 @@ TARGETS = (
     ("c_attn",),
 )
 """Target modules that adapters often have, besides all of them."""
+LAYER_COSTS_TOKENS = 2048
+"""Of the largest micro-batch that compiled layers are measured with: their memory is a line."""
 L2_BYTES = 200 << 20
 """More than any GPU's L2 cache. GEMMs are measured over as many bytes of weights, as in a step all are read from HBM."""
 SAMPLED = (
@@ -252,9 +257,9 @@ class PartRunner:
                 with suppress(NonFiniteLoss):  # kernels that were not launched wrote nothing
                     run(size)
 
-    def _profiler(self, rank: int, bd_blocks: int = 1) -> MemoryProfiler:
+    def _profiler(self, rank: int, bd_blocks: int = 1, compiled: CompiledLayers | None = None) -> MemoryProfiler:
         meter = CudaMemoryMeter(self._base.device) if self._on_gpu else NoMeter()
-        return MemoryProfiler(self._base, meter, self._conditions, rank=rank, bd_blocks=bd_blocks)
+        return MemoryProfiler(self._base, meter, self._conditions, rank=rank, bd_blocks=bd_blocks, compiled=compiled)
 
     # ---- compiled layers
 
@@ -286,7 +291,16 @@ class PartRunner:
         if self._on_gpu and self._conditions.lora_backend.groups_inputs and self._base.sharding is None:
             self._wake_compiler()
             with suppress(UnsupportedBase):  # the engine says why
-                CompiledLayers(self._base, LayerCut(self._base)).compile()
+                layers = CompiledLayers(self._base, LayerCut(self._base))
+                layers.compile()
+                yield 1, 2
+                with suppress(torch.OutOfMemoryError):  # jobs are planned for the base's own layers
+                    save_layer_costs(
+                        layer_costs_path(self._task),
+                        self._profiler(DEFAULT_RANK, compiled=layers).costs(
+                            min(LAYER_COSTS_TOKENS, self._conditions.work.micro_batch_tokens)
+                        ),
+                    )
 
     def _gemms(self, rows: int, path: Path) -> Iterator[tuple[int, int]]:
         yield 0, 2

@@ -30,15 +30,15 @@ def uncompiled(spec: JobSpec) -> list[str]:
 class CompiledLayerPass:
     """Implements `LayerPass`."""
 
-    def __init__(self, compiled: CompiledPass, first: int, *, recompute: bool) -> None:
-        """`first`: the lowest layer that is trained. `recompute`: keep only the layers' inputs, and run them again."""
-        self._pass, self._first, self._recompute = compiled, first, recompute
+    def __init__(self, compiled: CompiledPass, first: int, keep_from: int) -> None:
+        """`first`: the lowest layer that is trained; `keep_from`: the lowest one of those that is not recomputed."""
+        self._pass, self._first, self._keep_from = compiled, first, keep_from
         self._saved: list[list[object]] = []
         self._inputs: list[Tensor] = []
 
     def forward(self, i: int, h_1TD: Tensor) -> Tensor:
         """As `LayerPass.forward`."""
-        keeps = i >= self._first and not self._recompute
+        keeps = i >= self._first and i >= self._keep_from
         output_1TD, saved = self._pass.forward(i, h_1TD, keeps=keeps)
         if keeps:
             self._saved.append(saved)
@@ -48,7 +48,7 @@ class CompiledLayerPass:
 
     def backward(self, i: int, gradient_1TD: Tensor) -> Tensor:
         """As `LayerPass.backward`."""
-        if self._recompute:
+        if i < self._keep_from:
             _, saved = self._pass.forward(i, self._inputs.pop(), keeps=True)
         else:
             saved = self._saved.pop()

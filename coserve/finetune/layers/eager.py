@@ -36,18 +36,18 @@ class EagerLayerPass:
         trainable: LayerTensors,
         grads: LayerTensors,
         first: int,
-        *,
-        recompute: bool,
+        keep_from: int,
     ) -> None:
-        """`trainable`, `grads`: see `MicroBatchRunner.forward_backward`. `first`: the lowest layer that is trained."""
-        self._cut, self._inputs, self._context, self._recompute = cut, inputs, context, recompute
-        self._trainable, self._grads, self._first = trainable, grads, first
+        """`trainable`, `grads`: see `MicroBatchRunner.forward_backward`. `first`: the lowest layer that is trained; `keep_from`: the
+        lowest one of those that is not recomputed."""
+        self._cut, self._inputs, self._context = cut, inputs, context
+        self._trainable, self._grads, self._first, self._keep_from = trainable, grads, first, keep_from
         self._saved: list[_SavedLayer] = []
 
     def forward(self, i: int, h_1TD: Tensor) -> Tensor:
         """As `LayerPass.forward`."""
         learns = i >= self._first
-        keep_graph = learns and not self._recompute
+        keep_graph = learns and i >= self._keep_from
         input_1TD = h_1TD.detach().requires_grad_(keep_graph and i > self._first)
         output_1TD = self._layer(i, input_1TD, gradient=keep_graph)
         if learns:

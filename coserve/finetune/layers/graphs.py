@@ -80,7 +80,7 @@ class LayerGraphs:
             self._stop("there is not enough memory")
         return True
 
-    def begin(self, inputs: LayerInputs, lora: PreparedLora, first: int, *, recompute: bool) -> LayerPass | None:
+    def begin(self, inputs: LayerInputs, lora: PreparedLora, first: int, keep_from: int) -> LayerPass | None:
         """A batch's pass; None: it has no graphs. See `CompiledLayerPass`."""
         busy = self._running is not None and self._running() is not None
         if self.notes or busy or not isinstance(inputs.attention, PackedAttention) or lora.structure is None:
@@ -88,10 +88,10 @@ class LayerGraphs:
         self._batches += 1
         bounds, tensors = inputs.attention.bounds, tensors_of(inputs)
         sizes = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
-        key = (sizes, limits(bounds), lora.structure, first, recompute)
+        key = (sizes, limits(bounds), lora.structure, first, keep_from)
         if self._recorder is None:
             self._recorder = self._make()
-        shape = self._shapes.pop(key, None) or self._new(inputs, lora, first, recompute=recompute)
+        shape = self._shapes.pop(key, None) or self._new(inputs, lora, first, keep_from)
         if shape is None:
             return None
         self._shapes[key], shape.used = shape, self._batches
@@ -108,7 +108,7 @@ class LayerGraphs:
             return ReplayPass(shape)
         return CapturePass(shape, recorder, self._stop) if shape.warm else FirstPass(shape, recorder)
 
-    def _new(self, inputs: LayerInputs, lora: PreparedLora, first: int, *, recompute: bool) -> Graphs | None:
+    def _new(self, inputs: LayerInputs, lora: PreparedLora, first: int, keep_from: int) -> Graphs | None:
         if len(self._shapes) >= self._most:
             oldest = next(iter(self._shapes))
             if self._batches - self._shapes[oldest].used < self._idle:
@@ -120,7 +120,7 @@ class LayerGraphs:
         compiled = self._compiled.begin(fixed, own)
         if compiled is None:
             return None
-        return Graphs(fixed, attention, own, partial(CompiledLayerPass, compiled, first, recompute=recompute), first)
+        return Graphs(fixed, attention, own, partial(CompiledLayerPass, compiled, first, keep_from), first)
 
     def _stop(self, reason: str) -> None:
         self.notes = (f"training: layers run without CUDA graphs: {reason}",)

@@ -187,7 +187,8 @@ def _compute(
             grads,
             teacher=teacher,
             beta=first.beta,
-            recompute=first.recompute,
+            recomputed=first.recomputed,
+            for_compiled=all(each.for_compiled for each in micro_batches),
             noises=[each.noise for each in micro_batches],
         )
     )

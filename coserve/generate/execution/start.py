@@ -23,6 +23,7 @@ from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.graph_sizes import DECODE_BATCHES, LORA_RANKS, MIXED_TOKENS, PARTIAL_FOOTPRINTS
 from coserve.generate.execution.interface import StepExecutor
+from coserve.gpu_memory import TrainingCosts
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import StackedWeights
 from coserve.memory.graph_bytes import GraphBytes
@@ -59,6 +60,10 @@ class WarmKernels(Protocol):
 
     def training_layers_ready(self) -> bool:
         """Whether the compiled layers of training are on disk."""
+        ...
+
+    def layer_costs(self) -> TrainingCosts | None:
+        """The memory that those take; None: it was not measured."""
         ...
 
     def gemms(self, stacked: Sequence[StackedWeights], device: torch.device) -> GemmChoice | None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from coserve.errors import UnsupportedBase
+from coserve.gpu_memory import TrainingCosts
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.model import probe
@@ -47,14 +48,19 @@ class CompiledLayers:
         cut: LayerCut,
         compile: Compile = inductor,
         stream: Callable[[], AbstractContextManager[object]] = nullcontext,
+        costs: Callable[[], TrainingCosts | None] = lambda: None,
     ) -> None:
-        """On the thread that runs the base. `stream` enters the stream that training runs on. Raises `UnsupportedBase`."""
+        """On the thread that runs the base. `stream` enters the stream that training runs on. `costs` of memory, as far as they were
+        measured: asked for once the layers are compiled. Raises `UnsupportedBase`."""
         if base.sharding is not None:
             raise UnsupportedBase("ranks that share a base train with plain layers")
         if not base.sites.shared():
             share_inputs(base)
         self._compile, self._stream, self._device = compile, stream, base.device
         self.cut = cut
+        self._load_costs = costs
+        self.costs: TrainingCosts | None = None
+        """Of memory, by which jobs may be planned; None: they are not known, or a batch was refused: others may be, too."""
         self.notes: tuple[str, ...] = ()
         """On the last batch that they were not right for, for an operator."""
         paths = {id(module): name for name, module in base.model.named_modules()}
@@ -95,6 +101,7 @@ class CompiledLayers:
             for kind, example in examples.items():
                 self._compiled[kind] = compile_layer(example.run, example.tensors, EXAMPLE_TOKENS, self._compile)
                 self._check(self._kinds.index(kind), example, self._compiled[kind])
+        self.costs = self._load_costs()
         self._layers = {i: self._compiled[kind] for i, kind in enumerate(self._kinds)}
 
     def _check(self, i: int, example: _Example, compiled: CompiledLayer) -> None:
@@ -138,7 +145,7 @@ class CompiledLayers:
     def _tell(self, note: str) -> None:
         if not self.notes:
             log.warning("training: %s", note)
-        self.notes = (f"training: {note}",)
+        self.notes, self.costs = (f"training: {note}",), None
 
 
 class CompiledPass:
