@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,3 +74,13 @@ def judge(outcomes: Sequence[Outcome]) -> Verdict:
     together = len({outcome.position for outcome in outcomes}) == 1
     memory = all(outcome.code == JobOutOfMemory.code for outcome in own)
     return Verdict(own[0].code, own[0].message, retry=memory and together)
+
+
+@contextmanager
+def aborting_on_error(guard: SliceGuard) -> Iterator[None]:
+    """Tells the other ranks of an error at once."""
+    try:
+        yield
+    except Exception:
+        guard.abort()
+        raise

@@ -36,7 +36,7 @@ from coserve.finetune.loop import SliceTimer, TrainingLoop
 from coserve.finetune.lora_tensors import cast
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.outcome import PEER_FAILED, NoPeers, Outcome, SliceGuard
+from coserve.finetune.outcome import PEER_FAILED, NoPeers, Outcome, SliceGuard, aborting_on_error
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.passes.passes import TrainingPasses
 from coserve.finetune.passes.training_pass import TrainingPass
@@ -173,7 +173,7 @@ class Trainer:
         metrics: StepMetrics | None = None
         guard.begin(self._base.device)
         try:
-            with contained(self._base.device), _aborting_on_error(guard):
+            with contained(self._base.device), aborting_on_error(guard):
                 if one is not None:
                     one.advance(micro_steps)
                     for _, error in one.errors:
@@ -395,13 +395,3 @@ class Trainer:
                     raise
                 numbers = memory_numbers(error, self._base.device)
                 raise JobOutOfMemory(f"not enough memory ({numbers}); try a smaller rank") from error
-
-
-@contextmanager
-def _aborting_on_error(guard: SliceGuard) -> Iterator[None]:
-    """Tells the other ranks of an error at once."""
-    try:
-        yield
-    except Exception:
-        guard.abort()
-        raise
