@@ -26,7 +26,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.state.records import AdapterRecord
 from coserve.types import AdapterRef, LoraSettings
-from tests.support.examples import examples
+from tests.support.examples import examples, sample
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import alone, packed, save_peft, tokens_of
 from tests.support.tiny_models import tiny_model
@@ -154,9 +154,10 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "phi3-fused": ("phi3", {"r": 3, "target_modules": ["qkv_proj", "gate_up_proj"]}),
 }
+QUICK = ("llama-all", "llama-patterns", "llama-bd-all", "gpt2-all", "llama-regex", "phi3-fused")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sample(CASES.keys(), *QUICK))
 def test_a_peft_adapter_gives_pefts_logits(case: str, tmp_path: Path) -> None:
     family, settings = CASES[case]
     peft_model = save_peft(tiny_model(family), tmp_path, **settings)
@@ -182,7 +183,7 @@ _SITE_PATTERNS = st.sampled_from(
 )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sample(CASES.keys(), *QUICK))
 def test_a_registered_adapter_is_loaded_without_matching_a_pattern(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,7 +236,7 @@ def test_random_patterns_give_pefts_logits(ranks: dict[str, int], alphas: dict[s
     torch.testing.assert_close(got, alone(peft_model, tokens_of(TOKENS)), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sample(CASES.keys(), *QUICK))
 def test_what_coserve_saves_peft_loads(case: str, tmp_path: Path) -> None:
     family, settings = CASES[case]
     (tmp_path / "in").mkdir()

@@ -47,6 +47,7 @@ def shape_of(api: Api, ref: AdapterRef, tensor: str) -> tuple[int, ...]:
         return file.entries[f"base_model.model.model.layers.0.{tensor}.weight"].shape
 
 
+@pytest.mark.slow
 async def test_block_diagonal_adapters_are_trained_shown_continued_and_served_with_others(tmp_path: Path) -> None:
     async with serve_real(tmp_path) as api:
         for name, lora in ADAPTERS.items():

@@ -8,6 +8,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.examples import examples
 from tests.support.real_server import serve_real
 
@@ -34,6 +36,7 @@ def refused(case: dict[str, Any]) -> set[str]:
     return found | ({"repetition_penalty"} if case.get("repetition_penalty", 1.0) < 0.01 else set())
 
 
+@pytest.mark.slow
 async def test_every_number_within_the_limits_is_answered(tmp_path: Path) -> None:
     cases: list[dict[str, Any]] = [{name: value} for name, span in SPANS.items() for value in extremes(*span)]
     rng = random.Random(11)

@@ -14,6 +14,7 @@ from tests.support.real_server import serve_real
 ROWS = [{"text": f"Word {n} is followed by word {n + 1}."} for n in range(12)]
 
 
+@pytest.mark.slow
 async def test_a_job_with_lion_and_noise_learns(tmp_path: Path) -> None:
     async with serve_real(tmp_path) as api:
         training = {"optimizer": "lion", "neftune_alpha": 5, "steps": 12, "batch_tokens": 64, "validation_split": 0.25}

@@ -10,6 +10,7 @@ import pytest
 from coserve.link import Generate
 from tests.support.api_server import Api
 from tests.support.crash_oracle import ROWS, curve_of, digest
+from tests.support.examples import sample
 from tests.support.real_server import serve_real
 
 PROMPTS: list[Any] = ["The quick", [{"role": "user", "content": "Hello"}]]
@@ -77,6 +78,7 @@ async def test_samples_come_every_k_steps_and_change_no_number(tmp_path: Path) -
         assert (status, sorted(each["id"] for each in body["data"])) == (200, ["plain", "sampled"])
 
 
+@pytest.mark.slow
 async def test_the_last_samples_are_of_the_weights_that_are_published(tmp_path: Path) -> None:
     """With early stopping they are not those of the last step."""
     stopping = {
@@ -119,7 +121,7 @@ async def refused(api: Api, body: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", sample([0.0, 1.0], 1.0))
 async def test_the_same_job_has_the_same_samples(tmp_path: Path, temperature: float) -> None:
     async with serve_real(tmp_path) as api:
         first, second = [

@@ -75,6 +75,7 @@ async def test_a_reader_that_stops_is_let_go_and_others_go_on_meanwhile(api: Api
     assert api.service.metrics.registry.get_sample_value("coserve_requests_total", {"finish_reason": "cancelled"}) == 1
 
 
+@pytest.mark.slow
 async def test_two_hundred_that_leave_at_once_hold_nobody_up(api: Api) -> None:
     whole = await streamed(api)
     asked = {"prompt": "x", "max_tokens": 500_000, "stream": True}

@@ -53,6 +53,7 @@ async def nothing_is_left(api: Api) -> None:
     assert all(job["state"] in ("succeeded", "cancelled") for job in jobs["data"])
 
 
+@pytest.mark.slow
 async def test_runs_of_different_ranks_one_after_the_other_beside_an_adapter_of_that_name(
     api: Api, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,6 +38,7 @@ print(total, corpus.target_tokens, int(corpus.tokens.max()))
 """
 
 
+@pytest.mark.slow
 def test_a_large_corpus_is_read_with_little_memory(tmp_path: Path) -> None:
     """200 MB, in a process that can allocate 48 MiB."""
     tokens, target = np.arange(1 << 20, dtype=np.int32), np.ones(1 << 20, np.uint8)

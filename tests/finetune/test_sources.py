@@ -134,6 +134,7 @@ def test_a_pipe_in_a_saved_folder_is_refused_and_not_waited_for(tmp_path: Path) 
             list(read_rows(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_small_file_whose_rows_are_huge_ends_at_the_bound_of_memory(tmp_path: Path, tokenizer: Tokenizer) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")

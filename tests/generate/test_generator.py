@@ -87,7 +87,7 @@ def alone(base: Base, one: Generate, shelf: Shelf | None = None) -> Result:
     return collect(generator(base, shelf), [one])[one.id]
 
 
-@pytest.mark.parametrize("family", sample(FAMILIES, "llama", "gpt2", "gemma3"))
+@pytest.mark.parametrize("family", sample(FAMILIES, "llama", "gpt2"))
 def test_greedy_equals_generate(family: str) -> None:
     """Alone, mixed, in chunks of 7 tokens, and in a pool too small for all."""
     model = tiny_model(family)
@@ -281,7 +281,7 @@ def test_a_bad_request_is_refused_and_the_others_go_on(bad: Generate, error: typ
     assert rest == alone(base, good).tokens[1:]
 
 
-@pytest.mark.parametrize("lora_backend", [REFERENCE, NAIVE, GROUPED])
+@pytest.mark.parametrize("lora_backend", sample([REFERENCE, NAIVE, GROUPED], GROUPED))
 def test_logits_that_are_not_finite_fail_their_own_request_only(lora_backend: LoraBackend) -> None:
     """The weights are finite, as an import checks; what they add to the layers is not."""
     base = base_of("llama")
@@ -329,7 +329,7 @@ def test_the_error_names_whose_logits_are_not_finite_and_nobody_finds_the_pages(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", sample(FAMILIES, "llama", "gemma3"))
+@pytest.mark.parametrize("family", sample(FAMILIES, "llama"))
 def test_logprobs_are_the_models(family: str, dtype: torch.dtype) -> None:
     """In fp32 to 1e-3. In bf16 the model's own logits are coarser than that: ours are no farther from its fp32 ones."""
     model = tiny_model(family).to(dtype).eval()

@@ -75,7 +75,7 @@ def generator(
     return Generator(fused.base, (shelf or Shelf()).store(), kv, executor, max_running=16, step_tokens=step_tokens)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("family", sample(["llama", "mistral", "gemma2"], "gemma2"))
 def test_texts_are_those_of_packed_steps(family: str, steps: StepRecorder) -> None:
     """In chunks beside decodes, of one token, beginning as another began (prefix hits), in windows."""
     fused, begun = fused_base(family), prompt(30)

@@ -97,7 +97,10 @@ def test_requests_that_run_go_on_compiled(base: Base) -> None:
     assert (backend.traced, backend.threads) == (traced, {thread.ident})
 
 
-@pytest.mark.parametrize(("backend", "why"), [(refusing, "torch.compile refuses llama"), (wrong, "compiled, 13 rows")])
+@pytest.mark.parametrize(
+    ("backend", "why"),
+    [(refusing, "torch.compile refuses llama"), pytest.param(wrong, "compiled, 13 rows", marks=pytest.mark.slow)],
+)
 def test_who_cannot_be_compiled_runs_on(base: Base, backend: Counting, why: str) -> None:
     kv = KvCache.for_base(base, 1024, 16)
     compilation = Compilation(FusedBase(base, backend=backend), kv, eager(base, kv), max_running=8)

@@ -29,8 +29,8 @@ STEPS = {
     for dtype in (torch.float32, torch.float16)
 }
 QUICK = (
-    *(f"{case}-{torch.float32}" for case in ("group_of_4-decodes", "all-decodes", "all-chunks", "all-far")),
-    *(f"{case}-{torch.float16}" for case in ("group_of_4-chunks", "all-decodes")),
+    *(f"{case}-{torch.float32}" for case in ("all-decodes", "all-chunks", "all-far")),
+    f"group_of_4-chunks-{torch.float16}",
 )
 
 
@@ -62,7 +62,7 @@ BUFFERS = {f"{name}-{dtype}": (kind, dtype) for name, kind in KINDS.items() for 
 @pytest.mark.parametrize(
     "buffers",
     [
-        *sample(BUFFERS, f"group_of_4-{torch.float16}", f"all-{torch.float32}"),
+        *sample(BUFFERS, f"all-{torch.float32}"),
         *on_gpu({name: case for name, case in BUFFERS.items() if case[-1] is torch.float32}),
     ],
 )

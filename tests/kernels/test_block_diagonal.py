@@ -17,7 +17,7 @@ from coserve.kernels.lora.segmented.slot_lora import SlotLora
 from coserve.kernels.lora.segmented.tiles import cut, upload
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup
-from tests.support.examples import examples
+from tests.support.examples import examples, sample
 from tests.support.lora_grids import (
     Grid,
     add_group,
@@ -117,7 +117,7 @@ def test_prefill_and_gradients_of_sites_together(run: int, monkeypatch: pytest.M
         assert relative_error(mine, wanted) <= 5e-5
 
 
-@pytest.mark.parametrize("lengths", [(2, 1, 3, 1, 2), (3, 70, 1, 2, 1)], ids=["decode", "prefill"])
+@pytest.mark.parametrize("lengths", sample({"decode": (2, 1, 3, 1, 2), "prefill": (3, 70, 1, 2, 1)}, "prefill"))
 def test_slots_hold_both_kinds(lengths: tuple[int, ...]) -> None:
     """A table that serving keeps: dense pairs and others, in any slot, in one launch."""
     grids = [Grid(g.name, lengths, g.adapters, g.ranks, 96, g.outputs, g.a_blocks, g.b_blocks) for g in SITES]

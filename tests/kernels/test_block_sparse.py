@@ -38,6 +38,7 @@ def test_gradients(grid: Grid) -> None:
     check_gradients(lora_add, grid, torch.float32, DEVICE)
 
 
+@pytest.mark.slow
 def test_backward_keeps_its_block_size_when_another_was_used_in_between() -> None:
     grid = Grid("two", (3, 20), (0, 1), (8, 20))
     first, again = (make_case(grid, torch.float32, DEVICE, grad=True) for _ in range(2))

@@ -52,7 +52,7 @@ def test_on_a_gpu_in_bfloat16() -> None:
         assert relative_error(mine, other) <= 2e-2
 
 
-@pytest.mark.parametrize("kind", sample(list(product((False, True), repeat=2)), (False, True), (True, False)), ids=str)
+@pytest.mark.parametrize("kind", sample(list(product((False, True), repeat=2)), (False, True)), ids=str)
 @pytest.mark.parametrize(
     ("sizes", "ranks"),
     [

@@ -50,7 +50,7 @@ def suffixes(groups: Sequence[SiteGroup]) -> list[tuple[str, ...]]:
     return [tuple(name.rsplit(".", 1)[1] for name in group.names) for group in groups]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sample(FAMILIES, "llama", "gpt2", "phi3"))
 def test_sites_together_give_the_models_logits(family: str) -> None:
     base = wrap_base(tiny_model(family), name=family)
     weights = adapter(base)
@@ -144,6 +144,7 @@ def test_torch_compile_is_asked_once_a_kind_of_layer(family: str, monkeypatch: p
             torch.testing.assert_close(got, run(slow, rows, lora, start=rows), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_graph_that_is_new_is_made_for_all_layers() -> None:
     """One row after many: layers that are bound to the graph of many must not take it."""
     base = wrap_base(tiny_model("llama"), name="llama")

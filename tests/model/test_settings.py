@@ -16,6 +16,7 @@ WITHOUT_DEFAULTS = {"musicgen", "musicgen_melody"}
 """Their configs must be put together from others; they are no text models."""
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_every_familys_own_config_passes() -> None:
     families = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - WITHOUT_DEFAULTS)

@@ -80,6 +80,7 @@ async def test_results_errors_and_large_bodies(pool: HelperPool, monkeypatch: py
     assert await helper_pid(pool) == first  # errors don't cost a process
 
 
+@pytest.mark.slow
 async def test_a_parent_with_much_memory_costs_no_process(pool: HelperPool) -> None:
     """Linux counts the parent's resident memory into the peak of a process that it starts."""
     held = b"x" * (MAX_MEMORY + (64 << 20))
@@ -201,6 +202,7 @@ async def test_rows_that_the_disk_does_not_take_leave_nothing(tmp_path: Path, mo
         assert list(api.folder.staging.iterdir()) == []
 
 
+@pytest.mark.slow
 async def test_a_large_corpus_becomes_the_same_job_as_in_this_process(tmp_path: Path) -> None:
     rows = [{"text": f"row {number} of the corpus, the cat sat on the mat"} for number in range(3000)]
     async with serve_api(tmp_path / "data") as api:

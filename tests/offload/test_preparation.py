@@ -68,6 +68,7 @@ async def test_several_processes_make_the_corpus_of_one(tmp_path: Path, pool: He
     assert list((tmp_path / "staging").iterdir()) == []
 
 
+@pytest.mark.slow
 async def test_the_first_error_of_the_file_is_the_one_that_is_raised(tmp_path: Path, pool: HelperPool) -> None:
     """Whichever process finds one first."""
     one = CorpusPreparation(pool, tmp_path / "staging", 3)

@@ -97,6 +97,7 @@ def test_flash_attentions_backward_sums_in_fp32_over_rounded_sequences() -> None
     assert found == 4 * 2 * 128 * 4 * (64 + 1)
 
 
+@pytest.mark.slow
 def test_torchs_own_tracker_finds_the_same_peak() -> None:
     """Its peak cannot be reset, so each pass has a tracker of its own; tensors of the CPU are not rounded there."""
 

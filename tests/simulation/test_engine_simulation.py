@@ -29,8 +29,9 @@ from tests.support.examples import examples, sample
 from tests.support.fake_ports import token
 from tests.support.scenario import Outcome, Scenario, make_scenario, play
 
+NAMES = ("ets", "ts", "ts-batch", "slack", "inference-first", "spatial", "overlap", "overlap-between")
 POLICIES = sample(
-    ("ets", "ts", "ts-batch", "slack", "inference-first", "spatial", "overlap", "overlap-between"),
+    NAMES,
     "ets",
     "ts",
     "slack",
@@ -38,6 +39,8 @@ POLICIES = sample(
     "spatial",
     "overlap",
 )
+FEW = sample(NAMES, "slack", "spatial")
+"""For what the policies have in common."""
 SEEDS = int(os.environ.get("COSERVE_SIM_SEEDS") or examples(150, fast=12))
 MANY = int(os.environ.get("COSERVE_SIM_SEEDS") or examples(150))
 """For what holds of the sum of many lives."""
@@ -135,14 +138,14 @@ def test_nothing_is_lost_and_nothing_runs_twice(policy: str) -> None:
         assert isinstance(outcome.messages[-1][1], EngineStopped)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", FEW)
 def test_nothing_is_lost_and_nothing_spins_while_adapters_are_read(policy: str) -> None:
     for outcome in outcomes(policy, cold=True):
         check_requests(outcome)
         check_jobs(outcome)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", FEW)
 def test_training_never_changes_a_requests_tokens(policy: str) -> None:
     for outcome in outcomes(policy, calm=True):
         alone = play(outcome.scenario.without_jobs())
@@ -165,7 +168,7 @@ def test_spatial_sharing_trains_without_a_break() -> None:
         assert outcome.device.in_flight <= MAX_SLICES
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", FEW)
 def test_no_request_starves_below_capacity(policy: str) -> None:
     """With time to breathe, a request waits for its batch to form and for what ran when it came, no longer."""
     for outcome in outcomes(policy, calm=True):

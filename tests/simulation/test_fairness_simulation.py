@@ -56,7 +56,7 @@ def light(outcome: Outcome) -> list[str]:
 
 
 @pytest.mark.parametrize("policy", sample(POLICIES, "slack"))
-@pytest.mark.parametrize("max_queue", [1000, 50])
+@pytest.mark.parametrize("max_queue", sample([1000, 50], 50))
 def test_one_hot_adapter_starves_nobody(policy: str, max_queue: int) -> None:
     """Also when it has filled the queue to the brim."""
     for seed in range(examples(4)):

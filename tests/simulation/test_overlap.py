@@ -13,6 +13,7 @@ from coserve.link import EngineStopped, FromEngine, Generate, LocalLink, Shutdow
 from coserve.queues.policies.overlap import Overlap
 from coserve.queues.shapes import StepShape
 from coserve.types import MicroStep, SamplingParams, Slo
+from tests.support.examples import sample
 from tests.support.fake_gpu import FREE, job_always
 from tests.support.fake_ports import Inline, Meter, NoAdapters
 from tests.support.scenario import job_spec
@@ -85,7 +86,7 @@ def live(gpu: SharedGpu, tpot: float, *, beside: bool = True) -> Seen:
     return run_virtual(_live(gpu, Overlap(1.0, beside=beside), tpot))
 
 
-@pytest.mark.parametrize("step_speed", [0.5, 0.3])
+@pytest.mark.parametrize("step_speed", sample([0.5, 0.3], 0.5))
 def test_a_step_beside_training_costs_less_than_one_in_turn(step_speed: float) -> None:
     """Training has at least what it would have in turns without a pause, and no token is late but the first ones, before times are known."""
     seen = live(SharedGpu(step_speed, 0.9), 0.05)
@@ -93,7 +94,7 @@ def test_a_step_beside_training_costs_less_than_one_in_turn(step_speed: float) -
     assert seen.training > 1 - STEP / 0.05
 
 
-@pytest.mark.parametrize("tpot", [0.02, 0.05])
+@pytest.mark.parametrize("tpot", sample([0.02, 0.05], 0.05))
 def test_where_a_step_beside_training_is_too_slow_they_take_turns(tpot: float) -> None:
     """It would take 60 ms. The deadlines are kept, and training has most of the rest."""
     seen = live(SharedGpu(0.1, 0.9), tpot)
@@ -101,7 +102,7 @@ def test_where_a_step_beside_training_is_too_slow_they_take_turns(tpot: float) -
     assert seen.training > 0.8 * (1 - STEP / tpot)
 
 
-@pytest.mark.parametrize("tpot", [0.02, 0.05])
+@pytest.mark.parametrize("tpot", sample([0.02, 0.05], 0.05))
 def test_turns_without_a_pause_may_be_chosen(tpot: float) -> None:
     gpu = SharedGpu(0.1, 0.1)
     seen = live(gpu, tpot, beside=False)

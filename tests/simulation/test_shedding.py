@@ -8,6 +8,7 @@ from coserve.errors import Overloaded
 from coserve.link import Generate, RequestFailed, StartJob, ToEngine, Tokens
 from coserve.queues.policies.slack import Slack
 from coserve.types import SamplingParams, Slo
+from tests.support.examples import sample
 from tests.support.fake_ports import JobPlan, Prices
 from tests.support.scenario import Outcome, Scenario, job_spec, play
 
@@ -43,7 +44,7 @@ def ends(outcome: Outcome) -> tuple[list[float], list[float]]:
     return firsts, refusals
 
 
-@pytest.mark.parametrize("ttft", [0.4, 1.0])
+@pytest.mark.parametrize("ttft", sample([0.4, 1.0], 1.0))
 def test_above_capacity_nobody_is_late_and_the_others_are_told_at_once(ttft: float) -> None:
     firsts, refusals = ends(live(2 * CAPACITY, ttft=ttft))
     late = [seconds for seconds in firsts if seconds > ttft]
@@ -53,6 +54,7 @@ def test_above_capacity_nobody_is_late_and_the_others_are_told_at_once(ttft: flo
     assert len(at_once) >= 0.9 * len(refusals), "but for those before the speed was known"
 
 
+@pytest.mark.slow
 def test_below_capacity_nobody_is_refused_however_tight_the_target() -> None:
     for ttft, tpot in [(0.001, 0.03), (0.5, 0.5)]:
         firsts, refusals = ends(live(0.5 * CAPACITY, ttft=ttft, tpot=tpot))

@@ -90,6 +90,7 @@ def test_temporal_sharing_lets_requests_wait_for_a_whole_fine_tuning_request() -
     assert 0.2 < ts(20).in_10_s < 0.6
 
 
+@pytest.mark.slow
 def test_few_batches_a_turn_let_the_queue_grow_and_train_more() -> None:
     """The paper: TS(5) 38.98 s, none within 10 s, and the most fine-tuning (12,324 tokens/s)."""
     assert ts(5).latency > 1.5 * ts(10).latency
@@ -97,6 +98,7 @@ def test_few_batches_a_turn_let_the_queue_grow_and_train_more() -> None:
     assert ts(5).tokens_per_s > max(ets().tokens_per_s, ts(10).tokens_per_s)
 
 
+@pytest.mark.slow
 def test_spatial_sharing_gives_each_side_its_part_whatever_the_other_does() -> None:
     """With a quarter of the device for training, answers are faster than under ETS, and training has a quarter of its speed alone
     but for the waits for results, which here are steps of a second. With half of it answers are far slower, though training does

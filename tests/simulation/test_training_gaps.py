@@ -89,8 +89,8 @@ STEP = 1.0
 """More seconds than an optimizer step takes while the stream runs."""
 
 
-@pytest.mark.parametrize("at", sample([1, 2, 50, 60, 61, 72, 100], 1, 60, 61))
-@pytest.mark.parametrize("seconds", sample([0.3, 2.0, 5.0], 0.3, 5.0))
+@pytest.mark.parametrize("at", sample([1, 2, 50, 60, 61, 72, 100], 1, 60))
+@pytest.mark.parametrize("seconds", sample([0.3, 2.0, 5.0], 5.0))
 def test_one_slow_micro_step_costs_itself_and_nothing_else(at: int, seconds: float) -> None:
     said = live(lambda kind, number: seconds if number == at else 0.01)
     assert max(gaps(said), default=0.0) <= seconds + STEP
@@ -103,8 +103,8 @@ def most_without_a_slow_one() -> float:
     return max(gaps(live(lambda kind, number: 0.08)))
 
 
-@pytest.mark.parametrize("at", sample([59, 60, 61, 66, 71], 60, 61))
-@pytest.mark.parametrize("seconds", sample([0.5, 0.78, 1.5], 0.78, 1.5))
+@pytest.mark.parametrize("at", sample([59, 60, 61, 66, 71], 60))
+@pytest.mark.parametrize("seconds", sample([0.5, 0.78, 1.5], 0.78))
 def test_no_gap_where_micro_steps_fill_most_of_the_slack(at: int, seconds: float) -> None:
     """Micro-steps of 80 ms, slack of 123 ms, one slow micro-step: an average of all micro-steps stayed above the slack for seconds
     (a gap of 6.1 s after one of 0.78 s), for it was corrected by the one micro-step a second that patience let through."""
@@ -140,9 +140,10 @@ def test_training_that_runs_by_patience_alone_says_so() -> None:
     assert 0 < stats.starving.slack < stats.starving.micro_step
 
 
-@pytest.mark.parametrize(("slow", "fast"), [(0.4, 0.01), (0.15, 0.05)])
-def test_a_lasting_change_is_followed(slow: float, fast: float) -> None:
+@pytest.mark.parametrize("costs", sample([(0.4, 0.01), (0.15, 0.05)], (0.4, 0.01)), ids=str)
+def test_a_lasting_change_is_followed(costs: tuple[float, float]) -> None:
     """Slow for a while, then fast for good: each kind of micro-step needs two samples to believe it."""
+    slow, fast = costs
     said = live(lambda kind, number: slow if 100 <= number < 112 else fast)
     assert max(gaps(said)) <= 12 * slow + 12 * PATIENCE + STEP
     late = [at for at, message in said if isinstance(message, JobProgress)][-8:]

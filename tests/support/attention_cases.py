@@ -45,15 +45,19 @@ class Case:
             total = position + tokens
             q = torch.randn(tokens, kind.heads, kind.width, generator=g).to(dtype)
             k, v = (torch.randn(total, kind.kv_heads, kind.width, generator=g).to(dtype) for _ in range(2))
-            for at in range(position):
-                slot = held[at // kind.page_tokens], at % kind.page_tokens
-                keys[slot], values[slot] = k[at], v[at]
+            slots = self._slots(held, position)
+            keys[slots], values[slots] = k[:position], v[:position]
             self.runs.append(TokenRun(tokens, position, held))
             self.sequences.append((q.float(), k.float(), v.float()))
             new.append((q, k[position:], v[position:]))
         self.pages = Pages(*((spread(x.to(device), kind.apart),) for x in (keys, values)))
         packed = (torch.cat(parts).transpose(0, 1).to(device) for parts in zip(*new, strict=True))
         self.q_HTD, self.k_KTD, self.v_KTD = packed
+
+    def _slots(self, pages: Sequence[int], positions: int) -> tuple[Tensor, Tensor]:
+        """Page, and place in it, of a sequence's first positions."""
+        at = torch.arange(positions)
+        return torch.tensor(pages, dtype=torch.long)[at // self.kind.page_tokens], at % self.kind.page_tokens
 
     def expected(self) -> Tensor:
         """(T, H, D) fp32."""
@@ -77,10 +81,9 @@ class Case:
         """Each position of each sequence is in its slot, and nothing else has changed, between pages neither."""
         keys, values = (x[0].float().cpu() for x in (self.pages.keys, self.pages.values))
         for run, (_, k, v) in zip(self.runs, self.sequences, strict=True):
-            for at in range(len(k)):
-                slot = run.pages[at // self.kind.page_tokens], at % self.kind.page_tokens
-                assert torch.equal(keys[slot], k[at])
-                assert torch.equal(values[slot], v[at])
+            slots = self._slots(run.pages, len(k))
+            assert torch.equal(keys[slots], k)
+            assert torch.equal(values[slots], v)
         written = sum(len(k) for _, k, _ in self.sequences) * self.kind.kv_heads * self.kind.width
         for x in (self.pages.keys[0], self.pages.values[0]):
             whole = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)

@@ -103,7 +103,10 @@ GRIDS = (
     Grid("no_segments", (), (), ()),
 )
 
-LONG = ("all_distinct", "mixed_ranks", "zipf", "wide", "bd_a", "bd_b", "bd_both_kinds", "bd_wide")
+LONG = (
+    "neighbours_of_one_adapter", "all_distinct", "mixed_ranks", "zipf", "skewed", "wide",
+    "bd_a", "bd_b", "bd_odd_a", "bd_both_kinds", "bd_wide",
+)  # fmt: skip
 """Of the grids, those that take long in Triton's interpreter."""
 
 

@@ -19,6 +19,13 @@ from tests.support.fake_engine import metrics
 
 pytest.importorskip("tensorboardX")
 
+
+@pytest.fixture(autouse=True)
+def _a_stop_waits_for_the_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process may take longer to start than a daemon would wait."""
+    monkeypatch.setattr("coserve.tracking.feed.CLOSING", 600.0)
+
+
 REQUEST = {"adapter": "poet", "data": [{"text": "one two three"}], "training": {"steps": 3}, "lora": {"r": 2}}
 CURVE = [(1, 3.0), (2, 1.5), (3, 1.0)]
 
@@ -30,7 +37,7 @@ async def submit(api: Api) -> str:
 
 
 async def until(true: Callable[[], Any]) -> None:
-    for _ in range(600):
+    for _ in range(3000):
         if true():
             return
         await asyncio.sleep(0.1)
@@ -53,6 +60,7 @@ async def test_a_jobs_curve_is_in_event_files_soon_after_its_end(tmp_path: Path)
     assert cursors(tmp_path / "data" / "tracking") == []
 
 
+@pytest.mark.slow
 async def test_steps_that_an_engine_or_a_daemon_repeats_are_told_once(tmp_path: Path) -> None:
     tracking = tmp_path / "curves"
     async with serve_api(tmp_path / "data", tracker=("tensorboard",), tracking_dir=tracking) as api:
@@ -71,6 +79,7 @@ async def test_steps_that_an_engine_or_a_daemon_repeats_are_told_once(tmp_path: 
     assert curve(tracking, job) == CURVE
 
 
+@pytest.mark.slow
 async def test_a_tracker_that_fails_is_in_the_health_and_disturbs_no_job(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
