@@ -61,12 +61,13 @@ class BothWays:
         with torch.enable_grad(), running(context):
             for layer in range(len(self._base.layers)):
                 h_1TD = cut.layer(layer, h_1TD, inputs)
-        loss, gradient_1TD = Likelihood(rows, None), torch.zeros_like(h_1TD)
+        loss, gradient_1TD = Likelihood(rows, rows.job_targets, None), torch.zeros_like(h_1TD)
         for chunk in target_chunks(rows, self._runner.targets_at_once):
             leaf_1KD = h_1TD[:, chunk.keep_K].detach().requires_grad_()
             with torch.enable_grad():
-                terms = loss.add(cut.head(leaf_1KD, inputs, chunk.keep_K, gather=False), chunk)
-            gradient_1TD[:, chunk.keep_K] = torch.autograd.grad(terms, leaf_1KD)[0]
+                logits_KV = cut.head(leaf_1KD, inputs, chunk.keep_K, gather=False)
+            loss.add(logits_KV.detach(), chunk)
+            gradient_1TD[:, chunk.keep_K] = torch.autograd.grad(logits_KV, leaf_1KD, logits_KV.detach())[0]
         sums = loss.finish(gradient_1TD)
         anchor = None if context.lora is None else context.lora.anchor
         if anchor is not None:  # the kernels add to the sums themselves

@@ -24,7 +24,7 @@ ROWS = 36
 """Bytes a token of a micro-batch's ids, positions, targets and labels."""
 PAIRS = 36
 """Bytes a token of a micro-batch of pairs, besides: each token's sequence, the weights of its gradient, and the targets' losses."""
-TEACHER_SHARE = 4
+TEACHER_SHARE = 2
 """`finetune.micro_batch`: chunks of the logits are so many times smaller with a teacher."""
 
 
@@ -98,7 +98,7 @@ def micro_batch_bytes(
         computed = (_recomputed(costs, layers.get(i), tokens) for i in range(first, first + again))
         peak = max(peak, inputs + max(computed))
     head = costs.head.at(tokens, batch.positions)
-    if batch.teacher:  # its last states are kept; its head runs beside the student's, over chunks of a quarter
+    if batch.teacher:  # its last states are kept; its head runs beside the student's, over chunks of half the size
         taught = tokens * input_bytes
         kept, peak = kept + taught, peak + taught
         head = 2 * costs.head.at(tokens, min(batch.positions, max(4, costs.head.most // TEACHER_SHARE)))

@@ -33,7 +33,6 @@ from coserve.finetune.losses.chunked import (
     Divergence,
     Likelihood,
     Preference,
-    SequenceLosses,
     TargetChunk,
     target_chunks,
 )
@@ -48,10 +47,12 @@ from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.types import MicroStep
 
-LOGITS_ELEMENTS = 1 << 27
-"""Elements of the logits computed at once: 512 MiB in fp32, for any vocabulary."""
-TEACHER_SHARE = 4
-"""With a teacher, a chunk of the logits is this many times smaller: both distributions are in memory, and the gradient of one."""
+LOGITS_BYTES = 512 << 20
+"""Of the logits computed at once, in the base's dtype. They become their own gradient, so there is no second tensor of their size."""
+TEACHER_SHARE = 2
+"""With a teacher, a chunk of the logits is this many times smaller: the teacher's are in memory too."""
+TILE = 128
+"""Rows of a GEMM's tile: chunks of more targets have a multiple of it."""
 
 MicroSteps = Generator[MicroStep, None, Tensor]
 """Yields, after each micro-step but the last, the kind of the next one. The first is a `MicroStep.BEGIN`."""
@@ -91,7 +92,7 @@ class MicroBatchRunner:
         base: Base,
         *,
         recompute: bool,
-        logits_elements: int = LOGITS_ELEMENTS,
+        logits_bytes: int = LOGITS_BYTES,
         attention: Callable[[Sequence[int]], Attention] = PackedAttention,
         compiled: CompiledLayers | None = None,
         graphs: LayerGraphs | None = None,
@@ -102,7 +103,8 @@ class MicroBatchRunner:
         assert not any(parameter.requires_grad for parameter in base.model.parameters()), "the base must be frozen"
         self._base, self._cut, self._recompute = base, LayerCut(base) if compiled is None else compiled.cut, recompute
         self._attention, self._compiled, self._graphs = attention, compiled, graphs
-        self.targets_at_once = max(16, logits_elements // base.spec.vocab)
+        at_once = max(16, logits_bytes // (base.spec.vocab * base.dtype.itemsize))
+        self.targets_at_once = at_once - at_once % TILE if at_once > TILE else at_once
         """Positions whose logits are computed at once, without a teacher."""
 
     def size(self, tokens: int) -> int:
@@ -123,7 +125,7 @@ class MicroBatchRunner:
         noises: Sequence[EmbeddingNoise | None] = (),
     ) -> MicroSteps:
         """Add the gradient of each job's summed loss to `grads`; return each job's sums (fp64, (J, 2)): that loss (nats), and how many
-        targets it has predicted (`losses.formulas.predicted`).
+        targets it has predicted (`losses.formulas.negative_log_likelihood_`).
 
         The loss is the targets' NLL; with a `teacher`, of one job, the divergence from its distributions at the targets' places; with
         `beta` the DPO loss of the rows, pairs of one job, and the sums are those of `losses.chunked.Preference` (fp64, (1, 5)).
@@ -189,13 +191,13 @@ class MicroBatchRunner:
             return Divergence(rows, taught, shard)
         if beta is not None:
             h_1TD = yield from self._hidden(inputs, None, MicroStep.EVALUATE_HEAD)
-            reference = SequenceLosses(rows, shard)
+            reference = Likelihood(rows, rows.sequence_targets, shard)
             chunks = self._target_chunks(rows, reference)
             for number, chunk in enumerate(chunks, start=1):
                 self._head(h_1TD, inputs, chunk, reference, None)
                 yield MicroStep.EVALUATE_HEAD if number < len(chunks) else then
             return Preference(rows, reference.finish(None), beta, shard)
-        return Likelihood(rows, shard)
+        return Likelihood(rows, rows.job_targets, shard)
 
     def _hidden(self, inputs: LayerInputs, lora: LoraBatch | None, then: MicroStep) -> MicroSteps:
         """Return the last layer's output (1, T, D), without gradients. `then`: the kind of the micro-step after it."""
@@ -231,12 +233,15 @@ class MicroBatchRunner:
         self, h_1TD: Tensor, inputs: LayerInputs, chunk: TargetChunk, loss: ChunkedLoss, gradient_1TD: Tensor | None
     ) -> None:
         """Add a chunk's targets to the loss, and put their gradient into `gradient_1TD` unless that is None."""
-        wanted = gradient_1TD is not None
-        leaf_1KD = h_1TD[:, chunk.keep_K].detach().requires_grad_(wanted)
-        with torch.set_grad_enabled(wanted):
-            terms = loss.add(self._cut.head(leaf_1KD, inputs, chunk.keep_K, gather=False), chunk)
+        leaf_1KD = h_1TD[:, chunk.keep_K].detach().requires_grad_(gradient_1TD is not None)
+        with torch.set_grad_enabled(gradient_1TD is not None):
+            logits = self._cut.head(leaf_1KD, inputs, chunk.keep_K, gather=False)
+        own = logits.detach()
+        if self._cut.reads_logits:
+            own = own.clone()
+        loss.add(own, chunk)
         if gradient_1TD is not None:
-            gradient_1TD[:, chunk.keep_K] = torch.autograd.grad(terms, leaf_1KD)[0]
+            gradient_1TD[:, chunk.keep_K] = torch.autograd.grad(logits, leaf_1KD, own)[0]
 
 
 def run_to_end(micro_steps: MicroSteps, between: Callable[[], None] | None = None) -> Tensor:

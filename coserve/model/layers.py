@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from coserve.errors import UnsupportedBase
 from coserve.kernels.attention.interface import Attention
@@ -46,6 +47,8 @@ class LayerCut:
         """Raises `UnsupportedBase` where embed -> layers -> head does not give the model's own logits."""
         self._base = base
         self._tuple_size = [0] * len(base.layers)
+        self.reads_logits = False
+        """Whether the head's backward reads the logits that the head has returned: then they must not be overwritten before it."""
         self._check()
 
     def embed(self, tokens_T: Tensor, positions_T: Tensor, attention: Attention) -> LayerInputs:
@@ -134,7 +137,20 @@ class LayerCut:
                 for i in range(len(base.layers)):
                     h_1TD = self.layer(i, h_1TD, inputs)
                 keep_K = torch.arange(0, length, 2, device=base.device)
-                got_KV = self.head(h_1TD[:, keep_K], inputs, keep_K)
+                h_1KD = h_1TD[:, keep_K]
+                got_KV = self.head(h_1KD, inputs, keep_K)
+            self.reads_logits = self._backward_reads_logits(h_1KD, inputs, keep_K)
         except (TypeError, AttributeError, KeyError, IndexError, RuntimeError) as error:
             raise UnsupportedBase(f"{family} cannot be run layer by layer: {error}") from error
         probe.check_equal(f"{family}, layer by layer", got_KV, expected_TV[keep_K])
+
+    def _backward_reads_logits(self, h_1KD: Tensor, inputs: LayerInputs, keep_K: Tensor) -> bool:
+        saved = set[int]()
+
+        def note(tensor: Tensor) -> Tensor:
+            saved.add(tensor.untyped_storage()._cdata)
+            return tensor
+
+        with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
+            logits_KV = self.head(h_1KD.detach().requires_grad_(), inputs, keep_K, gather=False)
+            return logits_KV.untyped_storage()._cdata in saved

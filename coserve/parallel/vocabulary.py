@@ -6,11 +6,9 @@ Letters: B rows, V tokens of the vocabulary, S tokens of a rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from coserve.kernels.sampling.constants import NOT_FINITE
 from coserve.parallel.functions import gather_columns
@@ -43,15 +41,33 @@ class VocabularyShard:
         """(B, V): the same on every rank. Differentiable, for losses that every rank computes alike."""
         return gather_columns(logits_BS, self.mesh)[..., : self.size]
 
-    def cross_entropy(self, logits_KS: Tensor, labels_K: Tensor) -> tuple[Tensor, Tensor]:
-        """The negative log-likelihood of each label (fp32, (K), nats), differentiable in the logits, and how many labels have the
-        largest logit (int64, scalar). On every rank.
+    def take_(self, logits_BS: Tensor, gathered_BV: Tensor) -> None:
+        """Put this rank's part of gathered rows into `logits_BS`, and 0 where its tokens do not exist."""
+        width = self.stop - self.start
+        logits_BS[:, :width] = gathered_BV[:, self.start : self.stop]
+        logits_BS[:, width:] = 0
 
-        The ranks exchange 12 bytes a label, instead of logits.
+    def cross_entropy_(self, logits_KS: Tensor, labels_K: Tensor, found_K2: Tensor) -> None:
+        """Write the negative log-likelihood of each label (nats) into `found_K2[:, 0]` (fp64), and whether it has the largest logit into
+        `found_K2[:, 1]`, on every rank. The logits become the gradient of the losses' sum in them.
+
+        The ranks exchange 12 bytes a label, instead of logits: each row's maximum, its sum of exponentials and its label's logit.
         """
-        start, stop = self.start, self.stop
-        found: tuple[Tensor, Tensor] = _CrossEntropy.apply(logits_KS[:, : stop - start], labels_K - start, self.mesh)  # type: ignore[no-untyped-call]
-        return found
+        width, mesh = self.stop - self.start, self.mesh
+        shares_KS, at_K = logits_KS[:, :width].float(), labels_K - self.start
+        own_K = (at_K >= 0) & (at_K < width)
+        highest_K = shares_KS.amax(1) if width else shares_KS.new_full((len(at_K),), -torch.inf)
+        shares_KS -= mesh.all_gather(highest_K[None], 0).amax(0)[:, None]
+        at_K1 = at_K.clamp(0, max(width - 1, 0))[:, None]
+        label_K = shares_KS.gather(1, at_K1)[:, 0].masked_fill(~own_K, 0.0) if width else torch.zeros_like(highest_K)
+        shares_KS.exp_()
+        sum_K, label_K = mesh.all_reduce(torch.stack((shares_KS.sum(1), label_K))).unbind(0)
+        found_K2[:, 0], found_K2[:, 1] = sum_K.log() - label_K, label_K == 0
+        shares_KS /= sum_K[:, None]
+        if width:
+            shares_KS.scatter_add_(1, at_K1, -own_K[:, None].to(shares_KS.dtype))
+        logits_KS[:, :width] = shares_KS
+        logits_KS[:, width:] = 0
 
     def likeliest(self, logits_BS: Tensor) -> Tensor:
         """int64 (B): the first token of the highest logit of all ranks; `NOT_FINITE` where a row has no finite maximum.
@@ -66,35 +82,3 @@ class VocabularyShard:
         best = values.amax(0)
         first = tokens.masked_fill(values != best, torch.inf).amin(0)
         return torch.where(best.isfinite(), first, NOT_FINITE).long()
-
-
-class _CrossEntropy(Function):
-    """The ranks agree on each row's maximum, its sum of exponentials and its label's logit."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - torch's own signature
-        """`labels`: columns of `logits`; those of other ranks lie outside."""
-        logits_KS = logits.float()
-        width = logits_KS.shape[1]
-        own_K = (labels >= 0) & (labels < width)
-        highest_K = logits_KS.amax(1) if width else logits_KS.new_full((len(labels),), -torch.inf)
-        highest_K = mesh.all_gather(highest_K[None], 0).amax(0)
-        shifted_KS = logits_KS - highest_K[:, None]
-        at_K = labels.clamp(0, max(width - 1, 0))
-        label_K = (
-            shifted_KS.gather(1, at_K[:, None])[:, 0].masked_fill(~own_K, 0.0) if width else torch.zeros_like(highest_K)
-        )
-        exponentials_KS = shifted_KS.exp_()
-        sum_K, label_K = mesh.all_reduce(torch.stack((exponentials_KS.sum(1), label_K))).unbind(0)
-        ctx.save_for_backward(exponentials_KS.div_(sum_K[:, None]), at_K, own_K)
-        ctx.dtype = logits.dtype
-        predicted = (label_K == 0).sum()
-        ctx.mark_non_differentiable(predicted)
-        return sum_K.log() - label_K, predicted
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, None, None]:  # noqa: ANN401 - torch's own signature
-        shares_KS, at_K, own_K = ctx.saved_tensors
-        if shares_KS.shape[1]:
-            shares_KS.scatter_add_(1, at_K[:, None], -own_K[:, None].to(shares_KS.dtype))
-        return (shares_KS * gradient[:, None]).to(ctx.dtype), None, None

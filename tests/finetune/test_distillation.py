@@ -60,14 +60,14 @@ def log_probabilities(base: Base, rows: PackedRows, weights: LoraWeights) -> tor
 
 
 @pytest.mark.parametrize(
-    ("logits_elements", "backend"),
-    [(1 << 25, GROUPED), (1, GROUPED), pytest.param(1 << 25, SEGMENTED, marks=pytest.mark.slow)],
+    ("logits_bytes", "backend"),
+    [(1 << 27, GROUPED), (1, GROUPED), pytest.param(1 << 27, SEGMENTED, marks=pytest.mark.slow)],
 )
-def test_loss_and_gradients_are_those_of_the_divergence(base: Base, logits_elements: int, backend: LoraBackend) -> None:
+def test_loss_and_gradients_are_those_of_the_divergence(base: Base, logits_bytes: int, backend: LoraBackend) -> None:
     student, teacher = adapter(base, 1, LoraSettings(r=4, bd_blocks=2)), adapter(base, 2, LoraSettings(r=6))
     rows = pack_rows(CORPUS, range(CORPUS.rows), CPU)
     optimizer = AdapterOptimizer(student, base.spec, TrainingSettings(), base.dtype)
-    runner = MicroBatchRunner(base, recompute=False, logits_elements=logits_elements)
+    runner = MicroBatchRunner(base, recompute=False, logits_bytes=logits_bytes)
     learned, taught = batch(rows, optimizer.weights(), backend), batch(rows, teacher, backend)
     sums_12 = run_to_end(runner.forward_backward(rows, learned, optimizer.trainable, optimizer.grads, teacher=taught))
     evaluated_12 = run_to_end(runner.evaluate(rows, learned, teacher=taught))

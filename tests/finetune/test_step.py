@@ -221,7 +221,7 @@ def test_recomputing_changes_no_bit(dropout: DropoutSpec | None) -> None:
 def test_small_micro_steps_of_the_head_change_nothing() -> None:
     base = tiny_base("gemma2")
     total, whole = gradients(base, [[0, 1, 2, 3, 4, 5]])
-    parts, split = gradients(base, [[0, 1, 2, 3, 4, 5]], logits_elements=1)
+    parts, split = gradients(base, [[0, 1, 2, 3, 4, 5]], logits_bytes=1)
     assert total == pytest.approx(parts, abs=1e-4)
     for one, other in zip(whole, split, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
@@ -276,7 +276,7 @@ def test_layers_below_the_lowest_target_have_no_backward() -> None:
 
 def test_measuring_equals_learning_without_gradients() -> None:
     base = tiny_base("llama")
-    optimizer, runner = started(base), MicroBatchRunner(base, recompute=False, logits_elements=1)
+    optimizer, runner = started(base), MicroBatchRunner(base, recompute=False, logits_bytes=1)
     rows = pack_rows(CORPUS, [0, 2, 4], CPU)
     measured = run_to_end(runner.evaluate(rows, batch(optimizer, rows)))
     learned = run_to_end(runner.forward_backward(rows, batch(optimizer, rows), optimizer.trainable, optimizer.grads))

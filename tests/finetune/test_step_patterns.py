@@ -76,6 +76,19 @@ def test_any_sites_learn_as_by_one_backward_of_the_whole_model(
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 
+def test_logits_that_the_heads_backward_reads_are_not_overwritten() -> None:
+    model, targets = tiny_model("llama", num_hidden_layers=LAYERS), tuple(BY_LAYER[1])
+    model.lm_head.register_forward_hook(lambda module, args, logits: logits.tanh())  # tanh's backward reads its result
+    base = wrap_base(model, name="llama")
+    optimizer, rows = optimizer_of(targets), pack_rows(CORPUS, ROWS, CPU)
+    runner, lora = MicroBatchRunner(base, recompute=False), batch(optimizer, rows.tokens, GROUPED)
+    sums_12 = run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads))
+    sums, gradients = expected(base, targets)
+    assert sums_12.tolist() == [pytest.approx(sums, rel=1e-4)]
+    for found, wanted in zip([g for own in optimizer.grads for g in own], gradients, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize(("lora_backend", "recompute"), [(SEGMENTED, False), (SEGMENTED, True), (BLOCK_SPARSE, True)])
 def test_kernels_pass_layers_that_learn_nothing(lora_backend: LoraBackend, recompute: bool) -> None:
     targets = (BY_LAYER[0][0], BY_LAYER[2][2])

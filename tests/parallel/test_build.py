@@ -205,13 +205,19 @@ def test_the_labels_that_parts_predict() -> None:
             return self.all_gather(x[None], 0).sum(0)
 
     def of_rank(rank: int) -> tuple[Tensor, Tensor]:
-        part = torch.nn.functional.pad(logits, (0, 1), value=9.0)[:, 3 * rank : 3 * rank + 3]
-        return VocabularyShard(Threads(rank), 5).cross_entropy(part, labels)
+        part = torch.nn.functional.pad(logits.detach(), (0, 1), value=9.0)[:, 3 * rank : 3 * rank + 3].clone()
+        found_K2 = torch.empty(len(labels), 2, dtype=torch.float64)
+        VocabularyShard(Threads(rank), 5).cross_entropy_(part, labels, found_K2)
+        return part, found_K2
 
+    losses_K = torch.nn.functional.cross_entropy(logits.requires_grad_(), labels, reduction="none")
+    (expected_KV,) = torch.autograd.grad(losses_K.sum(), logits)
     with ThreadPoolExecutor(2) as threads:
-        for losses_K, predicted in threads.map(of_rank, range(2)):
-            torch.testing.assert_close(losses_K, torch.nn.functional.cross_entropy(logits, labels, reduction="none"))
-            assert int(predicted) == 3, "one label shares the largest logit, one has not got it"
+        parts, found = zip(*threads.map(of_rank, range(2)), strict=True)
+    torch.testing.assert_close(torch.cat(parts, 1), torch.nn.functional.pad(expected_KV, (0, 1)))
+    for found_K2 in found:
+        torch.testing.assert_close(found_K2[:, 0].float(), losses_K.detach())
+        assert found_K2[:, 1].sum() == 3, "one label shares the largest logit, one has not got it"
 
 
 @pytest.mark.slow

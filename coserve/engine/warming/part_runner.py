@@ -25,6 +25,7 @@ from coserve.engine.warming.step_mixes import (
 )
 from coserve.errors import InvalidRequest, NonFiniteLoss, UnsupportedBase
 from coserve.finetune.init import new_adapter
+from coserve.finetune.losses.formulas import divergence_
 from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryProfiler
 from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import GraphExecutor
@@ -237,7 +238,16 @@ class PartRunner:
         profiler, work = self._profiler(DEFAULT_RANK), self._conditions.work
         steps = [(profiler.step, size) for size in profiled_sizes(work.step_tokens)]
         batches = [(profiler.micro_batch, size) for size in profiled_sizes(work.micro_batch_tokens)]
-        yield from self._compile_training([*steps, *batches, (profiler.costs, work.micro_batch_tokens)])
+        others = [(profiler.costs, work.micro_batch_tokens), (self._divergence, 1)]
+        yield from self._compile_training([*steps, *batches, *others])
+
+    def _divergence(self, rows: int) -> None:
+        """The loss of a job with a teacher."""
+        base = self._base
+        width = base.spec.vocab if base.sharding is None else base.sharding.vocabulary.local * self._ranks
+        logits = torch.zeros(rows, width, dtype=base.dtype, device=base.device)[:, : base.spec.vocab]
+        found = torch.empty(rows, 2, dtype=torch.float64, device=base.device)
+        divergence_(logits, logits, logits.new_zeros(rows, dtype=torch.int64), found, None)
 
     def _training(self, rank: int, bd_blocks: int = 1) -> Iterator[tuple[int, int]]:
         """`bd_blocks`: two for each GPU that shares the base, so that its part of an adapter is block-diagonal. Nothing happens where

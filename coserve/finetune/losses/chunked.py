@@ -6,15 +6,14 @@ Letters: T packed tokens, D hidden, V vocabulary, K targets, J jobs, Q sequences
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from coserve.finetune.losses.formulas import divergence, negative_log_likelihood, preference, token_losses
+from coserve.finetune.losses.formulas import divergence_, negative_log_likelihood_, preference
 from coserve.finetune.packed_rows import PackedRows
 from coserve.parallel.vocabulary import VocabularyShard
 
@@ -23,33 +22,29 @@ from coserve.parallel.vocabulary import VocabularyShard
 class TargetChunk:
     """Targets whose logits are computed at once."""
 
+    start: int
+    """How many of the micro-batch's targets come before them."""
     keep_K: Tensor  # noqa: N815
     labels_K: Tensor  # noqa: N815
-    counts: Mapping[int, int]
-    """How many of them are whose, by job, in their order."""
 
-    def by_job(self, x_K: Tensor) -> Sequence[Tensor]:
-        """`x_K` (K, ...) in a part for each job of `counts`."""
-        return [x_K] if len(self.counts) == 1 else torch.split(x_K, list(self.counts.values()))
+    def of(self, x_K: Tensor) -> Tensor:
+        """Their part of a tensor (K, ...) of all targets."""
+        return x_K[self.start : self.start + self.labels_K.shape[0]]
 
 
 def target_chunks(rows: PackedRows, size: int) -> list[TargetChunk]:
     """All targets, at most `size` in a chunk."""
-    found = []
-    for start in range(0, rows.targets, size):
-        stop = min(start + size, rows.targets)
-        own = [min(last, stop) - max(first, start) for first, last in pairwise(rows.target_bounds)]
-        counts = {job: count for job, count in enumerate(own) if count > 0}
-        found.append(TargetChunk(rows.keep_K[start:stop], rows.labels_K[start:stop], counts))
-    return found
+    starts = range(0, rows.targets, size)
+    keeps, labels = torch.split(rows.keep_K, size), torch.split(rows.labels_K, size)
+    return [TargetChunk(*one) for one in zip(starts, keeps, labels, strict=False)]  # no targets: splits have one part
 
 
 class ChunkedLoss(Protocol):
     """One micro-batch's loss, under way."""
 
-    def add(self, logits: Tensor, chunk: TargetChunk) -> Sequence[Tensor]:
-        """The next chunk's logits (K, V), or this rank's part of them. Returns what the gradient in the last hidden states is computed
-        of: scalars, which are added up."""
+    def add(self, logits: Tensor, chunk: TargetChunk) -> None:
+        """The next chunk's logits (K, V), or this rank's part of them, without gradients. They become, in place, the gradient of what is
+        summed over the targets, up to the factors of `finish`."""
         ...
 
     def finish(self, gradient_1TD: Tensor | None) -> Tensor:
@@ -59,23 +54,18 @@ class ChunkedLoss(Protocol):
 
 
 class Likelihood:
-    """The NLL of the labels, summed for each job. Result: each job's sums (fp64, (J, 2)), the loss and how many targets are predicted."""
+    """The NLL of the labels, summed for each of some groups of targets. Result: each group's sums (fp64, (groups, 2)), the loss and how many
+    targets are predicted."""
 
-    def __init__(self, rows: PackedRows, shard: VocabularyShard | None) -> None:
-        self._shard = shard
-        self._sums_J2 = _zero_sums(rows)
+    def __init__(self, rows: PackedRows, groups: Sequence[int], shard: VocabularyShard | None) -> None:
+        """`groups`: how many targets each has, in their order."""
+        self._groups, self._shard, self._found_K2 = groups, shard, _unfilled(rows)
 
-    def add(self, logits: Tensor, chunk: TargetChunk) -> Sequence[Tensor]:
-        found = [
-            negative_log_likelihood(own, labels_K, self._shard)
-            for own, labels_K in zip(chunk.by_job(logits), chunk.by_job(chunk.labels_K), strict=True)
-        ]
-        for job, (loss, predicted) in zip(chunk.counts, found, strict=True):
-            self._sums_J2[job] += torch.stack((loss.detach().double(), predicted))
-        return [loss for loss, _ in found]
+    def add(self, logits: Tensor, chunk: TargetChunk) -> None:
+        negative_log_likelihood_(logits, chunk.labels_K, chunk.of(self._found_K2), self._shard)
 
     def finish(self, gradient_1TD: Tensor | None) -> Tensor:
-        return self._sums_J2
+        return torch.stack([own_K2.sum(0) for own_K2 in torch.split(self._found_K2, list(self._groups))])
 
 
 class Divergence:
@@ -85,38 +75,16 @@ class Divergence:
         self, rows: PackedRows, teacher: Callable[[TargetChunk], Tensor], shard: VocabularyShard | None
     ) -> None:
         """`teacher`: its logits of a chunk, without gradients."""
-        self._teacher, self._shard = teacher, shard
-        self._sums_J2 = _zero_sums(rows)
+        self._teacher, self._shard, self._found_K2 = teacher, shard, _unfilled(rows)
 
-    def add(self, logits: Tensor, chunk: TargetChunk) -> Sequence[Tensor]:
-        loss, predicted = divergence(logits, self._teacher(chunk), chunk.labels_K, self._shard)
-        self._sums_J2[0] += torch.stack((loss.detach().double(), predicted))
-        return [loss]
+    def add(self, logits: Tensor, chunk: TargetChunk) -> None:
+        divergence_(logits, self._teacher(chunk), chunk.labels_K, chunk.of(self._found_K2), self._shard)
 
     def finish(self, gradient_1TD: Tensor | None) -> Tensor:
-        return self._sums_J2
+        return self._found_K2.sum(0, keepdim=True)
 
 
-class SequenceLosses:
-    """The NLL of each sequence's labels, summed. Result: fp64, (Q)."""
-
-    def __init__(self, rows: PackedRows, shard: VocabularyShard | None) -> None:
-        self._rows, self._shard = rows, shard
-        self._chunks: list[Tensor] = []
-        self._predicted = torch.zeros((), dtype=torch.int64, device=rows.keep_K.device)
-
-    def add(self, logits: Tensor, chunk: TargetChunk) -> Sequence[Tensor]:
-        losses_K, predicted = token_losses(logits, chunk.labels_K, self._shard)
-        self._predicted += predicted
-        self._chunks.append(losses_K.detach())
-        return [losses_K.sum()]
-
-    def finish(self, gradient_1TD: Tensor | None) -> Tensor:
-        losses_K = torch.cat(self._chunks).double()  # sums without atomics: they have the same bits each time
-        return torch.stack([own.sum() for own in torch.split(losses_K, list(self._rows.sequence_targets))])
-
-
-class Preference(SequenceLosses):
+class Preference(Likelihood):
     """The DPO loss of one job's pairs. Result: its sums (fp64, (1, 5)): the loss, how many targets are predicted, and those of the other
     three that `losses.formulas.preference` returns.
 
@@ -124,20 +92,21 @@ class Preference(SequenceLosses):
     the loss in the NLL of the token's sequence: the head is computed once, though the latter is known only after all chunks.
     """
 
-    def __init__(self, rows: PackedRows, reference_Q: Tensor, beta: float, shard: VocabularyShard | None) -> None:
-        """`reference_Q`: the result of `SequenceLosses` with the reference."""
-        super().__init__(rows, shard)
-        self._reference_Q, self._beta = reference_Q, beta
+    def __init__(self, rows: PackedRows, reference_Q2: Tensor, beta: float, shard: VocabularyShard | None) -> None:
+        """`reference_Q2`: the result of `Likelihood` of the sequences with the reference."""
+        super().__init__(rows, rows.sequence_targets, shard)
+        self._sequences_T, self._reference_Q2, self._beta = rows.sequences_T, reference_Q2, beta
 
     def finish(self, gradient_1TD: Tensor | None) -> Tensor:
-        losses_P2, reference_P2 = super().finish(None).view(-1, 2), self._reference_Q.view(-1, 2)
+        found_Q2 = super().finish(None)
+        losses_P2, reference_P2 = found_Q2[:, 0].view(-1, 2), self._reference_Q2[:, 0].view(-1, 2)
         sums, slopes_P2 = preference(losses_P2, reference_P2, self._beta)
         if gradient_1TD is not None:
-            assert self._rows.sequences_T is not None, "expected rows of pairs"
-            gradient_1TD *= slopes_P2.view(-1).float()[self._rows.sequences_T, None]
-        return torch.cat((sums[:1], self._predicted.double().view(1), sums[1:]))[None]
+            assert self._sequences_T is not None, "expected rows of pairs"
+            gradient_1TD *= slopes_P2.view(-1).float()[self._sequences_T, None]
+        return torch.cat((sums[:1], found_Q2[:, 1].sum(0, keepdim=True), sums[1:]))[None]
 
 
-def _zero_sums(rows: PackedRows) -> Tensor:
-    """(fp64, (J, 2))"""
-    return torch.zeros(len(rows.target_bounds) - 1, 2, dtype=torch.float64, device=rows.keep_K.device)
+def _unfilled(rows: PackedRows) -> Tensor:
+    """(fp64, (K, 2)) for each target's loss and whether it is predicted."""
+    return torch.empty(rows.targets, 2, dtype=torch.float64, device=rows.keep_K.device)

@@ -1,5 +1,5 @@
-"""Losses over chunks of logits, summed over the chunk, in nats, and how many labels the logits predict. Logits may be this rank's part of
-the vocabulary.
+"""Losses of targets, in nats, from a chunk of logits, which become gradients in place: autograd would keep several fp32 tensors of their
+size. Logits may be this rank's part of the vocabulary.
 
 Letters: K tokens whose next token is a target, V vocabulary, S tokens of a rank, P pairs.
 """
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from coserve.kernels.gpu.launcher import launches
+from coserve.kernels.losses import launch
 from coserve.parallel.vocabulary import VocabularyShard
 
 LARGEST_EXPONENT = 88.0
@@ -23,39 +25,48 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, LARGEST_EXPONENT))
 
 
-def negative_log_likelihood(logits: Tensor, labels_K: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, Tensor]:
-    """Of the labels, summed (fp32, scalar), and how many of them are `predicted`. `logits`: (K, V), or (K, S) with a `shard`."""
-    if shard is not None:
-        losses_K, count = shard.cross_entropy(logits, labels_K)
-        return losses_K.sum(), count
-    return functional.cross_entropy(logits.float(), labels_K, reduction="sum"), predicted(logits, labels_K)
+def negative_log_likelihood_(logits: Tensor, labels_K: Tensor, found_K2: Tensor, shard: VocabularyShard | None) -> None:
+    """Write each label's negative log-likelihood into `found_K2[:, 0]` (fp64), and into `found_K2[:, 1]` 1 where the label has the largest
+    logit of its row, or one of several that are as large, else 0. The logits become the gradient of the losses' sum in them.
 
-
-def token_losses(logits: Tensor, labels_K: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, Tensor]:
-    """As `negative_log_likelihood`, of each label (fp32, (K))."""
-    if shard is not None:
-        return shard.cross_entropy(logits, labels_K)
-    return functional.cross_entropy(logits.float(), labels_K, reduction="none"), predicted(logits, labels_K)
-
-
-def divergence(
-    logits: Tensor, teacher: Tensor, labels_K: Tensor, shard: VocabularyShard | None
-) -> tuple[Tensor, Tensor]:
-    """The Kullback-Leibler divergence of the student's distributions from the teacher's (fp32, scalar): 0 where they are equal. And how
-    many of the labels the student has `predicted`.
-
-    Both logits are (K, V), or (K, S) with a `shard`, whose parts are gathered. Differentiable in `logits`.
+    `logits`: (K, V), or (K, S) with a `shard`.
     """
     if shard is not None:
-        logits, teacher = shard.gather(logits), shard.gather(teacher)
-    student_KV, teacher_KV = logits.float().log_softmax(-1), teacher.float().log_softmax(-1)
-    return functional.kl_div(student_KV, teacher_KV, reduction="sum", log_target=True), predicted(logits, labels_K)
+        shard.cross_entropy_(logits, labels_K, found_K2)
+    elif launches(logits):
+        launch.negative_log_likelihood_(logits, labels_K, found_K2)
+    else:
+        found_K2[:, 1] = _predicted(logits, labels_K)
+        shares_KV = logits.float().log_softmax(-1)
+        labels_K1 = labels_K[:, None]
+        found_K2[:, 0] = -shares_KV.gather(1, labels_K1)[:, 0]
+        shares_KV.exp_().scatter_add_(1, labels_K1, torch.full_like(labels_K1, -1, dtype=shares_KV.dtype))
+        logits.copy_(shares_KV)
 
 
-@torch.no_grad()
-def predicted(logits_KV: Tensor, labels_K: Tensor) -> Tensor:
-    """How many labels (int64, scalar) have the largest logit of their row, or one of several that are as large."""
-    return (logits_KV.gather(1, labels_K[:, None])[:, 0] == logits_KV.amax(1)).sum()
+def divergence_(
+    logits: Tensor, teacher: Tensor, labels_K: Tensor, found_K2: Tensor, shard: VocabularyShard | None
+) -> None:
+    """As `negative_log_likelihood_`; the loss is the Kullback-Leibler divergence of the student's distribution from the teacher's: 0 where
+    they are equal.
+
+    Both logits are (K, V), or (K, S) with a `shard`, whose parts are gathered.
+    """
+    if shard is not None:
+        whole_KV = shard.gather(logits)
+        divergence_(whole_KV, shard.gather(teacher), labels_K, found_K2, None)
+        shard.take_(logits, whole_KV)
+    elif launches(logits):
+        launch.divergence_(logits, teacher, labels_K, found_K2)
+    else:
+        found_K2[:, 1] = _predicted(logits, labels_K)
+        student_KV, teacher_KV = logits.float().log_softmax(-1), teacher.float().log_softmax(-1)
+        found_K2[:, 0] = functional.kl_div(student_KV, teacher_KV, reduction="none", log_target=True).sum(1)
+        logits.copy_(student_KV.exp_().sub_(teacher_KV.exp_()))
+
+
+def _predicted(logits_KV: Tensor, labels_K: Tensor) -> Tensor:
+    return logits_KV.gather(1, labels_K[:, None])[:, 0] == logits_KV.amax(1)
 
 
 def preference(losses_P2: Tensor, reference_P2: Tensor, beta: float) -> tuple[Tensor, Tensor]:

@@ -59,6 +59,11 @@ def launch_nothing() -> Iterator[None]:
         _mode.reset(token)
 
 
+def launches(tensor: Tensor) -> bool:
+    """Whether kernels run on this tensor: it is on a GPU, or fake and stands for one (`launch_nothing`)."""
+    return tensor.is_cuda or _mode.get() is _Mode.SKIP
+
+
 def launch(kernel: JITFunction[Callable[..., None]], grid: tuple[int, ...], *arguments: object, **rest: object) -> None:
     """Launch a kernel with Triton's own search for the specialization."""
     match _mode.get():

@@ -1,0 +1,92 @@
+"""Losses of rows of logits and their gradients, which take the logits' place. A row is read twice and written once.
+
+The first pass keeps for each lane of a program the largest logit and the sum of exponentials relative to it (online softmax: Milakov and
+Gimelshein 2018). Arithmetic is fp32.
+"""
+
+# mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
+# ruff: noqa: ANN001, ANN201, ANN202 - a kernel's arguments have the types of its launch
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-3.0e38)
+"""Below every finite logit. Not infinity: differences from it are numbers."""
+
+
+@triton.jit
+def _add(largest, total, x):
+    """One exponential: either x or the largest so far is the new reference."""
+    above = x - largest
+    smaller = tl.exp(-tl.abs(above))
+    return tl.maximum(largest, x), tl.where(above > 0, total * smaller + 1.0, total + smaller)
+
+
+@triton.jit
+def _join(largest, total):
+    """Of all lanes: the largest logit, and the logarithm of the sum of exponentials relative to it."""
+    top = tl.max(largest, 0)
+    return top, tl.log(tl.sum(total * tl.exp(largest - top), 0))
+
+
+@triton.jit
+def _keep(found_ptr, row, loss, predicted):
+    tl.store(found_ptr + 2 * row, loss.to(tl.float64))
+    tl.store(found_ptr + 2 * row + 1, predicted.to(tl.float64))
+
+
+@triton.jit
+def likelihood(logits_ptr, labels_ptr, found_ptr, stride, V, BLOCK: tl.constexpr):
+    """Grid (rows). logits: (K, V), any float dtype; labels: (K), int64; found: (K, 2), fp64."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride
+    label = tl.load(labels_ptr + row)
+    at_label = tl.load(logits_ptr + label).to(tl.float32)
+    lanes = tl.arange(0, BLOCK)
+    largest, total = tl.full([BLOCK], LOWEST, tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, V, BLOCK):
+        v = start + lanes
+        x = tl.load(logits_ptr + v, mask=v < V, other=-float("inf")).to(tl.float32)
+        largest, total = _add(largest, total, x)
+    top, log_total = _join(largest, total)
+    _keep(found_ptr, row, log_total - (at_label - top), at_label == top)
+    tl.debug_barrier()  # all threads have read the label's logit
+    for start in range(0, V, BLOCK):
+        v = start + lanes
+        x = tl.load(logits_ptr + v, mask=v < V, other=-float("inf")).to(tl.float32)
+        gradient = tl.exp(x - top - log_total) - tl.where(v == label, 1.0, 0.0)
+        tl.store(logits_ptr + v, gradient.to(logits_ptr.dtype.element_ty), mask=v < V)
+
+
+@triton.jit
+def divergence(
+    logits_ptr, teacher_ptr, labels_ptr, found_ptr, stride, teacher_stride, V, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Grid (rows). As `likelihood`; teacher: (K, V), any float dtype."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride
+    teacher_ptr += row * teacher_stride
+    at_label = tl.load(logits_ptr + tl.load(labels_ptr + row)).to(tl.float32)
+    lanes = tl.arange(0, BLOCK)
+    largest, total = tl.full([BLOCK], LOWEST, tl.float32), tl.zeros([BLOCK], tl.float32)
+    taught_largest, taught_total = largest, total
+    for start in range(0, V, BLOCK):
+        v = start + lanes
+        x = tl.load(logits_ptr + v, mask=v < V, other=-float("inf")).to(tl.float32)
+        taught = tl.load(teacher_ptr + v, mask=v < V, other=-float("inf")).to(tl.float32)
+        largest, total = _add(largest, total, x)
+        taught_largest, taught_total = _add(taught_largest, taught_total, taught)
+    top, log_total = _join(largest, total)
+    taught_top, taught_log_total = _join(taught_largest, taught_total)
+    tl.debug_barrier()  # all threads have read the label's logit
+    losses = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, V, BLOCK):
+        v = start + lanes
+        x = tl.load(logits_ptr + v, mask=v < V, other=0.0).to(tl.float32) - top - log_total
+        taught = tl.load(teacher_ptr + v, mask=v < V, other=0.0).to(tl.float32) - taught_top - taught_log_total
+        share = tl.exp(taught)
+        losses += tl.where(v < V, share * (taught - x), 0.0)
+        tl.store(logits_ptr + v, (tl.exp(x) - share).to(logits_ptr.dtype.element_ty), mask=v < V)
+    _keep(found_ptr, row, tl.sum(losses, 0), at_label == top)

@@ -1,0 +1,66 @@
+"""Launches of the loss kernels. Logits become gradients in place, so nothing of their size is allocated.
+
+Letters: K targets, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from coserve.kernels.gpu.launcher import Launcher
+from coserve.kernels.losses import kernels
+
+BLOCK = 4096
+"""Logits that a program has at once."""
+WARPS = 16
+
+_likelihood, _divergence = Launcher(kernels.likelihood), Launcher(kernels.divergence)
+
+
+def negative_log_likelihood_(
+    logits_KV: Tensor, labels_K: Tensor, found_K2: Tensor, *, block: int = BLOCK, warps: int = WARPS
+) -> None:
+    """-log softmax(logits)[label] of each row (nats) into `found_K2[:, 0]`, and 1 into `found_K2[:, 1]` where no logit of the row is
+    larger than its label's, else 0. The logits become the gradient of the losses' sum in them.
+
+    `logits_KV`: any float dtype, rows may lie apart; `labels_K`: int64; `found_K2`: fp64.
+    """
+    _check(logits_KV, labels_K, found_K2)
+    _likelihood(
+        (logits_KV.shape[0], 1, 1),
+        (logits_KV, labels_K, found_K2),
+        (logits_KV.stride(0), logits_KV.shape[1]),
+        BLOCK=block,
+        num_warps=warps,
+    )
+
+
+def divergence_(
+    logits_KV: Tensor,
+    teacher_KV: Tensor,
+    labels_K: Tensor,
+    found_K2: Tensor,
+    *,
+    block: int = BLOCK,
+    warps: int = WARPS,
+) -> None:
+    """As `negative_log_likelihood_`; each row's loss is the Kullback-Leibler divergence of softmax(logits) from softmax(teacher)."""
+    _check(logits_KV, labels_K, found_K2)
+    assert teacher_KV.shape == logits_KV.shape and teacher_KV.stride(1) == 1, (
+        "expected a teacher's logits of the same rows"
+    )
+    _divergence(
+        (logits_KV.shape[0], 1, 1),
+        (logits_KV, teacher_KV, labels_K, found_K2),
+        (logits_KV.stride(0), teacher_KV.stride(0), logits_KV.shape[1]),
+        BLOCK=block,
+        num_warps=warps,
+    )
+
+
+def _check(logits_KV: Tensor, labels_K: Tensor, found_K2: Tensor) -> None:
+    assert logits_KV.stride(1) == 1, "expected the logits of a row side by side"
+    assert found_K2.is_contiguous() and found_K2.shape == (logits_KV.shape[0], 2), (
+        "expected a row of two for each target"
+    )
+    assert labels_K.is_contiguous() and labels_K.shape == logits_KV.shape[:1], "expected a label for each row"
