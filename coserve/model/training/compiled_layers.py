@@ -96,6 +96,7 @@ class CompiledLayers:
         """Raises `UnsupportedBase`."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the examples were made on another stream
+            _wake_autograd(self._device)
         examples, self._examples = self._examples, {}
         with self._stream():
             for kind, example in examples.items():
@@ -215,6 +216,12 @@ class _Arguments:
 
 NO_PASS = RunningPass(PackedAttention((0,)), None, ())
 """Of layers that are traced: nothing is computed."""
+
+
+def _wake_autograd(device: torch.device) -> None:
+    """Autograd's thread for the device has no CUDA context before its first kernel, of which cuBLAS warns if it comes first."""
+    leaf = torch.zeros(1, device=device, requires_grad=True)
+    torch.autograd.grad(leaf * leaf, leaf, torch.ones_like(leaf))
 
 
 def _copied(layer: nn.Module) -> nn.Module:
