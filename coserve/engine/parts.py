@@ -220,7 +220,7 @@ class EngineParts:
         )
 
     def _layer_graphs(self, compiled: CompiledLayers | None) -> LayerGraphs | None:
-        """None: layers run without. 'spatial': the graphs' stream would be none of training's part of the GPU."""
-        if compiled is None or self.base.device.type != "cuda" or self.config.policy == "spatial":
+        """None: layers run without."""
+        if compiled is None or self.base.device.type != "cuda":
             return None
         return LayerGraphs(compiled, partial(GraphMemory, self.base.device))

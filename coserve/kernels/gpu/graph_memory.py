@@ -34,7 +34,11 @@ class GraphMemory:
     """Implements `Recorder` with a CUDA graph for each function, in one memory pool of their own."""
 
     def __init__(self, device: torch.device) -> None:
-        self._pool, self._stream = torch.cuda.MemPool(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        """On the stream that runs the graphs. Captures have that stream's multiprocessors and priority, which graphs keep."""
+        current = torch.cuda.current_stream(device)
+        alone = current == torch.cuda.default_stream(device)  # which cannot be captured
+        self._pool = torch.cuda.MemPool()
+        self._stream = torch.cuda.Stream(device) if alone else current  # type: ignore[no-untyped-call]
 
     @property
     def bytes(self) -> int:
