@@ -362,9 +362,10 @@ def _add(sums_ptr, acc, n, r, N, shape, OF_B: tl.constexpr, BLOCKED: tl.constexp
 @triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr", "starts_ptr"])
 def fold(
     parts_ptr, spans_ptr, ranks_ptr, scalings_ptr, starts_ptr, sums_ptr, N, row, parts, part_stride,
-    OF_B: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    OF_B: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Adds the parts that `outer` left to the sums, in order. Grid (blocks of the largest matrix, adapters)."""
+    """Adds the parts that `outer` left to the sums, always in one order. Grid (blocks of the largest matrix, adapters). PARTS of them are
+    loaded at a time: one after another, each would wait for memory."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     entry = tl.load(spans_ptr + tl.program_id(1) * 4 + 2) * row
@@ -373,11 +374,13 @@ def fold(
     sums = weights(sums_ptr, entry, 1 if OF_B else 0, scalings_ptr)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < rank_of(shape) // _blocks(shape, OF_B) * N
-    own = parts_ptr + start.to(tl.int64) * N + i
+    part = tl.arange(0, PARTS)
+    own = parts_ptr + start.to(tl.int64) * N + part[:, None].to(tl.int64) * part_stride + i[None, :]
     if PDL:
         tl.extra.cuda.gdc_wait()
     total = tl.zeros([BLOCK], dtype=tl.float32)
-    for _ in range(parts):
-        total += tl.load(own, mask=mask, other=0.0)
-        own += part_stride
+    for first in range(0, parts, PARTS):
+        some = tl.load(own, mask=(part < parts - first)[:, None] & mask[None, :], other=0.0)
+        total += tl.sum(some, 0)
+        own += PARTS * part_stride
     tl.store(sums + i, tl.load(sums + i, mask=mask, other=0.0) + total, mask=mask)

@@ -25,8 +25,8 @@ from coserve.kernels.lora.segmented.plan import TilePlan
 
 SHRINK_B, EXPAND_A = Launcher(backward_kernel.shrink_b), Launcher(backward_kernel.expand_a)
 OUTER, FOLD = Launcher(backward_kernel.outer), Launcher(backward_kernel.fold)
-FOLD_BLOCK = 1024
-"""Entries of a matrix whose parts one program sums."""
+FOLD_BLOCK, FOLD_PARTS = 256, 8
+"""Entries of a matrix whose parts one program sums, and how many of these at once."""
 
 
 def _columns(table: SiteTable) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -142,6 +142,6 @@ def outer(
     for site, out in enumerate(outs if parts > 1 else ()):
         FOLD(
             (cdiv(R * width, FOLD_BLOCK), adapters, 1), (out, spans, *_columns(table.from_site(site))), (width, ranks.stride(0), parts, out.stride(0)),
-            OF_B=of_b is not None, BLOCK=FOLD_BLOCK, **options(blocks.pdl and device_info(v_GTR.device).early_launch, 4, 1),
+            OF_B=of_b is not None, BLOCK=FOLD_BLOCK, PARTS=FOLD_PARTS, **options(blocks.pdl and device_info(v_GTR.device).early_launch, 4, 1),
         )  # fmt: skip
     return []
