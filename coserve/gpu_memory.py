@@ -65,8 +65,6 @@ class TrainingCosts(Wire, frozen=True):
     """The backward of the last group of a layer, beyond what is kept."""
     others: Line
     """The backward of the other groups of a layer, beyond what is kept without the last group's input."""
-    graphs: int = 0
-    """Bytes that these layers hold besides, whatever the batch: the private pools of their CUDA graphs."""
 
 
 class JobUse(Wire, frozen=True):

@@ -40,6 +40,8 @@ class MicroBatchShape:
     teacher: bool = False
     pairs: bool = False
     """It has a DPO loss. The reference's forward keeps nothing, and ends before anything is kept."""
+    graphs: bool = False
+    """Its layers run as CUDA graphs, which have copies of its input and of a gradient. What it keeps lies in their memory."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,9 @@ def micro_batch_bytes(
         taught = tokens * input_bytes
         kept, peak = kept + taught, peak + taught
         head = 2 * costs.head.at(tokens, min(batch.positions, max(4, costs.head.most // TEACHER_SHARE)))
-    rows = tokens * (ROWS + PAIRS if batch.pairs else ROWS)
-    held = kept + tokens * input_bytes + rows
-    return MicroBatchBytes(held + costs.graphs, max(kept + head, peak) + rows + costs.graphs)
+    besides = tokens * (ROWS + PAIRS * batch.pairs + 2 * input_bytes * batch.graphs)
+    held = kept + tokens * input_bytes + besides
+    return MicroBatchBytes(held, max(kept + head, peak) + besides)
 
 
 def _backward(costs: TrainingCosts, layer: LoraLayer | None, tokens: int) -> int:

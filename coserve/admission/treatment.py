@@ -6,14 +6,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from coserve.admission.micro_batch import MicroBatchShape, lora_layers, micro_batch_bytes
+from coserve.admission.padding import padded
 from coserve.admission.shapes import JobState, SiteShape, job_state, lora_shapes
 from coserve.corpus.limits import micro_batch_limit
 from coserve.gpu_memory import MemoryModel
 from coserve.types import BaseSpec, JobSpec, LoraSettings
 
-LAUNCHES, EACH = 2000, 90
-"""Tokens that a GPU computes while the host launches a micro-batch: a smaller one takes as long. And those that each one costs besides.
-Of an 8B shape (`finetuning_263ac28.json`): 512 tokens take 128 ms, 2048 138 ms, 4096 264 ms."""
+LAUNCHES = 2000
+"""Tokens that a GPU computes while the host launches a micro-batch operation by operation: a smaller one takes as long. Of an 8B shape
+(`finetuning_263ac28.json`): 512 tokens take 128 ms, 2048 138 ms, 4096 264 ms."""
+EACH = 190
+"""Tokens that each micro-batch costs besides. As graphs, 512 take 44 ms, 2048 131 ms and 4096 251 ms."""
 AGAIN = 0.43
 """How much longer a micro-batch takes if every layer is computed again, relative to one that keeps all (`finetuning_5c1e67a.json`)."""
 
@@ -35,7 +38,8 @@ class Treatment:
 
     def time(self, layers: int) -> float:
         """Of one token, relative to one of large micro-batches that keep everything. `layers`: of the base."""
-        return (max(self.tokens, LAUNCHES) + EACH) / self.tokens * (1 + AGAIN * self.recomputed / layers)
+        size = self.tokens if self.compiled else max(self.tokens, LAUNCHES)
+        return (size + EACH) / self.tokens * (1 + AGAIN * self.recomputed / layers)
 
 
 @dataclass(frozen=True)
@@ -87,9 +91,10 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
     def option(treatment: Treatment) -> Option:
         tokens = treatment.tokens
         batch = MicroBatchShape(
-            tokens,
+            padded(tokens) if treatment.compiled else tokens,
             min(tokens, spec.target_tokens),
             treatment.recomputed,
+            graphs=treatment.compiled,
             teacher=spec.teacher is not None,
             pairs=spec.training.loss is not None,
         )
@@ -111,9 +116,11 @@ def shared_bytes(model: MemoryModel, base: BaseSpec, jobs: Iterable[JobMemory], 
         for shape in job.shapes:
             before = sites.get(shape.name)
             sites[shape.name] = shape if before is None or before.rank < shape.rank else before
-    costs = model.costs if dropout else model.compiled or model.costs
+    compiled = None if dropout else model.compiled
+    costs, graphs = compiled or model.costs, compiled is not None
     layers = lora_layers(costs, sites.values(), base.dtype, dropout=dropout)
-    batch = MicroBatchShape(tokens, tokens, base.layers if model.recompute else 0)
+    recomputed = base.layers if model.recompute else 0
+    batch = MicroBatchShape(padded(tokens) if graphs else tokens, tokens, recomputed, graphs=graphs)
     return micro_batch_bytes(costs, base, layers, batch).peak
 
 

@@ -123,7 +123,8 @@ def test_jobs_are_planned_anew_for_compiled_layers_and_for_their_own_again() -> 
     """Those that cannot run compiled ones stay as they are."""
     state, _ = needs(spec())
     lean = msgspec.structs.replace(COSTS, layer=3000.0, recompute=Line(fixed=0.0, per_token=100.0))
-    fitting = job_memory(spec(), BASE, MemoryModel(costs=lean, training=GIB), LIMIT).options[0].activations
+    model = MemoryModel(costs=COSTS, training=GIB, compiled=lean)
+    fitting = job_memory(spec(), BASE, model, LIMIT).options[0].activations
     memory, dropping = admission(2 * state + fitting), spec("dropping")
     dropping = msgspec.structs.replace(dropping, lora=LoraSettings(r=16, dropout=0.1))
     before = [memory.admit(job) for job in (spec(), dropping)]

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from coserve.admission.padding import padded
 from coserve.corpus.tokenized import Corpus
-from coserve.finetune.layers.graphs import LayerGraphs, padded
+from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.link import FromEngine, JobSucceeded
 from coserve.model.base import Base

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 
+from coserve.admission.padding import LEAST_STEP, padded
 from coserve.finetune.layers.compiled import CompiledLayerPass
 from coserve.finetune.layers.graph_passes import CapturePass, FirstPass, Graphs, ReplayPass, copied, tensors_of
 from coserve.finetune.layers.interface import LayerPass
@@ -26,14 +27,6 @@ log = logging.getLogger(__name__)
 
 MOST_RELEASES = 3
 """Memory ran out so often with graphs: then there are none."""
-LEAST_STEP = 64
-"""Tokens; batches are filled up to a multiple of it, or of a sixteenth of their size."""
-
-
-def padded(tokens: int, least_step: int = LEAST_STEP) -> int:
-    """The size that a batch of so many tokens is filled up to, so that batches of few sizes need graphs."""
-    step = max(least_step, 1 << max(tokens.bit_length() - 5, 0))
-    return -(-tokens // step) * step
 
 
 class LayerGraphs:

@@ -1,0 +1,12 @@
+"""The sizes of batches whose layers run as CUDA graphs. Pure: no torch."""
+
+from __future__ import annotations
+
+LEAST_STEP = 64
+"""Tokens; batches are filled up to a multiple of it, or of a sixteenth of their size."""
+
+
+def padded(tokens: int, least_step: int = LEAST_STEP) -> int:
+    """The size that a batch of so many tokens is filled up to, so that batches of few sizes need graphs."""
+    step = max(least_step, 1 << max(tokens.bit_length() - 5, 0))
+    return -(-tokens // step) * step
