@@ -102,6 +102,7 @@ def test_other_adapters_than_the_measured_one(
     assert abs(base.error(lora, tokens, recomputed=recomputed, positions=positions)) < 0.01
 
 
+@pytest.mark.slow
 def test_an_adapter_of_the_upper_layer_alone_keeps_nothing_below(base: Measured) -> None:
     targets = tuple(name for name in base.spec.sites if ".1." in name)
     assert abs(base.error(LoraSettings(r=16, targets=targets), 600, recomputed=0, positions=None)) < 0.02

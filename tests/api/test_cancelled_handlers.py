@@ -36,7 +36,7 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
         yield api
 
 
-@pytest.fixture(params=["at once", "late"])
+@pytest.fixture(params=[pytest.param("at once", marks=pytest.mark.slow), "late"])
 def late(request: pytest.FixtureRequest) -> bool:
     """Whether threads have done what the handler waits for when it is cancelled."""
     return bool(request.param == "late")

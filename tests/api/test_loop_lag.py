@@ -15,6 +15,7 @@ from tests.support.examples import sample
 from tests.support.fake_engine import SITE
 from tests.support.watched_server import OLD_JOB, Watched, watched_server
 
+pytestmark = pytest.mark.slow
 MOST = 50.0
 """Milliseconds of the process's CPU time between two heartbeats of its loop."""
 MIB = 1 << 20

@@ -14,6 +14,7 @@ from coserve.queues.policies.choice import make_policy
 from coserve.queues.policies.overlap import Overlap
 from coserve.queues.policies.spatial import Spatial
 from tests.support.api_server import Api
+from tests.support.examples import sample
 from tests.support.held_device import HeldDevice
 from tests.support.real_server import serve_real
 
@@ -32,10 +33,11 @@ async def ask(api: Api, prompt: str) -> object:
     return answer["choices"][0]["token_ids"]
 
 
-async def test_jobs_and_requests_get_what_they_get_in_turns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", sample(["spatial", "overlap"], "overlap"))
+async def test_jobs_and_requests_get_what_they_get_in_turns(tmp_path: Path, beside: str) -> None:
     prompts = [f"Once upon a time there were {n}" for n in ("two", "three", "four", "five")]
     device, found = HeldDevice(seconds=0.002), []
-    for policy in ("slack", "spatial", "overlap"):
+    for policy in ("slack", beside):
         training = None if policy == "slack" else device.stream()
         async with serve_real(tmp_path / policy, training=training, policy=policy) as api:
             status, job = await api.call("POST", "/finetune", json=JOB)

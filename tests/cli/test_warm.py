@@ -19,6 +19,7 @@ from coserve.cli.warm_progress import REPEAT, WarmProgress
 from coserve.config import Config
 from coserve.errors import StartupError
 from coserve.warmup import launch
+from tests.support.examples import sample
 
 INTERRUPTED = """
 import subprocess, sys
@@ -106,7 +107,7 @@ def test_without_a_gpu_it_ends_in_one_line() -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", sample([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))
 def test_a_stop_ends_the_compiling_processes(number: int) -> None:
     warm = subprocess.Popen(
         [sys.executable, "-P", "-c", INTERRUPTED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -61,6 +61,7 @@ def messages(entries: list[Json]) -> Iterator[str]:
     return (entry["message"] for entry in entries)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", sample(["1", "2"], "1"))
 def test_ctrl_c_ends_streams_properly_and_the_log_tells_the_whole_story(
     model: Path, tmp_path: Path, ranks: str

@@ -118,6 +118,7 @@ def test_one_step_at_a_time() -> None:
     check(wrap_base(tiny_model("llama"), name="llama", eos_token_ids=()), GROUPED, None)
 
 
+@pytest.mark.slow
 def test_addresses_of_an_adapter_that_left_are_never_used() -> None:
     """It comes back elsewhere, and that is where graphs read it, too."""
     base = wrap_base(tiny_model("gpt2"), name="gpt2", eos_token_ids=())

@@ -194,6 +194,7 @@ def test_what_is_not_computed_yet_is_not_shared() -> None:
     assert gen.prefix_hits == 8
 
 
+@pytest.mark.slow
 def test_the_pages_of_one_that_gave_way_are_taken_up_again() -> None:
     """And a page that nobody holds keeps nobody waiting: the pool is full of them from the first requests on."""
     base = llama()

@@ -164,6 +164,7 @@ def test_what_they_cannot_do_runs_the_layers_themselves(
     equal(found, gradients(base, None, PACKS, **options))
 
 
+@pytest.mark.slow
 def test_two_adapters_in_one_batch_that_begin_at_the_second_layer(
     llama: tuple[Base, CompiledLayers, Counted],
 ) -> None:

@@ -115,7 +115,7 @@ def plainly(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[.
     return graph.forward
 
 
-@pytest.mark.parametrize("family", sample(["llama", "gemma2", "gpt2", "phi3"], "llama"))
+@pytest.mark.parametrize("family", sample(["llama", "gemma2", "gpt2", "phi3"]))
 def test_torch_compile_is_asked_once_a_kind_of_layer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once layers are bound to graphs: with the same logits, whatever the rows, and with adapters."""
     base = wrap_base(tiny_model(family, **({} if family.startswith("g") else {"num_hidden_layers": 5})), name=family)

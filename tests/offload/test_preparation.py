@@ -88,6 +88,7 @@ async def test_the_first_error_of_the_file_is_the_one_that_is_raised(tmp_path: P
     assert list((tmp_path / "staging").iterdir()) == []
 
 
+@pytest.mark.slow
 async def test_a_worker_that_is_killed_ends_its_own_job_alone(
     tmp_path: Path, pool: HelperPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,7 @@ def test_one_hot_adapter_starves_nobody(policy: str, max_queue: int) -> None:
         assert all(ended[id] == 1 for id in outcome.sent)
 
 
+@pytest.mark.slow
 def test_first_come_first_served_is_what_it_says() -> None:
     outcome = play(flood(0, "slack", fair=False, max_queue=1000))
     assert min(passed(outcome, id) for id in light(outcome)) > 100

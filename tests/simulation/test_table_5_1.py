@@ -83,6 +83,7 @@ def test_ets_keeps_all_requests_within_10_s() -> None:
     assert 8_500 < ets().tokens_per_s < 9_600
 
 
+@pytest.mark.slow
 def test_temporal_sharing_lets_requests_wait_for_a_whole_fine_tuning_request() -> None:
     """The paper: TS(10) 12.96 s, 25% within 10 s; TS(20) 12.85 s, 26%: n does not bind."""
     assert ts(10) == ts(20)
