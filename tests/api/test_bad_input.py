@@ -21,6 +21,7 @@ from tests.support.api_server import Api, serve_api
 from tests.support.examples import examples
 from tests.support.fake_engine import CONTEXT
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 BAD = "invalid_request"
 PROMPT = {"prompt": "x"}
 
@@ -129,6 +130,18 @@ FINETUNE: list[tuple[dict[str, Any], int, str, str | None]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def api(lasting_api: Api) -> Api:
+    """With files in its root that paths may lead to."""
+    root = lasting_api.config.data_root
+    assert root is not None
+    (root.parent / "secret.jsonl").write_text('{"text": "secret"}')
+    (root / "link.jsonl").symlink_to(root.parent / "secret.jsonl")
+    (root / "loop").symlink_to("loop")
+    (root / "file.jsonl").touch()
+    return lasting_api
+
+
 @pytest.mark.parametrize(("body", "code", "field"), GENERATE, ids=lambda value: str(value)[:40])
 async def test_generate(api: Api, body: dict[str, Any], code: str, field: str | None) -> None:
     error = await api.refused(400, code, "POST", "/generate", json=body)
@@ -137,19 +150,13 @@ async def test_generate(api: Api, body: dict[str, Any], code: str, field: str | 
 
 
 @pytest.mark.parametrize(("body", "status", "code", "field"), FINETUNE, ids=lambda value: str(value)[:40])
-async def test_finetune(
-    api: Api, tmp_path: Path, body: dict[str, Any], status: int, code: str, field: str | None
-) -> None:
-    (tmp_path / "secret.jsonl").write_text('{"text": "secret"}')
+async def test_finetune(api: Api, body: dict[str, Any], status: int, code: str, field: str | None) -> None:
     assert api.config.data_root is not None
-    (api.config.data_root / "link.jsonl").symlink_to(tmp_path / "secret.jsonl")
-    (api.config.data_root / "loop").symlink_to("loop")
-    (api.config.data_root / "file.jsonl").touch()
     if body.get("path") not in (None, "."):  # imports read the same paths; a folder is what they want
         await api.refused(status, code, "POST", "/adapters", json={"name": "poet", "path": body["path"]})
     error = await api.refused(status, code, "POST", "/finetune", json=body)
     assert error["field"] == field
-    assert str(tmp_path) not in error["message"]
+    assert str(api.config.data_root.parent) not in error["message"]
     assert api.folder.job_ids() == []
     if code == "malformed_row":
         assert error["line"] == 2
