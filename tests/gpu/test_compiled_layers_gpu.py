@@ -50,4 +50,4 @@ def test_gradients_are_those_of_autograd(family: str) -> None:
         expected = gradients(base, None, rows, recompute=recompute)
         found = gradients(base, compiled, rows, recompute=recompute)
         for own, right in zip(found, expected, strict=True):
-            assert float((own - right).norm() / right.norm().clamp_min(1e-6)) < 0.05
+            assert float((own - right).norm() / right.norm().clamp_min(1e-6)) < 0.08

@@ -39,7 +39,7 @@ def optimizer(base: Base, rank: int, seed: int) -> AdapterOptimizer:
 
 
 def gradients(
-    runner: MicroBatchRunner, jobs: Sequence[tuple[AdapterOptimizer, Sequence[int]]], *, recompute: bool = False
+    runner: MicroBatchRunner, jobs: Sequence[tuple[AdapterOptimizer, Sequence[int]]], *, recomputed: int = 0
 ) -> list[Tensor]:
     """The sums, and the gradients that this batch adds."""
     for own, _ in jobs:
@@ -52,12 +52,12 @@ def gradients(
         [[tensor for each in layer for tensor in each] for layer in zip(*by_job, strict=True)]
         for by_job in ([own.trainable for own, _ in jobs], [own.grads for own, _ in jobs])
     )
-    sums = run_to_end(runner.forward_backward(packed, lora, trainable, grads, recompute=recompute))
+    sums = run_to_end(runner.forward_backward(packed, lora, trainable, grads, recomputed=recomputed))
     return [sums.clone(), *(each.clone() for layer in grads for each in layer)]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_are_those_without_graphs(recompute: bool) -> None:
+@pytest.mark.parametrize("recomputed", [0, 1, 2])
+def test_gradients_are_those_without_graphs(recomputed: int) -> None:
     """Rows of several lengths, of two adapters in turn and together, in one shape each."""
     base = wrap_base(tiny_model("llama").to(DEVICE, torch.bfloat16), name="llama")
     compiled = CompiledLayers(base, LayerCut(base))
@@ -69,7 +69,7 @@ def test_gradients_are_those_without_graphs(recompute: bool) -> None:
     batches = [[(a, (0,))], [(b, (4,))], [(a, (3, 2))], [(b, (0, 1))], [(a, (4,))]]
     batches += [[(a, (0,)), (b, (1, 2))], [(b, (3,)), (a, (5,))], [(a, (2, 3)), (b, (5,))]]
     for batch in batches:
-        expected, found = (gradients(runner, batch, recompute=recompute) for runner in (plain, graphed))
+        expected, found = (gradients(runner, batch, recomputed=recomputed) for runner in (plain, graphed))
         for own, right in zip(found, expected, strict=True):
             assert float((own - right).norm() / right.norm().clamp_min(1e-6)) < 0.02
     assert not graphs.notes and graphs.bytes > 0

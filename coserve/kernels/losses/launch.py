@@ -10,9 +10,9 @@ from torch import Tensor
 from coserve.kernels.gpu.launcher import Launcher
 from coserve.kernels.losses import kernels
 
-BLOCK = 4096
+BLOCK = 2048
 """Logits that a program has at once."""
-WARPS = 16
+WARPS = 8
 
 _likelihood, _divergence = Launcher(kernels.likelihood), Launcher(kernels.divergence)
 
