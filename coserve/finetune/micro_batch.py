@@ -145,6 +145,8 @@ class MicroBatchRunner:
         keep_from = layers if self._recompute else first + recomputed
         one = self._compiled_pass(inputs, context, first, keep_from, learns=True)
         if one is None:
+            if self._graphs is not None:
+                self._graphs.elsewhere()
             keep_from = layers if for_compiled else keep_from
             one = EagerLayerPass(self._cut, inputs, context, trainable, grads, first, keep_from)
         for i in range(layers):
@@ -220,7 +222,10 @@ class MicroBatchRunner:
             if graphed is not None:
                 return graphed
         found = self._compiled.begin(inputs, context.lora)
-        return None if found is None else CompiledLayerPass(found, first, keep_from)
+        if found is None:
+            return None
+        one = CompiledLayerPass(found, first, keep_from)
+        return one if self._graphs is None or not learns else self._graphs.beside(one)
 
     def _embed(self, rows: PackedRows) -> LayerInputs:
         return self._cut.embed(rows.tokens_T, rows.positions_T, self._attention(rows.bounds))

@@ -126,6 +126,34 @@ def test_few_shapes_have_graphs_and_idle_ones_give_way(compiled: tuple[Base, Com
     assert recorder.recorded > before
 
 
+@pytest.mark.slow
+def test_a_shape_without_graphs_runs_in_their_memory(compiled: tuple[Base, CompiledLayers], tmp_path: Path) -> None:
+    base, layers = compiled
+    recorder = RepeatingRecorder()
+    graphs = graphs_of(layers, recorder, most=1, idle=1000)
+    train(base, tmp_path / "a", layers, graphs, (job(0, steps=3),))
+    recorded, aside = recorder.recorded, recorder.aside_runs
+    other = job(2, steps=2, r=16)
+    found = train(base, tmp_path / "b", layers, graphs, (other,))
+    assert recorder.recorded == recorded and recorder.aside_runs > aside
+    expected = train(base, tmp_path / "plain", layers, None, (other,))
+    torch.testing.assert_close(torch.tensor(losses(found)), torch.tensor(losses(expected)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_graphs_leave_their_memory_to_a_job_that_runs_other_layers(
+    compiled: tuple[Base, CompiledLayers], tmp_path: Path
+) -> None:
+    base, layers = compiled
+    first, second = RepeatingRecorder(), RepeatingRecorder()
+    graphs = graphs_of(layers, first, second, idle=2)
+    train(base, tmp_path / "a", layers, graphs, (job(0, steps=3),))
+    assert first.recorded
+    train(base, tmp_path / "b", layers, graphs, (job(1, steps=1, dropout=0.1),))
+    train(base, tmp_path / "c", layers, graphs, (job(0, steps=4),))
+    assert second.recorded, "once no other layers have run for a while"
+
+
 def test_sizes_of_batches() -> None:
     assert [padded(tokens) for tokens in (1, 64, 65, 512, 1000, 2047, 4096, 4097)] == [
         64, 64, 128, 512, 1024, 2048, 4096, 4352,

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from coserve.finetune.layers.compiled import CompiledLayerPass
+from coserve.finetune.layers.interface import LayerPass
 from coserve.kernels.attention.fixed import FixedAttention
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.gpu.graph_memory import Recorder
@@ -80,6 +81,21 @@ class FirstPass:
             found_1TD = self._layers.backward(i, gradient_1TD)
         self._graphs.warm |= i == self._graphs.first
         return found_1TD
+
+
+class AsidePass:
+    """Implements `LayerPass` without graphs, in the memory that those have: nothing else could use it meanwhile."""
+
+    def __init__(self, layers: LayerPass, recorder: Recorder) -> None:
+        self._layers, self._recorder = layers, recorder
+
+    def forward(self, i: int, h_1TD: Tensor) -> Tensor:
+        with self._recorder.aside():
+            return self._layers.forward(i, h_1TD)
+
+    def backward(self, i: int, gradient_1TD: Tensor) -> Tensor:
+        with self._recorder.aside():
+            return self._layers.backward(i, gradient_1TD)
 
 
 class CapturePass:

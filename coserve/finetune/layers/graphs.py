@@ -14,7 +14,15 @@ from functools import partial
 
 from coserve.admission.padding import LEAST_STEP, padded
 from coserve.finetune.layers.compiled import CompiledLayerPass
-from coserve.finetune.layers.graph_passes import CapturePass, FirstPass, Graphs, ReplayPass, copied, tensors_of
+from coserve.finetune.layers.graph_passes import (
+    AsidePass,
+    CapturePass,
+    FirstPass,
+    Graphs,
+    ReplayPass,
+    copied,
+    tensors_of,
+)
 from coserve.finetune.layers.interface import LayerPass
 from coserve.kernels.attention.fixed import FixedAttention, limits
 from coserve.kernels.attention.packed import PackedAttention
@@ -48,7 +56,7 @@ class LayerGraphs:
         self._shapes: dict[Hashable, Graphs] = {}
         """That used last is the last one."""
         self._recorder: Recorder | None = None
-        self._batches = self._releases = 0
+        self._batches = self._releases = self._rests = 0
         self._running: weakref.ref[LayerPass] | None = None
         self.notes: tuple[str, ...] = ()
         """Why there are none, for an operator."""
@@ -66,17 +74,42 @@ class LayerGraphs:
         """Memory ran out, or a capture failed: free what graphs hold. Returns whether there was any."""
         if self._recorder is None:
             return False
-        self._shapes.clear()
-        self._recorder = self._running = None
+        self._free()
         self._releases += 1
         if self._releases == MOST_RELEASES:
             self._stop("there is not enough memory")
         return True
 
+    def elsewhere(self) -> None:
+        """A batch that learns is about to run other layers, with memory of its own: graphs give theirs back. The next batches have none,
+        or they would be captured in turns."""
+        self._rests = self._idle
+        if not self._busy:
+            self._free()
+
+    def beside(self, layers: LayerPass) -> LayerPass:
+        """A pass of compiled layers without graphs, in memory that graphs hold, if there is any."""
+        if self._recorder is None or self._busy:
+            return layers
+        one = AsidePass(layers, self._recorder)
+        self._running = weakref.ref(one)
+        return one
+
+    @property
+    def _busy(self) -> bool:
+        """A pass may be suspended whose tensors lie in the graphs' memory."""
+        return self._running is not None and self._running() is not None
+
+    def _free(self) -> None:
+        self._shapes.clear()
+        self._recorder = self._running = None
+
     def begin(self, inputs: LayerInputs, lora: PreparedLora, first: int, keep_from: int) -> LayerPass | None:
         """A batch's pass; None: it has no graphs. See `CompiledLayerPass`."""
-        busy = self._running is not None and self._running() is not None
-        if self.notes or busy or not isinstance(inputs.attention, PackedAttention) or lora.structure is None:
+        if self._rests:
+            self._rests -= 1
+            return None
+        if self.notes or self._busy or not isinstance(inputs.attention, PackedAttention) or lora.structure is None:
             return None
         self._batches += 1
         bounds, tensors = inputs.attention.bounds, tensors_of(inputs)
