@@ -19,6 +19,7 @@ from torch import nn
 
 from coserve.adapter_store.host import HostBudget
 from coserve.adapter_store.store import AdapterStore
+from coserve.admission.treatment import Treatment
 from coserve.cancellation import Cancellation
 from coserve.config import Config
 from coserve.corpus.tokenized import Corpus
@@ -107,10 +108,11 @@ class Jobs:
         ranks: Sequence[int],
         rows: int | None = None,
         targets: tuple[str, ...] = TARGETS,
+        recomputed: int = 0,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         """`ranks`: of each adapter. `batch`: sequences of one forward. `rows` of a job's step; None: the job's share of the batch.
-        `settings`: further ones of the daemon."""
+        `recomputed`: layers that the memory plan has computed again. `settings`: further ones of the daemon."""
         own: dict[str, Any] = {"lora_backend": backend, "micro_batch_tokens": batch * length, **(settings or {})}
         parts = EngineParts(base, Config(data_dir=root, **own))
         self._trainer = parts.make_trainer(AdapterStore(parts.read_adapter, HostBudget(1)), compiled=_compiled(parts))
@@ -124,6 +126,7 @@ class Jobs:
             spec = job_spec(job, rank, corpus, rows, length, targets)
             corpus.save(parts.folder.corpus(spec.id))
             self._trainer.load(spec, Cancellation())()
+            self._trainer.limit(spec.id, Treatment(batch * length, recomputed))
             self._turns.append(spec.id)
 
     def train(self, run: int) -> int:
@@ -194,6 +197,7 @@ def trained_jobs(
     ranks: Sequence[int],
     rows: int | None = None,
     targets: tuple[str, ...] = TARGETS,
+    recomputed: int = 0,
     settings: Mapping[str, Any] | None = None,
 ) -> Iterator[Jobs]:
     """See `Jobs`; with the jobs' files in a folder of the system's."""
@@ -207,6 +211,7 @@ def trained_jobs(
             ranks=ranks,
             rows=rows,
             targets=targets,
+            recomputed=recomputed,
             settings=settings,
         )
         try:

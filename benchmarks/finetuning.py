@@ -44,6 +44,7 @@ from benchmarks.finetuning_cases import (
     OURS,
     PEFT,
     RANK,
+    RECOMPUTED,
     SEED,
     TINY_GPT2,
     TINY_LLAMA,
@@ -54,7 +55,7 @@ from benchmarks.finetuning_cases import (
     key,
     turns,
 )
-from benchmarks.finetuning_coserve import make_base, running_jobs, slice_times, suspended
+from benchmarks.finetuning_coserve import make_base, recomputed, running_jobs, slice_times, suspended
 from benchmarks.finetuning_cut import cut_cost
 from benchmarks.finetuning_peft import PeftSide
 from benchmarks.finetuning_profile import profiled
@@ -188,7 +189,11 @@ class Benchmark:
         gpu, settings = shape.device == "cuda", self._settings[name]
         began = time.perf_counter()
         with running_jobs(base, shape, own, settings) as jobs:
-            about = {"settings": settings, "load_s": round(time.perf_counter() - began, 1)}
+            about = {
+                "settings": settings,
+                "recomputed": recomputed(shape, own),
+                "load_s": round(time.perf_counter() - began, 1),
+            }
             measured = Measured(jobs.train, warm=self._options.warm, steps=self._options.steps, gpu=gpu)
             self._put(name, shape, case, own, measured, about)
             found = profiled(base, jobs, 1e3 * statistics.median(measured.seconds))
@@ -210,7 +215,12 @@ class Benchmark:
         shared = {"side": name, "case": case.name, "base": shape.name, "tokens": own.tokens, "jobs": own.jobs}
         row = shared | {
             "step_ms": round(1e3 * statistics.median(measured.seconds), 3),
-            "tflop_s": round(speed * shape.flop(recompute=own.recompute) / 1e12, 2),
+            "tflop_s": round(
+                speed
+                * shape.flop(recompute=own.recompute * (RECOMPUTED if name not in (PEFT, COMPILED) else 1))
+                / 1e12,
+                2,
+            ),
             "warm_s": round(measured.warm_s, 1),
         }
         if measured.allocated is not None and measured.reserved is not None:

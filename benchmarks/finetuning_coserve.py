@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.figure_5_1 import synchronize
 from benchmarks.figure_5_1_trainer import Jobs, trained_jobs
-from benchmarks.finetuning_cases import RANK, SEED, Case, Shape
+from benchmarks.finetuning_cases import RANK, RECOMPUTED, SEED, Case, Shape
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.types import MicroStep
@@ -50,8 +50,14 @@ def running_jobs(
         ranks=[RANK] * case.jobs,
         rows=case.rows * micro_batches,
         targets=shape.targets,
-        settings={"recompute": case.recompute, **settings},
+        recomputed=recomputed(shape, case),
+        settings=settings,
     )
+
+
+def recomputed(shape: Shape, case: Case) -> int:
+    """Layers that a backward computes again."""
+    return round(RECOMPUTED * shape.layers) if case.recompute else 0
 
 
 def suspended(base: Base, shape: Shape, case: Case, settings: Mapping[str, Any]) -> tuple[list[float], int]:
