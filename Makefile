@@ -37,11 +37,10 @@ $(STAMP): pyproject.toml constraints.txt tests/clients.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv (a few minutes the first time)"
 	@# "compat": a path, so that Python beside this folder finds the package in it, and does not take the folder for one.
-	@# "no-compile": pip would compile file by file; most tests and models of others are never imported.
+	@# "no-compile": half of it is never imported; the rest is compiled when it is.
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt \
 		--config-settings editable_mode=compat -e '.[test]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r tests/clients.txt
-	@$(BIN)/python -m compileall -qq -j 0 -x 'site-packages/.*/(models|testing|tests)/' .venv/lib || true
 	@touch $@
 
 $(HARNESS): $(STAMP) tests/harness.txt
@@ -53,7 +52,7 @@ check: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Compiles the tests once, before each worker would; mypy, of one process, leaves a core for it.
+# Compiles the tests and what they import once, before each worker would; mypy, of one process, leaves a core for it.
 $(COMPILED): $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -q --collect-only >/dev/null || true
 	@touch $@

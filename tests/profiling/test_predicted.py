@@ -49,8 +49,7 @@ def by_kind(report: ProfileReport) -> dict[Kind, Series]:
 
 def test_the_daemons_passes_grow_with_rows_as_lines() -> None:
     steps: list[Step] = []
-    config = LLAMA | {"num_hidden_layers": 1}
-    report = profile(request(config, (4, 8, 12), workloads=make_workloads((8,), full=False)), steps.append)
+    report = profile(request(LLAMA, (4, 8, 12), workloads=make_workloads((8,), full=False)), steps.append)
     assert not report.measured
     assert (report.device, report.family) == ("none", "llama")
     assert [step.done for step in steps] == list(range(6))
@@ -58,14 +57,14 @@ def test_the_daemons_passes_grow_with_rows_as_lines() -> None:
     inference, lora = report.series
     for series in report.series:
         assert series.ended is None
-        assert series.kv_per_token == 2 * 2 * 32 * 2, "keys and values of one layer, two heads of 32, in 2 bytes"
+        assert series.kv_per_token == 2 * 2 * 2 * 32 * 2, "keys and values of two layers, two heads of 32, in 2 bytes"
         assert all(line.r2 > 0.999 for line in series.lines.values())
     assert set(inference.lines) == {"no_grad", "total"}
     assert set(lora.lines) == {"no_grad", "act", "backward", "total"}
     weights = inference.points[0].readings.weights
     assert weights == pytest.approx(2 * report.parameters, rel=0.01)
-    # Of the layer: q and o (128 + 128), k and v (128 + 64), gate, up and down (128 + 256).
-    adapter = 8 * (2 * 256 + 2 * 192 + 3 * 384)
+    # Per layer: q and o (128 + 128), k and v (128 + 64), gate, up and down (128 + 256).
+    adapter = 8 * 2 * (2 * 256 + 2 * 192 + 3 * 384)
     assert lora.points[0].readings.weights - weights == 2 * adapter
     assert lora.optimizer == pytest.approx(4 * 4 * adapter, rel=0.01), "weights, two moments, gradient sums in fp32"
 
