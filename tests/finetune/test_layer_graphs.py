@@ -64,7 +64,7 @@ def graphs_of(layers: CompiledLayers, *recorders: RepeatingRecorder, **options: 
 @pytest.mark.parametrize(
     "jobs",
     [
-        pytest.param((job(0, steps=4),), id="one"),
+        pytest.param((job(0, steps=2),), id="one"),
         pytest.param((job(0), job(1)), id="alike", marks=pytest.mark.slow),
         pytest.param((job(0), job(2, r=16)), id="unlike", marks=pytest.mark.slow),
     ],
@@ -91,7 +91,8 @@ def test_a_job_has_the_graphs_of_an_earlier_one_of_its_shape(
     assert before and recorder.recorded == before
 
 
-@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", [0, 3])
 def test_a_capture_that_fails_costs_the_step_alone(
     compiled: tuple[Base, CompiledLayers], tmp_path: Path, failing: int
 ) -> None:

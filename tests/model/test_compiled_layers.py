@@ -116,6 +116,7 @@ def test_layers_that_are_recomputed_change_nothing(llama: tuple[Base, CompiledLa
         assert all(torch.equal(one, other) for one, other in zip(found, kept, strict=True))
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_refused_after_all_recomputes_the_layers_that_it_has_no_memory_for(
     llama: tuple[Base, CompiledLayers, Counted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
