@@ -130,7 +130,7 @@ class MemoryAdmission:
 
     def compiled(self, costs: TrainingCosts | None) -> None:
         """Costs of compiled layers, by which jobs that run them are planned from now on; None: they run the base's own."""
-        if costs != self._model.compiled:
+        if costs is not self._model.compiled:
             self._model = msgspec.structs.replace(self._model, compiled=costs)
             self._ledger.replan({id: self._memory(spec) for id, spec in self._specs.items()})
 
@@ -198,7 +198,7 @@ def too_large(memory: JobMemory, planned: int) -> JobTooLarge:
     return JobTooLarge(
         f"expected a job of at most {planned} bytes of GPU memory, got one of at least {memory.least}: {state.adapter} for the "
         f"adapter, {state.gradients} for its gradients, {state.optimizer} for the optimizer, and {smallest.activations} for a "
-        f"micro-batch of {smallest.treatment.tokens} tokens with each layer computed again; try a smaller rank, fewer targets or a "
+        f"micro-batch of {smallest.treatment.tokens} tokens that recomputes {smallest.treatment.recomputed} layers; try a smaller rank, fewer targets or a "
         "smaller max_length",
         field="lora",
     )

@@ -16,7 +16,7 @@ from coserve.warmup.gpu import Gpu
 CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 """Environment variables that set the compilers' cache folders, and our names of those folders."""
 GEMM_FOLDER = "gemms"
-"""Our folder for the measured choices of GEMM kernels."""
+"""Our folder for what was measured: choices of GEMM kernels, the memory of compiled training layers."""
 LIBRARIES = ("torch", "triton", "transformers")
 SOURCES = ("kernels", "model", "generate", "memory", "finetune", "engine", "parallel", "warmup")
 """Our packages whose code decides what is compiled."""

@@ -14,9 +14,11 @@ from coserve.memory.profile import (
     TrainingPeaks,
     fit,
     load_graph_bytes,
+    load_layer_costs,
     load_profile,
     measure,
     save_graph_bytes,
+    save_layer_costs,
     save_profile,
     sizes,
 )
@@ -113,6 +115,15 @@ def test_a_disk_that_takes_nothing_costs_the_file_only(tmp_path: Path, caplog: p
     save_profile(tmp_path / "nowhere" / "memory.json", (), profile)
     save_graph_bytes(tmp_path / "nowhere" / "graphs.json", (), 1)
     assert caplog.text.count("not kept") == 2
+
+
+def test_the_memory_of_layers_is_kept_beside_their_kernels(tmp_path: Path) -> None:
+    path = tmp_path / "layers.json"
+    assert load_layer_costs(path) is None
+    save_layer_costs(path, COSTS)
+    assert load_layer_costs(path) == COSTS
+    path.write_bytes(b"{")
+    assert load_layer_costs(path) is None
 
 
 def test_the_size_of_graphs_is_kept_for_the_same_conditions(tmp_path: Path) -> None:

@@ -54,9 +54,10 @@ class Counted:
 
 
 def compiled_layers(base: Base, compile: Compile) -> CompiledLayers:
-    layers = CompiledLayers(base, LayerCut(base), compile)
-    assert not layers.ready
+    layers = CompiledLayers(base, LayerCut(base), compile, costs=lambda: COSTS)
+    assert not layers.ready and layers.costs is None
     layers.compile()
+    assert layers.ready and layers.costs is COSTS
     return layers
 
 
@@ -121,7 +122,6 @@ def test_a_batch_that_is_refused_after_all_recomputes_the_layers_that_it_has_no_
     llama: tuple[Base, CompiledLayers, Counted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, compiled, _ = llama
-    compiled.costs = COSTS
     expected, refused = gradients(base, None, PACKS), lambda self, tokens: False
     with monkeypatch.context() as patch:
         patch.setattr(CompiledLayer, "fits", refused)
@@ -137,7 +137,7 @@ def test_a_batch_that_is_refused_after_all_recomputes_the_layers_that_it_has_no_
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert compiled.costs is None, "jobs are planned for the layers themselves from now on"
     assert "other sizes" in compiled.notes[0]
-    compiled.notes = ()
+    compiled.notes, compiled.costs = (), COSTS
 
 
 def test_an_evaluation_runs_compiled_forwards(llama: tuple[Base, CompiledLayers, Counted]) -> None:

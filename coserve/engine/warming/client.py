@@ -39,7 +39,7 @@ def gemm_paths(task: WarmUpTask) -> list[Path]:
 
 def layer_costs_path(task: WarmUpTask) -> Path:
     """The file with the memory of compiled training layers."""
-    return Path(task.folder) / f"{task.shape}-{TRAINING_LAYERS}.json"
+    return Path(task.folder) / GEMM_FOLDER / f"{task.shape}-{TRAINING_LAYERS}.json"
 
 
 class KernelsOnDisk:

@@ -304,13 +304,16 @@ class PartRunner:
                 layers = CompiledLayers(self._base, LayerCut(self._base))
                 layers.compile()
                 yield 1, 2
-                with suppress(torch.OutOfMemoryError):  # jobs are planned for the base's own layers
-                    save_layer_costs(
-                        layer_costs_path(self._task),
-                        self._profiler(DEFAULT_RANK, compiled=layers).costs(
-                            min(LAYER_COSTS_TOKENS, self._conditions.work.micro_batch_tokens)
-                        ),
-                    )
+                self._measure_layers(layers)
+
+    def _measure_layers(self, layers: CompiledLayers) -> None:
+        """Keep the memory that training takes through them. Where there is too little to measure it, jobs are planned for the base's
+        own layers."""
+        path, most = layer_costs_path(self._task), self._conditions.work.micro_batch_tokens
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(torch.OutOfMemoryError):
+            costs = self._profiler(DEFAULT_RANK, compiled=layers).costs(min(LAYER_COSTS_TOKENS, most))
+            save_layer_costs(path, costs)
 
     def _gemms(self, rows: int, path: Path) -> Iterator[tuple[int, int]]:
         yield 0, 2
