@@ -6,7 +6,7 @@
     python -m benchmarks.memory_mixes --tiny --mixes 4 --out /tmp/tried    (a small shape; where there is no GPU on fake tensors)
 
 The base has the shapes of Llama 3 8B in four layers, with its vocabulary, in bfloat16 with random weights. Its profile is measured as at the
-daemon's start. Each mix has one to four jobs of random rank, targets, size and loss positions, and prompts of several adapters. The ledger
+daemon's start, and on a GPU jobs run compiled layers, whose costs are measured then (`--own-layers`: the base's own; CUDA graphs of layers, whose memory torch does not count, are left out). Each mix has one to four jobs of random rank, targets, size and loss positions, and prompts of several adapters. The ledger
 admits the jobs, as in the daemon: with smaller micro-batches or recomputation where they need them, or not at all. Then all jobs are in
 memory, each computes a micro-batch, and while that is suspended with all it keeps, a generation step runs over the prompts. torch may allocate
 no more than was planned and the margin, so a wrong prediction runs out of memory.
@@ -59,7 +59,9 @@ from coserve.memory.profile import fit
 from coserve.memory.profile import sizes as profiled_sizes
 from coserve.model.base import Base, wrap_base
 from coserve.model.groups import share_inputs
+from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.types import JobSpec, LoraSettings, MicroStep, TrainingSettings
 
 RANKS = (8, 16, 32, 64, 128)
@@ -156,7 +158,8 @@ def _random_job(id: str, rng: random.Random, sizes: Sizes, targets: Sequence[str
 class Machine:
     """A base with its page pool, and what was measured of it."""
 
-    def __init__(self, where: Place, sizes: Sizes) -> None:
+    def __init__(self, where: Place, sizes: Sizes, *, compiled: bool) -> None:
+        """`compiled`: jobs run compiled layers."""
         self.where, self.sizes = where, sizes
         with where.device:
             model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes.config), dtype=torch.bfloat16)
@@ -164,12 +167,20 @@ class Machine:
         share_inputs(self.base)
         work = Work(sizes.step, sizes.micro_batch, jobs=4)
         conditions = Conditions(where.backend, False, sizes.running, PAGE_TOKENS, work)
+        layers = CompiledLayers(self.base, LayerCut(self.base)) if compiled else None
+        if layers is not None:
+            layers.compile()
         profiler = MemoryProfiler(
-            self.base, where.meter, conditions, attention=where.training_attention, updates=where.measured
+            self.base,
+            where.meter,
+            conditions,
+            attention=where.training_attention,
+            updates=where.measured,
+            compiled=layers,
         )
         self.step_line: Line = fit([(tokens, profiler.step(tokens)) for tokens in profiled_sizes(sizes.step)])
         self.costs: TrainingCosts = profiler.costs(sizes.micro_batch)
-        self.runner = MicroBatchRunner(self.base, recompute=False, attention=where.training_attention)
+        self.runner = MicroBatchRunner(self.base, recompute=False, attention=where.training_attention, compiled=layers)
         self.kv = KvCache.for_base(self.base, 2 * sizes.step, PAGE_TOKENS)
         self.model = MemoryModel(costs=self.costs, training=sizes.training)
 
@@ -275,7 +286,7 @@ def measure(given: Namespace) -> dict[str, Any]:
     plan, began = SMALL if given.tiny else FULL, time.monotonic()
     rng, rows, out_of_memory = random.Random(given.seed), list[dict[str, Any]](), 0
     with place() as where:
-        machine = Machine(where, plan)
+        machine = Machine(where, plan, compiled=where.measured and not given.own_layers)
         targets = machine.base.spec.default_targets
         held = machine.where.meter.now()
         cap = _cap(machine, held)
@@ -302,6 +313,7 @@ def measure(given: Namespace) -> dict[str, Any]:
     run |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": str(round(time.monotonic() - began, 1))}
     run |= {} if note is None else {"note": note}
     found: dict[str, Any] = {"run": run, "device": device, "measured": where.measured, "versions": versions()}
+    found |= {"layers": "own" if given.own_layers or not where.measured else "compiled"}
     found |= {"base": plan.config, "held": held, "planned_for_jobs": plan.training, "cap": cap}
     found |= {"costs": msgspec.to_builtins(machine.costs), "step": msgspec.to_builtins(machine.step_line)}
     return found | {"summary": summary(rows, out_of_memory), "mixes": rows}
@@ -351,6 +363,7 @@ def main() -> None:
     parser.add_argument("--mixes", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=230.0, help="no mix begins after so many")
     parser.add_argument("--seed", type=int, default=0, help="of the mixes; each process has one of its own")
+    parser.add_argument("--own-layers", action="store_true", help="jobs run the base's own layers")
     parser.add_argument(
         "--publish", nargs="+", type=Path, help="take in these results, put the keys in summary.json, and stop"
     )
