@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from coserve.admission.padding import padded
+from coserve.admission.treatment import Treatment
 from coserve.corpus.tokenized import Corpus
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.passes.mixing import BatchLimits
@@ -125,6 +126,19 @@ def test_few_shapes_have_graphs_and_idle_ones_give_way(compiled: tuple[Base, Com
     before = recorder.recorded
     train(base, tmp_path / "b", layers, graphs, (job(2, r=16),))
     assert recorder.recorded > before
+
+
+@pytest.mark.slow
+def test_graphs_of_some_recomputed_layers(compiled: tuple[Base, CompiledLayers], tmp_path: Path) -> None:
+    base, layers = compiled
+    recorder, (corpus, spec) = RepeatingRecorder(), job(0, steps=4)
+    bench = Bench(base, tmp_path, compiled=layers, graphs=graphs_of(layers, recorder), lora_backend=SEGMENTED)
+    bench.start(bench.place(corpus, spec))
+    bench.trainer.limit(spec.id, Treatment(1 << 20, recomputed=1, compiled=True))
+    found = {spec.id: bench.run(spec.id)}
+    assert recorder.replayed
+    expected = train(base, tmp_path / "plain", layers, None, ((corpus, spec),))
+    torch.testing.assert_close(torch.tensor(losses(found)), torch.tensor(losses(expected)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
