@@ -1,4 +1,4 @@
-"""A job that starts on a thread while the engine captures a graph: whatever comes of the start, the capture goes on."""
+"""Work for jobs on a thread while the engine captures a graph: whatever comes of it, the capture goes on."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from coserve.cancellation import Cancellation, Cancelled
 from coserve.finetune import trainer
 from coserve.finetune.loop import TrainingLoop
 from coserve.kernels.gpu.capture import captured
+from coserve.model.layers import LayerCut
+from coserve.model.training.compiled_layers import CompiledLayers
 from tests.support.finetuning import Bench, job_spec, random_corpus
 from tests.support.gpu_engine import gpu_base
 from tests.support.tiny_models import tiny_model
@@ -71,3 +73,11 @@ def test_a_start_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(trainer, "AdapterOptimizer", broken)
     assert isinstance(during_a_capture(lambda: bench.trainer.load(spec, Cancellation())), KeyError)
+
+
+def test_layers_that_are_compiled() -> None:
+    base = gpu_base(tiny_model("llama"))
+    CompiledLayers(base, LayerCut(base)).compile()  # as the warm-up: caches are filled
+    layers = CompiledLayers(base, LayerCut(base))
+    assert during_a_capture(layers.compile) is None
+    assert layers.ready

@@ -91,14 +91,15 @@ class CompiledLayers:
             raise UnsupportedBase(f"its layers are of {len(self._examples)} kinds, expected {MAX_KINDS} at most")
         self._compiled: dict[Hashable, CompiledLayer] = {}
         self._layers: dict[int, CompiledLayer] = {}
+        self._wait_for_examples = _mark(base.device)
 
     def compile(self) -> None:
-        """Raises `UnsupportedBase`."""
+        """While other threads may capture CUDA graphs, which waiting for the whole device would break. Raises `UnsupportedBase`."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the examples were made on another stream
             _wake_autograd(self._device)
         examples, self._examples = self._examples, {}
         with self._stream():
+            self._wait_for_examples()
             for kind, example in examples.items():
                 self._compiled[kind] = compile_layer(example.run, example.tensors, EXAMPLE_TOKENS, self._compile)
                 self._check(self._kinds.index(kind), example, self._compiled[kind])
@@ -216,6 +217,14 @@ class _Arguments:
 
 NO_PASS = RunningPass(PackedAttention((0,)), None, ())
 """Of layers that are traced: nothing is computed."""
+
+
+def _mark(device: torch.device) -> Callable[[], None]:
+    """A function that makes the stream which is current then wait for what the one that is current now has been given."""
+    if device.type != "cuda":
+        return lambda: None
+    given = torch.cuda.current_stream(device).record_event()
+    return lambda: torch.cuda.current_stream(device).wait_event(given)
 
 
 def _wake_autograd(device: torch.device) -> None:
