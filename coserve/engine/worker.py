@@ -165,8 +165,11 @@ def _training_layers(
     """The layers of training that can be compiled, and notes for the operator."""
     try:
         return parts.training_layers(warm, nullcontext if training is None else training.enter), ()
-    except (UnsupportedBase, RuntimeError) as error:  # the latter from a compiler that does not work
-        return None, () if parts.base.device.type == "cpu" else (training_note(error),)
+    except Exception as error:  # whatever a compiler raises that does not work
+        if parts.base.device.type == "cpu":
+            return None, ()
+        log.warning("%s", training_note(error), exc_info=None if isinstance(error, UnsupportedBase) else error)
+        return None, (training_note(error),)
 
 
 def _notes(base: Base, generator: Generator, config: Config) -> tuple[str, ...]:

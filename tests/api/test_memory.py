@@ -17,7 +17,7 @@ ROWS = [{"text": "one two three"}, {"text": "four"}]
 class Small(FakeEngine):
     """Its GPU has little memory for jobs."""
 
-    memory = MemoryModel(costs=COSTS, training=30_000)
+    memory = MemoryModel(costs=COSTS, training=80_000)
 
 
 def request(rank: int) -> dict[str, object]:
@@ -28,7 +28,7 @@ async def test_a_job_that_never_fits_is_refused_with_both_numbers(tmp_path: Path
     async with serve_api(tmp_path, engine_type=Small) as api:
         status, body = await api.call("POST", "/finetune", json=request(256))
         assert (status, body["error"]["code"], body["error"]["field"]) == (422, "job_too_large", "lora")
-        assert "at most 30000 bytes" in body["error"]["message"]
+        assert "at most 80000 bytes" in body["error"]["message"]
         assert "a smaller rank" in body["error"]["message"]
         assert not any(api.folder.staging.iterdir()), "its corpus is gone"
         status, job = await api.call("POST", "/finetune", json=request(2))

@@ -348,6 +348,50 @@ def test_jobs_wait_for_their_layers_however_their_compilation_ends(error: Except
     assert any(note.startswith("training: layers run operation by operation") for note in notes) is (error is not None)
 
 
+def test_layers_of_jobs_are_compiled_before_steps_are_where_nothing_is_on_disk() -> None:
+    """What compiles them fails compiled steps of other threads."""
+    done = list[str]()
+
+    class Layers:
+        shadow = preload_executor = None
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def compile(self) -> None:
+            done.append(self.name)
+
+    upgrade = Upgrade(
+        cast("Compilation", Layers("steps")),
+        cast("Generator", None),
+        (),
+        training_layers=cast("CompiledLayers", Layers("training")),
+    )
+    upgrade.compile()
+    assert done == ["steps", "training"]
+    upgrade.compile_training()
+    assert done == ["steps", "training"]
+
+
+async def test_layers_of_jobs_that_the_warm_up_could_not_compile_are_left(tmp_path: Path) -> None:
+    class Layers:
+        def compile(self) -> None:
+            raise AssertionError("it would fail compiled steps")
+
+    task, _ = make_task(tmp_path)
+    warm = WarmUpClient(task)
+    ours, theirs = socket.socketpair()
+    await warm.listen(ours)
+    theirs.close()
+    layers = cast("CompiledLayers", Layers())
+    upgrade = Upgrade(cast("Compilation", None), cast("Generator", None), (), warm, training_layers=layers)
+    await upgrade.training_ready()
+    notes = upgrade.compile_training()
+    assert any("the warm-up could not compile them" in note for note in notes)
+    assert upgrade.may_train(make_spec())
+    await warm.close()
+
+
 def test_expected_compilations_are_no_warnings(caplog: pytest.LogCaptureFixture) -> None:
     found = Compilations(logging.WARNING)
     with found.expected():

@@ -80,7 +80,9 @@ def test_loss_and_gradients_are_those_of_the_divergence(base: Base, logits_bytes
     found = log_probabilities(base, rows, LoraWeights(student.settings, sites))
     expected = (wanted.exp() * (wanted - found)).sum()
     assert float(expected.detach()) > 1.0
-    assert sums_12.tolist() == evaluated_12.tolist()
+    assert sums_12.tolist() == [pytest.approx(evaluated_12.tolist()[0], rel=1e-6)], (
+        "evaluation keeps less, and rounds otherwise"
+    )
     right = int((found.argmax(-1) == rows.labels_K).sum())
     assert sums_12.tolist() == [[pytest.approx(float(expected.detach()), rel=1e-4), right]]
     expected.backward()

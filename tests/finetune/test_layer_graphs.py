@@ -138,7 +138,7 @@ def test_graphs_of_some_recomputed_layers(compiled: tuple[Base, CompiledLayers],
     found = {spec.id: bench.run(spec.id)}
     assert recorder.replayed
     expected = train(base, tmp_path / "plain", layers, None, ((corpus, spec),))
-    torch.testing.assert_close(torch.tensor(losses(found)), torch.tensor(losses(expected)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(losses(found)), torch.tensor(losses(expected)), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow

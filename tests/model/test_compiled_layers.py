@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -23,7 +24,7 @@ from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.kinds import kind_of
-from coserve.model.training.trace import Compile, CompiledLayer, compile_layer, inductor, interpreted
+from coserve.model.training.trace import Compile, CompiledLayer, inductor, interpreted, trace_layer
 from tests.finetune.test_step import CORPUS, CPU, started
 from tests.support.finetuning import Bench, job_spec, random_corpus, tiny_base
 from tests.support.gpu_memory import COSTS
@@ -259,18 +260,33 @@ def test_a_layer_for_one_number_of_tokens_is_refused() -> None:
         return hidden * 2 if hidden.shape[1] == 37 else hidden
 
     with pytest.raises(UnsupportedBase, match="37"):
-        compile_layer(run, [torch.randn(1, 37, 4)], 37, interpreted)
+        trace_layer(run, [torch.randn(1, 37, 4)], 37).compile(interpreted)
 
 
 def test_a_condition_on_the_number_of_tokens_is_kept() -> None:
     def run(hidden: Tensor) -> Tensor:
         return hidden * 2 if hidden.shape[1] < 100 else hidden * 3
 
-    layer = compile_layer(run, [torch.randn(1, 37, 4)], 37, interpreted)
+    layer = trace_layer(run, [torch.randn(1, 37, 4)], 37).compile(interpreted)
     assert [tokens for tokens in (2, 37, 99, 100, 5000) if layer.fits(tokens)] == [2, 37, 99]
 
 
 def test_a_layer_that_reads_a_tensor_of_its_own_is_refused() -> None:
     hidden_one = torch.randn(4)
     with pytest.raises(UnsupportedBase):
-        compile_layer(lambda hidden: hidden * hidden_one, [torch.randn(1, 37, 4)], 37, interpreted)
+        trace_layer(lambda hidden: hidden * hidden_one, [torch.randn(1, 37, 4)], 37)
+
+
+def test_compiled_functions_run_beside() -> None:
+    """fx says of the whole process that it traces, and functions of torch.compile raise then: nothing is traced in `compile`."""
+    base = tiny_base("llama")
+    layers = CompiledLayers(base, LayerCut(base), interpreted)
+    step = torch.compile(lambda x_T: x_T + 1, backend="eager")
+    x_T = torch.ones(4)
+    step(x_T)
+    with ThreadPoolExecutor(1) as thread:
+        compiling = thread.submit(layers.compile)
+        while not compiling.done():
+            assert step(x_T).tolist() == [2.0] * 4
+        compiling.result()
+    assert layers.ready

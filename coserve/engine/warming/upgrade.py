@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from coserve.engine.warming.client import WarmUpClient
+from coserve.errors import UnsupportedBase
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.execution.start import COMPILING, Compilation
@@ -129,6 +130,8 @@ class Upgrade:
             return
         self.compiled = True
         self.load_layers()
+        if self._warm is None:
+            self.compile_training()  # what compiles anew, not from disk, would fail compiled steps of other threads
         began = self._clock()
         self._preload_kernels(self._compilation.shadow, self._compilation.preload_executor)
         log.info("the layers' kernels loaded in %.1f s", self._clock() - began)
@@ -154,7 +157,10 @@ class Upgrade:
         if not self._training_compiled:
             assert self._training_layers is not None, "expected layers"
             began = self._clock()
-            self._training_note = compile_layers(self._training_layers)
+            if self._warm is None or self._warm.training_layers_ready():
+                self._training_note = compile_layers(self._training_layers)
+            else:  # compiling them here would fail compiled steps
+                self._training_note = training_note(UnsupportedBase("the warm-up could not compile them"))
             self._training_compiled = True
             log.info("layers of training compiled in %.1f s", self._clock() - began)
         return self.notes

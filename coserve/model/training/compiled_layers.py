@@ -25,7 +25,7 @@ from coserve.model.lora import SharedInput, shared_of
 from coserve.model.training.kinds import kind_of, own_tensors, plain
 from coserve.model.training.ops import AttendRows
 from coserve.model.training.running_pass import RunningPass
-from coserve.model.training.trace import Compile, CompiledLayer, compile_layer, inductor
+from coserve.model.training.trace import Compile, CompiledLayer, TracedLayer, inductor, trace_layer
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ MAX_KINDS = 4
 
 
 class CompiledLayers:
-    """Call `compile` first, on any thread; until then the layers are not `ready`."""
+    """Traced at once; call `compile`, on any thread: until then the layers are not `ready`."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class CompiledLayers:
         stream: Callable[[], AbstractContextManager[object]] = nullcontext,
         costs: Callable[[], TrainingCosts | None] = lambda: None,
     ) -> None:
-        """On the thread that runs the base. `stream` enters the stream that training runs on. `costs` of memory, as far as they were
+        """On the thread that runs the base: see `trace_layer`. `stream` enters the stream that training runs on. `costs` of memory, as far as they were
         measured: asked for once the layers are compiled. Raises `UnsupportedBase`."""
         if base.sharding is not None:
             raise UnsupportedBase("ranks that share a base train with plain layers")
@@ -89,6 +89,7 @@ class CompiledLayers:
                 self._examples[kind] = _Example(_copied(layer), call, inputs.h_1TD, own)
         if len(self._examples) > MAX_KINDS:
             raise UnsupportedBase(f"its layers are of {len(self._examples)} kinds, expected {MAX_KINDS} at most")
+        self._traced = {kind: trace_layer(one.run, one.tensors, EXAMPLE_TOKENS) for kind, one in self._examples.items()}
         self._compiled: dict[Hashable, CompiledLayer] = {}
         self._layers: dict[int, CompiledLayer] = {}
         self._wait_for_examples = _mark(base.device)
@@ -98,10 +99,11 @@ class CompiledLayers:
         if self._device.type == "cuda":
             _wake_autograd(self._device)
         examples, self._examples = self._examples, {}
+        traced, self._traced = self._traced, dict[Hashable, TracedLayer]()
         with self._stream():
             self._wait_for_examples()
             for kind, example in examples.items():
-                self._compiled[kind] = compile_layer(example.run, example.tensors, EXAMPLE_TOKENS, self._compile)
+                self._compiled[kind] = traced[kind].compile(self._compile)
                 self._check(self._kinds.index(kind), example, self._compiled[kind])
         self.costs = self._load_costs()
         self._layers = {i: self._compiled[kind] for i, kind in enumerate(self._kinds)}

@@ -10,7 +10,6 @@ checked. What a guard would check is part of the layer's kind (`training.kinds`)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -90,11 +89,29 @@ class CompiledLayer:
         return self._backward(saved)[0]
 
 
-def compile_layer(
-    run: Callable[..., Tensor], tensors: Sequence[Tensor], tokens: int, compile: Compile = inductor
-) -> CompiledLayer:
-    """Compile `run(hidden, *others) -> hidden`, without gradients of the others. `tensors`: examples of its inputs; a size of `tokens`
-    stands for any number.
+@dataclass(frozen=True)
+class TracedLayer:
+    """One layer's forward and backward as graphs."""
+
+    _forward: fx.GraphModule
+    _backward: fx.GraphModule
+    _mode: FakeTensorMode
+    _shapes: ShapeEnv
+    _hidden: FakeTensor
+
+    def compile(self, compile: Compile = inductor) -> CompiledLayer:
+        """On any thread, beside those that run functions of torch.compile as long as the compiler finds its results on disk. Raises
+        `UnsupportedBase`."""
+        with tracing(TracingContext(self._mode)):
+            forward = compile(self._forward, _examples(self._forward), is_backward=False)
+            backward = compile(self._backward, _examples(self._backward), is_backward=True)
+        places = _places(self._forward, self._backward)
+        return CompiledLayer(forward, backward, places, _conditions(self._shapes, self._hidden))
+
+
+def trace_layer(run: Callable[..., Tensor], tensors: Sequence[Tensor], tokens: int) -> TracedLayer:
+    """Trace `run(hidden, *others) -> hidden`, without gradients of the others. `tensors`: examples of its inputs; a size of `tokens`
+    stands for any number. While it runs, functions of torch.compile fail on every thread: fx says of the process that it traces.
 
     Raises `UnsupportedBase` for a layer that is not traceable so.
     """
@@ -102,16 +119,12 @@ def compile_layer(
     mode = FakeTensorMode(shape_env=shapes)
     fakes = [_fake(mode, tensor, tokens, place) for place, tensor in enumerate(tensors)]
     fakes[0].requires_grad_()
-    with ExitStack() as stack:
-        stack.enter_context(tracing(TracingContext(mode)))
-        stack.enter_context(partition_options.patch(SAVE_LESS))
+    with tracing(TracingContext(mode)), partition_options.patch(SAVE_LESS):
         joint = _joint(run, fakes)
         joint_graph_passes(joint)
         forward, backward = min_cut_rematerialization_partition(joint, fakes, num_fwd_outputs=1)
-        _refuse_constants(forward, backward)
-        forward_run = compile(forward, _examples(forward), is_backward=False)
-        backward_run = compile(backward, _examples(backward), is_backward=True)
-    return CompiledLayer(forward_run, backward_run, _places(forward, backward), _conditions(shapes, fakes[0]))
+    _refuse_constants(forward, backward)
+    return TracedLayer(forward, backward, mode, shapes, fakes[0])
 
 
 def _joint(run: Callable[..., Tensor], fakes: Sequence[FakeTensor]) -> fx.GraphModule:
