@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from coserve.engine.warming.step_mixes import (
     first_micro_batches,
     first_steps,
     micro_batch_sizes,
+    rare_mixes,
     step_mixes,
 )
 from coserve.errors import InvalidRequest, NonFiniteLoss, UnsupportedBase
@@ -102,6 +104,7 @@ class PartRunner:
         self._mixes = step_mixes(self._max_running, self._step_tokens, min(base.spec.context, longest))
         self._first_mixes = [mix for mix in self._mixes if not mix.position]
         """Mixes at position 0: LoRA kernels do not depend on positions."""
+        self._rare_mixes = rare_mixes(self._max_running, self._step_tokens, min(base.spec.context, longest))
         self._number = 0
         self._compiler_initialized = False
         self._threads = ThreadPoolExecutor(max(1, usable_cores() // task.workers), "compile")
@@ -115,15 +118,15 @@ class PartRunner:
             case "steps":
                 return self._steps()
             case "adapters":
-                return self._adapters(self._first_mixes, self._adapter_sets(int(number)))
-            case "decodes":
-                mixes = [mix for mix in self._first_mixes if mix.decodes]
-                return self._adapters(mixes, self._adapter_sets(int(number))[:1])
-            case "prompts":
-                mixes = [mix for mix in self._first_mixes if not mix.decodes]
-                return self._adapters(mixes, self._adapter_sets(int(number))[:1])
+                sets = self._adapter_sets(int(number))
+                mixes = [*self._first_mixes, *self._rare_mixes]
+                return self._adapters([*product(mixes, sets[:1]), *self._some_sites(sets)])
+            case "decodes" | "prompts":
+                mixes = [mix for mix in self._first_mixes if mix.decodes is (kind == "decodes")]
+                return self._adapters([*product(mixes, self._adapter_sets(int(number))[:1])])
             case "sites":
-                return self._adapters(self._first_mixes, self._adapter_sets(int(number))[1:])
+                sets = self._adapter_sets(int(number))
+                return self._adapters([*product(self._rare_mixes, sets[:1]), *self._some_sites(sets)])
             case "profile":
                 return self._profile()
             case "training" if name == TRAINING_LAYERS:
@@ -182,17 +185,16 @@ class PartRunner:
             for tokens in ((1,), (1,) * min(5, self._max_running), (8,)):
                 self._step(executor, Mix(tokens, 0), (), params)
 
-    def _adapters(self, mixes: Sequence[Mix], sets: Sequence[list[Adapter]]) -> Iterator[tuple[int, int]]:
-        total, done = len(sets) * len(mixes), 0
+    def _adapters(self, steps: Sequence[tuple[Mix, list[Adapter]]]) -> Iterator[tuple[int, int]]:
         with compile_only(self._threads):
-            for adapters in sets:
-                all_sites = len(adapters[0][1].settings.targets or ()) == len(self._base.spec.default_targets)
-                # All sites at all sizes; some sites differ in how many share a launch only.
-                for mix in mixes if all_sites else mixes[::4]:
-                    yield done, total
-                    done += 1
-                    for count in adapter_counts(mix, len(adapters)):
-                        self._step(self._eager, mix, adapters[:count])
+            for done, (mix, adapters) in enumerate(steps):
+                yield done, len(steps)
+                for count in adapter_counts(mix, len(adapters)):
+                    self._step(self._eager, mix, adapters[:count])
+
+    def _some_sites(self, sets: Sequence[list[Adapter]]) -> list[tuple[Mix, list[Adapter]]]:
+        """A quarter of the sizes: these adapters differ from those of all sites in how many share a launch only."""
+        return [(mix, adapters) for adapters in sets[1:] for mix in self._first_mixes[::4]]
 
     def _adapter_sets(self, rank: int) -> list[list[Adapter]]:
         """Adapters of this rank: first with all target modules, then with some of them."""

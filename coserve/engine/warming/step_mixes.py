@@ -19,6 +19,10 @@ SHORT_PROMPTS, SHORT = (8, 12, 16, 24, 32, 48, 64), DECODE_ROWS[1] - 4
 """Numbers of short prompts in a step, and their tokens: each has a tile of its own in the decode kernels."""
 DECODES_WITH_PREFILL = (1, 3, 9, 17)
 """Sequences that decode in a step with prefill."""
+RARE = ((20, 2, 29), (20, 1, 1500), (36, 2, 150), (36, 3, 600), (36, 2, 1000), (44, 1, 29), (52, 1, 1500), (133, 1, 7),
+        (133, 1, 333), (200, 1, 64), (200, 5, 200))  # fmt: skip
+"""Sequences that decode, prompts beside them, and each prompt's tokens. With as many adapters as `adapter_counts` says, and with
+the other mixes, nearly every step has all its LoRA kernels (`tests/kernels/test_serving_sizes.py`)."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,12 @@ def step_mixes(max_running: int, step_tokens: int, context: int) -> list[Mix]:
         if position + max(tokens) <= context
     ]
     return list(dict.fromkeys(found))
+
+
+def rare_mixes(max_running: int, step_tokens: int, context: int) -> list[Mix]:
+    """Many decodes beside prompts, at position 0: LoRA kernels that few steps need, besides those of `step_mixes`."""
+    found = [(*(1,) * decodes, *(tokens,) * prompts) for decodes, prompts, tokens in RARE]
+    return [Mix(mix, 0) for mix in found if len(mix) <= max_running and sum(mix) <= step_tokens and max(mix) <= context]
 
 
 def first_steps(max_running: int, step_tokens: int, context: int, *, decodes: bool) -> list[Mix]:
