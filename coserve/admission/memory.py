@@ -195,11 +195,14 @@ def check_fits(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
 def too_large(memory: JobMemory, planned: int) -> JobTooLarge:
     """The error for the user, with the numbers."""
     state, smallest = memory.state, memory.options[-1]
+    tokens, layers = smallest.treatment.tokens, smallest.treatment.recomputed
+    micro_batch = f"a micro-batch of {tokens} token{'' if tokens == 1 else 's'}"
+    if layers:
+        micro_batch += f" that recomputes {layers} layer{'' if layers == 1 else 's'}"
     return JobTooLarge(
         f"expected a job of at most {planned} bytes of GPU memory, got one of at least {memory.least}: {state.adapter} for the "
-        f"adapter, {state.gradients} for its gradients, {state.optimizer} for the optimizer, and {smallest.activations} for a "
-        f"micro-batch of {smallest.treatment.tokens} tokens that recomputes {smallest.treatment.recomputed} layers; try a smaller rank, fewer targets or a "
-        "smaller max_length",
+        f"adapter, {state.gradients} for its gradients, {state.optimizer} for the optimizer, and {smallest.activations} for "
+        f"{micro_batch}; try a smaller rank, fewer targets or a smaller max_length",
         field="lora",
     )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
-from coserve.admission.memory import GIB, READINGS, Hold, MemoryAdmission, Start, check_fits
+from coserve.admission.memory import GIB, READINGS, Hold, MemoryAdmission, Start, check_fits, too_large
 from coserve.admission.shapes import flat_elements, job_state, lora_shapes
-from coserve.admission.treatment import Treatment, job_memory, shared_bytes
+from coserve.admission.treatment import Option, Treatment, job_memory, shared_bytes
 from coserve.errors import BY_CODE, JobTooLarge
 from coserve.gpu_memory import Line, MemoryModel
 from coserve.types import JobSpec, LoraSettings, TrainingSettings
@@ -77,6 +79,20 @@ def test_a_job_that_never_fits_is_refused_with_both_numbers() -> None:
         assert (caught.value.status, caught.value.field) == (422, "lora")
     assert BY_CODE["job_too_large"] is JobTooLarge
     check_fits(spec(rank=16), BASE, model, LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("treatment", "said"),
+    [
+        (Treatment(256, recomputed=3), "for a micro-batch of 256 tokens that recomputes 3 layers; try"),
+        (Treatment(256, recomputed=1), "for a micro-batch of 256 tokens that recomputes 1 layer; try"),
+        (Treatment(1), "for a micro-batch of 1 token; try"),
+    ],
+)
+def test_a_refusal_counts_tokens_and_layers_in_words(treatment: Treatment, said: str) -> None:
+    memory = job_memory(spec(), BASE, MemoryModel(costs=COSTS, training=GIB), LIMIT)
+    only = replace(memory, options=(Option(treatment, activations=1),))
+    assert said in str(too_large(only, planned=GIB))
 
 
 def test_a_second_job_waits_until_the_first_ends() -> None:
