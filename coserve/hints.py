@@ -70,23 +70,27 @@ OTHER_UNITS = {
     "suffix": ("adapter", "coserve takes the whole name"),
 }
 """Other libraries' names: our field, and the difference."""
-_PAGED = "states in pages of managed memory are not supported: 8-bit states take a quarter of the memory"
+_ADAMW = (
+    "adam",
+    "adamw_32bit",
+    "adamw_anyprecision",
+    "adamw_apex_fused",
+    "adamw_hf",
+    "adamw_torch",
+    "adamw_torch_fused",
+)
+_PAGED = "paged states are not supported"
+_QUARTER = "whose moments take a quarter of the memory"
 OTHER_VALUES = {
     "optimizer": {
-        **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adam"), "did you mean 'adamw'?"),
-        **dict.fromkeys(("adamw_bnb_8bit", "adamw_torch_8bit"), "did you mean 'adamw_8bit'?"),
+        **dict.fromkeys((*_ADAMW, "adamw_torch_npu_fused", "adamw_torch_xla"), "did you mean 'adamw'?"),
+        **dict.fromkeys(("adam8bit", "adamw8bit", "adamw_bnb_8bit", "adamw_torch_8bit"), "did you mean 'adamw_8bit'?"),
         "lion_32bit": "did you mean 'lion'?",
-        **dict.fromkeys(
-            (
-                "paged_adamw",
-                "paged_adamw_32bit",
-                "paged_adamw_8bit",
-                "paged_lion",
-                "paged_lion_32bit",
-                "paged_lion_8bit",
-            ),
-            _PAGED,
-        ),
+        "lion8bit": "did you mean 'lion_8bit'?",
+        **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), f"{_PAGED}: use 'adamw', or 'adamw_8bit', {_QUARTER}"),
+        **dict.fromkeys(("paged_lion", "paged_lion_32bit"), f"{_PAGED}: use 'lion', or 'lion_8bit', {_QUARTER}"),
+        "paged_adamw_8bit": f"{_PAGED}: use 'adamw_8bit', whose moments stay on the GPU",
+        "paged_lion_8bit": f"{_PAGED}: use 'lion_8bit', whose moments stay on the GPU",
     }
 }
 """Of a field: other libraries' values (transformers' `optim`), and what to give instead."""
@@ -134,7 +138,7 @@ def hint(name: str, parent: str, known: Iterable[str]) -> str:
 
 def value_hint(field: str, value: object) -> str:
     """Another library's name of a value of `field`: what to give instead, or nothing."""
-    found = OTHER_VALUES.get(field.rpartition(".")[2], {}).get(str(value))
+    found = OTHER_VALUES.get(field.rpartition(".")[2], {}).get(str(value).lower())
     return "" if found is None else f"; {found}"
 
 

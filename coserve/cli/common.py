@@ -9,9 +9,22 @@ import typer
 
 from coserve.client import Client, RetryPolicy
 from coserve.client.asynchronous import DEFAULT_URL
+from coserve.hints import value_hint
 from coserve.limits import PAGE_LIMIT
+from coserve.types import Optimizer
 
-__all__ = ["DEFAULT_URL", "RETRY", "AsJson", "Key", "Limit", "Url", "connect", "say_more", "target_names"]
+__all__ = [
+    "DEFAULT_URL",
+    "RETRY",
+    "AsJson",
+    "Key",
+    "Limit",
+    "Url",
+    "connect",
+    "optimizer_named",
+    "say_more",
+    "target_names",
+]
 
 Url = Annotated[str, typer.Option("--url", envvar="COSERVE_URL", help="where the daemon listens")]
 Key = Annotated[str | None, typer.Option("--key", envvar="COSERVE_API_KEY", help="API key")]
@@ -35,3 +48,12 @@ def say_more(command: str, limit: int, last: str) -> None:
 def target_names(text: str) -> tuple[str, ...]:
     """The names in one value of `--targets`, which commas separate."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def optimizer_named(text: str) -> Optimizer:
+    """The value of `--optimizer`. For another library's name the error says ours."""
+    try:
+        return Optimizer(text)
+    except ValueError:
+        expected = f"expected one of {', '.join(Optimizer)}, got {text!r}"
+        raise typer.BadParameter(expected + value_hint("optimizer", text)) from None

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, say_more, target_names
+from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, optimizer_named, say_more, target_names
 from coserve.cli.failures import FAILED, usage_errors
 from coserve.cli.job_plot import collect_steps, save_plot
 from coserve.cli.job_samples import collect_samples
@@ -86,7 +86,10 @@ def finetune(
     optimizer: Annotated[
         Optimizer | None,
         typer.Option(
-            help="what updates the weights; the 8-bit ones need coserve[bitsandbytes]", show_default=Optimizer.ADAMW
+            help="what updates the weights; the 8-bit ones need coserve[bitsandbytes]",
+            show_default=Optimizer.ADAMW,
+            parser=optimizer_named,
+            metavar=f"<{'|'.join(Optimizer)}>",
         ),
     ] = None,
     lora_plus_ratio: Annotated[

@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from coserve.cli import jobs
-from coserve.cli.app import app
+from coserve.cli.app import app, run
+from coserve.cli.failures import USAGE
 from coserve.schemas import JobEvent, Sample
 from coserve.types import JobState
 from tests.support.sdk import job
@@ -106,3 +107,22 @@ def test_the_samples_of_a_job_that_runs(monkeypatch: pytest.MonkeyPatch) -> None
     assert shown.output == "step 2, sample 0:\n  a [31m\n  b\nstep 4, sample 0:\n  c\n"
     listed = CliRunner().invoke(app, ["jobs", "samples", "job-1", "--json"])
     assert [msgspec.json.decode(line, type=Sample) for line in listed.output.splitlines()] == SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("adamw_torch", "expected one of adamw, adamw_8bit, lion, lion_8bit, got 'adamw_torch'; did you mean 'adamw'?"),
+        ("adamw_bnb_8bit", "did you mean 'adamw_8bit'?"),
+        ("paged_adamw_8bit", "paged states are not supported: use 'adamw_8bit'"),
+        ("sgd", "expected one of adamw, adamw_8bit, lion, lion_8bit, got 'sgd'"),
+    ],
+)
+def test_another_librarys_name_of_an_optimizer_is_answered_with_ours(
+    name: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a"}\n')
+    assert run(["finetune", "name", str(rows), "--optimizer", name]) == USAGE
+    said = capsys.readouterr().err
+    assert says in said and "--optimizer" in said

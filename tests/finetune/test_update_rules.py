@@ -226,7 +226,10 @@ def test_8_bit_optimizers_are_refused_where_they_cannot_run(
     [
         ("adamw_torch", "did you mean 'adamw'?"),
         ("adamw_bnb_8bit", "did you mean 'adamw_8bit'?"),
-        ("paged_adamw_8bit", "pages of managed memory are not supported"),
+        ("AdamW_Torch", "did you mean 'adamw'?"),
+        ("lion_32bit", "did you mean 'lion'?"),
+        ("paged_adamw_8bit", "paged states are not supported: use 'adamw_8bit', whose moments stay on the GPU"),
+        ("paged_lion_32bit", "use 'lion', or 'lion_8bit', whose moments take a quarter of the memory"),
         ("sgd", "lion, lion_8bit"),
     ],
 )
