@@ -75,8 +75,8 @@ def adapted(base: Any, rank: int, targets: Sequence[str], *, compiled: bool) -> 
     return found
 
 
-def chunked_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - as `build` has it
-    """Mean cross-entropy of the next tokens; logits of `CHUNK` tokens at a time, computed again in the backward."""
+def chunked_loss(model: Any, ids: torch.Tensor, chunk: int = CHUNK) -> torch.Tensor:  # noqa: ANN401 - as `build` has it
+    """Mean cross-entropy of the next tokens; logits of `chunk` tokens at a time, computed again in the backward."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -88,7 +88,7 @@ def chunked_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
     def loss_of(part: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(head(part).float(), targets, reduction="sum")
 
-    parts = zip(torch.split(hidden, CHUNK), torch.split(wanted, CHUNK), strict=True)
+    parts = zip(torch.split(hidden, chunk), torch.split(wanted, chunk), strict=True)
     losses = [checkpoint(loss_of, part, targets, use_reentrant=False) for part, targets in parts]
     return torch.stack(losses).sum() / wanted.numel()
 

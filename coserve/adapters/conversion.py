@@ -85,6 +85,8 @@ def convert_adapter(
     options: ConversionOptions,
     digests: AdapterDigests,
     progress: Callable[[], None] = lambda: None,
+    *,
+    threads: int = THREADS,
 ) -> ConversionReport:
     """Write the converted adapter's files into the folder `target`. `digests`: what the registry knows of the source's files;
     `progress` is called for each site.
@@ -102,22 +104,22 @@ def convert_adapter(
         layout = read_layout(config, file, base, digests.alphas)
         _check(options, layout, base)
         reader = _Source(file, layout, options.bd_blocks)
-        spectra = in_threads(lambda site: reader.shards(site).spectra(), layout.sites, progress)
+        spectra = in_threads(lambda site: reader.shards(site).spectra(), layout.sites, progress, threads)
         losses = {site: lost(found) * layout.sites[site].scaling ** 2 for site, found in spectra}
         report = _report(losses, options)
         settings = _settings(layout.settings, options.bd_blocks, report.rank, losses)
         with disk_errors():
-            _write(target, reader, settings, base, progress)
+            _write(target, reader, settings, base, progress, threads)
     return report
 
 
 def in_threads(
-    compute: Callable[[str], Found], sites: Iterable[str], progress: Callable[[], None]
+    compute: Callable[[str], Found], sites: Iterable[str], progress: Callable[[], None], threads: int
 ) -> Iterator[tuple[str, Found]]:
     """Each site and its result, in order; at most one result a thread is held. `progress` is called after each."""
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         names = iter(sites)
-        while some := list(islice(names, THREADS)):
+        while some := list(islice(names, threads)):
             for site, found in zip(some, pool.map(compute, some), strict=True):
                 progress()
                 yield site, found
@@ -186,7 +188,14 @@ def _settings(old: LoraSettings, blocks: int, rank: int, losses: Mapping[str, Ma
     )
 
 
-def _write(folder: Path, reader: _Source, settings: LoraSettings, base: BaseSpec, progress: Callable[[], None]) -> None:
+def _write(
+    folder: Path,
+    reader: _Source,
+    settings: LoraSettings,
+    base: BaseSpec,
+    progress: Callable[[], None],
+    threads: int,
+) -> None:
     sites, shapes = reader.layout.sites, dict[str, tuple[int, ...]]()
     for site in sites:
         rank, _ = rank_and_scaling(settings, site)
@@ -199,7 +208,7 @@ def _write(folder: Path, reader: _Source, settings: LoraSettings, base: BaseSpec
         return np.ascontiguousarray(a_RD, dtype=np.float32), np.ascontiguousarray(b_OR, dtype=np.float32)
 
     in_order = dict.fromkeys(name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in sorted(shapes))
-    found = in_threads(both, in_order, progress)  # A and B of a site are neighbours in the file
+    found = in_threads(both, in_order, progress, threads)  # A and B of a site are neighbours in the file
     matrices = iter(matrix for _, pair in found for matrix in pair)
 
     metadata = {"format": "pt", FINGERPRINT: base.fingerprint}

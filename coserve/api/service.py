@@ -47,7 +47,7 @@ from coserve.offload.pool import HelperPool
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.state.folder import DataFolder
 from coserve.state.thread import RegistryThread
-from coserve.tracking.feed import Tracking
+from coserve.tracking.feed import CLOSING, Tracking
 
 log = logging.getLogger(__name__)
 
@@ -67,22 +67,24 @@ class Service:
         engine: EngineClient | None = None,
         *,
         max_prompt_scores: int = MAX_PROMPT_SCORES,
+        closing: float = CLOSING,
     ) -> None:
-        """`engine`: hears of engines that start before there is a service. `max_prompt_scores`: most prompt log-probabilities that all requests in flight may ask for together."""
+        """`engine`: hears of engines that start before there is a service. `max_prompt_scores`: most prompt log-probabilities that all requests in flight may ask for together.
+        `closing`: seconds that a tracker may take when the service closes."""
         self.folder, self.tokenizer = folder, tokenizer
         self._ready_when, self._tp = config.ready_when, config.tp
         self.engine = engine or EngineClient()
         self.metrics = Metrics(self.engine.name)
         self._registry = registry
-        self._recorder = JobRecorder(folder, registry, self.engine, self.metrics)
+        self.recorder = JobRecorder(folder, registry, self.engine, self.metrics)
         self.helpers = HelperPool(tokenizer.state, MAX_BODY_HELPERS, LogSettings.of(config))
         self._preparers = HelperPool(tokenizer.state, config.tokenizer_processes, LogSettings.of(config))
         self.texts = AsyncTokenizer(tokenizer, self.helpers)
         self.generation = InFlightRequests(
             config, self.engine, registry, tokenizer, self.texts, self.metrics, max_prompt_scores=max_prompt_scores
         )
-        self._sampler = JobSampler(registry, self.engine, self.generation, self._recorder.deliver)
-        self.jobs = JobManager(config, folder, registry, tokenizer, self._preparers, self.engine, self._recorder)
+        self._sampler = JobSampler(registry, self.engine, self.generation, self.recorder.deliver)
+        self.jobs = JobManager(config, folder, registry, tokenizer, self._preparers, self.engine, self.recorder)
         self.adapters = AdapterCatalog(config, folder, registry, self._preparers, self.engine, self.generation.in_use)
         converters = HelperPool(tokenizer.state, 1, LogSettings.of(config), max_memory=0)
         self.conversions = Conversions(folder, registry, converters, self.engine, self.adapters, self.jobs.submit)
@@ -91,8 +93,9 @@ class Service:
             config.tracking_dir or folder.tracking,
             registry,
             lambda: HelperPool(tokenizer.state, 1, LogSettings.of(config)),
+            closing=closing,
         )
-        self._recorder.watchers.subscribe(self._tracking.notify)
+        self.recorder.watchers.subscribe(self._tracking.notify)
         self._started_monotonic, self.started_at = time.monotonic(), time.time()
         self._receiver: asyncio.Task[Exception | None] | None = None
         """Reads the messages of the last engine."""
@@ -104,7 +107,7 @@ class Service:
         Raises `StartupError` if the registry is damaged.
         """
         if self._recording is None:
-            self._recording = asyncio.create_task(self._recorder.run())
+            self._recording = asyncio.create_task(self.recorder.run())
             await self.jobs.recover()
             self._tracking.open()
 
@@ -132,7 +135,7 @@ class Service:
         loss = None if self.engine.ranks is None else self.engine.ranks.loss
         why = "the engine stopped while it ran this request" + ("" if loss is None else f": {loss}")
         self.generation.fail_all(EngineUnavailable(why))
-        self._recorder.watchers.notify_all()  # pauses and cancellations must not wait for the next engine
+        self.recorder.watchers.notify_all()  # pauses and cancellations must not wait for the next engine
 
     def engine_failed(self, note: str, *, started: bool) -> None:
         """The engine died and is being started again. `note` says why; `started`: it had become ready."""
@@ -152,8 +155,8 @@ class Service:
         await self.helpers.close()
         await self._preparers.close()
         await self._sampler.close()
-        await self._recorder.settled()
-        await self._recorder.close()
+        await self.recorder.settled()
+        await self.recorder.close()
         await self._tracking.close()
         self.engine_lost()
         if self._recording is not None:
@@ -201,9 +204,9 @@ class Service:
                 self._sampler.begin(message)
             case JobPaused() | JobCancelled() | JobFailed():
                 self._sampler.cancel(message.id)  # first: nothing follows a job's end
-                self._recorder.deliver(message)
+                self.recorder.deliver(message)
             case _:
-                self._recorder.deliver(message)
+                self.recorder.deliver(message)
 
     @property
     def ready(self) -> bool:
@@ -240,7 +243,7 @@ class Service:
                 *(stats.troubles if stats is not None else ()),
                 *_starving(stats),
                 *self._registry.notes,
-                *self._recorder.notes,
+                *self.recorder.notes,
                 *self._tracking.notes,
             ],
             waiting=stats.waiting if stats is not None else 0,

@@ -103,9 +103,10 @@ app = typer.Typer(
 app.callback()(_top)
 
 
-def run(arguments: list[str] | None = None) -> int:
-    """The exit status of a command line, the process's own by default. Every error ends with one line, no traceback."""
-    return run_safely(lambda: app(arguments, prog_name="coserve", standalone_mode=False))
+def run(arguments: list[str] | None = None, *, retry: object = None) -> int:
+    """The exit status of a command line, the process's own by default. Every error ends with one line, no traceback. `retry`: how often a
+    daemon is asked that does not answer (`RetryPolicy`); None: see `common.RETRY`."""
+    return run_safely(lambda: app(arguments, prog_name="coserve", standalone_mode=False, obj=retry))
 
 
 def main() -> None:

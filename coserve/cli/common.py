@@ -6,6 +6,7 @@ import sys
 from typing import Annotated
 
 import typer
+from click import get_current_context
 
 from coserve.client import Client, RetryPolicy
 from coserve.client.asynchronous import DEFAULT_URL
@@ -36,8 +37,10 @@ RETRY = RetryPolicy(attempts=3, first=0.2)
 
 
 def connect(url: str, key: str | None) -> Client:
-    """The daemon that --url and --key name."""
-    return Client(url, api_key=key or None, retry=RETRY)
+    """The daemon that --url and --key name, asked again as the command line's `RetryPolicy` says."""
+    context = get_current_context(silent=True)
+    given = None if context is None else context.find_object(RetryPolicy)
+    return Client(url, api_key=key or None, retry=given or RETRY)
 
 
 def say_more(command: str, limit: int, last: str) -> None:

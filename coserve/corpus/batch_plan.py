@@ -57,8 +57,10 @@ class BatchPlan:
         check: Callable[[], None] = unchecked,
         *,
         micro_batch_rows: int | None = None,
+        rows_on_tick: int = MAX_ROWS_ON_TICK,
     ) -> None:
-        """`lengths`: tokens of each row (S). `micro_batch_tokens`, `micro_batch_rows`: the engine's limits.
+        """`lengths`: tokens of each row (S). `micro_batch_tokens`, `micro_batch_rows`: the engine's limits. `rows_on_tick`: see
+        `MAX_ROWS_ON_TICK`.
 
         An epoch has ceil(tokens / `batch_tokens`) optimizer steps of about equal size: equal shares of its tokens, plus at
         most one row. No step spans two epochs. A fractional epoch ends after its share of steps.
@@ -67,7 +69,7 @@ class BatchPlan:
         check_training(training)
         self.lengths = lengths.astype(np.int32, copy=False)
         """Tokens of each row (S)."""
-        self._training = training
+        self._training, self._rows_on_tick = training, rows_on_tick
         self._limit, self._rows = micro_batch_limit(training, micro_batch_tokens), micro_batch_rows
         self._training_rows, validation_rows = _split(len(lengths), training)
         self._validation = self._pack(validation_rows, check)
@@ -92,7 +94,7 @@ class BatchPlan:
         """Whether `step(step)` is cheap: it is cached or touches few rows. Otherwise call `prepare` on a thread first."""
         if step >= self.total_steps:
             return True
-        if len(self._training_rows) <= MAX_ROWS_ON_TICK:
+        if len(self._training_rows) <= self._rows_on_tick:
             return step <= self._epoch_starts[-1]
         if (
             self._epoch is None
@@ -100,7 +102,7 @@ class BatchPlan:
         ):
             return False
         start, end = self._bounds(step)
-        return end - start <= MAX_ROWS_ON_TICK or (self._packed_step is not None and self._packed_step[0] == step)
+        return end - start <= self._rows_on_tick or (self._packed_step is not None and self._packed_step[0] == step)
 
     def prepare(self, step: int, check: Callable[[], None] = unchecked) -> None:
         """Shuffle the step's epoch and pack the step's rows, and cache both."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -27,11 +28,22 @@ STATE = "state.json"
 PARQUET = b"PAR1"
 """The first bytes of a parquet file."""
 BATCH_ROWS = 64
-PIECE_BYTES, LARGE_PIECE_BYTES, MANY_PIECES = 512 << 10, 8 << 20, 1024
-"""Bytes of a piece of JSONL: a few seconds of work. A file that would have more pieces than `MANY_PIECES` has larger ones, up to
-`LARGE_PIECE_BYTES`."""
-PIECE_ROWS = 4096
-"""Rows of a piece of a table."""
+
+
+@dataclass(frozen=True)
+class PieceSizes:
+    """How a source is split."""
+
+    bytes: int = 512 << 10
+    """Of a piece of JSONL: a few seconds of work."""
+    most_bytes: int = 8 << 20
+    """A file that would have more pieces than `many` has larger ones, up to this."""
+    many: int = 1024
+    rows: int = 4096
+    """Of a piece of a table."""
+
+
+PIECES = PieceSizes()
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -63,14 +75,14 @@ def is_dataset(folder: Path) -> bool:
     return (folder / STATE).is_file()
 
 
-def split_source(source: Path) -> list[Piece]:
+def split_source(source: Path, sizes: PieceSizes = PIECES) -> list[Piece]:
     """The pieces of a JSONL file, a parquet file, or a folder of `Dataset.save_to_disk`, in the order of their rows.
 
     Raises `UnreadableCorpus`, `MalformedRow` for two columns of one name, and `InvalidRequest` if pyarrow is missing.
     """
     if is_jsonl(source):
         size = source.stat().st_size
-        step = min(max(PIECE_BYTES, size // MANY_PIECES), LARGE_PIECE_BYTES)
+        step = min(max(sizes.bytes, size // sizes.many), sizes.most_bytes)
         return [Piece(str(source), "jsonl", start, min(start + step, size)) for start in range(0, size, step)]
     if find_spec("pyarrow") is None:
         kind = "a folder of datasets" if source.is_dir() else "a parquet file"
@@ -79,13 +91,17 @@ def split_source(source: Path) -> list[Piece]:
         )
     with _arrow_errors(), _source_errors(), disk_errors():
         if not source.is_dir():
-            return _split_table(source, "parquet", _parquet_length(source))
-        return [piece for path in _data_files(source) for piece in _split_table(path, "arrow", _stream_length(path))]
+            return _split_table(source, "parquet", _parquet_length(source), sizes.rows)
+        return [
+            piece
+            for path in _data_files(source)
+            for piece in _split_table(path, "arrow", _stream_length(path), sizes.rows)
+        ]
 
 
-def _split_table(path: Path, format: Literal["parquet", "arrow"], rows: int) -> list[Piece]:
+def _split_table(path: Path, format: Literal["parquet", "arrow"], rows: int, each: int) -> list[Piece]:
     LIMITS.check_line(min(rows, LIMITS.rows + 1))  # a damaged file may name any number
-    return [Piece(str(path), format, start, min(start + PIECE_ROWS, rows)) for start in range(0, rows, PIECE_ROWS)]
+    return [Piece(str(path), format, start, min(start + each, rows)) for start in range(0, rows, each)]
 
 
 class PieceReader:

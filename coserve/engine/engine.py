@@ -93,14 +93,15 @@ class Engine:
         mark_training: Mark | None = None,
         between_slices: Between = nullcontext,
         mark_step: Mark | None = None,
+        memory_poll: float = STATS_INTERVAL,
     ) -> None:
         """`attainment`: share of predicted times that the policy may rely on. `garbage` is collected while no request runs; None: by the
         interpreter. `memory`: the GPU's, where jobs are admitted by it. `mark_training`: slices are only launched, and run beside generation,
         or `between_slices`; None: a slice has ended when the trainer returns. `mark_step`: the end of a step is an event, too; None: the engine
-        waits for it."""
+        waits for it. `memory_poll`: seconds between two looks at `memory` while a job waits for it."""
         self._generator, self._adapters = generator, adapters
         self._policy, self._link, self._clock, self._pace, self._upgrade = policy, link, clock, pace, upgrade
-        self._memory, self._garbage = memory, garbage or GarbageCollection.none()
+        self._memory, self._memory_poll, self._garbage = memory, memory_poll, garbage or GarbageCollection.none()
         self._queue = InferenceQueue(max_queue, fair=fair)
         self._running, self._stalls = RunningRequests(step_tokens), Stalls(clock)
         self._changed = asyncio.Event()
@@ -240,7 +241,7 @@ class Engine:
                 self._measured = self._measured if launched else None
                 self._reports.send(now, force=not flight.slices)
                 if self._jobs.wait_for_memory:  # only the device says when others give it back
-                    until = min(until or math.inf, now + STATS_INTERVAL)
+                    until = min(until or math.inf, now + self._memory_poll)
                 await self._idle.sleep(None if until is None else until - now)
 
     def _idle_until(self, until: float | None, now: float) -> bool:

@@ -60,27 +60,34 @@ class Conditions:
 
 
 def plan_memory(
-    base: Base, conditions: Conditions, *, fraction: float, path: Path | None, shared: int = 0
+    base: Base,
+    conditions: Conditions,
+    *,
+    fraction: float,
+    path: Path | None,
+    shared: int = 0,
+    meter: MemoryMeter | None = None,
 ) -> MemoryPlan:
     """The page pool that fits into `fraction` of the GPU's memory. The profile is measured once and kept at `path`; None: it is
     measured now.
 
     `shared`: bytes that other processes of ours may take now. They do not count: they are given back soon, and lie in what
-    `fraction` leaves.
+    `fraction` leaves. `meter`: None is the GPU's.
 
     Raises:
         UnsupportedBase: a base that cannot be trained layer by layer.
         ConfigError: see `make_plan`.
     """
+    meter = meter or CudaMemoryMeter(base.device)
     key = _key(base, conditions)
     profile = None if path is None else load_profile(path, key)
     if profile is None:
-        profile = _measure(base, conditions)
+        profile = _measure(base, conditions, meter)
         if path is not None:
             save_profile(path, key, profile)
     gc.collect()
     torch.cuda.empty_cache()
-    CudaMemoryMeter(base.device).reset()  # profiling does not count in the peak that is compared with the plan
+    meter.reset()  # profiling does not count in the peak that is compared with the plan
     free, total = torch.cuda.mem_get_info(base.device)
     own = torch.cuda.memory_reserved(base.device) + CONTEXT_BYTES
     free += max(0, min(shared, total - own - free))
@@ -102,9 +109,9 @@ def graphs_path(path: Path) -> Path:
     return path.with_name("graphs.json")
 
 
-def _measure(base: Base, conditions: Conditions) -> Profile:
+def _measure(base: Base, conditions: Conditions, meter: MemoryMeter) -> Profile:
     work = conditions.work
-    profiler = MemoryProfiler(base, CudaMemoryMeter(base.device), conditions)
+    profiler = MemoryProfiler(base, meter, conditions)
     return measure(profiler, step_tokens=work.step_tokens, micro_batch_tokens=work.micro_batch_tokens)
 
 

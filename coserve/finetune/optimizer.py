@@ -6,7 +6,7 @@ Letters: K kinds of state (`admission.optimizers`), N elements of a flat buffer 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -19,7 +19,7 @@ from coserve.finetune.flat_tensors import FlatLayout
 from coserve.finetune.gathered_copy import GatheredCopy
 from coserve.finetune.host_copy import HostCopy
 from coserve.finetune.lora_tensors import named_tensors
-from coserve.finetune.update_rules.interface import WeightRange
+from coserve.finetune.update_rules.interface import UpdateRule, WeightRange
 from coserve.finetune.update_rules.make import make_rule
 from coserve.kernels.lora.types import LoraPair, MainGrads
 from coserve.model.lora import LoraWeights
@@ -53,10 +53,11 @@ class AdapterOptimizer:
         device: torch.device | None = None,
         partition: AdapterPartition | None = None,
         gathering: Callable[[], None] = lambda: None,
+        make_rule: Callable[[Sequence[WeightRange], TrainingSettings], UpdateRule] = make_rule,
     ) -> None:
         """`start`: initial weights of the whole adapter, fp32. `dtype`: of the copies. `device`: the base's; None: where `start` is.
         `partition`: how the adapter lies on the ranks of a mesh. Each rank trains its part; all of them call `divide_grads`, `step` and
-        `snapshot` at the same time. `gathering` is called when a snapshot begins."""
+        `snapshot` at the same time. `gathering` is called when a snapshot begins. `make_rule` makes the update rule of the weights' ranges."""
         assert partition is None or not training.optimizer.eight_bit, "8-bit moments cannot be gathered"
         self._settings, self._training, self._partition, self._gathering = (
             start.settings,

@@ -16,7 +16,7 @@ from coserve.adapter_store.store import AdapterStore
 from coserve.admission.optimizers import check_optimizer
 from coserve.admission.treatment import Treatment
 from coserve.cancellation import Cancellation
-from coserve.corpus.batch_plan import BatchPlan
+from coserve.corpus.batch_plan import MAX_ROWS_ON_TICK, BatchPlan
 from coserve.corpus.tokenized import Corpus
 from coserve.errors import (
     AdapterNotFound,
@@ -80,18 +80,20 @@ class Trainer:
         own_stream: Callable[[], AbstractContextManager[object]] | None = None,
         compiled: CompiledLayers | None = None,
         graphs: LayerGraphs | None = None,
+        rows_on_tick: int = MAX_ROWS_ON_TICK,
     ) -> None:
         """`limits` of one forward, whatever a job asks for. `mix_jobs`: jobs may share one, unless ranks share the base, or the LoRA backend
         runs a forward for each adapter. `gathering` is called with a job when a snapshot of its state begins, in which all ranks take
         part; `guard` keeps ranks together in `attempt`. `clock` gives seconds.
         `own_stream` enters the stream that all tensors and kernels of jobs belong to: slices are only launched there, and run beside
         generation. None: they run on the current stream, and have ended when `advance` returns. `compiled`, `graphs`: see
-        `MicroBatchRunner`.
+        `MicroBatchRunner`; `rows_on_tick`: see `BatchPlan`.
 
         Raises `UnsupportedBase` for a base that cannot be run layer by layer.
         """
         self._base, self._store, self._folder = base, store, folder
         self._limits, self._keep, self._clock = limits, keep_checkpoints, clock
+        self._make_plan = partial(BatchPlan, micro_batch_rows=limits.rows, rows_on_tick=rows_on_tick)
         self._gathering, self._guard = gathering, guard or NoPeers()
         self._overlapped = own_stream is not None
         self._stream = own_stream or nullcontext
@@ -336,7 +338,7 @@ class Trainer:
         corpus = Corpus.load(self._folder.corpus(spec.id), check, digest=spec.corpus_digest)
         if int(corpus.tokens.max()) >= base.spec.vocab:
             raise CheckpointUnreadable("the job's corpus has tokens that the base does not know")
-        plan = BatchPlan(corpus.lengths, spec.training, self._limits.tokens, check, micro_batch_rows=self._limits.rows)
+        plan = self._make_plan(corpus.lengths, spec.training, self._limits.tokens, check)
         start = self._initial_weights(spec)
         partition = base.partition(start)
         if partition is not None and not partition.keeps_blocks(start.sites):

@@ -40,11 +40,12 @@ class TrackerFeed:
         helpers: HelperPool,
         *,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        closing: float = CLOSING,
     ) -> None:
-        """`folder`: for the tracker's files. `sleep` takes seconds."""
+        """`folder`: for the tracker's files. `sleep` takes seconds. `closing`: see `CLOSING`."""
         self._tracker, self._folder, self._registry, self._helpers = tracker, folder, registry, helpers
         self._cursors = Cursors(folder / "cursors")
-        self._sleep = sleep
+        self._sleep, self._closing = sleep, closing
         self._changed = asyncio.Event()
         self._jobs: set[str] = set()
         """Jobs with something new."""
@@ -74,7 +75,7 @@ class TrackerFeed:
         if self._running is not None:
             self._running.cancel()
             with contextlib.suppress(TimeoutError, CoserveError):
-                async with asyncio.timeout(CLOSING):
+                async with asyncio.timeout(self._closing):
                     if self._telling is not None:
                         await self._telling
                         if self._trouble is None:
@@ -174,11 +175,19 @@ class Tracking:
     """All trackers that the daemon was asked for."""
 
     def __init__(
-        self, trackers: Iterable[str], folder: Path, registry: RegistryThread, helpers: Callable[[], HelperPool]
+        self,
+        trackers: Iterable[str],
+        folder: Path,
+        registry: RegistryThread,
+        helpers: Callable[[], HelperPool],
+        *,
+        closing: float = CLOSING,
     ) -> None:
-        """`folder`: each tracker has a folder of its name there. `helpers` makes the pool of one process of each tracker."""
+        """`folder`: each tracker has a folder of its name there. `helpers` makes the pool of one process of each tracker. `closing`: see
+        `CLOSING`."""
         self._feeds = [
-            TrackerFeed(name, folder.absolute() / name, registry, helpers()) for name in dict.fromkeys(trackers)
+            TrackerFeed(name, folder.absolute() / name, registry, helpers(), closing=closing)
+            for name in dict.fromkeys(trackers)
         ]
 
     @property

@@ -10,8 +10,7 @@ import torch
 from peft import BdLoraConfig, PeftModel
 
 from coserve.adapter_store.files import load_adapter
-from coserve.adapters import conversion
-from coserve.adapters.conversion import ConversionOptions, ConversionReport, convert_adapter
+from coserve.adapters.conversion import THREADS, ConversionOptions, ConversionReport, convert_adapter
 from coserve.adapters.record import record_adapter
 from coserve.errors import CorruptAdapter, InvalidRequest
 from coserve.kernels.lora.segments import Segments
@@ -46,11 +45,12 @@ def base() -> Base:
     return wrap_base(tiny_model("llama"), name="tiny")
 
 
-def converted(base: Base, folder: Path, **options: object) -> ConversionReport:
+def converted(base: Base, folder: Path, *, threads: int = THREADS, **options: object) -> ConversionReport:
     """Converts folder/in to folder/out."""
     (folder / "out").mkdir(exist_ok=True)
     record = record_adapter(folder / "in", AdapterRef("a", 1), base.spec, source="import", created_at=0.0)
-    return convert_adapter(folder / "in", folder / "out", base.spec, ConversionOptions(**options), record.digests)
+    wanted = ConversionOptions(**options)
+    return convert_adapter(folder / "in", folder / "out", base.spec, wanted, record.digests, threads=threads)
 
 
 def load(base: Base, folder: Path) -> LoraWeights:
@@ -109,12 +109,11 @@ def test_without_an_error_the_logits_are_the_same_here_and_in_peft(base: Base, t
     torch.testing.assert_close(alone(again, TOKENS), want, rtol=1e-4, atol=1e-4)
 
 
-def test_threads_change_nothing(base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_change_nothing(base: Base, tmp_path: Path) -> None:
     save_peft(tiny_model("llama"), tmp_path / "in", **PLAIN)
     files, reports = [], []
     for threads in (1, 3):
-        monkeypatch.setattr(conversion, "THREADS", threads)
-        reports.append(converted(base, tmp_path, bd_blocks=2, max_error=0.3))
+        reports.append(converted(base, tmp_path, threads=threads, bd_blocks=2, max_error=0.3))
         files.append((tmp_path / "out" / "adapter_model.safetensors").read_bytes())
         (tmp_path / "out" / "adapter_model.safetensors").unlink()
     assert files[0] == files[1] and reports[0] == reports[1]

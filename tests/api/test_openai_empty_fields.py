@@ -236,9 +236,9 @@ async def test_every_field_may_say_its_default(api: Api) -> None:
 
 def test_every_field_that_only_may_say_one_thing_exists() -> None:
     shared, texts, chats = (
-        openai_requests._NEUTRAL,
-        openai_requests._NEUTRAL_IN_COMPLETIONS,
-        openai_requests._NEUTRAL_IN_CHATS,
+        openai_requests.NEUTRAL,
+        openai_requests.NEUTRAL_IN_COMPLETIONS,
+        openai_requests.NEUTRAL_IN_CHATS,
     )
     assert {*shared, *texts} <= {*CompletionRequest.__struct_fields__}
     assert {*shared, *chats} <= {*ChatRequest.__struct_fields__}

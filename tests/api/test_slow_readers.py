@@ -21,9 +21,9 @@ TOGETHER, LEAVERS = 64, 200
 class Endless(FakeEngine):
     """A request of more than `TOGETHER` tokens is answered without end."""
 
-    async def _generate(self, request: Generate) -> None:
+    async def answer(self, request: Generate) -> None:
         if request.sampling.max_tokens <= TOGETHER:
-            await super()._generate(request)
+            await super().answer(request)
             return
         self.link.send(Admitted(id=request.id))
         while True:

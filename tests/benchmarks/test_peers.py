@@ -122,8 +122,7 @@ def test_equal_loads_of_vllm_beside_peft(place: Place, tmp_path: Path) -> None:
     assert not any("slo_ttft" in body for body in bodies)
 
 
-def test_the_loss_in_chunks_is_the_loss(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "CHUNK", 7)
+def test_the_loss_in_chunks_is_the_loss(place: Place) -> None:
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place.model), dtype=torch.float32)
     model = peft.get_peft_model(
@@ -132,7 +131,7 @@ def test_the_loss_in_chunks_is_the_loss(place: Place, monkeypatch: pytest.Monkey
     trained = [p for p in model.parameters() if p.requires_grad]
     ids = torch.randint(0, 8192, (2, 16))
     expected = model(input_ids=ids, labels=ids).loss
-    found = trainer.chunked_loss(model, ids)
+    found = trainer.chunked_loss(model, ids, chunk=7)
     # Means over the targets of both rows: transformers takes the same.
     torch.testing.assert_close(found, expected)
     for mine, theirs in zip(torch.autograd.grad(found, trained), torch.autograd.grad(expected, trained), strict=True):

@@ -27,7 +27,7 @@ def events(*told: JobEvent, breaks: bool = False) -> Response:
 
 
 def handle(daemon: Daemon) -> AsyncJobHandle:
-    return AsyncJobHandle(daemon.client._caller, job())
+    return AsyncJobHandle(daemon.caller, job())
 
 
 async def test_the_story_to_its_end() -> None:

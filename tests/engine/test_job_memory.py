@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import msgspec
-import pytest
 
 from coserve.admission.memory import GIB, Hold, MemoryAdmission, Start
 from coserve.admission.treatment import JobMemory, Treatment, job_memory
-from coserve.engine import engine
 from coserve.engine.device_memory import DeviceMemory, Fixed
 from coserve.gpu_memory import MemoryModel, MemoryUse
 from coserve.link import JobFailed, JobNote, JobStarted, JobSucceeded, JobWaiting, StartJob
@@ -128,15 +126,12 @@ async def test_a_job_is_planned_for_the_layers_that_it_runs() -> None:
         assert s.trainer.limits["one"] == first.treatment and first.treatment.compiled
 
 
-async def test_memory_that_another_process_gives_back_starts_the_job_that_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_memory_that_another_process_gives_back_starts_the_job_that_waits() -> None:
     """Nothing else wakes the engine meanwhile."""
-    monkeypatch.setattr(engine, "STATS_INTERVAL", 0.05)
     one, device = needs(), Device()
     own = memory(one.state.total + one.options[0].activations, device)
     device.reading = replace(device.reading, free=0, reserved=22 * GIB)
-    async with scene(memory=own) as s:
+    async with scene(memory=own, memory_poll=0.05) as s:
         s.trainer.go.set()
         s.api.send(StartJob(spec=spec("one")))
         await s.until(said(JobWaiting, "one"))

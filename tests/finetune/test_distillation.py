@@ -24,7 +24,7 @@ from coserve.model.base import Base
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.types import AdapterDigests, AdapterRef, LoraSettings, Teacher, TrainingSettings
-from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base
+from tests.support.finetuning import Bench, gradient_sums, job_spec, metrics_of, random_corpus, tiny_base
 from tests.support.lora_backends import GROUPED, SEGMENTED
 
 CORPUS = random_corpus(lengths=(9, 5, 12, 3, 7, 8, 6, 11))
@@ -87,7 +87,7 @@ def test_loss_and_gradients_are_those_of_the_divergence(base: Base, logits_bytes
     assert sums_12.tolist() == [[pytest.approx(float(expected.detach()), rel=1e-4), right]]
     expected.backward()
     by_name = {f"{site}.{part}": t.grad for site, p in sites.items() for part, t in (("a", p.a_RD), ("b", p.b_OR))}
-    for name, gradient in optimizer.layout.views(optimizer._grads_N).items():
+    for name, gradient in gradient_sums(optimizer).items():
         torch.testing.assert_close(gradient, by_name[name], rtol=1e-3, atol=1e-4)
 
 

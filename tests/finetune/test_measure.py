@@ -11,12 +11,14 @@ import torch
 
 from coserve.adapter_store.packing import packed_bytes
 from coserve.engine.profiling.live_bytes import LiveBytes
+from coserve.finetune.init import zero_adapter
 from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryProfiler, plan_memory
 from coserve.kernels.gpu.capture import gc_paused
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.memory.plan import GIB, Work
 from coserve.memory.profile import fit, load_profile
 from coserve.model.base import Base, wrap_base
+from coserve.types import DEFAULT_RANK, LoraSettings
 from tests.support.examples import sample
 from tests.support.lora_backends import GROUPED, SEGMENTED
 from tests.support.tiny_models import tiny_model
@@ -67,11 +69,16 @@ class Ring:
 
 
 class Watched(Steps):
-    """Notes whether the collector rests, and what is left of garbage from before, whenever memory is asked for."""
+    """Notes whether the collector rests, and whether garbage from before is left, whenever memory is asked for."""
 
-    def __init__(self, garbage: weakref.ref[Ring]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.garbage, self.seen = garbage, list[tuple[bool, bool]]()
+        self.seen: list[tuple[bool, bool]] = []
+        self.litter()
+
+    def litter(self) -> None:
+        self.garbage = weakref.ref(Ring())
+        self.seen.clear()
 
     def now(self) -> int:
         self.seen.append((gc.isenabled(), self.garbage() is None))
@@ -83,10 +90,11 @@ class Watched(Steps):
 @pytest.mark.slow
 def test_nothing_of_before_is_freed_while_memory_is_measured() -> None:
     base = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
-    device = MemoryProfiler(base, Steps(), conditions(GROUPED))
+    meter = Watched()
+    device = MemoryProfiler(base, meter, conditions(GROUPED))
     for measured in (lambda: device.step(64), lambda: device.micro_batch(96)):
         with gc_paused():  # or it might be gone too early
-            meter = device._meter = Watched(weakref.ref(Ring()))
+            meter.litter()
             assert meter.garbage() is not None
             measured()
         assert meter.seen
@@ -103,7 +111,8 @@ def test_memory_grows_as_lines_say(recompute: bool) -> None:
     with LiveBytes() as meter:
         device = MemoryProfiler(base, meter, conditions(GROUPED, recompute=recompute))
         one, two, four = (device.micro_batch(tokens) for tokens in (64, 128, 256))
-    assert one.job == two.job == four.job > 4 * packed_bytes(device._adapter())
+    every = zero_adapter(LoraSettings(r=DEFAULT_RANK), base.spec, dtype=torch.float32, device=base.device)
+    assert one.job == two.job == four.job > 4 * packed_bytes(every)
     assert 0 < one.forward <= one.whole
     assert four.whole - two.whole == pytest.approx(2 * (two.whole - one.whole), rel=0.02)
     assert four.forward - two.forward == pytest.approx(2 * (two.forward - one.forward), rel=0.02)
@@ -126,19 +135,13 @@ def test_a_plan_is_measured_once_for_its_conditions(tmp_path: Path, monkeypatch:
     base, path = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=()), tmp_path / "memory.json"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 * GIB, 64 * GIB))
-    meters: list[Steps] = []
-
-    def meter(_: torch.device) -> Steps:
-        meters.append(Steps())
-        return meters[-1]
-
-    monkeypatch.setattr("coserve.finetune.memory_profiling.CudaMemoryMeter", meter)
-    first = plan_memory(base, conditions(GROUPED), fraction=0.5, path=path)
-    assert plan_memory(base, conditions(GROUPED), fraction=0.5, path=path) == first
-    assert sum(meter.asked > 0 for meter in meters) == 1
+    meter, again, other = Steps(), Steps(), Steps()
+    first = plan_memory(base, conditions(GROUPED), fraction=0.5, path=path, meter=meter)
+    assert plan_memory(base, conditions(GROUPED), fraction=0.5, path=path, meter=again) == first
+    assert meter.asked > 0 and again.asked == 0
     assert first.pages * first.page_bytes == pytest.approx(26 * GIB, rel=1e-3)
-    plan_memory(base, conditions(GROUPED, recompute=True), fraction=0.5, path=path)
-    assert sum(meter.asked > 0 for meter in meters) == 2
+    plan_memory(base, conditions(GROUPED, recompute=True), fraction=0.5, path=path, meter=other)
+    assert other.asked > 0
 
 
 def gpu_base() -> Base:

@@ -26,7 +26,7 @@ from coserve.names import ADAPTER_WEIGHTS
 from coserve.queues.finetune import JobQueue
 from coserve.types import AdapterRef, JobSpec, MicroStep, Schedule, Teacher
 from tests.support.examples import sample
-from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base, train_together
+from tests.support.finetuning import Bench, alive, job_spec, metrics_of, random_corpus, tiny_base, train_together
 from tests.support.lora_backends import BLOCK_SPARSE, GROUPED, NAIVE, REFERENCE, SEGMENTED
 from tests.support.memory_faults import out_of_memory_at
 
@@ -330,17 +330,17 @@ def test_a_job_whose_update_lacks_memory_begins_its_step_again_by_itself(tmp_pat
 def test_a_shared_batch_that_fails_ends_the_job_that_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected, bench = alone(VARIED[:2], tmp_path), started([*VARIED[:2], job(6)], tmp_path)
-    poisoned = bench.trainer._jobs["job-6"].loop.optimizer.weights()
+    poisoned = job(6, r=7)
+    expected, bench = alone(VARIED[:2], tmp_path), started([*VARIED[:2], poisoned], tmp_path)
     forward_backward = MicroBatchRunner.forward_backward
 
     def poisonous(self: MicroBatchRunner, rows, lora, *args, **options):
-        if any(weights is poisoned for weights in lora.adapters):
+        if any(weights.settings.r == 7 for weights in lora.adapters):
             raise ZeroDivisionError
         return forward_backward(self, rows, lora, *args, **options)
 
     monkeypatch.setattr(MicroBatchRunner, "forward_backward", poisonous)
-    specs, notes = [*(spec for _, spec in VARIED[:2]), job(6)[1]], list[tuple[str, ...]]()
+    specs, notes = [*(spec for _, spec in VARIED[:2]), poisoned[1]], list[tuple[str, ...]]()
     ended = list[str]()
 
     def note(queue: JobQueue) -> None:
@@ -377,10 +377,10 @@ def test_a_shared_batch_that_fails_ends_the_job_that_fails_alone(
 def test_a_pass_without_jobs_frees_its_memory(tmp_path: Path) -> None:
     bench = started(VARIED[:2], tmp_path)
     ids = [spec.id for _, spec in VARIED[:2]]
+    before = len(alive(TrainingPass))
     bench.advance(ids[0], 1, ids)
-    one = bench.trainer._passes.pass_of(bench.trainer._jobs[ids[0]])
-    assert isinstance(one, TrainingPass) and len(one.jobs) == 2
+    assert set(bench.trainer.trained) == set(ids)
     bench.trainer.abandon(ids[0])
-    assert not one.ended
+    assert len(alive(TrainingPass)) == before + 1
     bench.trainer.abandon(ids[1])
-    assert one.ended
+    assert len(alive(TrainingPass)) == before

@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coserve.corpus import sources
 from coserve.corpus.jsonl import parse_jsonl
 from coserve.corpus.rows import CorpusLimits, TextRow
-from coserve.corpus.sources import Piece, PieceReader, split_source
+from coserve.corpus.sources import Piece, PieceReader, PieceSizes, split_source
 from coserve.corpus.tokenize import tokenize_rows
 from coserve.corpus.tokenized import Corpus
 from coserve.errors import MalformedRow
@@ -37,21 +36,19 @@ LINES = st.sampled_from(
 @given(st.lists(LINES, max_size=12), st.integers(1, 40), st.booleans(), st.booleans())
 def test_lines_belong_to_the_piece_they_begin_in(lines: list[bytes], size: int, marked: bool, ended: bool) -> None:
     content = (b"\xef\xbb\xbf" if marked else b"") + b"".join(lines) + (b"" if ended else b'{"text": "end"}')
-    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+    with TemporaryDirectory() as folder:
         source = Path(folder, "rows.jsonl")
         source.write_bytes(content)
-        for name in ("PIECE_BYTES", "LARGE_PIECE_BYTES"):
-            patch.setattr(sources, name, size)
-        assert len(split_source(source)) == -(-len(content) // size)
-        assert list(read_rows(source)) == list(parse_jsonl(source))
+        sizes = PieceSizes(bytes=size, most_bytes=size)
+        assert len(split_source(source, sizes)) == -(-len(content) // size)
+        assert list(read_rows(source, sizes)) == list(parse_jsonl(source))
 
 
-def test_an_error_names_its_line_in_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "PIECE_BYTES", 50)
+def test_an_error_names_its_line_in_the_whole_file(tmp_path: Path) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_bytes(b'{"text": "a"}\n\n' * 20 + b'{"txt": "a"}\n' + b'{"text": 5}\n')
     with pytest.raises(MalformedRow, match=r"^line 41: expected the fields of a row, got 'txt'") as caught:
-        list(read_rows(source))
+        list(read_rows(source, PieceSizes(bytes=50)))
     assert caught.value.line == 41
 
 
@@ -76,7 +73,7 @@ def test_files_grow_pieces_and_not_their_number(tmp_path: Path) -> None:
         assert all(before.stop == after.start for before, after in pairwise(found))
 
 
-def test_tables_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_in_pieces(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"text": [f"row {number}" for number in range(700)]})
@@ -89,20 +86,19 @@ def test_tables_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (folder / "state.json").write_text('{"_data_files": [{"filename": "a.arrow"}, {"filename": "b.arrow"}]}')
     expected = [TextRow(number + 1, f"row {number}") for number in range(700)]
     for size in (7, 64, 150, 151, 1000):
-        monkeypatch.setattr(sources, "PIECE_ROWS", size)
         for source in (tmp_path / "rows.parquet", folder):
-            assert list(read_rows(source)) == expected
+            assert list(read_rows(source, PieceSizes(rows=size))) == expected
 
 
 @pytest.mark.parametrize("size", [200, 1 << 20])
-def test_parts_make_the_corpus_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(sources, "PIECE_BYTES", size)
+def test_parts_make_the_corpus_of_one_process(tmp_path: Path, size: int) -> None:
     tokenizer, source, target = Tokenizer.load("bundled"), tmp_path / "rows.jsonl", tmp_path / "staged" / "corpus"
     rows = [
         {"prompt": "cat " * n, "completion": " sat"} if n % 2 else {"text": "one two " * n or "a"} for n in range(50)
     ]
     source.write_text("\n\n".join(map(json.dumps, rows)))
-    staged, expected = stage(source, target, tokenizer, 40), tokenize_rows(parse_jsonl(source), tokenizer, 40)
+    staged = stage(source, target, tokenizer, 40, sizes=PieceSizes(bytes=size))
+    expected = tokenize_rows(parse_jsonl(source), tokenizer, 40)
     found = Corpus.load(target)
     for name in ("tokens", "target", "bounds"):
         assert np.array_equal(getattr(found, name), getattr(expected, name))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.machinery
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,17 @@ from coserve.finetune.checkpoint import STATE
 from coserve.finetune.init import new_adapter
 from coserve.finetune.lora_tensors import named_tensors
 from coserve.finetune.optimizer import AdapterOptimizer
+from coserve.finetune.update_rules.eight_bit import EightBit
+from coserve.finetune.update_rules.interface import UpdateRule, WeightRange
+from coserve.finetune.update_rules.lion import Lion
+from coserve.finetune.update_rules.make import make_rule
 from coserve.link import JobCheckpoint
 from coserve.model.lora import LoraWeights
 from coserve.schemas import FinetuneRequest
 from coserve.types import LoraSettings, Optimizer, TrainingRequest, TrainingSettings
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base
 
+RuleMaker = Callable[[Sequence[WeightRange], TrainingSettings], UpdateRule]
 BASE = tiny_base("llama")
 LORA = LoraSettings(r=4, targets=("q_proj", "down_proj"))
 EVERY = [
@@ -40,8 +46,8 @@ def start() -> LoraWeights:
     return new_adapter(LORA, BASE.spec, seed=1, dtype=torch.float32, device="cpu")
 
 
-def made(training: TrainingSettings) -> AdapterOptimizer:
-    return AdapterOptimizer(start(), BASE.spec, training, torch.float32)
+def made(training: TrainingSettings, rule: RuleMaker = make_rule) -> AdapterOptimizer:
+    return AdapterOptimizer(start(), BASE.spec, training, torch.float32, make_rule=rule)
 
 
 def gradients(steps: int) -> list[dict[str, Tensor]]:
@@ -68,14 +74,13 @@ def same(one: AdapterOptimizer, other: AdapterOptimizer) -> bool:
 
 @pytest.mark.parametrize("ratio", [None, 8.0])
 @pytest.mark.parametrize("at_once", [1 << 22, 100])
-def test_lion_is_the_papers_formula(monkeypatch: pytest.MonkeyPatch, ratio: float | None, at_once: int) -> None:
-    monkeypatch.setattr("coserve.finetune.update_rules.lion.AT_ONCE", at_once)
+def test_lion_is_the_papers_formula(ratio: float | None, at_once: int) -> None:
     training = TrainingSettings(
         optimizer=Optimizer.LION, beta1=0.8, beta2=0.95, weight_decay=0.1, max_grad_norm=0.0, lora_plus_ratio=ratio
     )
     weights = {name: tensor.double() for name, tensor in named_tensors(start())}
     moments = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-    optimizer = made(training)
+    optimizer = made(training, partial(Lion, at_once=at_once))
     for step, found in enumerate(gradients(5)):
         for name, gradient in found.items():
             rate = 0.01 / (step + 1) * ((ratio or 1.0) if name.endswith(".b") else 1.0)
@@ -91,17 +96,16 @@ def test_lion_is_the_papers_formula(monkeypatch: pytest.MonkeyPatch, ratio: floa
 @pytest.mark.parametrize("ratio", [None, 8.0])
 @pytest.mark.parametrize("optimizer", [Optimizer.ADAMW_8BIT, Optimizer.LION_8BIT])
 def test_8_bit_updates_are_bitsandbytes_own_of_each_tensor(
-    monkeypatch: pytest.MonkeyPatch, optimizer: Optimizer, ratio: float | None, at_once: int
+    optimizer: Optimizer, ratio: float | None, at_once: int
 ) -> None:
     """Bit for bit, though ours lie in one buffer: none shares a scale with another. And close to what 32 bits give."""
     own = pytest.importorskip("bitsandbytes").optim
-    monkeypatch.setattr("coserve.finetune.update_rules.eight_bit.AT_ONCE", at_once)
     training = TrainingSettings(optimizer=optimizer, weight_decay=0.1, max_grad_norm=0.0, lora_plus_ratio=ratio)
     tensors = {name: tensor.clone() for name, tensor in named_tensors(start())}
     make = own.Lion8bit if optimizer.lion else own.AdamW8bit
     groups = [{"params": [t], "times": (ratio or 1.0) if n.endswith(".b") else 1.0} for n, t in tensors.items()]
     reference = make(groups, betas=(0.9, 0.999), weight_decay=0.1, min_8bit_size=0)
-    ours = made(training)
+    ours = made(training, partial(EightBit, at_once=at_once))
     for step, found in enumerate(gradients(4)):
         for name, tensor in tensors.items():
             tensor.grad = found[name].clone()

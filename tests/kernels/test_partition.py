@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from coserve.errors import StartupError
-from coserve.kernels.gpu import partition
-from coserve.kernels.gpu.partition import part_sizes, split_multiprocessors
+from coserve.kernels.gpu.partition import DriverResource, part_sizes, split_multiprocessors
 
 GPU = torch.device("cuda", 0)
 
@@ -70,17 +69,9 @@ def read(resource: ctypes.Structure) -> tuple[int, int]:
     return ctypes.c_int.from_address(at).value, ctypes.c_uint.from_address(at + 96).value
 
 
-@pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeDriver], None]:
-    return lambda driver: monkeypatch.setattr(partition.ctypes, "CDLL", lambda name: driver)
-
-
 @pytest.mark.parametrize(("share", "sizes"), [(0.5, (72, 60)), (0.25, (40, 92)), (0.001, (8, 124)), (0.9, (120, 12))])
-def test_training_gets_its_share_and_generation_the_rest(
-    install: Callable[[FakeDriver], None], share: float, sizes: tuple[int, int]
-) -> None:
-    install(FakeDriver())
-    assert part_sizes(GPU, share) == sizes
+def test_training_gets_its_share_and_generation_the_rest(share: float, sizes: tuple[int, int]) -> None:
+    assert part_sizes(GPU, share, open_library=lambda _: FakeDriver()) == sizes
 
 
 @pytest.mark.parametrize(
@@ -93,23 +84,19 @@ def test_training_gets_its_share_and_generation_the_rest(
         (FakeDriver(error=914), 0.5, "cuDevSmResourceSplitByCount: invalid resource configuration"),
     ],
 )
-def test_what_is_not_possible_is_refused_by_name(
-    install: Callable[[FakeDriver], None], driver: FakeDriver, share: float, said: str
-) -> None:
-    install(driver)
+def test_what_is_not_possible_is_refused_by_name(driver: FakeDriver, share: float, said: str) -> None:
     with pytest.raises(StartupError, match=said.replace("(", r"\(")):
-        part_sizes(GPU, share)
+        part_sizes(GPU, share, open_library=lambda _: driver)
 
 
-def test_there_must_be_a_gpu_and_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_must_be_a_gpu_and_its_driver() -> None:
     with pytest.raises(StartupError, match="'spatial' needs an NVIDIA GPU, and the base is on cpu"):
         split_multiprocessors(torch.device("cpu"), 0.5)
-    monkeypatch.setattr(partition, "LIBRARY", "libnothing.so.1")
     with pytest.raises(StartupError, match="needs NVIDIA's CUDA driver"):
-        part_sizes(GPU, 0.5)
+        part_sizes(GPU, 0.5, open_library=lambda _: ctypes.CDLL("libnothing.so.1"))
 
 
 def test_a_resource_has_the_drivers_layout() -> None:
     """`CUdevResource` of cuda.h: 144 bytes, the count at byte 96; a later driver may write more."""
-    assert partition._Resource.multiprocessors.offset == 96
-    assert ctypes.sizeof(partition._Resource) >= 144
+    assert DriverResource.multiprocessors.offset == 96
+    assert ctypes.sizeof(DriverResource) >= 144

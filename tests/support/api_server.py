@@ -31,6 +31,7 @@ from coserve.state.registry import Registry
 from coserve.state.reserve import Reserve
 from coserve.state.retries import Backoff
 from coserve.state.thread import LOCK_BACKOFF, RegistryThread
+from coserve.tracking.feed import CLOSING
 from coserve.types import AdapterRef, BaseSpec
 from tests.support.cutting import Cutter
 from tests.support.fake_engine import CONTEXT, FakeEngine, make_base
@@ -76,11 +77,11 @@ class Api:
 
     async def settled(self) -> None:
         """Until all that the engine has told is written down and done: a job's end is announced before its files go."""
-        await self.service._recorder.settled()
+        await self.service.recorder.settled()
 
     async def hear(self, message: JobMessage) -> None:
         """As if the engine had said it; until it is written down."""
-        self.service._recorder.deliver(message)
+        self.service.recorder.deliver(message)
         await self.settled()
 
     async def call(self, method: str, path: str, **kwargs: Any) -> tuple[int, Any]:
@@ -143,6 +144,7 @@ async def serve_api(
     clock: Callable[[], float] = time.monotonic,
     max_texts: int = MAX_TEXTS,
     max_prompt_scores: int = MAX_PROMPT_SCORES,
+    closing: float = CLOSING,
     **settings: Any,
 ) -> AsyncIterator[Api]:
     """The API over the data folder at `path`; `settings` are those of `Config`, `patience`: with a locked registry,
@@ -154,7 +156,7 @@ async def serve_api(
         registry = RegistryThread(
             lambda: Registry(folder.database), backoff=patience, reserve=Reserve(folder.reserve, RESERVE)
         )
-        service = Service(config, folder, registry, tokenizer(), max_prompt_scores=max_prompt_scores)
+        service = Service(config, folder, registry, tokenizer(), max_prompt_scores=max_prompt_scores, closing=closing)
         app = make_app(service, config, clock, max_texts=max_texts)
         if cutter is not None:
             app.middlewares.insert(0, cutter.middleware())

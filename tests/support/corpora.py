@@ -9,17 +9,17 @@ from pathlib import Path
 import msgspec
 
 from coserve.corpus.rows import Row
-from coserve.corpus.sources import PieceReader, split_source
+from coserve.corpus.sources import PIECES, PieceReader, PieceSizes, split_source
 from coserve.corpus.staging import CorpusPart, JoinParts, StagedCorpus, TokenizePiece, join_parts, tokenize_piece
 from coserve.errors import CorpusError
 from coserve.offload.protocol import TaskContext
 from coserve.pretrained.tokenizer import Tokenizer
 
 
-def read_rows(source: Path) -> Iterator[Row]:
+def read_rows(source: Path, sizes: PieceSizes = PIECES) -> Iterator[Row]:
     """All rows of a source, with their lines in it."""
     lines = 0
-    for piece in split_source(source):
+    for piece in split_source(source, sizes):
         reader = PieceReader(piece)
         try:
             for row in reader:
@@ -29,10 +29,18 @@ def read_rows(source: Path) -> Iterator[Row]:
         lines += reader.lines
 
 
-def stage(source: Path, target: Path, tokenizer: Tokenizer, max_length: int, *, pairs: bool = False) -> StagedCorpus:
+def stage(
+    source: Path,
+    target: Path,
+    tokenizer: Tokenizer,
+    max_length: int,
+    *,
+    pairs: bool = False,
+    sizes: PieceSizes = PIECES,
+) -> StagedCorpus:
     """A source's corpus, in `target`."""
     context, parts = TaskContext(tokenizer, lambda: None), []
-    for number, piece in enumerate(split_source(source)):
+    for number, piece in enumerate(split_source(source, sizes)):
         part = target.with_name(f"part-{number}")
         request = msgspec.msgpack.encode(TokenizePiece(piece, str(part), max_length, pairs=pairs))
         parts.append(msgspec.msgpack.decode(tokenize_piece(context, request, b""), type=CorpusPart))

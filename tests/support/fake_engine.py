@@ -165,7 +165,7 @@ class FakeEngine:
     def handle(self, message: ToEngine) -> None:
         match message:
             case Generate():
-                self._tasks[message.id] = asyncio.create_task(self._generate(message))
+                self._tasks[message.id] = asyncio.create_task(self.answer(message))
             case CancelRequest(id=id):
                 self._tasks[id].cancel()
             case StartJob(spec=spec, paused=paused):
@@ -184,7 +184,7 @@ class FakeEngine:
             case Shutdown():
                 self.link.send(EngineStopped())
 
-    async def _generate(self, request: Generate) -> None:
+    async def answer(self, request: Generate) -> None:
         await self.go_requests.wait()
         if self.fail_requests is not None:
             failed = self.fail_requests

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
+from torch import Tensor
 
 from coserve.adapter_store.files import load_adapter
 from coserve.adapter_store.host import HostBudget
 from coserve.adapter_store.store import AdapterStore
 from coserve.cancellation import Cancellation
+from coserve.corpus.batch_plan import MAX_ROWS_ON_TICK
 from coserve.corpus.tokenized import Corpus
 from coserve.errors import CapacityError, CoserveError
 from coserve.finetune.layers.graphs import LayerGraphs
+from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.outcome import SliceGuard
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.trainer import Trainer
@@ -30,6 +35,8 @@ from coserve.step_metrics import StepMetrics
 from coserve.types import AdapterDigests, AdapterRef, JobSpec, LoraSettings, TrainingSettings
 from tests.support.lora_backends import GROUPED
 from tests.support.tiny_models import VOCAB, tiny_model
+
+T = TypeVar("T")
 
 
 def tiny_base(family: str) -> Base:
@@ -90,6 +97,21 @@ def job_spec(corpus: Corpus, id: str = "job-1", **changes: object) -> JobSpec:
     return msgspec.structs.replace(spec, **own)
 
 
+def gradient_sums(optimizer: AdapterOptimizer) -> dict[str, Tensor]:
+    """What backwards have added up, named as by `named_tensors`."""
+    found = {}
+    for site, pair in optimizer.weights().sites.items():
+        assert pair.main_grads is not None
+        found |= {f"{site}.a": pair.main_grads.a_RD, f"{site}.b": pair.main_grads.b_OR}
+    return found
+
+
+def alive(kind: type[T]) -> list[T]:
+    """All instances that memory is held for."""
+    gc.collect()
+    return [one for one in gc.get_objects() if type(one) is kind]
+
+
 class Bench:
     """A trainer over a data folder, as the engine has it."""
 
@@ -107,6 +129,7 @@ class Bench:
         limits: BatchLimits = BatchLimits(64),  # noqa: B008 - frozen
         compiled: CompiledLayers | None = None,
         graphs: LayerGraphs | None = None,
+        rows_on_tick: int = MAX_ROWS_ON_TICK,
     ) -> None:
         self.base, self.folder = base, DataFolder(root)
         self.store = AdapterStore(self._load_adapter, HostBudget(4))
@@ -124,6 +147,7 @@ class Bench:
             own_stream=own_stream,
             compiled=compiled,
             graphs=graphs,
+            rows_on_tick=rows_on_tick,
         )
 
     def _load_adapter(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:

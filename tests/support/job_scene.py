@@ -146,15 +146,16 @@ async def scene(
     holds: str = "",
     memory: DeviceMemory | None = None,
     mark: Mark | None = None,
+    memory_poll: float = 1.0,
 ) -> AsyncIterator[Scene]:
-    """`mark`: slices are only launched; see `Mark`."""
+    """`mark`: slices are only launched; see `Mark`. `memory_poll`: see `Engine`."""
     meter, rng, loop = Meter(), random.Random(0), asyncio.get_running_loop()
     trainer = kind(meter, FREE, PLANS, rng, loop.time, operation=operation, error=error, holds=holds)
     adapters = NoAdapters()
     api, engine_end = local_pair()
     engine = Engine(
         Picky(meter, FREE, 64, rng, 0.0), trainer, adapters, Slack(1.0) if mark is None else Spatial(), engine_end, max_running=4, max_queue=8,
-        fair=True, max_active_jobs=active, step_tokens=64, clock=loop.time, memory=memory, mark_training=mark,
+        fair=True, max_active_jobs=active, step_tokens=64, clock=loop.time, memory=memory, mark_training=mark, memory_poll=memory_poll,
     )  # fmt: skip
     running = asyncio.create_task(engine.run())
     try:

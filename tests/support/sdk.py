@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 import msgspec
 
 from coserve.client import AsyncClient, MockTransport, Request, Response, RetryPolicy
+from coserve.client.caller import Caller
 from coserve.errors import CoserveError
 from coserve.schemas import STREAM_END, Choice, GenerateChunk, GenerateResponse, Job, JobEvent, Timing, Usage
 from coserve.step_metrics import StepMetrics
@@ -134,9 +135,10 @@ class Daemon:
         self._answers = list(answers)
         self.naps: list[float] = []
         self.transport = MockTransport(self._answer)
-        self.client = AsyncClient(
-            transport=self.transport, api_key="key", retry=retry, sleep=self._nap, rng=random.Random(0)
-        )
+        settings = {"api_key": "key", "sleep": self._nap, "rng": random.Random(0)}
+        self.client = AsyncClient(transport=self.transport, retry=retry, **settings)
+        self.caller = Caller(self.transport, retry=retry or RetryPolicy(), **settings)
+        """For handles that no request of `client` has made."""
 
     @property
     def requests(self) -> list[Request]:

@@ -81,7 +81,7 @@ class ScoringEngine(FakeEngine):
     def ready(self) -> EngineReady:
         return msgspec.structs.replace(super().ready, kv_tokens=CONTEXT)
 
-    async def _generate(self, request: Generate) -> None:
+    async def answer(self, request: Generate) -> None:
         self._turns = getattr(self, "_turns", None) or asyncio.Semaphore(RUNNING)
         async with self._turns:
             sampling, id = request.sampling, request.id

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,8 @@ from tests.support.fake_engine import metrics
 pytest.importorskip("tensorboardX")
 
 
-@pytest.fixture(autouse=True)
-def _a_stop_waits_for_the_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process may take longer to start than a daemon would wait."""
-    monkeypatch.setattr("coserve.tracking.feed.CLOSING", 600.0)
-
-
+serve = partial(serve_api, tracker=("tensorboard",), closing=600.0)
+"""A tracker's process may take longer to start than a daemon would wait."""
 REQUEST = {"adapter": "poet", "data": [{"text": "one two three"}], "training": {"steps": 3}, "lora": {"r": 2}}
 CURVE = [(1, 3.0), (2, 1.5), (3, 1.0)]
 
@@ -53,7 +50,7 @@ def cursors(folder: Path) -> list[str]:
 
 
 async def test_a_jobs_curve_is_in_event_files_soon_after_its_end(tmp_path: Path) -> None:
-    async with serve_api(tmp_path / "data", tracker=("tensorboard",)) as api:
+    async with serve(tmp_path / "data") as api:
         job = await submit(api)
         await api.job_until(job, "succeeded")
     assert curve(tmp_path / "data" / "tracking", job) == CURVE  # at the latest when the daemon stops
@@ -63,7 +60,7 @@ async def test_a_jobs_curve_is_in_event_files_soon_after_its_end(tmp_path: Path)
 @pytest.mark.slow
 async def test_steps_that_an_engine_or_a_daemon_repeats_are_told_once(tmp_path: Path) -> None:
     tracking = tmp_path / "curves"
-    async with serve_api(tmp_path / "data", tracker=("tensorboard",), tracking_dir=tracking) as api:
+    async with serve(tmp_path / "data", tracking_dir=tracking) as api:
         api.engine.go_jobs.clear()
         job = await submit(api)
         await api.hear(JobStarted(id=job, total_steps=3))
@@ -74,7 +71,7 @@ async def test_steps_that_an_engine_or_a_daemon_repeats_are_told_once(tmp_path: 
         await api.hear(JobProgress(id=job, metrics=metrics(2, 3)))
     assert curve(tracking, job) == CURVE[:2]
     assert cursors(tracking) == [f"{job}.json"]
-    async with serve_api(tmp_path / "data", tracker=("tensorboard",), tracking_dir=tracking) as api:
+    async with serve(tmp_path / "data", tracking_dir=tracking) as api:
         await api.job_until(job, "succeeded")  # the new engine begins at step 1
     assert curve(tracking, job) == CURVE
 
@@ -86,7 +83,7 @@ async def test_a_tracker_that_fails_is_in_the_health_and_disturbs_no_job(
     tracking = tmp_path / "curves"
     tracking.mkdir()
     (tracking / "tensorboard").write_text("no folder")
-    async with serve_api(tmp_path / "data", tracker=("tensorboard",), tracking_dir=tracking) as api:
+    async with serve(tmp_path / "data", tracking_dir=tracking) as api:
         job = await submit(api)
         done = await api.job_until(job, "succeeded")
         assert done["result"] == "poet@1"

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coserve.errors import InvalidRequest, MalformedRow
-from coserve.workloads.formats import json_stream, lines
 from coserve.workloads.formats.burstgpt import read_burstgpt
 from coserve.workloads.formats.json_stream import read_objects
-from coserve.workloads.formats.lines import Recorded
+from coserve.workloads.formats.lines import Recorded, read_lines
 from coserve.workloads.formats.mooncake import read_mooncake
 from coserve.workloads.formats.sharegpt import read_sharegpt
 from coserve.workloads.opening import open_workload
@@ -123,19 +122,16 @@ def test_objects_in_any_pieces(
 ) -> None:
     path = tmp_path_factory.mktemp("json") / "rows.json"
     path.write_text(json.dumps(rows, indent=indent, ensure_ascii=False), encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_stream, "CHUNK", chunk)
-        found = list(read_objects(path))
+    found = list(read_objects(path, chunk=chunk))
     assert [value for _, value in found] == rows
     lines = [line for line, _ in found]
     assert lines == sorted(lines) and (indent is not None or set(lines) <= {1})
 
 
-def test_an_object_without_an_end_takes_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_stream, "MAX_OBJECT", 1 << 20)
+def test_an_object_without_an_end_takes_bounded_memory(tmp_path: Path) -> None:
     path = write(tmp_path, '[{"conversations": "' + "x" * (1 << 24))
     with pytest.raises(MalformedRow, match="Unterminated"):
-        list(read_sharegpt(path))
+        list(read_objects(path, max_object=1 << 20))
 
 
 @pytest.mark.parametrize(
@@ -147,12 +143,11 @@ def test_formats_are_told_apart(tmp_path: Path, content: str, found: TraceFormat
     assert format_of(write(tmp_path, content)) is found
 
 
-def test_a_long_file_of_one_line_is_told_by_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "MAX_LINE", 1000)
+def test_a_long_file_of_one_line_is_told_by_its_beginning(tmp_path: Path) -> None:
     path = write(tmp_path, json.dumps([TALK] * 200))
     assert format_of(path) is TraceFormat.SHAREGPT and len(list(read_sharegpt(path))) == 200
     with pytest.raises(MalformedRow, match="expected at most 1000 bytes, got more"):
-        list(read_mooncake(path))
+        list(read_lines(path, 1000))
 
 
 def test_a_file_of_no_known_format_is_refused(tmp_path: Path) -> None:

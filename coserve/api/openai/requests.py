@@ -26,7 +26,7 @@ DEFAULT_TOKENS = 16
 
 _CLASSES: dict[str, SloClass] = {"flex": "batch", "priority": "interactive"}
 """Of service tiers."""
-_NEUTRAL: dict[str, tuple[object, ...]] = {
+NEUTRAL: dict[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
@@ -39,8 +39,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
 }
 """Values, other than empty ones, that are accepted for features that are not implemented: the other server's defaults."""
-_NEUTRAL_IN_COMPLETIONS: dict[str, tuple[object, ...]] = {"suffix": (), "add_special_tokens": (True,)}
-_NEUTRAL_IN_CHATS: dict[str, tuple[object, ...]] = {
+NEUTRAL_IN_COMPLETIONS: dict[str, tuple[object, ...]] = {"suffix": (), "add_special_tokens": (True,)}
+NEUTRAL_IN_CHATS: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (False,),
     "tools": (),
     "tool_choice": ("none", "auto"),
@@ -72,7 +72,7 @@ def adapter_of(model: ModelName | None, spec: Named) -> str | None:
 
 def completion_requests(body: CompletionRequest, spec: BaseSpec) -> list[GenerateRequest]:
     """One request a prompt. Raises `InvalidRequest`, `EmptyPrompt`, `AdapterNotFound`."""
-    _check(body, _NEUTRAL | _NEUTRAL_IN_COMPLETIONS)
+    _check(body, NEUTRAL | NEUTRAL_IN_COMPLETIONS)
     prompts = _prompts(body.prompt)
     if len(prompts) * (body.n or 1) > MAX_SEQUENCES:
         raise InvalidRequest(
@@ -96,7 +96,7 @@ def completion_requests(body: CompletionRequest, spec: BaseSpec) -> list[Generat
 
 def chat_request(body: ChatRequest, spec: BaseSpec) -> GenerateRequest:
     """Raises `InvalidRequest`, `AdapterNotFound`."""
-    _check(body, _NEUTRAL | _NEUTRAL_IN_CHATS)
+    _check(body, NEUTRAL | NEUTRAL_IN_CHATS)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs", field="top_logprobs")
     return _request(

@@ -22,8 +22,8 @@ AT_ONCE = 1 << 23
 class EightBit:
     """See `UpdateRule`. Moments: `exp_avg` and its `absmax`; of AdamW also `exp_avg_sq` and its `absmax`."""
 
-    def __init__(self, ranges: Sequence[WeightRange], training: TrainingSettings) -> None:
-        """On a thread: it imports the library."""
+    def __init__(self, ranges: Sequence[WeightRange], training: TrainingSettings, *, at_once: int = AT_ONCE) -> None:
+        """On a thread: it imports the library. `at_once`: elements of one call."""
         from bitsandbytes.functional import create_dynamic_map, optimizer_update_8bit_blockwise
 
         self._function, self._training, self._steps = optimizer_update_8bit_blockwise, training, 0
@@ -33,9 +33,9 @@ class EightBit:
             (each.times, *part)
             for each in ranges
             for part in zip(
-                *(torch.split(tensor, AT_ONCE) for tensor in (each.weights_N, each.grads_N)),
+                *(torch.split(tensor, at_once) for tensor in (each.weights_N, each.grads_N)),
                 *(
-                    torch.split(tensor, AT_ONCE if tensor.dtype == torch.uint8 else AT_ONCE // QUANTIZED)
+                    torch.split(tensor, at_once if tensor.dtype == torch.uint8 else at_once // QUANTIZED)
                     for tensor in each.moments
                 ),
                 strict=True,

@@ -21,14 +21,15 @@ AT_ONCE = 1 << 22
 class Lion:
     """See `UpdateRule`. Moments: `exp_avg`."""
 
-    def __init__(self, ranges: Sequence[WeightRange], training: TrainingSettings) -> None:
+    def __init__(self, ranges: Sequence[WeightRange], training: TrainingSettings, *, at_once: int = AT_ONCE) -> None:
+        """`at_once`: elements of one call."""
         self._beta1, self._beta2 = training.beta1, training.beta2
         self._weight_decay = training.weight_decay
         self._parts = [
             (each.times, *part)
             for each in ranges
             for part in zip(
-                *(torch.split(tensor, AT_ONCE) for tensor in (each.weights_N, each.grads_N, *each.moments)), strict=True
+                *(torch.split(tensor, at_once) for tensor in (each.weights_N, each.grads_N, *each.moments)), strict=True
             )
         ]
 

@@ -10,13 +10,17 @@ section "Green Contexts"): version 12.5 or later.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from coserve.errors import StartupError
 from coserve.kernels.gpu.device import count_multiprocessors
 
+OpenLibrary = Callable[[str], Any]
+"""Opens a shared library. Raises `OSError` if it is not there."""
 LIBRARY = "libcuda.so.1"
 DRIVER = (12, 5)
 """Version of the CUDA driver that brought `cuGreenCtxStreamCreate`."""
@@ -28,7 +32,7 @@ NON_BLOCKING = 1
 """`CU_STREAM_NON_BLOCKING`, which `cuGreenCtxStreamCreate` requires: no implicit synchronisation with the default stream."""
 
 
-class _Resource(ctypes.Structure):
+class DriverResource(ctypes.Structure):
     """`CUdevResource`: 144 bytes. The rest is room for a later driver's fields."""
 
     _fields_ = (
@@ -65,9 +69,9 @@ class Partition:
 class _Driver:
     """The few calls that torch has no names for. Raises `StartupError` for a driver without them, and for what they answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, open_library: OpenLibrary) -> None:
         try:
-            self._library = ctypes.CDLL(LIBRARY)
+            self._library = open_library(LIBRARY)
         except OSError as error:
             raise StartupError(
                 f"policy: 'spatial' needs NVIDIA's CUDA driver ({LIBRARY}), which is not there"
@@ -100,9 +104,9 @@ def _text(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
 
-def part_sizes(device: torch.device, share: float) -> tuple[int, int]:
+def part_sizes(device: torch.device, share: float, *, open_library: OpenLibrary = ctypes.CDLL) -> tuple[int, int]:
     """Multiprocessors that training and generation would have: see `split_multiprocessors`."""
-    driver = _Driver()
+    driver = _Driver(open_library)
     training, generation = _split(driver, _handle(driver, device), share)
     return training.multiprocessors, generation.multiprocessors
 
@@ -119,7 +123,7 @@ def split_multiprocessors(device: torch.device, share: float) -> Partition:
     if device.type != "cuda":
         raise StartupError(f"policy: 'spatial' needs an NVIDIA GPU, and the base is on {device.type}")
     torch.zeros((), device=device)  # the primary context must be there
-    driver = _Driver()
+    driver = _Driver(ctypes.CDLL)
     handle = _handle(driver, device)
     training, generation = (_part(driver, handle, device, one) for one in _split(driver, handle, share))
     count_multiprocessors(generation.multiprocessors)
@@ -134,9 +138,9 @@ def _handle(driver: _Driver, device: torch.device) -> ctypes.c_int:
     return found
 
 
-def _split(driver: _Driver, handle: ctypes.c_int, share: float) -> tuple[_Resource, _Resource]:
+def _split(driver: _Driver, handle: ctypes.c_int, share: float) -> tuple[DriverResource, DriverResource]:
     """Disjoint resources of training and generation."""
-    whole, part, rest, groups = _Resource(), _Resource(), _Resource(), ctypes.c_uint(1)
+    whole, part, rest, groups = DriverResource(), DriverResource(), DriverResource(), ctypes.c_uint(1)
     driver.call("cuDeviceGetDevResource", handle, ctypes.byref(whole), ctypes.c_int(SM))
     wanted = max(1, round(share * whole.multiprocessors))
     places = (ctypes.byref(part), ctypes.byref(groups), ctypes.byref(whole), ctypes.byref(rest))
@@ -147,7 +151,7 @@ def _split(driver: _Driver, handle: ctypes.c_int, share: float) -> tuple[_Resour
     return part, rest
 
 
-def _part(driver: _Driver, handle: ctypes.c_int, device: torch.device, resource: _Resource) -> Part:
+def _part(driver: _Driver, handle: ctypes.c_int, device: torch.device, resource: DriverResource) -> Part:
     description, context, stream = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     driver.call("cuDevResourceGenerateDesc", ctypes.byref(description), ctypes.byref(resource), ctypes.c_uint(1))
     driver.call("cuGreenCtxCreate", ctypes.byref(context), description, handle, ctypes.c_uint(DEFAULT_STREAM))

@@ -17,14 +17,17 @@ _MARGIN = 16
 """An error nearer than this to the end of what was read may be due to the end: the next characters decide."""
 
 
-def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects, each with the number of the line at which it begins.
+def read_objects(
+    path: Path, *, chunk: int = CHUNK, max_object: int = MAX_OBJECT
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects, each with the number of the line at which it begins. `chunk` characters are read at a time; an object has about
+    `max_object` at most.
 
     Raises `MalformedRow` (with the line) for anything but objects, `InvalidRequest` for no file.
     """
     try:
         with path.open(encoding="utf-8") as file:
-            reader = _Reader(file)
+            reader = _Reader(file, chunk, max_object)
             try:
                 yield from reader.objects()
             except UnicodeDecodeError as error:
@@ -38,8 +41,9 @@ def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 class _Reader:
     """`text` is the part of the file that is in memory, `position` the next character of it."""
 
-    def __init__(self, file: TextIO) -> None:
+    def __init__(self, file: TextIO, chunk: int, max_object: int) -> None:
         self._file, self._decoder = file, json.JSONDecoder()
+        self._chunk, self._max_object = chunk, max_object
         self.text, self.position, self._line = "", 0, 1
 
     def line_at(self, position: int) -> int:
@@ -75,7 +79,7 @@ class _Reader:
                 value, self.position = self._decoder.raw_decode(self.text, self.position)
             except json.JSONDecodeError as error:
                 cut = error.pos > len(self.text) - _MARGIN or error.msg.startswith("Unterminated")
-                if not cut or len(self.text) - self.position > MAX_OBJECT or not self._more():
+                if not cut or len(self.text) - self.position > self._max_object or not self._more():
                     raise MalformedRow(
                         f"expected a JSON object, got an error at line {self.line_at(error.pos)}: {error.msg}",
                         line=line,
@@ -95,7 +99,7 @@ class _Reader:
 
     def _more(self) -> bool:
         """Read more, at least as much as is kept; forget what was decoded. False at the end of the file."""
-        new = self._file.read(max(CHUNK, len(self.text) - self.position))
+        new = self._file.read(max(self._chunk, len(self.text) - self.position))
         self._line = self.line_at(self.position)
         self.text, self.position = self.text[self.position :] + new, 0
         return bool(new)

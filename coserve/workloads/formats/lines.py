@@ -25,18 +25,18 @@ class Recorded(NamedTuple):
     blocks: tuple[int, ...] = ()
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def read_lines(path: Path, max_line: int = MAX_LINE) -> Iterator[tuple[int, bytes]]:
     """Numbers, from 1, and contents of the lines that are not blank, without their ends.
 
-    Raises `InvalidRequest` for no file, `MalformedRow` for a line of more than `MAX_LINE` bytes.
+    Raises `InvalidRequest` for no file, `MalformedRow` for a line of more than `max_line` bytes.
     """
     try:
         with path.open("rb") as file:
             number = 0
-            while line := file.readline(MAX_LINE):
+            while line := file.readline(max_line):
                 number += 1
-                if len(line) == MAX_LINE and not line.endswith(b"\n"):
-                    raise MalformedRow(f"expected at most {MAX_LINE} bytes, got more", line=number)
+                if len(line) == max_line and not line.endswith(b"\n"):
+                    raise MalformedRow(f"expected at most {max_line} bytes, got more", line=number)
                 if line.strip():
                     yield number, line.rstrip(b"\r\n")
     except OSError as error:
