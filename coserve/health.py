@@ -32,6 +32,19 @@ class Warming(Wire, frozen=True):
     """Estimated; null: not known yet."""
 
 
+def warming_line(warming: Warming) -> str:
+    """`warming 12/310, about 40 s left`."""
+    if warming.total == 0:
+        return "warming"
+    left = "" if warming.seconds_left is None else f", about {warming.seconds_left:.0f} s left"
+    return f"warming {warming.done}/{warming.total}{left}"
+
+
+def starting_line(warming: Warming | None, what: str = "the daemon is starting") -> str:
+    """`the daemon is starting: warming 12/310, about 40 s left`."""
+    return what if warming is None else f"{what}: {warming_line(warming)}"
+
+
 class RankInfo(Wire, frozen=True):
     """One process of an engine under tensor parallelism."""
 

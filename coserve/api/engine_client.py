@@ -9,7 +9,7 @@ import msgspec
 
 from coserve.errors import EngineUnavailable
 from coserve.gpu_memory import MemoryModel
-from coserve.health import EngineRanks, RankInfo, Status, Warming
+from coserve.health import EngineRanks, RankInfo, Status, Warming, starting_line
 from coserve.link import EngineReady, EngineStats, EngineWarming, FromEngine, Link, ToEngine
 from coserve.types import AdapterRef, BaseSpec
 
@@ -74,7 +74,7 @@ class EngineClient:
     def spec(self) -> BaseSpec:
         """The base, also while its engine is being restarted. Raises `EngineUnavailable` before the first one."""
         if self.ready is None:
-            raise EngineUnavailable("the engine is starting")
+            raise EngineUnavailable(starting_line(self.warming))
         return self.ready.spec
 
     @property
@@ -95,7 +95,7 @@ class EngineClient:
     def send(self, message: ToEngine) -> None:
         """Raises `EngineUnavailable` if there is no engine."""
         if self._link is None:
-            raise EngineUnavailable("the engine stopped and is being restarted")
+            raise EngineUnavailable(starting_line(self.warming, "the engine stopped and is being restarted"))
         self._link.send(message)
 
     def open(self, link: Link[ToEngine, FromEngine], ready: EngineReady, ranks: EngineRanks | None) -> None:

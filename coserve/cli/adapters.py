@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, say_more
+from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, say_if_starting, say_more
 from coserve.cli.distillation import LOSSLESS, output_errors, read_rows, start_distillation
 from coserve.cli.jobs import follow_job
 from coserve.errors import CoserveError
@@ -29,6 +29,7 @@ def list_adapters(
     """List adapters with their current versions."""
     with connect(url, key) as client:
         page = client.adapters(after=after, limit=limit)
+        say_if_starting(client)
     for adapter in page.data:
         _show_adapter(adapter, as_json)
     if page.has_more:

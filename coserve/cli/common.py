@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Annotated
 
@@ -10,6 +11,8 @@ from click import get_current_context
 
 from coserve.client import Client, RetryPolicy
 from coserve.client.asynchronous import DEFAULT_URL
+from coserve.errors import CoserveError
+from coserve.health import starting_line
 from coserve.hints import value_hint
 from coserve.limits import PAGE_LIMIT
 from coserve.types import Optimizer
@@ -23,6 +26,7 @@ __all__ = [
     "Url",
     "connect",
     "optimizer_named",
+    "say_if_starting",
     "say_more",
     "target_names",
 ]
@@ -46,6 +50,14 @@ def connect(url: str, key: str | None) -> Client:
 def say_more(command: str, limit: int, last: str) -> None:
     """Print how to list the entries after `last`, on standard error."""
     print(f"there are more: coserve {command} --limit {limit} --after {last}", file=sys.stderr)
+
+
+def say_if_starting(client: Client) -> None:
+    """Print that the daemon's engine starts, on standard error, if it does."""
+    with contextlib.suppress(CoserveError):  # what was asked for has been shown
+        health = client.health()
+        if health.status == "starting":
+            print(starting_line(health.warming), file=sys.stderr)
 
 
 def target_names(text: str) -> tuple[str, ...]:

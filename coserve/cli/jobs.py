@@ -11,7 +11,18 @@ from typing import Annotated
 import msgspec
 import typer
 
-from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, optimizer_named, say_more, target_names
+from coserve.cli.common import (
+    DEFAULT_URL,
+    AsJson,
+    Key,
+    Limit,
+    Url,
+    connect,
+    optimizer_named,
+    say_if_starting,
+    say_more,
+    target_names,
+)
 from coserve.cli.failures import FAILED, usage_errors
 from coserve.cli.job_plot import collect_steps, save_plot
 from coserve.cli.job_samples import collect_samples
@@ -211,6 +222,7 @@ def list_jobs(
     """List the newest jobs with their progress."""
     with connect(url, key) as client:
         page = client.jobs(after=after, limit=limit)
+        say_if_starting(client)
     if as_json:
         for job in page.data:
             _show_job(job, True)

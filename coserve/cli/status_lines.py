@@ -6,18 +6,10 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from coserve.health import Status, Warming
+from coserve.health import Status, Warming, warming_line
 
 REPEAT = 10.0
 """Seconds between two lines of a warm-up."""
-
-
-def warming_line(warming: Warming) -> str:
-    """`warming 12/310, about 40 s left`."""
-    if warming.total == 0:
-        return "warming"
-    left = "" if warming.seconds_left is None else f", about {warming.seconds_left:.0f} s left"
-    return f"warming {warming.done}/{warming.total}{left}"
 
 
 class StatusLines:

@@ -11,8 +11,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from coserve.cli.status_lines import warming_line
-from coserve.health import Warming
+from coserve.health import Warming, warming_line
 
 REPEAT = 5.0
 """Seconds between two lines where standard error is not a terminal."""

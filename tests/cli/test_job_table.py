@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Self
 
 import msgspec
@@ -65,6 +66,9 @@ def test_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def __exit__(self, *_: object) -> None:
             pass
+
+        def health(self) -> SimpleNamespace:
+            return SimpleNamespace(status="ready")
 
         def jobs(self, *, after: str | None, limit: int | None) -> JobList:
             asked.append((after, limit))

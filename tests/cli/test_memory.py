@@ -15,7 +15,7 @@ from tests.support.gpu_memory import USE
 
 
 def shown(monkeypatch: pytest.MonkeyPatch, use: MemoryUse | None, *options: str) -> tuple[int, str]:
-    client = SimpleNamespace(health=lambda: SimpleNamespace(memory=use), close=lambda: None)
+    client = SimpleNamespace(health=lambda: SimpleNamespace(memory=use, status="ready"), close=lambda: None)
     monkeypatch.setattr(memory, "connect", lambda *_: client)
     result = CliRunner().invoke(app, ["memory", *options])
     return result.exit_code, result.output

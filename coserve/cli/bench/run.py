@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from coserve.cli.bench.progress import BenchProgress, CountedTarget, shown
-from coserve.cli.status_lines import warming_line
 from coserve.client import AsyncClient
 from coserve.errors import InvalidRequest
+from coserve.health import warming_line
 from coserve.workloads.openai_target import OpenAITarget
 from coserve.workloads.replay import Probe, ReplayResult, Rest, Target, replay
 from coserve.workloads.target import NO_RETRIES, DaemonTarget

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, connect
-from coserve.errors import ConfigError
+from coserve.errors import ConfigError, EngineUnavailable
 from coserve.gpu_memory import MemoryUse
+from coserve.health import starting_line
 
 MIB = 1 << 20
 USES = {
@@ -30,9 +31,11 @@ USES = {
 def memory(as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """Show where the GPU memory of a running daemon is, and what each job that trains has of it."""
     with closing(connect(url, key)) as client:
-        use = client.health().memory
-    if use is None:
-        raise ConfigError("the daemon plans no memory: it runs on a CPU, kv_tokens is set, or its engine is starting")
+        health = client.health()
+    if (use := health.memory) is None:
+        if health.status == "starting":
+            raise EngineUnavailable(starting_line(health.warming))
+        raise ConfigError("the daemon plans no memory: it runs on a CPU, or kv_tokens is set")
     if as_json:
         print(msgspec.json.encode(use).decode())
         return

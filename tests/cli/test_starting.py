@@ -1,0 +1,69 @@
+"""Commands while the daemon's engine starts: they say so, and how long it takes if that is known."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+import coserve.cli.common
+from coserve.cli.app import run as run_command
+from coserve.client import RetryPolicy
+from coserve.link import EngineWarming
+from tests.support.api_server import Api, serve_api
+
+
+@pytest.fixture
+async def cold(tmp_path: Path) -> AsyncIterator[Api]:
+    async with serve_api(tmp_path / "data", engine=False) as api:
+        yield api
+
+
+@pytest.fixture(autouse=True)
+def one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coserve.cli.common, "RETRY", RetryPolicy(attempts=1))
+
+
+async def said(api: Api, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """The exit status of a command, and what it says on standard error."""
+    status = await asyncio.to_thread(run_command, [*arguments, "--url", f"http://127.0.0.1:{api.port}"])
+    return status, capsys.readouterr().err.strip()
+
+
+async def test_a_command_that_needs_the_engine_says_that_it_starts(
+    cold: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "one two three"}\n')
+    commands = (["generate", "hi"], ["finetune", "a", str(tmp_path / "rows.jsonl")], ["memory"])
+    for command in commands:
+        assert await said(cold, capsys, *command) == (1, "coserve: the daemon is starting")
+    cold.service.engine.starting(EngineWarming(done=12, total=310, seconds_left=41.7, notes=()))
+    for command in commands:
+        assert await said(cold, capsys, *command) == (
+            1,
+            "coserve: the daemon is starting: warming 12/310, about 42 s left",
+        )
+
+
+async def test_lists_are_shown_meanwhile_with_a_word_of_it(cold: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    cold.service.engine.starting(EngineWarming(done=12, total=310, seconds_left=None, notes=()))
+    for command in (["jobs", "list"], ["adapters", "list"]):
+        assert await said(cold, capsys, *command) == (0, "the daemon is starting: warming 12/310")
+    await cold.start_engine()
+    for command in (["jobs", "list"], ["adapters", "list"]):
+        assert await said(cold, capsys, *command) == (0, "")
+
+
+async def test_a_restart_is_told_as_one(cold: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    await cold.start_engine()
+    lost = asyncio.Event()
+    with cold.service.engine.watched(lost.set):
+        await cold.engine.die()
+        await lost.wait()
+    assert await said(cold, capsys, "generate", "hi") == (1, "coserve: the engine stopped and is being restarted")
+    cold.service.engine.starting(EngineWarming(done=1, total=2, seconds_left=3.0, notes=()))
+    status, line = await said(cold, capsys, "generate", "hi")
+    assert (status, line) == (1, "coserve: the engine stopped and is being restarted: warming 1/2, about 3 s left")
+    assert await said(cold, capsys, "jobs", "list") == (0, "the daemon is starting: warming 1/2, about 3 s left")
