@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coserve.config import Config, config_to_json
-from coserve.engine.warming.worker_process import uses_gpu
+from coserve.engine.warming.worker_process import Driver, fork_broke_cuda
 from coserve.warmup.fork_client import ForkServer, ProcessWorker
 from coserve.warmup.messages import PartReport, WarmUpTask
 
@@ -89,14 +89,22 @@ async def test_a_server_that_cannot_start_fails_the_request() -> None:
     await server.close()
 
 
-def test_a_process_that_has_opened_the_gpu_is_known(tmp_path: Path) -> None:
-    (tmp_path / "0").symlink_to("/dev/null")
-    (tmp_path / "1").symlink_to("socket:[1]")
-    assert not uses_gpu(tmp_path)
-    (tmp_path / "2").symlink_to("/dev/nvidiactl")
-    assert uses_gpu(tmp_path)
-    assert not uses_gpu(tmp_path / "missing"), "another system than Linux"
-    assert not uses_gpu()
+@pytest.mark.parametrize(("answer", "broken"), [(0, False), (100, False), (3, True)])
+def test_a_fork_that_broke_cuda_is_known(answer: int, broken: bool) -> None:
+    """0: all is well; 100: there is no GPU; 3: libcuda was initialised before the fork."""
+
+    class Library:
+        def cuInit(self, flags: int) -> int:  # noqa: N802
+            return answer
+
+    assert fork_broke_cuda(lambda name: Library()) is broken
+
+
+def test_without_a_driver_no_fork_breaks_cuda() -> None:
+    def missing(name: str) -> Driver:
+        raise OSError(name)
+
+    assert not fork_broke_cuda(missing)
 
 
 @pytest.mark.slow

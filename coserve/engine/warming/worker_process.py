@@ -7,14 +7,14 @@ writes `PartReport` lines.
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import os
 import signal
 import socket
 import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
+from typing import NoReturn, Protocol
 
 from coserve.garbage import imports_without_collections
 from coserve.processes import obey_parent, skip_slow_imports
@@ -24,6 +24,10 @@ NICENESS = 10
 """The engine and the API process go first where there are too few processor cores."""
 ALONE = "alone"
 """The second argument of a process that is a worker itself."""
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""torch then counts GPUs by NVML where it can."""
+CUDA_ERROR_NOT_INITIALIZED = 3
+"""What libcuda says in a process forked from one that had initialised it."""
 
 
 def serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) -> None:
@@ -61,16 +65,26 @@ def _work_and_exit(sock: socket.socket, work: Callable[[socket.socket], None], s
         os._exit(status)
 
 
-def uses_gpu(folder: Path = Path("/proc/self/fd")) -> bool:
-    """Whether this process has initialised CUDA, which does not survive a fork."""
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        with contextlib.suppress(FileNotFoundError):  # the folder's own descriptor
-            if str(entry.readlink()).startswith("/dev/nvidia"):
-                return True
-    return False
+class Driver(Protocol):
+    """What is called of libcuda."""
+
+    def cuInit(self, flags: int) -> int: ...  # noqa: N802 - NVIDIA's name
 
 
-def work_anew(sock: socket.socket) -> None:
+def fork_broke_cuda(load: Callable[[str], Driver] = ctypes.CDLL) -> bool:
+    """In a process that was forked: whether CUDA was initialised before, by whatever an import did, and cannot be used here. `load`: loads
+    a library; raises `OSError` where there is none."""
+    import torch
+
+    if torch.cuda._is_in_bad_fork():
+        return True
+    try:
+        return load("libcuda.so.1").cuInit(0) == CUDA_ERROR_NOT_INITIALIZED
+    except OSError:
+        return False
+
+
+def work_anew(sock: socket.socket) -> NoReturn:
     """`work` in a new interpreter, in place of a forked one."""
     os.set_inheritable(sock.fileno(), True)
     module = "coserve.engine.warming.worker_process"
@@ -83,15 +97,26 @@ def main() -> None:
     if not alone:
         os.nice(NICENESS)
     skip_slow_imports()
+    os.environ[NVML_CHECK] = "1"  # an import that asks for GPUs must not initialise CUDA, which would break forks
     with imports_without_collections():
         import torch._inductor.compile_fx  # noqa: F401 - every worker compiles, sooner or later
 
         from coserve.engine.warming.worker import work
+    del os.environ[NVML_CHECK]
+
+    def work_forked(sock: socket.socket) -> None:
+        if fork_broke_cuda():
+            work_anew(sock)
+        work(sock)
+
     with socket.socket(fileno=int(sys.argv[1])) as sock:
         if alone:
+            sys.stderr.write(
+                "warm-up: CUDA was in use before a worker was forked: it imports all anew, which takes seconds\n"
+            )
             work(sock)
         else:
-            serve_forks(sock, work_anew if uses_gpu() else work)
+            serve_forks(sock, work_forked)
 
 
 if __name__ == "__main__":
