@@ -11,13 +11,13 @@ import msgspec
 import pytest
 
 from coserve.client import AsyncClient, MockTransport, Request, Response, RetryPolicy
-from coserve.corpus.sources import PIECE_BYTES
+from coserve.corpus.sources import PIECES
 from coserve.errors import HelperLost, InvalidRequest, MalformedRow, Unreachable
 from coserve.schemas import Preparing, SubmissionEvent
 from tests.support.api_server import serve_api
 from tests.support.sdk import job
 
-WIDE = PIECE_BYTES // 10
+WIDE = PIECES.bytes // 10
 
 
 def corpus(path: Path, rows: int, **last: str) -> Path:

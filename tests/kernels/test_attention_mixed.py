@@ -8,14 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coserve.kernels.attention.interface import MixedCapacity, TokenRun
+from coserve.kernels.attention.interface import MixedCapacity, Pages, TokenRun
 from coserve.kernels.attention.torch_paged.static import GatheredMixedAttention
-from coserve.kernels.attention.triton_paged.mixed_steps import FusedMixedAttention
+from coserve.kernels.attention.triton_paged.mixed_steps import FusedMixedAttention, placed, plan_layers
 from tests.support.attention_cases import CHUNKS, DECODES, DEVICE, FAR, KINDS, TOLERANCE, Case, Kind, worst
 from tests.support.examples import examples, sample
 
-ROOM = MixedCapacity(tokens=128, sequences=9, chunks=5, context=1700)
-STEPS = [CHUNKS, DECODES[::-1], [(0, 1), (1500, 2), (520, 3)], []]
+CAPACITY = MixedCapacity(tokens=128, sequences=9, chunks=5, context=1700)
+FARTHEST = [(0, 1), (1500, 2), (520, 3)]
+STEPS = [CHUNKS, DECODES[::-1], FARTHEST, []]
 """Everything at once, decodes alone, keys that are cut, and nothing."""
 
 
@@ -29,48 +30,47 @@ def padded(case: Case, rows: int) -> list[Tensor]:
     return found
 
 
-def check(attention: FusedMixedAttention | GatheredMixedAttention, case: Case, runs: int, limit: float) -> None:
+def check(attention: FusedMixedAttention, pages: Pages, case: Case, runs: int, limit: float) -> None:
     got = attention.attend(0, *padded(case, attention.capacity.tokens), case.kind.params(case.device))
     real = sum(run.tokens for run in case.runs) if runs else 0
     assert torch.equal(got[real:], torch.zeros_like(got[real:]))
     if runs:
         assert worst(got[:real], case.expected()) < limit
-        case.check_written()
+        case.check_written(pages)
 
 
 @pytest.mark.parametrize("kind", sample(KINDS, "all"))
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
 def test_one_form_serves_steps_of_any_mix(kind: Kind, dtype: torch.dtype) -> None:
     first = Case(kind, CHUNKS, dtype, DEVICE)
-    attention = FusedMixedAttention(first.pages, ROOM)
-    for runs in STEPS:
+    pages = Case(kind, FARTHEST, dtype, DEVICE).pages
+    attention = FusedMixedAttention(pages, CAPACITY)
+    for runs in (*STEPS, FARTHEST):  # each step must leave the kernels' counters at 0 for those after it
         case = Case(kind, runs, dtype, DEVICE) if runs else first
-        attention._pages = case.pages
+        case.put_into(pages)
         attention.load(case.runs if runs else [])
-        check(attention, case, len(runs), TOLERANCE[dtype])
-        plans = attention._plans.values()
-        assert plans
-        assert not any(plan.ended.any() for plan in plans), "a counter that does not end at 0 spoils the next step"
+        check(attention, pages, case, len(runs), TOLERANCE[dtype])
 
 
 def test_plain_torch_serves_the_same() -> None:
     kind = Kind(8, 2, 32, window=40, sinks=True)
     first = Case(kind, CHUNKS, torch.float32, "cpu")
-    attention = GatheredMixedAttention(first.pages, ROOM)
+    pages = Case(kind, FARTHEST, torch.float32, "cpu").pages
+    attention = GatheredMixedAttention(pages, CAPACITY)
     for runs in STEPS:
         case = Case(kind, runs, torch.float32, "cpu") if runs else first
-        for cache in (*case.pages.keys, *case.pages.values):  # which plain torch needs
+        case.put_into(pages)
+        for cache in (*pages.keys, *pages.values):  # which plain torch needs
             cache.nan_to_num_(0.0)
-        attention._pages = case.pages
         attention.load(case.runs if runs else [])
-        got = attention.attend(0, *padded(case, ROOM.tokens), kind.params(torch.device("cpu")))
+        got = attention.attend(0, *padded(case, CAPACITY.tokens), kind.params(torch.device("cpu")))
         real = sum(run.tokens for run in case.runs) if runs else 0
         assert torch.equal(got[real:], torch.zeros_like(got[real:]))
         if runs:
             assert worst(got[:real], case.expected()) < 1e-5
 
 
-def test_what_a_room_holds() -> None:
+def test_what_a_capacity_holds() -> None:
     capacity = MixedCapacity(tokens=20, sequences=4, chunks=2, context=30)
 
     def holds(*runs: tuple[int, int]) -> bool:
@@ -90,7 +90,7 @@ def test_what_a_room_holds() -> None:
     window=st.none() | st.integers(1, 5000),
     heads=st.sampled_from([(8, 8), (32, 8), (16, 1), (64, 4), (600, 300)]),
 )
-def test_every_step_that_a_room_holds_has_a_plan(
+def test_every_step_that_a_capacity_holds_has_a_plan(
     mix: list[tuple[int, int]], window: int | None, heads: tuple[int, int]
 ) -> None:
     """Its items are those of the plain plan, as many as there is capacity for, and none of them uses another's counter."""
@@ -98,11 +98,8 @@ def test_every_step_that_a_room_holds_has_a_plan(
     runs = [TokenRun(tokens, position, (0,)) for position, tokens in mix]
     while not capacity.holds(runs):
         runs.pop()
-    pages = Case(Kind(1, 1, 16), [(0, 1)], torch.float32, "cpu").pages
-    attention = FusedMixedAttention(pages, capacity)
-    attention._table = torch.zeros(1, capacity.sequences, dtype=torch.int32)
-    attention.load(runs)
-    plan = attention._of(*heads, 128, window, torch.zeros(0, dtype=torch.bfloat16))
+    plan = plan_layers(capacity, *heads, 128, window, torch.zeros(0, dtype=torch.bfloat16))
+    plan.load(*placed(runs))
     items, tiles = plan.table[: plan.most_items], plan.table[plan.most_items :]
     items, tiles = items[items[:, 0] >= 0], tiles[tiles[:, 2] > 0]
     decodes = {i: run for i, run in enumerate(runs) if run.tokens == 1}
@@ -128,8 +125,8 @@ def test_a_captured_form_serves_steps_of_any_mix(window: int | None) -> None:
         for seed, runs in enumerate((CHUNKS, DECODES, FAR, [(2500, 60), (3, 1), (0, 100)], [(4000, 1)]))
     ]
     q, k, v = (torch.zeros(heads, capacity.tokens, 128, dtype=torch.bfloat16, device="cuda") for heads in (32, 8, 8))
-    most = torch.full((800, 16, 8, 128), float("nan"), dtype=torch.bfloat16, device="cuda")
-    attention = FusedMixedAttention(type(cases[0].pages)((most.clone(),), (most.clone(),)), capacity)
+    pages = Case(kind, [(4500, 1)], torch.bfloat16, "cuda").pages
+    attention = FusedMixedAttention(pages, capacity)
     attention.load([])
     params = kind.params(torch.device("cuda"))
     attention.attend(0, q, k, v, params)
@@ -137,8 +134,7 @@ def test_a_captured_form_serves_steps_of_any_mix(window: int | None) -> None:
     with torch.cuda.graph(graph):
         out = attention.attend(0, q, k, v, params)
     for case in (*cases, *cases):
-        for to, pages_of in ((attention._pages.keys, case.pages.keys), (attention._pages.values, case.pages.values)):
-            to[0][: len(pages_of[0])] = pages_of[0]
+        case.put_into(pages)
         for to, x in zip((q, k, v), padded(case, capacity.tokens), strict=True):
             to.copy_(x)
         attention.load(case.runs)

@@ -15,7 +15,7 @@ from coserve.api.jobs import preparation
 from coserve.api.jobs.preparation import CorpusPreparation, Tokenization
 from coserve.corpus.jsonl import parse_jsonl
 from coserve.corpus.rows import CorpusLimits
-from coserve.corpus.sources import PIECE_BYTES
+from coserve.corpus.sources import PIECES
 from coserve.corpus.tokenize import tokenize_rows
 from coserve.corpus.tokenized import Corpus
 from coserve.errors import EmptyCorpus, HelperLost, MalformedRow, NoTargets, UnreadableCorpus
@@ -23,9 +23,9 @@ from coserve.offload.pool import HelperPool
 from tests.support import tasks
 from tests.support.api_server import tokenizer
 
-PIECES = 5
+COUNT = 5
 OPTIONS = Tokenization(max_length=12)
-WIDE = PIECE_BYTES // 20
+WIDE = PIECES.bytes // 20
 """Bytes of a line: most are blanks, which cost nothing to tokenise."""
 
 
@@ -41,10 +41,10 @@ def line(row: dict[str, Any]) -> bytes:
 
 
 def rows(path: Path, *, bad: dict[int, dict[str, Any]] | None = None) -> Path:
-    """A file of `PIECES` pieces; `bad` replaces rows by their line."""
+    """A file of `COUNT` pieces; `bad` replaces rows by their line."""
     found = [
         {"text": f"row {n} of the corpus " * (n % 3 + 1)} if n % 4 else {"prompt": "Hi " * n, "completion": " Ahoy!"}
-        for n in range(1, 20 * PIECES + 1)
+        for n in range(1, 20 * COUNT + 1)
     ]
     for number, row in (bad or {}).items():
         found[number - 1] = row
@@ -62,7 +62,7 @@ async def test_several_processes_make_the_corpus_of_one(tmp_path: Path, pool: He
         assert np.array_equal(getattr(found, name), getattr(expected, name))
     assert (staged.rows, staged.token_count) == (expected.rows, expected.token_count)
     assert (staged.target_tokens, staged.rows_cut) == (expected.target_tokens, expected.rows_cut)
-    assert len(reports) == PIECES and reports[-1] == (100, 1.0)
+    assert len(reports) == COUNT and reports[-1] == (100, 1.0)
     assert reports == sorted(reports)
     staged.discard()
     assert list((tmp_path / "staging").iterdir()) == []
@@ -80,7 +80,7 @@ async def test_the_first_error_of_the_file_is_the_one_that_is_raised(tmp_path: P
         await CorpusPreparation(pool, tmp_path / "staging", 3, CorpusLimits(rows=30)).tokenize(
             rows(tmp_path / "good.jsonl"), OPTIONS
         )
-    source.write_bytes(b"\n" * (PIECE_BYTES + 5))
+    source.write_bytes(b"\n" * (PIECES.bytes + 5))
     with pytest.raises(EmptyCorpus):
         await one.tokenize(source, OPTIONS)
     with pytest.raises(UnreadableCorpus):

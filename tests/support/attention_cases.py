@@ -77,17 +77,29 @@ class Case:
             scores_HN = torch.cat([scores_HN, sinks_H[:, None]], 1)
         return (scores_HN.softmax(-1)[:, None, : k_HND.shape[1]] @ v_HND)[:, 0]
 
-    def check_written(self) -> None:
-        """Each position of each sequence is in its slot, and nothing else has changed, between pages neither."""
-        keys, values = (x[0].float().cpu() for x in (self.pages.keys, self.pages.values))
+    def put_into(self, pages: Pages) -> None:
+        """`pages`, which are at least as many, hold what is in the case's own, and NaN elsewhere."""
+        for to, own in ((pages.keys[0], self.pages.keys[0]), (pages.values[0], self.pages.values[0])):
+            _whole(to).fill_(float("nan"))
+            to[: len(own)] = own
+
+    def check_written(self, pages: Pages | None = None) -> None:
+        """Each position of each sequence is in its slot, and nothing else has changed, between pages neither. `pages`: where the case was put;
+        None: its own."""
+        pages = pages or self.pages
+        keys, values = (x[0].float().cpu() for x in (pages.keys, pages.values))
         for run, (_, k, v) in zip(self.runs, self.sequences, strict=True):
             slots = self._slots(run.pages, len(k))
             assert torch.equal(keys[slots], k)
             assert torch.equal(values[slots], v)
         written = sum(len(k) for _, k, _ in self.sequences) * self.kind.kv_heads * self.kind.width
-        for x in (self.pages.keys[0], self.pages.values[0]):
-            whole = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
-            assert int(whole.isfinite().sum()) == written
+        for x in (pages.keys[0], pages.values[0]):
+            assert int(_whole(x).isfinite().sum()) == written
+
+
+def _whole(cache: Tensor) -> Tensor:
+    """All that its storage holds, what lies between pages included."""
+    return cache.as_strided((cache.untyped_storage().nbytes() // cache.itemsize,), (1,), 0)
 
 
 def spread(cache: Tensor, apart: int) -> Tensor:

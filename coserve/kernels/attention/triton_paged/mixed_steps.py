@@ -81,7 +81,20 @@ def _send(host: Table, to: Tensor) -> None:
     to.copy_(source.pin_memory() if to.is_cuda else source, non_blocking=True)
 
 
-def _plan(capacity: MixedCapacity, heads: int, kv_heads: int, width: int, window: int | None, q: Tensor) -> LayerPlan:
+def placed(runs: Sequence[TokenRun]) -> tuple[list[Placed], list[Placed]]:
+    """A step's decodes, and its chunks of prompts."""
+    decodes, chunks, row = list[Placed](), list[Placed](), 0
+    for column, run in enumerate(runs):
+        if run.tokens:
+            (decodes if run.tokens == 1 else chunks).append((column, row, run))
+        row += run.tokens
+    return decodes, chunks
+
+
+def plan_layers(
+    capacity: MixedCapacity, heads: int, kv_heads: int, width: int, window: int | None, q: Tensor
+) -> LayerPlan:
+    """The plan of layers of one kind, for steps that `capacity` holds. `q`: of their dtype, on their device."""
     group, device = heads // kv_heads, q.device
     multiprocessors = device_info(device).multiprocessors
     chunks = launch.prefill_blocks(width, q.dtype, capacity.tokens * heads, device)
@@ -113,11 +126,7 @@ class FusedMixedAttention:
     def load(self, runs: Sequence[TokenRun]) -> None:
         """See `MixedAttention`. One copy for the page table, one for each kind of layer."""
         assert self.capacity.holds(runs), "expected a step that the capacity holds"
-        self._decodes, self._chunks, row = [], [], 0
-        for column, run in enumerate(runs):
-            if run.tokens:
-                (self._decodes if run.tokens == 1 else self._chunks).append((column, row, run))
-            row += run.tokens
+        self._decodes, self._chunks = placed(runs)
         if runs:
             table = page_table(runs)
             host = np.zeros((len(table), self.capacity.sequences), dtype=np.int32)
@@ -159,6 +168,6 @@ class FusedMixedAttention:
         if kind not in self._plans:
             captured = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             assert not captured, "expected a warm-up ahead of the capture"
-            self._plans[kind] = _plan(self.capacity, *kind, q)
+            self._plans[kind] = plan_layers(self.capacity, *kind, q)
             self._plans[kind].load(self._decodes, self._chunks)
         return self._plans[kind]
