@@ -1,4 +1,4 @@
-"""A progress bar for one job, on standard error, fed by the job's events."""
+"""The progress of one job on standard error, fed by the job's events: a bar, or its samples as lines."""
 
 from __future__ import annotations
 
@@ -32,6 +32,14 @@ class Silent:
 
     def show(self, event: JobEvent) -> None:
         pass
+
+
+class SampleLines(Silent):
+    """No bar, but samples as plain lines."""
+
+    def show(self, event: JobEvent) -> None:
+        if event.sample is not None:
+            print("\n".join(sample_lines(event.sample)), file=sys.stderr, flush=True)
 
 
 class Bar:
@@ -92,5 +100,7 @@ def clock(seconds: float) -> str:
 
 
 def progress_for(job: Job, wanted: bool | None) -> ProgressDisplay:
-    """`wanted` None: a bar if standard error is a terminal."""
-    return Bar(job) if wanted or (wanted is None and sys.stderr.isatty()) else Silent()
+    """`wanted` None: a bar if standard error is a terminal, otherwise samples alone."""
+    if wanted or (wanted is None and sys.stderr.isatty()):
+        return Bar(job)
+    return SampleLines() if wanted is None else Silent()

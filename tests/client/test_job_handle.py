@@ -110,3 +110,14 @@ async def test_the_bar_shows_steps_loss_and_speed(capsys: pytest.CaptureFixture[
     assert "a@1" in shown.err and "2/2" in shown.err and shown.out == ""
     await handle(daemon).wait()
     assert capsys.readouterr().err == "", "no bar where there is no terminal"
+
+
+@pytest.mark.parametrize(("progress", "shown"), [(None, "step 2, sample 0:\n  [bold]it\n  says\n"), (False, "")])
+async def test_samples_are_plain_lines_where_there_is_no_terminal(
+    progress: bool | None, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample = Sample(step=2, prompt=0, text="[bold]it\nsays", finish_reason="stop")
+    said = JobEvent(seq=5, job="job-1", created_at=1.0, level="info", type="sample", message="", sample=sample)
+    daemon = Daemon(events(*STORY[:-1], said, job_event(6, JobState.SUCCEEDED)), reply(job(JobState.SUCCEEDED)))
+    await handle(daemon).wait(progress=progress)
+    assert capsys.readouterr() == ("", shown)
