@@ -53,7 +53,7 @@ from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.processes import usable_cores
 from coserve.types import DEFAULT_RANK, AdapterRef, LoraSettings, SamplingParams
 from coserve.warmup.messages import WarmUpTask
-from coserve.warmup.parts import GEMMS, TRAINING_LAYERS
+from coserve.warmup.parts import FIRST, GEMMS, SCORED, TRAINING_LAYERS
 
 TARGETS = (
     ("q_proj", "v_proj"),
@@ -107,12 +107,17 @@ class PartRunner:
         self._rare_mixes = rare_mixes(self._max_running, self._step_tokens, min(base.spec.context, longest))
         self._number = 0
         self._compiler_initialized = False
-        self._threads = ThreadPoolExecutor(max(1, usable_cores() // task.workers), "compile")
+        self._cores = max(1, usable_cores() // task.workers)
+        self._threads = ThreadPoolExecutor(self._cores, "compile")
         self._on_gpu = base.device.type == "cuda"
         self._ranks = 1 if base.sharding is None else base.sharding.mesh.size
 
     def run(self, name: str) -> Iterator[tuple[int, int]]:
         """Run a part of `warmup.parts.all_parts`. Yields (done, total) after each piece of its work."""
+        threads = (
+            2 * self._cores if name in (*FIRST, *SCORED) else self._cores
+        )  # few parts run so early, and no requests
+        self._threads = ThreadPoolExecutor(threads, "compile")
         kind, _, number = name.partition("-")
         match kind:
             case "steps":
