@@ -13,7 +13,8 @@ import signal
 import socket
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn, Protocol
 
 from coserve.garbage import imports_without_collections
@@ -84,6 +85,20 @@ def fork_broke_cuda(load: Callable[[str], Driver] = ctypes.CDLL) -> bool:
         return False
 
 
+@contextmanager
+def asking_nvml() -> Iterator[None]:
+    """An import that asks torch for GPUs inside does not initialise CUDA, which would break forks."""
+    before = os.environ.get(NVML_CHECK)
+    os.environ[NVML_CHECK] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NVML_CHECK]
+        else:
+            os.environ[NVML_CHECK] = before
+
+
 def work_anew(sock: socket.socket) -> NoReturn:
     """`work` in a new interpreter, in place of a forked one."""
     os.set_inheritable(sock.fileno(), True)
@@ -97,12 +112,10 @@ def main() -> None:
     if not alone:
         os.nice(NICENESS)
     skip_slow_imports()
-    os.environ[NVML_CHECK] = "1"  # an import that asks for GPUs must not initialise CUDA, which would break forks
-    with imports_without_collections():
+    with imports_without_collections(), asking_nvml():
         import torch._inductor.compile_fx  # noqa: F401 - every worker compiles, sooner or later
 
         from coserve.engine.warming.worker import work
-    del os.environ[NVML_CHECK]
 
     def work_forked(sock: socket.socket) -> None:
         if fork_broke_cuda():
