@@ -12,6 +12,7 @@ CoserveError
 │   ├── HeadersTooLarge 431
 │   ├── NonFiniteLogits 422          the adapter (or the base) computes NaN or infinity for this prompt
 │   ├── JobTooLarge 422              it never fits into the GPU's memory
+│   ├── IdempotencyMismatch 422      another request has used the key before
 ├── CorpusError 422                  a row is wrong (`line`)
 │   ├── MalformedRow                 ├── NoTargets             ├── EmptyCorpus
 │   ├── UnreadableCorpus             its file or folder is damaged, missing, or takes too much memory
@@ -160,6 +161,11 @@ class UnsupportedEncoding(RequestError):
 class NonFiniteLogits(RequestError):
     status = 422
     code = "non_finite_logits"
+
+
+class IdempotencyMismatch(RequestError):
+    status = 422
+    code = "idempotency_mismatch"
 
 
 class JobTooLarge(RequestError):

@@ -32,6 +32,8 @@ class JobRecord(Wire, frozen=True):
     after: str | None = None
     """The job whose end this job waits for: it continues from the version that that one publishes."""
 
+    request_digests: dict[str, str] = {}
+    """Of the request that made it, if it had an `Idempotency-Key`; empty too for a job that was accepted before this was kept."""
     samples: tuple[Sample, ...] = ()
     """Those of the last step that has any, by prompt."""
 

@@ -20,6 +20,7 @@ from coserve.api.jobs.keys import IdempotencyKeys
 from coserve.api.jobs.notes import record_cut_rows, replacement_notes
 from coserve.api.jobs.preparation import Show
 from coserve.api.jobs.recorder import JobRecorder
+from coserve.api.jobs.request_digests import KEY, check_same_request, request_digests
 from coserve.api.jobs.submission import Submission
 from coserve.api.jobs.views import JobViews
 from coserve.config import Config
@@ -43,7 +44,6 @@ log = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
 """A job fails after this many engines in a row died while they ran it, without a checkpoint in between."""
-KEY = "Idempotency-Key"
 KEY_PATIENCE = 60.0
 """Seconds that a repeated request waits for the first one; many clients give up then."""
 
@@ -184,25 +184,26 @@ class JobManager:
     async def submit(
         self, request: FinetuneRequest, upload: Path | None, key: str | None, show: Show = lambda _: None
     ) -> Job:
-        """Accept a job: when this returns, it is durable. The same `key` returns the first job again, if it is for the same adapter,
+        """Accept a job: when this returns, it is durable. The same request with the same `key` returns the first job again,
         and waits for the request that makes it. `show` is told how far a large corpus is.
 
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `ForbiddenPath`, `QueueFull`,
-        `StorageFull`, `JobTooLarge`, `EngineUnavailable` (no engine has started yet).
+        `StorageFull`, `JobTooLarge`, `IdempotencyMismatch` (another request had the key), `EngineUnavailable` (no engine has started yet).
         """
         spec = self._engine.spec
         if key is not None and not (1 <= len(key) <= 128 and key.isascii() and key.isprintable()):
             raise InvalidRequest("expected 1 to 128 printable characters", field=KEY)
+        digests = {} if key is None else await asyncio.to_thread(request_digests, request, upload)
         async with self._keys.alone(key):
             made = None if key is None else await self._registry(lambda registry: registry.job_with_key(key))
             if made is None:
                 await self._registry(self._check_max_jobs)
                 record, corpus = await self._submission.prepare(request, upload, spec, self._engine.memory, show)
+                record = msgspec.structs.replace(record, request_digests=digests)
                 # The job exists even if the client leaves now.
                 made = await self._commits.run(self._accept(request, record, corpus, key))
-        if made.spec.adapter != request.adapter:
-            adapters = f"adapter {made.spec.adapter!r}, got one for {request.adapter!r}"
-            raise InvalidRequest(f"expected the request that it was used for before, for {adapters}", field=KEY)
+            else:
+                check_same_request(made, digests)
         return await self.views.show(made)
 
     def _check_max_jobs(self, registry: Registry) -> None:

@@ -1,0 +1,62 @@
+"""What a request to fine-tune asked for, as short digests that are kept with its job: they tell whether a request with the same
+`Idempotency-Key` is the same one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from coserve.errors import IdempotencyMismatch
+from coserve.schemas import FinetuneRequest
+from coserve.state.records import JobRecord
+
+LENGTH = 16
+"""Hexadecimal digits of a digest."""
+KEY = "Idempotency-Key"
+
+
+def request_digests(request: FinetuneRequest, upload: Path | None) -> dict[str, str]:
+    """A digest of each field that is not its default, by its dotted path; those of lora and training each have their own. `data` is that
+    of the rows, also of those in the file `upload`."""
+    found = {name: _digest([msgspec.json.encode(value, order="sorted")]) for name, value in _given(request)}
+    if request.data is not None:
+        found["data"] = _digest(msgspec.json.encode(row, order="sorted") + b"\n" for row in request.data)
+    elif upload is not None:
+        with upload.open("rb") as file:
+            found["data"] = hashlib.file_digest(file, "sha256").hexdigest()[:LENGTH]
+    return found
+
+
+def check_same_request(job: JobRecord, given: Mapping[str, str]) -> None:
+    """Raises `IdempotencyMismatch` with the fields in which a request with digests `given` differs from the one that made `job`."""
+    first = job.request_digests or {**given, "adapter": _digest([msgspec.json.encode(job.spec.adapter)])}
+    different = sorted(name for name in {*first, *given} if first.get(name) != given.get(name))
+    if different:
+        raise IdempotencyMismatch(
+            f"expected the request that the key was first used for, which made job {job.spec.id}, got one with another "
+            f"{' and '.join(different)}; use another key for another job",
+            field=KEY,
+        )
+
+
+def _given(value: msgspec.Struct, parent: str = "") -> Iterator[tuple[str, object]]:
+    for field in msgspec.structs.fields(value):
+        name, found = field.name, getattr(value, field.name)
+        if isinstance(found, msgspec.Struct) and not parent:
+            yield from _given(found, f"{name}.")
+        elif name != "data" and found != _default(field):
+            yield parent + name, found
+
+
+def _default(field: msgspec.structs.FieldInfo) -> object:
+    return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+
+
+def _digest(pieces: Iterable[bytes]) -> str:
+    found = hashlib.sha256()
+    for piece in pieces:
+        found.update(piece)
+    return found.hexdigest()[:LENGTH]
