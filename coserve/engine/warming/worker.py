@@ -7,7 +7,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import msgspec
 import torch
@@ -57,8 +57,8 @@ def load_few_layers(config: Config, rank: int, device: str) -> Base:
 
 
 def work(sock: socket.socket) -> None:
-    """Run parts until the other end of the socket closes."""
-    with sock.makefile("rwb") as lines:
+    """Run parts until the other end of the socket closes, whether it is read from or written to then."""
+    with sock.makefile("rb") as lines, suppress(ConnectionError):
         if not (line := lines.readline()):
             return
         task = msgspec.json.decode(line, type=WarmUpTask)
@@ -71,8 +71,7 @@ def work(sock: socket.socket) -> None:
         count: Callable[[bool], None] = lambda trains: None
 
         def send(report: PartReport) -> None:
-            lines.write(msgspec.json.encode(report) + b"\n")
-            lines.flush()
+            sock.sendall(msgspec.json.encode(report) + b"\n")
 
         compiled = watch_compilations()
         for line in lines:

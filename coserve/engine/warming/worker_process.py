@@ -14,7 +14,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn, Protocol
 
 from coserve.garbage import imports_without_collections
@@ -36,21 +36,22 @@ def serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) -
     server = os.getpid()
     # Threads of numeric libraries, which their own handlers of fork take care of; Python 3.12 warns of any.
     warnings.filterwarnings("ignore", ".* is multi-threaded, use of fork", DeprecationWarning)
-    while True:
-        request, descriptors, *_ = socket.recv_fds(control, PID.size, 1)
-        if not request:
-            return
-        (pid,) = PID.unpack(request)
-        if pid == NEW:
-            with socket.socket(fileno=descriptors[0]) as sock:
-                pid = os.fork()
-                if pid == 0:
-                    control.close()
-                    _work_and_exit(sock, work, server)
-        else:
-            os.kill(pid, signal.SIGKILL)  # it may have ended: its pid is kept until it is waited for
-            os.waitpid(pid, 0)
-        control.send(PID.pack(pid))
+    with suppress(ConnectionError):
+        while True:
+            request, descriptors, *_ = socket.recv_fds(control, PID.size, 1)
+            if not request:
+                return
+            (pid,) = PID.unpack(request)
+            if pid == NEW:
+                with socket.socket(fileno=descriptors[0]) as sock:
+                    pid = os.fork()
+                    if pid == 0:
+                        control.close()
+                        _work_and_exit(sock, work, server)
+            else:
+                os.kill(pid, signal.SIGKILL)  # it may have ended: its pid is kept until it is waited for
+                os.waitpid(pid, 0)
+            control.send(PID.pack(pid))
 
 
 def _work_and_exit(sock: socket.socket, work: Callable[[socket.socket], None], server: int) -> None:

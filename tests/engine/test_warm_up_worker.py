@@ -1,0 +1,74 @@
+"""A worker of the warm-up, and its fork server, end without a word once the process at the other end of their socket is gone."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from coserve.config import Config, config_to_json
+from coserve.engine.warming import worker
+from coserve.engine.warming.worker_process import serve_forks
+from coserve.warmup.fork_client import PID
+from coserve.warmup.messages import DoPart, PartReport, WarmUpTask
+
+
+@pytest.fixture(autouse=True)
+def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker sets for its process is left as it is."""
+    monkeypatch.setattr(worker, "set_up_logging", lambda *_: None)
+    monkeypatch.setattr(worker, "disable_progress_bar", lambda: None)
+    monkeypatch.setattr(worker.torch, "set_num_threads", lambda _: None)
+
+
+def open_worker(folder: Path) -> tuple[socket.socket, socket.socket]:
+    """Both ends of a worker's socket; its task, and two parts that it cannot run, are sent."""
+    ours, theirs = socket.socketpair()
+    task = WarmUpTask(config_to_json(Config(device="cpu")).decode(), str(folder), {}, "shape", 1)
+    for message in (task, DoPart("gpu0-nothing"), DoPart("gpu0-nothing")):
+        ours.sendall(msgspec.json.encode(message) + b"\n")
+    return ours, theirs
+
+
+def test_a_part_that_cannot_be_run_is_reported(tmp_path: Path) -> None:
+    ours, theirs = open_worker(tmp_path)
+    ours.shutdown(socket.SHUT_WR)
+    with theirs:
+        worker.work(theirs)
+    with ours, ours.makefile("rb") as lines:
+        reports = [msgspec.json.decode(line, type=PartReport) for line in lines]
+    assert [report.failure for report in reports] == ["error", "error"]
+
+
+def test_a_report_that_nobody_reads_ends_the_worker(tmp_path: Path) -> None:
+    ours, theirs = open_worker(tmp_path)
+    ours.close()
+    with theirs:
+        worker.work(theirs)
+
+
+def test_an_end_that_closed_with_unread_reports_ends_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = open_worker(tmp_path)
+
+    def run(name: str) -> int:
+        if ours.fileno() >= 0:
+            theirs.sendall(b"unread\n")
+            ours.close()
+        raise ValueError(name)
+
+    monkeypatch.setattr(worker, "gpu_of", run)
+    with theirs:
+        worker.work(theirs)
+
+
+@pytest.mark.parametrize("unread", [b"", PID.pack(7)])
+def test_a_fork_server_without_a_client_ends(unread: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    theirs.sendall(unread)
+    ours.close()
+    with theirs:
+        serve_forks(theirs, lambda _: None)
