@@ -103,7 +103,7 @@ def _tokenized_rows(
             case PreferenceRow():
                 tokenized = _pair(row, tokenizer, max_length)
             case ChatRow():
-                tokenized = _chat(_only_last(row) if train_on == "completion" else row, tokenizer, max_length)
+                tokenized = _chat(row, tokenizer, max_length, train_on)
         if train_on == "all" and tokenized.targets:
             tokenized.targets[:] = [True] * len(tokenized.targets)
         if tokenized.targets:
@@ -185,11 +185,16 @@ def _pair(row: PreferenceRow, tokenizer: Tokenizer, max_length: int) -> Tokenize
     return TokenizedRow(tokens, targets, first.cut or second.cut, split=len(first.tokens))
 
 
-def _chat(row: ChatRow, tokenizer: Tokenizer, max_length: int) -> TokenizedRow:
-    if not any(message["role"] == "assistant" and message.get("weight") != 0 for message in row.messages):
+def _chat(row: ChatRow, tokenizer: Tokenizer, max_length: int, train_on: TrainOn | None = None) -> TokenizedRow:
+    messages = _only_last(row).messages if train_on == "completion" else row.messages
+    if train_on != "all" and not any(one["role"] == "assistant" and one.get("weight") != 0 for one in messages):
         return TokenizedRow([], [])
     try:
-        tokens, targets = tokenizer.encode_chat_for_training(row.messages, row.tools)
+        if train_on == "all":
+            tokens = tokenizer.encode_whole_chat(messages, row.tools)
+            targets = [True] * len(tokens)
+        else:
+            tokens, targets = tokenizer.encode_chat_for_training(messages, row.tools)
     except InvalidRequest as error:
         raise MalformedRow(error.message, line=row.line, field="messages") from error
     return TokenizedRow(tokens[:max_length], targets[:max_length], cut=len(tokens) > max_length)

@@ -109,19 +109,25 @@ class ChatTemplate:
         return text, spans
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, continue_final: bool = False
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final: bool = False,
+        tools: Sequence[Message] = (),
     ) -> str:
-        """The chat as text. `continue_final`: the last message is left open, for the model to continue it.
+        """The chat as text. `continue_final`: the last message is left open, for the model to continue it. `tools`: as in
+        `render_for_training`.
 
         Raises `InvalidRequest` if the template refuses the messages or exceeds the sandbox's limits.
         """
         if not messages:
             raise InvalidRequest("expected at least one message", field="messages")
         if not continue_final:
-            return self._render(messages, add_generation_prompt)[0]
+            return self._render(messages, add_generation_prompt, tools)[0]
         content = str(messages[-1].get("content", ""))
         last = {**messages[-1], "content": content + _END}
-        text, _ = self._render([*messages[:-1], last], add_generation_prompt=False)
+        text, _ = self._render([*messages[:-1], last], False, tools)
         if text.count(_END) != 1:
             raise InvalidRequest("the base's chat template cannot continue a message", field="messages")
         text = text[: text.index(_END)]
@@ -184,15 +190,22 @@ def choose_template(found: object) -> str | None:
     return found if isinstance(found, str) else None
 
 
+LOST_CALLS = (
+    "the base's chat template leaves tool_calls out, so that an empty turn would be learned; give the message its calls as "
+    '"content", or "weight": 0'
+)
+
+
+def only_calls(message: Message) -> bool:
+    """Whether the message calls tools and says nothing else."""
+    return isinstance(message.get("tool_calls"), list) and not message.get("content")
+
+
 def refuse_lost_calls(message: Message, rendered: str) -> None:
     """Raises `InvalidRequest` if `message`, which is to be learned, calls tools and says nothing else, and the template left the calls
     out: an empty turn would be learned."""
     calls = message.get("tool_calls")
-    if not isinstance(calls, list) or message.get("content"):
+    if not (only_calls(message) and isinstance(calls, list)):
         return
     if any(call["function"]["name"] not in rendered for call in calls):
-        raise InvalidRequest(
-            "the base's chat template leaves tool_calls out, so that an empty turn would be learned; give the message its calls as "
-            '"content", or "weight": 0',
-            field="messages",
-        )
+        raise InvalidRequest(LOST_CALLS, field="messages")

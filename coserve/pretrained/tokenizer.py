@@ -12,7 +12,7 @@ import msgspec
 import tokenizers
 
 from coserve.errors import InvalidRequest, UnsupportedBase
-from coserve.pretrained.chat import ChatTemplate, Message, choose_template, refuse_lost_calls
+from coserve.pretrained.chat import LOST_CALLS, ChatTemplate, Message, choose_template, only_calls, refuse_lost_calls
 from coserve.pretrained.source import BUNDLED, fetch_files
 
 _FILES = (
@@ -167,6 +167,19 @@ class Tokenizer:
         )
         return self.encode(text, add_special=False)
 
+    def encode_whole_chat(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
+        """Token ids of a chat that is learned whole, so that nobody needs to know which part the assistant wrote.
+
+        Raises `InvalidRequest` as `ChatTemplate.render` does, and as in `encode_chat_for_training` for calls that are left out.
+        """
+        plain = [_without(message, "weight") for message in messages]
+        text = self._template().render(plain, add_generation_prompt=False, tools=tools)
+        if any(only_calls(message) and message.get("weight") != 0 for message in messages):
+            silent = [_without(message, "tool_calls") for message in plain]
+            if self._template().render(silent, add_generation_prompt=False, tools=tools) == text:
+                raise InvalidRequest(LOST_CALLS, field="messages")
+        return self.encode(text, add_special=False)
+
     def encode_chat_for_training(
         self, messages: Sequence[Message], tools: Sequence[Message] = ()
     ) -> tuple[list[int], list[bool]]:
@@ -176,7 +189,7 @@ class Tokenizer:
         Raises `InvalidRequest` as `ChatTemplate.render_for_training` and `refuse_lost_calls` do.
         """
         assistant = [m for m in messages if m.get("role") == "assistant"]
-        plain = [{key: value for key, value in m.items() if key != "weight"} for m in messages]
+        plain = [_without(message, "weight") for message in messages]
         text, spans = self._template().render_for_training(plain, tools)
         learned = []
         for message, (start, end) in zip(assistant, spans, strict=True):
@@ -234,6 +247,10 @@ class Detokenizer:
         self._ids = self._ids[self._given :] if len(text) > len(before) else self._ids[: self._given]
         self._given = len(self._ids)
         return text[len(before) :]
+
+
+def _without(message: Message, field: str) -> Message:
+    return {key: value for key, value in message.items() if key != field}
 
 
 def _appended(backend: tokenizers.Tokenizer) -> int:

@@ -10,6 +10,7 @@ import pytest
 
 from coserve.corpus.rows import parse_row
 from coserve.corpus.tokenize import tokenize_rows
+from coserve.errors import MalformedRow
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.types import TrainOn
 
@@ -122,3 +123,16 @@ def test_an_end_of_turn_outside_of_the_marks_is_learned_too(theirs: Any) -> None
     expected = np.array(found["assistant_masks"], np.bool_) | (before & (np.array(tokens) == end))
     assert tokens == found["input_ids"] and target == expected.astype(int).tolist()
     assert sum(target) == sum(found["assistant_masks"]) + 2
+
+
+def test_all_of_a_chat_is_learned_where_the_assistants_part_cannot_be_told() -> None:
+    template = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    changing = template.replace("m.content }}" + CALLS, "m.content if loop.last else m.content | upper }}" + CALLS)
+    row = CHATS["tools"]
+    with pytest.raises(MalformedRow, match="cannot tell what the assistant wrote"):
+        learned(row, changing, None)
+    tokens, target = learned(row, changing, "all")
+    assert target == [0] + [1] * (len(tokens) - 1)
+    without_calls = changing.replace(CALLS, "")
+    with pytest.raises(MalformedRow, match="leaves tool_calls out"):
+        learned(row, without_calls, "all")

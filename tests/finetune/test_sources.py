@@ -192,6 +192,24 @@ def test_train_on_chooses_what_is_learned(
     assert learned(tokenizer, row, train_on) == expected
 
 
+USER = {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([USER], "Hi<|end|>"),
+        ([USER, {"role": "assistant", "content": "Hm.", "weight": 0}], "Hi<|end|><|assistant|>Hm.<|end|>"),
+    ],
+)
+def test_all_of_a_chat_needs_no_turn_of_the_assistant(
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], expected: str
+) -> None:
+    assert learned(tokenizer, {"messages": messages}, "all") == expected
+    with pytest.raises(NoTargets):
+        learned(tokenizer, {"messages": messages}, None)
+
+
 def test_all_of_a_completion_is_its_prompt_too(tokenizer: Tokenizer) -> None:
     row = {"prompt": "The cat", "completion": " sat."}
     whole = "The cat sat.<|endoftext|>"
