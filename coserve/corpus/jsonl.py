@@ -15,6 +15,16 @@ from coserve.state.durable import disk_errors
 
 BLOCK = 1 << 20
 """Bytes of a line that are skipped at once."""
+MAX_DIGITS = 1000
+"""Of an integer; the time to read one grows with the square of its digits."""
+_OTHER_FORMATS = {
+    b"\x1f\x8b": "a gzip file",
+    b"PK\x03\x04": "a zip file",
+    b"\x28\xb5\x2f\xfd": "a zstd file",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+"""Files that users send in place of JSON Lines, by their first bytes."""
 
 
 def parse_jsonl(source: bytes | Path, limits: CorpusLimits = LIMITS) -> Iterator[Row]:
@@ -40,11 +50,22 @@ def parse_lines(
         _seek_line(file, start)
         line, position = 1, file.tell()
         while (stop is None or position < stop) and (content := file.readline(limits.row_bytes + 1)):
+            if position == 0:
+                _refuse_other_formats(content)
             if len(content) > limits.row_bytes:
                 raise MalformedRow(f"expected at most {limits.row_bytes} bytes a line", line=line)
             text = content.removeprefix(codecs.BOM_UTF8) if position == 0 else content
             yield parse_row(_decode_line(text, line), line) if text.strip() else None
             line, position = line + 1, position + len(content)
+
+
+def _refuse_other_formats(beginning: bytes) -> None:
+    """Raises `MalformedRow` with the name of a format that is taken for JSON Lines."""
+    for magic, name in _OTHER_FORMATS.items():
+        if beginning.startswith(magic):
+            raise MalformedRow(f"expected JSON Lines in UTF-8, got {name}", line=1)
+    if beginning.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        raise MalformedRow("expected JSON Lines, one object a line, got a JSON array", line=1)
 
 
 def _seek_line(file: BinaryIO, start: int) -> None:
@@ -67,7 +88,9 @@ def _decode_line(content: bytes, line: int) -> object:
     """Decode strict JSON: no NaN, no Infinity, no duplicate field."""
     try:
         text = content.decode()
-        found: object = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse, parse_float=_finite)
+        found: object = json.loads(
+            text, object_pairs_hook=_object, parse_constant=_refuse, parse_float=_finite, parse_int=_integer
+        )
     except UnicodeDecodeError as error:
         raise MalformedRow("expected UTF-8", line=line) from error
     except json.JSONDecodeError as error:
@@ -92,6 +115,12 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"expected a finite number, got {constant}")
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"expected a number of at most {MAX_DIGITS} digits, got {len(digits)}")
+    return int(digits)
 
 
 def _finite(digits: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, Literal
 
 import msgspec
@@ -231,10 +232,14 @@ FORMATS = (
 """What every error of a row's shape ends with."""
 
 
+_KINDS: dict[type, str] = {NoneType: "null", bool: "a bool", str: "a text", list: "an array"}
+"""JSON's names of what is no object; the rest are numbers."""
+
+
 def parse_row(obj: object, line: int) -> Row:
     """Convert decoded JSON to a row. Raises `MalformedRow` with `line`, which counts from 1."""
     if not isinstance(obj, dict):
-        raise MalformedRow(f"expected an object, got {type(obj).__name__}; {FORMATS}", line=line)
+        raise MalformedRow(f"expected an object, got {_KINDS.get(type(obj), 'a number')}; {FORMATS}", line=line)
     row_format = next((_FORMATS[key] for key in _FORMATS if key in obj), None)
     if row_format is None:
         fields = ", ".join(sorted(repr(key)[:40] for key in list(obj)[:8])) or "none"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -205,6 +206,9 @@ def test_malformed_rows_are_refused_with_their_line(content: str) -> None:
         ('{"text": "a', "line 1: expected JSON: Unterminated string starting at column 10"),
         ('{"text": "a\tb"}', "line 1: expected JSON: Invalid control character at column 12"),
         ('{"text": }', "line 1: expected JSON: Expecting value at column 10"),
+        ('{"text": ' + "9" * 5000 + "}", "line 1: expected a number of at most 1000 digits, got 5000"),
+        ('[\n {"text": "a"}\n]', "line 1: expected JSON Lines, one object a line, got a JSON array"),
+        (' [{"text": "a"}]', "line 1: expected JSON Lines, one object a line, got a JSON array"),
     ],
 )
 def test_the_error_of_a_broken_row_is_a_whole_sentence(content: str, says: str) -> None:
@@ -244,6 +248,37 @@ def test_the_error_of_a_row_lists_the_formats(row: object) -> None:
         list(parse_rows([row]))
     for field in ("text", "prompt", "completion", "messages", "instruction", "output", "conversations"):
         assert f'"{field}"' in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        ("null", "null"),
+        ("true", "a bool"),
+        ('"a"', "a text"),
+        ("[]", "an array"),
+        ("3", "a number"),
+        ("0.5", "a number"),
+    ],
+)
+def test_a_row_that_is_no_object_has_its_name_in_json(row: str, kind: str) -> None:
+    with pytest.raises(MalformedRow, match=f"line 2: expected an object, got {kind}; a row is"):
+        list(parse_jsonl(b"\n" + row.encode()))
+
+
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        (gzip.compress(b'{"text": "a"}'), "a gzip file"),
+        (b"PK\x03\x04 rows.jsonl", "a zip file"),
+        (b"\x28\xb5\x2f\xfd rows", "a zstd file"),
+        ('{"text": "a"}'.encode("utf-16"), "UTF-16"),
+        (b"\xfe\xff" + '{"text": "a"}'.encode("utf-16-be"), "UTF-16"),
+    ],
+)
+def test_a_file_of_another_format_is_refused_by_its_name(content: bytes, name: str) -> None:
+    with pytest.raises(MalformedRow, match=f"line 1: expected JSON Lines in UTF-8, got {name}"):
+        list(parse_jsonl(content))
 
 
 def test_bytes_that_are_no_text() -> None:
