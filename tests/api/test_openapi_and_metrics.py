@@ -43,6 +43,14 @@ async def test_the_description_is_whole(api: Api) -> None:
             for response in operation["responses"].values():
                 assert response["description"]
                 assert response["content"]
+    finetune, events = document["paths"]["/finetune"]["post"], document["paths"]["/finetune/{id}/events"]["get"]
+    assert {"409", "500", "503"} <= set(finetune["responses"]) and "Retry-After" in finetune["responses"]["429"][
+        "headers"
+    ]
+    headers = [one["name"] for route in (finetune, events) for one in route["parameters"] if one["in"] == "header"]
+    assert headers == ["Idempotency-Key", "Last-Event-ID"]
+    starting = document["paths"]["/health"]["get"]["responses"]["503"]["content"]["application/json"]["schema"]
+    assert {"$ref": "#/components/schemas/Health"} in starting["anyOf"]
     generate = schemas["GenerateRequest"]
     assert generate["additionalProperties"] is False
     assert generate["properties"]["n"] == {"type": "integer", "minimum": 1, "maximum": 16, "default": 1}

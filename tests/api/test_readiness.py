@@ -20,9 +20,9 @@ class ColdEngine(FakeEngine):
     warmup_steps = 4
 
 
-async def probe(api: Api) -> tuple[int, str | None, dict[str, Any]]:
-    """Status, `Retry-After` and body of the readiness probe."""
-    async with api.http.get("/health/ready") as response:
+async def probe(api: Api, path: str = "/health/ready") -> tuple[int, str | None, dict[str, Any]]:
+    """Status, `Retry-After` and body of a probe."""
+    async with api.http.get(path) as response:
         return response.status, response.headers.get("Retry-After"), await response.json()
 
 
@@ -33,9 +33,9 @@ async def cold(tmp_path: Path) -> AsyncIterator[Api]:
 
 
 async def test_not_ready_before_the_first_engine(cold: Api) -> None:
-    status, retry, body = await probe(cold)
-    assert (status, retry, body["status"], body["warming"]) == (503, "2", "starting", None)
-    assert (await cold.call("GET", "/health"))[0] == 503
+    for path in ("/health", "/health/ready"):
+        status, retry, body = await probe(cold, path)
+        assert (status, retry, body["status"], body["warming"]) == (503, "2", "starting", None)
 
 
 async def test_a_probe_may_ask_for_headers_alone_and_name_no_host(cold: Api) -> None:

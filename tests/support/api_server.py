@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, closing
@@ -17,8 +18,9 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from coserve.api.app import make_app, make_runner
+from coserve.api.app import ROUTES, make_app, make_runner
 from coserve.api.generation.in_flight import MAX_PROMPT_SCORES
+from coserve.api.http.route import ALWAYS
 from coserve.api.jobs.recorder import JobMessage
 from coserve.api.service import Service
 from coserve.api.tokenizer.handlers import MAX_TEXTS
@@ -86,7 +88,15 @@ class Api:
 
     async def call(self, method: str, path: str, **kwargs: Any) -> tuple[int, Any]:
         async with self.http.request(method, path, **kwargs) as response:
+            self._described(method, response)
             return response.status, await response.json(content_type=None)
+
+    def _described(self, method: str, response: aiohttp.ClientResponse) -> None:
+        """`/openapi.json` names this status."""
+        for route in self.app[ROUTES]:
+            if route.method == method and re.fullmatch(re.sub(r"{\w+}", "[^/]+", route.path), response.url.path):
+                statuses = {route.status, *ALWAYS, *route.errors}
+                assert response.status in statuses, f"{method} {route.path} describes no {response.status}"
 
     async def refused(self, status: int, code: str, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
         """The request is refused so, and the next good one is answered."""

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from coserve import __version__
-from coserve.api.http.route import Route, Schema
+from coserve.api.http.route import ALWAYS, BUSY, UNAVAILABLE, Route, Schema
 from coserve.limits import PAGE_LIMIT, PAGE_SIZE
 
 _REF = "#/components/schemas/{name}"
@@ -17,7 +17,17 @@ _QUERY: dict[str, dict[str, Any]] = {
     "after": {"type": "string", "description": "Entries after this one."},
     "limit": {"type": "integer", "minimum": 1, "maximum": PAGE_LIMIT, "default": PAGE_SIZE},
 }
-_ALWAYS = (400, 401, 403)
+_HEADERS: dict[str, dict[str, Any]] = {
+    "Idempotency-Key": {
+        "description": "Makes the request safe to repeat: requests with one key make one job.",
+        "schema": {"type": "string", "minLength": 1, "maxLength": 128},
+    },
+    "Last-Event-ID": {
+        "description": "As `after`: the last event that was seen.",
+        "schema": {"type": "integer", "minimum": 0},
+    },
+}
+_RETRY_AFTER = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}}
 
 
 def describe_api(routes: Sequence[Route]) -> dict[str, Any]:
@@ -78,13 +88,14 @@ def _operation(route: Route) -> dict[str, Any]:
         "operationId": route.name,
         "summary": route.summary,
         "responses": {str(route.status): {"description": "Success", "content": _content(route)}}
-        | {str(status): _error(route) for status in sorted({*_ALWAYS, *route.errors})},
+        | {str(status): _error(route, status) for status in sorted({*ALWAYS, *route.errors})},
     }
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in re.findall(r"{(\w+)}", route.path)
     ]
     parameters += [{"name": name, "in": "query", "schema": _QUERY[name]} for name in route.query]
+    parameters += [{"name": name, "in": "header", **_HEADERS[name]} for name in route.headers]
     if parameters:
         operation["parameters"] = parameters
     if route.body is not None:
@@ -122,6 +133,9 @@ def _body(struct: Schema, upload: bool) -> dict[str, Any]:
     return content
 
 
-def _error(route: Route) -> dict[str, Any]:
+def _error(route: Route, status: int) -> dict[str, Any]:
     bodies = tuple(error_format.body for error_format in route.error_formats)
-    return {"description": "Error", "content": {"application/json": _schema(bodies)}}
+    if status == UNAVAILABLE and route.starting is not None:
+        bodies = (*_structs_of(route.starting), *bodies)
+    response: dict[str, Any] = {"description": "Error", "content": {"application/json": _schema(bodies)}}
+    return response | {"headers": _RETRY_AFTER} if status in (BUSY, UNAVAILABLE) else response

@@ -11,7 +11,10 @@ from coserve.api.http.security import Handler
 
 PAGE = ("after", "limit")
 BODY_ERRORS = (408, 413, 415)
-BUSY_ERRORS = (429, 503)
+BUSY = 429
+UNAVAILABLE = 503
+ALWAYS = (400, 401, 403, 500, UNAVAILABLE)
+"""Errors that every route may respond with: 503 comes when all connections are busy, too."""
 
 Schema = type[msgspec.Struct] | tuple[type[msgspec.Struct], ...]
 """One type, or one of several."""
@@ -19,7 +22,7 @@ Schema = type[msgspec.Struct] | tuple[type[msgspec.Struct], ...]
 
 @dataclass(frozen=True)
 class Route:
-    """One method of one path. `errors`: statuses besides 400, 401 and 403, which every route may respond with."""
+    """One method of one path. `errors`: statuses besides `ALWAYS`."""
 
     method: str
     path: str
@@ -37,7 +40,11 @@ class Route:
     media: str | None = None
     """Content type of a response that is not JSON."""
     query: tuple[str, ...] = ()
+    headers: tuple[str, ...] = ()
+    """Headers that the request may have."""
     errors: tuple[int, ...] = ()
+    starting: Schema | None = None
+    """The body of a 503, besides an error's."""
     error_formats: tuple[ErrorFormat, ...] = (NATIVE_ERRORS,)
     """Formats of its error bodies; the gate uses the first."""
     slashes: bool = False

@@ -24,7 +24,7 @@ from coserve.api.tgi.handlers import TgiApi
 from coserve.api.tgi.schemas import TgiRequest
 from coserve.config import Config
 from coserve.errors import InvalidRequest, RequestError
-from coserve.health import Warming
+from coserve.health import Health, Warming
 from coserve.names import ADAPTER_FILES
 from coserve.schemas import (
     STREAM_END,
@@ -171,15 +171,10 @@ class NativeApi:
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         health = self._service.health()
-        return json_response(health, status=503 if health.status == "starting" else 200)
+        return _health_response(health, ready=health.status != "starting")
 
     async def ready(self, request: web.Request) -> web.StreamResponse:
-        health = self._service.health()
-        if self._service.ready:
-            return json_response(health)
-        response = json_response(health, status=503)
-        response.headers["Retry-After"] = str(retry_after(health.warming))
-        return response
+        return _health_response(self._service.health(), ready=self._service.ready)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         service = self._service
@@ -192,6 +187,14 @@ class NativeApi:
     @property
     def _staging(self) -> Path:
         return self._service.folder.staging
+
+
+def _health_response(health: Health, *, ready: bool) -> web.Response:
+    if ready:
+        return json_response(health)
+    response = json_response(health, status=503)
+    response.headers["Retry-After"] = str(retry_after(health.warming))
+    return response
 
 
 def retry_after(warming: Warming | None) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coserve.api.http.responses import NATIVE_ERRORS
-from coserve.api.http.route import BODY_ERRORS, BUSY_ERRORS, PAGE, Route
+from coserve.api.http.route import BODY_ERRORS, BUSY, PAGE, Route
 from coserve.api.native.handlers import NativeApi
 from coserve.api.tgi.errors import TGI_ERRORS
 from coserve.api.tgi.schemas import TgiRequest, TgiResponse, TgiStreamEvent
@@ -30,7 +30,7 @@ from coserve.schemas import (
 
 def native_routes(api: NativeApi) -> tuple[Route, ...]:
     """Every route of coserve's own API except `/openapi.json`, which is generated from them."""
-    body, busy = BODY_ERRORS, BUSY_ERRORS
+    body = BODY_ERRORS
     return (
         Route(
             "POST",
@@ -40,7 +40,7 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             body=(GenerateRequest, TgiRequest),
             response=(GenerateResponse, TgiResponse),
             events=(GenerateChunk, TgiStreamEvent),
-            errors=(404, 422, *body, *busy),
+            errors=(404, 422, *body, BUSY),
             error_formats=(NATIVE_ERRORS, TGI_ERRORS),
         ),
         Route(
@@ -53,7 +53,8 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             response=Job,
             events=SubmissionEvent,
             status=202,
-            errors=(404, 422, *body, *busy, 507),
+            headers=("Idempotency-Key",),
+            errors=(404, 409, 422, *body, BUSY, 507),
         ),
         Route(
             "GET", "/finetune", api.list_jobs, "List jobs, newest first", response=JobList, query=PAGE, errors=(404,)
@@ -66,7 +67,8 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             "Follow a job: its past events, then live ones, until its end",
             events=JobEvent,
             query=("after",),
-            errors=(404, 429),
+            headers=("Last-Event-ID",),
+            errors=(404, BUSY),
         ),
         Route("POST", "/finetune/{id}/pause", api.pause_job, "Pause a job", response=Job, errors=(404, 409, 507)),
         Route("POST", "/finetune/{id}/resume", api.resume_job, "Resume a job", response=Job, errors=(404, 409, 507)),
@@ -81,7 +83,7 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             upload=True,
             response=Adapter,
             status=201,
-            errors=(422, *body, *busy, 507),
+            errors=(422, *body, BUSY, 507),
         ),
         Route("GET", "/adapters/{id}", api.get_adapter, "Show an adapter", response=Adapter, errors=(404,)),
         Route(
@@ -98,7 +100,7 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             api.delete_adapter,
             "Delete an adapter: one version of it (`name@version`) or all (`name`)",
             response=DeletedAdapter,
-            errors=(404, 409, 503, 507),
+            errors=(404, 409, 507),
         ),
         Route(
             "POST",
@@ -107,7 +109,7 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             "Make an older version of an adapter the current one",
             body=RollbackRequest,
             response=Adapter,
-            errors=(404, *body, 503, 507),
+            errors=(404, *body, 507),
         ),
         Route(
             "POST",
@@ -117,17 +119,17 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             body=ConvertRequest,
             response=ConvertedAdapter,
             status=201,
-            errors=(404, 422, *body, *busy, 507),
+            errors=(404, 422, *body, BUSY, 507),
         ),
         Route("GET", "/", api.root, "Where to look", response=Pointers),
-        Route("GET", "/health", api.health, "What works", response=Health, errors=(503,), public=True),
+        Route("GET", "/health", api.health, "What works", response=Health, starting=Health, public=True),
         Route(
             "GET",
             "/health/ready",
             api.ready,
             "Readiness, for load balancers",
             response=Health,
-            errors=(503,),
+            starting=Health,
             public=True,
         ),
         Route("GET", "/metrics", api.metrics, "Prometheus metrics", media="text/plain"),

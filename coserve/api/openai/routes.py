@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coserve.api.http.route import BODY_ERRORS, BUSY_ERRORS, Route
+from coserve.api.http.route import BODY_ERRORS, BUSY, Route
 from coserve.api.openai.errors import OPENAI_ERRORS
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.schemas import (
@@ -18,7 +18,7 @@ from coserve.api.openai.schemas import (
 
 def openai_routes(api: OpenAIApi) -> tuple[Route, ...]:
     """Everything under `/v1`."""
-    errors = (404, 422, *BODY_ERRORS, *BUSY_ERRORS)
+    errors = (404, 422, *BODY_ERRORS, BUSY)
     return (
         Route(
             "POST",
@@ -48,7 +48,6 @@ def openai_routes(api: OpenAIApi) -> tuple[Route, ...]:
             api.list_models,
             "List the base and the adapters",
             response=ModelList,
-            errors=(503,),
             error_formats=(OPENAI_ERRORS,),
         ),
         Route(
@@ -58,7 +57,7 @@ def openai_routes(api: OpenAIApi) -> tuple[Route, ...]:
             "Show the base or an adapter",
             response=Model,
             slashes=True,
-            errors=(404, 503),
+            errors=(404,),
             error_formats=(OPENAI_ERRORS,),
         ),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coserve.api.http.route import BODY_ERRORS, BUSY_ERRORS, Route
+from coserve.api.http.route import BODY_ERRORS, BUSY, Route
 from coserve.api.tgi.errors import TGI_ERRORS
 from coserve.api.tgi.handlers import TgiApi
 from coserve.api.tgi.schemas import TgiInfo, TgiRequest, TgiResponse, TgiStreamEvent
@@ -10,7 +10,7 @@ from coserve.api.tgi.schemas import TgiInfo, TgiRequest, TgiResponse, TgiStreamE
 
 def tgi_routes(api: TgiApi) -> tuple[Route, ...]:
     """The routes of LoRAX and TGI, except `/generate` and `/health`."""
-    errors = (404, 422, *BODY_ERRORS, *BUSY_ERRORS)
+    errors = (404, 422, *BODY_ERRORS, BUSY)
     return (
         Route(
             "POST",
@@ -24,7 +24,7 @@ def tgi_routes(api: TgiApi) -> tuple[Route, ...]:
             errors=errors,
             error_formats=(TGI_ERRORS,),
         ),
-        Route("GET", "/info", api.info, "The base and the limits, as TGI says them", response=TgiInfo, errors=(503,)),
+        Route("GET", "/info", api.info, "The base and the limits, as TGI says them", response=TgiInfo),
         Route(
             "POST",
             "/generate_stream",

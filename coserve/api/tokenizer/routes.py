@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coserve.api.http.route import BODY_ERRORS, BUSY_ERRORS, Route
+from coserve.api.http.route import BODY_ERRORS, BUSY, Route
 from coserve.api.tokenizer.handlers import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -24,7 +24,7 @@ def tokenizer_routes(api: TokenizerApi) -> tuple[Route, ...]:
             "Text or a chat to token ids",
             body=TokenizeRequest,
             response=TokenizeResponse,
-            errors=(404, *BODY_ERRORS, *BUSY_ERRORS),
+            errors=(404, *BODY_ERRORS, BUSY),
         ),
         Route(
             "POST",
@@ -33,8 +33,8 @@ def tokenizer_routes(api: TokenizerApi) -> tuple[Route, ...]:
             "Token ids to text",
             body=DetokenizeRequest,
             response=DetokenizeResponse,
-            errors=(404, *BODY_ERRORS, *BUSY_ERRORS),
+            errors=(404, *BODY_ERRORS, BUSY),
         ),
-        Route("GET", "/tokenizer_info", api.tokenizer_info, "The tokenizer", response=TokenizerInfo, errors=(503,)),
+        Route("GET", "/tokenizer_info", api.tokenizer_info, "The tokenizer", response=TokenizerInfo),
         Route("GET", "/version", api.version, "coserve's version", response=Version),
     )
