@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, MutableMapping
+from contextvars import copy_context
 from importlib import import_module
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -14,6 +15,9 @@ from typer.main import get_command, get_group
 
 from coserve import __version__
 from coserve.cli.failures import run_safely
+
+if TYPE_CHECKING:
+    from coserve.client import RetryPolicy
 
 COMMANDS = {
     "serve": ("serve", "serve", "settings_help", "SettingsCommand"),
@@ -103,10 +107,18 @@ app = typer.Typer(
 app.callback()(_top)
 
 
-def run(arguments: list[str] | None = None, *, retry: object = None) -> int:
+def run(arguments: list[str] | None = None, *, retry: RetryPolicy | None = None) -> int:
     """The exit status of a command line, the process's own by default. Every error ends with one line, no traceback. `retry`: how often a
     daemon is asked that does not answer (`RetryPolicy`); None: see `common.RETRY`."""
-    return run_safely(lambda: app(arguments, prog_name="coserve", standalone_mode=False, obj=retry))
+
+    def command() -> object:
+        if retry is not None:
+            from coserve.cli import common  # it imports the client, which not every command needs
+
+            common.retry.set(retry)
+        return app(arguments, prog_name="coserve", standalone_mode=False)
+
+    return copy_context().run(run_safely, command)
 
 
 def main() -> None:

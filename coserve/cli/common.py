@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from contextvars import ContextVar
 from typing import Annotated
 
 import typer
-from click import get_current_context
 
 from coserve.client import Client, RetryPolicy
 from coserve.client.asynchronous import DEFAULT_URL
@@ -38,13 +38,13 @@ Limit = Annotated[int, typer.Option(help="most to list", min=1, max=PAGE_LIMIT)]
 
 RETRY = RetryPolicy(attempts=3, first=0.2)
 """For interactive use: a missing daemon is reported within a second."""
+retry = ContextVar("retry", default=RETRY)
+"""Of the command that runs."""
 
 
 def connect(url: str, key: str | None) -> Client:
-    """The daemon that --url and --key name, asked again as the command line's `RetryPolicy` says."""
-    context = get_current_context(silent=True)
-    given = None if context is None else context.find_object(RetryPolicy)
-    return Client(url, api_key=key or None, retry=given or RETRY)
+    """The daemon that --url and --key name."""
+    return Client(url, api_key=key or None, retry=retry.get())
 
 
 def say_more(command: str, limit: int, last: str) -> None:

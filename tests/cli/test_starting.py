@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import coserve.cli.common
 from coserve.cli.app import run as run_command
 from coserve.client import RetryPolicy
 from coserve.link import EngineWarming
@@ -21,14 +20,10 @@ async def cold(tmp_path: Path) -> AsyncIterator[Api]:
         yield api
 
 
-@pytest.fixture(autouse=True)
-def one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coserve.cli.common, "RETRY", RetryPolicy(attempts=1))
-
-
 async def said(api: Api, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     """The exit status of a command, and what it says on standard error."""
-    status = await asyncio.to_thread(run_command, [*arguments, "--url", f"http://127.0.0.1:{api.port}"])
+    command = [*arguments, "--url", f"http://127.0.0.1:{api.port}"]
+    status = await asyncio.to_thread(run_command, command, retry=RetryPolicy(attempts=1))
     return status, capsys.readouterr().err.strip()
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from coserve.kernels.lora import reference
 from coserve.kernels.lora.grouped import GroupedBackend
-from coserve.kernels.lora.segmented import block_sizes, launch_prefill, plan
+from coserve.kernels.lora.segmented import plan
 from coserve.kernels.lora.segmented.adapter_table import Slots, table_entries
 from coserve.kernels.lora.segmented.backend import SegmentedBackend
 from coserve.kernels.lora.segmented.block_sizes import PrefillBlocks
@@ -94,23 +94,21 @@ SITES = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [1, 4, 64])
-def test_prefill_and_gradients_of_sites_together(run: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_and_gradients_of_sites_together(run: int) -> None:
     """Small batches are cut as large ones are: k among programs, up to `run` output blocks a program."""
-    if run > 1:
-        monkeypatch.setattr(block_sizes, "SPLIT_LENGTH", 16)
-        monkeypatch.setattr(block_sizes, "EXPAND_PROGRAMS", 1)
-        monkeypatch.setattr(launch_prefill, "PREFILL_BLOCKS", PrefillBlocks(k=32, o=32, run_blocks=run))
+    many = PrefillBlocks(k=32, o=32, run_blocks=run, split_length=16, expand_programs=1)
+    backend = SegmentedBackend(plan.Cutting(prefill=many)) if run > 1 else SegmentedBackend()
     cases = [make_case(grid, torch.float32, DEVICE, seed=at, grad=True) for at, grid in enumerate(SITES)]
     x, segments, pairs = cases[0].x, cases[0].segments, [case.pairs for case in cases]
     leaves = [x, *(leaf for case in cases for leaf in case.leaves() if leaf is not x)]
     expected = [reference.lora_add(case.y, x, segments, case.pairs) for case in cases]
-    got = add_group(SegmentedBackend(), [case.y for case in cases], x, segments, pairs)
+    got = add_group(backend, [case.y for case in cases], x, segments, pairs)
     gradients = [
         torch.autograd.grad(sum(out.square().sum() for out in outs), leaves, materialize_grads=True)
         for outs in (got, expected)
     ]
     with torch.no_grad():
-        in_place = add_group(SegmentedBackend(), [case.y.clone() for case in cases], x, segments, pairs)
+        in_place = add_group(backend, [case.y.clone() for case in cases], x, segments, pairs)
     for mine, wanted in (*zip(got, expected, strict=True), *zip(in_place, expected, strict=True)):
         assert relative_error(mine, wanted) <= 1e-5
     for mine, wanted in zip(*gradients, strict=True):

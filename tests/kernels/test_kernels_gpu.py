@@ -74,13 +74,12 @@ def poisoned_case(grid: Grid) -> Case:
 
 @named
 @pytest.mark.parametrize("prefill", [False, True], ids=["decode", "prefill"])
-def test_segmented_bf16_among_poison(grid: Grid, prefill: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = (plan.PREFILL_TILE_ROWS, False) if prefill else plan.tile_rows(grid.segments)
-    monkeypatch.setattr(plan, "tile_rows", lambda _: rows)
+def test_segmented_bf16_among_poison(grid: Grid, prefill: bool) -> None:
+    backend = SegmentedBackend(plan.Cutting(decode_max_run=0)) if prefill else BACKEND
     case = poisoned_case(grid)
     expected = reference.lora_add(case.y, case.x, case.segments, case.pairs)
     with torch.no_grad():
-        got = lora_add(case.y, case.x, case.segments, case.pairs)
+        got = adding(backend)(case.y, case.x, case.segments, case.pairs)
     assert relative_error(got, expected) <= 1e-2
 
 

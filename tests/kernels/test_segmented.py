@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from coserve.kernels.lora import reference
 from coserve.kernels.lora.segmented import block_sizes, launch_decode, launch_prefill, plan
@@ -30,6 +30,7 @@ from tests.support.lora_grids import (
     check_gradients,
     grids,
     make_case,
+    prepared,
     relative_error,
 )
 
@@ -54,14 +55,21 @@ def test_decode_forward(case: tuple[Grid, torch.dtype]) -> None:
     check_forward(lora_add, grid, dtype, DEVICE)
 
 
+SHORTEST = block_sizes.PREFILL_BLOCKS.split_length
 LONG_INPUTS = Grid("2500 inputs", (3, 0, 5, 1), (0, 1, 2, -1), (16, 40, 8), 2500, 64)
+
+
+def adding_overlapped(y: Tensor, x: Tensor, segments: Segments, pairs: Sequence[LoraPair | None]) -> Tensor:
+    """As behind a GEMM on the same input."""
+    lora, group = prepared(BACKEND, segments, [pairs])
+    lora.add_(group, [y], x, overlapped=True)
+    return y
 
 
 @pytest.mark.slow
 @named
-def test_decode_forward_overlapped(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_decode, "decode", partial(launch_decode.decode, overlapped=True))
-    check_forward(lora_add, grid, torch.float32, DEVICE)
+def test_decode_forward_overlapped(grid: Grid) -> None:
+    check_forward(adding_overlapped, grid, torch.float32, DEVICE)
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
@@ -70,29 +78,23 @@ def test_decode_forward_of_many_inputs(steps: int, overlapped: bool, monkeypatch
     """A program's inputs in one step of k or several, the last of them partly there."""
     blocks = block_sizes.decode_blocks(2500, (64,), 3, 4, 8, 48)
     monkeypatch.setattr(launch_decode, "decode_blocks", lambda *_: replace(blocks, steps=steps))
-    monkeypatch.setattr(launch_decode, "decode", partial(launch_decode.decode, overlapped=overlapped))
-    check_forward(lora_add, LONG_INPUTS, torch.float32, DEVICE)
+    check_forward(adding_overlapped if overlapped else lora_add, LONG_INPUTS, torch.float32, DEVICE)
 
 
 @quick
-def test_prefill_forward(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "tile_rows", lambda _: (plan.PREFILL_TILE_ROWS, False))
-    check_forward(lora_add, grid, torch.float32, DEVICE)
+def test_prefill_forward(grid: Grid) -> None:
+    check_forward(adding(SegmentedBackend(plan.Cutting(decode_max_run=0))), grid, torch.float32, DEVICE)
 
 
-def many_blocks(monkeypatch: pytest.MonkeyPatch, run: int = 4) -> None:
+def many_blocks(run: int = 4) -> SegmentedBackend:
     """Small batches are cut as large ones are: k among programs, up to `run` output blocks a program."""
-    monkeypatch.setattr(plan, "tile_rows", lambda _: (plan.PREFILL_TILE_ROWS, False))
-    monkeypatch.setattr(block_sizes, "SPLIT_LENGTH", 16)
-    monkeypatch.setattr(block_sizes, "EXPAND_PROGRAMS", 1)
-    monkeypatch.setattr(launch_prefill, "WIDE_BLOCKS", 60)
-    monkeypatch.setattr(launch_prefill, "PREFILL_BLOCKS", PrefillBlocks(k=32, o=32, run_blocks=run))
+    blocks = PrefillBlocks(k=32, o=32, run_blocks=run, split_length=16, expand_programs=1, wide_blocks=60)
+    return SegmentedBackend(plan.Cutting(decode_max_run=0, prefill=blocks))
 
 
 @quick
-def test_prefill_forward_in_many_blocks(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
-    many_blocks(monkeypatch)
-    check_forward(lora_add, grid, torch.float32, DEVICE)
+def test_prefill_forward_in_many_blocks(grid: Grid) -> None:
+    check_forward(adding(many_blocks()), grid, torch.float32, DEVICE)
 
 
 @pytest.mark.slow
@@ -103,8 +105,7 @@ def test_prefill_forward_in_many_blocks(grid: Grid, monkeypatch: pytest.MonkeyPa
 def test_prefill_kernels_of_three_sites_at_every_width(
     ranks: tuple[int, ...], run: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if run > 1:
-        many_blocks(monkeypatch, run)
+    backend = many_blocks(run) if run > 1 else BACKEND
     dims, expand = set(), launch_prefill.prefill_expand
     monkeypatch.setattr(launch_prefill, "prefill_expand", lambda *a, **k: (dims.add(a[2].dim()), expand(*a, **k)))
     lengths, adapters = (70, 0, 3, 65, 2), (0, 1, 2, 3, -1)
@@ -114,13 +115,13 @@ def test_prefill_kernels_of_three_sites_at_every_width(
     x, segments, pairs = cases[0].x, cases[0].segments, [case.pairs for case in cases]
     leaves = [x, *(leaf for case in cases for leaf in case.leaves() if leaf is not x)]
     expected = [reference.lora_add(case.y, x, segments, case.pairs) for case in cases]
-    got = add_group(BACKEND, [case.y for case in cases], x, segments, pairs)
+    got = add_group(backend, [case.y for case in cases], x, segments, pairs)
     gradients = [
         torch.autograd.grad(sum(out.square().sum() for out in outs), leaves, materialize_grads=True)
         for outs in (got, expected)
     ]
     with torch.no_grad():
-        in_place = add_group(BACKEND, [case.y.clone() for case in cases], x, segments, pairs)
+        in_place = add_group(backend, [case.y.clone() for case in cases], x, segments, pairs)
     assert dims == ({4} if run == 64 and max(ranks) <= block_sizes.LOOPED_MAX_RANK else {3}), "who sums the parts"
     for mine, wanted in (*zip(got, expected, strict=True), *zip(in_place, expected, strict=True)):
         assert relative_error(mine, wanted) <= 1e-5
@@ -130,9 +131,9 @@ def test_prefill_kernels_of_three_sites_at_every_width(
 
 @given(st.integers(1, 5000), st.integers(0, 20000), st.sampled_from([16, 32, 64, 128]), st.integers(1, 300))
 def test_splits_cover_a_sum_once_and_none_is_empty(programs: int, length: int, block: int, wanted: int) -> None:
-    splits, steps = block_sizes.splits_of(programs, max(1, length), block, wanted)
+    splits, steps = block_sizes.splits_of(programs, max(1, length), block, wanted, SHORTEST)
     assert splits * steps * block >= length > (splits - 1) * steps * block or length == 0
-    assert splits == 1 or (programs * splits <= wanted and splits <= length // block_sizes.SPLIT_LENGTH)
+    assert splits == 1 or (programs * splits <= wanted and splits <= length // SHORTEST)
 
 
 def test_who_serves_a_batch() -> None:
@@ -152,7 +153,7 @@ def test_runs_leave_enough_programs(tiles: int, output_blocks: int, R: int) -> N
     run = block_sizes.run_length(tiles, output_blocks, R, block_sizes.PREFILL_BLOCKS)
     assert run in (1, 2, 4, 8)
     assert run == 1 or (
-        tiles * output_blocks // run >= block_sizes.EXPAND_PROGRAMS and block_sizes.LOOPED_MAX_RANK >= R
+        tiles * output_blocks // run >= block_sizes.PREFILL_BLOCKS.expand_programs and block_sizes.LOOPED_MAX_RANK >= R
     )
 
 

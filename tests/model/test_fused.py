@@ -7,14 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup
 from coserve.model.base import Base, wrap_base
-from coserve.model.compiled import Layers
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.types import LoraSettings
@@ -119,13 +118,19 @@ def plainly(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[.
 def test_torch_compile_is_asked_once_a_kind_of_layer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once layers are bound to graphs: with the same logits, whatever the rows, and with adapters."""
     base = wrap_base(tiny_model(family, **({} if family.startswith("g") else {"num_hidden_layers": 5})), name=family)
-    weights, asked = adapter(base), list[int]()
-    fused, slow = FusedBase(base, backend=plainly), FusedBase(base, compiled=False)
-    real = Layers._observed
+    weights, asked, compile = adapter(base), list[int](), torch.compile
 
-    def observed(self: Layers, index: int, *given: object) -> object:
-        asked.append(index)
-        return real(self, index, *given)
+    def counted(forward: Callable[..., object], **options: object) -> Callable[..., object]:
+        compiled = compile(forward, **options)
+
+        def call(layer: nn.Module, *args: object, **given: object) -> object:
+            asked.append([*base.layers].index(layer))
+            return compiled(layer, *args, **given)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", counted)
+    fused, slow = FusedBase(base, backend=plainly), FusedBase(base, compiled=False)
 
     def run(runner: FusedBase, rows: int, lora: LoraWeights | None, start: int = 0) -> Tensor:
         tokens, positions = torch.arange(start, start + rows), torch.arange(start, start + rows)
@@ -134,7 +139,6 @@ def test_torch_compile_is_asked_once_a_kind_of_layer(family: str, monkeypatch: p
 
     for rows in (13, 5, 1, 1):
         run(fused, rows, None)
-    monkeypatch.setattr(Layers, "_observed", observed)
     kinds = 2 if family == "gemma2" else 1
     for rows in (2, 16, 1, 5, 5, 1):
         for lora in (None, weights):

@@ -6,6 +6,7 @@ import sqlite3
 import threading
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -205,24 +206,27 @@ def test_a_commit_that_fails_changes_nothing(registry: Registry, action: str, er
     registry.check()
 
 
-class SmallDisk(Registry):
-    """A registry whose file may grow only by a number of pages."""
+def test_a_database_that_cannot_grow(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connections, connect = list[sqlite3.Connection](), sqlite3.connect
 
-    def limit_growth(self, pages: int) -> None:
-        (now,) = self._db.execute("PRAGMA page_count").fetchone()
-        self._db.execute(f"PRAGMA max_page_count = {now + pages}")
+    def noted(*given: Any, **options: Any) -> sqlite3.Connection:
+        connections.append(connect(*given, **options))
+        return connections[-1]
 
+    def limit_growth(pages: int) -> None:
+        (now,) = connections[0].execute("PRAGMA page_count").fetchone()
+        connections[0].execute(f"PRAGMA max_page_count = {now + pages}")
 
-def test_a_database_that_cannot_grow(path: Path) -> None:
-    registry = SmallDisk(path)
+    monkeypatch.setattr(sqlite3, "connect", noted)
+    registry = Registry(path)
     registry.create_job(make_job())
-    registry.limit_growth(0)
+    limit_growth(0)
     before = registry.jobs()
     big = msgspec.structs.replace(make_job("big", version=2), metadata={"k": "x" * 200_000})
     with pytest.raises(StorageFull):
         registry.create_job(big)
     assert registry.jobs() == before
-    registry.limit_growth(1000)
+    limit_growth(1000)
     registry.create_job(big)
     registry.close()
 

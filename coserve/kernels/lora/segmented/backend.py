@@ -17,7 +17,7 @@ from coserve.kernels.lora.interface import Adapters, FixedLora, PreparedLora, Tr
 from coserve.kernels.lora.segmented import linear_group, plan, terms
 from coserve.kernels.lora.segmented.adapter_table import table_on
 from coserve.kernels.lora.segmented.block_sizes import MAX_SITES
-from coserve.kernels.lora.segmented.plan import GroupTable, TilePlan
+from coserve.kernels.lora.segmented.plan import CUTTING, Cutting, GroupTable, TilePlan
 from coserve.kernels.lora.segmented.tiles import TrainingTiles
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import SiteGroup, StackedWeights
@@ -30,9 +30,13 @@ class SegmentedBackend(TritonBackend):
     capturable = True
     groups_inputs = True
 
+    def __init__(self, cutting: Cutting = CUTTING) -> None:
+        """`cutting`: of batches."""
+        self._cutting = cutting
+
     def prepare(self, segments: Segments, adapters: Adapters, groups: Sequence[SiteGroup]) -> SegmentedLora:
         self.refuse_adapters(adapters)
-        return SegmentedLora(segments, adapters, groups)
+        return SegmentedLora(segments, adapters, groups, self._cutting)
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,10 @@ class _Launch:
 class SegmentedLora(PreparedLora):
     """The tables of one step's groups, and how its batch is cut for each set of ranks."""
 
-    def __init__(self, segments: Segments, adapters: Adapters, groups: Sequence[SiteGroup]) -> None:
+    def __init__(
+        self, segments: Segments, adapters: Adapters, groups: Sequence[SiteGroup], cutting: Cutting = CUTTING
+    ) -> None:
+        self._cutting = cutting
         self._begin(segments)
         present = [adapters[index] for index in segments.runs]
         cuts: list[tuple[SiteGroup, list[int]]] = []
@@ -163,7 +170,8 @@ class SegmentedLora(PreparedLora):
         found = self._plans.get(key)
         if found is None:
             device = table.table.ranks.device
-            found = self._plans[key] = plan.plan_of(self._segments, table.ranks, device, train=train)
+            found = plan.plan_of(self._segments, table.ranks, device, train=train, cutting=self._cutting)
+            self._plans[key] = found
         return found
 
 
@@ -191,7 +199,7 @@ class FixedSegmentedLora(SegmentedLora, FixedLora):
             own = TrainingTiles(rows, tokens, len(ranks), sum(rank > 0 for rank in ranks), device)
             own.load(plan.training_tiles(like._segments, ranks))
             self._tiles[ranks] = own
-            self._plans[ranks, True] = TilePlan(own.tiles, plan.whole_ranks(ranks), decode=False)
+            self._plans[ranks, True] = TilePlan(own.tiles, plan.whole_ranks(ranks), False, self._cutting.prefill)
         self._source = like
 
     def take(self, lora: PreparedLora) -> None:

@@ -16,13 +16,6 @@ from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK
 
 PROGRAMS = 2
 """Programs that a prefill or training kernel should have at least, for each multiprocessor."""
-SPLIT_LENGTH = 512
-"""Fewest inputs of a program where a sum is split among several. Below four times as many it is not split: adding the parts
-costs about 2 µs."""
-EXPAND_PROGRAMS = 384
-"""Programs that the prefill expand should have before each takes several output blocks."""
-WIDE_BLOCKS = 6144
-"""From this many output blocks on, over all tiles, ranks up to 64 use blocks twice as wide, with twice the warps."""
 LOOPED_MAX_RANK = 128
 """The largest rank whose h stays in registers while B streams past; beyond, each output block loops over its ranks."""
 MAX_SITES = 3
@@ -76,6 +69,13 @@ class PrefillBlocks:
     outer_stages: int = 3
     """Two more for ranks up to 32, which leave enough shared memory."""
     pdl: bool = True
+    split_length: int = 512
+    """Fewest inputs of a program where a sum is split among several. Below four times as many it is not split: adding the parts
+    costs about 2 µs."""
+    expand_programs: int = 384
+    """Programs that the prefill expand should have before each takes several output blocks."""
+    wide_blocks: int = 6144
+    """From this many output blocks on, over all tiles, ranks up to 64 use blocks twice as wide, with twice the warps."""
 
 
 MANY_SHRINKS = 512
@@ -127,10 +127,11 @@ def rank_block(R: int, most: int = 64) -> int:
     return min(most, max(RANK_BLOCK, next_power_of_2(R)))
 
 
-def splits_of(programs: int, length: int, block: int, wanted: int) -> tuple[int, int]:
-    """(splits, blocks in each) of a sum over `length`: enough programs to fill the chip, and enough work in each."""
+def splits_of(programs: int, length: int, block: int, wanted: int, shortest: int) -> tuple[int, int]:
+    """(splits, blocks in each) of a sum over `length`: enough programs to fill the chip, and enough work in each. `shortest`: see
+    `PrefillBlocks.split_length`."""
     blocks = cdiv(length, block)
-    most = length // SPLIT_LENGTH if length >= 4 * SPLIT_LENGTH else 1
+    most = length // shortest if length >= 4 * shortest else 1
     splits = max(1, min(wanted // max(programs, 1), most))
     steps = cdiv(blocks, splits)
     return cdiv(blocks, steps), steps
@@ -145,7 +146,7 @@ def run_length(tiles: int, output_blocks: int, R: int, blocks: PrefillBlocks) ->
     """Output blocks of a program of the prefill expand: a power of two; 1 where programs are few or ranks too large."""
     if R > LOOPED_MAX_RANK:
         return 1
-    many = max(1, tiles * output_blocks // EXPAND_PROGRAMS)
+    many = max(1, tiles * output_blocks // blocks.expand_programs)
     return min(blocks.run_blocks, 1 << (many.bit_length() - 1))
 
 

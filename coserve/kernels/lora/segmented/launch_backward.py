@@ -14,7 +14,6 @@ from coserve.kernels.lora.segmented import backward_kernel
 from coserve.kernels.lora.segmented.adapter_table import SiteTable
 from coserve.kernels.lora.segmented.block_sizes import (
     MAX_SITES,
-    PREFILL_BLOCKS,
     PROGRAMS,
     PrefillBlocks,
     narrow,
@@ -42,14 +41,14 @@ def _programs(like: Tensor) -> int:
 
 def shrink_b(dys: Sequence[Tensor], plan: TilePlan, table: SiteTable, blocks: PrefillBlocks | None = None) -> Tensor:
     """g (G, T, R) = scaling dy B for each site of a group."""
-    blocks = blocks or PREFILL_BLOCKS
+    blocks = blocks or plan.prefill
     tiles, rows, R, ranks = plan.tiles.tiles, plan.tiles.rows, plan.R, table.ranks
     tokens, block_r = dys[0].shape[0], rank_block(R)
     g = torch.empty(len(dys), tokens, R, dtype=dys[0].dtype, device=dys[0].device)
     k = narrow(blocks.k, block_r, g)
     rank_blocks = cdiv(R, block_r)
     for site, dy in enumerate(dys):
-        splits, steps = splits_of(tiles.shape[0] * rank_blocks, dy.shape[1], k, _programs(g))
+        splits, steps = splits_of(tiles.shape[0] * rank_blocks, dy.shape[1], k, _programs(g), blocks.split_length)
         shape = (splits, tokens, R)
         parts = g[site] if splits == 1 else torch.empty(shape, dtype=torch.float32, device=g.device)
         own = table.from_site(site)
@@ -69,7 +68,7 @@ def shrink_b(dys: Sequence[Tensor], plan: TilePlan, table: SiteTable, blocks: Pr
 
 def expand_a(g: Tensor, inputs: int, plan: TilePlan, table: SiteTable, blocks: PrefillBlocks | None = None) -> Tensor:
     """dx (T, D) = Σ_site g_site A_site; `tiles` cover every row."""
-    blocks = blocks or PREFILL_BLOCKS
+    blocks = blocks or plan.prefill
     tiles, rows, ranks = plan.tiles.tiles, plan.tiles.rows, table.ranks
     sites, tokens, R = g.shape
     dx = torch.empty(tokens, inputs, dtype=g.dtype, device=g.device)
@@ -104,7 +103,7 @@ def outer(
     `of_b`: that site's index (u = its dy, `v_GTR` its h); None: dA. `totals` are `GroupTable.a_totals` or one of `b_totals`; each
     result is flat, `totals * N` long. With `into_sums` there is none: it is added to the pairs' `MainGrads`.
     """
-    blocks = blocks or PREFILL_BLOCKS
+    blocks = blocks or plan.prefill
     tiles, spans, rows = plan.tiles.tiles, plan.tiles.spans, plan.tiles.rows
     table = table.from_site(of_b or 0)
     ranks, scalings, starts, sums = _columns(table)

@@ -15,8 +15,6 @@ from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable
 from coserve.kernels.lora.segmented.block_sizes import (
     LOOPED_MAX_RANK,
     MAX_SITES,
-    PREFILL_BLOCKS,
-    WIDE_BLOCKS,
     PrefillBlocks,
     narrow,
     rank_block,
@@ -44,7 +42,7 @@ def prefill(
 
     With `keep` returns h (G, T, R) in x's dtype, of which only a slot's own ranks are written.
     """
-    blocks = blocks or PREFILL_BLOCKS
+    blocks = blocks or plan.prefill
     R = plan.R
     block_o, run, _ = _run(ys, plan, blocks)
     splits, _, _, _ = _shrink_cut(x_TD, plan.tiles, R, blocks)
@@ -67,7 +65,7 @@ def _shrink_cut(x_TD: Tensor, own: Tiles, R: int, blocks: PrefillBlocks) -> tupl
     block_r = rank_block(R, 64 if few else blocks.shrink_r)
     k = narrow(blocks.k, block_r, x_TD)
     programs = tiles.shape[0] * cdiv(R, block_r)
-    return *splits_of(programs, x_TD.shape[1], k, wanted), k, block_r
+    return *splits_of(programs, x_TD.shape[1], k, wanted, blocks.split_length), k, block_r
 
 
 def prefill_shrink(
@@ -83,7 +81,7 @@ def prefill_shrink(
 
     `shards`: A has so many equal parts, of which `table` points at one; h has the ranks of a part, rounded up to whole blocks.
     """
-    blocks = blocks or PREFILL_BLOCKS
+    blocks = blocks or plan.prefill
     tiles, rows, ranks = plan.tiles.tiles, plan.tiles.rows, table.ranks
     R = plan.R if shards == 1 else cdiv(plan.R, shards * RANK_BLOCK) * RANK_BLOCK
     tokens, inputs = x_TD.shape
@@ -112,7 +110,7 @@ def _run(ys: Sequence[Tensor], plan: TilePlan, blocks: PrefillBlocks) -> tuple[i
     tiles, R = plan.tiles.tiles, plan.R
     size, warps = blocks.o // (2 if ys[0].element_size() == 4 else 1), blocks.expand_warps
     count = sum(cdiv(y.shape[1], size) for y in ys)
-    if R <= 64 and tiles.shape[0] * count >= WIDE_BLOCKS:
+    if R <= 64 and tiles.shape[0] * count >= blocks.wide_blocks:
         size, warps = 2 * size, 2 * warps
         count = sum(cdiv(y.shape[1], size) for y in ys)
     return size, run_length(tiles.shape[0], count, R, blocks), warps
@@ -134,7 +132,7 @@ def prefill_expand(
     h: (G, T, R), or its parts (splits, G, T, R), whose sum is written to `kept`; parts need runs (`prefill`). With
     `shards`: (shards, G, T, ranks of a part), of fully sharded pairs.
     """
-    blocks = blocks or PREFILL_BLOCKS
+    blocks = blocks or plan.prefill
     tiles, rows, ranks = plan.tiles.tiles, plan.tiles.rows, table.ranks
     (sites, tokens, width), R = h.shape[-3:], plan.R
     assert sites == len(ys) <= MAX_SITES, f"expected the table's sites, {MAX_SITES} at most, got {len(ys)}"

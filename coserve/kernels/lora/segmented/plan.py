@@ -11,14 +11,11 @@ from torch import Tensor
 
 from coserve.kernels.lora.exchange import Exchange
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable, site_table
+from coserve.kernels.lora.segmented.block_sizes import PREFILL_BLOCKS, PrefillBlocks
 from coserve.kernels.lora.segmented.tiles import HostTiles, Tiles, base_only_tiles, cut, upload
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
 
-DECODE_MAX_RUN = 64
-"""The decode kernels serve a batch whose longest run of one adapter is at most this: its cost is reading weights."""
-LARGE_BATCH, LARGE_BATCH_MAX_RUN = 512, 32
-"""From LARGE_BATCH tokens on, the prefill kernels serve runs longer than LARGE_BATCH_MAX_RUN: they reread weights less often."""
 DECODE_ROWS = (8, 16)
 """Fewest and most rows of a decode tile."""
 PREFILL_TILE_ROWS = 64
@@ -29,12 +26,29 @@ SitePairs = Sequence[LoraPair | None]
 
 
 @dataclass(frozen=True)
+class Cutting:
+    """Which kernels serve which batches, and in blocks of what sizes."""
+
+    decode_max_run: int = 64
+    """The decode kernels serve a batch whose longest run of one adapter is at most this: its cost is reading weights."""
+    large_batch: int = 512
+    large_batch_max_run: int = 32
+    """The same for batches of `large_batch` tokens and more: the prefill kernels reread weights less often."""
+    prefill: PrefillBlocks = PREFILL_BLOCKS
+
+
+CUTTING = Cutting()
+
+
+@dataclass(frozen=True)
 class TilePlan:
     """How one batch is cut for one set of ranks."""
 
     tiles: Tiles
     R: int
     decode: bool
+    prefill: PrefillBlocks = PREFILL_BLOCKS
+    """Sizes of the prefill and training kernels."""
 
 
 class DecodeTables(NamedTuple):
@@ -69,20 +83,23 @@ class GroupTable:
     """`PreparedLora.anchor`."""
 
 
-def tile_rows(segments: Segments) -> tuple[int, bool]:
+def tile_rows(segments: Segments, cutting: Cutting = CUTTING) -> tuple[int, bool]:
     """(rows of a tile, whether the decode kernels serve this batch)."""
     longest = max((end - start for runs in segments.runs.values() for start, end in runs), default=1)
     fewest, most = DECODE_ROWS
-    if longest > (DECODE_MAX_RUN if segments.tokens < LARGE_BATCH else LARGE_BATCH_MAX_RUN):
+    small = segments.tokens < cutting.large_batch
+    if longest > (cutting.decode_max_run if small else cutting.large_batch_max_run):
         return PREFILL_TILE_ROWS, False
     return fewest if longest <= fewest else most, True
 
 
-def plan_of(segments: Segments, ranks: tuple[int, ...], device: torch.device, *, train: bool) -> TilePlan:
+def plan_of(
+    segments: Segments, ranks: tuple[int, ...], device: torch.device, *, train: bool, cutting: Cutting = CUTTING
+) -> TilePlan:
     """How `segments` is cut for all groups whose adapters have these `ranks` (by slot)."""
-    rows, decode = (PREFILL_TILE_ROWS, False) if train else tile_rows(segments)
+    rows, decode = (PREFILL_TILE_ROWS, False) if train else tile_rows(segments, cutting)
     host = training_tiles(segments, ranks) if train else cut(segments, ranks, rows)
-    return TilePlan(upload(host, rows, segments.tokens, device), whole_ranks(ranks), decode)
+    return TilePlan(upload(host, rows, segments.tokens, device), whole_ranks(ranks), decode, cutting.prefill)
 
 
 def training_tiles(segments: Segments, ranks: tuple[int, ...]) -> HostTiles:
