@@ -7,8 +7,8 @@ keep coming, shows what each adapter changed, and reports the latencies that the
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -23,6 +23,7 @@ from rich.table import Table
 
 from coserve.client import AsyncClient, AsyncJobHandle
 from coserve.errors import StartupError
+from coserve.processes import signal_child
 from coserve.schemas import JobEvent
 from coserve.types import LoraSettings, Schedule, TrainingSettings
 from coserve.workloads.bundled import bundled_prompts
@@ -64,8 +65,7 @@ async def _daemon(folder: Path, log: Path) -> AsyncIterator[str]:
             raise _refusal(log)
         yield line.split()[-1]
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
+        signal_child(process, signal.SIGTERM)
         await process.wait()
 
 

@@ -58,6 +58,14 @@ def spawn_child(module: str, end: socket.socket, stdin: bytes) -> subprocess.Pop
     return process
 
 
+def signal_child(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    """`process.send_signal`, which in Python 3.11 polls first: it would take the exit status of a child that has just died from asyncio,
+    which then warns of an unknown child process and says that the status is 255."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+
 def _command(module: str, end: socket.socket, *arguments: str) -> list[str]:
     return [sys.executable, "-m", module, str(end.fileno()), *arguments]
 

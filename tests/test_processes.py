@@ -1,13 +1,16 @@
-"""How many processor cores a process may use."""
+"""How many processor cores a process may use, and how child processes are killed."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from coserve.processes import usable_cores
+from coserve.processes import signal_child, usable_cores
 
 
 @pytest.mark.parametrize(("written", "most"), [("100000 100000\n", 1), ("50000 100000\n", 1), ("max 100000\n", 10**6)])
@@ -24,3 +27,13 @@ def test_so_is_the_cpu_affinity(tmp_path: Path) -> None:
         assert usable_cores(tmp_path / "missing") == 1
     finally:
         os.sched_setaffinity(0, before)
+
+
+async def test_a_child_that_is_killed_while_it_dies_keeps_its_exit_status(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        process = await asyncio.create_subprocess_exec("sleep", "100")
+        for _ in range(5000):  # some while it runs, some while asyncio has not waited for it yet, some later
+            signal_child(process, signal.SIGKILL)
+        assert await process.wait() == -signal.SIGKILL
+        signal_child(process, signal.SIGKILL)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

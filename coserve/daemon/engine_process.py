@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from coserve.errors import (
 )
 from coserve.link import EngineReady, EngineRefused, EngineWarming, FromEngine, Link, Shutdown, ToEngine
 from coserve.logs.format import log_event
-from coserve.processes import start_child
+from coserve.processes import signal_child, start_child
 from coserve.stream_link import api_end
 
 log = logging.getLogger(__name__)
@@ -146,6 +147,5 @@ async def _receive_end_of_start(
 
 
 async def kill(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        process.kill()
-        await process.wait()
+    signal_child(process, signal.SIGKILL)
+    await process.wait()

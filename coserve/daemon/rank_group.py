@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import secrets
+import signal
 import socket
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from coserve.daemon.supervisor import how_ended
 from coserve.errors import CoserveError, EngineUnavailable, error_from_code
 from coserve.health import RankInfo
 from coserve.logs.format import log_event
-from coserve.processes import start_child
+from coserve.processes import signal_child, start_child
 from coserve.ranks import (
     HEARTBEAT,
     Heartbeat,
@@ -58,8 +59,7 @@ class _Rank:
     """Ends with the process."""
 
     def end(self) -> None:
-        if self.process.returncode is None:
-            self.process.kill()
+        signal_child(self.process, signal.SIGKILL)
 
 
 class RankGroup:

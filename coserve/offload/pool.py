@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
 from collections.abc import Callable
 from functools import cached_property
@@ -17,7 +18,7 @@ import msgspec
 from coserve.errors import CoserveError, HelperLost, InvalidRequest
 from coserve.logs.setup import LogSettings
 from coserve.offload.protocol import Call, Reply, Task, error_of, name_of
-from coserve.processes import start_child
+from coserve.processes import signal_child, start_child
 from coserve.state.commits import uncancelled
 
 CHUNK = 256 << 10
@@ -107,8 +108,7 @@ class HelperProcess:
 
     async def end(self) -> None:
         """Kill the process and wait for its end."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        signal_child(self._process, signal.SIGKILL)
         self._writer.close()
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()

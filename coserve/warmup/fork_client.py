@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import signal
 import socket
 import struct
 
 import msgspec
 
-from coserve.processes import start_child
+from coserve.processes import signal_child, start_child
 from coserve.warmup.messages import DoPart, PartReport, WarmUpTask
 
 MODULE = "coserve.engine.warming.worker_process"
@@ -81,8 +82,7 @@ class ForkServer:
         if control is not None:
             control.close()
         for process in self._processes:
-            if process.returncode is None:
-                process.kill()
+            signal_child(process, signal.SIGKILL)
 
     async def _ask(self, pid: int, worker: socket.socket | None = None) -> int:
         """One answer after the other. Raises `OSError`: the server has died."""
