@@ -84,8 +84,9 @@ class SharedInput:
         self.group, self.index = group, group.index
         self.weight, self.bias, self.sizes = weight, bias, sizes
         self.stacked = StackedWeights(weight, bias, sizes)
-        self.waiting: tuple[Tensor, tuple[Tensor, ...]] | None = None
-        """The input, and the outputs of the sites that are called next."""
+        self._pending: tuple[Tensor, tuple[Tensor, ...]] | None = None
+        """Between the first site's call and the last one's: the input, and the outputs of all. Not in the running context, which traced code
+        must not read."""
 
     def output(self, place: int, x: Tensor) -> Tensor:
         """What the site at `place` gives for `x` in a fused forward. Traced by torch.compile."""
@@ -93,29 +94,29 @@ class SharedInput:
             y = torch.ops.coserve.linear(x, self.weight, self.bias, self.sizes, self.index)
             if len(self.sizes) == 1:
                 return cast(Tensor, y)
-            self.waiting = (x, y.split(self.sizes, -1))
+            self._pending = (x, y.split(self.sizes, -1))
         return self._kept(place, x)
 
     def traced(self, place: int, x: Tensor) -> Tensor:
         """What the site at `place` gives for `x` in a training layer that is traced."""
         if place == 0:
             y = torch.ops.coserve.learn(x, sum(self.sizes), self.index)
-            self.waiting = (x, y.split(self.sizes, -1) if len(self.sizes) > 1 else (y,))
+            self._pending = (x, y.split(self.sizes, -1) if len(self.sizes) > 1 else (y,))
         return self._kept(place, x)
 
     def learned(self, place: int, x: Tensor, lora: PreparedLora) -> Tensor:
         """What the site at `place` gives for `x`, LoRA terms included; differentiable."""
         if place == 0:
             parts = lora.linear_group(self.group, x.reshape(-1, x.shape[-1]), self.stacked)
-            self.waiting = (x, tuple(part.view(*x.shape[:-1], -1) for part in parts))
+            self._pending = (x, tuple(part.view(*x.shape[:-1], -1) for part in parts))
         return self._kept(place, x)
 
     def _kept(self, place: int, x: Tensor) -> Tensor:
-        assert self.waiting is not None, "expected the sites of one input in the order in which they were seen"
-        known, parts = self.waiting
+        assert self._pending is not None, "expected the sites of one input in the order in which they were seen"
+        known, parts = self._pending
         assert known is x, "expected the sites of one input to be called with that input"
         if place == len(self.sizes) - 1:
-            self.waiting = None
+            self._pending = None
         return parts[place]
 
 
