@@ -184,7 +184,9 @@ async def test_idle_connections_make_room(api: Api, clock: Clock) -> None:
     await close(*opened, *newer)
 
 
-async def test_busy_connections_stay_and_health_answers(api: Api, clock: Clock) -> None:
+async def test_busy_connections_stay_and_health_answers(
+    api: Api, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     api.engine.go_requests.clear()
     body = b'{"prompt": "x"}'
     opened = [await connect(api) for _ in range(LIMIT)]
@@ -206,6 +208,7 @@ async def test_busy_connections_stay_and_health_answers(api: Api, clock: Clock) 
     more = [await connect(api) for _ in range(2 * RESERVE)]
     refused = await asyncio.gather(*(reader.read(12) for reader, _ in more[RESERVE:]))
     assert set(refused) == {b"HTTP/1.1 503"}
+    assert len(caplog.records) == 1, "one line for all that are refused"
     api.engine.go_requests.set()
     for reader, _ in opened:
         assert (await reader.readline()).split()[1] == b"200"

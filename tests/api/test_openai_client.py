@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -295,14 +296,19 @@ async def test_bad_prompts(client: AsyncOpenAI, prompt: object) -> None:
 
 
 async def test_a_full_queue(client: AsyncOpenAI, api: Api) -> None:
+    api.engine.go_requests.clear()
+    waiting = asyncio.create_task(client.completions.create(model="fake", prompt="x"))
+    await api.engine.saw(Generate)
     for create in (
-        client.completions.create(model="fake", prompt=["x"] * 5),
-        client.completions.create(model="fake", prompt="x", n=5),
+        client.completions.create(model="fake", prompt=["x"] * 4),
+        client.completions.create(model="fake", prompt="x", n=4),
     ):
         with pytest.raises(openai.RateLimitError) as caught:
             await create
         assert (caught.value.code, caught.value.type) == ("queue_full", "rate_limit_error")
         assert caught.value.response.headers["Retry-After"] == "1"
+    api.engine.go_requests.set()
+    await waiting
     await api.works()  # nothing of them holds a place
     await client.completions.create(model="fake", prompt=["x"] * 4)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from coserve.api.generation.waiting_limit import WaitingLimit
-from coserve.errors import QueueFull
+from coserve.errors import InvalidRequest, QueueFull
+from tests.support.api_server import Api
 
 
 def test_the_limit_is_for_all_together() -> None:
@@ -35,6 +36,27 @@ def test_who_asks_for_little_finds_a_place_beside_one_who_took_all() -> None:
         places.acquire(None, 1)
     places.release("hot", 4)
     places.acquire(None, 1)
+
+
+def test_more_than_all_places_are_refused_for_good() -> None:
+    for fair in (True, False):
+        with pytest.raises(InvalidRequest, match="expected at most 3, the daemon's max_queue, got 4"):
+            WaitingLimit(3, fair=fair).acquire(None, 4)
+
+
+async def test_choices_that_can_never_wait_together_are_no_reason_to_try_again(api: Api) -> None:
+    most = api.config.max_queue
+    for path, body, field in (
+        ("/generate", {"prompt": "a", "n": most + 1}, "field"),
+        ("/v1/completions", {"prompt": ["a"] * (most + 1)}, "param"),
+        ("/v1/completions", {"prompt": ["a"] * most, "n": 2}, "param"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": most + 1}, "param"),
+    ):
+        status, answer = await api.call("POST", path, json=body)
+        assert (status, answer["error"][field]) == (400, "n"), path
+        assert "max_queue" in answer["error"]["message"]
+    status, answer = await api.call("POST", "/v1/completions", json={"prompt": ["a"] * most})
+    assert (status, len(answer["choices"])) == (200, most)
 
 
 def test_any_number_of_adapters_together_stay_within_a_small_multiple() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from coserve.errors import QueueFull
+from coserve.errors import InvalidRequest, QueueFull
 
 
 class WaitingLimit:
@@ -16,7 +16,9 @@ class WaitingLimit:
         self._counts = Counter[str | None]()
 
     def acquire(self, adapter: str | None, count: int) -> None:
-        """Raises `QueueFull`. `adapter`: its id; None: the base."""
+        """Raises `QueueFull`, and `InvalidRequest` for more than there are ever places for. `adapter`: its id; None: the base."""
+        if count > self._limit:
+            raise InvalidRequest(f"expected at most {self._limit}, the daemon's max_queue, got {count}", field="n")
         total, own = self._counts.total(), self._counts[adapter]
         flows = len({adapter, *self._counts})
         if total + count > self._limit and not (self._fair and own + count <= self._limit // flows):

@@ -26,6 +26,7 @@ from coserve.errors import (
     InvalidRequest,
     MethodNotAllowed,
     NotFound,
+    TooManyConnections,
     Unauthorized,
     UnsupportedEncoding,
 )
@@ -136,7 +137,7 @@ def guard(
 
 
 def _respond(request: web.Request, error: CoserveError, error_format: ErrorFormat) -> web.StreamResponse:
-    if error.status >= 500:
+    if error.status >= 500 and not isinstance(error, TooManyConnections):  # which has a line for all of a flood
         log.warning("request %s: %s: %s", request[REQUEST_ID], error.code, error.message)
     response = error_response(error, error_format)
     if error.status == 401:

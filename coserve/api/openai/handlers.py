@@ -42,7 +42,7 @@ class OpenAIApi:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await self._resolve_placeholder(await self._bodies.read(request, CompletionRequest, dialect=True))
-        requests = completion_requests(body, self._service.engine.spec)
+        requests = completion_requests(body, self._service.engine.spec, self._config.max_queue)
         echoes = [await self._echo(body, each) for each in requests]
         meta = self._meta("cmpl", body)
         generation = self._service.generation

@@ -70,14 +70,14 @@ def adapter_of(model: ModelName | None, spec: Named) -> str | None:
     return model
 
 
-def completion_requests(body: CompletionRequest, spec: BaseSpec) -> list[GenerateRequest]:
-    """One request a prompt. Raises `InvalidRequest`, `EmptyPrompt`, `AdapterNotFound`."""
+def completion_requests(body: CompletionRequest, spec: BaseSpec, max_queue: int) -> list[GenerateRequest]:
+    """One request a prompt. `max_queue`: places for choices that wait. Raises `InvalidRequest`, `EmptyPrompt`, `AdapterNotFound`."""
     _check(body, NEUTRAL | NEUTRAL_IN_COMPLETIONS)
     prompts = _prompts(body.prompt)
-    if len(prompts) * (body.n or 1) > MAX_SEQUENCES:
-        raise InvalidRequest(
-            f"expected at most {MAX_SEQUENCES} choices of all prompts, got {len(prompts) * (body.n or 1)}", field="n"
-        )
+    choices, most = len(prompts) * (body.n or 1), min(MAX_SEQUENCES, max_queue)
+    if choices > most:
+        why = "" if most == MAX_SEQUENCES else " (the daemon's max_queue)"
+        raise InvalidRequest(f"expected at most {most} choices of all prompts{why}, got {choices}", field="n")
     echo = body.echo or False
     if body.max_tokens == 0 and not echo:
         raise InvalidRequest("expected at least 1 (0 needs echo), got 0", field="max_tokens")
