@@ -262,7 +262,7 @@ class Config:
             raise ConfigError(f"slo_attainment: expected above 0 and at most 0.9999, got {self.slo_attainment}")
         if not 0 < self.training_sm_share < 1:
             raise ConfigError(f"training_sm_share: expected above 0 and below 1, got {self.training_sm_share}")
-        if self.trains_beside and self.tp > 1:
+        if self.trains_concurrently and self.tp > 1:
             raise ConfigError(f"tp: expected 1 with policy {self.policy!r}, which shares one GPU, got {self.tp}")
         if not 0 < self.memory_fraction <= 1:
             raise ConfigError(f"memory_fraction: expected above 0 and at most 1, got {self.memory_fraction}")
@@ -291,7 +291,7 @@ class Config:
         return self.tokenizer_workers or min(MAX_TOKENIZER_WORKERS, max(1, usable_cores() // 2))
 
     @property
-    def trains_beside(self) -> bool:
+    def trains_concurrently(self) -> bool:
         """Training has a stream of its own, and runs beside generation."""
         return self.policy in ("spatial", "overlap")
 

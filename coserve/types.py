@@ -29,7 +29,7 @@ class AdapterRef(msgspec.Struct, frozen=True, order=True):
 
 
 class AdapterDigests(msgspec.Struct, frozen=True):
-    """What the registry knows of an adapter's files: their SHA-256, in hex, and what the config's patterns said."""
+    """What the registry knows of an adapter's files: their SHA-256, in hex, and what the config's patterns gave."""
 
     weights: str
     config: str = ""

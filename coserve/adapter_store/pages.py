@@ -19,7 +19,7 @@ from coserve.model.lora import LoraWeights
 
 @dataclass(frozen=True)
 class Activated:
-    """An adapter in pages, and where KV pages moved that were in its way."""
+    """An adapter in pages, and where KV pages moved to free its own."""
 
     weights: LoraWeights
     moved: Mapping[int, int]
@@ -45,9 +45,9 @@ class AdapterPages:
         return 0 if entry.gpu is not None and entry.gpu.span.references else self.pages(entry)
 
     def activate(self, entry: Entry) -> Activated | None:
-        """The adapter in pages until as many calls of `deactivate`; None if there is no room or no copy to load now.
+        """The adapter in pages until as many calls of `deactivate`; None if there are no pages for it or no copy to load now.
 
-        There is room whenever `needs` pages are free, unless other held adapters cut the pool into pieces too short.
+        There are pages whenever `needs` pages are free, unless other held adapters cut the pool into pieces too short.
         """
         if entry.gpu is not None:
             held = self._buffer.pool.acquire_span(entry.gpu.span)

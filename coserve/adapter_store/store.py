@@ -234,7 +234,7 @@ class AdapterStore:
         return 0 if entry.gpu is not None else entry.size
 
     def activate(self, ref: AdapterRef) -> Activated | None:
-        """An acquired adapter in pages, until as many calls of `deactivate`; None if there is no room for it now, or its
+        """An acquired adapter in pages, until as many calls of `deactivate`; None if there is no pages for it now, or its
         host copy is being read. Not for one that has a `failure`."""
         entry = self._entries[ref]
         assert entry.state is not State.DISK, f"{ref} has no copy"
@@ -295,7 +295,7 @@ class AdapterStore:
         self._entries[entry.ref] = self._entries.pop(entry.ref)
 
     def _keep(self, entry: Entry, weights: LoraWeights) -> None:
-        """Give the entry its host copy, after others have made room for it: nothing evicts a new copy but a newer one."""
+        """Give the entry its host copy, after others have been evicted for it: nothing evicts a new copy but a newer one."""
         self._use(entry)
         self._host.remove(entry)
         self._evict(adapters=1, size=packed_bytes(weights))

@@ -170,15 +170,15 @@ class Engine:
         """Tick until `Shutdown` comes or the API process is gone. Raises what only a new process mends: `EngineFault`, and
         any error outside of the work of one request or one job."""
         self._loop = asyncio.get_running_loop()
-        beside = [asyncio.create_task(self._inbox.run())]
+        tasks = [asyncio.create_task(self._inbox.run())]
         if self._upgrade is not None:
-            beside.append(asyncio.create_task(self._compile_and_adopt(self._upgrade)))
+            tasks.append(asyncio.create_task(self._compile_and_adopt(self._upgrade)))
         else:
             self._garbage.start_up_done()
-        for task in beside:
+        for task in tasks:
             task.add_done_callback(lambda _: self._changed.set())
         try:
-            while not (self._stopping or beside[0].done()):
+            while not (self._stopping or tasks[0].done()):
                 self._changed.clear()  # what came until now, the policy sees now
                 with self._stalls.during("gc"):
                     self._garbage.while_busy()
@@ -192,11 +192,11 @@ class Engine:
                 for ended in self._flight.take_ended():
                     self._slice_ended(ended)
                 await self._tick(self._clock())
-                for task in beside:
+                for task in tasks:
                     if task.done():
                         task.result()  # a fault in a message's handling must not leave the engine deaf
         finally:
-            for task in beside:
+            for task in tasks:
                 task.cancel()
             self._adapters.close()
             self._jobs.close()
@@ -285,7 +285,7 @@ class Engine:
             self._measured = None
             return
         collected = self._step if self._generator.in_flight else None
-        seconds = costs.serve if decision.between else costs.beside
+        seconds = costs.serve if decision.between else costs.overlapped
         with (
             self._stalls.during(self._running.step_kind()),
             self._flight.step(began, seconds, between=decision.between) as self._step,
@@ -310,7 +310,9 @@ class Engine:
         now, shape = self._clock(), self._generator.computed()
         self._reports.serve_seconds += now - began
         if shape is not None and (since := self._measured) is not None:
-            self._views.step_took(shape, now - self._flight.began(step, since), beside=self._flight.beside(step, since))
+            self._views.step_took(
+                shape, now - self._flight.began(step, since), overlapped=self._flight.overlapped(step, since)
+            )
             self._measured = now
         self._link.send_all(self._running.accept(results, now))
         self._reports.send(now)

@@ -43,10 +43,10 @@ class Views:
         self.step_seconds = 0.0
         """Expected of the next generation step, when a view was last made."""
 
-    def step_took(self, shape: StepShape, seconds: float, *, beside: bool = False) -> None:
-        """A generation step was measured; `beside`: while the device computed training."""
-        self._steps.add((shape.kind, beside), shape.features, seconds)
-        self._alone = 0 if beside or not self._jobs.ready() else self._alone + 1
+    def step_took(self, shape: StepShape, seconds: float, *, overlapped: bool = False) -> None:
+        """A generation step was measured; `overlapped`: while the device computed training."""
+        self._steps.add((shape.kind, overlapped), shape.features, seconds)
+        self._alone = 0 if overlapped or not self._jobs.ready() else self._alone + 1
         if self._alone == FORGET:
             self._steps.keep(lambda key: not (isinstance(key, tuple) and key[1]))
             self._alone = 0
@@ -77,11 +77,11 @@ class Views:
             jobs=jobs,
             turn=self.turns.view(self._jobs.in_training),
             train_waiting_since=self.slices.waiting_since if jobs else None,
-            costs=self._costs(step, jobs, beside=in_flight.slices > 0),
+            costs=self._costs(step, jobs, overlapped=in_flight.slices > 0),
             in_flight=in_flight,
         )
 
-    def _costs(self, step: StepShape, jobs: tuple[str, ...], *, beside: bool) -> Costs:
+    def _costs(self, step: StepShape, jobs: tuple[str, ...], *, overlapped: bool) -> Costs:
         micro_step = 0.0
         if jobs:
             job = jobs[0]
@@ -93,10 +93,10 @@ class Views:
             self._steps.predict(step.features, *((kind, each) for kind in kinds for each in (where, not where)))
             for where in (False, True)
         )
-        self.step_seconds = slower.expected if beside else alone.expected
+        self.step_seconds = slower.expected if overlapped else alone.expected
         return Costs(
             serve=alone.most,
             micro_step=micro_step,
             decode=self._steps.predict(decode.features, ("decode", False), ("decode", True)).expected,
-            beside=max(alone.most, slower.most),
+            overlapped=max(alone.most, slower.most),
         )

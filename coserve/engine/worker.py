@@ -82,7 +82,9 @@ def build_engine(
     """The engine over a loaded base, and the message that says it is ready. `garbage`: see `Engine`; `warm`: the warm-up's
     client; `preload_kernels`: see `Upgrade`; `followers`: the other ranks, which have loaded their bases or are about to;
     `board`: see `EngineParts.make_trainer`; `training`: where slices run beside generation; None: they take turns with it."""
-    assert (training is None) != config.trains_beside, "expected a stream for training where it runs beside generation"
+    assert (training is None) != config.trains_concurrently, (
+        "expected a stream for training where it runs beside generation"
+    )
     parts = EngineParts(base, config)
     budget = HostBudget(config.max_adapters_resident, config.adapter_memory_bytes)
     read: Load = parts.read_adapter

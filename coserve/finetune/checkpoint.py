@@ -50,9 +50,9 @@ def save_checkpoint(
 ) -> None:
     """Durable when it returns. Raises `StorageFull`, `StorageFailed`."""
     state = _State(job=spec.id, base_fingerprint=base.fingerprint, progress=progress, optimizer=spec.training.optimizer)
-    with replace_dir(folder.checkpoint(spec.id, progress.step), point="checkpoint") as beside:
-        write_tensors(beside / TENSORS, tensors)
-        (beside / STATE).write_bytes(msgspec.json.encode(state))
+    with replace_dir(folder.checkpoint(spec.id, progress.step), point="checkpoint") as target:
+        write_tensors(target / TENSORS, tensors)
+        (target / STATE).write_bytes(msgspec.json.encode(state))
 
 
 def load_checkpoint(path: Path, spec: JobSpec, base: BaseSpec) -> Checkpoint:

@@ -225,7 +225,7 @@ class MicroBatchRunner:
         if found is None:
             return None
         one = CompiledLayerPass(found, first, keep_from)
-        return one if self._graphs is None or not learns else self._graphs.beside(one)
+        return one if self._graphs is None or not learns else self._graphs.uncaptured(one)
 
     def _embed(self, rows: PackedRows) -> LayerInputs:
         return self._cut.embed(rows.tokens_T, rows.positions_T, self._attention(rows.bounds))

@@ -119,7 +119,7 @@ def _served(weights: LoraWeights, base: Base, store: AdapterStore) -> LoraWeight
 def _write_files(ref: AdapterRef, weights: LoraWeights, base: Base, folder: DataFolder) -> None:
     if not all(bool(torch.isfinite(tensor).all()) for _, tensor in named_tensors(weights)):
         raise NonFiniteLoss("the adapter's weights are not finite; try a lower learning rate")
-    with replace_dir(folder.adapter(ref), point="adapter") as beside:
-        save_adapter(beside, weights, base.spec)
+    with replace_dir(folder.adapter(ref), point="adapter") as target:
+        save_adapter(target, weights, base.spec)
     with disk_errors():
         failpoint("adapter.publish")

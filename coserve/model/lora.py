@@ -65,12 +65,12 @@ class KeptLora:
         return None if found is None else found[1].for_batch(batch.segments)
 
     def put(self, batch: LoraBatch, grouped: bool, lora: PreparedLora) -> None:
-        fresh = lora.for_batch(batch.segments)  # without this batch's own
-        if fresh is None:
+        reusable = lora.for_batch(batch.segments)  # without this batch's own
+        if reusable is None:
             return
         if len(self._found) >= self._most:
             self._found.clear()
-        self._found[self._key(batch, grouped)] = batch.adapters, fresh
+        self._found[self._key(batch, grouped)] = batch.adapters, reusable
 
     def _key(self, batch: LoraBatch, grouped: bool) -> Hashable:
         return batch.backend.name, grouped, *map(id, batch.adapters)

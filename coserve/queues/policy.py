@@ -49,7 +49,7 @@ class Costs:
     """Of a training micro-step, likewise."""
     decode: float = 0.0
     """Expected of a generation step without prefill: over many of them, errors cancel out."""
-    beside: float = 0.0
+    overlapped: float = 0.0
     """As `serve`, while the device computes training, too. `serve` where that was not measured."""
 
 

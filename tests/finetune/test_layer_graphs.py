@@ -74,7 +74,7 @@ def test_jobs_learn_what_they_learn_without(compiled: tuple[Base, CompiledLayers
     base, layers = compiled
     recorder = RepeatingRecorder()
     found = train(base, tmp_path / "graphs", layers, graphs_of(layers, recorder), jobs)
-    assert recorder.aside_runs and recorder.recorded and recorder.replayed
+    assert recorder.uncaptured_runs and recorder.recorded and recorder.replayed
     expected = train(base, tmp_path / "plain", layers, None, jobs)
     torch.testing.assert_close(torch.tensor(losses(found)), torch.tensor(losses(expected)), rtol=1e-4, atol=1e-5)
 
@@ -147,10 +147,10 @@ def test_a_shape_without_graphs_runs_in_their_memory(compiled: tuple[Base, Compi
     recorder = RepeatingRecorder()
     graphs = graphs_of(layers, recorder, most=1, idle=1000)
     train(base, tmp_path / "a", layers, graphs, (job(0, steps=3),))
-    recorded, aside = recorder.recorded, recorder.aside_runs
+    recorded, uncaptured = recorder.recorded, recorder.uncaptured_runs
     other = job(2, steps=2, r=16)
     found = train(base, tmp_path / "b", layers, graphs, (other,))
-    assert recorder.recorded == recorded and recorder.aside_runs > aside
+    assert recorder.recorded == recorded and recorder.uncaptured_runs > uncaptured
     expected = train(base, tmp_path / "plain", layers, None, (other,))
     torch.testing.assert_close(torch.tensor(losses(found)), torch.tensor(losses(expected)), rtol=1e-4, atol=1e-5)
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM
 
-from coserve.engine.profiling.coserve_passes import CoserveTrial, Ways
+from coserve.engine.profiling.coserve_passes import CoserveTrial, SeamBackends
 from coserve.engine.profiling.live_bytes import LiveBytes
 from coserve.engine.profiling.passes import Passes, read, read_points
 from coserve.engine.profiling.peft_passes import PeftTrial
@@ -134,8 +134,8 @@ def _total(tracker: MemTracker, kind: str) -> int:
 def trial(meter: LiveBytes, **shape: object) -> CoserveTrial:
     config = tiny_model("llama", **shape).config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    ways = Ways(GROUPED, PackedAttention, KvCache.attention, recompute=False)
-    return CoserveTrial(wrap_base(model, name="tiny"), meter, ways)
+    backends = SeamBackends(GROUPED, PackedAttention, KvCache.attention, recompute=False)
+    return CoserveTrial(wrap_base(model, name="tiny"), meter, backends)
 
 
 @pytest.mark.slow

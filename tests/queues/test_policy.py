@@ -54,7 +54,7 @@ def view(
         jobs=jobs,
         turn=turn,
         train_waiting_since=train_waiting_since,
-        costs=Costs(serve, micro_step, beside=serve),
+        costs=Costs(serve, micro_step, overlapped=serve),
     )
 
 
@@ -303,11 +303,11 @@ class TestOverlap:
         window: float = 0.05,
         slices: int = 0,
         until: float = 0.0,
-        beside: float = 0.012,
+        overlapped: float = 0.012,
         jobs: bool = True,
     ) -> View:
         """A request runs whose token is due; a step alone takes 6 ms, a micro-step 4 ms."""
-        costs = Costs(serve=0.006, micro_step=0.004, decode=0.005, beside=beside)
+        costs = Costs(serve=0.006, micro_step=0.004, decode=0.005, overlapped=overlapped)
         found = view(jobs=("j",) if jobs else (), train_waiting_since=0.0)
         flight = InFlight(slices, until=until)
         return replace(found, running=(Due(due, window=window),), costs=costs, in_flight=flight)
@@ -326,7 +326,7 @@ class TestOverlap:
 
     def test_where_the_target_is_too_short_for_a_step_beside_training_they_take_turns(self) -> None:
         alone = 1.0 - 0.006 - TIMER
-        for policy, window in ((self.policy, 0.016), (Overlap(1.0, beside=False), 0.05)):
+        for policy, window in ((self.policy, 0.016), (Overlap(1.0, overlapped=False), 0.05)):
             assert policy.decide(self.seen(1.0, window=window), alone - 0.005) == Train("j", 1)
             busy = self.seen(1.0, window=window, slices=1, until=alone - 0.002)
             assert policy.decide(busy, 0.98) == Wait(pytest.approx(alone - 0.002 - AHEAD)), "another one ends too late"

@@ -72,7 +72,7 @@ policies: st.SearchStrategy[Policy] = st.one_of(
     st.just(InferenceFirst()),
     st.builds(Slack, times, weight=st.floats(0, 1)),
     st.just(Spatial()),
-    st.builds(Overlap, times, weight=st.floats(0, 1), beside=st.booleans()),
+    st.builds(Overlap, times, weight=st.floats(0, 1), overlapped=st.booleans()),
 )
 
 
@@ -171,9 +171,9 @@ def test_overlap_launches_nothing_that_breaks_a_promise(patience: float, view: V
         assert decision.micro_steps is not None
         seconds = decision.micro_steps * view.costs.micro_step
         alone = max(now, view.in_flight.until) + seconds + view.costs.serve
-        beside = now + seconds + view.costs.beside
+        overlapped = now + seconds + view.costs.overlapped
         for due in view.running:
-            assert min(alone, beside) <= due.deadline + 1e-9
+            assert min(alone, overlapped) <= due.deadline + 1e-9
 
 
 TINY_MICRO_STEP = View((), 0, None, (), 1, 1, ("j",), Turn(), 0.0, Costs(0.0, 5e-324))

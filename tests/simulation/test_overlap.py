@@ -82,8 +82,8 @@ async def _live(gpu: SharedGpu, policy: Overlap, tpot: float) -> Seen:
     return Seen(late / (STREAMS * TOKENS), max(firsts), trained / (end - LEAD))
 
 
-def live(gpu: SharedGpu, tpot: float, *, beside: bool = True) -> Seen:
-    return run_virtual(_live(gpu, Overlap(1.0, beside=beside), tpot))
+def live(gpu: SharedGpu, tpot: float, *, overlapped: bool = True) -> Seen:
+    return run_virtual(_live(gpu, Overlap(1.0, overlapped=overlapped), tpot))
 
 
 @pytest.mark.parametrize("step_speed", sample([0.5, 0.3], 0.5))
@@ -105,7 +105,7 @@ def test_where_a_step_beside_training_is_too_slow_they_take_turns(tpot: float) -
 @pytest.mark.parametrize("tpot", sample([0.02, 0.05], 0.05))
 def test_turns_without_a_pause_may_be_chosen(tpot: float) -> None:
     gpu = SharedGpu(0.1, 0.1)
-    seen = live(gpu, tpot, beside=False)
+    seen = live(gpu, tpot, overlapped=False)
     assert gpu.both == 0.0, "seconds in which both were computed"
     assert seen.late < 0.02 and seen.first < 0.15
     assert seen.training > 0.85 * (1 - STEP / tpot)

@@ -15,12 +15,12 @@ class RepeatingRecorder:
 
     def __init__(self, fails: Callable[[int], Exception | None] = lambda number: None) -> None:
         """`fails`: of each recording, by number: what it raises."""
-        self.aside_runs = self.recorded = self.replayed = 0
+        self.uncaptured_runs = self.recorded = self.replayed = 0
         self._fails = fails
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        self.aside_runs += 1
+    def uncaptured(self) -> Iterator[None]:
+        self.uncaptured_runs += 1
         yield
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:

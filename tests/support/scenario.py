@@ -92,7 +92,7 @@ def make_scenario(seed: int, *, policy: str, calm: bool = False, cold: bool = Fa
         "slack": Slack(patience),
         "spatial": Spatial(),
         "overlap": Overlap(patience),
-        "overlap-between": Overlap(patience, beside=False),
+        "overlap-between": Overlap(patience, overlapped=False),
     }
     plans = {
         f"j{i}": JobPlan(

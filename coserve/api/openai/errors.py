@@ -69,13 +69,13 @@ def _too_long(error: PromptTooLong) -> str:
     if error.context is None:
         return error.message
     part = error.field or "prompt"
-    said = f"This model's maximum context length is {error.context} tokens. "
+    text = f"This model's maximum context length is {error.context} tokens. "
     if error.length is None:
-        said += f"However, your {part} cannot fit: {error.message}. "
+        text += f"However, your {part} cannot fit: {error.message}. "
     else:
         asked = f"{error.length} in the {part}, at least 1 in the completion"
-        said += f"However, you requested {error.length + 1} tokens ({asked}). "
-    return said + f"Please reduce the length of the {part}."
+        text += f"However, you requested {error.length + 1} tokens ({asked}). "
+    return text + f"Please reduce the length of the {part}."
 
 
 def is_openai(path: str) -> bool:

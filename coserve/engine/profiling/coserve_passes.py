@@ -32,8 +32,8 @@ PAGE_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Ways:
-    """How the base runs where it depends on the device."""
+class SeamBackends:
+    """What runs the base's seams on the device."""
 
     lora: LoraBackend
     training_attention: Callable[[Sequence[int]], Attention]
@@ -44,11 +44,11 @@ class Ways:
 class CoserveTrial:
     """Implements `Trial` for a base that is loaded as the daemon loads it."""
 
-    def __init__(self, base: Base, meter: MemoryMeter, ways: Ways) -> None:
+    def __init__(self, base: Base, meter: MemoryMeter, backends: SeamBackends) -> None:
         """Raises `UnsupportedBase` for a base that cannot be trained layer by layer."""
-        self._base, self._meter, self._ways = base, meter, ways
-        self._runner = MicroBatchRunner(base, recompute=ways.recompute, attention=ways.training_attention)
-        if ways.lora.groups_inputs:
+        self._base, self._meter, self._backends = base, meter, backends
+        self._runner = MicroBatchRunner(base, recompute=backends.recompute, attention=backends.training_attention)
+        if backends.lora.groups_inputs:
             share_inputs(base)
         self._loaded = settled(meter)
         self._kv = page_layout(base.kv_shapes, PAGE_TOKENS, base.dtype).page_bytes // PAGE_TOKENS
@@ -59,7 +59,10 @@ class CoserveTrial:
         match workload.kind:
             case Kind.INFERENCE:
                 yield Passes(
-                    lambda batch, length: _Case(base, self._ways, batch, length), False, weights, kv_per_token=self._kv
+                    lambda batch, length: _Case(base, self._backends, batch, length),
+                    False,
+                    weights,
+                    kv_per_token=self._kv,
                 )
             case Kind.LORA:
                 assert workload.rank is not None, "a LoRA has a rank"
@@ -71,7 +74,7 @@ class CoserveTrial:
                 kept = settled(self._meter) - before - adapter
                 runner = self._runner
                 yield Passes(
-                    lambda batch, length: _LoraCase(base, self._ways, batch, length, runner, optimizer),
+                    lambda batch, length: _LoraCase(base, self._backends, batch, length, runner, optimizer),
                     True,
                     weights + adapter,
                     optimizer=kept,
@@ -81,7 +84,7 @@ class CoserveTrial:
                 base.model.requires_grad_(True)
                 try:
                     yield Passes(
-                        lambda batch, length: _FullCase(base, self._ways, batch, length),
+                        lambda batch, length: _FullCase(base, self._backends, batch, length),
                         True,
                         weights,
                         kv_per_token=self._kv,
@@ -93,8 +96,8 @@ class CoserveTrial:
 class _Case:
     """A generation step over `batch` prompts of `length` tokens; the KV pages are allocated before."""
 
-    def __init__(self, base: Base, ways: Ways, batch: int, length: int) -> None:
-        self._base, self._ways = base, ways
+    def __init__(self, base: Base, backends: SeamBackends, batch: int, length: int) -> None:
+        self._base, self._backends = base, backends
         self._tokens, self._bounds = batch * length, tuple(range(0, batch * length + 1, length))
         index_T = torch.arange(self._tokens, device=base.device)
         self._tokens_T, self._positions_T = index_T % base.spec.vocab, index_T % length
@@ -107,7 +110,7 @@ class _Case:
 
     @torch.no_grad()
     def no_grad(self) -> None:
-        base, attention = self._base, self._ways.paged_attention(self._cache, self._runs)
+        base, attention = self._base, self._backends.paged_attention(self._cache, self._runs)
         with running(base.prepare(self._adapter())):
             logits_BV = base.run(self._tokens_T, self._positions_T, attention, self._last_B)
         logits_BV.float().log_softmax(-1)
@@ -123,9 +126,15 @@ class _LoraCase(_Case):
     """The same step with one adapter, and a micro-batch that trains it: all tokens but a row's first are targets."""
 
     def __init__(
-        self, base: Base, ways: Ways, batch: int, length: int, runner: MicroBatchRunner, optimizer: AdapterOptimizer
+        self,
+        base: Base,
+        backends: SeamBackends,
+        batch: int,
+        length: int,
+        runner: MicroBatchRunner,
+        optimizer: AdapterOptimizer,
     ) -> None:
-        super().__init__(base, ways, batch, length)
+        super().__init__(base, backends, batch, length)
         self._runner, self._optimizer = runner, optimizer
         target_K = torch.arange(batch * (length - 1), device=base.device) % base.spec.vocab
         self._rows = PackedRows(self._tokens_T, self._positions_T, self._bounds, target_K % self._tokens, target_K)
@@ -149,7 +158,7 @@ class _LoraCase(_Case):
         return self._batch(LoraWeights(weights.settings, pairs))
 
     def _batch(self, weights: LoraWeights) -> LoraBatch:
-        return LoraBatch(Segments((0, self._tokens), (0,)), (weights,), self._ways.lora)
+        return LoraBatch(Segments((0, self._tokens), (0,)), (weights,), self._backends.lora)
 
 
 class _FullCase(_Case):
@@ -157,7 +166,7 @@ class _FullCase(_Case):
 
     def train(self) -> Iterator[None]:
         base = self._base
-        attention = self._ways.training_attention(self._bounds)
+        attention = self._backends.training_attention(self._bounds)
         logits: Tensor = base.run(self._tokens_T, self._positions_T, attention, None)
         yield
         logits.sum().backward()  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from coserve.engine.profiling import predicted
-from coserve.engine.profiling.coserve_passes import CoserveTrial, Ways
+from coserve.engine.profiling.coserve_passes import CoserveTrial, SeamBackends
 from coserve.engine.profiling.passes import Trial, read_points
 from coserve.engine.profiling.peft_passes import PeftTrial
 from coserve.errors import InvalidRequest, UnsupportedBase
@@ -154,11 +154,11 @@ def _trial(backend: Backend, model: PreTrainedModel, request: ProfileRequest, wh
     base = wrap_base(model, name=Path(request.model).name)
     if where.measured:
         lora = choose_backend("auto", base.device, base.dtype)
-        ways = Ways(lora, PackedAttention, KvCache.attention, request.recompute)
+        backends = SeamBackends(lora, PackedAttention, KvCache.attention, request.recompute)
     else:
         lora = predicted.FakeSegmentedBackend()
-        ways = Ways(lora, predicted.FlashAttention, predicted.paged_attention, request.recompute)
-    return CoserveTrial(base, where.meter, ways)
+        backends = SeamBackends(lora, predicted.FlashAttention, predicted.paged_attention, request.recompute)
+    return CoserveTrial(base, where.meter, backends)
 
 
 def _random_model(config: PretrainedConfig, request: ProfileRequest, device: torch.device) -> PreTrainedModel:

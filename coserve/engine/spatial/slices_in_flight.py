@@ -139,7 +139,7 @@ class SlicesInFlight:
         ended = None if step.after is None else step.after.ended
         return since if ended is None else max(since, ended)
 
-    def beside(self, step: LaunchedStep, since: float) -> bool:
+    def overlapped(self, step: LaunchedStep, since: float) -> bool:
         """Whether the device computed training beside a step that was launched at `since` and has just been collected."""
         if step.between:
             return False

@@ -50,14 +50,14 @@ class StreamMarks:
 def prepare_environment(config: Config) -> None:
     """Before CUDA is used. By default streams share eight connections to the GPU; in one connection, kernels of one stream wait for
     those of another."""
-    if config.trains_beside:
+    if config.trains_concurrently:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def make_training_stream(config: Config, device: torch.device) -> TrainingStream | None:
     """None: the policy takes turns. Otherwise generation's stream is the calling thread's current one from now on. Between loading the base
     and anything else. Raises `StartupError` where the GPU cannot be shared so."""
-    if not config.trains_beside:
+    if not config.trains_concurrently:
         return None
     if config.policy == "overlap":
         training, generation = priority_streams(device)

@@ -73,28 +73,28 @@ class FirstPass:
         self._graphs, self._recorder, self._layers = graphs, recorder, graphs.begin()
 
     def forward(self, i: int, h_1TD: Tensor) -> Tensor:
-        with self._recorder.aside():
+        with self._recorder.uncaptured():
             return self._layers.forward(i, self._graphs.inputs.h_1TD if i == 0 else h_1TD)
 
     def backward(self, i: int, gradient_1TD: Tensor) -> Tensor:
-        with self._recorder.aside():
+        with self._recorder.uncaptured():
             found_1TD = self._layers.backward(i, gradient_1TD)
         self._graphs.warm |= i == self._graphs.first
         return found_1TD
 
 
-class AsidePass:
+class UncapturedPass:
     """Implements `LayerPass` without graphs, in the memory that those have: nothing else could use it meanwhile."""
 
     def __init__(self, layers: LayerPass, recorder: Recorder) -> None:
         self._layers, self._recorder = layers, recorder
 
     def forward(self, i: int, h_1TD: Tensor) -> Tensor:
-        with self._recorder.aside():
+        with self._recorder.uncaptured():
             return self._layers.forward(i, h_1TD)
 
     def backward(self, i: int, gradient_1TD: Tensor) -> Tensor:
-        with self._recorder.aside():
+        with self._recorder.uncaptured():
             return self._layers.backward(i, gradient_1TD)
 
 

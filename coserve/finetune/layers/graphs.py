@@ -15,11 +15,11 @@ from functools import partial
 from coserve.admission.padding import LEAST_STEP, padded
 from coserve.finetune.layers.compiled import CompiledLayerPass
 from coserve.finetune.layers.graph_passes import (
-    AsidePass,
     CapturePass,
     FirstPass,
     Graphs,
     ReplayPass,
+    UncapturedPass,
     copied,
     tensors_of,
 )
@@ -56,7 +56,7 @@ class LayerGraphs:
         self._shapes: dict[Hashable, Graphs] = {}
         """That used last is the last one."""
         self._recorder: Recorder | None = None
-        self._batches = self._releases = self._rests = 0
+        self._batches = self._releases = self._skips = 0
         self._running: weakref.ref[LayerPass] | None = None
         self.notes: tuple[str, ...] = ()
         """Why there are none, for an operator."""
@@ -83,15 +83,15 @@ class LayerGraphs:
     def elsewhere(self) -> None:
         """A batch that learns is about to run other layers, with memory of its own: graphs give theirs back. The next batches have none,
         or they would be captured in turns."""
-        self._rests = self._idle
+        self._skips = self._idle
         if not self._busy:
             self._free()
 
-    def beside(self, layers: LayerPass) -> LayerPass:
+    def uncaptured(self, layers: LayerPass) -> LayerPass:
         """A pass of compiled layers without graphs, in memory that graphs hold, if there is any."""
         if self._recorder is None or self._busy:
             return layers
-        one = AsidePass(layers, self._recorder)
+        one = UncapturedPass(layers, self._recorder)
         self._running = weakref.ref(one)
         return one
 
@@ -106,8 +106,8 @@ class LayerGraphs:
 
     def begin(self, inputs: LayerInputs, lora: PreparedLora, first: int, keep_from: int) -> LayerPass | None:
         """A batch's pass; None: it has no graphs. See `CompiledLayerPass`."""
-        if self._rests:
-            self._rests -= 1
+        if self._skips:
+            self._skips -= 1
             return None
         if self.notes or self._busy or not isinstance(inputs.attention, PackedAttention) or lora.structure is None:
             return None

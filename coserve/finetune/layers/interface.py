@@ -1,4 +1,4 @@
-"""One micro-batch's way through the decoder layers and back: what `MicroBatchRunner` asks of it. T packed tokens, D hidden."""
+"""One micro-batch's forward and backward through the decoder layers: what `MicroBatchRunner` asks of it. T packed tokens, D hidden."""
 
 from __future__ import annotations
 

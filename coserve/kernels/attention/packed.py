@@ -62,7 +62,7 @@ class PackedAttention:
             if softcap is not None or sinks is not None:
                 outputs.append(_explicit(q, k, v, scaling, window, softcap, sinks))
             elif plain:
-                # A leading batch axis: without it torch takes the unfused way.
+                # A leading batch axis: without it torch takes the unfused kernel.
                 full = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scaling)
                 outputs.append(full[0])
             else:

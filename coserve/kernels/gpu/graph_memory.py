@@ -21,7 +21,7 @@ class Recorder(Protocol):
         """That it holds."""
         ...
 
-    def aside(self) -> AbstractContextManager[None]:
+    def uncaptured(self) -> AbstractContextManager[None]:
         """What runs inside, unrecorded, has its new tensors in the recordings' memory."""
         ...
 
@@ -46,7 +46,7 @@ class GraphMemory:
         return sum(segment["total_size"] for segment in segments)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def uncaptured(self) -> Iterator[None]:
         before = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(before)
         # The stream of the captures, as torch's allocator keeps memory by stream.

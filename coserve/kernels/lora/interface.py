@@ -118,7 +118,7 @@ class CombinedLora(PreparedLora):
 
 
 class LoraBackend(ABC):
-    """One way to compute LoRA terms."""
+    """An implementation of LoRA terms."""
 
     name: str
     """What the setting `lora_backend` calls it."""

@@ -1,6 +1,6 @@
 """Losses of rows of logits and their gradients, which take the logits' place. A row is read twice and written once.
 
-The first pass keeps for each lane of a program the largest logit and the sum of exponentials relative to it (online softmax: Milakov and
+The first pass keeps for each column of a program's block the largest logit and the sum of exponentials relative to it (online softmax: Milakov and
 Gimelshein 2018). Arithmetic is fp32.
 """
 
@@ -26,7 +26,7 @@ def _add(largest, total, x):
 
 @triton.jit
 def _join(largest, total):
-    """Of all lanes: the largest logit, and the logarithm of the sum of exponentials relative to it."""
+    """Of all columns: the largest logit, and the logarithm of the sum of exponentials relative to it."""
     top = tl.max(largest, 0)
     return top, tl.log(tl.sum(total * tl.exp(largest - top), 0))
 
@@ -44,17 +44,17 @@ def likelihood(logits_ptr, labels_ptr, found_ptr, stride, V, BLOCK: tl.constexpr
     logits_ptr += row * stride
     label = tl.load(labels_ptr + row)
     at_label = tl.load(logits_ptr + label).to(tl.float32)
-    lanes = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK)
     largest, total = tl.full([BLOCK], LOWEST, tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
-        v = start + lanes
+        v = start + columns
         x = tl.load(logits_ptr + v, mask=v < V, other=-float("inf")).to(tl.float32)
         largest, total = _add(largest, total, x)
     top, log_total = _join(largest, total)
     _keep(found_ptr, row, log_total - (at_label - top), at_label == top)
     tl.debug_barrier()  # all threads have read the label's logit
     for start in range(0, V, BLOCK):
-        v = start + lanes
+        v = start + columns
         x = tl.load(logits_ptr + v, mask=v < V, other=-float("inf")).to(tl.float32)
         gradient = tl.exp(x - top - log_total) - tl.where(v == label, 1.0, 0.0)
         tl.store(logits_ptr + v, gradient.to(logits_ptr.dtype.element_ty), mask=v < V)
@@ -69,11 +69,11 @@ def divergence(
     logits_ptr += row * stride
     teacher_ptr += row * teacher_stride
     at_label = tl.load(logits_ptr + tl.load(labels_ptr + row)).to(tl.float32)
-    lanes = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK)
     largest, total = tl.full([BLOCK], LOWEST, tl.float32), tl.zeros([BLOCK], tl.float32)
     taught_largest, taught_total = largest, total
     for start in range(0, V, BLOCK):
-        v = start + lanes
+        v = start + columns
         x = tl.load(logits_ptr + v, mask=v < V, other=-float("inf")).to(tl.float32)
         taught = tl.load(teacher_ptr + v, mask=v < V, other=-float("inf")).to(tl.float32)
         largest, total = _add(largest, total, x)
@@ -83,7 +83,7 @@ def divergence(
     tl.debug_barrier()  # all threads have read the label's logit
     losses = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
-        v = start + lanes
+        v = start + columns
         x = tl.load(logits_ptr + v, mask=v < V, other=0.0).to(tl.float32) - top - log_total
         taught = tl.load(teacher_ptr + v, mask=v < V, other=0.0).to(tl.float32) - taught_top - taught_log_total
         share = tl.exp(taught)

@@ -153,7 +153,7 @@ class CompiledLayers:
 
 
 class CompiledPass:
-    """One batch's way through the layers and back."""
+    """One batch's forward and backward through the layers."""
 
     def __init__(
         self, layers: Mapping[int, CompiledLayer], tensors: Mapping[int, Sequence[Tensor]], seams: RunningPass

@@ -26,7 +26,10 @@ def make_policy(config: Config, *, tpot: float | None = None) -> Policy:
             return Spatial()
         case "overlap":
             return Overlap(
-                config.train_patience, weight=config.train_weight, tpot=tpot, beside=config.overlap_steps == "beside"
+                config.train_patience,
+                weight=config.train_weight,
+                tpot=tpot,
+                overlapped=config.overlap_steps == "beside",
             )
         case _:
             return Slack(config.train_patience, weight=config.train_weight, tpot=tpot)

@@ -22,47 +22,49 @@ class Overlap:
     are paced by the deadlines as in `Slack`: a step begins when the first deadline asks for it, by the time that a step takes beside
     training, or earlier where the device would be idle and no further micro-step fits before.
 
-    Where a target between tokens is too short for a step beside training and a micro-step, or `beside` is false, they take turns without
+    Where a target between tokens is too short for a step beside training and a micro-step, or `overlapped` is false, they take turns without
     a pause: a slice is launched only if all in flight end before the next step must begin, and that step is computed after
     them and before later ones. Weight, first tokens, patience and the full batch are as in `Slack`: a full batch launches nothing.
     """
 
-    def __init__(self, patience: float, *, weight: float = 1.0, tpot: float | None = None, beside: bool = True) -> None:
+    def __init__(
+        self, patience: float, *, weight: float = 1.0, tpot: float | None = None, overlapped: bool = True
+    ) -> None:
         """`tpot`: seconds between the tokens of a usual request."""
         assert patience >= 0 and 0 <= weight <= 1, (patience, weight)
-        self._patience, self._weight, self._tpot, self._beside = patience, weight, tpot, beside
+        self._patience, self._weight, self._tpot, self._overlapped = patience, weight, tpot, overlapped
 
     def decide(self, view: View, now: float) -> Decision:
         slices, costs, micro_step = view.in_flight.slices, view.costs, view.costs.micro_step
         admit, launches = len(view.waiting), bool(view.jobs) and slices < MAX_SLICES
         if not (view.running or admit):
             return self._train(view, micro_steps_within(LONGEST, micro_step)) if launches else Wait(None)
-        beside = self._keeps_targets_beside(view)
+        overlapped = self._keeps_targets_overlapped(view)
         if not (view.jobs or slices):
             return Serve(admit)
         if view.queued > admit:  # a full batch
-            begin = room = 0.0
+            begin = slack = 0.0
         else:
-            begin = latest_start(view, costs.beside if beside else costs.serve, self._weight) - TIMER
-            room = begin - (now if beside else max(now, view.in_flight.until))
-        fits = room > 0 and room >= micro_step
+            begin = latest_start(view, costs.overlapped if overlapped else costs.serve, self._weight) - TIMER
+            slack = begin - (now if overlapped else max(now, view.in_flight.until))
+        fits = slack > 0 and slack >= micro_step
         if fits and launches:
-            longest = min(max(costs.beside, MIN_SLICE), LONGEST)
-            return self._train(view, micro_steps_within(min(room, longest), micro_step))
-        if slices and room > 0 and (fits or beside):
+            longest = min(max(costs.overlapped, MIN_SLICE), LONGEST)
+            return self._train(view, micro_steps_within(min(slack, longest), micro_step))
+        if slices and slack > 0 and (fits or overlapped):
             return Wait(begin)
-        if slices and not beside and view.in_flight.until - AHEAD > now:
+        if slices and not overlapped and view.in_flight.until - AHEAD > now:
             return Wait(view.in_flight.until - AHEAD)
         since = view.train_waiting_since
         if launches and not slices and since is not None and now - since >= self._patience:
-            return self._train(view, 1, Overdue(micro_step, min(room, 0.0)))
-        return Serve(admit, between=not beside)
+            return self._train(view, 1, Overdue(micro_step, min(slack, 0.0)))
+        return Serve(admit, between=not overlapped)
 
-    def _keeps_targets_beside(self, view: View) -> bool:
+    def _keeps_targets_overlapped(self, view: View) -> bool:
         """Whether steps beside training leave time for a micro-step's launch, each time that a token is due."""
         costs = view.costs
-        return self._beside and all(
-            due.steps * costs.beside + due.decodes * costs.decode + costs.micro_step + TIMER
+        return self._overlapped and all(
+            due.steps * costs.overlapped + due.decodes * costs.decode + costs.micro_step + TIMER
             <= due.window * self._weight
             for due in view.running
         )

@@ -23,7 +23,7 @@ class Spatial:
     def decide(self, view: View, now: float) -> Decision:
         serves = bool(view.running or view.waiting)
         if view.jobs and view.in_flight.slices < MAX_SLICES and not (serves and view.in_flight.since_step):
-            seconds = min(max(view.costs.beside, MIN_SLICE), MAX_SLICE)
+            seconds = min(max(view.costs.overlapped, MIN_SLICE), MAX_SLICE)
             return Train(view.jobs[0], micro_steps_within(seconds, view.costs.micro_step))
         if serves:
             return Serve(len(view.waiting))

@@ -89,12 +89,12 @@ def shrink(
         packed = 0
         if a_blocks(shape) > 1:
             packed, own = a_rows(shape, r, D)
-        own = own // 8 * 8  # said again, since a choice hides it from the compiler
+        own = own // 8 * 8  # repeated, since a choice hides it from the compiler
         length = tl.where(packed == 0, D, packed // 8 * 8)
     a_at = a_ptr + (r * length - own)[None, :, None] + k
     own = own[None, :, None]
     acc = tl.zeros([PARTS, BLOCK_R, BLOCK_T], dtype=tl.float32)
-    if OVERLAPPED:  # a loop, so that all its loads are under way at once, on their way to shared memory
+    if OVERLAPPED:  # a loop, so that all its loads to shared memory are in flight at once
         for step in tl.range(0, STEPS, num_stages=STAGES):
             a_mask = a_real & within(k + step * BLOCK_K, own, length, BLOCKED)
             a = tl.load(a_at + step * BLOCK_K, mask=a_mask, other=0.0)
@@ -128,7 +128,7 @@ def _h(h_at, stride, r, rank, keep, SPLITS: tl.constexpr, SHARDS: tl.constexpr):
     """h[t, r], its splits summed, in order."""
     mask = keep[:, None] & (r < h_ranks(rank, SHARDS))[None, :]
     if SHARDS > 1 and rank // SHARDS % 8 == 0:
-        each = rank // SHARDS // 8 * 8  # said to the compiler: whole vectors
+        each = rank // SHARDS // 8 * 8  # a hint for the compiler: whole vectors
         total = _sum(h_at, r // each * (SPLITS * stride) + r % each, stride, mask, SPLITS)
     else:
         total = _sum(h_at, h_columns(r, rank, SPLITS * stride, SHARDS), stride, mask, SPLITS)
@@ -183,7 +183,7 @@ def expand(
     if BLOCKED:
         if b_blocks(shape) > 1:
             length, own, begin, end = b_rows(shape, o, block * BLOCK_O, BLOCK_O, O)
-        length, own, begin = length // 8 * 8, own // 8 * 8, begin // 8 * 8  # said again
+        length, own, begin = length // 8 * 8, own // 8 * 8, begin // 8 * 8  # repeated
     r = begin + tl.arange(0, BLOCK_R)
     b = load_b_rows(b_ptr, o, r, O, own, length, BLOCKED)
     if not SINGLE:
@@ -194,7 +194,7 @@ def expand(
     h = _h(h_at, stride, r, end, keep, SPLITS, SHARDS)
     if not SINGLE:
         h_next = _h(h_at, stride, BLOCK_R + r, end, keep, SPLITS, SHARDS)
-    if PDL:  # all of it under way at once: one latency
+    if PDL:  # all of it in flight at once: one latency
         h = held(h)
         if not SINGLE:
             h_next = held(h_next)

@@ -138,7 +138,7 @@ def prefill_expand(
     assert sites == len(ys) <= MAX_SITES, f"expected the table's sites, {MAX_SITES} at most, got {len(ys)}"
     if not tiles.shape[0] or not tokens:
         return
-    three, fresh = ([each[min(site, sites - 1)] for site in range(MAX_SITES)] for each in (ys, outs))
+    three, results = ([each[min(site, sites - 1)] for site in range(MAX_SITES)] for each in (ys, outs))
     block_o, run, warps = _run(ys, plan, blocks)
     if run == 1:
         assert h.dim() == 3 or shards > 1, "expected whole h where a program has one output block"
@@ -147,8 +147,8 @@ def prefill_expand(
         block_r, stages = rank_block(R, LOOPED_MAX_RANK), blocks.run_stages + (R > 64)
     PREFILL_EXPAND(
         (sum(cdiv(y.shape[1], block_o * run) for y in ys), tiles.shape[0], 1),
-        (*three, *fresh, h, h if kept is None else kept, tiles, table.addresses, ranks, table.scalings),
-        (*(y.shape[1] for y in three), *(y.stride(0) for y in (*three, *fresh)), ranks.stride(0), tokens, width), SITES=sites, ALIGNED=rows_aligned([*ys, *outs]),
+        (*three, *results, h, h if kept is None else kept, tiles, table.addresses, ranks, table.scalings),
+        (*(y.shape[1] for y in three), *(y.stride(0) for y in (*three, *results)), ranks.stride(0), tokens, width), SITES=sites, ALIGNED=rows_aligned([*ys, *outs]),
         PARTS=h.shape[0] if h.dim() == 4 and shards == 1 else 1, KEEP=kept is not None, BLOCK_T=rows, BLOCK_R=block_r,
         BLOCK_O=block_o, BLOCKS=run, STAGES=stages, BLOCKED=table.blocked, SHARDS=shards, **options(blocks.pdl and device_info(h.device).early_launch, warps, 1),
     )  # fmt: skip

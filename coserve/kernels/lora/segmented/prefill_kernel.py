@@ -7,7 +7,7 @@ Where there are few tiles and many inputs, k is split among programs, and each w
 where it reads h seldom enough; elsewhere the last program to come to a tile does, by a counter that ends at zero again. The
 order of the sum is always the same. Fully sharded pairs: as in `decode_kernel`; parts of h are the GPUs' then.
 
-Expand is bound by how many bytes of y are under way. A program walks along several output blocks of its tile, and the next
+Expand is bound by how many bytes of y are in flight. A program walks along several output blocks of its tile, and the next
 blocks' y and B are copied to shared memory meanwhile (`tl.range` with its own `num_stages` pipelines all loads of the loop).
 Each rank up to 16, 32, 64 and 128 has a loop of its own width. Of a block-diagonal matrix only the blocks are stored and
 read: ranks of A that read the same inputs go together, and so do outputs of B that read the same ranks (`BLOCKED`).
@@ -384,7 +384,7 @@ def _expand_block(
     if BLOCKED:
         if b_blocks(shape) > 1:
             length, own, low, high = b_rows(shape, o, begin, BLOCK_O, O)
-        # said again, since a choice hides it from the compiler
+        # repeated, since a choice hides it from the compiler
         length, own, low = length // 8 * 8, own // 8 * 8, low // 8 * 8
     acc = tl.zeros([BLOCK_T, BLOCK_O], dtype=tl.float32)
     for first in tl.range(low, high, BLOCK_R, num_stages=STAGES):

@@ -16,7 +16,7 @@ from coserve.kernels.lora.segmented.plan import GroupTable, TilePlan
 
 
 def train(ys: Sequence[Tensor], x_TD: Tensor, plan: TilePlan, group: GroupTable) -> list[Tensor]:
-    """The terms of one group added to `ys`, as fresh tensors, differentiable; `plan` is made for training."""
+    """The terms of one group added to `ys`, as new tensors, differentiable; `plan` is made for training."""
     found: tuple[Tensor, ...] = LoraTerms.apply(  # type: ignore[no-untyped-call]
         plan, group, len(ys), x_TD, group.anchor, *ys, *group.a, *group.b
     )
