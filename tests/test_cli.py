@@ -104,6 +104,15 @@ def test_help_says_something_of_every_command(command: str) -> None:
     assert "Usage" in result.output
 
 
+def test_help_is_plain_text_with_whole_sentences() -> None:
+    """`[bitsandbytes]` is not taken for markup, and no line of the list of commands ends in dots."""
+    text = CliRunner().invoke(app, ["finetune", "--help"], env={"COLUMNS": "80"}).output
+    assert "need coserve[bitsandbytes]" in " ".join(text.split()) and "│" not in text
+    for command in ([], ["jobs"], ["adapters"]):
+        listed = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "80"}).output
+        assert "..." not in listed.partition("Commands:")[2]
+
+
 def test_serve_has_an_option_for_every_setting() -> None:
     result = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"})
     for name in SETTINGS:

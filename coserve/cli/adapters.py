@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from coserve.cli.app import PLAIN, CommandGroup
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, say_if_starting, say_more
 from coserve.cli.distillation import LOSSLESS, output_errors, read_rows, start_distillation
 from coserve.cli.jobs import follow_job
@@ -15,7 +16,11 @@ from coserve.errors import CoserveError
 from coserve.limits import PAGE_SIZE
 from coserve.schemas import Adapter, ConvertedAdapter
 
-adapters_app = typer.Typer(no_args_is_help=True, help="List, import, download, roll back, convert and delete adapters.")
+adapters_app = typer.Typer(
+    cls=CommandGroup,
+    rich_markup_mode=PLAIN,
+    help="List, import, download, roll back, convert and delete adapters.",
+)
 
 
 @adapters_app.command("list")

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
 from coserve import __version__
-from coserve.cli.failures import run_safely
+from coserve.cli.failures import USAGE, run_safely
 
 if TYPE_CHECKING:
     from coserve.client import RetryPolicy
@@ -33,6 +33,8 @@ COMMANDS = {
     "adapters": ("adapters", "adapters_app"),
 }
 """By name: its module and its function, or its group; then those of its own kind of command, where it has one."""
+PLAIN = None
+"""typer's `rich_markup_mode`: help is plain text, in which `coserve[bitsandbytes]` is no markup."""
 
 
 class _Imported(MutableMapping[str, Any]):
@@ -59,7 +61,27 @@ class _Imported(MutableMapping[str, Any]):
         return len(COMMANDS)
 
 
-class _Commands(TyperGroup):
+class CommandGroup(TyperGroup):
+    """Without a command it prints its help, which has the whole first sentence of each command's own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - click's own types, wherever typer keeps them
+        if not args:
+            print(ctx.get_help())
+            ctx.exit(USAGE)
+        return super().parse_args(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
+        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _first_sentence(each.help or "")) for name, each in found if each is not None])
+
+
+def _first_sentence(text: str) -> str:
+    sentence, dot, _ = " ".join(text.split()).partition(". ")
+    return sentence + dot.rstrip()
+
+
+class _Commands(CommandGroup):
     def __init__(self, **given: Any) -> None:  # noqa: ANN401
         super().__init__(**given)
         self.commands = _Imported()
@@ -74,7 +96,7 @@ def _make(name: str, module: str, attribute: str, *kind: str) -> Any:  # noqa: A
         group = get_group(found)
         group.name = name
         return group
-    alone = typer.Typer(add_completion=False)
+    alone = typer.Typer(add_completion=False, rich_markup_mode=PLAIN)
     alone.command(name, cls=_of(*kind) if kind else None)(found)
     return get_command(alone)
 
@@ -99,9 +121,10 @@ def _top(
 
 app = typer.Typer(
     cls=_Commands,
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=PLAIN,
+    context_settings={"max_content_width": 100},
     help="Fine-tune and serve many LoRA adapters.",
 )
 app.callback()(_top)

@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from coserve.cli.app import PLAIN, CommandGroup
 from coserve.cli.common import (
     DEFAULT_URL,
     AsJson,
@@ -39,7 +40,11 @@ LORA = LoraSettings()
 TRAINING = TrainingRequest()
 """Default settings of a job."""
 
-jobs_app = typer.Typer(no_args_is_help=True, help="List, watch, plot, pause, resume and cancel fine-tuning jobs.")
+jobs_app = typer.Typer(
+    cls=CommandGroup,
+    rich_markup_mode=PLAIN,
+    help="List, watch, plot, pause, resume and cancel fine-tuning jobs.",
+)
 
 
 def finetune(
