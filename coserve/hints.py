@@ -70,6 +70,25 @@ OTHER_UNITS = {
     "suffix": ("adapter", "coserve takes the whole name"),
 }
 """Other libraries' names: our field, and the difference."""
+OPTION_ALIASES = {
+    **dict.fromkeys(("r", "lora_r", "lora_rank"), "rank"),
+    # vLLM
+    "tensor_parallel_size": "tp",
+    "gpu_memory_utilization": "memory_fraction",
+    "max_num_seqs": "inference_batch_size",
+    "max_num_batched_tokens": "step_tokens",
+    "block_size": "page_tokens",
+    "max_cpu_loras": "max_adapters_resident",
+    "enable_prefix_caching": "prefix_cache",
+}
+"""Other programs' names of options of the command line that are no fields of a request."""
+NEEDLESS_OPTIONS = {
+    **dict.fromkeys(
+        ("enable_lora", "max_loras", "max_lora_rank"), "adapters of any number and rank are served without it"
+    ),
+    "lora_modules": "adapters are imported while the daemon runs: coserve adapters import NAME FOLDER",
+}
+"""vLLM's options of a server that has none like them: what to do instead."""
 _ADAMW = (
     "adam",
     "adamw_32bit",
@@ -140,6 +159,22 @@ def value_hint(field: str, value: object) -> str:
     """Another library's name of a value of `field`: what to give instead, or nothing."""
     found = OTHER_VALUES.get(field.rpartition(".")[2], {}).get(str(value).lower())
     return "" if found is None else f"; {found}"
+
+
+def option_hint(option: str, options: Iterable[str]) -> str:
+    """The same for an unknown option of the command line: `"; did you mean '--learning-rate'?"`, or nothing."""
+    flags = {text.lstrip("-").replace("-", "_"): text for text in options}
+    name = option.lstrip("-").replace("-", "_")
+    field, difference = OTHER_UNITS.get(name, ("", ""))
+    if field in flags:
+        return f"; {difference}: {flags[field]}"
+    if "tp" in flags and name in NEEDLESS_OPTIONS:
+        return f"; {NEEDLESS_OPTIONS[name]}"
+    near = difflib.get_close_matches(name[:80].lower(), list(flags), n=1, cutoff=NEAR)
+    for meant in (OPTION_ALIASES.get(name), ALIASES.get(name), *near):
+        if meant in flags:
+            return f"; did you mean {flags[meant]!r}?"
+    return ""
 
 
 def near_miss(name: str, known: Iterable[str]) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from coserve.api.http.parsing import decode_json
 from coserve.client.options import as_struct
+from coserve.config import Config
 from coserve.errors import InvalidRequest, UnknownField
-from coserve.hints import ALIASES, OTHER_UNITS, fields_of
+from coserve.hints import ALIASES, OPTION_ALIASES, OTHER_UNITS, fields_of, option_hint
 from coserve.schemas import FinetuneRequest, GenerateRequest
 from coserve.types import LoraSettings
 
@@ -100,3 +102,30 @@ def test_the_sdk_hints_too_and_every_error_shows_its_field() -> None:
     with pytest.raises(InvalidRequest, match=r"^lora\.r: expected int, got str$"):
         decode_json(b'{"adapter": "a", "lora": {"r": "x"}}', FinetuneRequest)
     assert str(InvalidRequest("lora.r: wrong", field="lora.r")) == "lora.r: wrong"
+
+
+FINETUNE = ("--rank", "--alpha", "--targets", "--epochs", "--learning-rate", "--batch-tokens", "--continue-from")
+SERVE = tuple(f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Config))
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "says"),
+    [
+        (FINETUNE, "--lr", "did you mean '--learning-rate'?"), (FINETUNE, "--num_train_epochs", "did you mean '--epochs'?"),
+        (FINETUNE, "-r", "did you mean '--rank'?"), (FINETUNE, "--lora-r", "did you mean '--rank'?"),
+        (FINETUNE, "--lora-alpha", "did you mean '--alpha'?"), (FINETUNE, "--target-modules", "did you mean '--targets'?"),
+        (FINETUNE, "--epoch", "did you mean '--epochs'?"), (FINETUNE, "--batch-size", "counts a batch in tokens: --batch-tokens"),
+        (SERVE, "--tensor-parallel-size", "did you mean '--tp'?"), (SERVE, "--enable-lora", "adapters of any number and rank"),
+    ],
+)  # fmt: skip
+def test_an_unknown_option_is_answered_as_a_field_is(options: tuple[str, ...], given: str, says: str) -> None:
+    assert says in option_hint(given, options)
+
+
+@pytest.mark.parametrize("given", ["--zzz", "--max-length", "--enable-lora"])
+def test_an_option_that_is_like_none_of_the_command_gets_no_hint(given: str) -> None:
+    assert not option_hint(given, FINETUNE)
+
+
+def test_every_alias_of_an_option_leads_to_one() -> None:
+    assert {f"--{name.replace('_', '-')}" for name in OPTION_ALIASES.values()} <= {*FINETUNE, *SERVE}

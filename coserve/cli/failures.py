@@ -15,12 +15,21 @@ from typing import Any
 import typer
 
 from coserve.errors import CoserveError, EngineUnavailable, InvalidRequest, StartupError, Unauthorized, Unreachable
+from coserve.hints import option_hint
 
 DEBUG = "COSERVE_DEBUG"
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
 """Exit statuses: wrong arguments or settings, a command failed, Ctrl-C."""
 UsageError: Any = typer.BadParameter.__base__
 """click's error for wrong arguments, wherever typer keeps it."""
+
+_EXPECTED = {
+    "int_parsing": "a whole number, got {given!r}",
+    "float_parsing": "a number, got {given!r}",
+    "greater_than_equal": "at least {ge}, got {given}",
+    "less_than_equal": "at most {le}, got {given}",
+}
+"""Of pydantic's errors: what they say here."""
 
 
 @contextlib.contextmanager
@@ -57,7 +66,7 @@ def explain(error: BaseException) -> str:
     """One line for an error; an unexpected one names its type."""
     match error:
         case UsageError():
-            message = error.format_message().removesuffix(".")
+            message = _usage(error).removesuffix(".")
             command = "coserve" if error.ctx is None else error.ctx.command_path
             return f"{message[:1].lower()}{message[1:]} (see {command} --help)"
         case Unauthorized():
@@ -81,6 +90,22 @@ def explain(error: BaseException) -> str:
             return f"unexpected {type(error).__name__}{detail}; {DEBUG}=1 shows where"
 
 
+def _usage(error: Any) -> str:  # noqa: ANN401 - click's error, wherever typer keeps it
+    """What is wrong with the arguments: what was expected and what was there, or the option that was meant."""
+    if hasattr(error, "possibilities") and hasattr(error, "option_name"):
+        options = [] if error.ctx is None else [text for each in error.ctx.command.params for text in each.opts]
+        return f"{error.message}{option_hint(error.option_name, options)}"
+    message = str(error.format_message())
+    if not hasattr(error.__cause__, "errors"):
+        return message
+    found = error.__cause__.errors()[0]  # pydantic's, by which typer reads values
+    expected = _EXPECTED.get(found["type"])
+    ours = error.message.replace("Value error, ", "")
+    if expected is not None:
+        ours = f"expected {expected.format(given=found['input'], **found.get('ctx', {}))}"
+    return message.replace(error.message, ours)
+
+
 def _is_interrupt(error: BaseException | None) -> bool:
     """Whether it was raised because of Ctrl-C, by code that met it in the middle of something."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
@@ -93,8 +118,7 @@ def _is_interrupt(error: BaseException | None) -> bool:
 def _failed(error: BaseException) -> int:
     if os.environ.get(DEBUG):
         traceback.print_exception(error)
-    if not isinstance(error, UsageError) or error.format_message():  # a group without a command has printed its help
-        _say(explain(error))
+    _say(explain(error))
     return USAGE if isinstance(error, StartupError | UsageError) else FAILED
 
 
