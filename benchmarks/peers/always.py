@@ -16,7 +16,7 @@ from coserve.client import AsyncClient
 from coserve.types import JobState, TrainingSettings
 from coserve.workloads.scenario import Scenario
 
-LANES = 5
+JOBS = 5
 """Jobs at a time: one more than the daemon trains side by side by default, so that one always waits."""
 
 
@@ -47,10 +47,10 @@ class Jobs(Trainer):
             raise RuntimeError(f"a job ended as {state}")
         self.published.append(clock())
 
-    async def lane(
+    async def train_on(
         self, client: AsyncClient, adapter: str, rows: Sequence[dict[str, Any]], training: TrainingSettings, first: int
     ) -> None:
-        """Jobs of an adapter without end, the first one of `first` steps, so that lanes end at different times."""
+        """Jobs of an adapter without end, the first one of `first` steps, so that they end at different times."""
         settings = msgspec.structs.replace(training, steps=first)
         while True:
             await self.train(client, adapter, rows, settings)
@@ -59,18 +59,18 @@ class Jobs(Trainer):
 
 @contextlib.asynccontextmanager
 async def always_training(url: str, scenario: Scenario, rows: Sequence[dict[str, Any]]) -> AsyncIterator[Jobs]:
-    """Keep `LANES` jobs on the daemon, with the scenario's settings; they are cancelled with the block. It begins when they train.
+    """Keep `JOBS` jobs on the daemon, with the scenario's settings; they are cancelled with the block. It begins when they train.
 
     Raises what a job's failure raises (`ExceptionGroup`).
     """
     jobs, training = Jobs(), scenario.training
     assert training.steps is not None, "the scenario says how many steps a job has"
     async with AsyncClient(url) as client, asyncio.TaskGroup() as group:
-        lanes = [
-            group.create_task(jobs.lane(client, name, rows, training, -(-training.steps * (number + 1) // LANES)))
-            for number, name in enumerate(scenario.adapter_names[:LANES])
+        tasks = [
+            group.create_task(jobs.train_on(client, name, rows, training, -(-training.steps * (number + 1) // JOBS)))
+            for number, name in enumerate(scenario.adapter_names[:JOBS])
         ]
         await jobs.ready()
         yield jobs
-        for lane in lanes:
-            lane.cancel()
+        for task in tasks:
+            task.cancel()

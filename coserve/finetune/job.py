@@ -76,7 +76,7 @@ class TrainingJob:
 
     def memory_message(self, error: Exception) -> str:
         """For the user, of an error that says that memory ran out."""
-        numbers, tokens = memory_numbers(error, self._device), self.loop.tokens_under_way
+        numbers, tokens = memory_numbers(error, self._device), self.loop.tokens_in_progress
         what = f"one row of {tokens} tokens, each layer computed again" if tokens else "the update of the weights"
         return f"not enough memory for {what} ({numbers}); try a smaller rank or max_length"
 

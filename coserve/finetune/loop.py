@@ -100,8 +100,8 @@ class TrainingLoop:
         self._validation_rows = plan.validation()
         self._limits = MemoryLimits(plan.lengths, len(optimizer.trainable))
         self._planned_for_compiled = False
-        """The micro-batches of the step under way are."""
-        self._under_way: tuple[int, ...] | None = None
+        """The micro-batches of the step in progress are."""
+        self._rows_in_progress: tuple[int, ...] | None = None
         """Rows of the micro-batch that is being computed; None: between two steps, and in the optimizer's update."""
         self._next: tuple[int, ...] | None = None
         """Rows of the next micro-batch, while suspended between two of one optimizer step."""
@@ -123,18 +123,18 @@ class TrainingLoop:
         Returns what changes, for the user; None: it cannot go on. An update of the weights that failed is never
         repeated: it may have changed some of them.
         """
-        return None if self._under_way is None else self._limits.lower(self._under_way)
+        return None if self._rows_in_progress is None else self._limits.lower(self._rows_in_progress)
 
     @property
     def position(self) -> int:
         """A digest of how far the job is: its finished steps and evaluations, and the micro-batch that is being computed."""
         done = (self.progress.step, self.progress.pending is None)
-        return crc32(repr((done, self._under_way)).encode())
+        return crc32(repr((done, self._rows_in_progress)).encode())
 
     @property
-    def tokens_under_way(self) -> int:
+    def tokens_in_progress(self) -> int:
         """Tokens of the micro-batch that is being computed."""
-        return self._limits.size(self._under_way or ())
+        return self._limits.size(self._rows_in_progress or ())
 
     @property
     def next_rows(self) -> tuple[int, ...] | None:
@@ -197,7 +197,7 @@ class TrainingLoop:
         with disk_errors():
             failpoint("finetune.mid_step")
         rate = learning_rate(self.spec.training, step, self.plan.total_steps)
-        self._under_way = None
+        self._rows_in_progress = None
         self.optimizer.update(norm, rate)
         seconds = self._timer.seconds()
         metrics = StepMetrics(
@@ -256,7 +256,7 @@ class TrainingLoop:
             summed += yield from self._computed(indices, None)
             targets += self._targets(indices)
             denominator += self._denominator(indices)
-        self._under_way = None
+        self._rows_in_progress = None
         sums = yield from self._read(summed)
         means = _means(sums, denominator, targets)
         self._check_finite(means[0], "validation loss")
@@ -308,7 +308,7 @@ class TrainingLoop:
         p, alpha = self.spec.lora.dropout, self.spec.training.neftune_alpha
         seed = (self.spec.training.seed << 96) | (place or 0)
         learns = place is not None
-        self._under_way = rows
+        self._rows_in_progress = rows
         sums = yield MicroBatch(
             self._corpus,
             rows,

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from coserve.gpu_memory import MemoryModel
 from coserve.link import JobNote, JobWaiting, StartJob, ToEngine
-from tests.api.test_openapi_and_metrics import scrape
-from tests.support.api_server import Api, serve_api
+from tests.support.api_server import Api, scrape, serve_api
 from tests.support.fake_engine import FakeEngine
 from tests.support.gpu_memory import COSTS, MIB, USE
 

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coserve.link import STALL_BUCKETS, Generate, StallCounts
 from coserve.types import MicroStep
-from tests.support.api_server import Api, serve_api
+from tests.support.api_server import Api, scrape, serve_api
 
 
 def references(node: Any) -> set[str]:
@@ -87,18 +87,6 @@ BODIES = {
         "/detokenize",
     )
 }
-
-
-async def scrape(api: Api) -> dict[str, float]:
-    """Every sample: its name with its labels."""
-    async with api.http.get("/metrics") as response:
-        assert response.status == 200
-        families = text_string_to_metric_families(await response.text())
-    return {
-        "".join([sample.name, *(f",{key}={value}" for key, value in sorted(sample.labels.items()))]): sample.value
-        for family in families
-        for sample in family.samples
-    }
 
 
 async def test_metrics_count_requests_and_jobs(api: Api) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -31,26 +30,11 @@ from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.types import LoraSettings, TrainingSettings
 from tests.support.examples import sample
-from tests.support.finetuning import random_corpus, tiny_base
+from tests.support.finetuning import CPU, SETTINGS, random_corpus, started, tiny_base
 from tests.support.lora_backends import GROUPED, SEGMENTED
 from tests.support.tiny_models import tiny_model
 
-SETTINGS = LoraSettings(r=4, alpha=8)
-CPU = torch.device("cpu")
 CORPUS = random_corpus()
-
-
-def started(
-    base: Base, settings: LoraSettings = SETTINGS, training: TrainingSettings | None = None
-) -> AdapterOptimizer:
-    """An adapter whose B is not zero, so that A has gradients too."""
-    weights = new_adapter(settings, base.spec, seed=3, dtype=torch.float32, device="cpu")
-    generator = torch.Generator().manual_seed(5)
-    sites = {
-        site: replace(pair, b_OR=torch.randn(pair.b_OR.shape, generator=generator) * 0.1)
-        for site, pair in weights.sites.items()
-    }
-    return AdapterOptimizer(LoraWeights(settings, sites), base.spec, training or TrainingSettings(), base.dtype)
 
 
 def batch(

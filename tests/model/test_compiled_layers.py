@@ -25,10 +25,11 @@ from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.kinds import kind_of
 from coserve.model.training.trace import Compile, CompiledLayer, inductor, interpreted, trace_layer
-from tests.finetune.test_step import CORPUS, CPU, started
-from tests.support.finetuning import Bench, job_spec, random_corpus, tiny_base
+from tests.support.finetuning import CPU, Bench, job_spec, random_corpus, started, tiny_base
 from tests.support.gpu_memory import COSTS
 from tests.support.lora_backends import GROUPED, SEGMENTED
+
+CORPUS = random_corpus()
 
 
 class Counted:

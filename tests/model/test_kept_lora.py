@@ -10,10 +10,11 @@ from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.lora.segments import Segments
 from coserve.model.lora import KeptLora, LoraBatch
 from coserve.types import LoraSettings
-from tests.finetune.test_step import CORPUS, CPU, started
 from tests.support.examples import sample
-from tests.support.finetuning import tiny_base
+from tests.support.finetuning import CPU, random_corpus, started, tiny_base
 from tests.support.lora_backends import SEGMENTED
+
+CORPUS = random_corpus()
 
 
 def sums_after_a_change(kept: KeptLora | None, rank: int) -> list[torch.Tensor]:

@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
+from prometheus_client.parser import text_string_to_metric_families
 
 from coserve.api.app import ROUTES, make_app, make_runner
 from coserve.api.generation.in_flight import MAX_PROMPT_SCORES
@@ -206,3 +207,15 @@ def add_adapter(api: Api, name: str, version: int = 1, *, fingerprint: str = "")
     )
     with closing(Registry(api.folder.database)) as registry:
         import_adapter(registry, record)
+
+
+async def scrape(api: Api) -> dict[str, float]:
+    """Every sample: its name with its labels."""
+    async with api.http.get("/metrics") as response:
+        assert response.status == 200
+        families = text_string_to_metric_families(await response.text())
+    return {
+        "".join([sample.name, *(f",{key}={value}" for key, value in sorted(sample.labels.items()))]): sample.value
+        for family in families
+        for sample in family.samples
+    }

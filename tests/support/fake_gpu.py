@@ -46,7 +46,7 @@ class OverlappedGenerator(FakeGenerator):
         """`host`: seconds that the launch of a step takes."""
         super().__init__(Meter(), FREE, step_tokens, rng, 0.0)
         self._seconds, self._host = seconds, host
-        self._flying: list[tuple[Callable[[], None], list[Tokens | RequestFailed], StepShape]] = []
+        self._launched_steps: list[tuple[Callable[[], None], list[Tokens | RequestFailed], StepShape]] = []
         self._free_at = 0.0
         self._collected: StepShape | None = None
         self._prefill = 0
@@ -54,7 +54,7 @@ class OverlappedGenerator(FakeGenerator):
 
     @property
     def in_flight(self) -> bool:  # type: ignore[override]
-        return bool(self._flying)
+        return bool(self._launched_steps)
 
     def launched_prefill(self) -> int:
         return self._prefill
@@ -72,19 +72,19 @@ class OverlappedGenerator(FakeGenerator):
             results = super().step()
             shape = super().computed()
             assert shape is not None
-            shape = shape._replace(alone=int(not self._flying))
+            shape = shape._replace(alone=int(not self._launched_steps))
             self._prefill = shape.prefill
             launched = self.compute(self._seconds(shape)), results, shape
         found = self.collect()
         if launched is not None:
-            self._flying.append(launched)
+            self._launched_steps.append(launched)
         return found
 
     def collect(self) -> list[Tokens | RequestFailed]:
-        if not self._flying:
+        if not self._launched_steps:
             return []
-        ((wait, results, self._collected),) = self._flying
-        self._flying = []
+        ((wait, results, self._collected),) = self._launched_steps
+        self._launched_steps = []
         wait()
         return results
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 import numpy as np
+import torch
 from torch import Tensor
 
 from coserve.adapter_store.files import load_adapter
@@ -19,6 +21,7 @@ from coserve.cancellation import Cancellation
 from coserve.corpus.batch_plan import MAX_ROWS_ON_TICK
 from coserve.corpus.tokenized import Corpus
 from coserve.errors import CapacityError, CoserveError
+from coserve.finetune.init import new_adapter
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.outcome import SliceGuard
@@ -37,6 +40,8 @@ from tests.support.lora_backends import GROUPED
 from tests.support.tiny_models import VOCAB, tiny_model
 
 T = TypeVar("T")
+CPU = torch.device("cpu")
+SETTINGS = LoraSettings(r=4, alpha=8)
 
 
 def tiny_base(family: str) -> Base:
@@ -95,6 +100,19 @@ def job_spec(corpus: Corpus, id: str = "job-1", **changes: object) -> JobSpec:
         target_tokens=corpus.target_tokens,
     )
     return msgspec.structs.replace(spec, **own)
+
+
+def started(
+    base: Base, settings: LoraSettings = SETTINGS, training: TrainingSettings | None = None
+) -> AdapterOptimizer:
+    """An adapter whose B is not zero, so that A has gradients too."""
+    weights = new_adapter(settings, base.spec, seed=3, dtype=torch.float32, device="cpu")
+    generator = torch.Generator().manual_seed(5)
+    sites = {
+        site: replace(pair, b_OR=torch.randn(pair.b_OR.shape, generator=generator) * 0.1)
+        for site, pair in weights.sites.items()
+    }
+    return AdapterOptimizer(LoraWeights(settings, sites), base.spec, training or TrainingSettings(), base.dtype)
 
 
 def gradient_sums(optimizer: AdapterOptimizer) -> dict[str, Tensor]:

@@ -1,4 +1,5 @@
-"""Tests use what is public: they neither read nor set private names of the package, and patch none of its constants."""
+"""Tests use what is public: they neither read nor set private names of the package, and patch none of its constants. What they share is in
+`tests/support`."""
 
 from __future__ import annotations
 
@@ -90,6 +91,12 @@ FILES = sorted((ROOT / "tests").rglob("*.py"))
 
 def test_tests_use_what_is_public() -> None:
     wrong = [f"{path.relative_to(ROOT)}:{line}" for path in FILES for line in offences(path.read_text())]
+    assert not wrong
+
+
+def test_what_tests_share_is_in_support() -> None:
+    shared = re.compile(r"^ *(?:from|import) tests\.(?!support\b).*", re.MULTILINE)
+    wrong = {str(path.relative_to(ROOT)): found for path in FILES if (found := shared.findall(path.read_text()))}
     assert not wrong
 
 
