@@ -48,15 +48,19 @@ class HelperProcess:
         """`setup`: the tokenizer's state. Raises `ConnectionError` if it dies, `TimeoutError` if it does not read."""
         ours, theirs = socket.socketpair()
         with theirs:
-            process = await start_child(
-                "coserve.offload.main",
-                theirs,
-                log.level,
-                log.format,
-                stdin=asyncio.subprocess.DEVNULL,
-                environment=ONE_THREAD,
-            )
-        reader, writer = await asyncio.open_connection(sock=ours, limit=CHUNK)
+            reader, writer = await asyncio.open_connection(sock=ours, limit=CHUNK)
+            try:
+                process = await start_child(
+                    "coserve.offload.main",
+                    theirs,
+                    log.level,
+                    log.format,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    environment=ONE_THREAD,
+                )
+            except BaseException:
+                writer.close()
+                raise
         helper = cls(process, reader, writer)
         try:
             async with asyncio.timeout(silence):

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
@@ -16,7 +17,8 @@ import pytest
 
 from coserve.api.http import bodies
 from coserve.errors import HelperLost, InternalError, InvalidRequest, MalformedRow
-from coserve.offload.pool import MAX_MEMORY, HelperPool
+from coserve.logs.setup import LogSettings
+from coserve.offload.pool import MAX_MEMORY, HelperPool, HelperProcess
 from coserve.state import failpoints
 from tests.support import tasks
 from tests.support.api_server import serve_api, tokenizer
@@ -229,3 +231,15 @@ def children() -> set[int]:
     for task in Path("/proc/self/task").iterdir():
         found |= set(map(int, (task / "children").read_text().split()))
     return found
+
+
+async def test_a_call_that_is_cancelled_while_its_process_starts_leaves_none() -> None:
+    before = children()
+    for turns in range(16):
+        starting = asyncio.create_task(HelperProcess.start(b"", LogSettings(), 60.0))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        starting.cancel()
+        with suppress(asyncio.CancelledError):
+            await (await starting).end()
+        await until(lambda: children() == before)
