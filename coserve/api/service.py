@@ -21,6 +21,7 @@ from coserve.api.jobs.manager import JobManager
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.api.jobs.sampling import JobSampler
 from coserve.api.metrics.prometheus import Metrics
+from coserve.api.stopping import Stopping
 from coserve.config import Config
 from coserve.errors import EngineUnavailable
 from coserve.health import BaseInfo, EngineRanks, Health
@@ -84,7 +85,10 @@ class Service:
             config, self.engine, registry, tokenizer, self.texts, self.metrics, max_prompt_scores=max_prompt_scores
         )
         self._sampler = JobSampler(registry, self.engine, self.generation, self.recorder.deliver)
-        self.jobs = JobManager(config, folder, registry, tokenizer, self._preparers, self.engine, self.recorder)
+        self.stopping = Stopping()
+        self.jobs = JobManager(
+            config, folder, registry, tokenizer, self._preparers, self.engine, self.recorder, self.stopping
+        )
         self.adapters = AdapterCatalog(config, folder, registry, self._preparers, self.engine, self.generation.in_use)
         converters = HelperPool(tokenizer.state, 1, LogSettings.of(config), max_memory=0)
         self.conversions = Conversions(folder, registry, converters, self.engine, self.adapters, self.jobs.submit)
@@ -142,10 +146,12 @@ class Service:
         self.engine.failed(note, started=started)
 
     def stop(self) -> None:
-        """The daemon stops: requests in flight and new ones fail with `EngineUnavailable`, event streams end."""
+        """The daemon stops: requests in flight and new ones fail with `EngineUnavailable`, event streams end. So do uploads and
+        corpora that are not accepted as jobs yet."""
         stopping = EngineUnavailable("the daemon is stopping; try again later")
         self.generation.stop(stopping)
         self.jobs.views.stop(stopping)
+        self.stopping.stop(stopping)
 
     async def close(self) -> None:
         """Write every message that the engine sent; requests in flight fail with `EngineUnavailable`."""

@@ -23,6 +23,7 @@ from coserve.api.jobs.recorder import JobRecorder
 from coserve.api.jobs.request_digests import KEY, check_same_request, request_digests
 from coserve.api.jobs.submission import Submission
 from coserve.api.jobs.views import JobViews
+from coserve.api.stopping import Stopping
 from coserve.config import Config
 from coserve.corpus.staging import PendingCorpus
 from coserve.errors import EngineCrashed, EngineUnavailable, InvalidRequest, QueueFull, WrongJobState
@@ -60,6 +61,7 @@ class JobManager:
         helpers: HelperPool,
         engine: EngineClient,
         recorder: JobRecorder,
+        stopping: Stopping,
         *,
         answer_timeout: float = 30.0,
         clock: Callable[[], float] = time.time,
@@ -80,6 +82,7 @@ class JobManager:
         self._changes = asyncio.Lock()
         """Held while the registry and what was sent to the engine must agree."""
         self._commits, self._keys = Commits(), IdempotencyKeys(KEY_PATIENCE)
+        self._stopping = stopping
 
     # ---- engines
 
@@ -188,7 +191,7 @@ class JobManager:
         and waits for the request that makes it. `show` is told how far a large corpus is.
 
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `ForbiddenPath`, `QueueFull`,
-        `StorageFull`, `JobTooLarge`, `IdempotencyMismatch` (another request had the key), `EngineUnavailable` (no engine has started yet).
+        `StorageFull`, `JobTooLarge`, `IdempotencyMismatch` (another request had the key), `EngineUnavailable` (no engine has started yet, or the daemon stops).
         """
         spec = self._engine.spec
         if key is not None and not (1 <= len(key) <= 128 and key.isascii() and key.isprintable()):
@@ -198,7 +201,8 @@ class JobManager:
             made = None if key is None else await self._registry(lambda registry: registry.job_with_key(key))
             if made is None:
                 await self._registry(self._check_max_jobs)
-                record, corpus = await self._submission.prepare(request, upload, spec, self._engine.memory, show)
+                async with self._stopping.interrupts():
+                    record, corpus = await self._submission.prepare(request, upload, spec, self._engine.memory, show)
                 record = msgspec.structs.replace(record, request_digests=digests)
                 # The job exists even if the client leaves now.
                 made = await self._commits.run(self._accept(request, record, corpus, key))
