@@ -185,7 +185,7 @@ class RankGroup:
                 rank.watched.looks = 0
                 match report:
                     case Heartbeat():
-                        rank.watched.heard(report)
+                        rank.watched.received(report)
                     case RankReady():
                         rank.watched.ready = True
                     case RankRefused(code=code, message=message):

@@ -35,7 +35,7 @@ class WatchedRank:
         """Whether the others may wait for it, as it loads or compiles code."""
         return self.without_loads * HEARTBEAT < LOADING
 
-    def heard(self, heartbeat: Heartbeat) -> None:
+    def received(self, heartbeat: Heartbeat) -> None:
         self.done, self.begun, self.late = heartbeat.done, heartbeat.begun, heartbeat.late
         self.without_loads = 0 if heartbeat.loads else self.without_loads + 1
 

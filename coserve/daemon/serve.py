@@ -126,11 +126,11 @@ async def serve(config: Config, *, report: Callable[[int, Status, Warming | None
             running = opening.result()
             port, engine, supervising = running.port, running.engine, running.supervising
 
-            def tell() -> None:
+            def report_status() -> None:
                 report(port, engine.status, engine.warming)
 
-            with engine.watched(tell):
-                tell()
+            with engine.watched(report_status):
+                report_status()
                 attached = asyncio.create_task(running.supervisor.attached.wait())
                 await asyncio.wait({stopping, supervising, attached}, return_when=asyncio.FIRST_COMPLETED)
                 if attached.done():

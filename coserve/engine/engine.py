@@ -291,7 +291,7 @@ class Engine:
             self._flight.step(began, seconds, between=decision.between) as self._step,
         ):
             results = self._generator.step()
-        self._tell_started()
+        self._report_started()
         failpoint("generate.mid_stream")
         self._running.computed(self._generator.launched_prefill())
         await self._accept(results, began, collected or self._step)
@@ -340,7 +340,7 @@ class Engine:
         code, message = failure_text(error)
         self._link.send(RequestFailed(id=request.id, code=code, message=message))
 
-    def _tell_started(self) -> None:
+    def _report_started(self) -> None:
         for id in self._generator.started():
             if self._running.start(id):
                 self._link.send(Admitted(id=id))

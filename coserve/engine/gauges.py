@@ -49,7 +49,7 @@ class Reports:
         if now < self._due and not force:
             return
         self._due = now + STATS_INTERVAL
-        self._tell_warming()
+        self._report_warming()
         started, backlog = self._running.started, self._link.backlog
         if backlog >= LOGGED_BACKLOG:
             self._unread.warn(f": {backlog >> 20} MiB wait")
@@ -57,7 +57,7 @@ class Reports:
         seconds = (self.serve_seconds, self.train_seconds)
         self._link.send(engine_stats(*self._parts, now, (waiting, started), seconds, self._memory, backlog))
 
-    def _tell_warming(self) -> None:
+    def _report_warming(self) -> None:
         last = self._warming
         if self._upgrade is not None and (last is None or last.done < last.total):
             self._warming = self._upgrade.progress()

@@ -29,8 +29,8 @@ from coserve.engine.ranks.commands import BuildEngine, MeasurePool
 from coserve.engine.ranks.executor import RankedExecutor
 from coserve.engine.ranks.followers import Answers, Followers
 from coserve.engine.ranks.own_rank import OwnRank
-from coserve.engine.ranks.serve import load_ranked_base, told
-from coserve.engine.ranks.trainer import RankedTrainer, tell_gathering
+from coserve.engine.ranks.serve import load_ranked_base, watched
+from coserve.engine.ranks.trainer import RankedTrainer, announce_gathering
 from coserve.engine.spatial.training_stream import TrainingStream, make_training_stream, prepare_environment
 from coserve.engine.starting import EndedAtStart, until_shutdown
 from coserve.engine.warming.client import WarmUpClient
@@ -42,7 +42,7 @@ from coserve.engine.warming.upgrade import (
     Upgrade,
     compile_layers,
     preload_nothing,
-    tell_progress,
+    report_progress,
     training_note,
 )
 from coserve.errors import StartupError, UnsupportedBase
@@ -114,7 +114,7 @@ def build_engine(
         stream = None if training is None else training.enter
         trainer = parts.make_trainer(store, own_stream=stream, compiled=training_layers)
     else:
-        local = parts.make_trainer(store, gathering=partial(tell_gathering, followers), board=board)
+        local = parts.make_trainer(store, gathering=partial(announce_gathering, followers), board=board)
         trainer = RankedTrainer(local, followers, parts.folder)
     if built is not None:
         built.wait()
@@ -242,11 +242,11 @@ async def _start(
     warm = None if given.warm_up is None else await _connect(given.warm_up)
     if warm is None:
         return await _load(given, link, None, followers)
-    telling = asyncio.create_task(tell_progress(link, warm))
+    reporting = asyncio.create_task(report_progress(link, warm))
     try:
         return await _load(given, link, warm, followers)
     finally:
-        telling.cancel()
+        reporting.cancel()
 
 
 async def _load(
@@ -350,7 +350,7 @@ def serve(config: Config, fd: int, warm_up: StartedWarmUp | None, rank: OwnRank 
         rank.monitor.progress.watch_kernels(lambda: compilations.loads)
         rank.monitor.progress.watch_compiler(watch_layers())
     work = _run(_Given(config, warm_up, rank, compilations), fd)
-    run_to_exit(work if rank is None else told(work, rank.monitor))
+    run_to_exit(work if rank is None else watched(work, rank.monitor))
 
 
 def run_to_exit(work: Coroutine[None, None, None]) -> None:

@@ -50,7 +50,7 @@ class TrackerFeed:
         self._jobs: set[str] = set()
         """Jobs with something new."""
         self._trouble: str | None = None
-        self._told: dict[str, Cursor] = {}
+        self._sent: dict[str, Cursor] = {}
         """Of the jobs that this process has told of; the files may be older."""
         self._running: asyncio.Task[None] | None = None
         self._telling: asyncio.Task[bool] | None = None
@@ -115,9 +115,9 @@ class TrackerFeed:
         problem = None
         for job in sorted(jobs):
             try:
-                await self._tell(job)
+                await self._send(job)
             except JobNotFound:
-                self._told.pop(job, None)
+                self._sent.pop(job, None)
                 with contextlib.suppress(OSError):  # the next start tries again
                     await asyncio.to_thread(self._cursors.remove, job)
             except CoserveError as error:
@@ -136,26 +136,26 @@ class TrackerFeed:
             log.info("tracker %s works again", self._tracker)
         self._trouble = problem
 
-    async def _tell(self, job: str) -> None:
-        if job not in self._told:
+    async def _send(self, job: str) -> None:
+        if job not in self._sent:
             with _file_errors():
-                self._told[job] = await asyncio.to_thread(self._cursors.read, job)
+                self._sent[job] = await asyncio.to_thread(self._cursors.read, job)
         while True:
-            cursor = self._told[job]
+            cursor = self._sent[job]
             record, events = await self._registry(_reader(job, cursor.seq))
             if not events:
                 return
             points, texts, ended = points_of(events, cursor.step), texts_of(events), end_of(events)
             if points or texts or ended is not None:
-                told = Track(self._tracker, str(self._folder), run_of(record), cursor.step, points, texts, ended)
-                await self._helpers.run(track, told)
-            self._told[job] = Cursor(events[-1].seq, points[-1].step if points else cursor.step)
+                task = Track(self._tracker, str(self._folder), run_of(record), cursor.step, points, texts, ended)
+                await self._helpers.run(track, task)
+            self._sent[job] = Cursor(events[-1].seq, points[-1].step if points else cursor.step)
             with _file_errors():
                 if ended is not None:
                     await asyncio.to_thread(self._cursors.remove, job)
-                    del self._told[job]
+                    del self._sent[job]
                     return
-                await asyncio.to_thread(self._cursors.write, job, self._told[job])
+                await asyncio.to_thread(self._cursors.write, job, self._sent[job])
 
 
 @contextlib.contextmanager

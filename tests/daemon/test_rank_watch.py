@@ -34,7 +34,7 @@ class Watched:
         """After `HEARTBEAT` seconds: the loss."""
         for number, (rank, progress) in enumerate(zip(self.ranks, self.progress, strict=True)):
             if number not in silent:
-                rank.heard(progress.heartbeat())
+                rank.received(progress.heartbeat())
                 rank.looks = 0
             rank.look()
         found = find_loss(self.ranks)

@@ -13,7 +13,7 @@ import pytest
 from coserve.api.engine_client import EngineClient
 from coserve.engine.starting import EndedAtStart, until_shutdown
 from coserve.engine.warming.client import WarmUpClient
-from coserve.engine.warming.upgrade import CAPTURING, LOADING, tell_progress
+from coserve.engine.warming.upgrade import CAPTURING, LOADING, report_progress
 from coserve.errors import UnsupportedBase
 from coserve.link import EngineWarming, FromEngine, LocalLink, Shutdown, ToEngine, local_pair
 from coserve.warmup.messages import Progress, WarmUpTask
@@ -47,7 +47,7 @@ async def test_the_progress_of_kernels_that_it_waits_for_is_told(tmp_path: Path)
     api, own = local_pair()
     ours, theirs = socket.socketpair()
     warm, client = WarmUpClient(WarmUpTask("{}", str(tmp_path), {}, "shape", 1)), EngineClient()
-    telling = asyncio.create_task(tell_progress(own, warm))
+    telling = asyncio.create_task(report_progress(own, warm))
     assert (client.status, client.warming) == ("starting", None)
     with theirs:
         await warm.listen(ours)

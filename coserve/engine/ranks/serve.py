@@ -138,7 +138,7 @@ def _use(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-async def told(work: Coroutine[None, None, None], monitor: Monitor) -> None:
+async def watched(work: Coroutine[None, None, None], monitor: Monitor) -> None:
     """Run rank 0; tell the daemon why it ended, which ends this process. Raises what `work` raises, should it not do so."""
     try:
         await work

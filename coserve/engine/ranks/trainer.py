@@ -198,7 +198,7 @@ class RankedTrainer:
         raise AssertionError(job)
 
 
-def tell_gathering(followers: Followers, job: str) -> None:
+def announce_gathering(followers: Followers, job: str) -> None:
     """Rank 0 is about to gather a job's state: see `Trainer`."""
     followers.send(GatherJob(job))
 

@@ -77,7 +77,7 @@ class WarmUpClient:
         self._task, self._timeout = task, timeout
         self._progress = Progress(0, sum(part.weight for part in all_parts()), [])
         self._died = False
-        self._progressed, self._heard = asyncio.Event(), asyncio.Event()
+        self._progressed, self._received = asyncio.Event(), asyncio.Event()
         self._changed: Callable[[], None] = lambda: None
         self._reader: asyncio.Task[None] | None = None
 
@@ -127,7 +127,7 @@ class WarmUpClient:
 
     async def checked(self) -> None:
         """Returns once it is known what the caches hold."""
-        await self._heard.wait()
+        await self._received.wait()
 
     async def wait_until_ended(self) -> None:
         """Returns once the process compiles nothing more."""
@@ -202,6 +202,6 @@ class WarmUpClient:
             return b""
 
     def _publish(self) -> None:
-        self._heard.set()
+        self._received.set()
         self._progressed.set()
         self._changed()

@@ -42,7 +42,7 @@ LOADING, CAPTURING = 10, 40
 """Units of progress for loading the compiled layers and for capturing graphs, as `warmup.parts.Part.weight`."""
 
 
-async def tell_progress(link: Link[FromEngine, ToEngine], warm: WarmUpClient) -> None:
+async def report_progress(link: Link[FromEngine, ToEngine], warm: WarmUpClient) -> None:
     """Send the progress of a warm-up that the engine waits for before it is ready. Runs until cancelled."""
     began = time.monotonic()
     while True:

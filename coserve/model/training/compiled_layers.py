@@ -134,19 +134,19 @@ class CompiledLayers:
             return None
         tokens, given = inputs.h_1TD.shape[1], [_Arguments.of(call) for call in inputs.calls]
         if not all(one.fits(tokens) for one in self._compiled.values()):
-            self._tell(
+            self._note(
                 f"batches of {tokens} tokens run operation by operation: the compiled layers are for other sizes"
             )
             return None
         if any(own.frame != traced for own, traced in zip(given, self._frames, strict=True)):
-            self._tell(
+            self._note(
                 "layers run operation by operation: the model gives them other arguments than when they were compiled"
             )
             return None
         tensors = {i: [*own.tensors, *self._own[i]] for i, own in enumerate(given)}
         return CompiledPass(self._layers, tensors, RunningPass(inputs.attention, lora, self._groups))
 
-    def _tell(self, note: str) -> None:
+    def _note(self, note: str) -> None:
         if not self.notes:
             log.warning("training: %s", note)
         self.notes, self.costs = (f"training: {note}",), None
