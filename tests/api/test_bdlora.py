@@ -183,6 +183,20 @@ async def test_a_conversion_ends_with_its_client(api: Api) -> None:
     assert (await api.call("POST", "/adapters/poet/convert", json={"bd_blocks": 2}))[0] == 201
 
 
+async def test_a_conversion_whose_source_is_deleted_finds_no_adapter(api: Api) -> None:
+    assert api.config.data_root is not None
+    write_peft(api.config.data_root / "poet", api.base, rank=4)
+    await api.call("POST", "/adapters", json={"name": "poet", "path": "poet"})
+    call = asyncio.create_task(api.call("POST", "/adapters/poet/convert", json={"bd_blocks": 2}))
+    async with asyncio.timeout(60):
+        while not list(api.folder.staging.iterdir()):  # noqa: ASYNC110 - files send no event
+            await asyncio.sleep(0.001)
+        assert (await api.call("DELETE", "/adapters/poet"))[0] == 200  # while its process starts
+        status, answer = await call
+    assert (status, answer["error"]["code"]) == (404, "adapter_not_found"), answer
+    assert api.folder.adapter_refs() == []
+
+
 async def test_a_teacher_that_is_not_there_is_refused(api: Api) -> None:
     body = {"adapter": "a", "data": [{"text": "a b"}], "teacher": "nobody"}
     status, answer = await api.call("POST", "/finetune", json=body)

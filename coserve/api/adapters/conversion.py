@@ -15,7 +15,7 @@ from coserve.adapters.conversion import ConversionOptions, ConversionReport, con
 from coserve.api.adapters.catalog import AdapterCatalog, refuse_base_name
 from coserve.api.adapters.lookup import find_adapter
 from coserve.api.engine_client import EngineClient
-from coserve.errors import InvalidRequest
+from coserve.errors import AdapterError, InvalidRequest, StorageError
 from coserve.names import NAME_RULE, is_name
 from coserve.offload.pool import HelperPool
 from coserve.offload.protocol import TaskContext
@@ -77,6 +77,9 @@ class Conversions:
             arguments = ConvertArguments(source, str(staging), spec, options, record.digests)
             report = msgspec.msgpack.decode(await self._helpers.run(convert, arguments), type=ConversionReport)
             adapter = await self._catalog.install(staging, new, spec, origin=f"convert:{record.ref}")
+        except (AdapterError, StorageError):
+            await find_adapter(self._registry, name, record.ref.version, spec, field="adapter")  # deleted meanwhile
+            raise
         finally:
             await uncancelled_thread(shutil.rmtree, staging, ignore_errors=True)
         return ConvertedAdapter(
