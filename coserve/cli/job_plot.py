@@ -1,18 +1,20 @@
-"""`coserve jobs plot`: loss, token accuracy, learning rate and tokens per second of a job, as a figure."""
+"""`coserve jobs plot`: loss, token accuracy (of a DPO job: rewards), learning rate and tokens per second of a job, as a figure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coserve.schemas import Job, JobEvent
-from coserve.step_metrics import StepMetrics
+from coserve.step_metrics import Rewards, StepMetrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INK = {"loss": "#2a6f97", "validation": "#bc4b51", "rate": "#e9a23b", "speed": "#2a9d8f"}
+Values = tuple[int, float | None, float | None]
+"""Step, of training, of validation."""
 
 
 def collect_steps(job: Job, events: Iterable[JobEvent]) -> list[StepMetrics]:
@@ -32,21 +34,21 @@ def collect_steps(job: Job, events: Iterable[JobEvent]) -> list[StepMetrics]:
 
 
 def save_plot(path: Path, job: Job, steps: Sequence[StepMetrics]) -> None:
-    """Panels over the optimizer steps; that of token accuracy is left out if no step has one. `path` says the format by its suffix."""
+    """Panels over the optimizer steps. `path` says the format by its suffix."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    counted = any(step.token_accuracy is not None for step in steps)
-    heights = (2, 1, 1, 1) if counted else (2, 1, 1)
+    learned = learned_curves(steps)
+    heights = (2, *(1 for _ in learned), 1, 1)
     figure = Figure(figsize=(8, 1.5 + 1.5 * sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
     panels: list[Axes] = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
     loss, rate, speed = panels[0], panels[-2], panels[-1]
     marker = "." if len(steps) == 1 else ""
     _curves(loss, [(step.step, step.loss, step.valid_loss) for step in steps], marker)
-    if counted:
-        _curves(panels[1], [(step.step, step.token_accuracy, step.valid_token_accuracy) for step in steps], marker)
-        panels[1].set(ylabel="token accuracy", ylim=(0, 1))
+    for panel, (label, values) in zip(panels[1:], learned.items(), strict=False):
+        _curves(panel, values, marker)
+        panel.set(ylabel=label, **({"ylim": (0, 1.02)} if "accuracy" in label else {}))
     numbers = [step.step for step in steps]
     rate.plot(numbers, [step.learning_rate for step in steps], color=INK["rate"], marker=marker)
     timed = [step for step in steps if step.seconds > 0]
@@ -65,8 +67,24 @@ def save_plot(path: Path, job: Job, steps: Sequence[StepMetrics]) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _curves(panel: Axes, values: Sequence[tuple[int, float | None, float | None]], marker: str) -> None:
-    """`values`: step, of training, of validation."""
+def learned_curves(steps: Sequence[StepMetrics]) -> dict[str, list[Values]]:
+    """By label: a DPO job's rewards, another job's token accuracy; nothing that no step has."""
+    if any(step.rewards is not None for step in steps):
+
+        def of_pairs(value: Callable[[Rewards], float]) -> list[Values]:
+            both = [(step.step, step.rewards, step.valid_rewards) for step in steps]
+            return [(n, None if own is None else value(own), None if v is None else value(v)) for n, own, v in both]
+
+        return {
+            "reward margin": of_pairs(lambda rewards: rewards.margin),
+            "reward accuracy": of_pairs(lambda rewards: rewards.accuracy),
+        }
+    if any(step.token_accuracy is not None for step in steps):
+        return {"token accuracy": [(step.step, step.token_accuracy, step.valid_token_accuracy) for step in steps]}
+    return {}
+
+
+def _curves(panel: Axes, values: Sequence[Values], marker: str) -> None:
     training = [(step, value) for step, value, _ in values if value is not None]
     panel.plot(*zip(*training, strict=True), color=INK["loss"], marker=marker, label="training")
     if measured := [(step, value) for step, _, value in values if value is not None]:

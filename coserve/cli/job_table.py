@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from coserve.client.options import cut_warning
-from coserve.client.progress import clock
+from coserve.client.progress import clock, learned_texts
 from coserve.schemas import Job, Preparing
 
 HEADERS = ("ID", "ADAPTER", "STATE", "STEP", "LOSS", "ACCURACY", "AGE", "LEFT", "NOTE")
@@ -48,17 +48,19 @@ def _cells(job: Job, now: float) -> tuple[str, ...]:
 
 
 def _accuracy(job: Job) -> str:
-    """Of the last step's target tokens; empty: not known."""
-    known = None if job.metrics is None else job.metrics.token_accuracy
+    """Of the last step's target tokens or, of a DPO job, pairs; empty: not known."""
+    if job.metrics is None:
+        return ""
+    known = job.metrics.token_accuracy if job.metrics.rewards is None else job.metrics.rewards.accuracy
     return "" if known is None else f"{known:.1%}"
 
 
 def job_line(job: Job) -> str:
     """One job on its own."""
     loss = "" if job.loss is None else f"  loss {job.loss:.3f}"
-    if job.metrics is not None and job.metrics.perplexity is not None:
-        loss += f"  perplexity {job.metrics.perplexity:.4g}"
-    loss += f"  accuracy {accuracy}" if (accuracy := _accuracy(job)) else ""
+    if job.metrics is not None:
+        loss += "" if job.metrics.perplexity is None else f"  perplexity {job.metrics.perplexity:.4g}"
+        loss += "".join(f"  {text}" for text in learned_texts(job.metrics))
     error = "" if job.error is None else f"  {job.error.code}: {job.error.message}"
     waiting = "" if job.waiting is None else f"  {job.waiting}"
     return (

@@ -270,7 +270,7 @@ def plot_job(
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
-    """Draw a job's loss, token accuracy, learning rate and tokens per second in a PNG file."""
+    """Draw a job's loss, token accuracy (DPO: rewards), learning rate and tokens per second in a PNG file."""
     path = Path(f"{id}.png") if out is None else out
     with usage_errors():
         if not path.absolute().parent.is_dir():

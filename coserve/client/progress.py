@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from coserve.schemas import Job, JobEvent, Sample
+from coserve.step_metrics import StepMetrics
 
 
 class ProgressDisplay(Protocol):
@@ -43,7 +44,7 @@ class SampleLines(Silent):
 
 
 class Bar:
-    """Steps, loss, token accuracy, tokens per second and the time left; samples above it."""
+    """Steps, loss, what was learned of the target tokens or the pairs, tokens per second and the time left; samples above it."""
 
     def __init__(self, job: Job) -> None:
         # A program without a terminal, or without progress=True, need not load rich.
@@ -74,8 +75,8 @@ class Bar:
         if event.metrics is not None:
             metrics = event.metrics
             speed = metrics.tokens / metrics.seconds if metrics.seconds > 0 else 0.0
-            accuracy = "" if metrics.token_accuracy is None else f"  accuracy {metrics.token_accuracy:.1%}"
-            note = f"loss {metrics.loss:.3f}{accuracy}  {speed:,.0f} tokens/s"
+            learned = "".join(f"  {text}" for text in learned_texts(metrics))
+            note = f"loss {metrics.loss:.3f}{learned}  {speed:,.0f} tokens/s"
             if event.eta is not None:
                 note += f"  {clock(event.eta)} left"
             self._bar.update(self._task, total=metrics.total_steps, completed=metrics.step, note=note)
@@ -84,6 +85,13 @@ class Bar:
                 self._bar.console.print(line, markup=False, highlight=False)
         elif event.state is not None:
             self._bar.update(self._task, note=event.state.value)
+
+
+def learned_texts(metrics: StepMetrics) -> list[str]:
+    """`accuracy 98.3%`, the share of the target tokens; of a DPO job instead `reward accuracy 75.0%` and `reward margin 2.04`."""
+    if metrics.rewards is not None:
+        return [f"reward accuracy {metrics.rewards.accuracy:.1%}", f"reward margin {metrics.rewards.margin:.3g}"]
+    return [] if metrics.token_accuracy is None else [f"accuracy {metrics.token_accuracy:.1%}"]
 
 
 def sample_lines(sample: Sample) -> list[str]:

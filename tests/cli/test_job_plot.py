@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from coserve.cli import jobs
 from coserve.cli.app import app
-from coserve.cli.job_plot import collect_steps
+from coserve.cli.job_plot import collect_steps, learned_curves
 from coserve.schemas import JobEvent
+from coserve.step_metrics import Rewards
 from coserve.types import JobState
 from tests.support.examples import sample
 from tests.support.fake_engine import metrics
@@ -48,3 +49,17 @@ def test_a_picture_of_a_job_that_has_ended(tmp_path: Path, monkeypatch: pytest.M
     result = CliRunner().invoke(app, ["jobs", "plot", "job-1", "--out", str(file)])
     assert result.exit_code == 0, result.output
     assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_dpo_job_has_curves_of_its_rewards_and_none_of_token_accuracy() -> None:
+    plain = msgspec.structs.replace(metrics(1, 2), token_accuracy=0.5)
+    pair = msgspec.structs.replace(plain, rewards=Rewards(chosen=1.0, rejected=-1.0, margin=2.0, accuracy=0.75))
+    evaluated = msgspec.structs.replace(
+        pair, step=2, valid_rewards=Rewards(chosen=0, rejected=-1, margin=1, accuracy=1)
+    )
+    assert learned_curves([pair, evaluated]) == {
+        "reward margin": [(1, 2.0, None), (2, 2.0, 1.0)],
+        "reward accuracy": [(1, 0.75, None), (2, 0.75, 1.0)],
+    }
+    assert learned_curves([plain]) == {"token accuracy": [(1, 0.5, None)]}
+    assert learned_curves([metrics(1, 2)]) == {}

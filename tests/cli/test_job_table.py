@@ -13,6 +13,7 @@ import coserve.cli.jobs
 from coserve.cli.app import app
 from coserve.cli.job_table import age, chosen_line, cut_line, job_line, job_table
 from coserve.schemas import ErrorInfo, Job, JobList, Preparing
+from coserve.step_metrics import Rewards
 from coserve.types import JobState, LoraSettings, TrainingSettings
 from tests.support.records import make_metrics
 
@@ -43,6 +44,13 @@ def test_columns() -> None:
 def test_a_job_on_its_own() -> None:
     assert "  loss 1.234  perplexity 3.437  accuracy 37.5%" in job_line(JOB)
     assert job_line(FAILED) == "job-2  poet@2  failed  step 5/20  non_finite_loss: x"
+
+
+def test_a_dpo_job_shows_the_accuracy_of_its_pairs_not_of_tokens() -> None:
+    rewards = Rewards(chosen=1.0, rejected=-1.25, margin=2.25, accuracy=0.5)
+    job = msgspec.structs.replace(JOB, metrics=msgspec.structs.replace(METRICS, rewards=rewards, perplexity=None))
+    assert job_line(job).endswith("  loss 1.234  reward accuracy 50.0%  reward margin 2.25")
+    assert "50.0%" in list(job_table([job], now=1000.0))[1]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(-5, "0s"), (59, "59s"), (60, "1m"), (7199, "1h"), (200_000, "2d")])
