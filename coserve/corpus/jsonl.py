@@ -65,7 +65,9 @@ def _refuse_other_formats(beginning: bytes) -> None:
         if beginning.startswith(magic):
             raise MalformedRow(f"expected JSON Lines in UTF-8, got {name}", line=1)
     if beginning.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-        raise MalformedRow("expected JSON Lines, one object a line, got a JSON array", line=1)
+        raise MalformedRow(
+            "expected JSON Lines, one object a line, got a JSON array; `jq -c '.[]' FILE` writes it so", line=1
+        )
 
 
 def _seek_line(file: BinaryIO, start: int) -> None:
@@ -87,7 +89,7 @@ def _open(path: Path) -> BinaryIO:
 def _decode_line(content: bytes, line: int) -> object:
     """Decode strict JSON: no NaN, no Infinity, no duplicate field."""
     try:
-        text = content.decode()
+        text = content.decode().rstrip("\r\n")  # an error at the end is in this line, not in the next one
         found: object = json.loads(
             text, object_pairs_hook=_object, parse_constant=_refuse, parse_float=_finite, parse_int=_integer
         )

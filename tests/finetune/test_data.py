@@ -206,9 +206,16 @@ def test_malformed_rows_are_refused_with_their_line(content: str) -> None:
         ('{"text": "a', "line 1: expected JSON: Unterminated string starting at column 10"),
         ('{"text": "a\tb"}', "line 1: expected JSON: Invalid control character at column 12"),
         ('{"text": }', "line 1: expected JSON: Expecting value at column 10"),
+        ('{"text": "a"\n{"text": "b"}\n', "line 1: expected JSON: Expecting ',' delimiter at column 13"),
         ('{"text": ' + "9" * 5000 + "}", "line 1: expected a number of at most 1000 digits, got 5000"),
-        ('[\n {"text": "a"}\n]', "line 1: expected JSON Lines, one object a line, got a JSON array"),
-        (' [{"text": "a"}]', "line 1: expected JSON Lines, one object a line, got a JSON array"),
+        (
+            '[\n {"text": "a"}\n]',
+            "line 1: expected JSON Lines, one object a line, got a JSON array; `jq -c '.[]' FILE` writes it so",
+        ),
+        (
+            ' [{"text": "a"}]',
+            "line 1: expected JSON Lines, one object a line, got a JSON array; `jq -c '.[]' FILE` writes it so",
+        ),
     ],
 )
 def test_the_error_of_a_broken_row_is_a_whole_sentence(content: str, says: str) -> None:
