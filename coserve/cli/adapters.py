@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ import typer
 from coserve.cli.app import PLAIN, CommandGroup
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, say_if_starting, say_more
 from coserve.cli.distillation import LOSSLESS, output_errors, read_rows, start_distillation
+from coserve.cli.job_table import age, columns
 from coserve.cli.jobs import follow_job
 from coserve.errors import CoserveError
 from coserve.limits import PAGE_SIZE
@@ -21,6 +23,7 @@ adapters_app = typer.Typer(
     rich_markup_mode=PLAIN,
     help="List, import, download, roll back, convert and delete adapters.",
 )
+HEADERS = ("ADAPTER", "RANK", "SIZE", "AGE", "SOURCE")
 
 
 @adapters_app.command("list")
@@ -35,8 +38,11 @@ def list_adapters(
     with connect(url, key) as client:
         page = client.adapters(after=after, limit=limit)
         say_if_starting(client)
-    for adapter in page.data:
-        _show_adapter(adapter, as_json)
+    if as_json:
+        for adapter in page.data:
+            _show_adapter(adapter, True)
+    else:
+        print("\n".join(columns([HEADERS, *(_cells(adapter, time.time()) for adapter in page.data)])))
     if page.has_more:
         say_more("adapters list", limit, page.data[-1].id)
 
@@ -67,7 +73,7 @@ def delete_adapter(name: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """Delete one version of an adapter (NAME@VERSION), or all of them (NAME)."""
     with connect(url, key) as client:
         gone = client.delete_adapter(name)
-        print(f"deleted {gone.id}, versions {', '.join(map(str, gone.versions))}")
+        print(f"deleted {', '.join(f'{gone.id}@{version}' for version in gone.versions)}")
         if gone.current_ref is not None:
             print(f"{gone.id} now means {gone.current_ref}")
 
@@ -154,5 +160,16 @@ def _show_adapter(adapter: Adapter, as_json: bool) -> None:
     if as_json:
         print(msgspec.json.encode(adapter).decode())
         return
-    blocks = f" in {adapter.bd_blocks} blocks" if adapter.bd_blocks > 1 else ""
-    print(f"{adapter.ref}  rank {adapter.rank}{blocks}  {adapter.bytes / 2**20:.1f} MiB  {adapter.source}")
+    print(f"{adapter.ref}  rank {_rank(adapter)}  {_size(adapter)}  {adapter.source}")
+
+
+def _cells(adapter: Adapter, now: float) -> tuple[str, ...]:
+    return adapter.ref, _rank(adapter), _size(adapter), age(now - adapter.created_at), adapter.source
+
+
+def _rank(adapter: Adapter) -> str:
+    return f"{adapter.rank} in {adapter.bd_blocks} blocks" if adapter.bd_blocks > 1 else str(adapter.rank)
+
+
+def _size(adapter: Adapter) -> str:
+    return f"{adapter.bytes / 2**20:.1f} MiB"

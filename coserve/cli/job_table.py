@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from coserve.client.options import cut_warning
 from coserve.client.progress import clock, learned_texts
@@ -23,8 +23,12 @@ def age(seconds: float) -> str:
 def job_table(jobs: Iterable[Job], now: float | None = None) -> Iterator[str]:
     """A header, then one line a job, in columns."""
     now = time.time() if now is None else now
-    rows = [HEADERS, *(_cells(job, now) for job in jobs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADERS))]
+    return columns([HEADERS, *(_cells(job, now) for job in jobs)])
+
+
+def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """A line for each row, all columns as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
@@ -59,6 +63,7 @@ def job_line(job: Job) -> str:
     """One job on its own."""
     loss = "" if job.loss is None else f"  loss {job.loss:.3f}"
     if job.metrics is not None:
+        loss += "" if job.metrics.valid_loss is None else f"  validation loss {job.metrics.valid_loss:.3f}"
         loss += "" if job.metrics.perplexity is None else f"  perplexity {job.metrics.perplexity:.4g}"
         loss += "".join(f"  {text}" for text in learned_texts(job.metrics))
     error = "" if job.error is None else f"  {job.error.code}: {job.error.message}"

@@ -1,16 +1,18 @@
-"""`coserve adapters convert`: what it asks for, and what it prints."""
+"""`coserve adapters`: what it asks for, and what it prints."""
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from coserve.cli import adapters
 from coserve.cli.app import app
-from coserve.schemas import Adapter, ConvertedAdapter
+from coserve.schemas import Adapter, AdapterList, ConvertedAdapter, DeletedAdapter
 
 ADAPTER = Adapter(
     id="poet-bd4",
@@ -60,3 +62,23 @@ def test_a_conversion_prints_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> N
 def test_help_shows_defaults_that_the_daemon_chooses() -> None:
     for command, shown in (("finetune", "twice the rank"), ("adapters convert", "NAME-bdN")):
         assert shown in " ".join(CliRunner().invoke(app, [*command.split(), "--help"]).output.split())
+
+
+def test_a_list_has_columns_with_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = msgspec.structs.replace(ADAPTER, ref="po@2", rank=8, bd_blocks=1, source="import", created_at=time.time())
+    listed = AdapterList(data=[plain, ADAPTER], has_more=False)
+    client = SimpleNamespace(adapters=lambda **_: listed, health=lambda: SimpleNamespace(status="ready"))
+    monkeypatch.setattr(adapters, "connect", lambda *_: nullcontext(client))
+    first, second, third = CliRunner().invoke(app, ["adapters", "list"]).output.splitlines()
+    assert first.split() == ["ADAPTER", "RANK", "SIZE", "AGE", "SOURCE"]
+    assert second.split() == ["po@2", "8", "1.0", "MiB", "0s", "import"]
+    assert third.startswith("poet-bd4@1  32 in 4 blocks  1.0 MiB  ") and third.endswith("  convert:poet@2")
+    assert first.index("SOURCE") == second.index("import") == third.index("convert:")
+    assert CliRunner().invoke(app, ["adapters", "list", "--json"]).output.count("\n") == 2
+
+
+def test_a_deletion_names_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = DeletedAdapter(id="po", versions=[1, 3], current_ref="po@2")
+    client = SimpleNamespace(delete_adapter=lambda _: gone)
+    monkeypatch.setattr(adapters, "connect", lambda *_: nullcontext(client))
+    assert CliRunner().invoke(app, ["adapters", "delete", "po@1"]).output == "deleted po@1, po@3\npo now means po@2\n"

@@ -43,6 +43,8 @@ def test_columns() -> None:
 
 def test_a_job_on_its_own() -> None:
     assert "  loss 1.234  perplexity 3.437  accuracy 37.5%" in job_line(JOB)
+    evaluated = msgspec.structs.replace(JOB, metrics=msgspec.structs.replace(METRICS, valid_loss=2.5))
+    assert "  loss 1.234  validation loss 2.500  perplexity 3.437" in job_line(evaluated)
     assert job_line(FAILED) == "job-2  poet@2  failed  step 5/20  non_finite_loss: x"
 
 
