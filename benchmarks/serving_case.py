@@ -198,6 +198,9 @@ class NoJobs:
     def drop(self, job: str) -> None:
         raise AssertionError(job)
 
+    def release_memory(self) -> bool:
+        return False
+
 
 class Bench:
     """One engine over one base, and the API's end of its link."""

@@ -41,7 +41,8 @@ class MicroBatchShape:
     pairs: bool = False
     """It has a DPO loss. The reference's forward keeps nothing, and ends before anything is kept."""
     graphs: bool = False
-    """Its layers run as CUDA graphs, which have copies of its input and of a gradient. What it keeps lies in their memory."""
+    """Its layers run as CUDA graphs, which have static copies of its input, its output and a gradient. What layers keep and compute lies in
+    the graphs' memory pool, which the head cannot use."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,9 @@ def micro_batch_bytes(
         taught = tokens * input_bytes
         kept, peak = kept + taught, peak + taught
         head = 2 * costs.head.at(tokens, min(batch.positions, max(4, costs.head.most // TEACHER_SHARE)))
-    besides = tokens * (ROWS + PAIRS * batch.pairs + 2 * input_bytes * batch.graphs)
+    besides = tokens * (ROWS + PAIRS * batch.pairs + 3 * input_bytes * batch.graphs)
     held = kept + tokens * input_bytes + besides
-    return MicroBatchBytes(held, max(kept + head, peak) + besides)
+    return MicroBatchBytes(held, (peak + head if batch.graphs else max(kept + head, peak)) + besides)
 
 
 def _backward(costs: TrainingCosts, layer: LoraLayer | None, tokens: int) -> int:

@@ -20,7 +20,7 @@ from coserve.engine.job_admission import JobAdmission
 from coserve.engine.job_line import JobLine
 from coserve.engine.job_threads import JobThreads, job_failed, tolerated
 from coserve.engine.ports import AdmitsJobs, Trains
-from coserve.errors import EngineFault
+from coserve.errors import EngineFault, JobOutOfMemory
 from coserve.link import (
     FromEngine,
     JobCancelled,
@@ -53,9 +53,8 @@ class JobRunner:
         may_start: Callable[[JobSpec], bool] = lambda _: True,
         memory: AdmitsJobs | None = None,
     ) -> None:
-        """`threads` run what may take long: two for each active job. `changed` is called, on any thread, when something of
-        that is done. `may_start`: whether a job's kernels are there; asked before each tick.
-        `memory`: whether there is memory for it, and how it trains within that; None: there is."""
+        """`threads` run what may take long: two for each active job. `changed` is called, on any thread, when something of that is done.
+        `may_start`: whether a job's kernels are there, asked before each tick. `memory`: admits jobs by it; None: all."""
         self._memory = JobAdmission(memory, trainer, send)
         self._trainer, self._send, self._max_active = trainer, send, max_active
         self._threads, self._changed = JobThreads(trainer, threads, changed), changed
@@ -313,7 +312,11 @@ class JobRunner:
         try:
             message = work.future.result()()
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
-            self._fail(job, error)
+            starts = not (active.loaded or active.end or self._closed)
+            if starts and isinstance(error, JobOutOfMemory) and self._trainer.release_memory():
+                active.work = self._threads.start(active.spec)
+            else:
+                self._fail(job, error)
             return
         match message:
             case JobWaiting():

@@ -19,6 +19,7 @@ from coserve.admission.memory import MemoryAdmission
 from coserve.config import Config
 from coserve.engine.device_memory import DeviceMemory, Fixed
 from coserve.engine.sizes import STEP_TOKENS
+from coserve.engine.spatial.training_stream import TrainingStream
 from coserve.errors import AdapterNotFound, UnsupportedBase
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.memory_profiling import Conditions, keep_graph_bytes, plan_memory
@@ -26,6 +27,7 @@ from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.trainer import Trainer
 from coserve.generate.execution.start import ExecutorStart, WarmKernels, make_start, wake_compiler
 from coserve.gpu_memory import MemoryModel
+from coserve.kernels.gpu.capture import TRAINING_PRIORITY
 from coserve.kernels.gpu.graph_memory import GraphMemory
 from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.interface import LoraBackend
@@ -198,10 +200,11 @@ class EngineParts:
         store: AdapterStore,
         gathering: Callable[[str], None] = lambda _: None,
         board: int | None = None,
-        own_stream: Callable[[], AbstractContextManager[object]] | None = None,
+        training: TrainingStream | None = None,
         compiled: CompiledLayers | None = None,
     ) -> Trainer:
-        """`gathering`, `own_stream`, `compiled`: see `Trainer`. `board`: file descriptor of the ranks' board (`Lockstep`); None: there is one rank."""
+        """`gathering`, `compiled`: see `Trainer`. `board`: file descriptor of the ranks' board (`Lockstep`); None: there is one rank. `training`:
+        slices run beside generation."""
         config, sharding = self.config, self.base.sharding
         return Trainer(
             self.base,
@@ -214,13 +217,15 @@ class EngineParts:
             lora_backend=self.lora_backend,
             gathering=gathering,
             guard=None if sharding is None or board is None else Lockstep(sharding.mesh, board),
-            own_stream=own_stream,
+            own_stream=None if training is None else training.enter,
             compiled=compiled,
-            graphs=self._layer_graphs(compiled),
+            graphs=self._layer_graphs(compiled, None if training is None else training.captures),
         )
 
-    def _layer_graphs(self, compiled: CompiledLayers | None) -> LayerGraphs | None:
-        """None: layers run without."""
-        if compiled is None or self.base.device.type != "cuda":
+    def _layer_graphs(self, compiled: CompiledLayers | None, captures: torch.cuda.Stream | None) -> LayerGraphs | None:
+        """None: layers run without. `captures`: the stream that graphs are captured on; None: training has the default stream."""
+        device = self.base.device
+        if compiled is None or device.type != "cuda":
             return None
-        return LayerGraphs(compiled, partial(GraphMemory, self.base.device))
+        stream = captures or torch.cuda.Stream(device, priority=TRAINING_PRIORITY)  # type: ignore[no-untyped-call]
+        return LayerGraphs(compiled, partial(GraphMemory, stream))

@@ -111,8 +111,7 @@ def build_engine(
     training_layers, training_notes = _training_layers(parts, warm, training)
     trainer: Trains
     if followers is None:
-        stream = None if training is None else training.enter
-        trainer = parts.make_trainer(store, own_stream=stream, compiled=training_layers)
+        trainer = parts.make_trainer(store, training=training, compiled=training_layers)
     else:
         local = parts.make_trainer(store, gathering=partial(announce_gathering, followers), board=board)
         trainer = RankedTrainer(local, followers, parts.folder)

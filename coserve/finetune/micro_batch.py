@@ -107,9 +107,9 @@ class MicroBatchRunner:
         self.targets_at_once = at_once - at_once % TILE if at_once > TILE else at_once
         """Positions whose logits are computed at once, without a teacher."""
 
-    def size(self, tokens: int) -> int:
-        """Tokens of the batch that learns best with so many tokens: the rest fills it up."""
-        return tokens if self._graphs is None else self._graphs.size(tokens)
+    def padded_size(self, tokens: int) -> int:
+        """Tokens of a batch that learns and may have graphs, once it is filled up for them."""
+        return tokens if self._graphs is None else self._graphs.padded_size(tokens)
 
     def forward_backward(
         self,
@@ -146,7 +146,7 @@ class MicroBatchRunner:
         one = self._compiled_pass(inputs, context, first, keep_from, learns=True)
         if one is None:
             if self._graphs is not None:
-                self._graphs.elsewhere()
+                self._graphs.yield_memory()
             keep_from = layers if for_compiled else keep_from
             one = EagerLayerPass(self._cut, inputs, context, trainable, grads, first, keep_from)
         for i in range(layers):
@@ -170,7 +170,7 @@ class MicroBatchRunner:
         """Return what `forward_backward` returns, without gradients."""
         inputs = self._embed(rows)
         loss = yield from self._loss(rows, inputs, teacher, beta, MicroStep.EVALUATE)
-        h_1TD = yield from self._hidden(inputs, lora, MicroStep.EVALUATE_HEAD)
+        h_1TD = yield from self._hidden(inputs, lora, MicroStep.EVALUATE_HEAD, in_pool=True)
         for number, chunk in enumerate(self._target_chunks(rows, loss)):
             if number:
                 yield MicroStep.EVALUATE_HEAD
@@ -183,7 +183,7 @@ class MicroBatchRunner:
         """The micro-batch's loss, after the forward that it is relative to. `then`: the kind of the micro-step after that."""
         shard = None if self._base.sharding is None else self._base.sharding.vocabulary
         if teacher is not None:
-            taught_1TD = yield from self._hidden(inputs, teacher, then)
+            taught_1TD = yield from self._hidden(inputs, teacher, then, in_pool=False)
 
             def taught(chunk: TargetChunk) -> Tensor:
                 return self._cut.head(
@@ -192,7 +192,7 @@ class MicroBatchRunner:
 
             return Divergence(rows, taught, shard)
         if beta is not None:
-            h_1TD = yield from self._hidden(inputs, None, MicroStep.EVALUATE_HEAD)
+            h_1TD = yield from self._hidden(inputs, None, MicroStep.EVALUATE_HEAD, in_pool=True)
             reference = Likelihood(rows, rows.sequence_targets, shard)
             chunks = self._target_chunks(rows, reference)
             for number, chunk in enumerate(chunks, start=1):
@@ -201,10 +201,13 @@ class MicroBatchRunner:
             return Preference(rows, reference.finish(None), beta, shard)
         return Likelihood(rows, rows.job_targets, shard)
 
-    def _hidden(self, inputs: LayerInputs, lora: LoraBatch | None, then: MicroStep) -> MicroSteps:
-        """Return the last layer's output (1, T, D), without gradients. `then`: the kind of the micro-step after it."""
+    def _hidden(self, inputs: LayerInputs, lora: LoraBatch | None, then: MicroStep, *, in_pool: bool) -> MicroSteps:
+        """Return the last layer's output (1, T, D), without gradients. `then`: the kind of the micro-step after it. `in_pool`: it may lie in
+        the graphs' memory, as nobody needs it when graphs run again."""
         h_1TD, context, layers = inputs.h_1TD, self._base.prepare(lora), len(self._base.layers)
         one = self._compiled_pass(inputs, context, layers, layers, learns=False)
+        if one is not None and in_pool and self._graphs is not None:
+            one = self._graphs.in_pool(one)
         one = one or EagerLayerPass(self._cut, inputs, context, (), (), layers, layers)
         for i in range(layers):
             h_1TD = one.forward(i, h_1TD)
@@ -225,7 +228,7 @@ class MicroBatchRunner:
         if found is None:
             return None
         one = CompiledLayerPass(found, first, keep_from)
-        return one if self._graphs is None or not learns else self._graphs.uncaptured(one)
+        return self._graphs.in_pool(one) if learns and self._graphs is not None else one
 
     def _embed(self, rows: PackedRows) -> LayerInputs:
         return self._cut.embed(rows.tokens_T, rows.positions_T, self._attention(rows.bounds))

@@ -73,15 +73,17 @@ def pack_jobs(jobs: Sequence[tuple[Corpus, Sequence[int]]], device: torch.device
     parts = [part for job in own for part in job]
     sequences = np.repeat(np.arange(len(parts)), [len(part) for part, _ in parts])
     missing = max(0, tokens_in_all - len(sequences))
-    if missing:
+    positions = [np.arange(len(part)) for part, _ in parts]
+    if missing:  # more than the model has positions, perhaps: all are at the first one
         parts.append((np.zeros(missing, np.int32), np.zeros(missing, np.bool_)))
+        positions.append(np.zeros(missing, np.int64))
     tokens = np.concatenate([tokens for tokens, _ in parts]).astype(np.int64)
     targets = np.flatnonzero(np.concatenate([target for _, target in parts]))
     lengths = [len(part) for part, _ in parts]
-    positions = np.concatenate([np.arange(length) for length in lengths])
-    assert not (positions[targets] == 0).any(), "a sequence's first token is never a target"
+    position = np.concatenate(positions)
+    assert not (position[targets] == 0).any(), "a sequence's first token is never a target"
     paired = all(corpus.splits is not None for corpus, _ in jobs)
-    arrays = [tokens, positions, targets - 1, tokens[targets]]
+    arrays = [tokens, position, targets - 1, tokens[targets]]
     if paired:
         arrays.append(np.pad(sequences, (0, missing)))
     moved = _moved(arrays, device)

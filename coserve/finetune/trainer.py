@@ -106,7 +106,7 @@ class Trainer:
             ),
             limits,
             mix_jobs=mix_jobs and base.sharding is None and not lora_backend.one_adapter_a_step,
-            release=(lambda: False) if graphs is None else graphs.release,
+            graphs=graphs,
         )
         self._jobs: dict[str, TrainingJob] = {}
         self._checkpoints: dict[str, JobCheckpoints] = {}
@@ -140,9 +140,8 @@ class Trainer:
         """Work to do on a thread before the next `advance`; mostly None. Do not advance the job meanwhile."""
         training = self._jobs[job]
         plan, step = training.loop.plan, training.loop.progress.step
-        if training.mid_step or plan.prepared(step):
-            return None
-        return lambda cancellation: plan.prepare(step, cancellation.check)
+        done = training.mid_step or plan.prepared(step)
+        return None if done else lambda cancellation: plan.prepare(step, cancellation.check)
 
     def advance(
         self, job: str, micro_steps: int | None, others: Sequence[str] = (), shared_tokens: int | None = None
@@ -153,8 +152,7 @@ class Trainer:
         while all have at most `shared_tokens` tokens.
         """
         self.micro_steps_done, self.trained = 0, (job,)  # 0 if the slice fails: its time is no sample of a micro-step
-        one = self._passes.pass_of(self._jobs[job], [self._jobs[other] for other in others], shared_tokens)
-        if one is None:
+        if (one := self._passes.pass_of(self._jobs[job], [self._jobs[each] for each in others], shared_tokens)) is None:
             return []
         self.trained = tuple([each.id for each in one.jobs])
         with self._stream():
@@ -244,10 +242,10 @@ class Trainer:
         return self._passes.batches
 
     def _memory_notes(self, job: TrainingJob, before: str | None) -> list[FromEngine]:
-        if job.memory_note is None or job.memory_note == before:
+        if (note := job.memory_note) is None or note == before:
             return []
-        log.warning("job %s: %s", job.id, job.memory_note)
-        return [JobNote(id=job.id, message=job.memory_note)]
+        log.warning("job %s: %s", job.id, note)
+        return [JobNote(id=job.id, message=note)]
 
     def mid_batch(self, job: str) -> bool:
         """Whether the job is suspended within a micro-batch."""
@@ -321,15 +319,18 @@ class Trainer:
 
         return run
 
+    def release_memory(self) -> bool:
+        """Memory ran out: free what micro-batches can do without. Returns whether there was any."""
+        return self._passes.release_memory()
+
     def drop(self, job: str) -> None:
         """Free the job's memory; its files stay."""
         training = self._jobs.pop(job)
         del self._checkpoints[job], self._snapshots[job]
-        if not self._jobs:
-            self._passes.reset()
         self._kept.forget()
         with self._job_errors():
             self._passes.abandon(training)
+        self._passes.job_ended(last=not self._jobs)
 
     def _load(self, spec: JobSpec, check: Callable[[], None]) -> tuple[TrainingJob, JobCheckpoints]:
         base, device = self._base, self._base.device

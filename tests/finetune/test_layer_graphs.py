@@ -11,7 +11,7 @@ import torch
 from coserve.admission.padding import padded
 from coserve.admission.treatment import Treatment
 from coserve.corpus.tokenized import Corpus
-from coserve.finetune.layers.graphs import LayerGraphs
+from coserve.finetune.layers.graphs import MOST_RELEASES, LayerGraphs
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.link import FromEngine, JobSucceeded
 from coserve.model.base import Base
@@ -74,7 +74,7 @@ def test_jobs_learn_what_they_learn_without(compiled: tuple[Base, CompiledLayers
     base, layers = compiled
     recorder = RepeatingRecorder()
     found = train(base, tmp_path / "graphs", layers, graphs_of(layers, recorder), jobs)
-    assert recorder.uncaptured_runs and recorder.recorded and recorder.replayed
+    assert recorder.pool_runs and recorder.recorded and recorder.replayed
     expected = train(base, tmp_path / "plain", layers, None, jobs)
     torch.testing.assert_close(torch.tensor(losses(found)), torch.tensor(losses(expected)), rtol=1e-4, atol=1e-5)
 
@@ -111,17 +111,40 @@ def test_memory_that_runs_out_takes_the_graphs_first(compiled: tuple[Base, Compi
     base, layers = compiled
     full = RepeatingRecorder(lambda number: torch.OutOfMemoryError("CUDA out of memory") if number == 1 else None)
     last = RepeatingRecorder()
-    graphs = graphs_of(layers, full, last)
+    graphs = graphs_of(layers, full, last, rest_batches=1)
     found = train(base, tmp_path, layers, graphs, (job(0),))
     assert last.replayed and not graphs.notes
     assert not [message for message in found["job-0"] if type(message).__name__ == "JobNote"]
 
 
 @pytest.mark.slow
+def test_memory_that_runs_out_again_and_again_ends_graphs_until_no_job_is_left(
+    compiled: tuple[Base, CompiledLayers], tmp_path: Path
+) -> None:
+    base, layers = compiled
+    full = [
+        RepeatingRecorder(lambda number: torch.OutOfMemoryError("CUDA out of memory")) for _ in range(MOST_RELEASES)
+    ]
+    last = RepeatingRecorder()
+    graphs = graphs_of(layers, *full, last, rest_batches=0)
+    bench = Bench(base, tmp_path, compiled=layers, graphs=graphs, lora_backend=SEGMENTED, limits=LIMITS)
+    jobs = [job(0), job(1)]
+    specs = [bench.place(corpus, spec) for corpus, spec in jobs]
+    bench.start(specs[0])
+    bench.run(specs[0].id)
+    assert "not enough memory" in graphs.notes[0] and not last.recorded
+    bench.trainer.drop(specs[0].id)
+    assert not graphs.notes
+    bench.start(specs[1])
+    bench.run(specs[1].id)
+    assert last.replayed
+
+
+@pytest.mark.slow
 def test_few_shapes_have_graphs_and_idle_ones_give_way(compiled: tuple[Base, CompiledLayers], tmp_path: Path) -> None:
     base, layers = compiled
     recorder = RepeatingRecorder()
-    graphs = graphs_of(layers, recorder, most=1, idle=2)
+    graphs = graphs_of(layers, recorder, most=1, evict_after=2)
     train(base, tmp_path / "a", layers, graphs, (job(0),))
     before = recorder.recorded
     train(base, tmp_path / "b", layers, graphs, (job(2, r=16),))
@@ -145,12 +168,12 @@ def test_graphs_of_some_recomputed_layers(compiled: tuple[Base, CompiledLayers],
 def test_a_shape_without_graphs_runs_in_their_memory(compiled: tuple[Base, CompiledLayers], tmp_path: Path) -> None:
     base, layers = compiled
     recorder = RepeatingRecorder()
-    graphs = graphs_of(layers, recorder, most=1, idle=1000)
+    graphs = graphs_of(layers, recorder, most=1, evict_after=1000)
     train(base, tmp_path / "a", layers, graphs, (job(0, steps=3),))
-    recorded, uncaptured = recorder.recorded, recorder.uncaptured_runs
+    recorded, aside = recorder.recorded, recorder.pool_runs
     other = job(2, steps=2, r=16)
     found = train(base, tmp_path / "b", layers, graphs, (other,))
-    assert recorder.recorded == recorded and recorder.uncaptured_runs > uncaptured
+    assert recorder.recorded == recorded and recorder.pool_runs > aside
     expected = train(base, tmp_path / "plain", layers, None, (other,))
     torch.testing.assert_close(torch.tensor(losses(found)), torch.tensor(losses(expected)), rtol=1e-4, atol=1e-5)
 
@@ -161,7 +184,7 @@ def test_graphs_leave_their_memory_to_a_job_that_runs_other_layers(
 ) -> None:
     base, layers = compiled
     first, second = RepeatingRecorder(), RepeatingRecorder()
-    graphs = graphs_of(layers, first, second, idle=2)
+    graphs = graphs_of(layers, first, second, rest_batches=2)
     train(base, tmp_path / "a", layers, graphs, (job(0, steps=3),))
     assert first.recorded
     train(base, tmp_path / "b", layers, graphs, (job(1, steps=1, dropout=0.1),))

@@ -45,7 +45,7 @@ def gradients(
     for own, _ in jobs:
         own.zero_grad()
     tokens = sum(len(part) for _, rows in jobs for row in rows for part, _ in CORPUS.sequences(row))
-    packed = pack_jobs([(CORPUS, rows) for _, rows in jobs], DEVICE, runner.size(tokens))
+    packed = pack_jobs([(CORPUS, rows) for _, rows in jobs], DEVICE, runner.padded_size(tokens))
     segments = Segments(packed.segment_bounds, tuple(range(len(jobs))))
     lora = LoraBatch(segments, tuple(own.weights() for own, _ in jobs), SEGMENTED)
     trainable, grads = (

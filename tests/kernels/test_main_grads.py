@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
@@ -147,3 +149,26 @@ def test_some_with_sums_and_some_without_are_refused() -> None:
     mixed = [(with_sums(sites, torch.float32)[0][0], *sites[0][1:]), *sites[1:]]
     with pytest.raises(AssertionError, match="or of none"):
         prepared(SegmentedBackend(), BATCHES["few rows each"], mixed)
+
+
+def test_a_fixed_batch_holds_nothing_of_the_batches_that_it_took_once_it_forgets() -> None:
+    name, batch = "few rows each", Segments((0, 20, 40, 50, 60), (0, 1, 2, 3))
+    sites = with_sums(make_sites(SIZES, RANKS[name]), torch.float32)
+    held = [
+        weakref.ref(tensor) for own in sites for pair in own if pair is not None for tensor in (pair.a_RD, pair.b_OR)
+    ]
+    lora, group = prepared(SegmentedBackend(), batch, sites)
+    fixed = lora.fixed()
+    again, _ = prepared(SegmentedBackend(), batch, sites)
+    fixed.take(again)
+    fixed.forget()
+    del lora, again, sites
+    gc.collect()
+    assert not any(reference() is not None for reference in held)
+    other, own_group = prepared(SegmentedBackend(), batch, with_sums(make_sites(SIZES, RANKS[name]), torch.float32))
+    fixed.take(other)
+    x = drawn(batch.tokens, D, seed=0)
+    weight = StackedWeights(drawn(sum(SIZES), D, seed=1) * 0.1, None, SIZES)
+    y, _ = fixed.linear_forward(group, x, weight, keep=False)
+    plain, _ = other.linear_forward(own_group, x, weight, keep=False)
+    assert torch.equal(y, plain), "it is for the batch that it took last"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from coserve.errors import EngineFault
+from coserve.errors import EngineFault, JobOutOfMemory
 from coserve.link import (
     CancelJob,
     EngineStopped,
@@ -109,6 +109,36 @@ async def test_whatever_a_jobs_work_raises_ends_that_job_alone(
         at.trainer.operation = ""
         at.api.send(start("one"))
         await at.until(said(JobSucceeded, "one"))
+
+
+@dataclass
+class Releasing(Trouble):
+    """Memory is there once some was released."""
+
+    releases: int = 0
+
+    def release_memory(self) -> bool:
+        self.operation, self.releases = "", self.releases + 1
+        return self.releases == 1
+
+
+async def test_a_start_that_finds_no_memory_is_tried_again_where_some_can_be_released() -> None:
+    async with scene("load", JobOutOfMemory, kind=Releasing) as at:
+        at.trainer.go.set()
+        at.api.send(start("one"))
+        await at.until(said(JobSucceeded, "one"))
+        at.trainer.operation = "load"
+        at.api.send(start("two"))
+        await at.until(said(JobSucceeded, "two"))
+        assert isinstance(at.trainer, Releasing) and at.trainer.releases == 1
+
+
+async def test_a_start_that_finds_no_memory_fails_where_none_can_be_released() -> None:
+    async with scene("load", JobOutOfMemory) as at:
+        at.trainer.go.set()
+        at.api.send(start("one"))
+        seen = await at.until(said(JobFailed, "one"))
+        assert [message.code for message in seen if isinstance(message, JobFailed)] == [JobOutOfMemory.code]
 
 
 @pytest.mark.parametrize("operation", ["preparation", "checkpoint"])

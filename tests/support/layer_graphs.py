@@ -15,12 +15,12 @@ class RepeatingRecorder:
 
     def __init__(self, fails: Callable[[int], Exception | None] = lambda number: None) -> None:
         """`fails`: of each recording, by number: what it raises."""
-        self.uncaptured_runs = self.recorded = self.replayed = 0
+        self.pool_runs = self.recorded = self.replayed = 0
         self._fails = fails
 
     @contextmanager
-    def uncaptured(self) -> Iterator[None]:
-        self.uncaptured_runs += 1
+    def in_pool(self) -> Iterator[None]:
+        self.pool_runs += 1
         yield
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:

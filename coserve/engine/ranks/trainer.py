@@ -133,6 +133,10 @@ class RankedTrainer:
         """See `Trainer.layer_costs`."""
         return self._local.layer_costs
 
+    def release_memory(self) -> bool:
+        """See `Trainer.release_memory`."""
+        return self._local.release_memory()
+
     def abandon(self, job: str) -> None:
         """See `Trainer.abandon`."""
         self._followers.send(AbandonJob(job))

@@ -25,13 +25,15 @@ gives out its 32 streams of a priority in turn, and copies of jobs have the lowe
 @dataclass(frozen=True)
 class TrainingStream:
     """`enter` makes it the calling thread's current stream; `mark`: see `Mark`; `note`: for an operator; `between`: see `Between`;
-    `mark_step`: marks of generation's stream, where the engine does not wait for its steps."""
+    `mark_step`: marks of generation's stream, where the engine does not wait for its steps; `captures`: a stream like it, of the same
+    multiprocessors and priority, for captures of CUDA graphs: on the first one other threads load jobs."""
 
     enter: Callable[[], AbstractContextManager[object]]
     mark: Mark
     note: str
     between: Between = nullcontext
     mark_step: Mark | None = None
+    captures: torch.cuda.Stream | None = None
 
 
 class StreamMarks:
@@ -65,7 +67,9 @@ def make_training_stream(config: Config, device: torch.device) -> TrainingStream
     else:
         partition = split_multiprocessors(device, config.training_sm_share)
         generation, own = partition.generation.stream, partition.training.stream
-        made = TrainingStream(lambda: torch.cuda.stream(own), StreamMarks(own).mark, partition.note)
+        marks = StreamMarks(own)
+        captures = partition.training.captures
+        made = TrainingStream(lambda: torch.cuda.stream(own), marks.mark, partition.note, captures=captures)
     torch.cuda.synchronize(device)  # the weights were loaded on another stream
     torch.cuda.set_stream(generation)
     return made
@@ -86,6 +90,7 @@ def stream_of_low_priority(training: torch.cuda.Stream, generation: torch.cuda.S
         note="overlap: training and generation share all multiprocessors, and generation's kernels go first",
         between=between,
         mark_step=StreamMarks(generation).mark,
+        captures=torch.cuda.Stream(training.device, priority=training.priority),  # type: ignore[no-untyped-call]
     )
 
 

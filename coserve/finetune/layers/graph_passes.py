@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,8 +24,8 @@ class CaptureFailed(RuntimeError):
 
 
 @dataclass(eq=False)
-class Graphs:
-    """Of one shape: what the graphs read, and the graphs."""
+class ShapeGraphs:
+    """The CUDA graphs of one shape of batch, and their static inputs."""
 
     inputs: LayerInputs
     attention: FixedAttention
@@ -58,7 +58,8 @@ class Graphs:
         return self.first in self.backward
 
     def load(self, inputs: LayerInputs, lora: PreparedLora) -> None:
-        """Copy a batch to where the graphs read it. Tables first: kernels read them ahead of the end of what is launched before."""
+        """Copy a batch to where the graphs read it. Tables first: with programmatic dependent launch, LoRA kernels may read them before the
+        preceding kernel has ended."""
         assert isinstance(inputs.attention, PackedAttention), "expected packed rows"
         self.lora.take(lora)
         self.attention.take(inputs.attention.bounds)
@@ -66,42 +67,42 @@ class Graphs:
             own.copy_(new)
 
 
-class FirstPass:
-    """Implements `LayerPass` without graphs, with the launches and in the memory that they will have."""
+class WarmUpPass:
+    """Implements `LayerPass` without graphs, with the launches and in the memory pool that they will have."""
 
-    def __init__(self, graphs: Graphs, recorder: Recorder) -> None:
+    def __init__(self, graphs: ShapeGraphs, recorder: Recorder) -> None:
         self._graphs, self._recorder, self._layers = graphs, recorder, graphs.begin()
 
     def forward(self, i: int, h_1TD: Tensor) -> Tensor:
-        with self._recorder.uncaptured():
+        with self._recorder.in_pool():
             return self._layers.forward(i, self._graphs.inputs.h_1TD if i == 0 else h_1TD)
 
     def backward(self, i: int, gradient_1TD: Tensor) -> Tensor:
-        with self._recorder.uncaptured():
+        with self._recorder.in_pool():
             found_1TD = self._layers.backward(i, gradient_1TD)
         self._graphs.warm |= i == self._graphs.first
         return found_1TD
 
 
-class UncapturedPass:
-    """Implements `LayerPass` without graphs, in the memory that those have: nothing else could use it meanwhile."""
+class PooledPass:
+    """Implements `LayerPass` without graphs, in the memory pool of the graphs: nothing else could use it meanwhile."""
 
     def __init__(self, layers: LayerPass, recorder: Recorder) -> None:
         self._layers, self._recorder = layers, recorder
 
     def forward(self, i: int, h_1TD: Tensor) -> Tensor:
-        with self._recorder.uncaptured():
+        with self._recorder.in_pool():
             return self._layers.forward(i, h_1TD)
 
     def backward(self, i: int, gradient_1TD: Tensor) -> Tensor:
-        with self._recorder.uncaptured():
+        with self._recorder.in_pool():
             return self._layers.backward(i, gradient_1TD)
 
 
 class CapturePass:
     """Implements `LayerPass`: captures what it runs."""
 
-    def __init__(self, graphs: Graphs, recorder: Recorder, stop: Callable[[str], None]) -> None:
+    def __init__(self, graphs: ShapeGraphs, recorder: Recorder, stop: Callable[[str], None]) -> None:
         """`stop` is called with the reason if captures fail."""
         self._graphs, self._recorder, self._stop, self._layers = graphs, recorder, stop, graphs.begin()
         graphs.forward, graphs.backward = [], {}  # of a pass that was given up
@@ -133,10 +134,10 @@ class CapturePass:
 
 
 class ReplayPass:
-    """Implements `LayerPass` by graphs alone. What passes from layer to layer stays in their memory: only the last layer's output is what
-    it says."""
+    """Implements `LayerPass` by graphs alone, which pass tensors from layer to layer in their own memory: `forward` returns the last layer's
+    output, valid once that layer has run; `backward` returns its argument, which nobody reads."""
 
-    def __init__(self, graphs: Graphs) -> None:
+    def __init__(self, graphs: ShapeGraphs) -> None:
         self._graphs = graphs
 
     def forward(self, i: int, h_1TD: Tensor) -> Tensor:
@@ -151,10 +152,29 @@ class ReplayPass:
         return gradient_1TD
 
 
+def leaves_of(inputs: LayerInputs) -> list[object]:
+    """What the model gives to its layers."""
+    return [inputs.h_1TD, *(leaf for call in inputs.calls for leaf in pytree.tree_leaves((call.args, call.kwargs)))]
+
+
 def tensors_of(inputs: LayerInputs) -> list[Tensor]:
     """What layers read of a batch, each tensor once."""
-    leaves = [leaf for call in inputs.calls for leaf in pytree.tree_leaves((call.args, call.kwargs))]
-    return list({id(leaf): leaf for leaf in (inputs.h_1TD, *leaves) if isinstance(leaf, Tensor)}.values())
+    return list({id(leaf): leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor)}.values())
+
+
+def key_of(inputs: LayerInputs) -> Hashable:
+    """Sizes of all tensors; all else but attention as it is: the model's constants are part of the graphs."""
+    return tuple([_key_of(leaf) for leaf in leaves_of(inputs) if not isinstance(leaf, PackedAttention)])
+
+
+def _key_of(leaf: object) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype
+    try:
+        hash(leaf)
+    except TypeError:
+        return repr(leaf)
+    return leaf
 
 
 def copied(inputs: LayerInputs) -> LayerInputs:

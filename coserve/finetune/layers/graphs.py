@@ -16,12 +16,12 @@ from coserve.admission.padding import LEAST_STEP, padded
 from coserve.finetune.layers.compiled import CompiledLayerPass
 from coserve.finetune.layers.graph_passes import (
     CapturePass,
-    FirstPass,
-    Graphs,
+    PooledPass,
     ReplayPass,
-    UncapturedPass,
+    ShapeGraphs,
+    WarmUpPass,
     copied,
-    tensors_of,
+    key_of,
 )
 from coserve.finetune.layers.interface import LayerPass
 from coserve.kernels.attention.fixed import FixedAttention, limits
@@ -33,12 +33,13 @@ from coserve.model.training.compiled_layers import CompiledLayers
 
 log = logging.getLogger(__name__)
 
+NO_MEMORY = "there is not enough memory"
 MOST_RELEASES = 3
-"""Memory ran out so often with graphs: then there are none."""
+"""Graphs are off after so many times that memory ran out, until no job is left."""
 
 
 class LayerGraphs:
-    """The graphs of all shapes that were met, in one memory."""
+    """The graphs of all shapes of batches that were met, in one memory pool."""
 
     def __init__(
         self,
@@ -46,58 +47,71 @@ class LayerGraphs:
         make: Callable[[], Recorder],
         *,
         most: int = 6,
-        idle: int = 64,
+        evict_after: int = 64,
+        rest_batches: int = 64,
         least_step: int = LEAST_STEP,
     ) -> None:
-        """`make` is called for the memory of new graphs. `most` shapes have graphs; one gives way to another if `idle` batches have been
-        of other shapes. `least_step`: see `padded`."""
+        """`make` is called for the memory pool of new graphs. `most` shapes have graphs; one gives way to another if `evict_after` batches have
+        been of other shapes. `rest_batches` have none after the pool was given back. `least_step`: see `padded`."""
         self._least_step = least_step
-        self._compiled, self._make, self._most, self._idle = compiled, make, most, idle
-        self._shapes: dict[Hashable, Graphs] = {}
+        self._compiled, self._make = compiled, make
+        self._most, self._evict_after, self._rest_batches = most, evict_after, rest_batches
+        self._shapes: dict[Hashable, ShapeGraphs] = {}
         """That used last is the last one."""
         self._recorder: Recorder | None = None
-        self._batches = self._releases = self._skips = 0
+        self._batches = self._releases = self._rests = 0
         self._running: weakref.ref[LayerPass] | None = None
         self.notes: tuple[str, ...] = ()
         """Why there are none, for an operator."""
 
     @property
     def bytes(self) -> int:
-        """Of the memory that graphs share, which nothing else can use."""
+        """Of the memory pool, which nothing else can use."""
         return 0 if self._recorder is None else self._recorder.bytes
 
-    def size(self, tokens: int) -> int:
-        """Tokens that a batch is filled up to."""
+    def padded_size(self, tokens: int) -> int:
+        """Tokens of a batch that learns, once it is filled up for graphs."""
         return padded(tokens, self._least_step) if self._compiled.ready and not self.notes else tokens
 
     def release(self) -> bool:
-        """Memory ran out, or a capture failed: free what graphs hold. Returns whether there was any."""
+        """Memory ran out, or a capture failed: free the pool. Returns whether there was one. The batch that runs again has none, so that
+        its job takes less memory if it runs out again."""
         if self._recorder is None:
             return False
         self._free()
+        self._rests = self._rest_batches
         self._releases += 1
         if self._releases == MOST_RELEASES:
-            self._stop("there is not enough memory")
+            self._stop(NO_MEMORY)
         return True
 
-    def elsewhere(self) -> None:
-        """A batch that learns is about to run other layers, with memory of its own: graphs give theirs back. The next batches have none,
-        or they would be captured in turns."""
-        self._skips = self._idle
+    def job_ended(self, *, last: bool) -> None:
+        """Hold no adapters of batches that were. `last`: no job is left: forget that memory ran out. The next job may have the graphs of
+        this one."""
+        for shape in self._shapes.values():
+            shape.lora.forget()
+        if last:
+            self._releases = self._rests = 0
+            self.notes = () if self.notes == (_note(NO_MEMORY),) else self.notes
+
+    def yield_memory(self) -> None:
+        """A batch that learns is about to run other layers, with memory of its own: give the pool back. The next batches have none, or
+        they would be captured in turns."""
+        self._rests = self._rest_batches
         if not self._busy:
             self._free()
 
-    def uncaptured(self, layers: LayerPass) -> LayerPass:
-        """A pass of compiled layers without graphs, in memory that graphs hold, if there is any."""
+    def in_pool(self, layers: LayerPass) -> LayerPass:
+        """A pass of compiled layers without graphs, in the graphs' memory pool, if there is one that no other pass uses."""
         if self._recorder is None or self._busy:
             return layers
-        one = UncapturedPass(layers, self._recorder)
+        one = PooledPass(layers, self._recorder)
         self._running = weakref.ref(one)
         return one
 
     @property
     def _busy(self) -> bool:
-        """A pass may be suspended whose tensors lie in the graphs' memory."""
+        """A pass may be suspended whose tensors lie in the pool."""
         return self._running is not None and self._running() is not None
 
     def _free(self) -> None:
@@ -106,17 +120,15 @@ class LayerGraphs:
 
     def begin(self, inputs: LayerInputs, lora: PreparedLora, first: int, keep_from: int) -> LayerPass | None:
         """A batch's pass; None: it has no graphs. See `CompiledLayerPass`."""
-        if self._skips:
-            self._skips -= 1
+        if self._rests:
+            self._rests -= 1
             return None
         if self.notes or self._busy or not isinstance(inputs.attention, PackedAttention) or lora.structure is None:
             return None
         self._batches += 1
-        bounds, tensors = inputs.attention.bounds, tensors_of(inputs)
-        sizes = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
-        key = (sizes, limits(bounds), lora.structure, first, keep_from)
         if self._recorder is None:
             self._recorder = self._make()
+        key = _key(inputs, inputs.attention, lora, first, keep_from)
         shape = self._shapes.pop(key, None) or self._new(inputs, lora, first, keep_from)
         if shape is None:
             return None
@@ -129,15 +141,15 @@ class LayerGraphs:
         self._running = weakref.ref(one)
         return one
 
-    def _pass_of(self, shape: Graphs, recorder: Recorder) -> LayerPass:
+    def _pass_of(self, shape: ShapeGraphs, recorder: Recorder) -> LayerPass:
         if shape.complete:
             return ReplayPass(shape)
-        return CapturePass(shape, recorder, self._stop) if shape.warm else FirstPass(shape, recorder)
+        return CapturePass(shape, recorder, self._stop) if shape.warm else WarmUpPass(shape, recorder)
 
-    def _new(self, inputs: LayerInputs, lora: PreparedLora, first: int, keep_from: int) -> Graphs | None:
+    def _new(self, inputs: LayerInputs, lora: PreparedLora, first: int, keep_from: int) -> ShapeGraphs | None:
         if len(self._shapes) >= self._most:
             oldest = next(iter(self._shapes))
-            if self._batches - self._shapes[oldest].used < self._idle:
+            if self._batches - self._shapes[oldest].used < self._evict_after:
                 return None
             del self._shapes[oldest]
         assert isinstance(inputs.attention, PackedAttention), "expected packed rows"
@@ -146,9 +158,18 @@ class LayerGraphs:
         compiled = self._compiled.begin(fixed, own)
         if compiled is None:
             return None
-        return Graphs(fixed, attention, own, partial(CompiledLayerPass, compiled, first, keep_from), first)
+        return ShapeGraphs(fixed, attention, own, partial(CompiledLayerPass, compiled, first, keep_from), first)
 
     def _stop(self, reason: str) -> None:
-        self.notes = (f"training: layers run without CUDA graphs: {reason}",)
+        self.notes = (_note(reason),)
         log.warning("%s", self.notes[0])
         self._shapes.clear()
+
+
+def _key(inputs: LayerInputs, attention: PackedAttention, lora: PreparedLora, first: int, keep_from: int) -> Hashable:
+    """Of a shape: batches with the same key have the same graphs."""
+    return key_of(inputs), limits(attention.bounds), lora.structure, first, keep_from
+
+
+def _note(reason: str) -> str:
+    return f"training: layers run without CUDA graphs: {reason}"

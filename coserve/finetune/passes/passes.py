@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from coserve.errors import CoserveError, EngineFault, JobOutOfMemory, failure_text
 from coserve.finetune.job import TrainingJob
 from coserve.finetune.layers.graph_passes import CaptureFailed
+from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.passes.mixing import BatchLimits, Size, companions
 from coserve.finetune.passes.training_pass import TrainingPass
 from coserve.link import FromEngine, JobFailed, JobNote, JobProgress, TrainingBatches
@@ -24,13 +25,12 @@ class TrainingPasses:
     kernels for both together are compiled for neither."""
 
     def __init__(
-        self, make: MakePass, limits: BatchLimits, *, mix_jobs: bool, release: Callable[[], bool] = lambda: False
+        self, make: MakePass, limits: BatchLimits, *, mix_jobs: bool, graphs: LayerGraphs | None = None
     ) -> None:
-        """`mix_jobs`: whether jobs share forwards, of at most `limits`. `release` frees memory that passes can do without, and returns
-        whether there was any."""
-        self._make, self._mix_jobs, self._release = make, mix_jobs, release
-        self._set = self._planned = limits
-        self._found: int | None = None
+        """`mix_jobs`: whether jobs share forwards, of at most `limits`. `graphs`: those of the passes' layers."""
+        self._make, self._mix_jobs, self._graphs = make, mix_jobs, graphs
+        self._configured = self._planned = limits
+        self._oom_tokens: int | None = None
         """Most tokens that jobs share since memory ran out; None: it has not."""
         self._passes: dict[str, TrainingPass] = {}
         """By job, while it is within one."""
@@ -49,9 +49,9 @@ class TrainingPasses:
 
     @property
     def _limits(self) -> BatchLimits:
-        if self._found is None:
+        if self._oom_tokens is None:
             return self._planned
-        return BatchLimits(min(self._found, self._planned.tokens), self._planned.rows)
+        return BatchLimits(min(self._oom_tokens, self._planned.tokens), self._planned.rows)
 
     def next_micro_step(self, job: str) -> MicroStep:
         one = self._passes.get(job)
@@ -109,11 +109,21 @@ class TrainingPasses:
 
     def limit(self, tokens: int | None) -> None:
         """Most tokens that jobs share from now on, or fewer where memory has run out; None: as set."""
-        self._planned = self._set if tokens is None else BatchLimits(min(tokens, self._set.tokens), self._set.rows)
+        self._planned = (
+            self._configured
+            if tokens is None
+            else BatchLimits(min(tokens, self._configured.tokens), self._configured.rows)
+        )
 
-    def reset(self) -> None:
-        """No job is left: forget that memory ran out."""
-        self._found = None
+    def job_ended(self, *, last: bool) -> None:
+        """`last`: no job is left: forget that memory ran out."""
+        self._oom_tokens = None if last else self._oom_tokens
+        if self._graphs is not None:
+            self._graphs.job_ended(last=last)
+
+    def release_memory(self) -> bool:
+        """Free memory that passes can do without. Returns whether there was any."""
+        return self._graphs is not None and self._graphs.release()
 
     def _companions(
         self, job: TrainingJob, others: Sequence[TrainingJob], shared_tokens: int | None
@@ -153,7 +163,7 @@ class TrainingPasses:
 
     def _dissolved(self, one: TrainingPass, error: Exception) -> list[FromEngine]:
         """The forward or backward has failed, and with it the pass."""
-        if (out_of_memory(error) or isinstance(error, CaptureFailed)) and self._release():
+        if (out_of_memory(error) or isinstance(error, CaptureFailed)) and self.release_memory():
             for job in tuple(one.jobs):
                 self.abandon(job)  # they begin their steps again
             return []
@@ -161,8 +171,10 @@ class TrainingPasses:
             return self._failed(one.jobs[0], error)
         if out_of_memory(error):
             half = one.tokens // 2
-            self._found = half if self._found is None else min(half, self._found)
-            log.warning("jobs: not enough memory for %d tokens of several jobs: at most %d", one.tokens, self._found)
+            self._oom_tokens = half if self._oom_tokens is None else min(half, self._oom_tokens)
+            log.warning(
+                "jobs: not enough memory for %d tokens of several jobs: at most %d", one.tokens, self._oom_tokens
+            )
         else:
             log.error("a batch of several jobs failed: each of them trains alone from now on", exc_info=error)
             for job in one.jobs:

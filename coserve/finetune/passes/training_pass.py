@@ -166,8 +166,8 @@ def _compute(
     """Forward and backward of all of them, or the evaluation of one: see `MicroBatchRunner`."""
     first = micro_batches[0]
     tokens = sum(each.tokens for each in micro_batches)
-    plain = first.learns and all(each.dropout is None for each in micro_batches)
-    in_all = runner.size(tokens) if plain else tokens
+    graphed = first.learns and all(each.dropout is None and each.teacher is None for each in micro_batches)
+    in_all = runner.padded_size(tokens) if graphed else tokens
     rows = pack_jobs([(each.corpus, each.rows) for each in micro_batches], device, in_all)
     segments = Segments(rows.segment_bounds, tuple(range(len(micro_batches))))
     dropout = dropout_of(rows.token_bounds, [each.dropout for each in micro_batches])

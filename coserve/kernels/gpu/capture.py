@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
 FREE_BYTES = 1 << 30
 """What a capture may need of the GPU's memory. While a stream captures, torch cannot free what it holds."""
+TRAINING_PRIORITY, GENERATION_PRIORITY = -1, -2
+"""Of the streams that graphs are captured on where training and generation have the default stream. torch gives out its 32 streams of a
+priority in turn, so one of the priority of copies would be a copy's, too, which would become part of the graph."""
 
 
 @contextmanager
@@ -45,11 +48,29 @@ def captured(
             ):
                 yield
             return
-        if torch.cuda.mem_get_info()[0] < FREE_BYTES:
-            torch.cuda.empty_cache()
+        free_cached()
         with torch.cuda.stream(stream):  # the device may still be busy with other streams
             graph.capture_begin(memory, capture_error_mode="thread_local")  # type: ignore[arg-type]  # an opaque handle
             try:
                 yield
-            finally:
                 graph.capture_end()
+            except BaseException:
+                _give_up(graph, memory, stream.device)
+                raise
+
+
+def free_cached() -> None:
+    """Let torch free the memory that it holds for later, where little else is free: it cannot while a pool of graphs is in use."""
+    if torch.cuda.mem_get_info()[0] < FREE_BYTES:
+        torch.cuda.empty_cache()
+
+
+def _give_up(graph: torch.cuda.CUDAGraph, memory: tuple[int, int], device: torch.device) -> None:
+    """End a capture that has failed. Where CUDA cannot end it, torch would go on to count the pool as in use, and never free what it
+    holds."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        with suppress(RuntimeError):  # the capture had ended, and something behind it failed
+            torch._C._cuda_endAllocateToPool(device.index or 0, memory)
+            torch._C._cuda_releasePool(device.index or 0, memory)

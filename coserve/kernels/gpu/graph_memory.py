@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from coserve.kernels.gpu.capture import captured
+from coserve.kernels.gpu.capture import captured, free_cached
 
 
 class Recorder(Protocol):
@@ -21,8 +21,8 @@ class Recorder(Protocol):
         """That it holds."""
         ...
 
-    def uncaptured(self) -> AbstractContextManager[None]:
-        """What runs inside, unrecorded, has its new tensors in the recordings' memory."""
+    def in_pool(self) -> AbstractContextManager[None]:
+        """What runs inside is not recorded; its new tensors come from the recordings' memory pool."""
         ...
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
@@ -33,12 +33,10 @@ class Recorder(Protocol):
 class GraphMemory:
     """Implements `Recorder` with a CUDA graph for each function, in one memory pool of their own."""
 
-    def __init__(self, device: torch.device) -> None:
-        """On the stream that runs the graphs. Captures have that stream's multiprocessors and priority, which graphs keep."""
-        current = torch.cuda.current_stream(device)
-        alone = current == torch.cuda.default_stream(device)  # which cannot be captured
-        self._pool = torch.cuda.MemPool()
-        self._stream = torch.cuda.Stream(device) if alone else current  # type: ignore[no-untyped-call]
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        """`stream`: of the captures, and of nothing that other threads launch, which would be captured, too. Graphs keep its multiprocessors
+        and its priority; they run on the stream that is current then."""
+        self._pool, self._stream = torch.cuda.MemPool(), stream
 
     @property
     def bytes(self) -> int:
@@ -46,13 +44,16 @@ class GraphMemory:
         return sum(segment["total_size"] for segment in segments)
 
     @contextmanager
-    def uncaptured(self) -> Iterator[None]:
+    def in_pool(self) -> Iterator[None]:
+        free_cached()
         before = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(before)
-        # The stream of the captures, as torch's allocator keeps memory by stream.
-        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool):
-            yield
-        before.wait_stream(self._stream)
+        try:
+            # The stream of the captures, as torch's allocator keeps memory by stream.
+            with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool):
+                yield
+        finally:
+            before.wait_stream(self._stream)
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         graph = torch.cuda.CUDAGraph()

@@ -46,9 +46,10 @@ class DriverResource(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Part:
-    """`stream`: the one whose kernels run on these multiprocessors."""
+    """`stream`: the one whose kernels run on these multiprocessors; `captures`: another one, for CUDA graphs."""
 
     stream: torch.cuda.Stream
+    captures: torch.cuda.Stream
     multiprocessors: int
 
 
@@ -128,7 +129,8 @@ def split_multiprocessors(device: torch.device, share: float) -> Partition:
     training, generation = (_part(driver, handle, device, one) for one in _split(driver, handle, share))
     count_multiprocessors(generation.multiprocessors)
     for own in (training, generation):
-        count_multiprocessors(own.multiprocessors, own.stream.cuda_stream)
+        for stream in (own.stream, own.captures):
+            count_multiprocessors(own.multiprocessors, stream.cuda_stream)
     return Partition(training, generation)
 
 
@@ -152,9 +154,15 @@ def _split(driver: _Driver, handle: ctypes.c_int, share: float) -> tuple[DriverR
 
 
 def _part(driver: _Driver, handle: ctypes.c_int, device: torch.device, resource: DriverResource) -> Part:
-    description, context, stream = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    description, context = ctypes.c_void_p(), ctypes.c_void_p()
     driver.call("cuDevResourceGenerateDesc", ctypes.byref(description), ctypes.byref(resource), ctypes.c_uint(1))
     driver.call("cuGreenCtxCreate", ctypes.byref(context), description, handle, ctypes.c_uint(DEFAULT_STREAM))
+    first, second = (_stream(driver, context, device) for _ in range(2))
+    return Part(first, second, resource.multiprocessors)
+
+
+def _stream(driver: _Driver, context: ctypes.c_void_p, device: torch.device) -> torch.cuda.Stream:
+    stream = ctypes.c_void_p()
     driver.call("cuGreenCtxStreamCreate", ctypes.byref(stream), context, ctypes.c_uint(NON_BLOCKING), ctypes.c_int(0))
-    own = torch.cuda.ExternalStream(stream.value, device=device)  # type: ignore[no-untyped-call]
-    return Part(own, resource.multiprocessors)
+    found: torch.cuda.Stream = torch.cuda.ExternalStream(stream.value, device=device)  # type: ignore[no-untyped-call]
+    return found

@@ -74,8 +74,8 @@ class PreparedLora(ABC):
 
     @property
     def structure(self) -> Hashable | None:
-        """Of a batch that learns: two of the same launches, apart from addresses and what tables hold, have the same. None: they cannot
-        be captured in a CUDA graph."""
+        """Key of the launches of a batch that learns: those of equal keys differ in addresses and contents of tables only. None: they
+        cannot be captured in a CUDA graph."""
         return None
 
     def fixed(self) -> FixedLora:
@@ -93,6 +93,10 @@ class FixedLora(PreparedLora):
     @abstractmethod
     def take(self, lora: PreparedLora) -> None:
         """Be this batch from now on, in stream order: one of the same `structure` and number of tokens."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Hold no batch that it took. What was launched for one goes on."""
 
 
 class CombinedLora(PreparedLora):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.token_slots import TokenSlots
+from coserve.kernels.gpu.capture import GENERATION_PRIORITY
 from coserve.kernels.gpu.device import of_a_part
 from coserve.model.fused import FusedBase
 
@@ -29,7 +30,7 @@ def make_graph_pool(device: torch.device) -> GraphPool | None:
     current = torch.cuda.current_stream(device)
     # A graph has the multiprocessors and the priority of the stream that it is captured on.
     own = of_a_part(current) or current.priority < 0
-    stream = current if own else torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = current if own else torch.cuda.Stream(priority=GENERATION_PRIORITY)  # type: ignore[no-untyped-call]
     return GraphPool(torch.cuda.graph_pool_handle(), stream)
 
 

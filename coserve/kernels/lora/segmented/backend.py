@@ -189,7 +189,7 @@ class FixedSegmentedLora(SegmentedLora, FixedLora):
         self._launches = {}
         for group, launches in like._launches.items():
             for launch in launches:
-                table = replace(launch.table, table=whole.columns(first, len(launch.live)))
+                table = replace(launch.table, table=whole.columns(first, len(launch.live)), a=[], b=[], held=[])
                 self._launches.setdefault(group, []).append(_Launch(launch.live, table))
                 first += len(launch.live)
         self._tiles: dict[tuple[int, ...], TrainingTiles] = {}
@@ -200,16 +200,20 @@ class FixedSegmentedLora(SegmentedLora, FixedLora):
             own.load(plan.training_tiles(like._segments, ranks))
             self._tiles[ranks] = own
             self._plans[ranks, True] = TilePlan(own.tiles, plan.whole_ranks(ranks), False, self._cutting.prefill)
-        self._source = like
+        self._source: SegmentedLora | None = like
+        """Whose tables it has; None: forgotten."""
 
     def take(self, lora: PreparedLora) -> None:
         assert isinstance(lora, SegmentedLora), f"expected a SegmentedLora, got {type(lora).__name__}"
-        if lora._storage is not self._source._storage:
+        if self._source is None or lora._storage is not self._source._storage:
             self._storage.copy_(lora._storage)
         if lora._segments != self._segments:
             for ranks, own in self._tiles.items():
                 own.load(plan.training_tiles(lora._segments, ranks))
         self._source, self._segments = lora, lora._segments
+
+    def forget(self) -> None:
+        self._source = None
 
 
 def _sizes(table: GroupTable) -> Tensor:
