@@ -170,10 +170,10 @@ def test_a_shape_without_graphs_runs_in_their_memory(compiled: tuple[Base, Compi
     recorder = RepeatingRecorder()
     graphs = graphs_of(layers, recorder, most=1, evict_after=1000)
     train(base, tmp_path / "a", layers, graphs, (job(0, steps=3),))
-    recorded, aside = recorder.recorded, recorder.pool_runs
+    recorded, before = recorder.recorded, recorder.pool_runs
     other = job(2, steps=2, r=16)
     found = train(base, tmp_path / "b", layers, graphs, (other,))
-    assert recorder.recorded == recorded and recorder.pool_runs > aside
+    assert recorder.recorded == recorded and recorder.pool_runs > before
     expected = train(base, tmp_path / "plain", layers, None, (other,))
     torch.testing.assert_close(torch.tensor(losses(found)), torch.tensor(losses(expected)), rtol=1e-4, atol=1e-5)
 
