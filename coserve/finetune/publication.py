@@ -19,6 +19,7 @@ from coserve.model.lora import LoraWeights
 from coserve.state.durable import disk_errors, replace_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
+from coserve.state.missing_samples import without_samples
 from coserve.types import AdapterRef
 
 log = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ def snapshot(
     def copy() -> Callable[[], JobSnapshot | JobNote]:
         served = _served(weights(), base, store)
         if served is None:
-            note = JobNote(id=id, message=f"no samples at step {step}: no host memory for a copy of the adapter")
+            note = JobNote(id=id, message=without_samples(step, "no host memory for a copy of the adapter"))
             return lambda: note
 
         def publish() -> JobSnapshot:

@@ -10,6 +10,7 @@ import msgspec
 from coserve.errors import AdapterBusy, JobNotFound, WrongJobState
 from coserve.schemas import ErrorInfo, EventLevel, EventType, JobEvent, Sample
 from coserve.state.adapters import AdapterTable
+from coserve.state.missing_samples import missing_notes, passed_step
 from coserve.state.pace import Pace
 from coserve.state.records import AdapterRecord, JobRecord
 from coserve.step_metrics import StepMetrics
@@ -159,7 +160,8 @@ class Registry(AdapterTable):
             return self._save(msgspec.structs.replace(record, spec=spec, after=after))
 
     def record_start(self, id: str, total_steps: int, resumed_from: int) -> JobRecord:
-        """The engine runs the job from step `resumed_from` on. Raises `JobNotFound`, `WrongJobState`."""
+        """The engine runs the job from step `resumed_from` on. Samples of steps before it that are missing become a note. Raises
+        `JobNotFound`, `WrongJobState`."""
         with self._transaction():
             record = self.job(id)
             if record.state is not JobState.RUNNING:
@@ -176,9 +178,20 @@ class Registry(AdapterTable):
             )
             message = f"goes on from step {resumed_from} of {total_steps}" if resumed_from else f"{total_steps} steps"
             self._append(id, "state", f"job running: {message}", state=JobState.RUNNING)
+            for note in self._missing_samples(record):
+                record = self._noted(record, note)
             what = "job resumed" if resumed_from else "job started"
             self._log_on_commit(what, job=id, adapter=record.spec.adapter, step=resumed_from, steps=total_steps)
             return self._save(record)
+
+    def _missing_samples(self, record: JobRecord) -> tuple[str, ...]:
+        """See `missing_notes`."""
+        training = record.spec.training
+        step = passed_step(training, record.step)
+        if not step or len(done := self.sampled(record, step)) == len(training.sample_prompts):
+            return ()
+        rows = self._db.execute("SELECT record FROM events WHERE job = ? AND type = 'message'", (record.spec.id,))
+        return missing_notes(training, step, done, (_event(row[0]).message for row in rows))
 
     def _metrics_until(self, id: str, step: int) -> list[StepMetrics]:
         """Metrics of steps 1 to `step`; of a step that ran twice, for a crash, the last."""
@@ -252,10 +265,14 @@ class Registry(AdapterTable):
     def record_note(self, id: str, note: str) -> None:
         """Add a note to the job's record, and an event. The record keeps the last `MAX_NOTES`. Raises `JobNotFound`."""
         with self._transaction():
-            record = self.job(id)
-            self._append(id, "message", note, level="warning")
-            if note not in record.notes:
-                self._save(msgspec.structs.replace(record, notes=(*record.notes, note)[-MAX_NOTES:]))
+            self._save(self._noted(self.job(id), note))
+
+    def _noted(self, record: JobRecord, note: str) -> JobRecord:
+        """An event of the note, and the record with it."""
+        self._append(record.spec.id, "message", note, level="warning")
+        if note in record.notes:
+            return record
+        return msgspec.structs.replace(record, notes=(*record.notes, note)[-MAX_NOTES:])
 
     def record_message(self, id: str, message: str, *, level: EventLevel = "info", type: EventType = "message") -> None:
         """Add an event to the job. Raises `JobNotFound`."""

@@ -75,6 +75,33 @@ def test_an_interrupted_job_goes_on_from_its_checkpoint(registry: Registry) -> N
     assert registry.job("job-1").trained_tokens == 20
 
 
+def test_samples_that_a_job_has_left_behind_are_told_once(registry: Registry) -> None:
+    """It goes on from step 5, past step 4, whose samples were being generated; those of the step that it goes on from come yet."""
+    job = make_job()
+    training = msgspec.structs.replace(job.spec.training, sample_prompts=("a", "b", "c"), sample_steps=2)
+    registry.create_job(msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, training=training)))
+
+    def told() -> list[str]:
+        found = [event.message for event in registry.events("job-1") if event.type == "message"]
+        assert tuple(found) == registry.job("job-1").notes
+        return found
+
+    def restart(step: int) -> list[str]:
+        registry.record_start("job-1", 9, step)
+        return told()
+
+    assert [restart(step) for step in (0, 1, 2)] == [[], [], []]
+    for prompt in range(3):
+        registry.record_sample("job-1", Sample(step=2, prompt=prompt, text="", finish_reason="stop"))
+    assert restart(3) == []
+    none = "no samples at step 4: the job was interrupted during generation"
+    assert [restart(step) for step in (5, 5, 6)] == [[none]] * 3
+    registry.record_sample("job-1", Sample(step=6, prompt=1, text="", finish_reason="stop"))
+    registry.record_note("job-1", "no sample of prompt 0 at step 6: the queue is full")
+    assert restart(7)[2:] == ["no sample of prompt 2 at step 6: the job was interrupted during generation"]
+    assert len(restart(8)) == 3
+
+
 def test_a_sample_is_kept_once_for_its_step_and_prompt(registry: Registry) -> None:
     def sample(step: int, prompt: int, text: str = "") -> Sample:
         return Sample(step=step, prompt=prompt, text=text, finish_reason="stop")

@@ -13,6 +13,7 @@ from coserve.api.jobs.progress import JobSample, Progress
 from coserve.errors import CoserveError, EngineUnavailable
 from coserve.link import JobNote, JobSnapshot, SnapshotDone
 from coserve.schemas import Finish, GenerateRequest, Sample
+from coserve.state.missing_samples import without_samples
 from coserve.state.records import JobRecord
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
@@ -72,7 +73,7 @@ class JobSampler:
                 tasks = [group.create_task(self._sample_prompt(snapshot, index, training)) for index in wanted]
             return all(task.result() for task in tasks)
         except CoserveError as error:
-            self._record(JobNote(id=snapshot.id, message=f"no samples at step {snapshot.step}: {error.message}"))
+            self._record(JobNote(id=snapshot.id, message=without_samples(snapshot.step, error.message)))
         except Exception:
             log.exception("job %s: internal error; no samples at step %d", snapshot.id, snapshot.step)
         return True
@@ -90,7 +91,7 @@ class JobSampler:
         except EngineUnavailable:
             return False
         except CoserveError as error:
-            what = f"no sample of prompt {index} at step {snapshot.step}: {error.message}"
+            what = without_samples(snapshot.step, error.message, index)
             self._record(JobNote(id=snapshot.id, message=what))
             return True
         assert finish is not None, "a stream ends with a reason"
