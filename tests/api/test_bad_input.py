@@ -271,8 +271,27 @@ async def test_bodies_over_the_limit(api: Api) -> None:
     await api.refused(413, "body_too_large", "POST", "/generate", data=io.BytesIO(large))
     await api.refused(413, "body_too_large", "POST", "/generate", data=pieces())  # chunked
     form = _form(("settings", b'{"adapter": "a"}', None), ("file", large, "a"))
-    await api.refused(413, "body_too_large", "POST", "/finetune", data=form)
+    refused = await api.refused(413, "body_too_large", "POST", "/finetune", data=form)
+    assert "as a file" not in refused["message"]
     assert MAX_JSON_BYTES >= 1 << 20
+
+
+async def test_the_bases_name_for_an_adapter(api: Api) -> None:
+    for path, body in (
+        ("/generate", {"prompt": "x", "adapter": "fake"}),
+        ("/finetune", {"adapter": "a", "data": [{"text": "a b"}], "continue_from": "fake"}),
+        ("/finetune", {"adapter": "a", "data": [{"text": "a b"}], "teacher": "fake@1"}),
+    ):
+        refused = await api.refused(404, "adapter_not_found", "POST", path, json=body)
+        assert refused["message"] == "'fake' is the base itself: leave the field out"
+        assert refused["field"] in body
+
+
+async def test_a_corpus_too_large_for_json_is_told_how_to_come(tmp_path: Path) -> None:
+    async with serve_api(tmp_path, max_body_bytes=64 << 20) as api:
+        body = io.BytesIO(bytes(MAX_JSON_BYTES + 1))
+        refused = await api.refused(413, "body_too_large", "POST", "/finetune", data=body)
+        assert "a larger corpus goes as a file, of at most 67108864 bytes" in refused["message"]
 
 
 async def test_paths_methods_pages(api: Api) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from coserve.limits import MAX_SEED
 from coserve.link import Generate, RequestFailed
 from coserve.types import AdapterRef, SamplingParams
 from tests.support.api_server import REPLY, Api, serve_api, tokenizer
@@ -293,6 +294,16 @@ async def test_bad_prompts(client: AsyncOpenAI, prompt: object) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await client.completions.create(model="fake", prompt=prompt)  # type: ignore[call-overload]
     assert str(caught.value.param).startswith("prompt")
+
+
+@pytest.mark.parametrize(
+    ("given", "used"), [(0, 0), (MAX_SEED, MAX_SEED), ((1 << 63) - 1, MAX_SEED), (1 << 62, 0), (-2, MAX_SEED - 1)]
+)
+async def test_seeds_of_64_bits_as_openai_has_them(client: AsyncOpenAI, api: Api, given: int, used: int) -> None:
+    await client.completions.create(model="fake", prompt="x", seed=given)
+    await client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "x"}], seed=given)
+    for told in await api.engine.saw(Generate, 2):
+        assert isinstance(told, Generate) and told.sampling.seed == used
 
 
 async def test_a_full_queue(client: AsyncOpenAI, api: Api) -> None:

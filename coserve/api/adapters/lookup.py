@@ -15,7 +15,9 @@ async def find_adapter(
     try:
         record = await registry(lambda registry: registry.adapter(name, version))
     except AdapterNotFound as error:
-        raise AdapterNotFound(error.message, field=field) from None
+        is_base = name.casefold() == base.name.casefold()
+        message = f"{name!r} is the base itself: leave the field out" if is_base else error.message
+        raise AdapterNotFound(message, field=field) from None
     if record.base_fingerprint != base.fingerprint:
         raise BaseMismatch(f"adapter {record.ref} belongs to another base, {record.base_name!r}", field=field)
     return record

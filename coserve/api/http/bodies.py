@@ -109,6 +109,11 @@ class BodyReader:
                     packed = await self._helpers.run(decode_corpus, DecodeCorpusArguments(str(file)), body)
                     settings = msgspec.msgpack.decode(packed, type=FinetuneRequest)
             yield settings, file if file is not None and await asyncio.to_thread(file.exists) else None
+        except BodyTooLarge as error:
+            if self._max_body <= MAX_JSON_BYTES:
+                raise
+            advice = f"a larger corpus goes as a file, of at most {self._max_body} bytes (multipart/form-data)"
+            raise BodyTooLarge(f"{error.message}; {advice}") from None
         finally:
             if file is not None:
                 await uncancelled_thread(file.unlink, missing_ok=True)

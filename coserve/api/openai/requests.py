@@ -16,7 +16,7 @@ from coserve.api.openai.schemas import (
     StreamOptions,
 )
 from coserve.errors import AdapterNotFound, EmptyPrompt, InvalidRequest
-from coserve.limits import TokenId
+from coserve.limits import MAX_SEED, TokenId
 from coserve.names import is_adapter_ref
 from coserve.schemas import ChatMessage, GenerateRequest
 from coserve.types import BaseSpec, SloClass
@@ -185,7 +185,7 @@ def _request(
         prompt_logprobs=prompt_logprobs,
         return_prompt_ids=bool(body.return_token_ids or counted),
         skip_special_tokens=_or(body.skip_special_tokens, True),
-        seed=None if body.seed == -1 else body.seed,
+        seed=None if body.seed is None or body.seed == -1 else body.seed & MAX_SEED,
         cache_salt=body.cache_salt or "",
         slo_class=body.slo_class or _CLASSES.get(body.service_tier or "auto"),
         slo_ttft=body.slo_ttft,

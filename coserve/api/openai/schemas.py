@@ -13,7 +13,6 @@ from msgspec import UNSET, Meta, UnsetType
 
 from coserve.limits import (
     MAX_MESSAGES,
-    MAX_SEED,
     MAX_TOP_K,
     AuthorName,
     CacheSalt,
@@ -70,8 +69,8 @@ class SharedParams(Wire, frozen=True):
     """Choices of each prompt; choice i uses `seed + i`."""
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    seed: Annotated[int, Meta(ge=-1, le=MAX_SEED)] | None = None
-    """null or -1: a random one."""
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    """null or -1: a random one. Of others the lowest 62 bits count."""
     stop: StopText | StopTexts | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
