@@ -166,7 +166,8 @@ class AsyncClient:
         Warns (`UserWarning`) if rows were cut because they were too long.
 
         An accepted job survives any crash of the daemon. `idempotency_key` names the request: repeated, it gives the job
-        that it made first; without one, each call has its own, so that retries never make two jobs.
+        that it made first, and another request with it raises `IdempotencyMismatch`; without one, each call has its own, so that
+        retries never make two jobs.
         """
         if file is not None and (data is not None or path is not None):
             raise InvalidRequest("expected one of data, file and path, got more", field="file")
