@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from coserve import __version__
+from coserve.api.http.field_docs import describe_fields
 from coserve.api.http.route import ALWAYS, BUSY, UNAVAILABLE, Route, Schema
 from coserve.limits import PAGE_LIMIT, PAGE_SIZE
 
@@ -35,6 +36,7 @@ def describe_api(routes: Sequence[Route]) -> dict[str, Any]:
     used = {struct for route in routes for schema in _schemas_of(route) for struct in _structs_of(schema)}
     types = sorted(used, key=lambda struct: struct.__name__)
     _, components = msgspec.json.schema_components(types, ref_template=_REF)
+    describe_fields(components, types)
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)

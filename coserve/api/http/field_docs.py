@@ -1,0 +1,60 @@
+"""What stands below the fields of structs, as descriptions of their JSON schemas."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+
+def describe_fields(components: dict[str, Any], types: Iterable[type[msgspec.Struct]]) -> None:
+    """Add a `description` to each property in `components` whose field has a text below it. `types` have all components within them."""
+    for struct in structs_within(types):
+        properties = components.get(struct.__name__, {}).get("properties", {})
+        for name, text in field_docs(struct).items():
+            if name in properties:
+                properties[name].setdefault("description", text)
+
+
+def field_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """By the name in JSON of a field: the text below it, of the field's own class or of the one that it comes from."""
+    encoded = dict(zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True))
+    found: dict[str, str] = {}
+    for owner in reversed(struct.__mro__):
+        if issubclass(owner, msgspec.Struct) and owner is not msgspec.Struct:
+            found |= {encoded[name]: text for name, text in _texts_below(owner) if name in encoded}
+    return found
+
+
+def _texts_below(owner: type) -> Iterator[tuple[str, str]]:
+    (defined,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+    assert isinstance(defined, ast.ClassDef)
+    for field, below in zip(defined.body, defined.body[1:], strict=False):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                yield name, " ".join(text.split())
+
+
+def structs_within(types: Iterable[type[msgspec.Struct]]) -> set[type[msgspec.Struct]]:
+    """These, and the structs that their fields hold."""
+    found: set[type[msgspec.Struct]] = set()
+    left: list[msgspec.inspect.Type] = list(msgspec.inspect.multi_type_info(types))
+    while left:
+        match left.pop():
+            case msgspec.inspect.StructType(cls=struct, fields=fields):
+                if struct not in found:
+                    found.add(struct)
+                    left += [field.type for field in fields]
+            case msgspec.inspect.UnionType(types=parts) | msgspec.inspect.TupleType(item_types=parts):
+                left += parts
+            case msgspec.inspect.ListType(item_type=item) | msgspec.inspect.VarTupleType(item_type=item):
+                left.append(item)
+            case msgspec.inspect.DictType(key_type=key, value_type=value):
+                left += [key, value]
+            case msgspec.inspect.Metadata(type=inner):
+                left.append(inner)
+    return found
