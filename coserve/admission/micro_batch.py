@@ -25,7 +25,7 @@ ROWS = 36
 PAIRS = 36
 """Bytes a token of a micro-batch of pairs, besides: each token's sequence, the weights of its gradient, and the targets' losses."""
 TEACHER_SHARE = 2
-"""`finetune.micro_batch`: chunks of the logits are so many times smaller with a teacher."""
+"""With a teacher, a chunk of the logits is this many times smaller: the teacher's are in memory too."""
 
 
 @dataclass(frozen=True)

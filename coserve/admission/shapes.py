@@ -15,7 +15,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 ALLOCATION = 512
 """Bytes; CUDA's allocator gives multiples of it."""
 BLOCK = 1 << 23
-"""Elements: `finetune.flat_tensors`."""
+"""Elements of a block of `finetune.flat_tensors`, unless a tensor is larger: 32 MiB in fp32."""
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from coserve.corpus.limits import micro_batch_limit
 from coserve.gpu_memory import MemoryModel
 from coserve.types import BaseSpec, JobSpec, LoraSettings
 
-LAUNCHES = 2000
+LAUNCH_BOUND_TOKENS = 2000
 """Tokens that a GPU computes while the host launches a micro-batch operation by operation: a smaller one takes as long. Of an 8B shape
 (`finetuning_263ac28.json`): 512 tokens take 128 ms, 2048 138 ms, 4096 264 ms."""
-EACH = 190
+OVERHEAD_TOKENS = 190
 """Tokens that each micro-batch costs besides. As graphs, 512 take 44 ms, 2048 131 ms and 4096 251 ms."""
-AGAIN = 0.43
+RECOMPUTE_OVERHEAD = 0.43
 """How much longer a micro-batch takes if every layer is computed again, relative to one that keeps all (`finetuning_5c1e67a.json`)."""
 
 
@@ -38,8 +38,8 @@ class Treatment:
 
     def time(self, layers: int) -> float:
         """Of one token, relative to one of large micro-batches that keep everything. `layers`: of the base."""
-        size = self.tokens if self.compiled else max(self.tokens, LAUNCHES)
-        return (size + EACH) / self.tokens * (1 + AGAIN * self.recomputed / layers)
+        size = self.tokens if self.compiled else max(self.tokens, LAUNCH_BOUND_TOKENS)
+        return (size + OVERHEAD_TOKENS) / self.tokens * (1 + RECOMPUTE_OVERHEAD * self.recomputed / layers)
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from coserve.admission.optimizers import ALIGNED
-
-BLOCK = 1 << 23
-"""Elements of a block, unless a tensor is larger: 32 MiB in fp32."""
+from coserve.admission.shapes import BLOCK
 
 
 class FlatLayout:

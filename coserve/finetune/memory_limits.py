@@ -13,7 +13,8 @@ MicroBatches = Sequence[tuple[int, ...]]
 
 
 class MemoryLimits:
-    """At first the micro-batches are as planned. The rows of an optimizer step, and so its result, never change."""
+    """At first the micro-batches are as planned. The rows of an optimizer step never change, nor does its result, but for rounding and for
+    dropout and NEFTune, which draw for each micro-batch."""
 
     def __init__(self, lengths: Ints, layers: int) -> None:
         """`lengths`: tokens of each row of the corpus; `layers`: of the base."""

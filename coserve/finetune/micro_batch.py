@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from coserve.admission.micro_batch import TEACHER_SHARE
 from coserve.corpus.tokenized import Corpus
 from coserve.finetune.embedding_noise import EmbeddingNoise, add_noise
 from coserve.finetune.layers.compiled import CompiledLayerPass, takes
@@ -49,8 +50,6 @@ from coserve.types import MicroStep
 
 LOGITS_BYTES = 512 << 20
 """Of the logits computed at once, in the base's dtype. They become their own gradient, so there is no second tensor of their size."""
-TEACHER_SHARE = 2
-"""With a teacher, a chunk of the logits is this many times smaller: the teacher's are in memory too."""
 TILE = 128
 """Rows of a GEMM's tile: chunks of more targets have a multiple of it."""
 

@@ -70,7 +70,7 @@ class CompiledLayers:
         self._groups: list[list[SharedInput]] = []
         self._own: list[list[Tensor]] = []
         self._kinds: list[Hashable] = []
-        self._frames: list[tuple[list[object], pytree.TreeSpec]] = []
+        self._constants: list[tuple[list[object], pytree.TreeSpec]] = []
         self._examples: dict[Hashable, _Example] = {}
         positions_T = torch.arange(EXAMPLE_TOKENS, device=base.device) % EXAMPLE_ROW
         bounds = (*range(0, EXAMPLE_TOKENS, EXAMPLE_ROW), EXAMPLE_TOKENS)
@@ -84,7 +84,7 @@ class CompiledLayers:
             self._groups.append(sorted({id(one): one for one in groups.values()}.values(), key=lambda one: one.index))
             self._own.append(list(own.values()))
             self._kinds.append(kind)
-            self._frames.append(arguments.frame)
+            self._constants.append(arguments.constants)
             if kind not in self._examples:
                 self._examples[kind] = _Example(_copied(layer), call, inputs.h_1TD, own)
         if len(self._examples) > MAX_KINDS:
@@ -138,7 +138,7 @@ class CompiledLayers:
                 f"batches of {tokens} tokens run operation by operation: the compiled layers are for other sizes"
             )
             return None
-        if any(own.frame != traced for own, traced in zip(given, self._frames, strict=True)):
+        if any(own.constants != traced for own, traced in zip(given, self._constants, strict=True)):
             self._note(
                 "layers run operation by operation: the model gives them other arguments than when they were compiled"
             )
@@ -156,15 +156,15 @@ class CompiledPass:
     """One batch's forward and backward through the layers."""
 
     def __init__(
-        self, layers: Mapping[int, CompiledLayer], tensors: Mapping[int, Sequence[Tensor]], seams: RunningPass
+        self, layers: Mapping[int, CompiledLayer], tensors: Mapping[int, Sequence[Tensor]], running_pass: RunningPass
     ) -> None:
         """By layer: its compiled functions, and their inputs behind the hidden states."""
-        self._layers, self._tensors, self._seams = layers, tensors, seams
-        self._context = ForwardContext(training=seams)
+        self._layers, self._tensors, self._running_pass = layers, tensors, running_pass
+        self._context = ForwardContext(training=running_pass)
 
     def forward(self, i: int, h_1TD: Tensor, *, keeps: bool) -> tuple[Tensor, list[object]]:
         """Layer i's output (1, T, D), and with `keeps` what its backward needs."""
-        self._seams.keeps = keeps
+        self._running_pass.keeps = keeps
         with self._running(i):
             output_1TD, saved = self._layers[i].forward([h_1TD, *self._tensors[i]])
         return output_1TD, saved if keeps else []
@@ -202,7 +202,7 @@ class _Arguments:
         return tuple([_plain(leaf) for leaf in self.leaves]), repr(self.spec)
 
     @property
-    def frame(self) -> tuple[list[object], pytree.TreeSpec]:
+    def constants(self) -> tuple[list[object], pytree.TreeSpec]:
         """What is traced into a layer: all but its tensors and attention."""
         return [type(leaf) if isinstance(leaf, Tensor | PackedAttention) else leaf for leaf in self.leaves], self.spec
 
