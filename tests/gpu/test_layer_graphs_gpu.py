@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_jobs
+from coserve.kernels.gpu.capture import TRAINING_PRIORITY
 from coserve.kernels.gpu.graph_memory import GraphMemory
 from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base, wrap_base
@@ -62,7 +62,7 @@ def test_gradients_are_those_without_graphs(recomputed: int) -> None:
     base = wrap_base(tiny_model("llama").to(DEVICE, torch.bfloat16), name="llama")
     compiled = CompiledLayers(base, LayerCut(base))
     compiled.compile()
-    graphs = LayerGraphs(compiled, partial(GraphMemory, DEVICE))
+    graphs = LayerGraphs(compiled, lambda: GraphMemory(torch.cuda.Stream(DEVICE, priority=TRAINING_PRIORITY)))
     plain = MicroBatchRunner(base, recompute=False, compiled=compiled)
     graphed = MicroBatchRunner(base, recompute=False, compiled=compiled, graphs=graphs)
     a, b = optimizer(base, 16, 1), optimizer(base, 16, 2)
@@ -80,7 +80,7 @@ def test_attention_that_runs_sequence_by_sequence_has_no_graphs() -> None:
     base = wrap_base(tiny_model("gemma2").to(DEVICE, torch.bfloat16), name="gemma2")
     compiled = CompiledLayers(base, LayerCut(base))
     compiled.compile()
-    graphs = LayerGraphs(compiled, partial(GraphMemory, DEVICE))
+    graphs = LayerGraphs(compiled, lambda: GraphMemory(torch.cuda.Stream(DEVICE, priority=TRAINING_PRIORITY)))
     runner, own = MicroBatchRunner(base, recompute=False, compiled=compiled, graphs=graphs), optimizer(base, 16, 1)
     first, *others = (gradients(runner, [(own, (0, 1))]) for _ in range(4))
     for other in others:
