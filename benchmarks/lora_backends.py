@@ -72,15 +72,15 @@ def stk_call(layer: Layer, segments: Segments, block: int) -> Call:
     for site in layer.pairs:
         ranks = tuple(pair.rank for pair in present(site))
         ranks = tuple(ranks[slot] for slot in segments.runs)
-        topology = block_sparse._topology(segments, ranks, block, DEVICE)
+        topology = block_sparse.topology_of(segments, ranks, block, DEVICE)
         own = [site[slot] for slot in topology.slots]
-        a, b = block_sparse._concatenate([pair for pair in own if pair is not None], block)
+        a, b = block_sparse.concatenate([pair for pair in own if pair is not None], block)
         x = nn.functional.pad(layer.x, (0, 0, 0, 1)).index_select(0, topology.sources)
         ready.append((x, a, b, topology))
 
     def call() -> None:
         for x, a, b, topology in ready:
-            block_sparse._use_block(block)
+            block_sparse.use_block(block)
             stk.ops.dsd(stk.ops.sdd(x, a.t(), topology.matrix), b)
 
     return call

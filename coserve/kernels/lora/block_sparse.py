@@ -6,7 +6,7 @@ Tokens sorted by adapter and each adapter's share padded to whole blocks, ranks 
     Y = dsd(H, B_cat)
 
 The topology is built once a step. A and B are dense operands of stk's products: block-diagonal ones are expanded. stk's
-block size is process-global; `_use_block` is the one place that sets it. Indices are int32: stk's own int16 overflows at
+block size is process-global; `use_block` is the one place that sets it. Indices are int32: stk's own int16 overflows at
 256 block rows under recent Triton. Its `validate` refuses both int32 and bfloat16, and is not called.
 """
 
@@ -80,17 +80,17 @@ class BlockSparseLora(SitewiseLora):
             return y_TO
         topology = self._topologies.get(ranks)
         if topology is None:
-            topology = self._topologies[ranks] = _topology(self.segments, ranks, block, x_TD.device)
+            topology = self._topologies[ranks] = topology_of(self.segments, ranks, block, x_TD.device)
         learning = torch.is_grad_enabled() and any(
             tensor.requires_grad
             for tensor in (y_TO, x_TD, *(t for pair in pairs if pair is not None for t in (pair.a_RD, pair.b_OR)))
         )
         own = [pair.dense() for slot in topology.slots if (pair := pairs[slot]) is not None]
         if learning:
-            a_RD, b_RO = _concatenate(own, block)
+            a_RD, b_RO = concatenate(own, block)
         else:
             if site not in self._weights:
-                self._weights[site] = _concatenate(own, block)
+                self._weights[site] = concatenate(own, block)
             a_RD, b_RO = self._weights[site]
         delta_NO = _product(x_TD, a_RD, b_RO, topology)[:, : y_TO.shape[1]]
         if learning:
@@ -101,16 +101,16 @@ class BlockSparseLora(SitewiseLora):
 def _product(x_TD: Tensor, a_RD: Tensor, b_RO: Tensor, topology: Topology) -> Tensor:
     x_TD = pad(x_TD, (0, a_RD.shape[1] - x_TD.shape[1], 0, 1))  # the last row is what padding reads
     x_MD = x_TD.index_select(0, topology.sources)
-    _use_block(topology.block)
+    use_block(topology.block)
     h = stk.ops.sdd(x_MD, a_RD.t(), topology.matrix)
     y_MO: Tensor = stk.ops.dsd(h, b_RO)
     for tensor in (h.data, y_MO):  # the backward may come after another block size was in use
         if tensor.requires_grad:
-            tensor.register_hook(lambda _, block=topology.block: _use_block(block))
+            tensor.register_hook(lambda _, block=topology.block: use_block(block))
     return y_MO.index_select(0, topology.places)
 
 
-def _concatenate(pairs: Sequence[LoraPair], block: int) -> tuple[Tensor, Tensor]:
+def concatenate(pairs: Sequence[LoraPair], block: int) -> tuple[Tensor, Tensor]:
     """A as (R, D) and scaling B as (R, O), adapters one after another, every side padded to whole blocks."""
     inputs, outputs = pairs[0].a_RD.shape[1], pairs[0].b_OR.shape[0]
     a = [pad(pair.a_RD, (0, -inputs % block, 0, -pair.rank % block)) for pair in pairs]
@@ -124,7 +124,8 @@ def _best_block(segments: Segments) -> int:
     return DECODE_BLOCK if longest <= DECODE_BLOCK else PREFILL_BLOCK
 
 
-def _topology(segments: Segments, ranks: Sequence[int], block: int, device: torch.device) -> Topology:
+def topology_of(segments: Segments, ranks: Sequence[int], block: int, device: torch.device) -> Topology:
+    """In blocks of `block` rows. `ranks`: of the adapters in `segments.runs`, in their order; 0: no pair at the site."""
     sources: list[int] = []
     rows: list[int] = []
     places: list[int] = []
@@ -178,7 +179,7 @@ def _matrix(
     )
 
 
-def _use_block(block: int) -> None:
+def use_block(block: int) -> None:
     """Sets stk's block size, which it keeps in a class and in its kernels' only launch configuration."""
     config = triton_kernels.TritonConfig
     narrow = min(32, block)
