@@ -161,7 +161,8 @@ class AsyncClient:
         While an unfinished job trains `adapter`, one with `continue_from=adapter` waits for it and continues from the version that it
         publishes. `on_conflict="fork"` begins at once, from the current version; `"refuse"` raises `AdapterBusy`.
 
-        Returns once the whole corpus is tokenised; `on_preparing` is called with the rows done of a large one.
+        Returns once the whole corpus is tokenised; `on_preparing` is called with the rows done of a large one (by `Client`: on a
+        thread of its own).
 
         Warns (`UserWarning`) if rows were cut because they were too long.
 

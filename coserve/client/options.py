@@ -11,6 +11,7 @@ import msgspec
 
 from coserve.client.transport import Upload
 from coserve.errors import InvalidRequest
+from coserve.hints import fields_of, hint
 from coserve.names import ADAPTER_FILES
 from coserve.schemas import ChatMessage, FinetuneRequest, GenerateRequest, ImportRequest, Job, OnConflict
 from coserve.types import LoraSettings, SloClass, TrainingRequest
@@ -57,6 +58,12 @@ class GenerateOptions(TypedDict, total=False):
 def generate_request(
     prompt: Prompt | None, messages: Messages | None, adapter: str | None, stream: bool, options: GenerateOptions
 ) -> GenerateRequest:
+    """Raises `TypeError` for an unknown option, with the one that was meant, and `InvalidRequest` for messages as a prompt."""
+    for name in options.keys() - GenerateOptions.__annotations__.keys():
+        meant = hint(name, "", fields_of(GenerateRequest))
+        raise TypeError(f"unexpected keyword argument {name!r}{meant}")
+    if prompt is not None and not isinstance(prompt, str) and any(isinstance(each, Mapping) for each in prompt):
+        raise InvalidRequest("expected a text or token ids, got messages; did you mean 'messages'?", field="prompt")
     return GenerateRequest(
         prompt=prompt if prompt is None or isinstance(prompt, str) else list(prompt),
         messages=None if messages is None else [as_struct(message, ChatMessage, "messages") for message in messages],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping
@@ -36,13 +37,16 @@ T = TypeVar("T")
 
 
 class _Portal:
-    """An event loop in a thread, and calls into it from other threads."""
+    """An event loop in a thread, and calls into it from other threads.
 
-    def __init__(self) -> None:
+    `closing` is awaited at its end: at `close`, or when nothing refers to it any more.
+    """
+
+    def __init__(self, closing: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="coserve-client", daemon=True)
         self._thread.start()
-        self._close = weakref.finalize(self, _stop, self._loop, self._thread)
+        self._close = weakref.finalize(self, _stop, self._loop, self._thread, closing)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end. An interruption of the wait (Ctrl-C) cancels it."""
@@ -74,24 +78,40 @@ async def _next(source: AsyncGenerator[T, None]) -> T:
     return await anext(source)
 
 
-def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+def _stop(
+    loop: asyncio.AbstractEventLoop, thread: threading.Thread, closing: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
     """Cancel all tasks, then end the loop and its thread."""
-    asyncio.run_coroutine_threadsafe(_finish(), loop).result()
+    asyncio.run_coroutine_threadsafe(_finish(closing), loop).result()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
 
 
-async def _finish() -> None:
+async def _finish(closing: Callable[[], Coroutine[Any, Any, None]]) -> None:
     loop = asyncio.get_running_loop()
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    await closing()
     await loop.shutdown_asyncgens()
     await loop.shutdown_default_executor()
 
 
+def _texts_of(asynchronous: type) -> Callable[[type[T]], type[T]]:
+    """A method without a text has that of the asynchronous class's method, for `help`."""
+
+    def copied(kind: type[T]) -> type[T]:
+        for name, method in vars(kind).items():
+            if inspect.isfunction(method) and not name.startswith("_") and method.__doc__ is None:
+                method.__doc__ = getattr(asynchronous, name).__doc__
+        return kind
+
+    return copied
+
+
+@_texts_of(AsyncJobHandle)
 class JobHandle:
     """One job; see `AsyncJobHandle`."""
 
@@ -128,6 +148,7 @@ class JobHandle:
         return self._portal.call(self._handle.wait(progress=progress, timeout=timeout, check=check))
 
 
+@_texts_of(AsyncClient)
 class Client:
     """A daemon; the methods are those of `AsyncClient`. Close it, or use it as `with Client() as client`."""
 
@@ -143,7 +164,7 @@ class Client:
         self._client = AsyncClient(
             base_url, api_key=api_key, retry=retry, read_timeout=read_timeout, transport=transport
         )
-        self._portal = _Portal()
+        self._portal = _Portal(self._client.close)
 
     def __enter__(self) -> Self:
         return self
@@ -154,7 +175,6 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        self._portal.call(self._client.close())
         self._portal.close()
 
     def generate(
@@ -193,7 +213,6 @@ class Client:
         idempotency_key: str | None = None,
         on_preparing: Callable[[Preparing], None] | None = None,
     ) -> JobHandle:
-        """As `AsyncClient.finetune`; `on_preparing` is called on the client's own thread."""
         work = self._client.finetune(
             adapter,
             data,

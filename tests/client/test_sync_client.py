@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 
 import pytest
 
 import coserve
-from coserve.client import Client, MockTransport, Request, Response
-from coserve.errors import AdapterNotFound
+from coserve.client import Client, JobHandle, MockTransport, Request, Response
+from coserve.errors import AdapterNotFound, InvalidRequest
 from coserve.types import JobState
 from tests.support.sdk import GENERATED, chunk, job, job_event, refusal, reply, sse, stream_of, streamed
 
@@ -110,3 +112,56 @@ def test_several_threads_share_a_client() -> None:
         for worker in workers:
             worker.join()
     assert got == [GENERATED] * 8
+
+
+UNCLOSED = """
+import http.server, threading
+import coserve
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "3")
+        self.end_headers()
+        self.wfile.write(b"a 1")
+    def log_message(self, *_):
+        pass
+
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+
+def ask():
+    print(coserve.Client(f"http://127.0.0.1:{server.server_port}").metrics())
+
+ask()
+"""
+
+
+def test_a_client_that_nobody_closed_closes_its_connections() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", UNCLOSED], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert (done.stdout, done.stderr) == ("a 1\n", "")
+
+
+def test_closing_twice_is_closing() -> None:
+    client = Client(transport=MockTransport(daemon))
+    client.close()
+    client.close()
+
+
+def test_wrong_arguments_of_generate_are_explained() -> None:
+    with Client(transport=MockTransport(daemon)) as client:
+        with pytest.raises(TypeError, match="unexpected keyword argument 'max_new_tokens'; did you mean 'max_tokens'?"):
+            client.generate("hi", max_new_tokens=5)  # type: ignore[call-arg]
+        with pytest.raises(
+            InvalidRequest, match="expected a text or token ids, got messages; did you mean 'messages'?"
+        ):
+            client.generate([{"role": "user", "content": "hi"}])  # type: ignore[list-item]
+
+
+def test_every_method_has_a_text() -> None:
+    for kind in (Client, JobHandle):
+        for name, method in vars(kind).items():
+            assert name.startswith("_") or isinstance(method, property) or method.__doc__, name
