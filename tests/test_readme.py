@@ -61,7 +61,7 @@ def test_the_make_commands_are_targets() -> None:
 def test_the_shell_commands_run_as_printed(daemon: DaemonProcess, tmp_path: Path) -> None:
     """In one shell, whose path has no `coserve` until the first line; only port and duration are others."""
     first, *shown = [command for command in commands() if command not in MAKE]
-    assert first == ". .venv/bin/activate" and len(shown) == 7
+    assert first == ". .venv/bin/activate" and len(shown) == 9
     checkout(tmp_path)
     script = [first]
     for number, command in enumerate(shown):
@@ -100,7 +100,7 @@ def test_the_shell_commands_run_as_printed(daemon: DaemonProcess, tmp_path: Path
     assert summary["finetune_tokens"] > 1500 and summary["jobs_succeeded"] == summary["jobs"] > 0
     assert summary["completed"] == summary["requests"] > 0 and not summary["errors"]
     _, adapters = daemon.call("GET", "/adapters")
-    assert [adapter["id"] for adapter in adapters["data"]] == ["pirate"], "bench left adapters behind"
+    assert [adapter["id"] for adapter in adapters["data"]] == ["captain", "pirate"], "bench left adapters behind"
 
 
 @pytest.mark.slow
@@ -128,6 +128,11 @@ def test_the_python_calls_what_there_is() -> None:
     assert {"coserve", "client", "job"} <= {name for name, _ in used}
     for name, attribute in used:
         assert name not in owners or hasattr(owners[name], attribute), f"{name}.{attribute}"
+
+
+def test_every_page_of_the_docs_is_listed() -> None:
+    listed = re.findall(r"^\| \[(docs/[\w-]+\.md)\]\(\1\) \|", README, re.MULTILINE)
+    assert sorted(listed) == sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))
 
 
 def test_it_is_short() -> None:

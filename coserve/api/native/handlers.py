@@ -47,10 +47,14 @@ MAX_RETRY_AFTER = 10
 DOCS = {
     "README.md": "how to start, serve and fine-tune",
     "docs/data.md": "rows to fine-tune on",
+    "docs/finetuning.md": "settings and metrics of jobs, samples, DPO",
     "docs/families.md": "families of models, and what works with each",
     "docs/operations.md": "start, readiness, warm-up",
     "docs/bdlora.md": "LoRA in blocks, for tensor parallelism",
+    "docs/tensor-parallelism.md": "the base on several GPUs",
     "docs/metrics.md": "what /metrics counts",
+    "docs/workloads.md": "coserve bench",
+    "docs/memory-profiling.md": "coserve profile, and how jobs are admitted by memory",
     "docs/structures.md": "how the code is built",
 }
 
