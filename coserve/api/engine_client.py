@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -11,13 +12,21 @@ from coserve.errors import EngineUnavailable
 from coserve.gpu_memory import MemoryModel
 from coserve.health import EngineRanks, RankInfo, Status, Warming, starting_line
 from coserve.link import EngineReady, EngineStats, EngineWarming, FromEngine, Link, ToEngine
+from coserve.state.retries import FOR_EVER
 from coserve.types import AdapterRef, BaseSpec
+
+SILENCE = FOR_EVER.longest + 10
+"""Seconds without a word of an engine that has work, from which on `/health` says so. One whose jobs only wait for disk space sleeps
+until it tries again."""
 
 
 class EngineClient:
-    """The link to the current engine, if there is one. `starts` counts engines."""
+    """The link to the current engine, if there is one. `starts` counts engines. `clock`: seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._silent_since: float | None = None
+        """When an engine that has work was heard of last; None while it has none."""
         self._link: Link[ToEngine, FromEngine] | None = None
         self.ready: EngineReady | None = None
         self.stats: EngineStats | None = None
@@ -97,9 +106,23 @@ class EngineClient:
         if self._link is None:
             raise EngineUnavailable(starting_line(self.warming, "the engine stopped and is being restarted"))
         self._link.send(message)
+        if self._silent_since is None:
+            self._silent_since = self._clock()
+
+    def heard(self, message: FromEngine) -> None:
+        """The engine said something. It reports about once a second while it works, and once when it has nothing left to do."""
+        idle = isinstance(message, EngineStats) and not (message.waiting or message.running or message.jobs)
+        self._silent_since = None if idle else self._clock()
+
+    @property
+    def silence(self) -> tuple[str, ...]:
+        """A line of an engine that has work and says nothing: its process, or its device, stands still."""
+        seconds = 0.0 if self._silent_since is None else self._clock() - self._silent_since
+        return () if seconds < SILENCE else (f"the engine has said nothing for {seconds:.0f} s, though it has work",)
 
     def open(self, link: Link[ToEngine, FromEngine], ready: EngineReady, ranks: EngineRanks | None) -> None:
         self._link, self.ready, self.ranks, self.troubles, self.warmup = link, ready, ranks, (), None
+        self._silent_since = None
         self.starts += 1
         self._changed()
 
@@ -130,7 +153,7 @@ class EngineClient:
             self.ready = msgspec.structs.replace(self.ready, notes=notes)
 
     def lost(self) -> None:
-        self._link = self.stats = self.warmup = None
+        self._link = self.stats = self.warmup = self._silent_since = None
         self._changed()
 
     def resident(self, ref: AdapterRef) -> bool:

@@ -192,6 +192,7 @@ class Service:
                 self.engine_lost()
 
     def _dispatch(self, message: FromEngine) -> None:
+        self.engine.heard(message)
         match message:
             case Tokens() | RequestFailed() | Admitted():
                 self.generation.deliver(message)
@@ -245,6 +246,7 @@ class Service:
             kv_tokens=ready.kv_tokens if ready is not None else None,
             notes=[
                 *self.engine.troubles,
+                *self.engine.silence,
                 *(ready.notes if ready is not None else ()),
                 *(stats.troubles if stats is not None else ()),
                 *_starving(stats),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from coserve.link import EngineNotes, Starving
-from tests.support.api_server import serve_api
+from coserve.link import EngineNotes, Generate, Starving
+from tests.support.api_server import Api, serve_api
 from tests.support.real_server import bundled_base, serve_real
 
 
@@ -39,6 +40,44 @@ async def test_training_that_starves_is_explained(tmp_path: Path) -> None:
         "for 12 s training has run only by train_patience: a micro-step is predicted to take 210 ms, the slack is 150 ms"
     )
     assert "coserve_train_patience_slices_total 7.0" in page
+
+
+async def test_an_engine_that_has_work_and_says_nothing_is_told(tmp_path: Path) -> None:
+    now = 0.0
+
+    async def notes(api: Api) -> list[str]:
+        found: list[str] = (await api.call("GET", "/health"))[1]["notes"]
+        return [note for note in found if "said nothing" in note]
+
+    async with serve_api(tmp_path, engine_clock=lambda: now) as api:
+        await api.works()
+        await reported(api, 0)
+        now = 100.0
+        assert await notes(api) == [], "it is idle"
+        api.engine.go_requests.clear()
+        call = asyncio.create_task(api.call("POST", "/generate", json={"prompt": "x"}))
+        await api.engine.saw(Generate, 2)
+        now = 139.0
+        assert await notes(api) == []
+        now = 142.4
+        assert await notes(api) == ["the engine has said nothing for 42 s, though it has work"]
+        api.engine.go_requests.set()
+        await call
+        assert await notes(api) == []
+        await reported(api, 1)
+        now = 190.0
+        assert await notes(api) == ["the engine has said nothing for 48 s, though it has work"], "a job trains"
+        await reported(api, 0)
+        now = 300.0
+        assert await notes(api) == []
+
+
+async def reported(api: Api, jobs: int) -> None:
+    """The engine reports that it has so many jobs, and nothing else to do."""
+    for count in (jobs + 1, jobs):
+        api.engine.stats(jobs=count)
+        while (await api.call("GET", "/health"))[1]["jobs"] != count:  # noqa: ASYNC110 - the message is read by another task
+            await asyncio.sleep(0)
 
 
 async def test_a_context_that_is_cut_is_told_in_health_and_to_whom_it_refuses(tmp_path: Path) -> None:

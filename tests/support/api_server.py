@@ -20,6 +20,7 @@ from aiohttp.typedefs import Middleware
 from prometheus_client.parser import text_string_to_metric_families
 
 from coserve.api.app import ROUTES, make_app, make_runner
+from coserve.api.engine_client import EngineClient
 from coserve.api.generation.in_flight import MAX_PROMPT_SCORES
 from coserve.api.http.route import ALWAYS
 from coserve.api.jobs.recorder import JobMessage
@@ -156,18 +157,22 @@ async def serve_api(
     max_texts: int = MAX_TEXTS,
     max_prompt_scores: int = MAX_PROMPT_SCORES,
     closing: float = CLOSING,
+    engine_clock: Callable[[], float] = time.monotonic,
     **settings: Any,
 ) -> AsyncIterator[Api]:
     """The API over the data folder at `path`; `settings` are those of `Config`, `patience`: with a locked registry,
-    `cutter` cancels handlers, `middlewares` stand before all others, `clock` tells how long connections have been idle; the others are as in `make_app` and
-    `Service`."""
+    `cutter` cancels handlers, `middlewares` stand before all others, `clock` tells how long connections have been idle,
+    `engine_clock` how long the engine has been silent; the others are as in `make_app` and `Service`."""
     config = Config(data_dir=path, **settings)
     folder = DataFolder(path)
     with folder.lock():
         registry = RegistryThread(
             lambda: Registry(folder.database), backoff=patience, reserve=Reserve(folder.reserve, RESERVE)
         )
-        service = Service(config, folder, registry, tokenizer(), max_prompt_scores=max_prompt_scores, closing=closing)
+        client = EngineClient(engine_clock)
+        service = Service(
+            config, folder, registry, tokenizer(), client, max_prompt_scores=max_prompt_scores, closing=closing
+        )
         app = make_app(service, config, clock, max_texts=max_texts)
         if cutter is not None:
             app.middlewares.insert(0, cutter.middleware())
