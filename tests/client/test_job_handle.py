@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from coserve.client import AsyncJobHandle, Response, RetryPolicy
+from coserve.client.progress import Lines
 from coserve.errors import JobError, JobNotFound, NonFiniteLoss, Unreachable
 from coserve.schemas import ErrorInfo, JobEvent, Sample
 from coserve.types import JobState
@@ -121,3 +123,15 @@ async def test_samples_are_plain_lines_where_there_is_no_terminal(
     daemon = Daemon(events(*STORY[:-1], said, job_event(6, JobState.SUCCEEDED)), reply(job(JobState.SUCCEEDED)))
     await handle(daemon).wait(progress=progress)
     assert capsys.readouterr() == ("", shown)
+
+
+def test_without_a_terminal_a_line_comes_every_half_minute(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 100.0
+    lines = Lines(job(), lambda: now)
+    for step, now in enumerate((110.0, 131.0, 140.0, 162.0), 1):  # noqa: B007 - the clock reads it
+        lines.show(msgspec.structs.replace(job_event(step, step=step), eta=75.0))
+    shown = capsys.readouterr()
+    assert shown.out == "" and [line.split("  ")[:2] for line in shown.err.splitlines()] == [
+        ["a@1", f"step {step}/2"] for step in (2, 4)
+    ]
+    assert all("  loss " in line and line.endswith(" tokens/s  1:15 left") for line in shown.err.splitlines())
