@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 INK = {"ttft": "#2a6f97", "e2e": "#bc4b51", "train": "#5b8e7d"}
 COLUMNS = 3
+MOST_NAMES = 5
+"""Of adapters that fit side by side under a panel."""
 Panel = Callable[["Axes", ReplayResult, Summary], None]
 
 
@@ -89,6 +91,8 @@ def _training(axes: Axes, run: ReplayResult, summary: Summary) -> None:
 def _adapters(axes: Axes, run: ReplayResult, summary: Summary) -> None:
     values = [each.attainment for each in summary.adapters]
     axes.bar(range(len(values)), values, width=0.9, color=INK["ttft"])
+    if len(values) <= MOST_NAMES:
+        axes.set_xticks(range(len(values)), [each.adapter or "the base" for each in summary.adapters])
     axes.set(title="Attainment by adapter", xlabel="adapters, the worst first", ylabel="share", ylim=(0, 1.02))
 
 
