@@ -162,7 +162,7 @@ def value_hint(field: str, value: object) -> str:
 
 
 def option_hint(option: str, options: Iterable[str]) -> str:
-    """The same for an unknown option of the command line: `"; did you mean '--learning-rate'?"`, or nothing."""
+    """The same for an unknown option of the command line, or setting of a file: `"; did you mean '--learning-rate'?"`, or nothing."""
     flags = {text.lstrip("-").replace("-", "_"): text for text in options}
     name = option.lstrip("-").replace("-", "_")
     field, difference = OTHER_UNITS.get(name, ("", ""))

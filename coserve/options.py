@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from coserve.errors import ConfigError
+from coserve.hints import option_hint
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -74,15 +75,16 @@ def read_settings(settings: type[DataclassInstance], path: Path, flag: str = "co
     """The settings in a TOML file, which the option `flag` names. Raises `ConfigError`."""
     try:
         content = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:  # not TOML, or not UTF-8
-        raise ConfigError(f"{flag}: cannot read {path}: {error}") from error
+    except (OSError, ValueError) as error:  # ValueError: not TOML, or not UTF-8
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{flag}: cannot read {path}: {reason}") from error
     hints = get_type_hints(settings)
     names = {f.name for f in dataclasses.fields(settings)}
     found: dict[str, object] = {}
     for key, value in content.items():
         name = key.replace("-", "_")
         if name not in names:
-            raise ConfigError(f"{flag}: unknown setting {key!r} in {path}")
+            raise ConfigError(f"{flag}: unknown setting {key!r} in {path}{option_hint(key, sorted(names))}")
         found[name] = parse_setting(settings, name, _setting_text(name, hints[name], value))
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import socket
 import subprocess
 import sys
@@ -152,7 +153,7 @@ def test_a_kubernetes_service_called_coserve_does_not_set_the_port() -> None:
         ({"max_queue": 0}, {}, "max_queue: expected at least 1"),
         ({"micro_batch_tokens": 1}, {}, "micro_batch_tokens: expected at least 2"),
         ({"host": "0.0.0.0"}, {}, "not loopback; set api_key"),
-        ({"config": "/nonexistent.toml"}, {}, "config: cannot read"),
+        ({"config": "/nonexistent.toml"}, {}, "^config: cannot read /nonexistent.toml: No such file or directory$"),
     ],
 )
 def test_wrong_settings_are_named(given: dict[str, object], environ: dict[str, str], message: str) -> None:
@@ -160,10 +161,14 @@ def test_wrong_settings_are_named(given: dict[str, object], environ: dict[str, s
         load_config(given, environ)
 
 
-def test_an_unknown_key_of_the_file_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [("prot", "; did you mean 'port'?"), ("tensor_parallel_size", "; did you mean 'tp'?"), ("zzz", "")],
+)
+def test_an_unknown_key_of_the_file_is_refused(tmp_path: Path, key: str, hint: str) -> None:
     file = tmp_path / "coserve.toml"
-    file.write_text("prot = 1\n")
-    with pytest.raises(ConfigError, match="unknown setting 'prot'"):
+    file.write_text(f"{key} = 1\n")
+    with pytest.raises(ConfigError, match=re.escape(f"unknown setting {key!r} in {file}{hint}") + "$"):
         load_config({"config": file}, {})
 
 
