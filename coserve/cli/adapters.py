@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,7 @@ import msgspec
 import typer
 
 from coserve.cli.app import PLAIN, CommandGroup
-from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, say_if_starting, say_more
+from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, json_text, say_if_starting, say_more
 from coserve.cli.distillation import LOSSLESS, output_errors, read_rows, start_distillation
 from coserve.cli.job_table import age, columns
 from coserve.cli.jobs import follow_job
@@ -51,7 +52,7 @@ def list_adapters(
 def show_adapter(name: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """Show an adapter as JSON."""
     with connect(url, key) as client:
-        _show_adapter(client.adapter(name), True)
+        print(json_text(client.adapter(name), sys.stdout.isatty()))
 
 
 @adapters_app.command("import")

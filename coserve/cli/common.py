@@ -7,6 +7,7 @@ import sys
 from contextvars import ContextVar
 from typing import Annotated
 
+import msgspec
 import typer
 
 from coserve.client import Client, RetryPolicy
@@ -25,6 +26,7 @@ __all__ = [
     "Limit",
     "Url",
     "connect",
+    "json_text",
     "optimizer_named",
     "say_if_starting",
     "say_more",
@@ -50,6 +52,12 @@ def connect(url: str, key: str | None) -> Client:
 def say_more(command: str, limit: int, last: str) -> None:
     """Print how to list the entries after `last`, on standard error."""
     print(f"there are more: coserve {command} --limit {limit} --after {last}", file=sys.stderr)
+
+
+def json_text(value: object, terminal: bool) -> str:
+    """One line of JSON, or indented lines for who reads them on a terminal."""
+    line = msgspec.json.encode(value)
+    return (msgspec.json.format(line, indent=2) if terminal else line).decode()
 
 
 def say_if_starting(client: Client) -> None:

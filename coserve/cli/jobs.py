@@ -19,6 +19,7 @@ from coserve.cli.common import (
     Limit,
     Url,
     connect,
+    json_text,
     optimizer_named,
     say_if_starting,
     say_more,
@@ -241,7 +242,7 @@ def list_jobs(
 def show_job(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """Show a job as JSON."""
     with connect(url, key) as client:
-        _show_job(client.job(id).info, True)
+        print(json_text(client.job(id).info, sys.stdout.isatty()))
 
 
 @jobs_app.command("watch")

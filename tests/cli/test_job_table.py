@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Self
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 import coserve.cli.jobs
 from coserve.cli.app import app
+from coserve.cli.common import json_text
 from coserve.cli.job_table import age, chosen_line, cut_line, job_line, job_table
 from coserve.schemas import ErrorInfo, Job, JobList, Preparing
 from coserve.step_metrics import Rewards
@@ -65,6 +67,12 @@ def test_what_was_chosen_and_what_was_cut() -> None:
     assert chosen_line(FAILED) is None
     assert str(cut_line(JOB)).startswith("warning: 3 of 30 rows were too long")
     assert cut_line(FAILED) is None
+
+
+def test_json_is_a_line_for_programs_and_indented_for_readers() -> None:
+    line, shown = json_text(JOB, False), json_text(JOB, True)
+    assert json.loads(line) == json.loads(shown)
+    assert "\n" not in line and '\n  "id": "job-1",\n' in shown
 
 
 def test_pages(monkeypatch: pytest.MonkeyPatch) -> None:
