@@ -15,7 +15,7 @@ from typing import Any
 import typer
 
 from coserve.errors import CoserveError, EngineUnavailable, InvalidRequest, StartupError, Unauthorized, Unreachable
-from coserve.hints import option_hint
+from coserve.hints import fields_of, hint, option_hint
 
 DEBUG = "COSERVE_DEBUG"
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
@@ -94,7 +94,8 @@ def _usage(error: Any) -> str:  # noqa: ANN401 - click's error, wherever typer k
     """What is wrong with the arguments: what was expected and what was there, or the option that was meant."""
     if hasattr(error, "possibilities") and hasattr(error, "option_name"):
         options = [] if error.ctx is None else [text for each in error.ctx.command.params for text in each.opts]
-        return f"{error.message}{option_hint(error.option_name, options)}"
+        command = "" if error.ctx is None else str(error.ctx.info_name)
+        return f"{error.message}{option_hint(error.option_name, options) or _field_hint(error.option_name, command)}"
     message = str(error.format_message())
     if not hasattr(error.__cause__, "errors"):
         return message
@@ -104,6 +105,18 @@ def _usage(error: Any) -> str:  # noqa: ANN401 - click's error, wherever typer k
     if expected is not None:
         ours = f"expected {expected.format(given=found['input'], **found.get('ctx', {}))}"
     return message.replace(error.message, ours)
+
+
+def _field_hint(option: str, command: str) -> str:
+    """Where the command's request has a field of that name: the field."""
+    if command not in ("finetune", "generate"):
+        return ""
+    from coserve.schemas import FinetuneRequest, GenerateRequest  # the command has imported them
+
+    fields = fields_of(FinetuneRequest if command == "finetune" else GenerateRequest)
+    found = hint(option.lstrip("-").replace("-", "_"), "", fields)
+    question = "?" if found.endswith("?") else ""
+    return found and f"{found.removesuffix('?')} of POST /{command}{question}"
 
 
 def _is_interrupt(error: BaseException | None) -> bool:

@@ -151,6 +151,12 @@ def test_files_that_are_not_what_they_should_be(
         (["generate"], "(see coserve generate --help)"),
         (["jobs", "list", "--x"], "no such option: --x (see coserve jobs list --help)"),
         (["finetune", "a", __file__, "--lr", "1"], "no such option: --lr; did you mean '--learning-rate'? (see"),
+        (
+            ["finetune", "a", __file__, "--lr-scheduler-type", "x"],
+            "; did you mean 'training.schedule' of POST /finetune? (see",
+        ),
+        (["finetune", "a", __file__, "--warmup-ratio", "1"], "in steps: training.warmup_steps of POST /finetune (see"),
+        (["generate", "x", "--min-p", "1"], "no such option: --min-p; did you mean 'min_p' of POST /generate? (see"),
         (["jobs", "list", "--limit", "many"], "invalid value for '--limit': expected a whole number, got 'many' (see"),
         (["jobs", "list", "--limit", "0"], "invalid value for '--limit': expected at least 1, got 0 (see"),
         (["generate", "x", "--temperature", "warm"], "'--temperature': expected a number, got 'warm' (see"),
