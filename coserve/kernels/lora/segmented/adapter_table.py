@@ -118,7 +118,7 @@ def site_table(pairs: Sequence[Sequence[LoraPair | None]], device: torch.device)
     starts = (sizes.cumsum(0, dtype=torch.int32) - sizes)[..., 1:].contiguous()
     columns = [column.view(torch.int32).view(-1) for column in (addresses, sums, shapes, scalings, starts)]
     padded = [pad(column, (0, -len(column) % VECTOR)) for column in columns]  # each begins at a whole vector
-    storage = _to_device(torch.cat(padded), device)
+    storage = to_device(torch.cat(padded), device)
     table = table_on(storage, sizes, blocked=any(pair.blocks > 1 for pair in kept))
     return table, kept
 
@@ -142,7 +142,7 @@ def table_on(storage: Tensor, sizes: Tensor, *, blocked: bool) -> SiteTable:
     )
 
 
-def _to_device(host: Tensor, device: torch.device) -> Tensor:
+def to_device(host: Tensor, device: torch.device) -> Tensor:
     """One asynchronous copy."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, _to_device
+from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, to_device
 from coserve.kernels.lora.segments import Segments
 
 
@@ -65,7 +65,7 @@ def base_only_tiles(segments: Segments, host: HostTiles, rows: int) -> list[tupl
 def upload(host: HostTiles, rows: int, tokens: int, device: torch.device) -> Tiles:
     """One copy to the device for all three tables."""
     parts = (host.tiles, host.items, host.spans)
-    flat = _to_device(torch.tensor([entry for part in parts for entry in part], dtype=torch.int32).view(-1, 4), device)
+    flat = to_device(torch.tensor([entry for part in parts for entry in part], dtype=torch.int32).view(-1, 4), device)
     first, second = len(host.tiles), len(host.tiles) + len(host.items)
     counters = torch.zeros(tokens, dtype=torch.int32, device=device)
     return Tiles(rows, flat[:first], flat[first:second], flat[second:], counters)
@@ -88,7 +88,7 @@ class TrainingTiles:
         inactive = self._count - len(host.tiles)
         assert inactive >= 0 and len(host.spans) == self.tiles.spans.shape[0], "expected a batch of the same shape"
         entries = [*host.tiles, *[(0, 0, -1, 0)] * inactive, *host.spans]
-        self._table.copy_(_to_device(torch.tensor(entries, dtype=torch.int32), self._device))
+        self._table.copy_(to_device(torch.tensor(entries, dtype=torch.int32), self._device))
 
 
 class StepTiles:
