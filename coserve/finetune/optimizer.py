@@ -59,19 +59,14 @@ class AdapterOptimizer:
         `partition`: how the adapter lies on the ranks of a mesh. Each rank trains its part; all of them call `divide_grads`, `step` and
         `snapshot` at the same time. `gathering` is called when a snapshot begins. `make_rule` makes the update rule of the weights' ranges."""
         assert partition is None or not training.optimizer.eight_bit, "8-bit moments cannot be gathered"
-        self._settings, self._training, self._partition, self._gathering = (
-            start.settings,
-            training,
-            partition,
-            gathering,
-        )
+        self._settings, self._training = start.settings, training
+        self._partition, self._gathering = partition, gathering
         part = start if partition is None else LoraWeights(start.settings, partition.shard(start.sites))
         self._part_pairs, self._whole_pairs = _makers(part), _makers(start)
         self._sites = sorted(start.sites, key=lambda site: (base.sites[site].layer, site))
         whole, found = dict(named_tensors(start)), dict(named_tensors(part))
-        plus = training.lora_plus_ratio is not None
         names = [f"{site}.{kind}" for site in self._sites for kind in ("a", "b")]
-        if plus:
+        if training.lora_plus_ratio is not None:
             names.sort(key=lambda name: name.endswith(".b"))  # every A, then every B: two ranges, with a rate each
         alignment = aligned(training.optimizer)
         self.layout = FlatLayout({name: found[name].shape for name in names}, aligned=alignment)
@@ -94,28 +89,37 @@ class AdapterOptimizer:
         """`keep_best` was called: the last row is meaningful."""
         self._weights_N, self._copies_N = self.state[0], torch.zeros(size, dtype=dtype, device=device)
         self._grads_N = torch.zeros(size, device=device)
-        here = found[names[0]].device == device
-        views = self.layout.views(self._weights_N) if here else self._whole_layout.block_views(self.host.rows[0])
-        source = found if here else whole
-        with torch.no_grad():
-            torch._foreach_copy_([views[name] for name in names], [source[name].detach() for name in names])
-        if not here:
+        self._set_weights(found if found[names[0]].device == device else None, whole)
+        self._make_views(base)
+        self._moments = [
+            (kind, row_N) for kind, row_N in zip(self.kinds, self.state, strict=True) if kind not in (WEIGHTS, BEST)
+        ]
+        self._rule = make_rule(self._ranges(), training)
+        if device.type == "cuda":
+            self.warm_up()
+
+    @torch.no_grad()
+    def _set_weights(self, part: Mapping[str, Tensor] | None, whole: Mapping[str, Tensor]) -> None:
+        """`part`: this rank's weights, if they are on its device; else all of them go there by host memory."""
+        source, views = part, self.layout.views(self._weights_N)
+        if source is None:
+            source, views = whole, self._whole_layout.block_views(self.host.rows[0])
+        torch._foreach_copy_(list(views.values()), [source[name].detach() for name in views])
+        if part is None:
             self.host.upload(1)
         self._copies_N.copy_(self._weights_N)
 
+    def _make_views(self, base: BaseSpec) -> None:
+        """The parts of the flat buffers as tensors and as adapters."""
         masters, grads = self.layout.views(self._weights_N), self.layout.views(self._grads_N)
         self._masters = self._adapter(masters, self._part_pairs)
         copies = {name: view.requires_grad_() for name, view in self.layout.views(self._copies_N).items()}
+        self._part_grads = {site: (grads[f"{site}.a"], grads[f"{site}.b"]) for site in self._sites}
         pairs = {
-            site: self._part_pairs[site](
-                copies[f"{site}.a"],
-                copies[f"{site}.b"],
-                main_grads=MainGrads(grads[f"{site}.a"], grads[f"{site}.b"]),
-            )
-            for site in self._sites
+            site: self._part_pairs[site](copies[f"{site}.a"], copies[f"{site}.b"], main_grads=MainGrads(*own))
+            for site, own in self._part_grads.items()
         }
         self._weights = LoraWeights(self._settings, pairs)
-        self._part_grads = {site: (grads[f"{site}.a"], grads[f"{site}.b"]) for site in self._sites}
         layers = [[site for site in self._sites if base.sites[site].layer == i] for i in range(base.layers)]
         parts = [[f"{site}.{part}" for site in sites for part in ("a", "b")] for sites in layers]
         self.trainable = [[copies[name] for name in layer] for layer in parts]
@@ -124,26 +128,21 @@ class AdapterOptimizer:
         """fp32 gradient sums, by layer, shaped as `trainable`: micro-batches add to them, an update consumes them."""
         self._grad_list = list(grads.values())
 
-        first_b = [self.layout.start(f"{self._sites[0]}.b")] if plus else []
-        rates = (1.0,) if training.lora_plus_ratio is None else (1.0, training.lora_plus_ratio)
-        self._moments = [
-            (kind, row_N) for kind, row_N in zip(self.kinds, self.state, strict=True) if kind not in (WEIGHTS, BEST)
+    def _ranges(self) -> list[WeightRange]:
+        """Parts of the buffers with a learning rate each."""
+        ratio = self._training.lora_plus_ratio
+        first_b = [] if ratio is None else [self.layout.start(f"{self._sites[0]}.b")]
+        spans = pairwise((0, *first_b, self.layout.size))
+        rates = (1.0,) if ratio is None else (1.0, ratio)
+        return [
+            WeightRange(
+                self._weights_N[first:last],
+                self._grads_N[first:last],
+                [row_N[first // kind.per : last // kind.per] for kind, row_N in self._moments],
+                times,
+            )
+            for (first, last), times in zip(spans, rates, strict=True)
         ]
-        spans = pairwise((0, *first_b, size))
-        self._rule = make_rule(
-            [
-                WeightRange(
-                    self._weights_N[first:last],
-                    self._grads_N[first:last],
-                    [row_N[first // kind.per : last // kind.per] for kind, row_N in self._moments],
-                    times,
-                )
-                for (first, last), times in zip(spans, rates, strict=True)
-            ],
-            training,
-        )
-        if device.type == "cuda":
-            self.warm_up()
 
     def weights(self) -> LoraWeights:
         """The copies as an adapter, with their `MainGrads`: a view, changed by every step."""
