@@ -21,8 +21,8 @@ from tests.support.daemon_process import DaemonProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-MAKE = {"make demo", "make test", "make serve MODEL=path-or-hub-name", "make serve PORT=8001 DATA=another-folder"}
-"""Part of what CI runs (`make test-all`), or too long for a test; that they are targets of the Makefile is checked."""
+MAKE = {"make demo", "make serve MODEL=path-or-hub-name", "make serve PORT=8001 DATA=another-folder"}
+"""Too long for a test, or with values of nobody's; that they are targets of the Makefile is checked."""
 
 
 def blocks(language: str) -> list[str]:
