@@ -249,10 +249,21 @@ def parse_row(obj: object, line: int) -> Row:
         msgspec.json.encode(row)  # raises for text that UTF-8, and so the tokenizer, cannot hold
     except msgspec.ValidationError as error:
         found = explain(error, obj, row_format)
-        raise MalformedRow(f"{found}; {FORMATS}", line=line, field=found.field) from error
+        raise MalformedRow(f"{_meant(obj, row_format) or found}; {FORMATS}", line=line, field=found.field) from error
     except UnicodeEncodeError as error:
         raise MalformedRow("expected valid Unicode, got half of a surrogate pair", line=line) from error
     return row
+
+
+def _meant(obj: dict[object, object], row_format: type[_Format]) -> str:
+    """What is wrong with a row that other libraries take; empty: nothing of the kind."""
+    others = [key for key in _FORMATS if key in obj and key not in row_format.__struct_fields__]
+    if others:
+        first = next(key for key in _FORMATS if key in obj)
+        return f"expected the fields of one format, got those of two: {first!r} and {others[0]!r}; leave one out"
+    if row_format is _Completion and isinstance(obj.get("prompt"), list) and isinstance(obj.get("completion"), list):
+        return "expected prompt and completion as texts, got messages; all of them are one list, messages"
+    return ""
 
 
 def parse_rows(objects: Iterable[object]) -> Iterator[Row]:

@@ -231,6 +231,16 @@ def test_the_error_of_a_broken_row_is_a_whole_sentence(content: str, says: str) 
         ({"prompt": "a"}, "line 1: expected a field 'completion', got none; ", "completion"),
         ({"text": "a", "id": 1}, "line 1: unknown field 'id'; ", "id"),
         (
+            {"instruction": "a", "input": "", "output": "b", "text": "both"},
+            "line 1: expected the fields of one format, got those of two: 'text' and 'instruction'; leave one out; ",
+            "instruction",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]},
+            "line 1: expected prompt and completion as texts, got messages; all of them are one list, messages; ",
+            "prompt",
+        ),
+        (
             {"messages": [{"role": "me", "content": "a"}]},
             "line 1: messages[0].role: expected one of assistant, system, tool, user; ",
             "messages[0].role",
