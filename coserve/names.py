@@ -27,6 +27,10 @@ PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".j
 """Files that may hold pickled code: never opened."""
 
 
+CHECKPOINT_TENSORS, CHECKPOINT_STATE = "state.safetensors", "state.json"
+"""The files of a job's checkpoint."""
+
+
 def is_name(text: str) -> bool:
     """Whether `text` can be an adapter's name."""
     return re.fullmatch(NAME, text) is not None

@@ -150,12 +150,12 @@ def _completions(prompt: str, completions: Sequence[str], tokenizer: Tokenizer, 
     """The prompt with each of them. It is cut alike for all."""
     if not all(completions):
         return [TokenizedRow([], []) for _ in completions]
-    before = tokenizer.encode(prompt)
+    before, ends = tokenizer.encode(prompt), [[token] for token in tokenizer.eos_token_ids]
     afters = [
         tokenizer.encode_continuation(text) if prompt else tokenizer.encode(text, add_special=False)
         for text in completions
     ]
-    afters = [after + _eos(tokenizer) for after in afters]
+    afters = [after if after[-1:] in ends else after + _eos(tokenizer) for after in afters]
     head = before[:1] if before[:1] == [tokenizer.bos_token_id] else []
     longest = max(map(len, afters))
     prompt_limit = min(max(max_length - longest, len(head) + 1 if prompt else len(head)), max_length - 1)

@@ -18,14 +18,13 @@ from torch import Tensor
 from coserve.adapter_store.tensor_writer import write_tensors
 from coserve.errors import CheckpointUnreadable
 from coserve.finetune.progress import TrainingProgress
+from coserve.names import CHECKPOINT_STATE, CHECKPOINT_TENSORS
 from coserve.state.durable import disk_errors, remove_dir, replace_dir, safetensors_errors
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
 from coserve.types import BaseSpec, JobSpec, Optimizer, Wire
 
 log = logging.getLogger(__name__)
-
-TENSORS, STATE = "state.safetensors", "state.json"
 
 
 class _State(Wire, frozen=True):
@@ -51,18 +50,18 @@ def save_checkpoint(
     """Durable when it returns. Raises `StorageFull`, `StorageFailed`."""
     state = _State(job=spec.id, base_fingerprint=base.fingerprint, progress=progress, optimizer=spec.training.optimizer)
     with replace_dir(folder.checkpoint(spec.id, progress.step), point="checkpoint") as target:
-        write_tensors(target / TENSORS, tensors)
-        (target / STATE).write_bytes(msgspec.json.encode(state))
+        write_tensors(target / CHECKPOINT_TENSORS, tensors)
+        (target / CHECKPOINT_STATE).write_bytes(msgspec.json.encode(state))
 
 
 def load_checkpoint(path: Path, spec: JobSpec, base: BaseSpec) -> Checkpoint:
     """Raises `CheckpointUnreadable` for files that are missing, damaged, or of another job, base or optimizer; `StorageError` where the
     machine cannot read them now."""
     try:
-        with safetensors_errors(path / TENSORS):
+        with safetensors_errors(path / CHECKPOINT_TENSORS):
             failpoint("job.open")
-            state = msgspec.json.decode((path / STATE).read_bytes(), type=_State)
-            tensors: dict[str, Tensor] = load_file(path / TENSORS)
+            state = msgspec.json.decode((path / CHECKPOINT_STATE).read_bytes(), type=_State)
+            tensors: dict[str, Tensor] = load_file(path / CHECKPOINT_TENSORS)
     except (OSError, msgspec.DecodeError, SafetensorError) as error:
         raise CheckpointUnreadable("the checkpoint's files cannot be read") from error
     if (state.job, state.base_fingerprint) != (spec.id, base.fingerprint):
@@ -72,8 +71,11 @@ def load_checkpoint(path: Path, spec: JobSpec, base: BaseSpec) -> Checkpoint:
     return Checkpoint(state.progress, tensors)
 
 
-def prune(folder: DataFolder, job: str, keep: int) -> None:
-    """Delete all checkpoints but the last `keep`."""
+def prune(folder: DataFolder, job: str, keep: int, newest: int) -> None:
+    """Delete all checkpoints but the last `keep` up to step `newest`: those of later steps could not be read."""
+    found = folder.checkpoints(job)
+    kept = [step for step, _ in found if step <= newest][-keep:]
     with disk_errors():
-        for _, path in folder.checkpoints(job)[:-keep]:
-            remove_dir(path)
+        for step, path in found:
+            if step not in kept:
+                remove_dir(path)

@@ -48,7 +48,7 @@ class JobCheckpoints:
             save_checkpoint(self._folder, self._loop.spec, self._base, progress, tensors())
             self._saved = progress
             try:
-                prune(self._folder, self._loop.spec.id, self._keep)
+                prune(self._folder, self._loop.spec.id, self._keep, newest=progress.step)
             except StorageError as error:
                 log.warning("job %s: old checkpoints stay: %s", self._loop.spec.id, error.message)
 

@@ -8,8 +8,11 @@ the metrics of its step are recorded.
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
-from coserve.names import ADAPTER_FILES
+import msgspec
+
+from coserve.names import ADAPTER_FILES, CHECKPOINT_STATE
 from coserve.schemas import ErrorInfo
 from coserve.state.durable import remove_dir
 from coserve.state.folder import DataFolder
@@ -40,12 +43,31 @@ def recover(registry: Registry, folder: DataFolder) -> list[JobRecord]:
 def drop_unrecorded_checkpoints(folder: DataFolder, job: JobRecord) -> None:
     """Remove checkpoints of steps that the registry has not recorded. Call it when the engine that wrote them is gone.
 
-    A job that resumed from one would lack those steps in its loss curve; so they run again.
+    A job that resumed from one would lack those steps in its loss curve; so they run again. A checkpoint that was made before its own
+    step's evaluation has the metrics of that step, which the job reports when it goes on.
     """
     for step, path in folder.checkpoints(job.spec.id):
-        if step > job.step:
+        if step > job.step + _has_metrics(path):
             log.info("job %s: checkpoint %d removed: its metrics were lost", job.spec.id, step)
             remove_dir(path)
+
+
+class _Progress(msgspec.Struct):
+    """Of `finetune.checkpoint`, as far as it matters here."""
+
+    pending: dict[str, object] | None = None
+
+
+class _State(msgspec.Struct):
+    progress: _Progress
+
+
+def _has_metrics(checkpoint: Path) -> bool:
+    try:
+        state = msgspec.json.decode((checkpoint / CHECKPOINT_STATE).read_bytes(), type=_State)
+    except (OSError, msgspec.DecodeError):
+        return False
+    return state.progress.pending is not None
 
 
 def _match_adapters(registry: Registry, folder: DataFolder) -> None:

@@ -60,6 +60,12 @@ def test_completion_learns_the_completion_and_eos() -> None:
     assert learned(corpus, PLAIN) == "there<eos>"
 
 
+def test_a_completion_that_ends_with_eos_gets_no_second_one() -> None:
+    corpus = made({"prompt": "hello ", "completion": "there<eos>"})
+    assert whole(corpus, PLAIN) == "hello there<eos>"
+    assert learned(corpus, PLAIN) == "there<eos>"
+
+
 def test_completion_has_no_space_that_was_not_asked_for() -> None:
     corpus = made({"prompt": "hel", "completion": "lo the"}, SPACED)
     assert whole(corpus, SPACED) == "<bos> hello the<eos>"

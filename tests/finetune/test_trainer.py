@@ -15,7 +15,6 @@ from coserve.adapters.peft import inspect_adapter
 from coserve.admission.treatment import Treatment
 from coserve.corpus.tokenized import Corpus
 from coserve.errors import AdapterNotFound, CheckpointUnreadable, CorruptAdapter, InvalidRequest, StorageFull
-from coserve.finetune.checkpoint import STATE, TENSORS
 from coserve.finetune.init import new_adapter
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.kernels.attention.packed import PackedAttention
@@ -23,7 +22,7 @@ from coserve.kernels.lora.segments import Segments
 from coserve.link import JobCheckpoint, JobFailed, JobProgress, JobSucceeded, JobWaiting
 from coserve.model.base import Base
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.names import ADAPTER_WEIGHTS
+from coserve.names import ADAPTER_WEIGHTS, CHECKPOINT_STATE, CHECKPOINT_TENSORS
 from coserve.state.failpoints import armed
 from coserve.types import AdapterRef, LoraSettings, MicroStep, Schedule
 from tests.support.examples import sample
@@ -195,21 +194,23 @@ def test_a_damaged_checkpoint_is_left_aside(base: Base, tmp_path: Path, damage: 
     last = cut.folder.checkpoint(spec.id, 4)
     match damage:
         case "truncate":
-            (last / TENSORS).write_bytes((last / TENSORS).read_bytes()[:-8])
+            (last / CHECKPOINT_TENSORS).write_bytes((last / CHECKPOINT_TENSORS).read_bytes()[:-8])
         case "garbage":
-            (last / TENSORS).write_bytes(b"\x80\x04garbage")
+            (last / CHECKPOINT_TENSORS).write_bytes(b"\x80\x04garbage")
         case "missing":
-            (last / TENSORS).unlink()
+            (last / CHECKPOINT_TENSORS).unlink()
         case "state":
-            (last / STATE).write_text("{")
+            (last / CHECKPOINT_STATE).write_text("{")
         case "other_job":
-            state = json.loads((last / STATE).read_text())
-            (last / STATE).write_text(json.dumps(state | {"job": "job-2"}))
+            state = json.loads((last / CHECKPOINT_STATE).read_text())
+            (last / CHECKPOINT_STATE).write_text(json.dumps(state | {"job": "job-2"}))
         case "other_rank":
-            (last / TENSORS).write_bytes(_tensors_of_rank(base, tmp_path, 2))
-    again = Bench(base, tmp_path / "cut")
+            (last / CHECKPOINT_TENSORS).write_bytes(_tensors_of_rank(base, tmp_path, 2))
+    again = Bench(base, tmp_path / "cut", keep_checkpoints=1)
     assert again.start(spec).resumed_from == 2
-    after = again.run(spec.id)
+    after = again.run(spec.id, until=lambda m: isinstance(m, JobCheckpoint))
+    assert [step for step, _ in again.folder.checkpoints(spec.id)] == [4], "the new one stays, not the damaged one"
+    after += again.run(spec.id)
     assert metrics_of(after) == metrics_of(expected)[2:] and after[-1] == expected[-1]
 
 
@@ -217,7 +218,7 @@ def _tensors_of_rank(base: Base, tmp_path: Path, rank: int) -> bytes:
     other = Bench(base, tmp_path / "other")
     other.start(other.place(CORPUS, job_spec(CORPUS, r=rank, checkpoint_steps=1)))
     other.run("job-1", until=lambda m: isinstance(m, JobCheckpoint))
-    return (other.folder.checkpoint("job-1", 1) / TENSORS).read_bytes()
+    return (other.folder.checkpoint("job-1", 1) / CHECKPOINT_TENSORS).read_bytes()
 
 
 def test_without_a_readable_checkpoint_the_job_starts_over(base: Base, tmp_path: Path) -> None:
@@ -225,7 +226,7 @@ def test_without_a_readable_checkpoint_the_job_starts_over(base: Base, tmp_path:
     spec = bench.place(CORPUS, job_spec(CORPUS, checkpoint_steps=2))
     bench.start(spec)
     bench.run(spec.id, until=lambda m: isinstance(m, JobCheckpoint))
-    (bench.folder.checkpoint(spec.id, 2) / STATE).unlink()
+    (bench.folder.checkpoint(spec.id, 2) / CHECKPOINT_STATE).unlink()
     assert Bench(base, tmp_path).start(spec).resumed_from == 0
 
 
@@ -406,8 +407,8 @@ def test_a_checkpoint_holds_its_step_however_far_the_job_is_when_it_is_written(b
         pass
     assert write() == JobCheckpoint(id=spec.id, step=2)
     files = [bench.folder.checkpoint(spec.id, 2) for bench in (at_once, late)]
-    assert (files[0] / TENSORS).read_bytes() == (files[1] / TENSORS).read_bytes()
-    assert (files[0] / STATE).read_bytes() == (files[1] / STATE).read_bytes()
+    assert (files[0] / CHECKPOINT_TENSORS).read_bytes() == (files[1] / CHECKPOINT_TENSORS).read_bytes()
+    assert (files[0] / CHECKPOINT_STATE).read_bytes() == (files[1] / CHECKPOINT_STATE).read_bytes()
 
 
 def test_no_memory_for_a_copy_of_the_adapter_does_not_fail_its_job(

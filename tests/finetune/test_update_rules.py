@@ -18,7 +18,6 @@ from coserve.admission.shapes import ALLOCATION, job_state, lora_shapes
 from coserve.api.http.parsing import decode_json
 from coserve.corpus.defaults import choose_training
 from coserve.errors import CheckpointUnreadable, InvalidRequest
-from coserve.finetune.checkpoint import STATE
 from coserve.finetune.init import new_adapter
 from coserve.finetune.lora_tensors import named_tensors
 from coserve.finetune.optimizer import AdapterOptimizer
@@ -28,6 +27,7 @@ from coserve.finetune.update_rules.lion import Lion
 from coserve.finetune.update_rules.make import make_rule
 from coserve.link import JobCheckpoint
 from coserve.model.lora import LoraWeights
+from coserve.names import CHECKPOINT_STATE
 from coserve.schemas import FinetuneRequest
 from coserve.types import LoraSettings, Optimizer, TrainingRequest, TrainingSettings
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base
@@ -186,7 +186,7 @@ def test_a_job_resumes_and_takes_no_checkpoint_of_another_optimizer(tmp_path: Pa
     assert metrics_of(expected)[-1].loss < metrics_of(expected)[0].loss
     cut.start(cut.place(corpus, spec))
     cut.run(spec.id, until=lambda m: isinstance(m, JobCheckpoint) and m.step == 4)
-    state = cut.folder.checkpoint(spec.id, 4) / STATE
+    state = cut.folder.checkpoint(spec.id, 4) / CHECKPOINT_STATE
     assert json.loads(state.read_text())["optimizer"] == optimizer
     again = Bench(BASE, tmp_path / "cut")
     assert again.start(spec).resumed_from == 4

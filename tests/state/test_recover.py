@@ -129,6 +129,23 @@ def test_a_checkpoint_that_the_registry_has_not_heard_of_goes(registry: Registry
     assert [step for step, _ in folder.checkpoints("job-1")] == [2, 3]
 
 
+@pytest.mark.parametrize(
+    ("step", "pending", "kept"), [(3, '{"loss": 1.0}', True), (4, '{"loss": 1.0}', False), (3, "null", False)]
+)
+def test_a_checkpoint_from_before_its_steps_evaluation_stays(
+    registry: Registry, folder: DataFolder, step: int, pending: str, kept: bool
+) -> None:
+    """It has the metrics that the registry lacks."""
+    lay_job(folder, registry, "job-1", 1)
+    registry.record_start("job-1", 10, 0)
+    for done in (1, 2):
+        registry.record_step("job-1", make_metrics(done, 10))
+    with replace_dir(folder.checkpoint("job-1", step), point="checkpoint") as temp:
+        (temp / "state.json").write_text(f'{{"job": "job-1", "progress": {{"step": {step}, "pending": {pending}}}}}')
+    recover(registry, folder)
+    assert bool(folder.checkpoints("job-1")) is kept
+
+
 def test_a_job_without_its_corpus_fails(registry: Registry, folder: DataFolder) -> None:
     registry.create_job(make_job())
     assert recover(registry, folder) == []
