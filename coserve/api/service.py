@@ -218,6 +218,8 @@ class Service:
     @property
     def ready(self) -> bool:
         """What `GET /health/ready` tells a load balancer: whether this daemon should get requests."""
+        if self.engine.silence:
+            return False
         return self.engine.alive if self._ready_when == "listening" else self.engine.status == "ready"
 
     def health(self) -> Health:

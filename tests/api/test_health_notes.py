@@ -61,9 +61,11 @@ async def test_an_engine_that_has_work_and_says_nothing_is_told(tmp_path: Path) 
         assert await notes(api) == []
         now = 142.4
         assert await notes(api) == ["the engine has said nothing for 42 s, though it has work"]
+        assert (await api.call("GET", "/health/ready"))[0] == 503, "a load balancer sends requests elsewhere"
         api.engine.go_requests.set()
         await call
         assert await notes(api) == []
+        assert (await api.call("GET", "/health/ready"))[0] == 200
         await reported(api, 1)
         now = 190.0
         assert await notes(api) == ["the engine has said nothing for 48 s, though it has work"], "a job trains"
