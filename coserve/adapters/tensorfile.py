@@ -136,7 +136,9 @@ class TensorFile:
         """A tensor's bytes, at most 1 MiB at once."""
         for at in range(entry.start, entry.end, _CHUNK):
             size = min(_CHUNK, entry.end - at)
-            chunk = os.pread(self._fd, size, at)
+            with disk_errors():
+                failpoint("adapter.read")
+                chunk = os.pread(self._fd, size, at)
             if len(chunk) < size:
                 raise CorruptAdapter("the weights' file became shorter while it was read")
             yield chunk

@@ -49,6 +49,7 @@ FAILPOINTS = frozenset(f"{point}.{step}" for point in DURABLE_POINTS for step in
     "finetune.mid_step",  # gradients are computed, the optimizer has not stepped
     "adapter.publish",  # the adapter's files are durable, but not registered
     "adapter.open",  # a file of an adapter is about to be opened
+    "adapter.read",  # a part of an adapter's weights is about to be read for its check
     "job.open",  # a job's corpus or a file of its checkpoint is about to be opened
     "daemon.start",  # the tokenizer is about to be loaded, which may download it
     "engine.start",  # the engine process runs, its base is not loaded

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coserve.link import JobSucceeded
+from coserve.link import CancelJob, JobStarted, JobSucceeded
 from coserve.state.failpoints import armed
 from coserve.state.retries import Backoff
 from coserve.types import AdapterRef, BaseSpec
@@ -31,14 +31,38 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
         yield api
 
 
-@pytest.mark.parametrize("number", sample(["EMFILE", "ENFILE", "EIO", "EAGAIN", "ENOMEM", "ENOSPC"], "EMFILE", "EIO"))
-async def test_a_finished_job_is_published_once_its_files_can_be_read(api: Api, number: str) -> None:
-    with armed(f"adapter.open={number}@1;adapter.open={number}@2;adapter.open={number}@4") as state:
+OPEN = [f"adapter.open={number}" for number in ("EMFILE", "ENFILE", "EIO", "EAGAIN", "ENOMEM", "ENOSPC")]
+READ = "adapter.read=EIO"
+
+
+@pytest.mark.parametrize("rule", sample([*OPEN, READ], "adapter.open=EMFILE", READ))
+async def test_a_finished_job_is_published_once_its_files_can_be_read(api: Api, rule: str) -> None:
+    with armed(f"{rule}@1;{rule}@2;{rule}@4") as state:
         _, job = await api.call("POST", "/finetune", json=JOB)
         done = await api.job_until(job["id"], "succeeded")
-        assert state.hits["adapter.open"] > 4
+        assert state.hits[rule.partition("=")[0]] > 4
     assert (done["state"], done["result"], done["error"]) == ("succeeded", "poet@1", None)
     assert (await api.call("GET", "/adapters/poet"))[0] == 200
+
+
+async def test_an_end_that_an_unknown_error_keeps_from_being_written_fails_the_job(api: Api) -> None:
+    with armed("adapter.read=EPERM"):
+        _, job = await api.call("POST", "/finetune", json=JOB)
+        done = await api.job_until(job["id"], "failed")
+    assert (done["error"]["code"], "daemon's log" in done["error"]["message"]) == ("internal_error", True)
+    await api.settled()
+    assert api.folder.job_ids() == []
+
+
+async def test_a_start_that_an_unknown_error_keeps_from_being_written_ends_the_job_in_the_engine(api: Api) -> None:
+    api.engine.go_jobs.clear()
+    _, job = await api.call("POST", "/finetune", json=JOB)
+    await api.job_until(job["id"], "running")
+    with armed("registry.before_commit=EPERM@1"):
+        await api.hear(JobStarted(id=job["id"], total_steps=3))
+    _, done = await api.call("GET", f"/finetune/{job['id']}")
+    assert (done["state"], done["error"]["code"]) == ("failed", "internal_error")
+    await api.engine.saw(CancelJob)
 
 
 @pytest.mark.parametrize(("number", "status"), [("EMFILE", 503), ("ENOMEM", 503), ("EIO", 500), ("ENOSPC", 507)])

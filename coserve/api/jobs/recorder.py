@@ -20,6 +20,7 @@ from coserve.errors import (
     AdapterError,
     CoserveError,
     EngineUnavailable,
+    InternalError,
     JobNotFound,
     StorageBusy,
     WrongJobState,
@@ -107,6 +108,7 @@ class JobRecorder:
                 log.error("job %s: %s not written: %s", message.id, type(message).__name__, error.message)
             except Exception:  # our own fault, in one message: the others must still be written
                 log.exception("job %s: %s not written", message.id, type(message).__name__)
+                await self._fail(message)
             finally:
                 self._queue.task_done()
             self.watchers.notify(message.id)
@@ -161,6 +163,21 @@ class JobRecorder:
         except (OSError, CoserveError) as error:
             log.warning("job %s: its files stay until the next start: %s", id, error)
         return record
+
+    async def _fail(self, message: JobMessage) -> None:
+        """End a job as failed whose change of state could not be written: its record would be wrong until the next engine. Never raises."""
+        if isinstance(message, Progress | JobWaiting):
+            return
+        id, what = message.id, type(message).__name__
+        text = f"what the engine said of the job ({what}) could not be recorded; see the daemon's log"
+        error = ErrorInfo(code=InternalError.code, message=text)
+        change = partial(Registry.set_state, id=id, state=JobState.FAILED, error=error)
+        try:
+            await self.retries.run(f"job {id}", lambda: self.end(id, change))
+            with suppress(EngineUnavailable):
+                self._engine.send(CancelJob(id=id))
+        except Exception:
+            log.exception("job %s: its failure is not written", id)
 
     async def _correct_engine(self, message: JobMessage, error: CoserveError) -> None:
         """The engine runs a job that has ended in the registry: cancel it there and delete what it published. Never raises."""
