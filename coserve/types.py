@@ -241,7 +241,7 @@ class TrainingRequest(Wire, frozen=True):
     learning_rate: float | Auto = "auto"
     """The peak; the schedule goes up to it and down from it."""
     train_on: TrainOn | None = None
-    """Which tokens are learned: the last answer alone (`completion`: of prompt/completion rows and chats), every turn of the assistant
+    """Which tokens are learned: the completion or last answer alone (`completion`: of prompt/completion rows and chats), every turn of the assistant
     (`assistant`: of chats), or every token (`all`). None: a text whole, of a prompt/completion row the completion, of a chat every turn
     of the assistant. Rows that have no such tokens are refused."""
     loss: DpoLoss | None = None

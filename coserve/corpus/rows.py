@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from types import NoneType
 from typing import Any, Literal
 
@@ -50,11 +51,12 @@ class CompletionRow:
 @dataclass(frozen=True)
 class ChatRow:
     """Train on the assistant messages whose `weight` is not 0. The base's chat template renders the text, with `tools` if there are
-    any."""
+    any. `completion_start`: index of the first message of the completion; None: the last message is the completion."""
 
     line: int
     messages: tuple[dict[str, object], ...]
     tools: tuple[dict[str, object], ...] = ()
+    completion_start: int | None = None
 
 
 @dataclass(frozen=True)
@@ -76,14 +78,6 @@ class _Text(Wire, frozen=True):
         return TextRow(line, self.text)
 
 
-class _Completion(Wire, frozen=True):
-    prompt: str
-    completion: str
-
-    def row(self, line: int) -> Row:
-        return CompletionRow(line, self.prompt, self.completion)
-
-
 class _Function(Wire, frozen=True):
     name: str
     arguments: dict[str, Any] | str
@@ -94,14 +88,14 @@ class _ToolCall(Wire, frozen=True, omit_defaults=True):
     id: str | None = None
     type: Literal["function"] = "function"
 
-    def rendered(self, line: int) -> dict[str, object]:
+    def rendered(self, line: int, field: str) -> dict[str, object]:
         """As templates expect it: with the arguments as an object, which OpenAI's format has as a text."""
         arguments = self.function.arguments
         if isinstance(arguments, str):
             try:
                 arguments = msgspec.json.decode(arguments, type=dict[str, Any])
             except msgspec.MsgspecError as error:
-                raise MalformedRow("expected arguments that are a JSON object", line=line, field="messages") from error
+                raise MalformedRow("expected arguments that are a JSON object", line=line, field=field) from error
         named: dict[str, object] = {} if self.id is None else {"id": self.id}
         return named | {"type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
@@ -114,19 +108,52 @@ class _Message(Wire, frozen=True, omit_defaults=True):
     tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
 
-    def rendered(self, line: int) -> dict[str, object]:
-        """Raises `MalformedRow` for fields that the role does not have."""
+    def rendered(self, line: int, field: str) -> dict[str, object]:
+        """As templates expect it. Raises `MalformedRow` with `field` for fields that the role does not have."""
         if self.weight is not None and self.role != "assistant":
-            raise MalformedRow("expected a weight on assistant messages only", line=line, field="messages")
+            raise MalformedRow("expected a weight on assistant messages only", line=line, field=field)
         if self.tool_calls and self.role != "assistant":
-            raise MalformedRow("expected tool_calls on assistant messages only", line=line, field="messages")
+            raise MalformedRow("expected tool_calls on assistant messages only", line=line, field=field)
         if self.content is None and not self.tool_calls:
-            raise MalformedRow("expected content, or tool_calls, in each message", line=line, field="messages")
+            raise MalformedRow("expected content, or tool_calls, in each message", line=line, field=field)
         message: dict[str, object] = msgspec.to_builtins(self)
         message.setdefault("content", "")  # some templates read it, and none writes an empty text
         if self.tool_calls:
-            message["tool_calls"] = [call.rendered(line) for call in self.tool_calls]
+            message["tool_calls"] = [call.rendered(line, field) for call in self.tool_calls]
         return message
+
+
+def _rendered(messages: list[_Message], line: int, field: str) -> list[dict[str, object]]:
+    return [message.rendered(line, field) for message in messages]
+
+
+def _context(messages: list[dict[str, object]]) -> list[dict[str, object]]:
+    """The messages, of which none is learned."""
+    return [one | {"weight": 0} if one["role"] == "assistant" else one for one in messages]
+
+
+class _Completion(Wire, frozen=True):
+    prompt: str | list[_Message]
+    completion: str | list[_Message]
+    tools: list[dict[str, Any]] | None = None
+
+    def row(self, line: int) -> Row:
+        """Raises `MalformedRow` for texts beside messages or tools."""
+        match self.prompt, self.completion:
+            case str(prompt), str(completion):
+                if self.tools:
+                    raise MalformedRow("expected tools beside messages only, got texts", line=line, field="tools")
+                return CompletionRow(line, prompt, completion)
+            case list(prompt), list(completion):
+                before = _context(_rendered(prompt, line, "prompt"))
+                after = _rendered(completion, line, "completion")
+                return ChatRow(line, (*before, *after), tuple(self.tools or ()), len(before))
+            case _:
+                raise MalformedRow(
+                    "expected prompt and completion as two texts, or as two lists of messages",
+                    line=line,
+                    field="completion",
+                )
 
 
 class _Chat(Wire, frozen=True):
@@ -134,8 +161,7 @@ class _Chat(Wire, frozen=True):
     tools: list[dict[str, Any]] | None = None
 
     def row(self, line: int) -> Row:
-        messages = tuple(message.rendered(line) for message in self.messages)
-        return ChatRow(line, messages, tuple(self.tools or ()))
+        return ChatRow(line, tuple(_rendered(self.messages, line, "messages")), tuple(self.tools or ()))
 
 
 class _Alpaca(Wire, frozen=True):
@@ -187,28 +213,77 @@ class _ShareGpt(Wire, frozen=True):
 
 
 class _Preference(Wire, frozen=True):
-    prompt: str | list[_Message]
     chosen: str | list[_Message]
     rejected: str | list[_Message]
+    prompt: str | list[_Message] | None = None
     tools: list[dict[str, Any]] | None = None
 
     def row(self, line: int) -> Row:
-        """Raises `MalformedRow` for texts beside messages, and for a prompt that ends with the assistant."""
+        """Raises `MalformedRow` for texts beside messages, for texts without a prompt, and for a prompt that ends with the assistant."""
         match self.prompt, self.chosen, self.rejected:
-            case str(prompt), str(chosen), str(rejected) if self.tools is None:
+            case str(prompt), str(chosen), str(rejected) if not self.tools:
                 return PreferenceRow(line, CompletionRow(line, prompt, chosen), CompletionRow(line, prompt, rejected))
             case list(prompt), list(chosen), list(rejected):
-                if prompt and prompt[-1].role == "assistant":
-                    raise MalformedRow("expected a prompt that ends before the answer", line=line, field="prompt")
-                before = [message.rendered(line) for message in prompt]
-                before = [one | {"weight": 0} if one["role"] == "assistant" else one for one in before]
-                answers = [tuple([message.rendered(line) for message in answer]) for answer in (chosen, rejected)]
-                rows = [ChatRow(line, (*before, *answer), tuple(self.tools or ())) for answer in answers]
-                return PreferenceRow(line, rows[0], rows[1])
+                before = _rendered(prompt, line, "prompt")
+                answers = [_rendered(chosen, line, "chosen"), _rendered(rejected, line, "rejected")]
+                return self._of_messages(line, before, *answers)
+            case None, list(chosen), list(rejected):
+                whole = _rendered(chosen, line, "chosen"), _rendered(rejected, line, "rejected")
+                length = _common_messages(line, *whole)
+                return self._of_messages(line, whole[0][:length], whole[0][length:], whole[1][length:])
+            case None, str(), str():
+                raise MalformedRow(
+                    "expected a prompt, got none: where it ends within chosen and rejected cannot be told from texts; "
+                    "give the prompt as a text of its own, or chosen and rejected as lists of messages",
+                    line=line,
+                    field="prompt",
+                )
+            case None, _, _:
+                raise MalformedRow(
+                    "expected chosen and rejected as two lists of messages that begin with the prompt", line=line
+                )
             case _:
                 raise MalformedRow(
                     "expected prompt, chosen and rejected as three texts, or as three lists of messages", line=line
                 )
+
+    def _of_messages(
+        self,
+        line: int,
+        prompt: list[dict[str, object]],
+        chosen: list[dict[str, object]],
+        rejected: list[dict[str, object]],
+    ) -> PreferenceRow:
+        if prompt and prompt[-1]["role"] == "assistant":
+            raise MalformedRow("expected a prompt that ends before the answer", line=line, field="prompt")
+        before, tools = _context(prompt), tuple(self.tools or ())
+        return PreferenceRow(line, ChatRow(line, (*before, *chosen), tools), ChatRow(line, (*before, *rejected), tools))
+
+
+def _common_messages(line: int, chosen: list[dict[str, object]], rejected: list[dict[str, object]]) -> int:
+    """How many messages both begin with, whatever their weights. Raises `MalformedRow` unless an answer of the assistant follows in both."""
+    pairs = list(zip_longest(*(({**one, "weight": None} for one in messages) for messages in (chosen, rejected))))
+    length = next((number for number, (one, other) in enumerate(pairs) if one != other), len(pairs))
+    if length == len(pairs):
+        raise MalformedRow(
+            "expected chosen and rejected that differ, got the same messages", line=line, field="rejected"
+        )
+    roles = ["none" if one is None else str(one["role"]) for one in pairs[length]]
+    if length == 0:
+        got = "none" if "none" in roles else "different first ones"
+        raise MalformedRow(
+            f"expected chosen and rejected that begin with the same messages, the prompt, got {got}",
+            line=line,
+            field="rejected",
+        )
+    if roles != ["assistant", "assistant"]:
+        raise MalformedRow(
+            "expected chosen and rejected to differ first in messages of the assistant, "
+            f"got {roles[0]} and {roles[1]} (message {length}, from 0)",
+            line=line,
+            field="rejected",
+        )
+    return length
 
 
 _Format = _Text | _Completion | _Chat | _Alpaca | _ShareGpt | _Preference
@@ -225,7 +300,7 @@ _FORMATS: dict[str, type[_Format]] = {
 
 
 FORMATS = (
-    'a row is {"text"}, {"prompt", "completion"}, {"messages": [{"role", "content"}, ...]}, '
+    'a row is {"text"}, {"prompt", "completion"} (texts, or lists of messages), {"messages": [{"role", "content"}, ...]}, '
     '{"instruction", "output"} (alpaca; "input" may be added), {"conversations": [{"from", "value"}, ...]} (ShareGPT) or, for a dpo loss, '
     '{"prompt", "chosen", "rejected"}'
 )
@@ -261,8 +336,6 @@ def _meant(obj: dict[object, object], row_format: type[_Format]) -> str:
     if others:
         first = next(key for key in _FORMATS if key in obj)
         return f"expected the fields of one format, got those of two: {first!r} and {others[0]!r}; leave one out"
-    if row_format is _Completion and isinstance(obj.get("prompt"), list) and isinstance(obj.get("completion"), list):
-        return "expected prompt and completion as texts, got messages; all of them are one list, messages"
     return ""
 
 

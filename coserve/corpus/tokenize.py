@@ -120,16 +120,17 @@ def _check_targets(row: Row, train_on: TrainOn | None) -> None:
     if (
         train_on == "completion"
         and isinstance(row, ChatRow)
+        and row.completion_start is None
         and row.messages[-1:]
         and row.messages[-1]["role"] != "assistant"
     ):
         raise MalformedRow("train_on 'completion' expects chats that end with the assistant", line=row.line)
 
 
-def _only_last(row: ChatRow) -> ChatRow:
-    """The chat with weight 0 on all but its last message."""
-    earlier = tuple(message | {"weight": 0} for message in row.messages[:-1])
-    return ChatRow(row.line, (*earlier, *row.messages[-1:]), row.tools)
+def _only_completion(row: ChatRow) -> tuple[dict[str, object], ...]:
+    """The messages, with weight 0 on those before the completion."""
+    start = len(row.messages[:-1]) if row.completion_start is None else row.completion_start
+    return (*(message | {"weight": 0} for message in row.messages[:start]), *row.messages[start:])
 
 
 def _eos(tokenizer: Tokenizer) -> list[int]:
@@ -186,7 +187,7 @@ def _pair(row: PreferenceRow, tokenizer: Tokenizer, max_length: int) -> Tokenize
 
 
 def _chat(row: ChatRow, tokenizer: Tokenizer, max_length: int, train_on: TrainOn | None = None) -> TokenizedRow:
-    messages = _only_last(row).messages if train_on == "completion" else row.messages
+    messages = _only_completion(row) if train_on == "completion" else row.messages
     if train_on != "all" and not any(one["role"] == "assistant" and one.get("weight") != 0 for one in messages):
         return TokenizedRow([], [])
     try:

@@ -15,12 +15,13 @@ from coserve.types import JobState, LoraSettings, TrainingRequest, TrainingSetti
 
 ROWS = """Rows, each of one of these formats (docs/data.md says how each is rendered and what of it is learned):
 `{"text": "..."}`;
-`{"prompt": "...", "completion": "..."}`;
+`{"prompt": "...", "completion": "..."}`, as texts or as lists of messages, then with `tools` if there are any;
 `{"messages": [{"role": "system|user|assistant|tool", "content": "...", "weight": 0 or 1, of the assistant's alone}], "tools": [...]}`
 (the assistant's `tool_calls` and a tool's `tool_call_id` and `name`, too);
 `{"instruction": "...", "input": "...", "output": "..."}` (alpaca; `input` may be left out);
 `{"conversations": [{"from": "human|gpt|system|tool", "value": "..."}]}` (ShareGPT);
-for `training.loss` of type `dpo`, `{"prompt": "...", "chosen": "...", "rejected": "..."}`, as texts or as lists of messages."""
+for `training.loss` of type `dpo`, `{"prompt": "...", "chosen": "...", "rejected": "..."}`, as texts or as lists of messages; of messages, `prompt`
+may be left out if both others begin with it."""
 
 
 OnConflict = Literal["wait", "fork", "refuse"]

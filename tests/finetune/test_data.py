@@ -242,11 +242,6 @@ def test_the_error_of_a_broken_row_is_a_whole_sentence(content: str, says: str) 
             "instruction",
         ),
         (
-            {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]},
-            "line 1: expected prompt and completion as texts, got messages; all of them are one list, messages; ",
-            "prompt",
-        ),
-        (
             {"messages": [{"role": "me", "content": "a"}]},
             "line 1: messages[0].role: expected one of assistant, system, tool, user; ",
             "messages[0].role",

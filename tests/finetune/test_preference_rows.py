@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from coserve.corpus.batch_plan import BatchPlan
-from coserve.corpus.rows import parse_row
+from coserve.corpus.rows import ChatRow, PreferenceRow, parse_row
 from coserve.corpus.tokenize import tokenize_rows
 from coserve.corpus.tokenized import Corpus
 from coserve.errors import MalformedRow, NoTargets
@@ -28,6 +28,8 @@ MESSAGES: dict[str, Any] = {
     "chosen": [{"role": "assistant", "content": "Ahoy!"}],
     "rejected": [{"role": "assistant", "content": "No."}],
 }
+IMPLICIT: dict[str, Any] = {name: MESSAGES["prompt"] + MESSAGES[name] for name in ("chosen", "rejected")}
+"""As TRL's datasets have it: the prompt is what both begin with."""
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +68,25 @@ def test_texts_and_messages(tokenizer: Tokenizer) -> None:
     ]
 
 
+def test_the_messages_that_both_begin_with_are_the_prompt(tokenizer: Tokenizer) -> None:
+    assert parse_row(IMPLICIT, 7) == parse_row(MESSAGES, 7)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    assert parse_row(IMPLICIT | {"tools": tools}, 7) == parse_row(MESSAGES | {"tools": tools}, 7)
+    more = {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "Bye."}
+    longer = IMPLICIT | {"chosen": [*IMPLICIT["chosen"], *more], "rejected": [*IMPLICIT["rejected"], *more]}
+    assert [learned for _, learned in shown(tokenizer, tokenized(tokenizer, longer))] == [
+        "Ahoy!<|end|>Bye.<|end|>",
+        "No.<|end|>Bye.<|end|>",
+    ]
+
+
+def test_a_weight_makes_no_message_of_the_prompt_another_one() -> None:
+    weighed = [one | {"weight": 1} if one["role"] == "assistant" else one for one in IMPLICIT["chosen"]]
+    row = parse_row(IMPLICIT | {"chosen": weighed}, 7)
+    assert isinstance(row, PreferenceRow) and isinstance(row.chosen, ChatRow) and isinstance(row.rejected, ChatRow)
+    assert row.chosen.messages[:3] == row.rejected.messages[:3]
+
+
 def test_a_text_prompt_is_cut_alike_for_both_answers(tokenizer: Tokenizer) -> None:
     row = {"prompt": "one two three four five", "chosen": " the cat sat on the mat", "rejected": " no"}
     whole, cut = tokenized(tokenizer, row), tokenized(tokenizer, row, max_length=12)
@@ -85,6 +106,30 @@ def test_a_text_prompt_is_cut_alike_for_both_answers(tokenizer: Tokenizer) -> No
         (MESSAGES | {"prompt": "Hi"}, MalformedRow, "three texts, or as three lists"),
         (MESSAGES | {"prompt": MESSAGES["prompt"][:2]}, MalformedRow, "ends before the answer"),
         ({"prompt": "a", "chosen": "b"}, MalformedRow, "rejected"),
+        (
+            {"chosen": "a b", "rejected": "a c"},
+            MalformedRow,
+            "expected a prompt, got none: .* give the prompt as a text of its own",
+        ),
+        (IMPLICIT | {"rejected": "No."}, MalformedRow, "two lists of messages that begin with the prompt"),
+        (IMPLICIT | {"rejected": IMPLICIT["chosen"]}, MalformedRow, "got the same messages"),
+        (
+            IMPLICIT | {"rejected": [{"role": "user", "content": "Bye"}, *IMPLICIT["rejected"][1:]]},
+            MalformedRow,
+            "begin with the same messages, the prompt, got different first ones",
+        ),
+        (IMPLICIT | {"rejected": []}, MalformedRow, "begin with the same messages, the prompt, got none"),
+        (
+            IMPLICIT | {"rejected": [*IMPLICIT["chosen"], {"role": "user", "content": "Bye"}]},
+            MalformedRow,
+            r"differ first in messages of the assistant, got none and user \(message 4, from 0\)",
+        ),
+        (
+            IMPLICIT
+            | {"rejected": [*MESSAGES["prompt"][:2], {"role": "user", "content": "Bye"}, *MESSAGES["rejected"]]},
+            MalformedRow,
+            r"differ first in messages of the assistant, got user and user \(message 2, from 0\)",
+        ),
         (TEXTS | {"score": 1}, MalformedRow, "score"),
         ({"prompt": "a", "completion": "b"}, MalformedRow, "a dpo loss expects"),
     ],
@@ -112,7 +157,7 @@ def test_a_staged_file_keeps_the_pairs(tokenizer: Tokenizer, tmp_path: Path) -> 
         assert np.array_equal(getattr(found, name), getattr(expected, name)), name
 
 
-@pytest.mark.parametrize("row", [TEXTS, MESSAGES], ids=["texts", "messages"])
+@pytest.mark.parametrize("row", [TEXTS, MESSAGES, IMPLICIT], ids=["texts", "messages", "implicit prompt"])
 def test_parquet_and_a_saved_dataset_hold_the_same_pairs(tmp_path: Path, row: dict[str, Any]) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")

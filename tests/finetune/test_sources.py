@@ -56,6 +56,18 @@ def test_parquet_and_a_saved_dataset_hold_the_rows_of_jsonl(tmp_path: Path) -> N
     assert [type(row) for row in rows[:2]] == [TextRow, CompletionRow]
 
 
+def test_a_prompt_and_completion_of_messages_in_parquet_and_a_saved_dataset(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    row = {"prompt": CHAT["messages"][:4], "completion": CHAT["messages"][4:]}
+    parquet, expected = tmp_path / "rows.parquet", [parse_row(row, line) for line in (1, 2)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row, row]), parquet)
+    assert list(read_rows(parquet)) == expected
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([row, row]).save_to_disk(tmp_path / "saved")
+    assert list(read_rows(tmp_path / "saved")) == expected
+
+
 def _schema(pyarrow: Any) -> Any:
     return pyarrow.schema([(name, pyarrow.string()) for name in ("text", "prompt", "completion")])
 
