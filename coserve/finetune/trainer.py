@@ -201,10 +201,11 @@ class Trainer:
         return Outcome(position, code, message, metrics)
 
     def retry(self, job: str) -> list[FromEngine]:
-        """After an `attempt` in which memory ran out on some rank: go on with less, as all ranks do. Empty: nothing is left to
-        lower."""
-        training, before = self._jobs[job], self._jobs[job].memory_note
-        return self._memory_notes(training, before) if training.lower_memory() else []
+        """After an `attempt` in which memory ran out on some rank: every rank begins the optimizer step again with less. Empty: nothing
+        is left to lower."""
+        training = self._jobs[job]
+        self._passes.abandon(training)  # also where this rank's own slice succeeded
+        return self._passes.lower_memory(training)
 
     def limit(self, job: str, treatment: Treatment) -> None:
         """How the job's micro-batches are computed, as memory was planned."""
@@ -240,12 +241,6 @@ class Trainer:
     def batches(self) -> TrainingBatches:
         """Training forwards so far."""
         return self._passes.batches
-
-    def _memory_notes(self, job: TrainingJob, before: str | None) -> list[FromEngine]:
-        if (note := job.memory_note) is None or note == before:
-            return []
-        log.warning("job %s: %s", job.id, note)
-        return [JobNote(id=job.id, message=note)]
 
     def mid_batch(self, job: str) -> bool:
         """Whether the job is suspended within a micro-batch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from coserve.cancellation import Cancellation
 from coserve.errors import JobOutOfMemory
+from coserve.finetune.layers.eager import EagerLayerPass
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.outcome import Outcome, Verdict, judge
 from coserve.finetune.passes import training_pass
@@ -20,16 +22,23 @@ from coserve.parallel.lockstep import Lockstep
 from coserve.parallel.mesh import Mesh
 from coserve.ranks import board_bytes
 from tests.support.finetuning import Bench, job_spec, random_corpus
-from tests.support.memory_faults import Point, out_of_memory_at
+from tests.support.memory_faults import Point, out_of_memory, out_of_memory_at
 from tests.support.ranks import Ranks
 from tests.support.sharded import load, save_base
 
 POINTS: dict[str, tuple[Point, ...]] = {
     "anywhere": ((training_pass, "pack_jobs"), (LayerCut, "layer"), (LayerCut, "head"), (torch.autograd, "grad")),
     "update": ((AdapterOptimizer, "update"),),
-    "none": (),
+    "after a forward": ((EagerLayerPass, "forward"),),
+    "after a backward": ((EagerLayerPass, "backward"),),
 }
 SIZE = 2
+
+
+def _once_others_ended() -> BaseException:
+    """An error that comes when the other rank has ended the slice: none of its collectives is left."""
+    time.sleep(0.3)
+    return out_of_memory()
 
 
 class Trained(NamedTuple):
@@ -55,7 +64,10 @@ def _train(mesh: Mesh, base: str, root: str, board: str, points: str, fails: tup
     trainer = bench.trainer
     trainer.load(spec, Cancellation())()
     losses, verdicts = list[float](), list[Verdict]()
-    with out_of_memory_at(POINTS[points] if mesh.rank == at else (), lambda call: call in fails) as faults:
+    late = points.startswith("after")
+    error = _once_others_ended if late else out_of_memory
+    own_points = POINTS[points] if mesh.rank == at else ()
+    with out_of_memory_at(own_points, lambda call: call in fails, after=late, error=error) as faults:
         while not trainer.finished(spec.id):
             own = trainer.attempt(spec.id, 2)
             everyone: list[Outcome] = [own] * SIZE
@@ -102,6 +114,19 @@ def test_memory_that_runs_out_on_one_rank_anywhere_changes_nothing_but_rounding(
         found = train(two, base, root, "anywhere", call, at=number % SIZE)
         assert [(one.code, one.retry) for one in found.verdicts] == [(JobOutOfMemory.code, True)], call
         assert found.losses == pytest.approx(expected.losses, rel=1e-4), call
+
+
+@pytest.mark.parametrize(("point", "call"), [("after a forward", 0), ("after a backward", 1)])
+def test_memory_that_runs_out_once_the_other_rank_ended_its_slice(
+    two: Ranks, base: str, tmp_path: Path, point: str, call: int
+) -> None:
+    """Both begin the optimizer step again: one within a micro-batch, or at its end."""
+    for name in ("clean", "late"):
+        (tmp_path / name).mkdir()
+    expected = train(two, base, tmp_path / "clean", point)
+    found = train(two, base, tmp_path / "late", point, call)
+    assert [(one.code, one.retry) for one in found.verdicts] == [(JobOutOfMemory.code, True)]
+    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
 
 
 def test_a_job_that_never_fits_on_one_rank_ends_alone(two: Ranks, base: str, tmp_path: Path) -> None:

@@ -21,15 +21,18 @@ class Faults:
     failed: int = 0
 
 
+def out_of_memory() -> BaseException:
+    """A new error."""
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
 @contextmanager
 def out_of_memory_at(
     points: Sequence[Point],
     wanted: Callable[[int], bool],
     *,
     after: bool = False,
-    error: Callable[[], BaseException] = lambda: torch.OutOfMemoryError(
-        "CUDA out of memory. Tried to allocate 2.00 GiB."
-    ),
+    error: Callable[[], BaseException] = out_of_memory,
 ) -> Iterator[Faults]:
     """Calls of `points` whose number (from 0) is `wanted` raise, before or `after` they did their work."""
     faults = Faults()

@@ -107,6 +107,14 @@ class TrainingPasses:
             one.leave(job)
         job.abandon()
 
+    def lower_memory(self, job: TrainingJob) -> list[FromEngine]:
+        """Memory ran out, and the job's step is abandoned: go on with less. Empty: nothing is left to lower."""
+        if not job.lower_memory():
+            return []
+        assert job.memory_note is not None, "expected what has changed"
+        log.warning("job %s: %s", job.id, job.memory_note)
+        return [JobNote(id=job.id, message=job.memory_note)]
+
     def limit(self, tokens: int | None) -> None:
         """Most tokens that jobs share from now on, or fewer where memory has run out; None: as set."""
         self._planned = (
@@ -148,13 +156,10 @@ class TrainingPasses:
     def _failed(self, job: TrainingJob, error: Exception) -> list[FromEngine]:
         """Something failed that concerns the job alone: it begins its optimizer step again with less memory, or fails."""
         message = job.memory_message(error) if out_of_memory(error) else None
-        again = message is not None and job.lower_memory()
         self.abandon(job)
-        if again:
-            assert job.memory_note is not None, "expected what has changed"
-            log.warning("job %s: %s", job.id, job.memory_note)
-            return [JobNote(id=job.id, message=job.memory_note)]
         if message is not None:
+            if notes := self.lower_memory(job):
+                return notes
             error = JobOutOfMemory(message)
         if not isinstance(error, CoserveError):
             log.error("job %s: internal error", job.id, exc_info=error)
