@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 from coserve.link import JobFailed, StartJob
+from coserve.state.failpoints import armed
 from coserve.types import AdapterRef, JobSpec
 from tests.support.api_server import Api, serve_api
 
@@ -98,6 +100,48 @@ async def test_a_job_whose_predecessor_publishes_nothing_goes_on_from_what_there
     assert (done["result"], done["continue_from"]) == ("poet@4", "poet@1")
     texts = [event["message"] for _, event in await api.events(third["id"])]
     assert f"job {first['id']} is failed and published nothing: continues from poet@1" in texts
+
+
+async def two_jobs(api: Api) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The second one waits for the first one, and goes on from poet@1 if that one is cancelled."""
+    await api.job_until((await submit(api))["id"], "succeeded")
+    api.engine.go_jobs.clear()
+    return await submit(api, **MORE), await submit(api, **MORE)
+
+
+async def cancel_until_its_source_is_tried_again(api: Api, first: dict[str, Any], second: dict[str, Any]) -> None:
+    await api.call("POST", f"/finetune/{first['id']}/cancel")
+    while not any(second["id"] in note for note in (await api.call("GET", "/health"))[1]["notes"]):
+        pass
+
+
+async def test_a_job_whose_source_cannot_be_read_keeps_nobody_else_waiting(api: Api) -> None:
+    first, second = await two_jobs(api)
+    with armed("adapter.read=EIO"):
+        await cancel_until_its_source_is_tried_again(api, first, second)
+        async with asyncio.timeout(20):
+            other = await submit(api, adapter="other")
+            for order, state in (("pause", "paused"), ("resume", "queued"), ("cancel", "cancelled")):
+                _, found = await api.call("POST", f"/finetune/{other['id']}/{order}")
+                assert found["state"] == state
+            await api.call("POST", f"/finetune/{second['id']}/pause")
+            await api.engine.die()
+            await api.start_engine()
+    api.engine.go_jobs.set()
+    await api.call("POST", f"/finetune/{second['id']}/resume")
+    assert (await api.job_until(second["id"], "succeeded"))["continue_from"] == "poet@1"
+
+
+async def test_a_daemon_stops_while_a_source_cannot_be_read(tmp_path: Path) -> None:
+    async with asyncio.timeout(60):
+        async with serve_api(tmp_path / "data") as api:
+            first, second = await two_jobs(api)
+            with armed("adapter.read=EIO"):
+                await cancel_until_its_source_is_tried_again(api, first, second)
+                await api.engine.die()
+                await api.service.close()
+        async with serve_api(tmp_path / "data") as api:
+            assert (await api.job_until(second["id"], "succeeded"))["continue_from"] == "poet@1"
 
 
 async def test_without_any_version_the_waiting_job_fails_and_says_why(api: Api) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -17,11 +19,25 @@ from coserve.state.folder import DataFolder
 from coserve.state.records import JobRecord
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
-from coserve.types import JobState
+from coserve.types import BaseSpec, JobState
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of a job that waits. `before`: the job whose end decides it; `ends`: the job ends."""
+
+    waiting: JobRecord
+    before: JobRecord
+    change: Callable[[Registry], JobRecord]
+    ends: bool = False
+
+    @property
+    def basis(self) -> tuple[str | None, str, JobState]:
+        return self.waiting.after, self.before.spec.id, self.before.state
 
 
 class JobChain:
-    """Ends the waits of jobs. The caller holds the lock of all changes."""
+    """Ends the waits of jobs. Files are read by `decide`, without any lock; the caller of `apply` holds the lock of all changes."""
 
     def __init__(
         self,
@@ -42,27 +58,26 @@ class JobChain:
 
         return await self._recorder.retries.run(f"jobs after {ended}", lambda: self._registry(find))
 
-    async def release(self, id: str) -> JobRecord:
-        """The job, which waits no longer if the one before it has ended: it then continues from the version that was published, or
-        from its adapter's current version if none was; if there is none either, it has failed.
+    async def decide(self, id: str) -> Decision | None:
+        """What becomes of a waiting job; None: nothing now. It continues from the version that the job before it published, or from
+        its adapter's current version if that one published none; if there is none either, it has failed.
 
-        Raises `EngineUnavailable` before the first engine.
+        Raises `StorageError` if an adapter cannot be read now, `EngineUnavailable` before the first engine.
         """
-        retries, base = self._recorder.retries, self._engine.spec
-        return await retries.run(f"job {id}", lambda: self._release(id, base_fingerprint=base.fingerprint))
-
-    async def _release(self, id: str, base_fingerprint: str) -> JobRecord:
-        record = await self._registry(lambda registry: registry.job(id))
-        if record.after is None or record.state.terminal or record.base_fingerprint != base_fingerprint:
-            return record
-        before = await self._registry(partial(predecessor, job=record))
+        base = self._engine.spec
+        record, before = await self._registry(partial(_waiting, id=id))
+        if before is None or record.base_fingerprint != base.fingerprint:
+            return None
         if not before.state.terminal:
             if before.spec.id == record.after:
-                return record
+                return None
             relinked = msgspec.structs.replace(record, after=before.spec.id)
-            return await self._save(relinked, f"job {record.after} is over without a version: {waiting_text(relinked)}")
+            text = f"job {record.after} is over without a version: {waiting_text(relinked)}"
+            return Decision(
+                record, before, partial(Registry.continue_job, spec=record.spec, after=before.spec.id, message=text)
+            )
         try:
-            return await self._continue(record, before)
+            return Decision(record, before, await self._continue(record, before, base))
         except HelperLost as error:  # tried again, as what cannot be read now
             raise StorageError(error.message) from error
         except CapacityError:  # no fault of the job
@@ -70,10 +85,12 @@ class JobChain:
         except CoserveError as error:
             text = f"the job was to continue from what job {before.spec.id} publishes, which is {before.state}: {error}"
             info = ErrorInfo(code=error.code, message=text)
-            return await self._recorder.end(id, lambda registry: registry.set_state(id, JobState.FAILED, error=info))
+            return Decision(
+                record, before, partial(Registry.set_state, id=id, state=JobState.FAILED, error=info), ends=True
+            )
 
-    async def _continue(self, record: JobRecord, before: JobRecord) -> JobRecord:
-        spec, base = record.spec, self._engine.spec
+    async def _continue(self, record: JobRecord, before: JobRecord, base: BaseSpec) -> Callable[[Registry], JobRecord]:
+        spec = record.spec
         version = None if before.result is None else before.result.version
         source = await find_adapter(self._registry, spec.adapter, version, base, field="continue_from")
         lora = await self._inspection.settings(self._folder.adapter(source.ref), base)
@@ -81,8 +98,32 @@ class JobChain:
         text = f"continues from {source.ref}"
         if before.result is None:
             text = f"job {before.spec.id} is {before.state} and published nothing: {text}"
-        return await self._save(msgspec.structs.replace(record, spec=spec, after=None), text)
+        return partial(Registry.continue_job, spec=spec, after=None, message=text)
 
-    async def _save(self, record: JobRecord, text: str) -> JobRecord:
-        spec, after = record.spec, record.after
-        return await self._registry.with_reserve(lambda registry: registry.continue_job(spec, after, text))
+    async def apply(self, decision: Decision) -> JobRecord | None:
+        """The job, changed as was decided; None: what it was decided from has changed."""
+
+        def change(registry: Registry) -> JobRecord:
+            record, before = _waiting(registry, decision.waiting.spec.id)
+            if record.after is None and not decision.ends:
+                return record  # it was changed so before
+            if before is None or (record.after, before.spec.id, before.state) != decision.basis:
+                raise _Outdated
+            return decision.change(registry)
+
+        try:
+            if decision.ends:
+                return await self._recorder.end(decision.waiting.spec.id, change)
+            return await self._registry.with_reserve(change)
+        except _Outdated:
+            return None
+
+
+class _Outdated(Exception):
+    """What a decision was made from has changed."""
+
+
+def _waiting(registry: Registry, id: str) -> tuple[JobRecord, JobRecord | None]:
+    """A job, and the one whose end it waits for, if it waits."""
+    record = registry.job(id)
+    return record, None if record.after is None or record.state.terminal else predecessor(registry, record)

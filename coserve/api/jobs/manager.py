@@ -14,7 +14,7 @@ import msgspec
 
 from coserve.api.adapters.inspection import Inspection
 from coserve.api.engine_client import EngineClient
-from coserve.api.jobs.chain import JobChain
+from coserve.api.jobs.chain import Decision, JobChain
 from coserve.api.jobs.conflicts import fork_notes, last_job, refuse_conflict, serialised
 from coserve.api.jobs.keys import IdempotencyKeys
 from coserve.api.jobs.notes import record_cut_rows, replacement_notes
@@ -145,37 +145,51 @@ class JobManager:
             self._started.add(spec.id)
 
     async def close(self) -> None:
-        """Wait for changes in progress."""
+        """Wait for changes in progress. Jobs that wait for others go on waiting."""
         self._closed = True
+        for task in self._releases:
+            task.cancel()
+        await asyncio.gather(*self._releases, return_exceptions=True)
         await self._commits.close()
 
     # ---- jobs that wait for others
 
     def _ended(self, id: str) -> None:
         """A job's end was committed: the jobs after it go on, unless the daemon stops; its next start finds them."""
-        if not self._closed:
-            self._begin(self._release(id))
+        self._begin(self._release(id))
 
-    def _begin(self, work: Coroutine[None, None, object]) -> None:
-        task = asyncio.create_task(self._commits.run(work))
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        if self._closed:
+            work.close()
+            return
+        task = asyncio.create_task(work)
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
     async def _release(self, ended: str) -> None:
         for id in await self._chain.followers(ended):
-            with suppress(EngineUnavailable):  # the first engine does it
-                await self._follow(id)
+            self._begin(self._follow(id))
 
-    async def _follow(self, id: str) -> JobRecord:
-        """Start a job that waits, if the one before it has ended."""
+    async def _follow(self, id: str) -> None:
+        """Start a job that waits, if the one before it has ended. What cannot be read now is tried again."""
+        with suppress(EngineUnavailable):  # the first engine does it
+            await self._recorder.retries.run(f"job {id}", lambda: self._try_to_follow(id))
+
+    async def _try_to_follow(self, id: str) -> None:
+        while (decision := await self._chain.decide(id)) is not None:
+            if await self._commits.run(self._apply(decision)):
+                break
+
+    async def _apply(self, decision: Decision) -> bool:
+        """False: it must be decided again."""
         async with self._changes:
-            waited = await self._registry(lambda registry: registry.job(id))
-            if waited.after is None:
-                return waited  # started meanwhile
-            record = await self._chain.release(id)
-            self._start(record)
-            self._recorder.watchers.notify(id)  # it may have ended instead
-            return record
+            record = await self._chain.apply(decision)
+            if record is None:
+                return False
+            if record.spec.id not in self._started:
+                self._start(record)
+            self._recorder.watchers.notify(record.spec.id)  # it may have ended instead
+            return True
 
     async def list(self, after: str | None, limit: int) -> JobList:
         """As `JobViews.list`, with the corpora that are being tokenised."""
