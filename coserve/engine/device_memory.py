@@ -52,9 +52,9 @@ class DeviceMemory:
         graphs: GraphSizes,
         graphs_done: Callable[[int], None] = lambda size: None,
     ) -> None:
-        """`graphs_done` is called once, with the size of all graphs."""
+        """`graphs_done` is called with the size of all graphs, whenever none is missing and it has grown."""
         self._admission, self._fixed, self._read, self._graphs = admission, fixed, read, graphs
-        self._graphs_done, self._reported_graphs = graphs_done, False
+        self._graphs_done, self._reported_graphs = graphs_done, 0
         self.planned = fixed.planned
         """Bytes that torch should never need more than; 0 without a plan."""
         self._asked: str | None = None
@@ -69,8 +69,8 @@ class DeviceMemory:
         fixed, graphs = self._fixed, self._graphs
         size = graphs.size if graphs.complete else max(graphs.size, fixed.graphs)
         self._admission.available(reading.free + reading.reserved - fixed.held - size - fixed.step)
-        if graphs.complete and graphs.size and not self._reported_graphs:
-            self._reported_graphs = True
+        if graphs.complete and graphs.size > self._reported_graphs:  # later ones are of other ranks
+            self._reported_graphs = graphs.size
             self._graphs_done(graphs.size)
         return reading
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -12,12 +11,12 @@ import torch
 from coserve.adapter_store.store import AdapterStore
 from coserve.errors import EngineFault, InvalidRequest, RequestOutOfMemory, failure_text
 from coserve.generate.checks import allowed_tokens, check_fits_pool, no_token_error
-from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepResult
+from coserve.generate.execution.interface import StepExecutor, StepResult
 from coserve.generate.sampling.choices import Choice, NoToken
 from coserve.generate.schedule import SCORED_TOKENS, Scheduler, Share
 from coserve.generate.sequence_state import SequenceState
 from coserve.generate.step_input import step_input
-from coserve.generate.step_shape import step_shape
+from coserve.generate.step_shape import LaunchedShares, step_shape
 from coserve.link import MAX_PROMPT_LOGPROBS, Generate, RequestFailed, Tokens
 from coserve.logprobs import PackedLogprobs
 from coserve.memory.allocator import AllocatorStats, allocator_stats
@@ -28,17 +27,6 @@ from coserve.queues.shapes import StepShape
 from coserve.types import AdapterRef, BaseSpec, FinishReason, TokenLogprob
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Launched:
-    """A step that an executor has launched, and what it computes."""
-
-    step: StepInFlight
-    shares: list[Share]
-    samples: frozenset[int]
-    """Numbers of the sequences that sample a token."""
-    shape: StepShape
 
 
 class DescribesBase(Protocol):
@@ -81,13 +69,13 @@ class Generator:
         )
         self._prefix_cache = prefix_cache
         self._executor = executor
-        self._in_flight: list[_Launched] = []
+        self._in_flight: list[LaunchedShares] = []
         self._failed_alone: int | None = None
         """Number of a sequence for one token of which there was no memory, a step ago."""
         self._computed: StepShape | None = None
         self._launched_prefill = 0
-        self._out_of_memory: list[RequestFailed] = []
-        """Requests that did not fit alone, not yet told."""
+        self._failed: list[RequestFailed] = []
+        """Requests that ended at a launch, not yet reported."""
         self._sequences: dict[str, SequenceState] = {}
         self._numbered: dict[int, SequenceState] = {}
         """The same by their numbers: an id may come back while a step of its first request is in flight."""
@@ -232,8 +220,8 @@ class Generator:
                 self._in_flight.append(launch)
             else:
                 messages.extend(self._collect(launch))
-        messages += self._out_of_memory
-        self._out_of_memory = []
+        messages += self._failed
+        self._failed = []
         failed, self._scheduler.failed = self._scheduler.failed, []
         # One that was preempted may have ended with the step in flight.
         return messages + [self._abort(sequence, error) for sequence, error in failed if self._runs(sequence)]
@@ -243,29 +231,36 @@ class Generator:
         steps, self._in_flight = self._in_flight, []
         return [message for step in steps for message in self._collect(step)]
 
-    def _launch(self, shares: Sequence[Share]) -> list[_Launched]:
-        """Launch the step of these shares. Where memory runs out nothing is launched, and the sequences are as before."""
+    def _launch(self, shares: Sequence[Share]) -> list[LaunchedShares]:
+        """Launch the step of these shares. Where memory runs out nothing is launched, and the sequences are as before. Any other error ends
+        them."""
         step, adapters = step_input(shares)
         try:
-            launched = self._executor.launch(step, adapters)
-        except Exception as error:
-            if not out_of_memory(error):
-                raise
-            self._lower_memory(shares, error)
+            with contained(self._base.device):
+                launched = self._executor.launch(step, adapters)
+        except EngineFault:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is these requests' alone
+            if out_of_memory(error):
+                self._lower_memory(shares, error)
+            else:
+                self._failed += self._abort_all([share.sequence for share in shares], error)
             return []
         samples = frozenset(own.sequence for own in step.sequences if own.sampling is not None)
         by_number = {share.sequence.number: share for share in shares}
         found = []
         for own in launched:
             parts = [by_number[number] for number in own.sequences]
-            found.append(_Launched(own, parts, samples, step_shape(parts, self._store.size, alone=not self._in_flight)))
+            found.append(
+                LaunchedShares(own, parts, samples, step_shape(parts, self._store.size, alone=not self._in_flight))
+            )
         self._launched_prefill = sum(own.shape.prefill for own in found)
         for share in shares:
             share.sequence.computed += share.tokens
             share.sequence.in_flight += share.sequence.number in samples
         return found
 
-    def _undo(self, launched: _Launched) -> None:
+    def _undo(self, launched: LaunchedShares) -> None:
         """The sequences are as before the launch of a step that was not computed to its end.
 
         Keys and values that it has written are written again, with the same values.
@@ -286,13 +281,13 @@ class Generator:
             message = f"not enough memory for one token after {sequence.computed} others ({numbers}); try again later"
             log.warning("request %s: %s", sequence.id, message)
             if self._runs(sequence):
-                self._out_of_memory.append(self._abort(sequence, RequestOutOfMemory(message)))
+                self._failed.append(self._abort(sequence, RequestOutOfMemory(message)))
             return
         budget = self._scheduler.budget
         budget.lower(tokens)
         log.warning("no memory for a step of %d tokens (%s): at most %d from now on", tokens, numbers, budget.tokens)
 
-    def _collect(self, launched: _Launched) -> list[Tokens | RequestFailed]:
+    def _collect(self, launched: LaunchedShares) -> list[Tokens | RequestFailed]:
         """The messages of one step. What it raises ends the requests in it: nothing of it is in what others share. A step
         that found too little memory is undone."""
         step = launched.step
@@ -307,13 +302,16 @@ class Generator:
                 return self._accept(running, result)
         except EngineFault:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is these requests' alone
             if out_of_memory(error) and not step.overlaps:
                 self._undo(launched)
                 self._lower_memory(launched.shares, error)
                 return []
-            log.exception("requests %s: internal error", ", ".join(sequence.id for sequence in running))
-            return [self._abort(sequence, error) for sequence in running]
+            return [*self._abort_all(running, error)]
+
+    def _abort_all(self, sequences: Sequence[SequenceState], error: Exception) -> list[RequestFailed]:
+        log.error("requests %s: internal error", ", ".join(own.id for own in sequences), exc_info=error)
+        return [self._abort(own, error) for own in sequences]
 
     def _abort(self, sequence: SequenceState, error: Exception) -> RequestFailed:
         """The end of a request whose step raised. Raises `EngineFault` if its pages cannot be freed."""

@@ -1,12 +1,25 @@
-"""The composition of a planned step, from which its time is predicted."""
+"""A launched step, and the composition of a planned one, from which its time is predicted."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from coserve.generate.execution.interface import StepInFlight
 from coserve.generate.schedule import Share
 from coserve.queues.shapes import StepShape
 from coserve.types import AdapterRef
+
+
+@dataclass(frozen=True)
+class LaunchedShares:
+    """A step that an executor has launched, and what it computes."""
+
+    step: StepInFlight
+    shares: list[Share]
+    samples: frozenset[int]
+    """Numbers of the sequences that sample a token."""
+    shape: StepShape
 
 
 def step_shape(shares: Sequence[Share], adapter_bytes: Callable[[AdapterRef], int], *, alone: bool) -> StepShape:

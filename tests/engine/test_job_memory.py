@@ -196,3 +196,10 @@ def test_graphs_are_bounded_until_they_are_measured() -> None:
         own.refresh()
     assert admission.limit == before + GIB
     assert told == [GIB], "once"
+    sizes.complete = False  # an adapter of another rank has come
+    sizes.size = 3 * GIB // 2
+    own.refresh()
+    assert told == [GIB]
+    sizes.complete = True
+    own.refresh()
+    assert told == [GIB, 3 * GIB // 2]

@@ -25,7 +25,7 @@ from coserve.generate.execution.graphs.shared import GraphState, LogitsBuffer, m
 from coserve.generate.execution.interface import SequenceInput, StepExecutor, StepInFlight, StepInput, StepResult
 from coserve.generate.execution.packing import by_adapter, pack
 from coserve.generate.execution.slot_lora import slot_lora
-from coserve.generate.execution.token_slots import TokenSlots
+from coserve.generate.execution.token_slots import TOKEN_SLOTS, TokenSlots
 from coserve.generate.sampling.choices import Chosen, choices
 from coserve.generate.sampling.device_sampler import DeviceSampler
 from coserve.generate.sampling.draws import likeliest
@@ -111,7 +111,7 @@ class GraphExecutor:
         self._sampler, self._sampler_warm = DeviceSampler(base.spec.vocab, base.device), False
         most = max(slots or 0, max_running)
         self._adapter_slots = AdapterSlots(fused.groups, most, base.device, fused.exchanges)
-        self._token_slots = TokenSlots(base.device)
+        self._token_slots = TokenSlots(base.device, max(TOKEN_SLOTS, 2 * max_running + 1))
         sharded = base.sharding is not None and base.sharding.strategy is Strategy.SLORA
         self._footprints = GraphFootprints(self._adapter_slots.all_groups, sharded=sharded)
         batches, context = decode_batches(max_running), min(base.spec.context, kv.tokens)
@@ -208,7 +208,7 @@ class GraphExecutor:
         if not count:
             return ()
         return (
-            f"generation: {count} CUDA graphs are left out, as memory ran out in their capture; their steps run without",
+            f"generation: {count} CUDA graphs are left out, as their capture failed (see the log); their steps run without",
         )
 
     def _launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> GraphStep:

@@ -19,7 +19,7 @@ class DecodeGraphs:
         """`batches`: smallest first; `max_tokens`: the longest context."""
         self._state, self._kv, self._batches, self._max_tokens = state, kv, batches, max_tokens
         self._graphs: dict[tuple[int, LoraFootprint], DecodeGraph] = {}
-        self.left_out = LeftOut(tolerated=state.fused.base.sharding is None)
+        self.left_out = LeftOut(state.fused.base.device, tolerated=state.fused.base.sharding is None)
 
     @property
     def captured(self) -> tuple[tuple[int, LoraFootprint], ...]:

@@ -1,4 +1,4 @@
-"""Graphs for whose capture there was no memory."""
+"""Graphs that could not be captured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import logging
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
-from coserve.model.faults import out_of_memory
+import torch
+
+from coserve.errors import EngineFault
+from coserve.model.faults import contained, out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -14,9 +17,9 @@ log = logging.getLogger(__name__)
 class LeftOut:
     """Keys of graphs that are not captured again: the steps that they would hold run without them."""
 
-    def __init__(self, *, tolerated: bool = True) -> None:
+    def __init__(self, device: torch.device, *, tolerated: bool = True) -> None:
         """`tolerated`: False where other ranks run the same graphs, so that all have one or none."""
-        self._tolerated = tolerated
+        self._device, self._tolerated = device, tolerated
         self._keys: set[Hashable] = set()
 
     def __contains__(self, key: Hashable) -> bool:
@@ -27,14 +30,18 @@ class LeftOut:
 
     @contextmanager
     def capturing(self, key: Hashable) -> Iterator[None]:
-        """Where memory runs out inside, the graph is left out and nothing is raised, if that is tolerated."""
+        """Whatever is raised inside, the graph is left out and nothing is raised, if that is tolerated and the device still works."""
         try:
-            yield
+            with contained(self._device):
+                yield
+        except EngineFault:
+            raise
         except Exception as error:
-            # The end of a capture that failed may raise an error of its own.
-            if not self._tolerated or not (
-                out_of_memory(error) or (error.__context__ is not None and out_of_memory(error.__context__))
-            ):
+            if not self._tolerated:
                 raise
             self._keys.add(key)
-            log.warning("no memory to capture the CUDA graph of %s: such steps run without it", key)
+            # The end of a capture that failed may raise an error of its own.
+            short = out_of_memory(error) or (error.__context__ is not None and out_of_memory(error.__context__))
+            why = "there is no memory for it" if short else "its capture failed"
+            text = "the CUDA graph of %s is left out, as %s: such steps run without it"
+            log.warning(text, key, why, exc_info=None if short else error)

@@ -31,7 +31,7 @@ class MixedGraphs:
         self._capacities = tuple(capacities)
         self._attention: dict[MixedCapacity, MixedAttention] = {}
         self._graphs: dict[tuple[MixedCapacity, LoraFootprint], MixedGraph] = {}
-        self.left_out = LeftOut(tolerated=state.fused.base.sharding is None)
+        self.left_out = LeftOut(state.fused.base.device, tolerated=state.fused.base.sharding is None)
         self._missed: Counter[tuple[MixedCapacity, LoraFootprint]] = Counter()
 
     def missing(self, footprint: LoraFootprint) -> int:
