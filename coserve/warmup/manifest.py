@@ -22,7 +22,7 @@ TEMPORARY = (".lock", ".tmp", ".pid")
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What was with_parts, and the files that were there then."""
+    """Which parts are complete, which have failed, and the files that were there then."""
 
     fields: dict[str, str]
     """`key.key_fields` of the machine that compiled."""
@@ -30,6 +30,8 @@ class Manifest(msgspec.Struct, frozen=True):
     """Complete parts, by shape (`key.shape_key`)."""
     files: dict[str, tuple[int, int]] = {}
     """Size and CRC-32 of each file."""
+    failed: dict[str, list[str]] = {}
+    """Parts that failed for an unknown reason with a new cache, by shape: the cache is not the reason."""
 
 
 def load_manifest(folder: Path, fields: Mapping[str, str]) -> Manifest:
@@ -49,9 +51,18 @@ def save_manifest(folder: Path, manifest: Manifest) -> None:
     temporary.replace(_path(folder))
 
 
-def with_parts(manifest: Manifest, shape: str, parts: Collection[str]) -> Manifest:
-    """The manifest with these complete parts of a shape."""
-    return msgspec.structs.replace(manifest, parts=manifest.parts | {shape: sorted(parts)})
+def with_parts(manifest: Manifest, shape: str, complete: Collection[str], failed: Collection[str] = ()) -> Manifest:
+    """The manifest with these parts of a shape; see `Manifest` for the failed ones."""
+    return msgspec.structs.replace(
+        manifest,
+        parts=_with_names(manifest.parts, shape, complete),
+        failed=_with_names(manifest.failed, shape, failed),
+    )
+
+
+def without_files(manifest: Manifest) -> Manifest:
+    """The manifest of the same folder once it is cleared."""
+    return Manifest(manifest.fields, failed=manifest.failed)
 
 
 def list_files(folder: Path, known: Mapping[str, tuple[int, int]] | None = None) -> dict[str, tuple[int, int]]:
@@ -88,6 +99,10 @@ def clear_cache(folder: Path) -> None:
     _path(folder).unlink(missing_ok=True)
     for name in (*CACHES.values(), GEMM_FOLDER):
         shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def _with_names(before: Mapping[str, list[str]], shape: str, names: Collection[str]) -> dict[str, list[str]]:
+    return {**before, shape: sorted(names)} if names else {key: value for key, value in before.items() if key != shape}
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import closing
 from pathlib import Path
+
+import msgspec
 
 from coserve.warmup.lock import CacheLock
 from coserve.warmup.manifest import (
@@ -17,6 +19,7 @@ from coserve.warmup.manifest import (
     load_manifest,
     save_manifest,
     with_parts,
+    without_files,
 )
 from coserve.warmup.messages import Progress, WarmUpTask
 from coserve.warmup.parts import Part, PartSchedule
@@ -39,7 +42,7 @@ async def warm(
     """Complete all `parts`. `report` is called after each change; the last progress has `ended`.
 
     The folder is cleared and everything compiled again if a file differs from the manifest, and once if a part fails
-    without a known reason. While another warm-up holds the folder, the parts that it completes are reported; what is
+    without a known reason; parts that failed with a new cache, too, are tried again without that. While another warm-up holds the folder, the parts that it completes are reported; what is
     then still missing is compiled when it has ended. `report_timeout`: see `WorkerPool`.
     """
     folder = Path(task.folder)
@@ -71,35 +74,50 @@ async def _compile_missing(
     manifest = load_manifest(folder, task.fields)
     if not await asyncio.to_thread(is_intact, folder, manifest):
         log.warning("warm-up: the cache in %s is damaged; it is built again", folder)
-        manifest = Manifest(task.fields)
+        manifest = without_files(manifest)
     if not manifest.parts:
         await asyncio.to_thread(clear_cache, folder)
-    for suspect_cache in (True, False) if manifest.parts else (False,):  # a cache built now is not suspected
-        schedule = _schedule(task, parts, manifest)
-        writer = _ManifestWriter(folder, task.shape, manifest)
-
-        def changed(schedule: PartSchedule = schedule, writer: _ManifestWriter = writer) -> None:
-            writer.add_parts(schedule.complete)
-            report(_progress(schedule))
-
-        report(_progress(schedule))
-        pool = WorkerPool(
-            schedule,
-            start_worker,
-            workers=task.workers,
-            changed=changed,
-            suspect_cache=suspect_cache,
-            report_timeout=report_timeout,
-        )
+    everything, known = frozenset(part.name for part in parts), frozenset(manifest.failed.get(task.shape, ()))
+    for may_fail in (known, everything) if manifest.parts else (everything,):  # a cache built now is not suspected
         try:
-            if not schedule.ended:
-                await pool.run()
-                await asyncio.to_thread(writer.rescan)
-            break
+            await _run_parts(
+                task, _schedule(task, parts, manifest), manifest, start_worker, report, may_fail, report_timeout
+            )
+            return
         except CacheFault as fault:
             log.warning("warm-up: %s; the cache in %s is built again", fault, folder)
             await asyncio.to_thread(clear_cache, folder)
-            manifest = Manifest(task.fields)
+            manifest = without_files(manifest)
+
+
+async def _run_parts(
+    task: WarmUpTask,
+    schedule: PartSchedule,
+    manifest: Manifest,
+    start_worker: Callable[[], Awaitable[Worker]],
+    report: Callable[[Progress], None],
+    may_fail: frozenset[str],
+    report_timeout: float,
+) -> None:
+    """Run what is left of the schedule. Raises `CacheFault`: a part that is not in `may_fail` failed for an unknown reason."""
+    writer = _ManifestWriter(Path(task.folder), task.shape, manifest)
+
+    def changed() -> None:
+        writer.update(schedule.complete, pool.unexplained)
+        report(_progress(schedule))
+
+    pool = WorkerPool(
+        schedule,
+        start_worker,
+        workers=task.workers,
+        changed=changed,
+        may_fail=may_fail,
+        report_timeout=report_timeout,
+    )
+    report(_progress(schedule))
+    if not schedule.ended:
+        await pool.run()
+        await asyncio.to_thread(writer.rescan)
     report(_progress(schedule, ended=True))
 
 
@@ -109,16 +127,20 @@ class _ManifestWriter:
     def __init__(self, folder: Path, shape: str, manifest: Manifest) -> None:
         self._folder, self._shape, self._manifest = folder, shape, manifest
 
-    def add_parts(self, parts: frozenset[str]) -> None:
-        if parts - frozenset(self._manifest.parts.get(self._shape, ())):
-            self._write(with_parts(self._manifest, self._shape, parts), self._manifest.files)
+    def update(self, complete: Collection[str], unexplained: Collection[str]) -> None:
+        """`unexplained`: parts that have failed without a known reason."""
+        before = self._manifest
+        failed = {*before.failed.get(self._shape, ()), *unexplained} - {*complete}
+        manifest = with_parts(before, self._shape, complete, failed)
+        if manifest != before:
+            self._write(manifest, before.files)
 
     def rescan(self) -> None:
         """Read every file again; call it once all workers have ended."""
         self._write(self._manifest, {})
 
     def _write(self, manifest: Manifest, known: dict[str, tuple[int, int]]) -> None:
-        self._manifest = Manifest(manifest.fields, manifest.parts, list_files(self._folder, known))
+        self._manifest = msgspec.structs.replace(manifest, files=list_files(self._folder, known))
         try:
             save_manifest(self._folder, self._manifest)
         except OSError as error:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 from enum import Enum, auto
 from typing import Protocol
 
@@ -55,13 +55,15 @@ class WorkerPool:
         *,
         workers: int,
         changed: Callable[[], None],
-        suspect_cache: bool,
+        may_fail: Container[str],
         report_timeout: float = REPORT_TIMEOUT,
     ) -> None:
-        """`changed` is called after each change of the schedule. `suspect_cache`: raise `CacheFault` where a part fails
-        without a known reason. `report_timeout`: seconds without a report after which a worker counts as hung."""
+        """`changed` is called after each change of the schedule. `may_fail`: parts that may fail without a known reason;
+        the failure of another one raises `CacheFault`. `report_timeout`: seconds without a report after which a worker counts as hung."""
         self._schedule, self._start_worker, self._workers = schedule, start_worker, workers
-        self._changed, self._suspect_cache, self._report_timeout = changed, suspect_cache, report_timeout
+        self._changed, self._may_fail, self._report_timeout = changed, may_fail, report_timeout
+        self.unexplained: set[str] = set()
+        """Parts that have failed without a known reason."""
         self._schedule_changed = asyncio.Condition()
         self._left = workers
         """Processes that may run at once: one fewer after each that ran out of memory, but at least one."""
@@ -128,8 +130,10 @@ class WorkerPool:
                 log.warning("warm-up: out of memory in %s; it runs again with fewer processes: %s", part, report.reason)
                 return _Outcome.NO_MEMORY
             if report.failure is not None:
-                if report.failure == "error" and self._suspect_cache:
-                    raise CacheFault(f"{part}: {report.reason}")
+                if report.failure == "error":
+                    if part not in self._may_fail:
+                        raise CacheFault(f"{part}: {report.reason}")
+                    self.unexplained.add(part)
                 await self._fail(part, report.reason)
                 return _Outcome.KEEP if report.failure == "unsupported" else _Outcome.REPLACE
             if report.done >= report.total:

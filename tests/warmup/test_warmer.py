@@ -129,6 +129,36 @@ async def test_a_cache_that_a_part_fails_over_is_made_anew_once(tmp_path: Path) 
     assert not told[-1].notes
 
 
+async def test_a_part_that_fails_with_a_new_cache_too_is_tried_again_without_suspicion(tmp_path: Path) -> None:
+    def b_fails(part: str) -> Reports:
+        return (PartReport(0, 1, "error", "broken"),) if part == "b" else DONE
+
+    await run(tmp_path, b_fails)
+    for _ in range(2):
+        told, asked = await run(tmp_path, b_fails)
+        assert asked == ["b"]
+        assert told[-1].complete == ["a", "c"]
+        assert told[-1].notes == ["warm-up: b failed: broken"]
+    told, asked = await run(tmp_path, lambda part: DONE)
+    assert asked == ["b"]
+    assert told[-1].complete == ["a", "b", "c"]
+    assert not load_manifest(tmp_path, FIELDS).failed
+
+
+async def test_daemons_whose_part_always_fails_do_not_clear_each_others_cache(tmp_path: Path) -> None:
+    """Each one's first failure may: its part could have failed over the cache."""
+
+    def b_fails(part: str) -> Reports:
+        return (PartReport(0, 1, "error", "broken"),) if part == "b" else DONE
+
+    for shape in ("8b", "70b", "8b"):
+        await begin(tmp_path, b_fails, shape)[0]
+    for shape in ("70b", "8b"):
+        warming, _, asked = begin(tmp_path, b_fails, shape)
+        await warming
+        assert asked == ["b"]
+
+
 async def test_parts_whose_workers_run_out_of_memory_together_run_again_alone(tmp_path: Path) -> None:
     full = (PartReport(0, 1, "memory", "full"),)
     together = asyncio.Barrier(2)
