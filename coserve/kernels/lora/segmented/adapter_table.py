@@ -83,13 +83,13 @@ class Slots:
         self._held: dict[int, object] = {}
 
     def put(self, slot: int, entries: Sequence[TableEntry], owner: object) -> None:
-        """Point `slot` at one adapter's matrices, an entry per site, and keep their `owner` alive."""
+        """Point `slot` at one adapter's matrices, an entry per site, and keep their `owner` alive. Does not wait for the device."""
         assert len(entries) == self.ranks.shape[1], f"expected {self.ranks.shape[1]} sites, got {len(entries)}"
         assert self._blocked or all(entry.shape == entry.rank for entry in entries), "expected dense pairs"
         a, b, _, _, ranks, scalings = zip(*entries, strict=True)
-        self.addresses[slot].copy_(torch.tensor([a, b], dtype=torch.int64).T)
-        self.ranks[slot].copy_(torch.tensor(ranks, dtype=torch.int32))
-        self.scalings[slot].copy_(torch.tensor(scalings))
+        _send(torch.tensor([a, b], dtype=torch.int64).T.contiguous(), self.addresses[slot])
+        _send(torch.tensor(ranks, dtype=torch.int32), self.ranks[slot])
+        _send(torch.tensor(scalings), self.scalings[slot])
         self._held[slot] = owner
 
     def clear(self, slot: int) -> None:
@@ -145,6 +145,11 @@ def table_on(storage: Tensor, sizes: Tensor, *, blocked: bool) -> SiteTable:
 def to_device(host: Tensor, device: torch.device) -> Tensor:
     """One asynchronous copy."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def _send(host: Tensor, to: Tensor) -> None:
+    """One asynchronous copy, of the copy engine: no kernel."""
+    to.copy_(host.pin_memory() if to.is_cuda else host, non_blocking=True)
 
 
 def kernel_layout(pair: LoraPair) -> LoraPair:
