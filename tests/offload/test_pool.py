@@ -229,7 +229,8 @@ def children() -> set[int]:
     """Helper processes of this one."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        found |= set(map(int, (task / "children").read_text().split()))
+        with suppress(FileNotFoundError):  # a thread that has ended
+            found |= set(map(int, (task / "children").read_text().split()))
     return found
 
 
