@@ -12,8 +12,13 @@ import torch
 from coserve.cancellation import Cancelled
 from coserve.errors import CoserveError, EngineFault
 
-_ALLOCATIONS = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""In the messages of the `RuntimeError`s that torch raises for the host's memory, the driver's and cuBLAS's."""
+_ALLOCATIONS = (
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Triton Error [CUDA]: out of memory",
+)
+"""In the messages of the `RuntimeError`s that torch raises for the host's memory, the driver's and cuBLAS's, and Triton for the driver's."""
 _ASKED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)
 
 

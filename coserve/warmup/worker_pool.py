@@ -37,8 +37,10 @@ class _Outcome(Enum):
 
     KEEP = auto()
     REPLACE = auto()
+    REPEAT = auto()
+    """It is replaced, and the part runs again."""
     NO_MEMORY = auto()
-    """The GPU cannot hold this many workers."""
+    """As `REPEAT`, with one worker fewer: the GPU cannot hold this many."""
 
 
 class CacheFault(Exception):
@@ -64,6 +66,8 @@ class WorkerPool:
         self._changed, self._may_fail, self._report_timeout = changed, may_fail, report_timeout
         self.unexplained: set[str] = set()
         """Parts that have failed without a known reason."""
+        self._died: set[str] = set()
+        """Parts whose process has died once."""
         self._schedule_changed = asyncio.Condition()
         self._left = workers
         """Processes that may run at once: one fewer after each that ran out of memory, but at least one."""
@@ -94,8 +98,8 @@ class WorkerPool:
                 if outcome is not _Outcome.KEEP:
                     await worker.close()
                     worker = None
-                if outcome is _Outcome.NO_MEMORY:  # the part runs again once this worker's memory is free
-                    retire = self._left > 1
+                if outcome in (_Outcome.REPEAT, _Outcome.NO_MEMORY):  # once this worker's memory is free
+                    retire = outcome is _Outcome.NO_MEMORY and self._left > 1
                     self._left -= 1 if retire else 0
                     await self._put_back(part)
                     if retire:
@@ -124,8 +128,12 @@ class WorkerPool:
             except TimeoutError:
                 await self._fail(part, f"no progress for {self._report_timeout:.0f} s")
                 return _Outcome.REPLACE
+            if report is None and part not in self._died:  # maybe killed: the machine ran out of memory
+                log.warning("warm-up: the process of %s died; it runs again in a new one", part)
+                self._died.add(part)
+                return _Outcome.REPEAT
             if report is None:
-                report = PartReport(0, 1, "error", "its process died")
+                report = PartReport(0, 1, "error", "its process died twice")
             if report.failure == "memory" and not alone:
                 log.warning("warm-up: out of memory in %s; it runs again with fewer processes: %s", part, report.reason)
                 return _Outcome.NO_MEMORY

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from coserve.config import Config, config_to_json
 from coserve.engine.warming import worker
@@ -40,6 +41,32 @@ def test_a_part_that_cannot_be_run_is_reported(tmp_path: Path) -> None:
     with ours, ours.makefile("rb") as lines:
         reports = [msgspec.json.decode(line, type=PartReport) for line in lines]
     assert [report.failure for report in reports] == ["error", "error"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        MemoryError(),
+    ],
+)
+def test_a_part_without_memory_is_reported_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def run(name: str) -> int:
+        raise error
+
+    monkeypatch.setattr(worker, "gpu_of", run)
+    ours, theirs = open_worker(tmp_path)
+    ours.shutdown(socket.SHUT_WR)
+    with theirs:
+        worker.work(theirs)
+    with ours, ours.makefile("rb") as lines:
+        reports = [msgspec.json.decode(line, type=PartReport) for line in lines]
+    assert [report.failure for report in reports] == ["memory", "memory"]
 
 
 def test_a_report_that_nobody_reads_ends_the_worker(tmp_path: Path) -> None:

@@ -159,6 +159,25 @@ async def test_daemons_whose_part_always_fails_do_not_clear_each_others_cache(tm
         assert asked == ["b"]
 
 
+async def test_a_part_whose_process_died_is_repeated_once_before_the_cache_is_suspected(tmp_path: Path) -> None:
+    """The process may have been killed because the machine ran out of memory."""
+    await run(tmp_path, lambda part: DONE if part != "b" else (PartReport(0, 1, "unsupported", "no"),))
+    died: list[Reports] = [(None,)]
+    told, asked = await run(tmp_path, lambda part: died.pop() if died else DONE)
+    assert asked == ["b", "b"]
+    assert told[-1].complete == ["a", "b", "c"]
+    assert not told[-1].notes
+
+
+async def test_a_cache_over_which_a_part_dies_twice_is_built_again(tmp_path: Path) -> None:
+    await run(tmp_path, lambda part: DONE if part != "b" else (PartReport(0, 1, "unsupported", "no"),))
+    died: list[Reports] = [(None,), (None,)]
+    told, asked = await run(tmp_path, lambda part: died.pop() if died else DONE)
+    assert asked[:2] == ["b", "b"]
+    assert sorted(asked[2:]) == ["a", "b", "c"]
+    assert told[-1].complete == ["a", "b", "c"]
+
+
 async def test_parts_whose_workers_run_out_of_memory_together_run_again_alone(tmp_path: Path) -> None:
     full = (PartReport(0, 1, "memory", "full"),)
     together = asyncio.Barrier(2)

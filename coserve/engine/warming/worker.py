@@ -20,6 +20,7 @@ from coserve.engine.warming.part_runner import PartRunner, make_part_runner
 from coserve.errors import ConfigError, CoserveError
 from coserve.logs.setup import LogSettings, set_up_logging
 from coserve.model.base import Base, load_base
+from coserve.model.faults import out_of_memory
 from coserve.parallel.mesh import LoneRank
 from coserve.warmup.messages import DoPart, PartReport, WarmUpTask
 from coserve.warmup.parts import gpu_of
@@ -87,12 +88,11 @@ def work(sock: socket.socket) -> None:
                     count(name.startswith(TRAINING))
                     for done, total in runners[gpu].run(name):
                         send(PartReport(done, max(total, done + 1)))
-            except torch.OutOfMemoryError as error:
-                send(PartReport(0, 1, "memory", str(error).splitlines()[0]))
             except CoserveError as error:
                 send(PartReport(0, 1, "unsupported", error.message))
             except Exception as error:  # noqa: BLE001 - any error fails the part alone
-                send(PartReport(0, 1, "error", f"{type(error).__name__}: {str(error).splitlines()[:1]}"))
+                reason = f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"
+                send(PartReport(0, 1, "memory" if out_of_memory(error) else "error", reason))
             else:
                 kernels, seconds = len(compiled.kernels) - kernels, compiled.seconds - seconds
                 took = time.monotonic() - began
