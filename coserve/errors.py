@@ -26,8 +26,7 @@ CoserveError
 │   ├── StorageError                 a file could not be read or written now; its content may be valid
 │   │   ├── StorageFull 507          ├── StorageFailed 500     ├── StorageBusy 503
 ├── JobError                         a job ended badly (never an HTTP response; status 500)
-│   ├── NonFiniteLoss                ├── EngineCrashed         ├── CheckpointUnreadable
-│   ├── JobOutOfMemory
+│   ├── NonFiniteLoss                ├── JobOutOfMemory        ├── CheckpointUnreadable
 ├── InternalError 500                our own fault; the body says nothing more
 └── StartupError                     the daemon refuses to start (exit status 2)
     ├── ConfigError                  ├── UnsupportedBase       ├── PortInUse
@@ -323,10 +322,6 @@ class JobError(CoserveError):
 
 class NonFiniteLoss(JobError):
     code = "non_finite_loss"
-
-
-class EngineCrashed(JobError):
-    code = "engine_crashed"
 
 
 class CheckpointUnreadable(JobError):

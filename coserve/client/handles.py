@@ -94,7 +94,7 @@ class AsyncJobHandle:
         """Wait for the job's end, by its events; a paused job is waited for too.
 
         `progress`: a bar on standard error; None: if that is a terminal, otherwise only the job's samples, as lines.
-        Raises `TimeoutError` after `timeout` seconds and, if `check`, the error that made the job fail (`NonFiniteLoss`, `EngineCrashed`, ...).
+        Raises `TimeoutError` after `timeout` seconds and, if `check`, the error that made the job fail (`NonFiniteLoss`, `JobOutOfMemory`, ...).
         """
         async with asyncio.timeout(timeout):
             with progress_for(self.info, progress) as bar:

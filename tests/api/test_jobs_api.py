@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from coserve.api.jobs.keys import IdempotencyKeys
-from coserve.api.jobs.manager import MAX_DEATHS
 from coserve.api.jobs.submission import Submission
 from coserve.corpus.tokenized import Corpus
 from coserve.errors import QueueFull
@@ -268,20 +267,6 @@ async def test_jobs_without_an_engine_wait_and_obey(api: Api) -> None:
     assert (await api.job_until(third["id"], "succeeded"))["result"] == "c@1"
     assert (await api.call("POST", f"/finetune/{first['id']}/resume"))[0] == 200
     assert (await api.job_until(first["id"], "succeeded"))["result"] == "a@1"
-
-
-async def test_a_job_goes_on_with_the_next_engine_but_not_for_ever(api: Api) -> None:
-    api.engine.go_jobs.clear()
-    job = await submit(api)
-    for death in range(MAX_DEATHS):
-        await api.job_until(job["id"], "running", times=death + 1)
-        await api.engine.die()
-        await api.start_engine()
-        api.engine.go_jobs.clear()
-    _, failed = await api.call("GET", f"/finetune/{job['id']}")
-    assert (failed["state"], failed["error"]["code"]) == ("failed", "engine_crashed")
-    assert api.folder.job_ids() == []
-    await api.works()
 
 
 async def test_an_order_outlives_the_engine_that_did_not_obey(api: Api) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from coserve.api.adapters.inspection import Inspection
 from coserve.api.engine_client import EngineClient
 from coserve.api.jobs.chain import Decision, JobChain
 from coserve.api.jobs.conflicts import fork_notes, last_job, refuse_conflict, serialised
+from coserve.api.jobs.deaths import MAX_DEATHS, NOTE, Deaths
 from coserve.api.jobs.keys import IdempotencyKeys
 from coserve.api.jobs.notes import record_cut_rows, replacement_notes
 from coserve.api.jobs.preparation import Show
@@ -26,11 +27,11 @@ from coserve.api.jobs.views import JobViews
 from coserve.api.stopping import Stopping
 from coserve.config import Config
 from coserve.corpus.staging import PendingCorpus
-from coserve.errors import EngineCrashed, EngineUnavailable, InvalidRequest, QueueFull, WrongJobState
+from coserve.errors import EngineUnavailable, InvalidRequest, QueueFull, WrongJobState
 from coserve.link import CancelJob, PauseJob, ResumeJob, StartJob
 from coserve.offload.pool import HelperPool
 from coserve.pretrained.tokenizer import Tokenizer
-from coserve.schemas import ErrorInfo, FinetuneRequest, Job, JobList
+from coserve.schemas import FinetuneRequest, Job, JobList
 from coserve.state.commits import Commits
 from coserve.state.durable import remove_dir
 from coserve.state.failpoints import failpoint
@@ -43,8 +44,6 @@ from coserve.types import JobState
 
 log = logging.getLogger(__name__)
 
-MAX_DEATHS = 3
-"""A job fails after this many engines in a row died while they ran it, without a checkpoint in between."""
 KEY_PATIENCE = 60.0
 """Seconds that a repeated request waits for the first one; many clients give up then."""
 
@@ -77,6 +76,7 @@ class JobManager:
         self.views = JobViews(registry, recorder)
         self._started: set[str] = set()
         """Jobs sent to the current engine."""
+        self._deaths: dict[str, Deaths] = {}
         self._wanted: dict[str, JobState] = {}
         """Requested states that the engine has not reported yet; the next engine gets them too."""
         self._changes = asyncio.Lock()
@@ -95,17 +95,13 @@ class JobManager:
         """Send the unfinished jobs to a new engine, oldest first."""
         async with self._changes:
             await self._recorder.settled()
-            what = "jobs of the last engine"
-            retries = self._recorder.retries
-            unfinished = await retries.run(what, lambda: self._registry(_unfinished))
-            ran = frozenset(id for state, id in unfinished if state is JobState.RUNNING)
-            deaths = self._recorder.deaths
-            for id in [id for _, id in unfinished if deaths[id] + (id in ran) >= MAX_DEATHS]:
-                await retries.run(what, partial(self._recorder.end, id, partial(_fail_after_deaths, id=id)))
-                self._recorder.watchers.notify(id)
-            records = await retries.run(what, lambda: self._registry.with_reserve(self._requeue))
+            what, retries = "jobs of the last engine", self._recorder.retries
+            unfinished = await retries.run(what, lambda: self._registry(lambda registry: registry.unfinished()))
+            died = {record.spec.id: self._died(record) for record in unfinished}
+            records = await retries.run(what, lambda: self._registry.with_reserve(partial(self._requeue, died)))
             left = {record.spec.id for record in records}
-            deaths.update(ran & left)  # last: an engine that dies meanwhile cancels this, and never ran them
+            # Last: an engine that dies meanwhile cancels this, and never ran them.
+            self._deaths = {id: deaths for id, deaths in died.items() if id in left and deaths.count < MAX_DEATHS}
             open_link()
             self._wanted = {id: wanted for id, wanted in self._wanted.items() if id in left}
             self._started.clear()
@@ -118,7 +114,12 @@ class JobManager:
                     log.warning("job %s waits for another base than this one", record.spec.id)
         self._recorder.watchers.notify_all()
 
-    def _requeue(self, registry: Registry) -> list[JobRecord]:
+    def _died(self, record: JobRecord) -> Deaths:
+        """The deaths that count for a job, now that one more engine is gone."""
+        deaths = self._deaths.get(record.spec.id, Deaths())
+        return deaths.one_more(record.step) if record.state is JobState.RUNNING else deaths
+
+    def _requeue(self, died: Mapping[str, Deaths], registry: Registry) -> list[JobRecord]:
         """The jobs for a new engine."""
         kept = []
         for record in registry.unfinished():
@@ -127,7 +128,11 @@ class JobManager:
             if wanted is not None and record.state.can_become(wanted):
                 record = registry.set_state(id, wanted)
             elif record.state is JobState.RUNNING:
-                record = registry.set_state(id, JobState.QUEUED, message="interrupted: the engine died while it ran")
+                paused = died[id].count >= MAX_DEATHS
+                if paused:
+                    registry.record_note(id, NOTE)
+                state = JobState.PAUSED if paused else JobState.QUEUED
+                record = registry.set_state(id, state, message="interrupted: the engine died while it ran")
             elif record.waiting is not None:
                 record = registry.clear_waiting(id)
             if not record.state.terminal:
@@ -352,12 +357,3 @@ class JobManager:
             record = await self._registry.with_reserve(lambda registry: registry.set_state(id, wanted))
         self._recorder.watchers.notify(id)
         return record
-
-
-def _fail_after_deaths(registry: Registry, *, id: str) -> JobRecord:
-    error = ErrorInfo(code=EngineCrashed.code, message=f"the engine died {MAX_DEATHS} times while it ran this job")
-    return registry.set_state(id, JobState.FAILED, error=error)
-
-
-def _unfinished(registry: Registry) -> list[tuple[JobState, str]]:
-    return [(record.state, record.spec.id) for record in registry.unfinished()]

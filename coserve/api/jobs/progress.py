@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +37,6 @@ Write = Callable[[Callable[[Registry], object]], Awaitable[object]]
 class ProgressWriter:
     """Progress that the disk refuses waits in memory, so that no change of a job's state waits for it.
 
-    `deaths`: engines that ended while they ran a job, since its last checkpoint; a checkpoint clears the job's count.
     `lock_retries` retry `StorageBusy` alone.
     """
 
@@ -46,11 +45,10 @@ class ProgressWriter:
         registry: RegistryThread,
         metrics: Metrics,
         watchers: JobWatchers,
-        deaths: Counter[str],
         retries: Retries,
         lock_retries: Retries,
     ) -> None:
-        self._registry, self._metrics, self._watchers, self._deaths = registry, metrics, watchers, deaths
+        self._registry, self._metrics, self._watchers = registry, metrics, watchers
         self._retries, self._lock_retries = retries, lock_retries
         self._late: dict[str, deque[Progress]] = {}
         """Unwritten progress of each job, oldest first. A job whose checkpoint finds no space waits, so this is at most
@@ -116,7 +114,6 @@ class ProgressWriter:
                 self._metrics.step(metrics.tokens)
             case JobCheckpoint(id=id, step=step):
                 await write(lambda registry: registry.record_checkpoint(id, step))
-                self._deaths.pop(id, None)
             case JobSample(id=id, sample=sample):
                 await write(lambda registry: registry.record_sample(id, sample))
             case JobNote(id=id, message=text, kept=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -74,11 +73,9 @@ class JobRecorder:
         self._lock_retries = Retries(backoff, errors=StorageBusy, sleep=sleep)
         self._queue: asyncio.Queue[JobMessage] = asyncio.Queue()
         self.watchers = JobWatchers()
-        self.deaths: Counter[str] = Counter()
-        """Engines that ended while they ran a job, since its last checkpoint."""
         self.ended: Callable[[str], None] = lambda _: None
         """Called with a job's id after its end was committed. It must return at once."""
-        self._progress = ProgressWriter(registry, metrics, self.watchers, self.deaths, self.retries, self._lock_retries)
+        self._progress = ProgressWriter(registry, metrics, self.watchers, self.retries, self._lock_retries)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -155,7 +152,6 @@ class JobRecorder:
         """Commit a job's end, then delete its corpus and checkpoints. Nothing is raised after the commit: another attempt
         would find the job ended."""
         record = await self._registry.with_reserve(change)
-        self.deaths.pop(id, None)
         self._metrics.job_ended(record.state)
         self.ended(id)
         try:

@@ -1,0 +1,79 @@
+"""Jobs whose engine dies again and again: they go on with the next one, or are paused with their files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from coserve.api.jobs.deaths import MAX_DEATHS
+from coserve.link import JobProgress, StartJob
+from tests.support.api_server import Api
+from tests.support.fake_engine import metrics
+
+JOB = {"adapter": "poet", "data": [{"text": "a b"}]}
+
+
+@pytest.fixture
+async def job(api: Api) -> str:
+    """It has started and goes no further."""
+    api.engine.go_jobs.clear()
+    _, job = await api.call("POST", "/finetune", json=JOB)
+    await api.job_until(job["id"], "running")
+    return str(job["id"])
+
+
+async def another_engine(api: Api) -> None:
+    await api.engine.die()
+    await api.start_engine()
+    api.engine.go_jobs.clear()
+
+
+async def trains_until(api: Api, job: str, step: int) -> None:
+    await api.hear(JobProgress(id=job, metrics=metrics(step, 100)))
+
+
+async def shown(api: Api, job: str) -> dict[str, Any]:
+    _, found = await api.call("GET", f"/finetune/{job}")
+    return dict(found)
+
+
+async def die_until_it_is_paused(api: Api, job: str, *, before: int = 0) -> None:
+    for death in range(MAX_DEATHS):
+        await api.job_until(job, "running", times=before + death + 1)
+        await another_engine(api)
+    assert (await shown(api, job))["state"] == "paused"
+
+
+async def test_a_job_goes_on_with_the_next_engine_but_not_for_ever(api: Api, job: str) -> None:
+    await die_until_it_is_paused(api, job)
+    paused = await shown(api, job)
+    assert paused["error"] is None
+    assert "died 3 times" in paused["notes"][-1] and "resume" in paused["notes"][-1]
+    assert api.folder.corpus(job).is_file()
+    (told,) = await api.engine.saw(StartJob)
+    assert isinstance(told, StartJob) and told.paused
+    await api.works()
+
+    await api.call("POST", f"/finetune/{job}/resume")
+    await die_until_it_is_paused(api, job, before=MAX_DEATHS)  # counted anew
+
+    await api.call("POST", f"/finetune/{job}/resume")
+    api.engine.go_jobs.set()
+    assert (await api.job_until(job, "succeeded"))["result"] == "poet@1"
+
+
+async def test_a_job_that_gets_further_each_time_goes_on(api: Api, job: str) -> None:
+    for death in range(2 * MAX_DEATHS):
+        await api.job_until(job, "running", times=death + 1)
+        await trains_until(api, job, death + 1)
+        await another_engine(api)
+    assert (await shown(api, job))["state"] in ("queued", "running")
+
+
+async def test_a_job_that_only_repeats_its_steps_does_not(api: Api, job: str) -> None:
+    for death, step in enumerate((5, 5, 4)):
+        await api.job_until(job, "running", times=death + 1)
+        await trains_until(api, job, step)
+        await another_engine(api)
+    assert (await shown(api, job))["state"] == "paused"
