@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from coserve.cli.finetuning.settings import OPTIONS
 from coserve.corpus import rows
 from coserve.corpus.jsonl import parse_jsonl
 from coserve.corpus.rows import CompletionRow, parse_row
@@ -65,6 +66,9 @@ def test_the_table_of_lora_names_is_complete() -> None:
     }
     named = {name.strip(" `") for name in ours}
     assert named == {field.name for field in msgspec.structs.fields(LoraSettings)}
+    for line in filter(lambda line: line.startswith("| `"), section.splitlines()):
+        names, _, options = (re.findall(r"`([\w-]+)`", cell) for cell in line.split("|")[1:4])
+        assert options == list(dict.fromkeys(OPTIONS.get(f"lora.{name}", "--set") for name in names)), line
     peft = pytest.importorskip("peft")
     theirs = set(re.findall(r"^\| .*? \| `(\w+)`", section, re.MULTILINE))
     assert theirs <= set(peft.LoraConfig.__dataclass_fields__)
@@ -72,4 +76,4 @@ def test_the_table_of_lora_names_is_complete() -> None:
 
 def test_readme_and_the_help_lead_here() -> None:
     assert "docs/data.md" in (ROOT / "README.md").read_text()
-    assert "docs/data.md" in (ROOT / "coserve" / "cli" / "jobs.py").read_text()
+    assert "docs/data.md" in (ROOT / "coserve" / "cli" / "finetuning" / "command.py").read_text()

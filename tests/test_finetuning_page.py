@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from transformers import TrainingArguments
 
+from coserve.cli.finetuning.settings import OPTIONS
 from coserve.types import TrainingRequest
 from tests.support.daemon_process import DaemonProcess
 
@@ -21,10 +22,10 @@ TRL = {"max_length", "completion_only_loss", "assistant_only_loss"}
 
 
 def table() -> list[list[str]]:
-    """The rows of the table of settings: name, default, other libraries' name, meaning."""
+    """The rows of the table of settings: name, default, option, other libraries' name, meaning."""
     section = PAGE.partition("## Settings\n")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| `")][1:]
-    return [[cell.strip() for cell in line.split("|")[1:5]] for line in lines]
+    return [[cell.strip() for cell in line.split("|")[1:6]] for line in lines]
 
 
 def names(cell: str) -> list[str]:
@@ -45,9 +46,16 @@ def test_the_defaults_are_these() -> None:
                 assert shown == "chosen", name
 
 
+def test_the_options_are_those_of_the_command_line() -> None:
+    for setting, _, options, *_ in table():
+        shown = re.findall(r"`(--[\w-]+)`", options)
+        ours = [OPTIONS.get(f"training.{name}", "--set") for name in names(setting)]
+        assert shown in (ours, ours[:1]) and set(shown) == set(ours), setting
+
+
 def test_the_other_names_are_those_of_transformers_and_trl() -> None:
     known = set(TrainingArguments.__dataclass_fields__) | TRL
-    assert {name for _, _, others, _ in table() for name in names(others)} <= known
+    assert {name for _, _, _, others, _ in table() for name in names(others)} <= known
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ COMMANDS = {
     "serve": ("serve", "serve", "settings_help", "SettingsCommand"),
     "warm": ("warm", "warm", "settings_help", "SettingsCommand"),
     "generate": ("generate", "generate"),
-    "finetune": ("jobs", "finetune"),
+    "finetune": ("finetuning.command", "finetune"),
     "bench": ("bench.command", "bench", "bench.command", "BenchCommand"),
     "profile": ("gpu.profile", "profile"),
     "memory": ("gpu.memory", "memory"),

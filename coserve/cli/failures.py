@@ -113,10 +113,18 @@ def _field_hint(option: str, command: str) -> str:
         return ""
     from coserve.schemas import FinetuneRequest, GenerateRequest  # the command has imported them
 
-    fields = fields_of(FinetuneRequest if command == "finetune" else GenerateRequest)
-    found = hint(option.lstrip("-").replace("-", "_"), "", fields)
-    question = "?" if found.endswith("?") else ""
-    return found and f"{found.removesuffix('?')} of POST /{command}{question}"
+    request = FinetuneRequest if command == "finetune" else GenerateRequest
+    found = hint(option.lstrip("-").replace("-", "_"), "", fields_of(request))
+    if not found:
+        return ""
+    if command == "generate":
+        return f"{found.removesuffix('?')} of POST /generate{'?' if found.endswith('?') else ''}"
+    from coserve.cli.finetuning.settings import ARGUMENTS
+
+    field = found.split()[-1].strip("'?")
+    if field in ARGUMENTS:
+        return f"; {ARGUMENTS[field]}"
+    return found.replace(field, f"--set {field}=VALUE")
 
 
 def _is_interrupt(error: BaseException | None) -> bool:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from coserve.cli import jobs
 from coserve.cli.app import app, run
 from coserve.cli.failures import USAGE
+from coserve.cli.finetuning import command
 from coserve.schemas import JobEvent, Sample
 from coserve.types import JobState
 from tests.support.sdk import job
@@ -49,7 +50,7 @@ def test_targets_are_names_between_commas(
         asked.append(given["lora"])
         return SimpleNamespace(info=job())
 
-    monkeypatch.setattr(jobs, "connect", lambda *_: nullcontext(SimpleNamespace(finetune=finetune)))
+    monkeypatch.setattr(command, "connect", lambda *_: nullcontext(SimpleNamespace(finetune=finetune)))
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "a"}\n')
     result = CliRunner().invoke(app, ["finetune", "name", str(rows), "--rank", "4", "--detach", *options])
@@ -79,7 +80,7 @@ def test_options_become_training_settings(
         asked.append(given["training"])
         return SimpleNamespace(info=job())
 
-    monkeypatch.setattr(jobs, "connect", lambda *_: nullcontext(SimpleNamespace(finetune=finetune)))
+    monkeypatch.setattr(command, "connect", lambda *_: nullcontext(SimpleNamespace(finetune=finetune)))
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     result = CliRunner().invoke(app, ["finetune", "name", str(rows), "--detach", *options])

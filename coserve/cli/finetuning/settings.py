@@ -1,0 +1,133 @@
+"""The fields of `coserve finetune`'s request, from its options and from `--set FIELD=VALUE`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import typer
+
+from coserve.schemas import FinetuneRequest
+from coserve.validation import explain
+
+ARGUMENTS = {
+    "adapter": "give it as the argument ADAPTER",
+    "data": "give the rows as the argument FILE",
+    "path": "give the rows as the argument FILE",
+}
+"""Fields of the request that are no settings, with what to do instead."""
+OPTIONS = {
+    "continue_from": "--continue-from",
+    "on_conflict": "--on-conflict",
+    "lora.r": "--rank",
+    "lora.alpha": "--alpha",
+    "lora.targets": "--targets",
+    "lora.bd_blocks": "--bd-blocks",
+    "training.epochs": "--epochs",
+    "training.steps": "--steps",
+    "training.learning_rate": "--learning-rate",
+    "training.batch_tokens": "--batch-tokens",
+    "training.validation_split": "--validation-split",
+    "training.train_on": "--train-on",
+    "training.loss": "--dpo-beta",
+    "training.optimizer": "--optimizer",
+    "training.lora_plus_ratio": "--lora-plus-ratio",
+    "training.neftune_alpha": "--neftune-alpha",
+    "training.sample_prompts": "--sample-prompt",
+    "training.sample_steps": "--sample-steps",
+    "training.sample_max_tokens": "--sample-max-tokens",
+}
+"""Fields that have an option of their own."""
+
+_Path = tuple[str, ...]
+"""Names of a field and of those that it is in, outermost first."""
+
+
+def request_settings(options: Mapping[str, object], assignments: Iterable[str]) -> dict[str, Any]:
+    """The fields of a `FinetuneRequest`, as JSON has them.
+
+    `options`: values by the fields of `OPTIONS`, None: not given. `assignments`: texts `FIELD=VALUE`, whose value is JSON or a text.
+    Raises `typer.BadParameter` for fields that the request does not have or that have two values.
+    """
+    given: dict[_Path, tuple[Any, str]] = {}
+    for field, value in options.items():
+        if value is not None:
+            _add(given, _path(field), value, OPTIONS[field])
+    for text in assignments:
+        field, equals, shown = text.partition("=")
+        path = _path(field)
+        if not (equals and all(path)):
+            raise typer.BadParameter(f"--set: expected FIELD=VALUE, got {text!r}")
+        if path[0] in ARGUMENTS:
+            raise typer.BadParameter(f"--set {path[0]}: {ARGUMENTS[path[0]]}")
+        _add(given, path, _value(path, shown), "--set")
+    settings = _nested({path: value for path, (value, _) in given.items()})
+    if any(origin == "--set" for _, origin in given.values()):
+        _check(settings)
+    return settings
+
+
+def _path(field: str) -> _Path:
+    return tuple(field.split("."))
+
+
+def _add(given: dict[_Path, tuple[Any, str]], path: _Path, value: object, origin: str) -> None:
+    """Add the value, or each field of an object. Raises `typer.BadParameter` if it has another value already."""
+    for leaf, own in _leaves(path, value):
+        for other, (found, first) in given.items():
+            shared = min(len(leaf), len(other))
+            if leaf[:shared] == other[:shared] and (leaf != other or own != found):
+                field = ".".join(leaf[:shared])
+                raise typer.BadParameter(f"expected one value of {field}, got two: {first} and {origin}")
+        given[leaf] = own, origin
+
+
+def _leaves(path: _Path, value: object) -> Iterator[tuple[_Path, object]]:
+    """The fields of an object, those of objects within it included."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves((*path, name), inner)
+    else:
+        yield path, value
+
+
+def _nested(values: Mapping[_Path, Any]) -> dict[str, Any]:
+    """The inverse of `_leaves`."""
+    root: dict[str, Any] = {}
+    for (*parents, name), value in values.items():
+        inside = root
+        for parent in parents:
+            inside = inside.setdefault(parent, {})
+        inside[name] = value
+    return root
+
+
+def _value(path: _Path, text: str) -> object:
+    """What `text` is as JSON, or itself: if it is no JSON, or if the field takes only texts."""
+    try:
+        value: object = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
+    return text if _fits({path: text}) and not _fits({path: value}) else value
+
+
+def _fits(values: Mapping[_Path, object]) -> bool:
+    try:
+        _converted(_nested(values))
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def _check(settings: dict[str, Any]) -> None:
+    """Raises `typer.BadParameter` with what the API would say."""
+    try:
+        _converted(settings)
+    except msgspec.ValidationError as error:
+        wrong = explain(error, settings, FinetuneRequest)
+        raise typer.BadParameter(wrong.message if wrong.field is None else f"{wrong.field}: {wrong.message}") from error
+
+
+def _converted(settings: Mapping[str, object]) -> FinetuneRequest:
+    return msgspec.convert({"adapter": "adapter", **settings}, FinetuneRequest)

@@ -1,0 +1,114 @@
+"""`coserve finetune --set FIELD=VALUE`: any field of the request, checked as the API checks it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coserve.cli.app import run
+from coserve.cli.failures import USAGE
+from coserve.cli.finetuning import command
+from coserve.schemas import FinetuneRequest
+from tests.support.sdk import job
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the client was asked for."""
+    found: list[dict[str, Any]] = []
+
+    def finetune(name: str, **given: Any) -> SimpleNamespace:
+        found.append({field: given[field] for field in FinetuneRequest.__struct_fields__ if field in given})
+        return SimpleNamespace(info=job())
+
+    monkeypatch.setattr(command, "connect", lambda *_: nullcontext(SimpleNamespace(finetune=finetune)))
+    return found
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n')
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "request_fields"),
+    [
+        (
+            ["--set", "training.schedule=cosine", "--set", "lora.dropout=0.05", "--set", "training.seed=3"],
+            {"training": {"schedule": "cosine", "seed": 3}, "lora": {"dropout": 0.05}},
+        ),
+        (
+            ["--set", "training.seed=3", "--steps", "5", "--rank", "4", "--set", "lora.rslora=true"],
+            {"training": {"steps": 5, "seed": 3}, "lora": {"r": 4, "rslora": True}},
+        ),
+        (["--set", "teacher=big@2", "--set", "metadata.run=3"], {"teacher": "big@2", "metadata": {"run": "3"}}),
+        (["--set", "metadata.rule=a=b"], {"metadata": {"rule": "a=b"}}),
+        (
+            ['--set=lora.rank_pattern={"layers.0.q_proj": 4}', "--set", 'lora.targets=["q_proj"]'],
+            {"lora": {"rank_pattern": {"layers.0.q_proj": 4}, "targets": ["q_proj"]}},
+        ),
+        (
+            ["--dpo-beta", "0.2", '--set=training.loss={"type": "dpo", "beta": 0.2}'],
+            {"training": {"loss": {"type": "dpo", "beta": 0.2}}},
+        ),
+        (
+            ["--set", "training.loss.beta=0.3", "--set", "training.loss.type=dpo"],
+            {"training": {"loss": {"type": "dpo", "beta": 0.3}}},
+        ),
+        (["--set", "training.max_length=null"], {"training": {"max_length": None}}),
+        (["--set", "training.epochs=2", "--epochs", "2"], {"training": {"epochs": 2}}),
+        (["--set", "on_conflict=fork"], {"on_conflict": "fork"}),
+        ([], {}),
+    ],
+)
+def test_fields_become_those_of_the_request(
+    options: list[str], request_fields: dict[str, Any], asked: list[dict[str, Any]], rows: str
+) -> None:
+    assert run(["finetune", "name", rows, "--detach", *options]) == 0
+    assert asked == [request_fields]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--set", "training.shedule=cosine"], "training.shedule: unknown field 'shedule'; did you mean 'schedule'? (see"),
+        (["--set", "schedule=cosine"], "schedule: unknown field 'schedule'; did you mean 'training.schedule'? (see"),
+        (["--set", "training.lora_dropout=1"], "did you mean 'lora.dropout'?"),
+        (["--set", "training.batch_size=8"], "coserve counts a batch in tokens: training.batch_tokens"),
+        (["--set", "training.seed=x"], "training.seed: expected int, got str"),
+        (["--set", "training.schedule=step"], "training.schedule: expected one of linear, cosine, constant"),
+        (["--set", "training.optimizer=adamw_torch"], "did you mean 'adamw'?"),
+        (["--set", "training.seed.x=3"], "training.seed: expected int, got object"),
+        (["--set", "training=3"], "training: expected object, got int"),
+        (["--set", "training.seed"], "expected FIELD=VALUE, got 'training.seed'"),
+        (["--set", "=3"], "expected FIELD=VALUE, got '=3'"),
+        (["--set", "training..seed=3"], "expected FIELD=VALUE, got 'training..seed=3'"),
+        (["--set", "training.epochs=2", "--epochs", "3"], "expected one value of training.epochs, got two: --epochs and --set"),
+        (["--set", "lora.r=2", "--rank", "3"], "expected one value of lora.r, got two: --rank and --set"),
+        (["--set", "training.seed=2", "--set", "training.seed=3"], "expected one value of training.seed, got two: --set and --set"),
+        (["--set", "training.seed=2", "--set", "training=null"], "expected one value of training, got two: --set and --set"),
+        (['--set=training.loss={"type": "dpo", "beta": 0.3}', "--dpo-beta", "0.2"], "training.loss.beta, got two: --dpo-beta and --set"),
+        (["--set", "training.loss=null", "--dpo-beta", "0.2"], "training.loss, got two: --dpo-beta and --set"),
+        (["--set", "adapter=other"], "adapter: give it as the argument ADAPTER"),
+        (["--set", "path=rows.jsonl"], "path: give the rows as the argument FILE"),
+        (["--set", 'data=[{"text": "a"}]'], "data: give the rows as the argument FILE"),
+        (["--set", "lora.dropout=0.1", "--continue-from", "name"], "--continue-from has its own"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_before_anything_is_sent(
+    options: list[str],
+    says: str,
+    asked: list[dict[str, Any]],
+    rows: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["finetune", "name", rows, *options]) == USAGE
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1
+    assert asked == []
