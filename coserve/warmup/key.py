@@ -27,8 +27,14 @@ SHAPE_SETTINGS = (
 """Settings that decide which kernels an engine needs, besides the base."""
 
 
-def key_fields(gpu: Gpu, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Everything that a compiled kernel depends on; a cache with other fields is never read."""
+def cache_root(config: Config) -> Path:
+    """The folder of all caches, without symbolic links."""
+    return (config.cache_dir if config.cache_dir is not None else config.data_dir / "cache").resolve()
+
+
+def key_fields(gpu: Gpu, root: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Everything that a compiled kernel depends on; a cache with other fields is never read. `root`: of `cache_root`, as Triton's
+    files name others by their absolute paths: it would compile all kernels of a moved folder again."""
     return {
         "python": platform.python_version(),
         **{name: _version(name) for name in LIBRARIES},
@@ -36,6 +42,7 @@ def key_fields(gpu: Gpu, environ: Mapping[str, str] = os.environ) -> dict[str, s
         "capability": gpu.capability,
         "driver": str(gpu.driver),
         "source": source_digest(),
+        "root": str(root),
         **{name: environ[name] for name in CACHES if name in environ},
     }
 
@@ -45,10 +52,9 @@ def digest(fields: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
-def cache_folder(config: Config, fields: Mapping[str, str]) -> Path:
-    """The folder for kernels with these fields."""
-    root = config.cache_dir if config.cache_dir is not None else config.data_dir / "cache"
-    return root.absolute() / digest(fields)[:24]
+def cache_folder(root: Path, fields: Mapping[str, str]) -> Path:
+    """The folder for kernels with these fields, in the folder of all caches."""
+    return root / digest(fields)[:24]
 
 
 def cache_environment(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -16,7 +16,7 @@ from coserve.config import Config, config_to_json
 from coserve.errors import StartupError
 from coserve.processes import spawn_child, usable_cores
 from coserve.warmup.gpu import CONTEXT_BYTES, Gpu, find_gpu
-from coserve.warmup.key import cache_folder, key_fields, shape_key
+from coserve.warmup.key import cache_folder, cache_root, key_fields, shape_key
 from coserve.warmup.messages import Progress, WarmUpTask
 
 MODULE = "coserve.warmup.process"
@@ -35,13 +35,14 @@ class WarmUpPlan:
 
 def plan_warm_up(config: Config, gpu: Gpu, *, cores: int | None = None, alone: bool = False) -> WarmUpPlan:
     """How to warm up for these settings. `alone`: no engine runs meanwhile, so workers may use the whole GPU."""
-    fields = key_fields(gpu)
+    root = cache_root(config)
+    fields = key_fields(gpu, root)
     available = gpu.memory_bytes * (0.9 if alone else 1 - config.memory_fraction)
     fit = int(available // worker_bytes(config))
     most = max(1, min(MAX_WORKERS, (cores or usable_cores()) - 2))
     task = WarmUpTask(
         config=config_to_json(config).decode(),
-        folder=str(cache_folder(config, fields)),
+        folder=str(cache_folder(root, fields)),
         fields=fields,
         shape=shape_key(config),
         workers=max(1, min(most, fit)),

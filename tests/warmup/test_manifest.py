@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from coserve.config import Config
 from coserve.warmup.gpu import Gpu
-from coserve.warmup.key import cache_environment, cache_folder, key_fields, shape_key
+from coserve.warmup.key import cache_environment, cache_folder, cache_root, key_fields, shape_key
+from coserve.warmup.launch import plan_warm_up
 from coserve.warmup.manifest import (
     Manifest,
     clear_cache,
@@ -85,12 +86,29 @@ def test_clearing_removes_what_is_ours_alone(tmp_path: Path) -> None:
 
 def test_the_folder_is_another_one_where_anything_differs_that_matters(tmp_path: Path) -> None:
     config = Config(data_dir=tmp_path)
-    fields = key_fields(GPU, {})
-    assert cache_folder(config, fields).parent == tmp_path / "cache"
-    assert cache_folder(Config(cache_dir=tmp_path / "kernels"), fields).parent == tmp_path / "kernels"
-    folders = {cache_folder(config, fields | {name: "other"}) for name in fields} | {cache_folder(config, fields)}
+    root = cache_root(config)
+    assert root == tmp_path / "cache"
+    assert cache_root(Config(cache_dir=tmp_path / "kernels")) == tmp_path / "kernels"
+    fields = key_fields(GPU, root, {})
+    assert cache_folder(root, fields).parent == root
+    folders = {cache_folder(root, fields | {name: "other"}) for name in fields} | {cache_folder(root, fields)}
     assert len(folders) == len(fields) + 1
-    assert key_fields(GPU, {"TRITON_CACHE_DIR": "/mine"}) != fields
+    assert key_fields(GPU, root, {"TRITON_CACHE_DIR": "/mine"}) != fields
+
+
+def test_a_moved_cache_is_not_used(tmp_path: Path) -> None:
+    """Triton's files name others by their absolute paths, and those that do not exist are compiled again."""
+    (tmp_path / "link").symlink_to(tmp_path / "built")
+    built, same, mounted = (
+        plan_warm_up(Config(cache_dir=tmp_path / name), GPU).task for name in ("built", "link", "mounted")
+    )
+    assert (built.folder, built.fields) == (same.folder, same.fields)
+    save_manifest(Path(built.folder), with_parts(Manifest(built.fields), built.shape, {"steps"}))
+    (tmp_path / "built").rename(tmp_path / "mounted")
+    for folder in (tmp_path / "mounted").iterdir():
+        assert load_manifest(folder, built.fields).parts
+        assert not load_manifest(folder, mounted.fields).parts
+        assert Path(mounted.folder) != folder, "the owner of the first path may still use it"
 
 
 def test_a_users_own_cache_folders_are_left_alone(tmp_path: Path) -> None:
