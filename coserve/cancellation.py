@@ -20,10 +20,22 @@ class Cancellation:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._cancelled, self._clock, self._since = threading.Event(), clock, clock()
+        self._lock, self._calls = threading.Lock(), list[Callable[[], None]]()
 
     def cancel(self) -> None:
-        """End the work at its next `check`. May be called on any thread."""
-        self._cancelled.set()
+        """End the work at its next `check`. May be called on any thread, also when the work has ended and its result is not used."""
+        with self._lock:
+            self._cancelled.set()
+            calls, self._calls = self._calls, []
+        for call in calls:
+            call()
+
+    def on_cancel(self, call: Callable[[], None]) -> None:
+        """`cancel` calls it once, on its own thread. Raises `Cancelled` if the work is cancelled already."""
+        with self._lock:
+            if self._cancelled.is_set():
+                raise Cancelled
+            self._calls.append(call)
 
     def check(self) -> None:
         """Called on the working thread, at least once in a millisecond of computing. Raises `Cancelled`."""

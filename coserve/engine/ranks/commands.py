@@ -105,13 +105,13 @@ class BeginJob(Command, frozen=True):
 
     job: str
     load: int
-    """Number of its `LoadJob`. Earlier ones of the job that were never begun are dropped."""
+    """Number of its `LoadJob`."""
     resumed_from: int
     """The step from which rank 0 resumes."""
 
 
 class ForgetLoad(Command, frozen=True):
-    """Drop a load that will not be committed; also one that has not ended."""
+    """Drop a load that will not be committed: one that has failed, has not ended, or has ended and was cancelled."""
 
     load: int
     """Number of its `LoadJob`."""

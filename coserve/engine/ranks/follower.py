@@ -203,13 +203,7 @@ class Follower:
         self._answer(question.number, self._threads, work)
 
     def _begin_job(self, command: BeginJob) -> None:
-        load = self._loads.pop(command.load)
-        # A pause or a cancellation may have come after the load had ended: rank 0 drops it without a word.
-        for number in [
-            number for number, own in self._loads.items() if own.job == command.job and number < command.load
-        ]:
-            self._loads.pop(number).cancellation.cancel()
-        load.begin(command.resumed_from)
+        self._loads.pop(command.load).begin(command.resumed_from)
 
     # ---- threads
 
@@ -232,7 +226,7 @@ class _JobLoad:
     """One attempt to load a job."""
 
     def __init__(self, trainer: Trainer, spec: JobSpec) -> None:
-        self.cancellation, self.job = Cancellation(), spec.id
+        self.cancellation = Cancellation()
         self._trainer, self._spec = trainer, spec
         self._start: Callable[[], JobStarted] | None = None
 

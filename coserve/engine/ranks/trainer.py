@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from coserve.admission.treatment import Treatment
 from coserve.cancellation import Cancellation
@@ -20,7 +20,7 @@ from coserve.engine.ranks.commands import (
     ReadAdapter,
     RetryJob,
 )
-from coserve.engine.ranks.followers import Followers
+from coserve.engine.ranks.followers import Followers, RankLost
 from coserve.errors import CoserveError, EngineFault
 from coserve.finetune.outcome import Outcome, judge
 from coserve.finetune.trainer import Trainer
@@ -49,13 +49,20 @@ class RankedTrainer:
         self._specs = dict[str, JobSpec]()
 
     def load(self, spec: JobSpec, cancellation: Cancellation) -> Callable[[], JobStarted]:
-        """See `Trainer.load`. Raises what any rank raised."""
+        """See `Trainer.load`. Raises what any rank raised. Where the load has ended and is not committed, `cancellation` frees the
+        memory of the other ranks."""
         answers = self._followers.ask(LoadJob(spec=spec))
+
+        def forget() -> None:
+            with suppress(RankLost):  # the engine ends, and must be able to
+                self._followers.send(ForgetLoad(answers.number))
+
         try:
             start = self._local.load(spec, cancellation)
             answers.wait()
+            cancellation.on_cancel(forget)
         except Exception:
-            self._followers.send(ForgetLoad(answers.number))
+            forget()
             raise
 
         def begin() -> JobStarted:
