@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 HOLD, REST = 0.001, 0.002
 """Seconds: a thread computes in Python for `HOLD`, then sleeps for `REST`. A tick acquires the GIL hundreds of times; without
@@ -32,10 +33,16 @@ class Cancellation:
 
     def on_cancel(self, call: Callable[[], None]) -> None:
         """`cancel` calls it once, on its own thread. Raises `Cancelled` if the work is cancelled already."""
+        with self.postponed():
+            self._calls.append(call)
+
+    @contextmanager
+    def postponed(self) -> Iterator[None]:
+        """`cancel` waits while inside. Raises `Cancelled` if the work is cancelled already."""
         with self._lock:
             if self._cancelled.is_set():
                 raise Cancelled
-            self._calls.append(call)
+            yield
 
     def check(self) -> None:
         """Called on the working thread, at least once in a millisecond of computing. Raises `Cancelled`."""

@@ -45,7 +45,7 @@ def base() -> Base:
 @contextmanager
 def on_two_ranks(base: Base, root: Path, start_thread: Callable[[], None] = lambda: None) -> Iterator[Jobs]:
     """`start_thread`: see `Follower`."""
-    bench, theirs = (Bench(base, root / str(rank)) for rank in range(2))
+    bench, theirs = (Bench(base, root / str(rank), rows_on_tick=1) for rank in range(2))
     kv = KvCache.for_base(base, 64, 8)
 
     def read(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
@@ -113,3 +113,17 @@ def test_a_start_can_be_cancelled_when_the_other_rank_has_ended(base: Base, tmp_
     with pytest.raises(RankLost):
         following.catch_up()
     cancellation.cancel()
+
+
+def test_a_cancelled_preparation_may_begin_after_its_job_is_dropped(base: Base, tmp_path: Path) -> None:
+    with on_two_ranks(base, tmp_path) as (ranked, following, spec):
+        ranked.load(spec, Cancellation())()
+        while (prepare := ranked.preparation(spec.id)) is None:
+            ranked.advance(spec.id, None)
+        cancellation = Cancellation()
+        cancellation.cancel()
+        ranked.drop(spec.id)
+        with pytest.raises(Cancelled):
+            prepare(cancellation)
+        following.catch_up()
+        ranked.load(spec, Cancellation())()

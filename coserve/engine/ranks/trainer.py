@@ -80,7 +80,8 @@ class RankedTrainer:
             return None
 
         def on_all(cancellation: Cancellation) -> None:
-            answers = self._followers.ask(PrepareJob(job=job))
+            with cancellation.postponed():  # else the job may be dropped first, and followers would not know it
+                answers = self._followers.ask(PrepareJob(job=job))
             try:
                 prepare(cancellation)
             finally:
