@@ -90,6 +90,15 @@ class Registry(AdapterTable):
         """Oldest first."""
         return self.jobs(limit=-1, states=UNFINISHED)[::-1]
 
+    def predecessor(self, job: JobRecord) -> JobRecord:
+        """The job whose end decides from where a waiting `job` continues: the one that it waits for. If that one ended without a version
+        while it waited itself, the one before it."""
+        assert job.after is not None, f"job {job.spec.id} waits for none"
+        found = self.job(job.after)
+        while found.state.terminal and found.state is not JobState.SUCCEEDED and found.after is not None:
+            found = self.job(found.after)
+        return found
+
     def _save(self, record: JobRecord) -> JobRecord:
         self._db.execute(
             "UPDATE jobs SET state = ?, record = ? WHERE id = ?", (record.state, _encode(record), record.spec.id)
@@ -319,11 +328,13 @@ class Registry(AdapterTable):
         return refs
 
     def delete_version(self, ref: AdapterRef) -> None:
-        """Delete one version's row. Raises `AdapterNotFound`, or `AdapterBusy` while an unfinished job continues or learns from it."""
+        """Delete one version's row. Raises `AdapterNotFound`, or `AdapterBusy` while an unfinished job continues or learns from it, or
+        waits for the job that published it."""
         with self._transaction():
             self.adapter(ref.id, ref.version)
             for job in self.unfinished():
-                if ref in job.spec.sources:
+                awaited = None if job.after is None else self.predecessor(job).result
+                if ref == awaited or ref in job.spec.sources:
                     raise AdapterBusy(f"adapter {ref} is in use by job {job.spec.id}", field="adapter")
             self._remove_version(ref)
             self._log_on_commit("adapter deleted", adapter=ref.id, versions=str(ref.version))

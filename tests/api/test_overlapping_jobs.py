@@ -132,6 +132,30 @@ async def test_a_job_whose_source_cannot_be_read_keeps_nobody_else_waiting(api: 
     assert (await api.job_until(second["id"], "succeeded"))["continue_from"] == "poet@1"
 
 
+async def test_the_version_that_a_job_waits_to_go_on_from_is_not_deleted(api: Api) -> None:
+    api.engine.go_jobs.clear()
+    _, second = await submit(api), await submit(api, **MORE)
+    with armed(";".join(f"adapter.read=EIO@{hit}" for hit in (3, 4, 5))) as state:  # the first two publish poet@1
+        api.engine.go_jobs.set()
+        while state.hits["adapter.read"] < 3:
+            await api.call("GET", "/health")
+        await api.refused(409, "adapter_busy", "DELETE", "/adapters/poet@1")
+        assert (await api.job_until(second["id"], "succeeded"))["continue_from"] == "poet@1"
+    assert (await api.call("DELETE", "/adapters/poet@1"))[0] == 200
+
+
+async def test_a_version_that_is_deleted_while_it_is_read_is_not_continued(api: Api) -> None:
+    await api.job_until((await submit(api))["id"], "succeeded")
+    first, second = await two_jobs(api)
+    with armed("adapter.read=delay:0.5s") as state:
+        await api.call("POST", f"/finetune/{first['id']}/cancel")
+        while not state.hits["adapter.read"]:
+            await api.call("GET", "/health")
+        assert (await api.call("DELETE", "/adapters/poet@2"))[0] == 200
+    api.engine.go_jobs.set()
+    assert (await api.job_until(second["id"], "succeeded"))["continue_from"] == "poet@1"
+
+
 async def test_a_daemon_stops_while_a_source_cannot_be_read(tmp_path: Path) -> None:
     async with asyncio.timeout(60):
         async with serve_api(tmp_path / "data") as api:

@@ -200,6 +200,21 @@ def test_an_adapter_in_use_is_not_deleted(registry: Registry) -> None:
     registry.delete_adapter("poet")
 
 
+def test_what_a_waiting_job_continues_from_is_not_deleted(registry: Registry) -> None:
+    """It waits for a job that ended without a version while it waited for the one that published."""
+    registry.create_job(make_job())
+    for number in (2, 3):
+        job = make_job(f"job-{number}", version=number)
+        registry.create_job(msgspec.structs.replace(job, after=f"job-{number - 1}"))
+    registry.record_start("job-1", 3, 0)
+    registry.succeed("job-1", make_adapter(source="job:job-1"))
+    for ended in ("job-2", "job-3"):
+        with pytest.raises(AdapterBusy, match="job-"):
+            registry.delete_version(AdapterRef("poet", 1))
+        registry.set_state(ended, JobState.CANCELLED)
+    registry.delete_version(AdapterRef("poet", 1))
+
+
 def test_a_teacher_is_not_deleted_while_its_job_runs(registry: Registry) -> None:
     import_adapter(registry, make_adapter())
     job, teacher = make_job(adapter="bard"), Teacher(ref=AdapterRef("poet", 1), digests=AdapterDigests("0"), rank=4)

@@ -11,24 +11,25 @@ import msgspec
 from coserve.api.adapters.inspection import Inspection
 from coserve.api.adapters.lookup import find_adapter
 from coserve.api.engine_client import EngineClient
-from coserve.api.jobs.conflicts import predecessor, waiting_text
+from coserve.api.jobs.conflicts import waiting_text
 from coserve.api.jobs.recorder import JobRecorder
-from coserve.errors import CapacityError, CoserveError, HelperLost, StorageError
+from coserve.errors import AdapterNotFound, CapacityError, CoserveError, HelperLost, StorageError
 from coserve.schemas import ErrorInfo
 from coserve.state.folder import DataFolder
-from coserve.state.records import JobRecord
+from coserve.state.records import AdapterRecord, JobRecord
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
-from coserve.types import BaseSpec, JobState
+from coserve.types import AdapterRef, JobState, LoraSettings
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a job that waits. `before`: the job whose end decides it; `ends`: the job ends."""
+    """What becomes of a job that waits. `before`: the job whose end decides it; `source`: the version that was read; `ends`: the job ends."""
 
     waiting: JobRecord
     before: JobRecord
     change: Callable[[Registry], JobRecord]
+    source: AdapterRef | None = None
     ends: bool = False
 
     @property
@@ -76,8 +77,13 @@ class JobChain:
             return Decision(
                 record, before, partial(Registry.continue_job, spec=record.spec, after=before.spec.id, message=text)
             )
+        source: AdapterRef | None = None
         try:
-            return Decision(record, before, await self._continue(record, before, base))
+            version = None if before.result is None else before.result.version
+            found = await find_adapter(self._registry, record.spec.adapter, version, base, field="continue_from")
+            source = found.ref
+            lora = await self._inspection.settings(self._folder.adapter(source), base)
+            return Decision(record, before, _continuation(record, before, found, lora), source)
         except HelperLost as error:  # tried again, as what cannot be read now
             raise StorageError(error.message) from error
         except CapacityError:  # no fault of the job
@@ -85,20 +91,8 @@ class JobChain:
         except CoserveError as error:
             text = f"the job was to continue from what job {before.spec.id} publishes, which is {before.state}: {error}"
             info = ErrorInfo(code=error.code, message=text)
-            return Decision(
-                record, before, partial(Registry.set_state, id=id, state=JobState.FAILED, error=info), ends=True
-            )
-
-    async def _continue(self, record: JobRecord, before: JobRecord, base: BaseSpec) -> Callable[[Registry], JobRecord]:
-        spec = record.spec
-        version = None if before.result is None else before.result.version
-        source = await find_adapter(self._registry, spec.adapter, version, base, field="continue_from")
-        lora = await self._inspection.settings(self._folder.adapter(source.ref), base)
-        spec = msgspec.structs.replace(spec, init_from=source.ref, init_digests=source.digests, lora=lora)
-        text = f"continues from {source.ref}"
-        if before.result is None:
-            text = f"job {before.spec.id} is {before.state} and published nothing: {text}"
-        return partial(Registry.continue_job, spec=spec, after=None, message=text)
+            change = partial(Registry.set_state, id=id, state=JobState.FAILED, error=info)
+            return Decision(record, before, change, source, ends=True)
 
     async def apply(self, decision: Decision) -> JobRecord | None:
         """The job, changed as was decided; None: what it was decided from has changed."""
@@ -109,13 +103,15 @@ class JobChain:
                 return record  # it was changed so before
             if before is None or (record.after, before.spec.id, before.state) != decision.basis:
                 raise _Outdated
+            if decision.source is not None:
+                registry.adapter(decision.source.id, decision.source.version)  # it may have been deleted meanwhile
             return decision.change(registry)
 
         try:
             if decision.ends:
                 return await self._recorder.end(decision.waiting.spec.id, change)
             return await self._registry.with_reserve(change)
-        except _Outdated:
+        except (_Outdated, AdapterNotFound):
             return None
 
 
@@ -126,4 +122,15 @@ class _Outdated(Exception):
 def _waiting(registry: Registry, id: str) -> tuple[JobRecord, JobRecord | None]:
     """A job, and the one whose end it waits for, if it waits."""
     record = registry.job(id)
-    return record, None if record.after is None or record.state.terminal else predecessor(registry, record)
+    return record, None if record.after is None or record.state.terminal else registry.predecessor(record)
+
+
+def _continuation(
+    record: JobRecord, before: JobRecord, source: AdapterRecord, lora: LoraSettings
+) -> Callable[[Registry], JobRecord]:
+    """The job waits no longer and continues from `source`."""
+    spec = msgspec.structs.replace(record.spec, init_from=source.ref, init_digests=source.digests, lora=lora)
+    text = f"continues from {source.ref}"
+    if before.result is None:
+        text = f"job {before.spec.id} is {before.state} and published nothing: {text}"
+    return partial(Registry.continue_job, spec=spec, after=None, message=text)

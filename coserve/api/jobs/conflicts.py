@@ -7,7 +7,6 @@ from coserve.names import split_ref
 from coserve.schemas import FinetuneRequest
 from coserve.state.records import JobRecord
 from coserve.state.registry import Registry
-from coserve.types import JobState
 
 
 def serialised(request: FinetuneRequest) -> bool:
@@ -51,13 +50,3 @@ def waiting_text(job: JobRecord, *, paused: bool = False) -> str:
     """`paused`: the job that it waits for is."""
     what = ", which is paused until it is resumed," if paused else ","
     return f"waits for job {job.after}{what} and continues from the version that it publishes"
-
-
-def predecessor(registry: Registry, job: JobRecord) -> JobRecord:
-    """The job whose end decides from where a waiting `job` continues: the one that it waits for. If that one ended without a version
-    while it waited itself, the one before it."""
-    assert job.after is not None, f"job {job.spec.id} waits for none"
-    found = registry.job(job.after)
-    while found.state.terminal and found.state is not JobState.SUCCEEDED and found.after is not None:
-        found = registry.job(found.after)
-    return found
