@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.api_server import serve_api
+from tests.support.api_server import Api, serve_api
 
 ROWS = [{"prompt": "Hello", "completion": f" Ahoy number {i}!"} for i in range(30)]
 CHOSEN = ["batch_tokens", "epochs", "learning_rate"]
@@ -54,3 +54,12 @@ async def test_rows_that_were_cut_are_told_by_the_job(tmp_path: Path) -> None:
         assert job["rows_cut"] == 1
         _, again = await api.call("GET", f"/finetune/{job['id']}")
         assert again["rows_cut"] == 1
+
+
+async def test_the_record_has_the_alpha_that_was_left_to_its_default(api: Api) -> None:
+    for lora, alpha in (({"r": 4}, 8.0), ({"r": 4, "alpha": 4}, 4.0), (None, 32.0)):
+        body = {"adapter": "poet", "data": [{"text": "one two"}], "lora": lora, "on_conflict": "fork"}
+        status, job = await api.call("POST", "/finetune", json=body)
+        assert (status, job["lora"]["alpha"]) == (202, alpha), job
+        _, shown = await api.call("GET", f"/finetune/{job['id']}")
+        assert shown["lora"] == job["lora"]

@@ -7,6 +7,9 @@ import builtins
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
+import msgspec
+
+from coserve.adapters.targets import alpha_of
 from coserve.api.jobs.conflicts import waiting_text
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.errors import EngineUnavailable, QueueFull
@@ -129,7 +132,7 @@ def job_view(record: JobRecord, line: Line) -> Job:
         target_tokens=spec.target_tokens,
         continue_from=_source(record),
         teacher=None if spec.teacher is None else str(spec.teacher.ref),
-        lora=spec.lora,
+        lora=msgspec.structs.replace(spec.lora, alpha=alpha_of(spec.lora)),
         training=spec.training,
         metadata=record.metadata,
         error=record.error,
