@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from types import NoneType
 from typing import Any, Literal
 
@@ -227,7 +227,7 @@ class _Preference(Wire, frozen=True):
                 before = _rendered(prompt, line, "prompt")
                 answers = [_rendered(chosen, line, "chosen"), _rendered(rejected, line, "rejected")]
                 return self._of_messages(line, before, *answers)
-            case None, list(chosen), list(rejected):
+            case _, list(chosen), list(rejected) if self._has_whole_conversations():
                 whole = _rendered(chosen, line, "chosen"), _rendered(rejected, line, "rejected")
                 length = _common_messages(line, *whole)
                 return self._of_messages(line, whole[0][:length], whole[0][length:], whole[1][length:])
@@ -246,6 +246,13 @@ class _Preference(Wire, frozen=True):
                 raise MalformedRow(
                     "expected prompt, chosen and rejected as three texts, or as three lists of messages", line=line
                 )
+
+    def _has_whole_conversations(self) -> bool:
+        """Whether the answers have the prompt within them: a prompt of its own is missing, or is the text of one of their first messages."""
+        if isinstance(self.prompt, list) or isinstance(self.chosen, str) or isinstance(self.rejected, str):
+            return False
+        common = takewhile(lambda pair: pair[0] == pair[1], zip(self.chosen, self.rejected, strict=False))
+        return self.prompt is None or any(message.content == self.prompt for message, _ in common)
 
     def _of_messages(
         self,

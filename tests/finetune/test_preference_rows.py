@@ -80,6 +80,13 @@ def test_the_messages_that_both_begin_with_are_the_prompt(tokenizer: Tokenizer) 
     ]
 
 
+def test_a_prompt_may_also_be_the_text_of_a_message_of_both() -> None:
+    assert parse_row(IMPLICIT | {"prompt": "Hello?"}, 7) == parse_row(MESSAGES, 7)
+    for prompt in ("Bye", "Ahoy!"):
+        with pytest.raises(MalformedRow, match="three texts, or as three lists of messages"):
+            parse_row(IMPLICIT | {"prompt": prompt}, 7)
+
+
 def test_a_weight_makes_no_message_of_the_prompt_another_one() -> None:
     weighed = [one | {"weight": 1} if one["role"] == "assistant" else one for one in IMPLICIT["chosen"]]
     row = parse_row(IMPLICIT | {"chosen": weighed}, 7)
