@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import signal
 import socket
 import struct
@@ -13,6 +14,8 @@ import msgspec
 
 from coserve.processes import signal_child, start_child
 from coserve.warmup.messages import DoPart, PartReport, WarmUpTask
+
+log = logging.getLogger(__name__)
 
 MODULE = "coserve.engine.warming.worker_process"
 PID = struct.Struct("!i")
@@ -34,9 +37,12 @@ class ProcessWorker:
     async def next_report(self) -> PartReport | None:
         try:
             line = await self._reader.readline()
+            return msgspec.json.decode(line, type=PartReport) if line.endswith(b"\n") else None
         except ConnectionError:  # it died before it read its part
             return None
-        return msgspec.json.decode(line, type=PartReport) if line.endswith(b"\n") else None
+        except ValueError as error:
+            log.warning("warm-up: a worker's report cannot be read: %s", error)
+            return None
 
     async def close(self) -> None:
         self._writer.close()

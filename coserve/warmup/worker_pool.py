@@ -24,7 +24,7 @@ class Worker(Protocol):
 
     def run_part(self, part: str) -> None: ...
     async def next_report(self) -> PartReport | None:
-        """None: the process has ended."""
+        """None: the process has ended, or wrote what is no report."""
         ...
 
     async def close(self) -> None:

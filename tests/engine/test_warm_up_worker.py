@@ -12,6 +12,7 @@ import torch
 from coserve.config import Config, config_to_json
 from coserve.engine.warming import worker
 from coserve.engine.warming.worker_process import serve_forks
+from coserve.errors import UnsupportedBase
 from coserve.warmup.fork_client import PID
 from coserve.warmup.messages import DoPart, PartReport, WarmUpTask
 
@@ -67,6 +68,20 @@ def test_a_part_without_memory_is_reported_as_such(
     with ours, ours.makefile("rb") as lines:
         reports = [msgspec.json.decode(line, type=PartReport) for line in lines]
     assert [report.failure for report in reports] == ["memory", "memory"]
+
+
+@pytest.mark.parametrize("error", [ValueError("x" * 100_000), UnsupportedBase("x" * 100_000)])
+def test_a_long_reason_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def run(name: str) -> int:
+        raise error
+
+    monkeypatch.setattr(worker, "gpu_of", run)
+    ours, theirs = open_worker(tmp_path)
+    ours.shutdown(socket.SHUT_WR)
+    with theirs:
+        worker.work(theirs)
+    with ours, ours.makefile("rb") as lines:
+        assert [len(line) < 2000 and b"xxx" in line for line in lines] == [True, True]
 
 
 def test_a_report_that_nobody_reads_ends_the_worker(tmp_path: Path) -> None:

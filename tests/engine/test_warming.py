@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -275,19 +276,53 @@ async def test_what_came_while_the_event_loop_was_blocked_is_heard(tmp_path: Pat
     await warm.close()
 
 
-@pytest.mark.parametrize("last", [b"", b'{"done": 3'])
+@pytest.mark.parametrize("last", [b"", b'{"done": 3', b"x" * (3 << 20)])
 async def test_a_process_that_dies_is_told_and_waited_for_no_longer(tmp_path: Path, last: bytes) -> None:
     task, _ = make_task(tmp_path)
     warm = WarmUpClient(task)
     ours, theirs = socket.socketpair()
     await warm.listen(ours)
-    theirs.sendall(last)
-    theirs.close()
-    assert not await warm.wait_for_parts(FIRST)
+
+    def send() -> None:
+        with theirs, suppress(ConnectionError):
+            theirs.sendall(last)
+
+    async with asyncio.timeout(60):
+        sent = asyncio.create_task(asyncio.to_thread(send))
+        assert not await warm.wait_for_parts(FIRST)
+        await sent
     assert warm.ended
     assert warm.notes == (DIED,)
     assert warm.done == warm.total
     await warm.close()
+
+
+async def test_a_listener_that_fails_leaves_nobody_waiting(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    task, _ = make_task(tmp_path)
+    warm = WarmUpClient(task)
+    warm.notify(fail)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        await warm.listen(ours)
+        theirs.sendall(msgspec.json.encode(Progress(3, 9, ["steps"])) + b"\n")
+        async with asyncio.timeout(60):
+            assert not await warm.wait_for_parts(FIRST)
+        await warm.close()
+    assert warm.notes == (DIED,)
+
+
+async def test_a_client_that_is_closed_reports_no_death(tmp_path: Path) -> None:
+    task, _ = make_task(tmp_path)
+    warm = WarmUpClient(task)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        await warm.listen(ours)
+        await asyncio.sleep(0)
+        await warm.close()
+    assert not warm.notes
 
 
 async def test_a_process_that_says_nothing_is_waited_for_no_longer(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""A fork server whose workers import nothing: each reports its parts as its pid says, and dies of the part `die`."""
+"""A fork server whose workers import nothing: each reports its parts as its pid says, and dies of the part `die`. The
+reports of `long` and `unreadable` are no lines that a client reads."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from coserve.engine.warming.worker_process import serve_forks
 from coserve.processes import obey_parent
 from coserve.warmup.messages import DoPart, PartReport, WarmUpTask
 
+ODD = {"long": b"x" * 100_000 + b"\n", "unreadable": b"a warning\n"}
+
 
 def echo(sock: socket.socket) -> None:
     with sock.makefile("rwb") as lines:
@@ -22,6 +25,10 @@ def echo(sock: socket.socket) -> None:
                 os._exit(3)
             if name == "die with the server":
                 os.kill(os.getppid(), 9)
+            if name in ODD:
+                lines.write(ODD[name])
+                lines.flush()
+                continue
             lines.write(msgspec.json.encode(PartReport(1, 1, reason=f"{task.shape} {name} {os.getpid()}")) + b"\n")
             lines.flush()
 

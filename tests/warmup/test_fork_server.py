@@ -55,6 +55,17 @@ async def test_each_worker_is_a_process_of_its_own_that_can_be_ended(tmp_path: P
     await third.close()
 
 
+@pytest.mark.parametrize("part", ["long", "unreadable"])
+async def test_a_worker_whose_report_cannot_be_read_counts_as_dead(part: str) -> None:
+    server = ForkServer(TASK, "tests.support.fork_echo")
+    first, second = await server.start_worker(), await server.start_worker()
+    assert await run(first, part) is None
+    await first.close()
+    assert await pid_of(second) > 0
+    await second.close()
+    await server.close()
+
+
 async def test_another_server_follows_one_that_died_and_its_workers_die_with_it() -> None:
     server = ForkServer(TASK, "tests.support.fork_echo")
     first, second = await server.start_worker(), await server.start_worker()

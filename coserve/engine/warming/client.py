@@ -85,6 +85,7 @@ class WarmUpClient:
         """Start to read the process's progress from the socket."""
         reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 20)
         self._reader = asyncio.create_task(self._read(reader, writer))
+        self._reader.add_done_callback(self._stopped)
 
     async def close(self) -> None:
         """Close the socket, which ends the process."""
@@ -179,17 +180,20 @@ class WarmUpClient:
                 except msgspec.DecodeError:
                     break  # the process was killed while it wrote
                 self._publish()
-            if not self._progress.ended:
-                log.error("%s", DIED)
-                self._died = True
-                self._publish()
         finally:
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
 
+    def _stopped(self, reading: asyncio.Task[None]) -> None:
+        """Nobody reads any more; unless the client was closed, whoever waits must know, whatever the reason is."""
+        if not reading.cancelled() and not self._progress.ended:
+            log.error("%s", DIED, exc_info=reading.exception())
+            self._died = True
+            self._publish()
+
     async def _line(self, reader: asyncio.StreamReader) -> bytes:
-        """The next line; empty if the process has ended or hangs."""
+        """The next line; empty if the process has ended or hangs, or the line is too long."""
         timeout = None if self._progress.ended or self._progress.waiting else self._timeout
         try:
             with contextlib.suppress(TimeoutError):
@@ -198,7 +202,7 @@ class WarmUpClient:
             # The event loop may have been blocked for that long, by the load of a base: lines have come meanwhile.
             async with asyncio.timeout(GRACE):
                 return await reader.readline()
-        except (TimeoutError, ConnectionError):
+        except (TimeoutError, ConnectionError, ValueError):
             return b""
 
     def _publish(self) -> None:

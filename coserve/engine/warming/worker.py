@@ -28,6 +28,8 @@ from coserve.warmup.parts import gpu_of
 log = logging.getLogger(__name__)
 
 THREADS = 1
+MAX_REASON = 300
+"""Characters of a failure's reason: a report must fit into the buffer of its reader."""
 TRAINING = ("training-", "blocks-")
 """How the names of parts with training kernels begin."""
 
@@ -89,10 +91,10 @@ def work(sock: socket.socket) -> None:
                     for done, total in runners[gpu].run(name):
                         send(PartReport(done, max(total, done + 1)))
             except CoserveError as error:
-                send(PartReport(0, 1, "unsupported", error.message))
+                send(PartReport(0, 1, "unsupported", error.message[:MAX_REASON]))
             except Exception as error:  # noqa: BLE001 - any error fails the part alone
                 reason = f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"
-                send(PartReport(0, 1, "memory" if out_of_memory(error) else "error", reason))
+                send(PartReport(0, 1, "memory" if out_of_memory(error) else "error", reason[:MAX_REASON]))
             else:
                 kernels, seconds = len(compiled.kernels) - kernels, compiled.seconds - seconds
                 took = time.monotonic() - began
