@@ -10,6 +10,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import TypeVar
 
+import msgspec
+
 from coserve.adapters.bdlora import check_blocks
 from coserve.errors import InvalidRequest
 from coserve.limits import MAX_RANK
@@ -68,6 +70,11 @@ def targets_match(targets: Collection[str], site: str) -> bool:
 def alpha_of(settings: LoraSettings) -> float:
     """The adapter's alpha where no pattern says otherwise."""
     return 2.0 * settings.r if settings.alpha is None else settings.alpha
+
+
+def with_alpha(settings: LoraSettings) -> LoraSettings:
+    """The settings with alpha filled in where it was left to its default."""
+    return msgspec.structs.replace(settings, alpha=alpha_of(settings))
 
 
 def rank_and_scaling(settings: LoraSettings, site: str) -> tuple[int, float]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from coserve.adapters.targets import with_alpha
 from coserve.schemas import JobEvent
 from coserve.state.records import JobRecord
 from coserve.step_metrics import StepMetrics
@@ -47,7 +48,11 @@ def run_of(record: JobRecord) -> Run:
         "tokens": spec.tokens,
         "target_tokens": spec.target_tokens,
     }
-    for group, settings in (("lora", spec.lora), ("training", spec.training), ("metadata", record.metadata)):
+    for group, settings in (
+        ("lora", with_alpha(spec.lora)),
+        ("training", spec.training),
+        ("metadata", record.metadata),
+    ):
         fields = msgspec.to_builtins(settings)
         assert isinstance(fields, dict)
         found |= {f"{group}.{name}": _plain(value) for name, value in fields.items()}

@@ -14,9 +14,11 @@ import pytest
 from coserve.errors import ConfigError
 from coserve.link import JobProgress, JobStarted
 from coserve.tracking.libraries import check_trackers
+from coserve.tracking.points import run_of
 from tests.support.api_server import Api, serve_api
 from tests.support.event_files import read_curve
 from tests.support.fake_engine import metrics
+from tests.support.records import make_job
 
 pytest.importorskip("tensorboardX")
 
@@ -92,6 +94,14 @@ async def test_a_tracker_that_fails_is_in_the_health_and_disturbs_no_job(
         await until(lambda: tracking.joinpath("tensorboard").is_dir() and curve(tracking, job) == CURVE)
         await until(lambda: not [note for note in api.service.health().notes if "tracker" in note])
     assert len([record for record in caplog.records if record.message.endswith("trying again")]) == 1
+
+
+def test_a_run_has_the_settings_that_were_left_to_their_defaults() -> None:
+    record = make_job()
+    assert record.spec.lora.alpha is None
+    settings = run_of(record).settings
+    assert settings["lora.alpha"] == 2 * record.spec.lora.r
+    assert settings["training.seed"] == record.spec.training.seed
 
 
 def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,7 @@ import builtins
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
-import msgspec
-
-from coserve.adapters.targets import alpha_of
+from coserve.adapters.targets import with_alpha
 from coserve.api.jobs.conflicts import waiting_text
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.errors import EngineUnavailable, QueueFull
@@ -132,7 +130,7 @@ def job_view(record: JobRecord, line: Line) -> Job:
         target_tokens=spec.target_tokens,
         continue_from=_source(record),
         teacher=None if spec.teacher is None else str(spec.teacher.ref),
-        lora=msgspec.structs.replace(spec.lora, alpha=alpha_of(spec.lora)),
+        lora=with_alpha(spec.lora),
         training=spec.training,
         metadata=record.metadata,
         error=record.error,
