@@ -367,6 +367,30 @@ def test_layers_are_loaded_once_before_the_kernels_of_steps() -> None:
     assert done == ["layers", "prompts", "steps"] and upgrade.compiled
 
 
+def test_captures_of_a_rank_that_becomes_known_late_count_from_the_first_one() -> None:
+    """The graphs of rank 16 are known after those without adapters, once steps are compiled."""
+
+    class Executor:
+        missing = 20
+
+    executor = Executor()
+
+    class Compiled:
+        def executor(self) -> tuple[Executor, tuple[str, ...]]:
+            return executor, ()
+
+    class Adopting:
+        def adopt(self, executor: object) -> None: ...
+
+    upgrade = Upgrade(cast("Compilation", Compiled()), cast("Generator", Adopting()), ())
+    upgrade.adopt()
+    seen = list[int]()
+    for missing in (40, 30, 20, 10, 0):
+        executor.missing = missing
+        seen.append(upgrade.progress().done)
+    assert seen == [10, 20, 30, 40, 50]
+
+
 @pytest.mark.parametrize("error", [None, UnsupportedBase("no"), KeyError("made by a compiler")])
 def test_jobs_wait_for_their_layers_however_their_compilation_ends(error: Exception | None) -> None:
     class Layers:

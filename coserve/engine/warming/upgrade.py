@@ -91,7 +91,7 @@ class Upgrade:
         self._preload_kernels, self._clock, self._began = preload_kernels, clock, clock()
         self._executor: GraphExecutor | None = None
         self._graphs = 0
-        """How many were missing when the executor was adopted."""
+        """Most that were missing at once: those of a rank are known once it was asked for."""
         self.compiled = False
         """Whether `compile` was called."""
         self._layers_loaded = self._eager_loaded = False
@@ -184,7 +184,8 @@ class Upgrade:
         total += LOADING + CAPTURING
         if self._adopted is not None:
             missing = 0 if self._executor is None else self._executor.missing
-            done += LOADING + CAPTURING * (self._graphs - min(missing, self._graphs)) // max(self._graphs, 1)
+            self._graphs = max(self._graphs, missing)
+            done += LOADING + CAPTURING * (self._graphs - missing) // max(self._graphs, 1)
             if not missing and (self._warm is None or self._warm.ended):
                 done = total
             done = min(done, total - 1) if missing else done
