@@ -44,8 +44,7 @@ def publication(
         try:
             _write_files(ref, weights, base, folder)
         except StorageError as error:
-            what = "space" if isinstance(error, StorageFull) else "the disk"
-            waiting = JobWaiting(id=id, message=f"waiting for {what}: {error.message}")
+            waiting = waiting_for_disk(id, error)
             return lambda: waiting
         served = _served(weights, base, store)
         if served is None:
@@ -59,6 +58,12 @@ def publication(
         return publish
 
     return write
+
+
+def waiting_for_disk(job: str, error: StorageError) -> JobWaiting:
+    """What is told of a publication that the disk refused."""
+    what = "space" if isinstance(error, StorageFull) else "the disk"
+    return JobWaiting(id=job, message=f"waiting for {what}: {error.message}")
 
 
 class JobSnapshots:

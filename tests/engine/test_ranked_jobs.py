@@ -16,7 +16,9 @@ from coserve.cancellation import Cancellation, Cancelled
 from coserve.engine.ranks.follower import FollowerParts
 from coserve.engine.ranks.followers import RankLost
 from coserve.engine.ranks.trainer import RankedTrainer
+from coserve.errors import CorruptAdapter, EngineFault, StorageBusy
 from coserve.finetune.job import TrainingJob
+from coserve.link import JobFailed, JobSucceeded, JobWaiting
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base
 from coserve.model.lora import LoraWeights
@@ -35,25 +37,35 @@ class Jobs(NamedTuple):
     ranked: RankedTrainer
     following: Following
     spec: JobSpec
+    fail_reads: list[Exception]
+    """What the next reads of adapters raise on the rank that follows."""
 
 
 @pytest.fixture(scope="module")
-def base() -> Base:
-    return tiny_base("llama")
+def bases() -> list[Base]:
+    """Of both ranks, which run theirs at the same time."""
+    return [tiny_base("llama") for _ in range(2)]
 
 
 @contextmanager
-def on_two_ranks(base: Base, root: Path, start_thread: Callable[[], None] = lambda: None) -> Iterator[Jobs]:
+def on_two_ranks(bases: list[Base], root: Path, start_thread: Callable[[], None] = lambda: None) -> Iterator[Jobs]:
     """`start_thread`: see `Follower`."""
-    bench, theirs = (Bench(base, root / str(rank), rows_on_tick=1) for rank in range(2))
-    kv = KvCache.for_base(base, 64, 8)
+    bench, theirs = (Bench(base, root / str(rank), rows_on_tick=1) for rank, base in enumerate(bases))
+    base, kv, fail_reads = bases[1], KvCache.for_base(bases[1], 64, 8), list[Exception]()
 
     def read(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
+        if fail_reads:
+            raise fail_reads.pop()
         return adapter(base, 0, 1)
 
     spec = bench.place(CORPUS, theirs.place(CORPUS, job_spec(CORPUS)))
     with Following(lambda _: FollowerParts(kv, eager(base, kv), theirs.trainer, read), start_thread) as following:
-        yield Jobs(RankedTrainer(bench.trainer, following.followers, bench.folder), following, spec)
+        yield Jobs(RankedTrainer(bench.trainer, following.followers, bench.folder), following, spec, fail_reads)
+
+
+def train(ranked: RankedTrainer, spec: JobSpec, until: Callable[[], bool]) -> None:
+    while not until():
+        assert not [one for one in ranked.advance(spec.id, None) if isinstance(one, JobFailed)]
 
 
 def wait_until_alive(jobs: int) -> None:
@@ -64,9 +76,9 @@ def wait_until_alive(jobs: int) -> None:
         time.sleep(0.01)
 
 
-def test_a_start_that_is_cancelled_after_its_end_leaves_no_memory(base: Base, tmp_path: Path) -> None:
+def test_a_start_that_is_cancelled_after_its_end_leaves_no_memory(bases: list[Base], tmp_path: Path) -> None:
     before = len(alive(TrainingJob))
-    with on_two_ranks(base, tmp_path) as (ranked, following, spec):
+    with on_two_ranks(bases, tmp_path) as (ranked, following, spec, _):
         cancellation = Cancellation()
         start = ranked.load(spec, cancellation)
         assert len(alive(TrainingJob)) == before + 2
@@ -76,9 +88,11 @@ def test_a_start_that_is_cancelled_after_its_end_leaves_no_memory(base: Base, tm
         wait_until_alive(before)
 
 
-def test_a_cancelled_start_may_end_after_the_next_one_of_its_job_is_committed(base: Base, tmp_path: Path) -> None:
+def test_a_cancelled_start_may_end_after_the_next_one_of_its_job_is_committed(
+    bases: list[Base], tmp_path: Path
+) -> None:
     before = len(alive(TrainingJob))
-    with on_two_ranks(base, tmp_path) as (ranked, following, spec):
+    with on_two_ranks(bases, tmp_path) as (ranked, following, spec, _):
         cancellation = Cancellation()
         ranked.load(spec, cancellation)
         ranked.load(spec, Cancellation())()
@@ -87,13 +101,13 @@ def test_a_cancelled_start_may_end_after_the_next_one_of_its_job_is_committed(ba
         wait_until_alive(before + 2)
 
 
-def test_a_start_that_is_cancelled_while_another_rank_loads_leaves_no_memory(base: Base, tmp_path: Path) -> None:
+def test_a_start_that_is_cancelled_while_another_rank_loads_leaves_no_memory(bases: list[Base], tmp_path: Path) -> None:
     before, go_on = len(alive(TrainingJob)), threading.Event()
 
     def wait() -> None:
         assert go_on.wait(60)
 
-    with on_two_ranks(base, tmp_path, wait) as (ranked, following, spec), ThreadPoolExecutor(1) as threads:
+    with on_two_ranks(bases, tmp_path, wait) as (ranked, following, spec, _), ThreadPoolExecutor(1) as threads:
         cancellation = Cancellation()
         load = threads.submit(ranked.load, spec, cancellation)
         wait_until_alive(before + 1)  # rank 0 has done its part
@@ -106,20 +120,21 @@ def test_a_start_that_is_cancelled_while_another_rank_loads_leaves_no_memory(bas
         wait_until_alive(before)
 
 
-def test_a_start_can_be_cancelled_when_the_other_rank_has_ended(base: Base, tmp_path: Path) -> None:
+def test_a_start_can_be_cancelled_when_the_other_rank_has_ended(bases: list[Base], tmp_path: Path) -> None:
     cancellation = Cancellation()
-    with on_two_ranks(base, tmp_path) as (ranked, following, spec):
+    with on_two_ranks(bases, tmp_path) as (ranked, following, spec, _):
         ranked.load(spec, cancellation)
     with pytest.raises(RankLost):
         following.catch_up()
     cancellation.cancel()
 
 
-def test_a_cancelled_preparation_may_begin_after_its_job_is_dropped(base: Base, tmp_path: Path) -> None:
-    with on_two_ranks(base, tmp_path) as (ranked, following, spec):
+def test_a_cancelled_preparation_may_begin_after_its_job_is_dropped(bases: list[Base], tmp_path: Path) -> None:
+    with on_two_ranks(bases, tmp_path) as (ranked, following, spec, _):
         ranked.load(spec, Cancellation())()
-        while (prepare := ranked.preparation(spec.id)) is None:
-            ranked.advance(spec.id, None)
+        train(ranked, spec, lambda: ranked.preparation(spec.id) is not None)
+        prepare = ranked.preparation(spec.id)
+        assert prepare is not None
         cancellation = Cancellation()
         cancellation.cancel()
         ranked.drop(spec.id)
@@ -127,3 +142,22 @@ def test_a_cancelled_preparation_may_begin_after_its_job_is_dropped(base: Base, 
             prepare(cancellation)
         following.catch_up()
         ranked.load(spec, Cancellation())()
+
+
+def test_a_rank_that_cannot_read_the_published_adapter_now_tries_again(bases: list[Base], tmp_path: Path) -> None:
+    with on_two_ranks(bases, tmp_path) as (ranked, _, spec, fail_reads):
+        ranked.load(spec, Cancellation())()
+        train(ranked, spec, lambda: ranked.finished(spec.id))
+        fail_reads.append(StorageBusy("no file descriptors"))
+        waiting = JobWaiting(id=spec.id, message="waiting for the disk: no file descriptors")
+        assert ranked.publication(spec.id)()() == waiting
+        assert isinstance(ranked.publication(spec.id)()(), JobSucceeded)
+
+
+def test_a_published_adapter_that_a_rank_finds_damaged_ends_the_engine(bases: list[Base], tmp_path: Path) -> None:
+    with on_two_ranks(bases, tmp_path) as (ranked, _, spec, fail_reads):
+        ranked.load(spec, Cancellation())()
+        train(ranked, spec, lambda: ranked.finished(spec.id))
+        fail_reads.append(CorruptAdapter("its weights are not finite"))
+        with pytest.raises(EngineFault, match="cannot be read: its weights are not finite"):
+            ranked.publication(spec.id)()

@@ -11,6 +11,7 @@ from coserve.engine.ranks.commands import (
     AbandonJob,
     AdvanceJob,
     BeginJob,
+    DropAdapterCopy,
     DropJob,
     ForgetLoad,
     GatherJob,
@@ -21,8 +22,9 @@ from coserve.engine.ranks.commands import (
     RetryJob,
 )
 from coserve.engine.ranks.followers import Followers, RankLost
-from coserve.errors import CoserveError, EngineFault
+from coserve.errors import CoserveError, EngineFault, StorageError
 from coserve.finetune.outcome import Outcome, judge
+from coserve.finetune.publication import waiting_for_disk
 from coserve.finetune.trainer import Trainer
 from coserve.gpu_memory import TrainingCosts
 from coserve.link import (
@@ -114,7 +116,7 @@ class RankedTrainer:
             return self._local.checkpoint(job)
 
     def publication(self, job: str) -> Callable[[], Callable[[], JobSucceeded | JobWaiting]]:
-        """See `Trainer.publication`. Followers read the files that rank 0 wrote."""
+        """See `Trainer.publication`. Followers read the files that rank 0 wrote; `JobWaiting` also where one of them cannot now."""
         spec = self._specs[job]
         with gathered(job):
             write = self._local.publication(job)
@@ -125,6 +127,10 @@ class RankedTrainer:
             if self._folder.adapter(ref).is_dir():  # else it waits for the disk
                 try:
                     self._followers.ask(ReadAdapter(adapter=ref, digests=None)).wait()
+                except StorageError as error:
+                    self._followers.send(DropAdapterCopy(ref))  # of those that could
+                    waiting = waiting_for_disk(job, error)
+                    return lambda: waiting
                 except CoserveError as error:
                     raise EngineFault(f"adapter {ref}, which was just written, cannot be read: {error}") from error
             return publish
