@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -34,6 +36,8 @@ RUNNER_OPTIONS = ("handle_signals", "handler_cancellation", "shutdown_timeout")
 """Options of the runner, not of its connections."""
 READ_SIZE = 8 << 10
 """Bytes that are received and parsed in one turn of the event loop: chunks of one byte cost some µs each."""
+DISCARDED_READS = 32
+"""Of `READ_SIZE` each, of a request that is answered with an error before it was parsed."""
 MIN_READ = 64 << 10
 """Bytes that a client must read within the deadline, if so many wait for it."""
 
@@ -172,7 +176,19 @@ class HttpConnection(RequestHandler):
         )
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.force_close()
+        self._discard_input()
         return response
+
+    def _discard_input(self) -> None:
+        """Read what waits in the socket, some hundred KiB at most: a socket that is closed with unread bytes resets the connection, and
+        the client loses the answer."""
+        sock = None if self._transport is None else self._transport.get_extra_info("socket")
+        if sock is None or sock.fileno() < 0:
+            return
+        with suppress(OSError):  # nothing is there any more
+            for _ in range(DISCARDED_READS):
+                if not os.read(sock.fileno(), READ_SIZE):
+                    return
 
 
 class _HttpServer(web.Server):
