@@ -97,7 +97,8 @@ class JobManager:
             await self._recorder.settled()
             what, retries = "jobs of the last engine", self._recorder.retries
             unfinished = await retries.run(what, lambda: self._registry(lambda registry: registry.unfinished()))
-            died = {record.spec.id: self._died(record) for record in unfinished}
+            trained = self._recorder.publishing
+            died = {record.spec.id: self._died(record) for record in unfinished if record.spec.id not in trained}
             records = await retries.run(what, lambda: self._registry.with_reserve(partial(self._requeue, died)))
             left = {record.spec.id for record in records}
             # Last: an engine that dies meanwhile cancels this, and never ran them.
@@ -124,6 +125,8 @@ class JobManager:
         kept = []
         for record in registry.unfinished():
             id = record.spec.id
+            if id not in died:
+                continue  # it has trained
             wanted = self._wanted.get(id)
             if wanted is not None and record.state.can_become(wanted):
                 record = registry.set_state(id, wanted)

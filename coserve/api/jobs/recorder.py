@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -22,6 +23,7 @@ from coserve.errors import (
     InternalError,
     JobNotFound,
     StorageBusy,
+    StorageError,
     WrongJobState,
 )
 from coserve.link import (
@@ -52,7 +54,7 @@ T = TypeVar("T")
 
 
 class JobRecorder:
-    """One queue of messages for all jobs. `backoff`: how writes that the machine refuses are tried again; `sleep` takes
+    """One queue of messages for all jobs; what must wait for a job's adapter leaves it. `backoff`: how writes that the machine refuses are tried again; `sleep` takes
     seconds."""
 
     def __init__(
@@ -72,6 +74,9 @@ class JobRecorder:
         """For writes that must not be lost: they are tried again for as long as the machine refuses them."""
         self._lock_retries = Retries(backoff, errors=StorageBusy, sleep=sleep)
         self._queue: asyncio.Queue[JobMessage] = asyncio.Queue()
+        self._held: dict[str, deque[JobMessage]] = {}
+        """Of each job whose success cannot be written now, that message and those after it."""
+        self._publications: set[asyncio.Task[None]] = set()
         self.watchers = JobWatchers()
         self.ended: Callable[[str], None] = lambda _: None
         """Called with a job's id after its end was committed. It must return at once."""
@@ -85,12 +90,20 @@ class JobRecorder:
     def deliver(self, message: JobMessage) -> None:
         self._queue.put_nowait(message)
 
+    @property
+    def publishing(self) -> frozenset[str]:
+        """Jobs that have trained and whose adapters cannot be read now. No engine has them any more."""
+        return frozenset(self._held)
+
     async def settled(self) -> None:
-        """Wait until every delivered message is written."""
+        """Wait until every delivered message is written, but for those of `publishing`."""
         await self._queue.join()
 
     async def close(self) -> None:
-        """Write delayed progress; what does not fit on the disk is lost."""
+        """Write delayed progress; what does not fit on the disk is lost. Jobs of `publishing` are so at the next start, too."""
+        for task in self._publications:
+            task.cancel()
+        await asyncio.gather(*self._publications, return_exceptions=True)
         await self._progress.close()
 
     async def run(self) -> None:
@@ -98,26 +111,56 @@ class JobRecorder:
         while True:
             message = await self._queue.get()
             try:
-                await self._write(message)
-            except (WrongJobState, JobNotFound) as error:
-                await self._correct_engine(message, error)
-            except CoserveError as error:
-                log.error("job %s: %s not written: %s", message.id, type(message).__name__, error.message)
-            except Exception:  # our own fault, in one message: the others must still be written
-                log.exception("job %s: %s not written", message.id, type(message).__name__)
-                await self._fail(message)
+                if (held := self._held.get(message.id)) is not None:
+                    held.append(message)
+                else:
+                    await self._record(message)
             finally:
                 self._queue.task_done()
-            self.watchers.notify(message.id)
+
+    async def _record(self, message: JobMessage) -> None:
+        """Write a message, whatever happens, and notify watchers."""
+        try:
+            await self._write(message)
+        except (WrongJobState, JobNotFound) as error:
+            await self._correct_engine(message, error)
+        except CoserveError as error:
+            log.error("job %s: %s not written: %s", message.id, type(message).__name__, error.message)
+        except Exception:  # our own fault, in one message: the others must still be written
+            log.exception("job %s: %s not written", message.id, type(message).__name__)
+            await self._fail(message)
+        self.watchers.notify(message.id)
 
     async def _write(self, message: JobMessage) -> None:
-        """Write a change of state again and again until it is written, after all progress before it."""
+        """Write a change of state again and again until it is written, after all progress before it. A success that cannot be written
+        at once is held instead, so that messages of other jobs do not wait for its files."""
+        id = message.id
         if isinstance(message, Progress):
             await self._progress.write(message)
             return
-        await self._progress.flush(message.id)
+        await self._progress.flush(id)
+        if isinstance(message, JobSucceeded) and id not in self._held:
+            try:
+                await self._apply(message)
+            except StorageError:
+                self._hold(message)
+            return
         retries = self._lock_retries if isinstance(message, JobWaiting) else self.retries
-        await retries.run(f"job {message.id}", lambda: self._apply(message))
+        await retries.run(f"job {id}", lambda: self._apply(message))
+
+    def _hold(self, message: JobSucceeded) -> None:
+        self._held[message.id] = deque([message])
+        task = asyncio.create_task(self._write_held(message.id))
+        self._publications.add(task)
+        task.add_done_callback(self._publications.discard)
+
+    async def _write_held(self, id: str) -> None:
+        """Write a job's held messages in their order."""
+        held = self._held[id]
+        while held:
+            await self._record(held[0])
+            held.popleft()
+        del self._held[id]
 
     async def _apply(self, message: StateMessage) -> None:
         id = message.id
