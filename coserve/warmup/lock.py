@@ -7,9 +7,10 @@ import contextlib
 import fcntl
 import logging
 import os
+import secrets
 import threading
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 log = logging.getLogger(__name__)
 
@@ -17,20 +18,31 @@ log = logging.getLogger(__name__)
 class CacheLock:
     """An exclusive flock on the file `lock` of the folder, held until `close`, or until the process ends.
 
-    Where the file system has no locks, everyone gets the lock at once, with a warning in the log.
+    The file's content is the holder's token. Where the file system has no locks, everyone gets the lock at once, with a warning
+    in the log.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file: BinaryIO | None = None
+        self._path = folder / "lock"
+        self._file: FileIO | None = None
+        self.token = secrets.token_hex(8)
+        """Of this lock, for what its holder writes."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / "lock").open("ab")
+            self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             self._warn(error)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+    def holder(self) -> str | None:
+        """The token of the lock's last holder; None if it is not known."""
+        try:
+            return self._path.read_text() or None
+        except (OSError, UnicodeDecodeError):
+            return None
 
     def acquire_now(self) -> bool:
         """False if another process holds the lock."""
@@ -41,6 +53,7 @@ class CacheLock:
             return False
         except OSError as error:
             self._warn(error)
+        self._name_holder()
         return True
 
     async def acquire(self) -> None:
@@ -63,6 +76,15 @@ class CacheLock:
 
         threading.Thread(target=wait, args=(os.dup(self._file.fileno()),), name="cache-lock", daemon=True).start()
         await acquired.wait()
+        self._name_holder()
+
+    def _name_holder(self) -> None:
+        if self._file is not None:
+            try:
+                self._file.truncate(0)
+                self._file.write(self.token.encode())
+            except OSError as error:
+                log.warning("warm-up: the lock of the cache folder cannot be written: %s", error.strerror)
 
     def _warn(self, error: OSError) -> None:
         log.warning("warm-up: the cache folder cannot be locked: %s", error.strerror)

@@ -32,6 +32,8 @@ class Manifest(msgspec.Struct, frozen=True):
     """Size and CRC-32 of each file."""
     failed: dict[str, list[str]] = {}
     """Parts that failed for an unknown reason with a new cache, by shape: the cache is not the reason."""
+    checked_by: str = ""
+    """`CacheLock.token` of the warm-up that has compared the files with their checksums, or made them."""
 
 
 def load_manifest(folder: Path, fields: Mapping[str, str]) -> Manifest:
@@ -62,7 +64,7 @@ def with_parts(manifest: Manifest, shape: str, complete: Collection[str], failed
 
 def without_files(manifest: Manifest) -> Manifest:
     """The manifest of the same folder once it is cleared."""
-    return Manifest(manifest.fields, failed=manifest.failed)
+    return msgspec.structs.replace(manifest, parts={}, files={})
 
 
 def list_files(folder: Path, known: Mapping[str, tuple[int, int]] | None = None) -> dict[str, tuple[int, int]]:

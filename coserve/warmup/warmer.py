@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection
-from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -42,24 +42,46 @@ async def warm(
     """Complete all `parts`. `report` is called after each change; the last progress has `ended`.
 
     The folder is cleared and everything compiled again if a file differs from the manifest, and once if a part fails
-    without a known reason; parts that failed with a new cache, too, are tried again without that. While another warm-up holds the folder, the parts that it completes are reported; what is
-    then still missing is compiled when it has ended. `report_timeout`: see `WorkerPool`.
+    without a known reason; parts that failed with a new cache, too, are tried again without that. While another warm-up
+    holds the folder, the parts that it has checked or completed are reported; what is then still missing is compiled when
+    it has ended. `report_timeout`: see `WorkerPool`.
     """
+    with contextlib.closing(CacheLock(Path(task.folder))) as lock:
+        if lock.acquire_now() or not await _found_meanwhile(task, parts, lock, report):
+            await _compile_missing(task, parts, start_worker, report, lock.token, report_timeout)
+
+
+async def _found_meanwhile(
+    task: WarmUpTask, parts: tuple[Part, ...], lock: CacheLock, report: Callable[[Progress], None]
+) -> bool:
+    """Report the parts that another warm-up completes. True: all are; False: it has ended before, and this process has the lock."""
     folder = Path(task.folder)
-    with closing(CacheLock(folder)) as lock:
-        if not lock.acquire_now():
+    all_found = asyncio.Event()
 
-            def schedule() -> PartSchedule:
-                return _schedule(task, parts, load_manifest(folder, task.fields))
+    def look() -> None:
+        manifest = load_manifest(folder, task.fields)
+        if manifest.checked_by != lock.holder():  # the holder may find it damaged, and clear it
+            manifest = Manifest(task.fields)
+        schedule = _schedule(task, parts, manifest)
+        if schedule.ended:
+            all_found.set()
+        else:
+            report(_progress(schedule, waiting=True))
 
-            if schedule().ended:
-                report(_progress(schedule(), ended=True))
-                return
-            log.info("warm-up: %s", HELD)
-            with watch_renames(folder, lambda: report(_progress(schedule(), waiting=True))):
-                report(_progress(schedule(), waiting=True))
-                await lock.acquire()
-        await _compile_missing(task, parts, start_worker, report, report_timeout)
+    with watch_renames(folder, look):
+        look()
+        ends = asyncio.create_task(all_found.wait()), asyncio.create_task(lock.acquire())
+        try:
+            if not all_found.is_set():
+                log.info("warm-up: %s", HELD)
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+    if all_found.is_set():
+        report(_progress(PartSchedule(parts, [part.name for part in parts]), ended=True))
+    return all_found.is_set()
 
 
 async def _compile_missing(
@@ -67,15 +89,20 @@ async def _compile_missing(
     parts: tuple[Part, ...],
     start_worker: Callable[[], Awaitable[Worker]],
     report: Callable[[Progress], None],
+    token: str,
     report_timeout: float,
 ) -> None:
-    """`warm`, while this process holds the folder's lock."""
+    """`warm`, while this process holds the folder's lock, with this token."""
     folder = Path(task.folder)
     manifest = load_manifest(folder, task.fields)
     if not await asyncio.to_thread(is_intact, folder, manifest):
         log.warning("warm-up: the cache in %s is damaged; it is built again", folder)
         manifest = without_files(manifest)
-    if not manifest.parts:
+    manifest = msgspec.structs.replace(manifest, checked_by=token)
+    if manifest.parts:
+        with contextlib.suppress(OSError):  # others wait longer
+            save_manifest(folder, manifest)
+    else:
         await asyncio.to_thread(clear_cache, folder)
     everything, known = frozenset(part.name for part in parts), frozenset(manifest.failed.get(task.shape, ()))
     for may_fail in (known, everything) if manifest.parts else (everything,):  # a cache built now is not suspected

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from coserve.warmup.manifest import Manifest, load_manifest
+from coserve.warmup.lock import CacheLock
+from coserve.warmup.manifest import Manifest, load_manifest, save_manifest
 from coserve.warmup.messages import PartReport, Progress, WarmUpTask
 from coserve.warmup.parts import Part
 from coserve.warmup.warmer import warm
@@ -311,6 +314,32 @@ async def test_a_complete_cache_is_used_while_another_daemon_fills_it_for_its_ow
     assert told[-1].complete == ["a", "b", "c"]
     gate.open.set()
     await filling
+
+
+async def test_a_daemon_that_waits_trusts_what_the_other_has_checked_alone(tmp_path: Path) -> None:
+    """What it finds may be damaged, and cleared at any moment."""
+    await run(tmp_path, lambda part: DONE)
+    with closing(CacheLock(tmp_path)) as lock:
+        assert lock.acquire_now()
+        waiting, told, asked = begin(tmp_path, lambda part: DONE)
+        await told.until(lambda progress: progress.waiting)
+        assert not told[-1].complete
+        save_manifest(tmp_path, msgspec.structs.replace(load_manifest(tmp_path, FIELDS), checked_by=lock.token))
+        await waiting
+    assert not asked
+    assert told[-1].ended
+    assert told[-1].complete == ["a", "b", "c"]
+
+
+async def test_what_nobody_has_checked_is_checked_once_the_other_has_ended(tmp_path: Path) -> None:
+    await run(tmp_path, lambda part: DONE)
+    (tmp_path / "triton" / "a" / "kernel.cubin").write_bytes(b"?")
+    with closing(CacheLock(tmp_path)) as lock:
+        assert lock.acquire_now()
+        waiting, told, asked = begin(tmp_path, lambda part: DONE)
+        await told.until(lambda progress: progress.waiting)
+    await waiting
+    assert sorted(asked) == ["a", "b", "c"]
 
 
 async def test_a_folder_that_cannot_be_locked_is_used_all_the_same(tmp_path: Path) -> None:
