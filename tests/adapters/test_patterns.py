@@ -100,8 +100,13 @@ def test_a_pattern_matches_as_pythons_or_is_refused(pattern: str, sites: list[st
                 assert (got is not None) == (theirs(site) is not None)
 
 
+def _few_repeats(pattern: str) -> bool:
+    """PEFT matches with `re`, which takes as good as for ever for repeats of repeats."""
+    return sum(map(pattern.count, "*+{")) <= 3
+
+
 @settings(max_examples=examples(200), deadline=None)
-@given(st.lists(patterns, max_size=4, unique=True), st.lists(names, min_size=1, max_size=4))
+@given(st.lists(patterns.filter(_few_repeats), max_size=4, unique=True), st.lists(names, min_size=1, max_size=4))
 def test_the_first_pattern_wins_as_in_peft(keys: list[str], sites: list[str]) -> None:
     first = FirstMatch(keys, Steps())
     for site in sites:
@@ -128,8 +133,8 @@ _lists = st.sampled_from(["layers", "h", "experts", r"laye\w*", "layers|h"])
 
 @settings(max_examples=examples(300), deadline=None)
 @given(
-    targets=_modules | patterns.filter(bool),
-    excluded=st.none() | _modules | patterns,
+    targets=_modules | patterns.filter(bool).filter(_few_repeats),
+    excluded=st.none() | _modules | patterns.filter(_few_repeats),
     layers=st.none() | st.integers(0, 2) | st.lists(st.integers(0, 11), max_size=3),
     lists=st.none() | _lists | st.lists(_lists, max_size=2),
 )
