@@ -27,6 +27,7 @@ CoserveError
 │   │   ├── StorageFull 507          ├── StorageFailed 500     ├── StorageBusy 503
 ├── JobError                         a job ended badly (never an HTTP response; status 500)
 │   ├── NonFiniteLoss                ├── JobOutOfMemory        ├── CheckpointUnreadable
+│   ├── EngineCrashed                paused: its engine died again and again
 ├── InternalError 500                our own fault; the body says nothing more
 └── StartupError                     the daemon refuses to start (exit status 2)
     ├── ConfigError                  ├── UnsupportedBase       ├── PortInUse
@@ -322,6 +323,12 @@ class JobError(CoserveError):
 
 class NonFiniteLoss(JobError):
     code = "non_finite_loss"
+
+
+class EngineCrashed(JobError):
+    """The daemon paused the job: its engine died again and again."""
+
+    code = "engine_crashed"
 
 
 class CheckpointUnreadable(JobError):

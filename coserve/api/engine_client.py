@@ -16,7 +16,7 @@ from coserve.state.retries import FOR_EVER
 from coserve.types import AdapterRef, BaseSpec
 
 SILENCE = FOR_EVER.longest + 10
-"""Seconds without a word of an engine that has work, from which on `/health` says so. One whose jobs only wait for disk space sleeps
+"""Seconds without a message of an engine that has work, from which on `/health` reports it. One whose jobs only wait for disk space sleeps
 until it tries again."""
 
 
@@ -26,7 +26,7 @@ class EngineClient:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._silent_since: float | None = None
-        """When an engine that has work was heard of last; None while it has none."""
+        """When the last message of an engine that has work came; None while it has none."""
         self._link: Link[ToEngine, FromEngine] | None = None
         self.ready: EngineReady | None = None
         self.stats: EngineStats | None = None
@@ -109,8 +109,8 @@ class EngineClient:
         if self._silent_since is None:
             self._silent_since = self._clock()
 
-    def heard(self, message: FromEngine) -> None:
-        """The engine said something. It reports about once a second while it works, and once when it has nothing left to do."""
+    def received(self, message: FromEngine) -> None:
+        """Call it for each message of the engine. It reports about once a second while it works, and once when it has nothing left to do."""
         idle = isinstance(message, EngineStats) and not (message.waiting or message.running or message.jobs)
         self._silent_since = None if idle else self._clock()
 

@@ -192,7 +192,7 @@ class Service:
                 self.engine_lost()
 
     def _dispatch(self, message: FromEngine) -> None:
-        self.engine.heard(message)
+        self.engine.received(message)
         match message:
             case Tokens() | RequestFailed() | Admitted():
                 self.generation.deliver(message)

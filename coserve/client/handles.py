@@ -91,17 +91,26 @@ class AsyncJobHandle:
         timeout: float | None = None,  # noqa: ASYNC109 - as in every SDK
         check: bool = True,
     ) -> Job:
-        """Wait for the job's end, by its events; a paused job is waited for too.
+        """Wait for the job's end, by its events, or until the daemon pauses it; a job that somebody paused is waited for too.
 
-        `progress`: a bar on standard error; None: if that is a terminal, otherwise only the job's samples, as lines.
-        Raises `TimeoutError` after `timeout` seconds and, if `check`, the error that made the job fail (`NonFiniteLoss`, `JobOutOfMemory`, ...).
+        `progress`: a bar on standard error; None: if that is a terminal, otherwise lines: samples, and how far it is.
+        Raises `TimeoutError` after `timeout` seconds and, if `check`, the error that made the job fail (`NonFiniteLoss`,
+        `JobOutOfMemory`, ...) or that paused it (`EngineCrashed`).
         """
         async with asyncio.timeout(timeout):
             with progress_for(self.info, progress) as bar:
                 async with aclosing(self.events()) as events:
                     async for event in events:
                         bar.show(event)
-            info = await self.refresh()
-        if check and info.state is JobState.FAILED and info.error is not None:
-            raise job_error(info.error)
-        return info
+                        if event.state is JobState.PAUSED and await self._paused_by_error():
+                            break
+                    else:
+                        await self.refresh()
+        if check and self.info.error is not None:
+            raise job_error(self.info.error)
+        return self.info
+
+    async def _paused_by_error(self) -> bool:
+        """Whether the daemon has paused the job, and nobody has resumed it since."""
+        info = await self.refresh()
+        return info.state is JobState.PAUSED and info.error is not None

@@ -1,4 +1,4 @@
-"""The progress of one job on standard error, fed by the job's events: a bar, or its samples as lines."""
+"""The progress of one job on standard error, fed by the job's events: a bar, or lines."""
 
 from __future__ import annotations
 

@@ -94,6 +94,7 @@ class Job(Wire, frozen=True):
     training: TrainingSettings
     metadata: dict[str, str]
     error: ErrorInfo | None
+    """Why the job failed, or why the daemon paused it: its engine died again and again (`engine_crashed`)."""
     result: str | None
     """`name@version` once succeeded: use it as `adapter` of `POST /generate`."""
     waiting: str | None = None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from coserve.api.jobs.deaths import MAX_DEATHS
+from coserve.client import AsyncClient
+from coserve.errors import EngineCrashed
 from coserve.link import JobProgress, StartJob
+from coserve.types import JobState
 from tests.support.api_server import Api
 from tests.support.fake_engine import metrics
 
@@ -48,8 +52,8 @@ async def die_until_it_is_paused(api: Api, job: str, *, before: int = 0) -> None
 async def test_a_job_goes_on_with_the_next_engine_but_not_for_ever(api: Api, job: str) -> None:
     await die_until_it_is_paused(api, job)
     paused = await shown(api, job)
-    assert paused["error"] is None
-    assert "died 3 times" in paused["notes"][-1] and "resume" in paused["notes"][-1]
+    assert paused["error"]["code"] == "engine_crashed"
+    assert "died 3 times" in paused["error"]["message"] and "resume" in paused["error"]["message"]
     assert api.folder.corpus(job).is_file()
     (told,) = await api.engine.saw(StartJob)
     assert isinstance(told, StartJob) and told.paused
@@ -60,7 +64,28 @@ async def test_a_job_goes_on_with_the_next_engine_but_not_for_ever(api: Api, job
 
     await api.call("POST", f"/finetune/{job}/resume")
     api.engine.go_jobs.set()
-    assert (await api.job_until(job, "succeeded"))["result"] == "poet@1"
+    ended = await api.job_until(job, "succeeded")
+    assert ended["result"] == "poet@1" and ended["error"] is None
+
+
+async def test_the_sdk_waits_no_longer_for_a_job_that_the_daemon_paused(api: Api, job: str) -> None:
+    async with AsyncClient(f"http://127.0.0.1:{api.port}") as client:
+        handle = await client.job(job)
+        waits = asyncio.create_task(handle.wait())
+        await die_until_it_is_paused(api, job)
+        with pytest.raises(EngineCrashed, match="resume it"):
+            await waits
+        with pytest.raises(EngineCrashed):
+            await handle.wait()
+        assert (await handle.wait(check=False)).state is JobState.PAUSED
+
+        await handle.resume()
+        await handle.pause()  # by somebody, so it is waited for, although its events show the daemon's pause, too
+        with pytest.raises(TimeoutError):
+            await handle.wait(timeout=0.5)
+        api.engine.go_jobs.set()
+        await handle.resume()
+        assert (await handle.wait()).result == "poet@1"
 
 
 async def test_a_job_that_gets_further_each_time_goes_on(api: Api, job: str) -> None:

@@ -34,14 +34,31 @@ def open_worker(folder: Path) -> tuple[socket.socket, socket.socket]:
     return ours, theirs
 
 
-def test_a_part_that_cannot_be_run_is_reported(tmp_path: Path) -> None:
-    ours, theirs = open_worker(tmp_path)
+def reports(folder: Path) -> list[bytes]:
+    """What a worker sends of its two parts, a line each."""
+    ours, theirs = open_worker(folder)
     ours.shutdown(socket.SHUT_WR)
     with theirs:
         worker.work(theirs)
     with ours, ours.makefile("rb") as lines:
-        reports = [msgspec.json.decode(line, type=PartReport) for line in lines]
-    assert [report.failure for report in reports] == ["error", "error"]
+        return list(lines)
+
+
+def failure(line: bytes) -> str | None:
+    return msgspec.json.decode(line, type=PartReport).failure
+
+
+def fail_with(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every part raises `error`."""
+
+    def run(name: str) -> int:
+        raise error
+
+    monkeypatch.setattr(worker, "gpu_of", run)
+
+
+def test_a_part_that_cannot_be_run_is_reported(tmp_path: Path) -> None:
+    assert [failure(line) for line in reports(tmp_path)] == ["error", "error"]
 
 
 @pytest.mark.parametrize(
@@ -57,31 +74,14 @@ def test_a_part_that_cannot_be_run_is_reported(tmp_path: Path) -> None:
 def test_a_part_without_memory_is_reported_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def run(name: str) -> int:
-        raise error
-
-    monkeypatch.setattr(worker, "gpu_of", run)
-    ours, theirs = open_worker(tmp_path)
-    ours.shutdown(socket.SHUT_WR)
-    with theirs:
-        worker.work(theirs)
-    with ours, ours.makefile("rb") as lines:
-        reports = [msgspec.json.decode(line, type=PartReport) for line in lines]
-    assert [report.failure for report in reports] == ["memory", "memory"]
+    fail_with(error, monkeypatch)
+    assert [failure(line) for line in reports(tmp_path)] == ["memory", "memory"]
 
 
 @pytest.mark.parametrize("error", [ValueError("x" * 100_000), UnsupportedBase("x" * 100_000)])
 def test_a_long_reason_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def run(name: str) -> int:
-        raise error
-
-    monkeypatch.setattr(worker, "gpu_of", run)
-    ours, theirs = open_worker(tmp_path)
-    ours.shutdown(socket.SHUT_WR)
-    with theirs:
-        worker.work(theirs)
-    with ours, ours.makefile("rb") as lines:
-        assert [len(line) < 2000 and b"xxx" in line for line in lines] == [True, True]
+    fail_with(error, monkeypatch)
+    assert [len(line) < 2000 and b"xxx" in line for line in reports(tmp_path)] == [True, True]
 
 
 def test_a_report_that_nobody_reads_ends_the_worker(tmp_path: Path) -> None:

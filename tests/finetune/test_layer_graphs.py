@@ -118,6 +118,18 @@ def test_memory_that_runs_out_takes_the_graphs_first(compiled: tuple[Base, Compi
 
 
 @pytest.mark.slow
+def test_a_batch_that_found_no_memory_runs_again_without_graphs(
+    compiled: tuple[Base, CompiledLayers], tmp_path: Path
+) -> None:
+    """If it runs out again, its job takes less; the graphs of others are not given up for it."""
+    base, layers = compiled
+    full = RepeatingRecorder(lambda number: torch.OutOfMemoryError("CUDA out of memory"))
+    graphs = graphs_of(layers, full)  # a second pool would raise StopIteration
+    train(base, tmp_path, layers, graphs, (job(0),))
+    assert full.pool_runs and not full.recorded and not graphs.notes
+
+
+@pytest.mark.slow
 def test_memory_that_runs_out_again_and_again_ends_graphs_until_no_job_is_left(
     compiled: tuple[Base, CompiledLayers], tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coserve.config import Config, config_to_json
-from coserve.engine.warming.worker_process import Driver, fork_broke_cuda
+from coserve.engine.warming.worker_process import Driver, fork_broke_cuda, forks_break_cuda
 from coserve.warmup.fork_client import ForkServer, ProcessWorker
 from coserve.warmup.messages import PartReport, WarmUpTask
 
@@ -109,6 +109,19 @@ def test_a_fork_that_broke_cuda_is_known(answer: int, broken: bool) -> None:
             return answer
 
     assert fork_broke_cuda(lambda name: Library()) is broken
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_it_is_tried_in_a_fork(broken: bool) -> None:
+    server = os.getpid()
+    assert forks_break_cuda(lambda: broken and os.getpid() != server) is broken
+
+
+def test_a_fork_that_cannot_be_asked_counts_as_broken() -> None:
+    def fails() -> bool:
+        raise RuntimeError
+
+    assert forks_break_cuda(fails)
 
 
 def test_without_a_driver_no_fork_breaks_cuda() -> None:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from coserve.errors import EngineCrashed
+from coserve.schemas import ErrorInfo
+
 MAX_DEATHS = 3
 """A job is paused after this many engines in a row died while it ran, if it got no further in between."""
-NOTE = f"paused: the engine died {MAX_DEATHS} times while this job trained, and no step was new in between; resume it to try again"
+ENGINE_CRASHED = ErrorInfo(
+    code=EngineCrashed.code,
+    message=f"the engine died {MAX_DEATHS} times while this job trained, and no step was new in between; resume it to try again",
+)
+"""Why the job is paused."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from coserve.api.adapters.inspection import Inspection
 from coserve.api.engine_client import EngineClient
 from coserve.api.jobs.chain import Decision, JobChain
 from coserve.api.jobs.conflicts import fork_notes, last_job, refuse_conflict, serialised
-from coserve.api.jobs.deaths import MAX_DEATHS, NOTE, Deaths
+from coserve.api.jobs.deaths import ENGINE_CRASHED, MAX_DEATHS, Deaths
 from coserve.api.jobs.keys import IdempotencyKeys
 from coserve.api.jobs.notes import record_cut_rows, replacement_notes
 from coserve.api.jobs.preparation import Show
@@ -131,11 +131,12 @@ class JobManager:
             if wanted is not None and record.state.can_become(wanted):
                 record = registry.set_state(id, wanted)
             elif record.state is JobState.RUNNING:
-                paused = died[id].count >= MAX_DEATHS
-                if paused:
-                    registry.record_note(id, NOTE)
-                state = JobState.PAUSED if paused else JobState.QUEUED
-                record = registry.set_state(id, state, message="interrupted: the engine died while it ran")
+                if died[id].count >= MAX_DEATHS:
+                    record = registry.set_state(id, JobState.PAUSED, error=ENGINE_CRASHED)
+                else:
+                    record = registry.set_state(
+                        id, JobState.QUEUED, message="interrupted: the engine died while it ran"
+                    )
             elif record.waiting is not None:
                 record = registry.clear_waiting(id)
             if not record.state.terminal:

@@ -107,17 +107,16 @@ class PartRunner:
         self._rare_mixes = rare_mixes(self._max_running, self._step_tokens, min(base.spec.context, longest))
         self._number = 0
         self._compiler_initialized = False
-        self._cores = max(1, usable_cores() // task.workers)
-        self._threads = ThreadPoolExecutor(self._cores, "compile")
+        cores = max(1, usable_cores() // task.workers)
+        self._pools = {urgent: ThreadPoolExecutor(cores * (1 + urgent), "compile") for urgent in (False, True)}
+        """The threads that compile; by whether a start waits for the part: few run so early, and no requests."""
+        self._threads = self._pools[False]
         self._on_gpu = base.device.type == "cuda"
         self._ranks = 1 if base.sharding is None else base.sharding.mesh.size
 
     def run(self, name: str) -> Iterator[tuple[int, int]]:
         """Run a part of `warmup.parts.all_parts`. Yields (done, total) after each piece of its work."""
-        threads = (
-            2 * self._cores if name in (*FIRST, *SCORED) else self._cores
-        )  # few parts run so early, and no requests
-        self._threads = ThreadPoolExecutor(threads, "compile")
+        self._threads = self._pools[name in (*FIRST, *SCORED)]
         kind, _, number = name.partition("-")
         match kind:
             case "steps":

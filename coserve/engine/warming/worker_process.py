@@ -74,7 +74,7 @@ class Driver(Protocol):
 
 
 def fork_broke_cuda(load: Callable[[str], Driver] = ctypes.CDLL) -> bool:
-    """In a process that was forked: whether CUDA was initialised before, by whatever an import did, and cannot be used here. `load`: loads
+    """In a forked process: whether CUDA was initialised before the fork, by whatever an import did, and cannot be used here. `load`: loads
     a library; raises `OSError` where there is none."""
     import torch
 
@@ -84,6 +84,17 @@ def fork_broke_cuda(load: Callable[[str], Driver] = ctypes.CDLL) -> bool:
         return load("libcuda.so.1").cuInit(0) == CUDA_ERROR_NOT_INITIALIZED
     except OSError:
         return False
+
+
+def forks_break_cuda(broken: Callable[[], bool] = fork_broke_cuda) -> bool:
+    """Whether a process forked from this one cannot use CUDA: tried with one that asks `broken`."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        with suppress(BaseException):
+            status = int(broken())
+        os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
 
 
 @contextmanager
@@ -117,20 +128,14 @@ def main() -> None:
         import torch._inductor.compile_fx  # noqa: F401 - every worker compiles, sooner or later
 
         from coserve.engine.warming.worker import work
-
-    def work_forked(sock: socket.socket) -> None:
-        if fork_broke_cuda():
-            work_anew(sock)
-        work(sock)
-
     with socket.socket(fileno=int(sys.argv[1])) as sock:
         if alone:
-            sys.stderr.write(
-                "warm-up: CUDA was in use before a worker was forked: it imports all anew, which takes seconds\n"
-            )
             work(sock)
+        elif forks_break_cuda():
+            sys.stderr.write("warm-up: an import has initialised CUDA, so each worker imports all anew: seconds more\n")
+            serve_forks(sock, work_anew)
         else:
-            serve_forks(sock, work_forked)
+            serve_forks(sock, work)
 
 
 if __name__ == "__main__":
