@@ -19,8 +19,11 @@ log = logging.getLogger(__name__)
 
 MODULE = "coserve.engine.warming.worker_process"
 PID = struct.Struct("!i")
-"""What the fork server answers with, and what it gets to end a process; 0 stands for a new one, whose socket comes with it."""
+"""What the fork server gets to end a process; 0 stands for a new one, whose socket comes with it."""
 NEW = 0
+ANSWER = struct.Struct("!i?")
+"""The process's pid, and whether each imports everything itself."""
+ANEW = "warm-up: an import initialises CUDA, so that each worker imports everything itself, which takes seconds"
 
 
 class ProcessWorker:
@@ -58,6 +61,8 @@ class ForkServer:
         """The one at the other end of `_control`, and those before it."""
         self._control: socket.socket | None = None
         self._turn = asyncio.Lock()
+        self.notes: list[str] = []
+        """What makes workers slower than they could be, for the operator."""
 
     async def start_worker(self) -> ProcessWorker:
         """Raises `OSError`: no process could be started."""
@@ -100,13 +105,17 @@ class ForkServer:
             answer = b""
             try:
                 socket.send_fds(self._control, [PID.pack(pid)], [] if worker is None else [worker.fileno()])
-                answer = await asyncio.get_running_loop().sock_recv(self._control, PID.size)
+                answer = await asyncio.get_running_loop().sock_recv(self._control, ANSWER.size)
             finally:
                 if not answer:  # it has died; or nobody waits for its answer any more, which the next request would get
                     self._kill()
             if not answer:
                 raise ConnectionResetError(errno.ECONNRESET, "the fork server died")
-            return int(PID.unpack(answer)[0])
+            pid, anew = ANSWER.unpack(answer)
+            if anew and not self.notes:
+                log.warning(ANEW)
+                self.notes.append(ANEW)
+            return int(pid)
 
     async def _start(self) -> None:
         ours, theirs = socket.socketpair()

@@ -94,7 +94,7 @@ def compile_ahead(config: Config, progress: Callable[[int, int], None]) -> None:
         process.wait()
     if last is None or not last.ended:
         raise StartupError("the warm-up's process died")
-    if last.notes:
+    if last.failed:
         raise StartupError("; ".join(last.notes))
 
 

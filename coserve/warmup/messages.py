@@ -48,7 +48,7 @@ class Progress(msgspec.Struct, frozen=True):
     complete: list[str]
     """Parts whose kernels are on disk."""
     notes: list[str] = []
-    """Failures, for the operator."""
+    """Failures, and what makes the warm-up slower than it could be, for the operator."""
     failed: list[str] = []
     """Parts whose kernels will not be on disk."""
     waiting: bool = False

@@ -25,13 +25,14 @@ from coserve.warmup.parts import Part, all_parts
 from coserve.warmup.warmer import warm
 
 
-async def _run(task: WarmUpTask, parts: tuple[Part, ...], sock: socket.socket) -> None:
+async def run(task: WarmUpTask, parts: tuple[Part, ...], sock: socket.socket, server: ForkServer) -> None:
+    """Warm up with workers of `server`, which is closed, until all is done or the other end of `sock` closes."""
     reader, writer = await asyncio.open_connection(sock=sock)
 
     def report(progress: Progress) -> None:
+        progress = msgspec.structs.replace(progress, notes=[*progress.notes, *server.notes])
         writer.write(msgspec.json.encode(progress) + b"\n")
 
-    server = ForkServer(task)
     warming = asyncio.create_task(warm(task, parts, server.start_worker, report))
     parent_gone = asyncio.create_task(reader.read())
     await asyncio.wait({warming, parent_gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -55,7 +56,7 @@ def main() -> None:
     config = config_from_json(task.config.encode())
     set_up_logging("warm", LogSettings.of(config))
     os.environ.update(cache_environment(Path(task.folder)))
-    asyncio.run(_run(task, all_parts(config.tp), socket.socket(fileno=int(sys.argv[1]))))
+    asyncio.run(run(task, all_parts(config.tp), socket.socket(fileno=int(sys.argv[1])), ForkServer(task)))
 
 
 if __name__ == "__main__":

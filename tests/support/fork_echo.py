@@ -36,4 +36,4 @@ def echo(sock: socket.socket) -> None:
 if __name__ == "__main__":
     obey_parent()
     with socket.socket(fileno=int(sys.argv[1])) as control:
-        serve_forks(control, echo)
+        serve_forks(control, echo, anew="ECHO_ANEW" in os.environ)

@@ -19,7 +19,7 @@ from typing import NoReturn, Protocol
 
 from coserve.garbage import imports_without_collections
 from coserve.processes import obey_parent, skip_slow_imports
-from coserve.warmup.fork_client import NEW, PID
+from coserve.warmup.fork_client import ANSWER, NEW, PID
 
 NICENESS = 10
 """The engine and the API process go first where there are too few processor cores."""
@@ -31,8 +31,8 @@ CUDA_ERROR_NOT_INITIALIZED = 3
 """What libcuda says in a process forked from one that had initialised it."""
 
 
-def serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) -> None:
-    """Fork processes that run `work` until the other end of `control` closes."""
+def serve_forks(control: socket.socket, work: Callable[[socket.socket], None], *, anew: bool = False) -> None:
+    """Fork processes that run `work` until the other end of `control` closes. `anew`: whether each imports everything itself."""
     server = os.getpid()
     # Threads of numeric libraries, which their own handlers of fork take care of; Python 3.12 warns of any.
     warnings.filterwarnings("ignore", ".* is multi-threaded, use of fork", DeprecationWarning)
@@ -51,7 +51,7 @@ def serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) -
             else:
                 os.kill(pid, signal.SIGKILL)  # it may have ended: its pid is kept until it is waited for
                 os.waitpid(pid, 0)
-            control.send(PID.pack(pid))
+            control.send(ANSWER.pack(pid, anew))
 
 
 def _work_and_exit(sock: socket.socket, work: Callable[[socket.socket], None], server: int) -> None:
@@ -132,8 +132,7 @@ def main() -> None:
         if alone:
             work(sock)
         elif forks_break_cuda():
-            sys.stderr.write("warm-up: an import has initialised CUDA, so each worker imports all anew: seconds more\n")
-            serve_forks(sock, work_anew)
+            serve_forks(sock, work_anew, anew=True)
         else:
             serve_forks(sock, work)
 
