@@ -316,7 +316,8 @@ def _preload_kernels(
             torch.cuda.current_stream().synchronize()
     except Exception:  # steps load their kernels later
         log.exception("the kernels of the first steps could not be loaded ahead")
-    log.info("kernels of the first steps loaded in %.1f s", time.monotonic() - began)
+    else:
+        log.info("kernels of the first steps loaded in %.1f s", time.monotonic() - began)
 
 
 def _preload_training(config: Config, task: WarmUpTask, base: Base) -> None:
@@ -328,7 +329,8 @@ def _preload_training(config: Config, task: WarmUpTask, base: Base) -> None:
         torch.cuda.current_stream().synchronize()
     except Exception:  # the first slices load their kernels
         log.exception("the kernels of training could not be loaded ahead")
-    log.info("kernels of training loaded in %.1f s", time.monotonic() - began)
+    else:
+        log.info("kernels of training loaded in %.1f s", time.monotonic() - began)
 
 
 async def _connect(warm_up: StartedWarmUp) -> WarmUpClient:

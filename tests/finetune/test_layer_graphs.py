@@ -111,7 +111,7 @@ def test_memory_that_runs_out_takes_the_graphs_first(compiled: tuple[Base, Compi
     base, layers = compiled
     full = RepeatingRecorder(lambda number: torch.OutOfMemoryError("CUDA out of memory") if number == 1 else None)
     last = RepeatingRecorder()
-    graphs = graphs_of(layers, full, last, rest_batches=1)
+    graphs = graphs_of(layers, full, last, batches_without=1)
     found = train(base, tmp_path, layers, graphs, (job(0),))
     assert last.replayed and not graphs.notes
     assert not [message for message in found["job-0"] if type(message).__name__ == "JobNote"]
@@ -138,7 +138,7 @@ def test_memory_that_runs_out_again_and_again_ends_graphs_until_no_job_is_left(
         RepeatingRecorder(lambda number: torch.OutOfMemoryError("CUDA out of memory")) for _ in range(MOST_RELEASES)
     ]
     last = RepeatingRecorder()
-    graphs = graphs_of(layers, *full, last, rest_batches=0)
+    graphs = graphs_of(layers, *full, last, batches_without=0)
     bench = Bench(base, tmp_path, compiled=layers, graphs=graphs, lora_backend=SEGMENTED, limits=LIMITS)
     jobs = [job(0), job(1)]
     specs = [bench.place(corpus, spec) for corpus, spec in jobs]
@@ -156,7 +156,7 @@ def test_memory_that_runs_out_again_and_again_ends_graphs_until_no_job_is_left(
 def test_few_shapes_have_graphs_and_idle_ones_give_way(compiled: tuple[Base, CompiledLayers], tmp_path: Path) -> None:
     base, layers = compiled
     recorder = RepeatingRecorder()
-    graphs = graphs_of(layers, recorder, most=1, evict_after=2)
+    graphs = graphs_of(layers, recorder, max_shapes=1, evict_after=2)
     train(base, tmp_path / "a", layers, graphs, (job(0),))
     before = recorder.recorded
     train(base, tmp_path / "b", layers, graphs, (job(2, r=16),))
@@ -180,7 +180,7 @@ def test_graphs_of_some_recomputed_layers(compiled: tuple[Base, CompiledLayers],
 def test_a_shape_without_graphs_runs_in_their_memory(compiled: tuple[Base, CompiledLayers], tmp_path: Path) -> None:
     base, layers = compiled
     recorder = RepeatingRecorder()
-    graphs = graphs_of(layers, recorder, most=1, evict_after=1000)
+    graphs = graphs_of(layers, recorder, max_shapes=1, evict_after=1000)
     train(base, tmp_path / "a", layers, graphs, (job(0, steps=3),))
     recorded, before = recorder.recorded, recorder.pool_runs
     other = job(2, steps=2, r=16)
@@ -196,7 +196,7 @@ def test_graphs_leave_their_memory_to_a_job_that_runs_other_layers(
 ) -> None:
     base, layers = compiled
     first, second = RepeatingRecorder(), RepeatingRecorder()
-    graphs = graphs_of(layers, first, second, rest_batches=2)
+    graphs = graphs_of(layers, first, second, batches_without=2)
     train(base, tmp_path / "a", layers, graphs, (job(0, steps=3),))
     assert first.recorded
     train(base, tmp_path / "b", layers, graphs, (job(1, steps=1, dropout=0.1),))

@@ -33,7 +33,8 @@ class Decision:
     ends: bool = False
 
     @property
-    def basis(self) -> tuple[str | None, str, JobState]:
+    def decided_on(self) -> tuple[str | None, str, JobState]:
+        """What it holds for: the job that was waited for, the one that it depends on, and the state of that."""
         return self.waiting.after, self.before.spec.id, self.before.state
 
 
@@ -101,7 +102,7 @@ class JobChain:
             record, before = _waiting(registry, decision.waiting.spec.id)
             if record.after is None and not decision.ends:
                 return record  # it was changed so before
-            if before is None or (record.after, before.spec.id, before.state) != decision.basis:
+            if before is None or (record.after, before.spec.id, before.state) != decision.decided_on:
                 raise _Outdated
             if decision.source is not None:
                 registry.adapter(decision.source.id, decision.source.version)  # it may have been deleted meanwhile

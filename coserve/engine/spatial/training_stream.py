@@ -106,9 +106,10 @@ def priority_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cud
     return training, generation
 
 
-def count_as_the_engine(config: Config, device: torch.device) -> Callable[[bool], None]:
-    """For a process that compiles kernels ahead: call the result with whether they are training's, and launches count the
-    multiprocessors that they will have in the engine."""
+def sm_count_setter(config: Config, device: torch.device) -> Callable[[bool], None]:
+    """For a process that compiles kernels ahead of the engine. Under `policy=spatial` training and generation have a part of the GPU's SMs
+    each, and kernels are chosen by how many. Returns a function: call it with True before kernels of training are compiled, with False
+    before those of generation."""
     if config.policy != "spatial" or device.type != "cuda":
         return lambda trains: None
     training, generation = part_sizes(device, config.training_sm_share)

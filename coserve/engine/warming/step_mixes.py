@@ -62,7 +62,7 @@ def step_mixes(max_running: int, step_tokens: int, context: int) -> list[Mix]:
 
 
 def rare_mixes(max_running: int, step_tokens: int, context: int) -> list[Mix]:
-    """Many decodes beside prompts, at position 0: LoRA kernels that few steps need, besides those of `step_mixes`."""
+    """Steps with many decodes beside prompts, each at position 0: they need LoRA kernels that no step of `step_mixes` needs, and are rare."""
     found = [(*(1,) * decodes, *(tokens,) * prompts) for decodes, prompts, tokens in RARE]
     return [Mix(mix, 0) for mix in found if len(mix) <= max_running and sum(mix) <= step_tokens and max(mix) <= context]
 

@@ -14,7 +14,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from coserve.config import Config, config_from_json
-from coserve.engine.spatial.training_stream import count_as_the_engine
+from coserve.engine.spatial.training_stream import sm_count_setter
 from coserve.engine.warming.compilations import watch_compilations
 from coserve.engine.warming.part_runner import PartRunner, make_part_runner
 from coserve.errors import ConfigError, CoserveError
@@ -71,7 +71,7 @@ def work(sock: socket.socket) -> None:
         torch.set_num_threads(THREADS)
         runners = dict[int, PartRunner]()
         """By the number of the GPU."""
-        count: Callable[[bool], None] = lambda trains: None
+        set_sm_count: Callable[[bool], None] = lambda trains: None
 
         def send(report: PartReport) -> None:
             sock.sendall(msgspec.json.encode(report) + b"\n")
@@ -86,8 +86,8 @@ def work(sock: socket.socket) -> None:
                     if gpu not in runners:
                         base = load_few_layers(config, gpu, device)
                         runners[gpu] = make_part_runner(base, config, task)
-                        count = count_as_the_engine(config, base.device)
-                    count(name.startswith(TRAINING))
+                        set_sm_count = sm_count_setter(config, base.device)
+                    set_sm_count(name.startswith(TRAINING))
                     for done, total in runners[gpu].run(name):
                         send(PartReport(done, max(total, done + 1)))
             except CoserveError as error:

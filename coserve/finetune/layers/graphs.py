@@ -39,27 +39,28 @@ MOST_RELEASES = 3
 
 
 class LayerGraphs:
-    """The graphs of all shapes of batches that were met, in one memory pool."""
+    """The CUDA graphs of compiled layers of training, for the shapes of micro-batches that occur most, in one memory pool."""
 
     def __init__(
         self,
         compiled: CompiledLayers,
         make: Callable[[], Recorder],
         *,
-        most: int = 6,
+        max_shapes: int = 6,
         evict_after: int = 64,
-        rest_batches: int = 64,
+        batches_without: int = 64,
         least_step: int = LEAST_STEP,
     ) -> None:
-        """`make` is called for the memory pool of new graphs. `most` shapes have graphs; one gives way to another if `evict_after` batches have
-        been of other shapes. `rest_batches` have none after the pool was given back. `least_step`: see `padded`."""
+        """`make` is called for a new memory pool. At most `max_shapes` shapes have graphs; those of one are dropped for another if the last
+        `evict_after` batches had other shapes. After the pool was freed, the next `batches_without` batches run without graphs.
+        `least_step`: see `padded`."""
         self._least_step = least_step
         self._compiled, self._make = compiled, make
-        self._most, self._evict_after, self._rest_batches = most, evict_after, rest_batches
+        self._max_shapes, self._evict_after, self._batches_without = max_shapes, evict_after, batches_without
         self._shapes: dict[Hashable, ShapeGraphs] = {}
         """That used last is the last one."""
         self._recorder: Recorder | None = None
-        self._batches = self._releases = self._rests = 0
+        self._batches = self._releases = self._without_left = 0
         self._running: weakref.ref[LayerPass] | None = None
         self.notes: tuple[str, ...] = ()
         """Why there are none, for an operator."""
@@ -74,12 +75,12 @@ class LayerGraphs:
         return padded(tokens, self._least_step) if self._compiled.ready and not self.notes else tokens
 
     def release(self) -> bool:
-        """Memory ran out, or a capture failed: free the pool. Returns whether there was one. The batch that runs again has none, so that
-        its job takes less memory if it runs out again."""
+        """Memory ran out, or a capture failed: free the pool. Returns whether there was one. The batch then runs again without graphs; if
+        memory runs out again, its job is given less."""
         if self._recorder is None:
             return False
         self._free()
-        self._rests = self._rest_batches
+        self._without_left = self._batches_without
         self._releases += 1
         if self._releases == MOST_RELEASES:
             self._stop(NO_MEMORY)
@@ -91,13 +92,13 @@ class LayerGraphs:
         for shape in self._shapes.values():
             shape.lora.forget()
         if last:
-            self._releases = self._rests = 0
+            self._releases = self._without_left = 0
             self.notes = () if self.notes == (_note(NO_MEMORY),) else self.notes
 
     def yield_memory(self) -> None:
-        """A batch that learns is about to run other layers, with memory of its own: give the pool back. The next batches have none, or
-        they would be captured in turns."""
-        self._rests = self._rest_batches
+        """Call it before a training batch that runs other layers than these, and needs the memory: frees the pool. Some batches then run
+        without graphs, as jobs in turns would otherwise free and capture them again and again."""
+        self._without_left = self._batches_without
         if not self._busy:
             self._free()
 
@@ -120,8 +121,8 @@ class LayerGraphs:
 
     def begin(self, inputs: LayerInputs, lora: PreparedLora, first: int, keep_from: int) -> LayerPass | None:
         """A batch's pass; None: it has no graphs. See `CompiledLayerPass`."""
-        if self._rests:
-            self._rests -= 1
+        if self._without_left:
+            self._without_left -= 1
             return None
         if self.notes or self._busy or not isinstance(inputs.attention, PackedAttention) or lora.structure is None:
             return None
@@ -147,7 +148,7 @@ class LayerGraphs:
         return CapturePass(shape, recorder, self._stop) if shape.warm else WarmUpPass(shape, recorder)
 
     def _new(self, inputs: LayerInputs, lora: PreparedLora, first: int, keep_from: int) -> ShapeGraphs | None:
-        if len(self._shapes) >= self._most:
+        if len(self._shapes) >= self._max_shapes:
             oldest = next(iter(self._shapes))
             if self._batches - self._shapes[oldest].used < self._evict_after:
                 return None
