@@ -7,10 +7,11 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ class Worker:
             wait_for(paths)
             fused.gemms = load_gemms(paths, fused.stacked, self._device) or GemmChoice()
         self._models[task.model] = own = self._model(shape, base, fused)
-        with ThreadPoolExecutor(threads) as pool, compile_only(pool):
+        with ProcessPoolExecutor(threads, get_context("fork")) as pool, compile_only(pool):
             for rank in task.classes:
                 self._warm_steps(task.model, rank)
             if task.train:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ class Case:
 
     def rows(self) -> list[dict[str, Any]]:
         cases = [(served, shape) for served in (None, *RANKS.values()) for shape in self.shapes]
-        with ThreadPoolExecutor(8) as threads, compile_only(threads):
+        with ProcessPoolExecutor(8, get_context("fork")) as pool, compile_only(pool):
             for served, shape in cases:
                 self.run(served, shape, 1)
         torch.cuda.synchronize()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 IDLE = 1.0
 """Seconds without work before a full collection, which takes some ten milliseconds."""
@@ -75,17 +74,6 @@ class GarbageCollection:
 
     def _collect_young(self) -> None:
         self._collect(1 if self._count()[1] >= MIDDLE_INTERVAL else 0)
-
-
-@contextmanager
-def imports_without_collections() -> Iterator[None]:
-    """Around the imports of a process: no automatic collection, and none visits later what they made, which stays."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def freeze_heap() -> None:

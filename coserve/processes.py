@@ -95,12 +95,6 @@ def _quota(path: Path, cores: int) -> int:
         return cores
 
 
-def skip_slow_imports() -> None:
-    """Call it before transformers is imported. If scikit-learn is installed, transformers imports it, which takes two seconds;
-    we do not use it."""
-    sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]  # Python's way to say that there is none
-
-
 def obey_parent() -> None:
     """End when the parent ends, and ignore stop signals: the parent stops this process."""
     if sys.platform == "linux":  # a second writer must not be left in the data folder by a kill -9 of the parent

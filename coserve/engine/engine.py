@@ -158,8 +158,7 @@ class Engine:
         """Before `run`: begin with compiled steps. Blocks. While requests run it would take several times as long, and delay
         them."""
         assert self._upgrade is not None, "expected steps that can be compiled"
-        self._upgrade.compile()
-        self._upgrade.adopt()
+        self._upgrade.begin_compiled()
 
     def preload_eager(self) -> None:
         """Before `run`: load the kernels of prompts that are scored. Blocks."""

@@ -12,19 +12,18 @@ import sys
 from coserve.config import config_from_json
 from coserve.engine.ranks.own_rank import own_rank
 from coserve.engine.warming.early_start import start_warm_up
-from coserve.garbage import imports_without_collections
+from coserve.engine.warming.fast_imports import fast_imports
 from coserve.pretrained.read_ahead import read_ahead, weight_files
-from coserve.processes import obey_parent, skip_slow_imports
+from coserve.processes import obey_parent
 
 
 def main() -> None:
     obey_parent()
-    skip_slow_imports()
     config, rank = config_from_json(sys.stdin.buffer.read()), own_rank(sys.argv[1:])
     warm_up = start_warm_up(config)
     if config.load_format == "auto":
         read_ahead(weight_files(config.model))
-    with imports_without_collections():
+    with fast_imports():
         from coserve.engine.worker import serve  # imports torch, which takes seconds; the warm-up starts meanwhile
 
     serve(config, int(sys.argv[1]), warm_up, rank)

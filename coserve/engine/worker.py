@@ -126,8 +126,7 @@ def build_engine(
             start.compilation, generator, notes, warm, training_layers=training_layers, preload_kernels=preload_kernels
         )
         if warm is not None and warm.complete(STEP_PARTS):
-            upgrade.compile()
-            upgrade.adopt()
+            upgrade.begin_compiled()
     elif training_layers is not None and (note := compile_layers(training_layers)):
         notes += (note,)
     engine = Engine(

@@ -159,7 +159,7 @@ def gc_disabled() -> Iterator[None]:
 
 
 class MemoryProfiler:
-    """Implements `memory.profile.Measures` for a base. The constructor warms up: kernels are compiled, workspaces allocated."""
+    """Implements `memory.profile.Measures` for a base."""
 
     def __init__(
         self,
@@ -172,17 +172,20 @@ class MemoryProfiler:
         attention: Callable[[Sequence[int]], Attention] = PackedAttention,
         updates: bool = True,
         compiled: CompiledLayers | None = None,
+        warm_up: bool = True,
     ) -> None:
         """`rank` and `bd_blocks`: of the adapters; `attention`: of packed rows, from their bounds; `updates`: optimizer steps are
-        run, which fake tensors cannot; `compiled`: as `MicroBatchRunner` takes them. Raises `UnsupportedBase` for a base that cannot be trained layer by layer."""
+        run, which fake tensors cannot; `compiled`: as `MicroBatchRunner` takes them; `warm_up`: the constructor runs both once, as compilations
+        and workspaces would be measured. Raises `UnsupportedBase` for a base that cannot be trained layer by layer."""
         self._base, self._meter = base, meter
         self._lora_backend, self._page_tokens = conditions.lora_backend, conditions.page_tokens
         self._sampled, self._logit_rows = conditions.max_running, conditions.max_running + SCORED_TOKENS
         self._recompute = conditions.recompute
         self._runner, self._rank = MicroBatchRunner(base, recompute=False, attention=attention, compiled=compiled), rank
         self._blocks, self._updates = bd_blocks, updates
-        self.step(WARM_UP_TOKENS)
-        self.micro_batch(WARM_UP_TOKENS)
+        if warm_up:
+            self.step(WARM_UP_TOKENS)
+            self.micro_batch(WARM_UP_TOKENS)
 
     @gc_disabled()
     @torch.no_grad()

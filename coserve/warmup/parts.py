@@ -45,6 +45,8 @@ def graphs(rank: int) -> tuple[str, str]:
 
 STEP_PARTS = (*graphs(0), *graphs(DEFAULT_RANK))
 """Parts that must be complete before the engine runs compiled steps."""
+SLOT_KERNELS = f"kernels-{DEFAULT_RANK}"
+"""The part with the LoRA kernels of graphs, which need no compiled layers: the parts of graphs find them then."""
 PROFILE = "profile"
 """The part with the kernels of the memory profile, which the engine measures before it allocates its pool."""
 FIRST = (PROFILE, *STEP_PARTS)
@@ -79,6 +81,7 @@ def all_parts(ranks: int = 1) -> tuple[Part, ...]:
     return (
         Part(LAYERS, 12),
         Part(PROFILE, 10),
+        Part(SLOT_KERNELS, 8),
         *(Part(name, 4) for name in GEMMS),
         Part(f"prompts-{DEFAULT_RANK}", 10),  # with kernels of the urgent parts, while the layers compile
         Part("steps", 12),

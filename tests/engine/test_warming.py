@@ -40,7 +40,7 @@ from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.warmup.gpu import Gpu
 from coserve.warmup.key import CACHES
 from coserve.warmup.messages import Progress, WarmUpTask
-from coserve.warmup.parts import EAGER, FIRST, GEMMS, LAYERS, blocks, gpu_of, graphs
+from coserve.warmup.parts import EAGER, FIRST, GEMMS, LAYERS, SLOT_KERNELS, blocks, gpu_of, graphs
 from tests.support import sharded
 from tests.support.families import tiny_family
 from tests.support.records import make_spec
@@ -60,7 +60,7 @@ def test_a_worker_runs_every_part_and_says_how_far_it_is(tmp_path: Path) -> None
     task, config = make_task(tmp_path)
     base = load_base("bundled", device="cpu", dtype="float32", few_layers=True)
     runner = make_part_runner(base, config, task)
-    for name in ("profile", LAYERS, *GEMMS, *graphs(0), *EAGER):
+    for name in ("profile", LAYERS, SLOT_KERNELS, *GEMMS, *graphs(0), *EAGER):
         pieces = list(runner.run(name))
         assert all(done < total for done, total in pieces), name
         assert [done for done, _ in pieces] == sorted(done for done, _ in pieces), name
@@ -365,6 +365,33 @@ def test_layers_are_loaded_once_before_the_kernels_of_steps() -> None:
         upgrade.compile()
         upgrade.load_layers()
     assert done == ["layers", "prompts", "steps"] and upgrade.compiled
+
+
+def test_the_first_graphs_are_captured_before_the_engine_serves() -> None:
+    """Until then each step takes the host several times as long."""
+    done = list[str]()
+
+    class Executor:
+        missing = 20
+
+        def capture_first(self) -> None:
+            done.append("graphs")
+
+    class Compiled:
+        shadow = preload_executor = None
+
+        def compile(self) -> None:
+            done.append("layers")
+
+        def executor(self) -> tuple[Executor, tuple[str, ...]]:
+            return Executor(), ()
+
+    class Adopting:
+        def adopt(self, executor: object) -> None:
+            done.append("steps")
+
+    Upgrade(cast("Compilation", Compiled()), cast("Generator", Adopting()), ()).begin_compiled()
+    assert done == ["layers", "steps", "graphs"]
 
 
 def test_captures_of_a_rank_that_becomes_known_late_count_from_the_first_one() -> None:

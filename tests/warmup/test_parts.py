@@ -15,6 +15,7 @@ from coserve.warmup.parts import (
     LAYERS,
     PROFILE,
     RANKS,
+    SLOT_KERNELS,
     Part,
     PartSchedule,
     all_parts,
@@ -87,7 +88,7 @@ def test_a_part_that_is_put_back_runs_again() -> None:
 def test_what_requires_a_failed_part_fails_too() -> None:
     schedule = PartSchedule(all_parts())
     started = set(iter(schedule.next, None))
-    assert started == {PROFILE, LAYERS, *GEMMS, "prompts-16", "steps"}, (
+    assert started == {PROFILE, LAYERS, SLOT_KERNELS, *GEMMS, "prompts-16", "steps"}, (
         "what the engine needs first waits for the layers, and all else for that"
     )
     schedule.fail(LAYERS, "refused")
@@ -123,7 +124,7 @@ def test_parts_know_the_ranks_and_rows_that_kernels_are_made_for() -> None:
 
 def test_the_engine_gets_first_what_it_needs_first() -> None:
     names = [part.name for part in all_parts()]
-    assert set(names[: len(FIRST) + len(GEMMS) + 3]) == {*FIRST, LAYERS, *GEMMS, "prompts-16", "steps"}
+    assert set(names[: len(FIRST) + len(GEMMS) + 4]) == {*FIRST, LAYERS, SLOT_KERNELS, *GEMMS, "prompts-16", "steps"}
     assert max(map(names.index, (*EAGER, training(16)))) < min(
         names.index(name) for name in names if name.endswith("-32") and "gemms" not in name
     )

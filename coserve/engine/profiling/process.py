@@ -12,22 +12,23 @@ import traceback
 
 import msgspec
 
+from coserve.engine.warming.fast_imports import fast_imports
 from coserve.errors import CoserveError
-from coserve.processes import obey_parent, skip_slow_imports
+from coserve.processes import obey_parent
 from coserve.profiling.messages import Failed, Finished, Message
 from coserve.profiling.request import ProfileRequest
 
 
 def main() -> None:
     obey_parent()
-    skip_slow_imports()
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=ProfileRequest)
     sock = socket.socket(fileno=int(sys.argv[1]))
 
     def send(message: Message) -> None:
         sock.sendall(msgspec.json.encode(message) + b"\n")
 
-    from coserve.engine.profiling.run import profile  # imports torch and transformers
+    with fast_imports():
+        from coserve.engine.profiling.run import profile  # imports torch and transformers
 
     try:
         send(Finished(report=profile(request, send)))

@@ -11,17 +11,16 @@ import sys
 from coserve.config import config_from_json
 from coserve.engine.ranks.own_rank import own_rank
 from coserve.engine.warming.early_start import use_caches
-from coserve.garbage import imports_without_collections
-from coserve.processes import obey_parent, skip_slow_imports
+from coserve.engine.warming.fast_imports import fast_imports
+from coserve.processes import obey_parent
 
 
 def main() -> None:
     obey_parent()
-    skip_slow_imports()
     config, rank = config_from_json(sys.stdin.buffer.read()), own_rank(sys.argv[1:])
     assert rank is not None, "expected a place"
     warm_up = use_caches(config)
-    with imports_without_collections():
+    with fast_imports():
         from coserve.engine.ranks.serve import follow  # imports torch, which takes seconds: heartbeats have begun
 
     follow(config, rank, warm_up)

@@ -48,6 +48,10 @@ class Compilations:
             seconds,
             _constants(src),
         )
+        self.add(name, seconds)
+
+    def add(self, name: str, seconds: float) -> None:
+        """A kernel was compiled, by another process as well."""
         self.kernels.append(name)
         self.seconds += seconds
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import replace
+from concurrent.futures import Executor
+from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from coserve.adapters.targets import resolve_targets
 from coserve.config import Config
 from coserve.engine.sizes import STEP_TOKENS
 from coserve.engine.warming.client import gemm_paths, layer_costs_path
+from coserve.engine.warming.gemm_cases import gemm_cases
 from coserve.engine.warming.step_mixes import (
     CONTEXTS,
     Mix,
@@ -28,7 +28,7 @@ from coserve.engine.warming.step_mixes import (
 from coserve.errors import InvalidRequest, NonFiniteLoss, UnsupportedBase
 from coserve.finetune.init import new_adapter
 from coserve.finetune.losses.formulas import divergence_
-from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryProfiler
+from coserve.finetune.memory_profiling import WARM_UP_TOKENS, Conditions, CudaMemoryMeter, MemoryProfiler
 from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.graph_sizes import DECODE_BATCHES, MIXED_TOKENS
@@ -37,6 +37,7 @@ from coserve.generate.execution.start import INDUCTOR, wake_compiler
 from coserve.generate.sampling.device_sampler import DeviceSampler
 from coserve.generate.sampling.rows import SamplingRow
 from coserve.kernels.attention.interface import TokenRun
+from coserve.kernels.gpu.compile_process import Compiled, ignore
 from coserve.kernels.gpu.launcher import compile_only
 from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.types import StackedWeights
@@ -46,14 +47,13 @@ from coserve.memory.profile import save_layer_costs
 from coserve.memory.profile import sizes as profiled_sizes
 from coserve.model.base import Base
 from coserve.model.fused import FusedBase
-from coserve.model.gemm_choice import MEASURED, GemmChoice, load_gemms, measure_gemms, save_gemms
+from coserve.model.gemm_choice import GemmChoice, load_gemms, measure_gemms, save_gemms
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.processes import usable_cores
 from coserve.types import DEFAULT_RANK, AdapterRef, LoraSettings, SamplingParams
 from coserve.warmup.messages import WarmUpTask
-from coserve.warmup.parts import FIRST, GEMMS, SCORED, TRAINING_LAYERS
+from coserve.warmup.parts import GEMMS, TRAINING_LAYERS
 
 TARGETS = (
     ("q_proj", "v_proj"),
@@ -65,8 +65,6 @@ TARGETS = (
 """Target modules that adapters often have, besides all of them."""
 LAYER_COSTS_TOKENS = 2048
 """Of the largest micro-batch that compiled layers are measured with: their memory is a line."""
-L2_BYTES = 200 << 20
-"""More than any GPU's L2 cache. GEMMs are measured over as many bytes of weights, as in a step all are read from HBM."""
 SAMPLED = (
     SamplingParams(temperature=0.8),
     SamplingParams(temperature=0.8, top_p=0.9),
@@ -95,8 +93,17 @@ class NoMeter:
 class PartRunner:
     """Runs parts over a base of few layers."""
 
-    def __init__(self, base: Base, conditions: Conditions, task: WarmUpTask) -> None:
+    def __init__(
+        self,
+        base: Base,
+        conditions: Conditions,
+        task: WarmUpTask,
+        processes: Executor | None = None,
+        compiled: Compiled = ignore,
+    ) -> None:
+        """`processes`, `compiled`: see `compile_only`."""
         self._base, self._conditions, self._task = base, conditions, task
+        self._processes, self._compiled = processes, compiled
         self._max_running, self._step_tokens = conditions.max_running, conditions.work.step_tokens
         longest, page_tokens = max(CONTEXTS) + self._step_tokens, conditions.page_tokens
         self._kv = KvCache.for_base(base, max(longest, 16 * page_tokens), page_tokens)
@@ -107,16 +114,11 @@ class PartRunner:
         self._rare_mixes = rare_mixes(self._max_running, self._step_tokens, min(base.spec.context, longest))
         self._number = 0
         self._compiler_initialized = False
-        cores = max(1, usable_cores() // task.workers)
-        self._pools = {urgent: ThreadPoolExecutor(cores * (1 + urgent), "compile") for urgent in (False, True)}
-        """The threads that compile; by whether a start waits for the part: few run so early, and no requests."""
-        self._threads = self._pools[False]
         self._on_gpu = base.device.type == "cuda"
         self._ranks = 1 if base.sharding is None else base.sharding.mesh.size
 
     def run(self, name: str) -> Iterator[tuple[int, int]]:
         """Run a part of `warmup.parts.all_parts`. Yields (done, total) after each piece of its work."""
-        self._threads = self._pools[name in (*FIRST, *SCORED)]
         kind, _, number = name.partition("-")
         match kind:
             case "steps":
@@ -143,6 +145,8 @@ class PartRunner:
                 return self._other_gpu()
             case "layers":
                 return self._layers()
+            case "kernels":
+                return self._slot_kernels(int(number))
             case "gemms":
                 return self._gemms(int(number), gemm_paths(self._task)[GEMMS.index(name)])
             case "graphs":
@@ -172,11 +176,17 @@ class PartRunner:
         for tokens in first_micro_batches(self._conditions.work.micro_batch_tokens):
             profiler.micro_batch(tokens)
 
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """Inside, kernels are compiled and not launched, those of backward passes too: autograd's own threads know nothing of it."""
+        with compile_only(self._processes, self._compiled), torch.autograd.set_multithreading_enabled(False):
+            yield
+
     # ---- eager steps
 
     def _steps(self) -> Iterator[tuple[int, int]]:
         total = len(self._mixes) + 1
-        with compile_only(self._threads):
+        with self._compiling():
             for done, mix in enumerate(self._mixes):
                 yield done, total
                 self._step(self._eager, mix, ())
@@ -190,7 +200,7 @@ class PartRunner:
                 self._step(executor, Mix(tokens, 0), (), params)
 
     def _adapters(self, steps: Sequence[tuple[Mix, list[Adapter]]]) -> Iterator[tuple[int, int]]:
-        with compile_only(self._threads):
+        with self._compiling():
             for done, (mix, adapters) in enumerate(steps):
                 yield done, len(steps)
                 for count in adapter_counts(mix, len(adapters)):
@@ -242,8 +252,8 @@ class PartRunner:
         """Run what memory profiling runs."""
         self._stacked()
         profiler, work = self._profiler(DEFAULT_RANK), self._conditions.work
-        steps = [(profiler.step, size) for size in profiled_sizes(work.step_tokens)]
-        batches = [(profiler.micro_batch, size) for size in profiled_sizes(work.micro_batch_tokens)]
+        steps = [(profiler.step, size) for size in (WARM_UP_TOKENS, *profiled_sizes(work.step_tokens))]
+        batches = [(profiler.micro_batch, size) for size in (WARM_UP_TOKENS, *profiled_sizes(work.micro_batch_tokens))]
         others = [(profiler.costs, work.micro_batch_tokens), (self._divergence, 1)]
         yield from self._compile_training([*steps, *batches, *others])
 
@@ -267,15 +277,17 @@ class PartRunner:
         yield from self._compile_training([(profiler.micro_batch, size) for size in micro_batch_sizes(most)])
 
     def _compile_training(self, work: Sequence[tuple[Callable[[int], object], int]]) -> Iterator[tuple[int, int]]:
-        with compile_only(self._threads):
+        with self._compiling():
             for done, (run, size) in enumerate(work):
                 yield done, len(work)
                 with suppress(NonFiniteLoss):  # kernels that were not launched wrote nothing
                     run(size)
 
     def _profiler(self, rank: int, bd_blocks: int = 1, compiled: CompiledLayers | None = None) -> MemoryProfiler:
+        """With `compiled` layers for measurements, else for compilations."""
         meter = CudaMemoryMeter(self._base.device) if self._on_gpu else NoMeter()
-        return MemoryProfiler(self._base, meter, self._conditions, rank=rank, bd_blocks=bd_blocks, compiled=compiled)
+        given = self._base, meter, self._conditions
+        return MemoryProfiler(*given, rank=rank, bd_blocks=bd_blocks, compiled=compiled, warm_up=compiled is not None)
 
     # ---- compiled layers
 
@@ -326,9 +338,34 @@ class PartRunner:
         stacked = self._stacked()
         choice = GemmChoice()
         if self._on_gpu:
-            measured = [one for kind in _by_kind(stacked).values() for one in _exceeding_l2(kind)]
-            choice = measure_gemms(measured, self._base.device, (rows,))
+            choice = measure_gemms(gemm_cases(stacked), self._base.device, (rows,))
         save_gemms(path, choice, stacked, (rows,))
+
+    def _slot_kernels(self, rank: int) -> Iterator[tuple[int, int]]:
+        """Run what `_graphs` runs before its captures, without compiled layers."""
+        executor = self._executor(FusedBase(self._base, compiled=False, gemms=GemmChoice()))
+        for done in self._slot_steps(executor, self._first_mixes, rank):
+            yield done, len(self._first_mixes)
+
+    def _executor(self, fused: FusedBase) -> GraphExecutor:
+        """None of its steps captures."""
+        return GraphExecutor(
+            fused,
+            self._kv,
+            self._eager,
+            max_running=self._max_running,
+            step_tokens=self._step_tokens,
+            on_disk=lambda _: False,
+        )
+
+    def _slot_steps(self, executor: GraphExecutor, mixes: Sequence[Mix], rank: int) -> Iterator[int]:
+        """Run steps without graphs; `rank`: of their adapters, 0: none. Yields how many of the `mixes` are done."""
+        adapters = self._adapter_sets(rank)[0] if rank else []
+        with self._compiling():
+            for done, mix in enumerate(mixes):
+                yield done
+                for count in adapter_counts(mix, len(adapters)):
+                    self._step(executor, mix, adapters[:count])
 
     def _graphs(self, rank: int, *, decodes: bool) -> Iterator[tuple[int, int]]:
         """Run decode steps, or all others, without graphs; then capture the graphs."""
@@ -336,47 +373,24 @@ class PartRunner:
         gemms = load_gemms(gemm_paths(self._task), stacked, self._base.device)
         fused = self._fused(gemms or GemmChoice())
         fused.shadow().check()
-        executor = GraphExecutor(
-            fused,
-            self._kv,
-            self._eager,
-            max_running=self._max_running,
-            step_tokens=self._step_tokens,
-            on_disk=lambda _: False,  # no step captures
-        )
-        adapters = self._adapter_sets(rank)[0] if rank else []
+        executor = self._executor(fused)
         mixes = [mix for mix in (self._first_mixes if rank else self._mixes) if mix.decodes is decodes]
         total = len(mixes) + 4 * (len(DECODE_BATCHES) if decodes else len(MIXED_TOKENS))
-        with compile_only(self._threads):
-            for done, mix in enumerate(mixes):
-                yield done, total
-                for count in adapter_counts(mix, len(adapters)):
-                    self._step(executor, mix, adapters[:count])
+        for done in self._slot_steps(executor, mixes, rank):
+            yield done, total
         self._sampled(executor)
         captures = executor.captures(rank, decodes=decodes)
-        with compile_only(self._threads):
+        with self._compiling():
             for done, _ in enumerate(captures, len(mixes)):
                 yield min(done, total - 1), total
 
 
-def make_part_runner(base: Base, config: Config, task: WarmUpTask) -> PartRunner:
-    """A runner for these settings."""
+def make_part_runner(
+    base: Base, config: Config, task: WarmUpTask, processes: Executor | None = None, compiled: Compiled = ignore
+) -> PartRunner:
+    """A runner for these settings. `processes`, `compiled`: see `PartRunner`."""
     lora_backend = choose_backend(config.lora_backend, base.device, base.dtype)
     step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
     work = Work(step_tokens, config.micro_batch_tokens, config.max_active_jobs)
     conditions = Conditions(lora_backend, config.recompute, config.inference_batch_size, config.page_tokens, work)
-    return PartRunner(base, conditions, task)
-
-
-def _by_kind(stacked: Sequence[StackedWeights]) -> dict[tuple[int, ...], list[StackedWeights]]:
-    kinds: dict[tuple[int, ...], list[StackedWeights]] = {}
-    for one in stacked:
-        kinds.setdefault((one.weight.shape[1], *one.sizes), []).append(one)
-    return kinds
-
-
-def _exceeding_l2(kind: Sequence[StackedWeights]) -> list[StackedWeights]:
-    """The weights of one kind, and copies until they exceed the L2 cache together (at most `MEASURED`)."""
-    size = kind[0].weight.numel() * kind[0].weight.element_size()
-    copies = min(MEASURED, max(len(kind), -(-L2_BYTES // size))) - len(kind)
-    return [*kind, *(replace(kind[0], weight=kind[0].weight.clone()) for _ in range(copies))]
+    return PartRunner(base, conditions, task, processes, compiled)

@@ -147,6 +147,14 @@ class Upgrade:
             self._executor, self._graphs = executor, executor.missing
         return self.notes
 
+    def begin_compiled(self) -> None:
+        """Before the engine serves: `compile`, `adopt`, and capture the graphs that most steps need. Without them the first requests would wait
+        for steps that take several times as long."""
+        self.compile()
+        self.adopt()
+        if self._executor is not None:
+            self._executor.capture_first()
+
     async def training_ready(self) -> None:
         """Returns once what `compile_training` loads is on disk, or never will be."""
         if self._warm is not None and not self._training_compiled:

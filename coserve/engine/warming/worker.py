@@ -7,6 +7,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 
 import msgspec
@@ -16,8 +17,10 @@ from transformers.utils.logging import disable_progress_bar
 from coserve.config import Config, config_from_json
 from coserve.engine.spatial.training_stream import sm_count_setter
 from coserve.engine.warming.compilations import watch_compilations
+from coserve.engine.warming.compile_pool import start_compile_pool
 from coserve.engine.warming.part_runner import PartRunner, make_part_runner
 from coserve.errors import ConfigError, CoserveError
+from coserve.kernels.gpu.device import interpreted
 from coserve.logs.setup import LogSettings, set_up_logging
 from coserve.model.base import Base, load_base
 from coserve.model.faults import out_of_memory
@@ -77,6 +80,8 @@ def work(sock: socket.socket) -> None:
             sock.sendall(msgspec.json.encode(report) + b"\n")
 
         compiled = watch_compilations()
+        on_gpu = config.device != "cpu" and not interpreted()
+        processes = start_compile_pool(task.workers) if on_gpu else None  # before CUDA is used
         for line in lines:
             name, began = msgspec.json.decode(line, type=DoPart).name, time.monotonic()
             kernels, seconds = len(compiled.kernels), compiled.seconds
@@ -85,11 +90,13 @@ def work(sock: socket.socket) -> None:
                 with use_gpu(config, gpu) as device:
                     if gpu not in runners:
                         base = load_few_layers(config, gpu, device)
-                        runners[gpu] = make_part_runner(base, config, task)
+                        runners[gpu] = make_part_runner(base, config, task, processes, compiled.add)
                         set_sm_count = sm_count_setter(config, base.device)
                     set_sm_count(name.startswith(TRAINING))
                     for done, total in runners[gpu].run(name):
                         send(PartReport(done, max(total, done + 1)))
+            except BrokenProcessPool:  # one was killed: the machine ran out of memory
+                return
             except CoserveError as error:
                 send(PartReport(0, 1, "unsupported", error.message[:MAX_REASON]))
             except Exception as error:  # noqa: BLE001 - any error fails the part alone

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn, Protocol
 
-from coserve.garbage import imports_without_collections
-from coserve.processes import obey_parent, skip_slow_imports
+from coserve.engine.warming.fast_imports import fast_imports
+from coserve.processes import obey_parent
 from coserve.warmup.fork_client import ANSWER, NEW, PID
 
 NICENESS = 10
@@ -34,8 +34,6 @@ CUDA_ERROR_NOT_INITIALIZED = 3
 def serve_forks(control: socket.socket, work: Callable[[socket.socket], None], *, anew: bool = False) -> None:
     """Fork processes that run `work` until the other end of `control` closes. `anew`: whether each imports everything itself."""
     server = os.getpid()
-    # Threads of numeric libraries, which their own handlers of fork take care of; Python 3.12 warns of any.
-    warnings.filterwarnings("ignore", ".* is multi-threaded, use of fork", DeprecationWarning)
     with suppress(ConnectionError):
         while True:
             request, descriptors, *_ = socket.recv_fds(control, PID.size, 1)
@@ -120,11 +118,12 @@ def work_anew(sock: socket.socket) -> NoReturn:
 
 def main() -> None:
     obey_parent()
+    # Threads of numeric libraries, which their own handlers of fork take care of; Python 3.12 warns of any.
+    warnings.filterwarnings("ignore", ".* is multi-threaded, use of fork", DeprecationWarning)
     alone = ALONE in sys.argv
     if not alone:
         os.nice(NICENESS)
-    skip_slow_imports()
-    with imports_without_collections(), asking_nvml():
+    with fast_imports(), asking_nvml():
         import torch._inductor.compile_fx  # noqa: F401 - every worker compiles, sooner or later
 
         from coserve.engine.warming.worker import work

@@ -125,6 +125,8 @@ class GraphExecutor:
         self._graph_bytes = graph_bytes or GraphBytes(base.device)
         self._capture: Iterator[None] | None = None
         """Of the graph that is being captured."""
+        self._wanted: LoraFootprint | None = None
+        """Of the last step that found no graph."""
 
     @property
     def decode_graphs(self) -> tuple[tuple[int, LoraFootprint], ...]:
@@ -134,6 +136,12 @@ class GraphExecutor:
     def warm_up(self, ranks: Sequence[int] = (16,)) -> None:
         """Captures the graphs of steps without adapters, and of steps whose adapters are of these ranks, at any sites."""
         while self.prepare(ranks):
+            pass
+
+    @torch.no_grad()
+    def capture_first(self, ranks: Sequence[int] = (16,)) -> None:
+        """The first part of `warm_up`: a graph for all decode steps, without adapters and with those of these ranks."""
+        while self.prepare(ranks) and not all(map(self._decode_graphs.any, self._footprints)):
             pass
 
     @property
@@ -173,8 +181,10 @@ class GraphExecutor:
             yield from capture
 
     def _next_capture(self) -> Iterator[None] | None:
-        """At first the graph of the largest decode batch, which all decode steps can use meanwhile."""
+        """At first the graph of the largest decode batch, which all decode steps can use meanwhile; then those of the footprint that is
+        wanted."""
         ready = [one for one in self._footprints if self._on_disk is None or self._on_disk(one.max_rank)]
+        ready.sort(key=lambda one: one != self._wanted)
         decode, mixed = self._decode_graphs, self._mixed_graphs
         first = (decode.prepare(footprint) for footprint in ready if not decode.any(footprint))
         others = (mixed.prepare(footprint) or decode.prepare(footprint) for footprint in ready)
@@ -254,6 +264,7 @@ class GraphExecutor:
         rows = rows_of(batch.sequences, self._token_slots)
         graph = None if batch.footprint is None else self._mixed_graphs.holding(batch.runs, batch.footprint)
         if graph is None:
+            self._wanted = batch.footprint
             logits, best = self._kernel_by_kernel(batch, rows)
         else:
             logits, best = graph.run(rows, batch.runs, batch.segments)

@@ -15,10 +15,10 @@ from enum import Enum
 from functools import cache
 from typing import Protocol
 
-import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from coserve.kernels.gpu.compile_process import Compiled, compiled_by, ignore
 from coserve.kernels.gpu.device import interpreted
 
 MAX_CACHED = 8192
@@ -38,12 +38,15 @@ Constant = bool | int
 
 
 @contextmanager
-def compile_only(threads: Executor) -> Iterator[None]:
-    """Inside, `Launcher` and `launch` compile on these threads and launch nothing: what kernels would have written is
-    undefined. All is compiled at the end. For processes that fill caches while others use the GPU."""
+def compile_only(processes: Executor | None, compiled: Compiled = ignore) -> Iterator[None]:
+    """Inside, `Launcher` and `launch` have these processes compile and launch nothing: what kernels would have written is
+    undefined. All is compiled at the end. For processes that fill caches while others use the GPU.
+
+    `processes`: their number is that of compilations at once; None: this process compiles. `compiled`: called for each kernel that was
+    compiled by them."""
     token = _mode.set(_Mode.COMPILE)
     try:
-        with nullcontext() if interpreted() else triton.AsyncCompileMode(threads):
+        with nullcontext() if interpreted() or processes is None else compiled_by(processes, compiled):
             yield
     finally:
         _mode.reset(token)

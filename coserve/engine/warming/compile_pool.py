@@ -1,0 +1,34 @@
+"""The processes that compile Triton kernels for a worker of a warm-up: forked from it, without CUDA."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+from coserve.processes import obey_parent, usable_cores
+
+NICENESS = 5
+"""Above the worker's own: its next step names the kernels that are compiled next."""
+RESERVED_CORES = 2
+"""For the engine and the API process."""
+
+
+def pool_size(workers: int, cores: int) -> int:
+    """Processes of each worker: twice its share of the cores, as workers seldom keep all of theirs busy."""
+    return max(1, 2 * (cores - RESERVED_CORES) // workers)
+
+
+def start_compile_pool(workers: int) -> ProcessPoolExecutor:
+    """Fork them from this process, which must not have used CUDA yet. They end with it, also if it is killed. `workers`: of the warm-up."""
+    processes, parent = pool_size(workers, usable_cores()), os.getpid()
+    pool = ProcessPoolExecutor(processes, get_context("fork"), initializer=_begin, initargs=(parent,))
+    pool.submit(os.getpid).result()  # the first call forks all of them
+    return pool
+
+
+def _begin(parent: int) -> None:
+    obey_parent()
+    if os.getppid() != parent:  # it died before it could be obeyed
+        os._exit(1)
+    os.nice(NICENESS)

@@ -1,0 +1,48 @@
+"""What speeds imports up leaves no trace but the packages that are not used."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from importlib import metadata
+from importlib.util import find_spec
+
+import pytest
+
+from coserve.engine.warming.fast_imports import UNUSED, fast_imports
+
+
+@pytest.fixture
+def not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in UNUSED:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+@pytest.mark.usefixtures("not_imported")
+def test_packages_are_hidden_inside_only() -> None:
+    before = {name: find_spec(name) is not None for name in UNUSED}
+    with fast_imports():
+        assert not any(map(find_spec, UNUSED))
+        assert not gc.isenabled()
+    assert {name: find_spec(name) is not None for name in UNUSED} == before
+    assert gc.isenabled()
+
+
+@pytest.mark.usefixtures("not_imported")
+def test_they_are_found_again_after_an_import_that_fails() -> None:
+    everything = metadata.packages_distributions
+    with pytest.raises(ImportError), fast_imports():
+        raise ImportError
+    assert metadata.packages_distributions is everything
+    assert gc.isenabled() and not any(name in sys.modules for name in UNUSED)
+
+
+def test_distributions_are_found_by_the_packages_that_they_hold() -> None:
+    real = metadata.packages_distributions()
+    with fast_imports():
+        found = metadata.packages_distributions()
+        for package, names in real.items():
+            assert {name.lower().replace("_", "-") for name in found.get(package, [])} & {
+                name.lower().replace("_", "-") for name in names
+            }, package
+        assert found.get("no_such_package", ["default"]) == ["default"]

@@ -1,0 +1,71 @@
+"""Processes without a GPU compile what a kernel's arguments need, so that Triton finds it on disk."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+COMPILED = """
+import os
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from coserve.kernels.gpu.compile_process import compiled_by
+from coserve.kernels.gpu.launcher import Launcher, compile_only
+from tests.support.kernels import scale
+
+
+class Driver:
+    "A GPU that is not there."
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+
+
+processes = ProcessPoolExecutor(2, get_context("fork"))
+driver.set_active(Driver())
+launch, x = Launcher(scale), torch.empty(64, dtype=torch.bfloat16)
+
+def launch_all():
+    for length in (1, 7, 16, 32):  # 16 and 32 are one specialization
+        for wide in (False, True):
+            launch((1, 1, 1), (x, x), (length,), FACTOR=2.0, WIDE=wide, KIND=None, BLOCK=16, num_warps=1)
+
+for again in range(2):
+    found = []
+    with compile_only(processes, lambda name, seconds: found.append(name)):
+        launch_all()
+        launch_all()
+    print(again, *found)
+    launch = Launcher(scale)
+heard = []
+knobs.compilation.listener = lambda *, cache_hit, **_: heard.append(cache_hit)
+with compile_only(None):
+    launch_all()
+print(len(heard), all(heard))
+try:
+    with compile_only(processes):
+        launch((1, 1, 1), (x, x), (3,), FACTOR=2.0, WIDE="no", KIND=None, BLOCK=15, num_warps=1)
+except Exception as error:
+    print("raised", "power of 2" in str(error))
+"""
+
+
+def test_processes_compile_each_specialization_once_and_triton_finds_it(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=90, check=False, env=environment
+    )
+    assert done.stdout.splitlines() == ["0" + " scale" * 6, "1", "6 True", "raised True"], done.stderr

@@ -1,0 +1,17 @@
+"""A small Triton kernel with arguments of each kind."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def scale(x_ptr, y_ptr, N, FACTOR: tl.constexpr, WIDE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < N)
+    if WIDE:
+        x = x.to(tl.float32)
+    if KIND is None:
+        x = x * FACTOR
+    tl.store(y_ptr + i, x, mask=i < N)
