@@ -374,7 +374,7 @@ def test_the_first_graphs_are_captured_before_the_engine_serves() -> None:
     class Executor:
         missing = 20
 
-        def capture_first(self) -> None:
+        def warm_up(self) -> None:
             done.append("graphs")
 
     class Compiled:

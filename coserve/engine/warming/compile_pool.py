@@ -15,8 +15,13 @@ RESERVED_CORES = 2
 
 
 def pool_size(workers: int, cores: int) -> int:
-    """Processes of each worker: twice its share of the cores, as workers seldom keep all of theirs busy."""
+    """Processes of each worker before the engine serves: twice its share of the cores, as workers seldom keep all of theirs busy."""
     return max(1, 2 * (cores - RESERVED_CORES) // workers)
+
+
+def share(workers: int, cores: int) -> int:
+    """Compilations at once of each worker while the engine serves."""
+    return max(1, (cores - RESERVED_CORES) // workers)
 
 
 def start_compile_pool(workers: int) -> ProcessPoolExecutor:

@@ -14,9 +14,11 @@ from coserve.adapters.targets import resolve_targets
 from coserve.config import Config
 from coserve.engine.sizes import STEP_TOKENS
 from coserve.engine.warming.client import gemm_paths, layer_costs_path
+from coserve.engine.warming.compile_pool import share
 from coserve.engine.warming.gemm_cases import gemm_cases
 from coserve.engine.warming.step_mixes import (
     CONTEXTS,
+    SAMPLED,
     Mix,
     adapter_counts,
     first_micro_batches,
@@ -51,9 +53,10 @@ from coserve.model.gemm_choice import GemmChoice, load_gemms, measure_gemms, sav
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
+from coserve.processes import usable_cores
 from coserve.types import DEFAULT_RANK, AdapterRef, LoraSettings, SamplingParams
 from coserve.warmup.messages import WarmUpTask
-from coserve.warmup.parts import GEMMS, TRAINING_LAYERS
+from coserve.warmup.parts import FIRST, GEMMS, SCORED, SLOT_KERNELS, TRAINING_LAYERS
 
 TARGETS = (
     ("q_proj", "v_proj"),
@@ -65,15 +68,6 @@ TARGETS = (
 """Target modules that adapters often have, besides all of them."""
 LAYER_COSTS_TOKENS = 2048
 """Of the largest micro-batch that compiled layers are measured with: their memory is a line."""
-SAMPLED = (
-    SamplingParams(temperature=0.8),
-    SamplingParams(temperature=0.8, top_p=0.9),
-    SamplingParams(temperature=0.8, top_k=20),
-    SamplingParams(temperature=0.0, logprobs=2),
-    SamplingParams(temperature=0.0, presence_penalty=0.5, repetition_penalty=1.2),
-)
-
-
 Adapter = tuple[AdapterRef, LoraWeights]
 
 
@@ -104,6 +98,8 @@ class PartRunner:
         """`processes`, `compiled`: see `compile_only`."""
         self._base, self._conditions, self._task = base, conditions, task
         self._processes, self._compiled = processes, compiled
+        self._most: int | None = None
+        """Compilations at once; None: as many as there are processes."""
         self._max_running, self._step_tokens = conditions.max_running, conditions.work.step_tokens
         longest, page_tokens = max(CONTEXTS) + self._step_tokens, conditions.page_tokens
         self._kv = KvCache.for_base(base, max(longest, 16 * page_tokens), page_tokens)
@@ -119,6 +115,7 @@ class PartRunner:
 
     def run(self, name: str) -> Iterator[tuple[int, int]]:
         """Run a part of `warmup.parts.all_parts`. Yields (done, total) after each piece of its work."""
+        self._most = None if name in (*FIRST, *SCORED, SLOT_KERNELS) else share(self._task.workers, usable_cores())
         kind, _, number = name.partition("-")
         match kind:
             case "steps":
@@ -179,7 +176,10 @@ class PartRunner:
     @contextmanager
     def _compiling(self) -> Iterator[None]:
         """Inside, kernels are compiled and not launched, those of backward passes too: autograd's own threads know nothing of it."""
-        with compile_only(self._processes, self._compiled), torch.autograd.set_multithreading_enabled(False):
+        with (
+            compile_only(self._processes, self._compiled, self._most),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
             yield
 
     # ---- eager steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coserve.kernels.lora.segmented.plan import DECODE_ROWS, PREFILL_TILE_ROWS
+from coserve.types import SamplingParams
 
 PROMPTS = (2, 3, 7, 12, 16, 24, 33, 48, 64, 65, 96, 100, 128, 130, 192, 200, 256, 300, 384, 500, 512, 640, 700, 768, 900,
            1024, 1100, 1280, 1536, 1800, 2048)  # fmt: skip
@@ -23,6 +24,15 @@ RARE = ((20, 2, 29), (20, 1, 1500), (36, 2, 150), (36, 3, 600), (36, 2, 1000), (
         (133, 1, 333), (200, 1, 64), (200, 5, 200))  # fmt: skip
 """Sequences that decode, prompts beside them, and each prompt's tokens. With as many adapters as `adapter_counts` says, and with
 the other mixes, nearly every step has all its LoRA kernels (`tests/kernels/test_serving_sizes.py`)."""
+
+SAMPLED = (
+    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=0.8, top_p=0.9),
+    SamplingParams(temperature=0.8, top_k=20),
+    SamplingParams(temperature=0.0, logprobs=2),
+    SamplingParams(temperature=0.0, presence_penalty=0.5, repetition_penalty=1.2),
+)
+"""Every kind of sampling."""
 
 
 @dataclass(frozen=True)

@@ -148,12 +148,14 @@ class Upgrade:
         return self.notes
 
     def begin_compiled(self) -> None:
-        """Before the engine serves: `compile`, `adopt`, and capture the graphs that most steps need. Without them the first requests would wait
-        for steps that take several times as long."""
+        """Before the engine serves: `compile`, `adopt`, and capture the graphs that most steps need. Beside steps captures take several
+        times as long, and so do steps without a graph."""
         self.compile()
         self.adopt()
         if self._executor is not None:
-            self._executor.capture_first()
+            began = self._clock()
+            self._executor.warm_up()
+            log.info("graphs captured in %.1f s", self._clock() - began)
 
     async def training_ready(self) -> None:
         """Returns once what `compile_training` loads is on disk, or never will be."""

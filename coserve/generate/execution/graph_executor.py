@@ -133,15 +133,10 @@ class GraphExecutor:
         """Batch and LoRA footprint of each decode graph, in the order of their capture."""
         return self._decode_graphs.captured
 
+    @torch.no_grad()
     def warm_up(self, ranks: Sequence[int] = (16,)) -> None:
         """Captures the graphs of steps without adapters, and of steps whose adapters are of these ranks, at any sites."""
         while self.prepare(ranks):
-            pass
-
-    @torch.no_grad()
-    def capture_first(self, ranks: Sequence[int] = (16,)) -> None:
-        """The first part of `warm_up`: a graph for all decode steps, without adapters and with those of these ranks."""
-        while self.prepare(ranks) and not all(map(self._decode_graphs.any, self._footprints)):
             pass
 
     @property

@@ -56,7 +56,7 @@ PROGRAMS = (60, 600)
 """Fewest and most programs of a shape to try: a GPU has some hundred multiprocessors, and each start costs."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def project(
     x_ptr, w_ptr, bias_ptr, y_ptr, parts_ptr, counters_ptr, M, N, K, x_stride,
     BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

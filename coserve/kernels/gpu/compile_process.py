@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor, Future, as_completed
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -65,24 +65,33 @@ def _tuples(value: object) -> object:
 
 
 @contextmanager
-def compiled_by(processes: Executor, compiled: Compiled = ignore) -> Iterator[None]:
+def compiled_by(processes: Executor, compiled: Compiled = ignore, most: int | None = None) -> Iterator[None]:
     """Inside, a kernel's `warmup` has one of these processes compile what its arguments need, once; all is compiled at the end. What is
-    launched inside is compiled here. Raises what a compilation raised."""
-    target, asked, before = driver.active.get_current_target(), dict[str, Future[Any]](), knobs.runtime.jit_cache_hook
+    launched inside is compiled here. `most`: compilations at once, None: as many as there are processes. Raises what a compilation raised."""
+    target, asked, before = driver.active.get_current_target(), set[str](), knobs.runtime.jit_cache_hook
+    running = set[Future[tuple[str, float] | None]]()
+
+    def collect(fewer_than: int) -> None:
+        while len(running) >= fewer_than:
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                running.remove(future)
+                if (found := future.result()) is not None:
+                    compiled(*found)
 
     def ask(*, fn: Any, compile: Mapping[str, Any], is_manual_warmup: bool, **_: object) -> bool:  # noqa: ANN401 - Triton's own names and types
         given = compile["specialization_data"]
         if is_manual_warmup and given not in asked:
-            asked[given] = processes.submit(compile_kernel, fn.module, fn.name, given, target)
+            asked.add(given)
+            if most is not None:
+                collect(fewer_than=most)
+            running.add(processes.submit(compile_kernel, fn.module, fn.name, given, target))
         return is_manual_warmup  # True: Triton does not compile it
 
     knobs.runtime.jit_cache_hook = ask
     try:
         yield
-        for future in as_completed(asked.values()):
-            if (found := future.result()) is not None:
-                compiled(*found)
+        collect(fewer_than=1)
     finally:
         knobs.runtime.jit_cache_hook = before
-        for future in asked.values():
+        for future in running:
             future.cancel()

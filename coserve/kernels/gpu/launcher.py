@@ -38,15 +38,15 @@ Constant = bool | int
 
 
 @contextmanager
-def compile_only(processes: Executor | None, compiled: Compiled = ignore) -> Iterator[None]:
+def compile_only(processes: Executor | None, compiled: Compiled = ignore, most: int | None = None) -> Iterator[None]:
     """Inside, `Launcher` and `launch` have these processes compile and launch nothing: what kernels would have written is
     undefined. All is compiled at the end. For processes that fill caches while others use the GPU.
 
-    `processes`: their number is that of compilations at once; None: this process compiles. `compiled`: called for each kernel that was
-    compiled by them."""
+    `processes`: None: this process compiles. `compiled`: called for each kernel that was compiled by them; `most`: compilations at once, None: as
+    many as there are processes."""
     token = _mode.set(_Mode.COMPILE)
     try:
-        with nullcontext() if interpreted() or processes is None else compiled_by(processes, compiled):
+        with nullcontext() if interpreted() or processes is None else compiled_by(processes, compiled, most):
             yield
     finally:
         _mode.reset(token)

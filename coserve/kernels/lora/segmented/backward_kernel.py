@@ -33,7 +33,7 @@ from coserve.kernels.lora.segmented.loads import (
 from coserve.kernels.lora.segmented.prefill_kernel import finish
 
 
-@triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
+@triton.jit(do_not_specialize=["row", "steps"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
 def shrink_b(
     dy_ptr,
     g_ptr,
@@ -140,7 +140,7 @@ def _shrink_b_ranks(ptrs, sizes, first, BLOCK_T: tl.constexpr, BLOCK_R: tl.const
     tl.store(g_at, (acc * scaling).to(parts_ptr.dtype.element_ty), mask=keep & (r < padded(rank))[None, :])
 
 
-@triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["ranks_ptr"])
+@triton.jit(do_not_specialize=["row", "T"], do_not_specialize_on_alignment=["ranks_ptr"])
 def expand_a(
     dx_ptr,
     g_ptr,
@@ -201,7 +201,9 @@ def expand_a(
     tl.store(dx_at, acc.to(dx_ptr.dtype.element_ty), mask=keep & (d < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr", "starts_ptr"])
+@triton.jit(
+    do_not_specialize=["row", "T", "parts"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr", "starts_ptr"]
+)
 def outer(
     u_ptr,
     v_ptr,
@@ -359,7 +361,9 @@ def _add(sums_ptr, acc, n, r, N, shape, OF_B: tl.constexpr, BLOCKED: tl.constexp
         tl.store(at, tl.load(at, mask=mask, other=0.0) + acc, mask=mask)
 
 
-@triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr", "starts_ptr"])
+@triton.jit(
+    do_not_specialize=["row", "parts"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr", "starts_ptr"]
+)
 def fold(
     parts_ptr, spans_ptr, ranks_ptr, scalings_ptr, starts_ptr, sums_ptr, N, row, parts, part_stride,
     OF_B: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,

@@ -45,7 +45,7 @@ from coserve.kernels.lora.segmented.loads import (
 )
 
 
-@triton.jit(do_not_specialize=["row", "own_shard"], do_not_specialize_on_alignment=["ranks_ptr"])
+@triton.jit(do_not_specialize=["row", "T", "own_shard"], do_not_specialize_on_alignment=["ranks_ptr"])
 def shrink(
     x_ptr, h_ptr, items_ptr, addresses_ptr, ranks_ptr, D, x_stride, row, T, R, own_shard,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
@@ -143,7 +143,7 @@ def _sum(h_at, columns, stride, mask, SPLITS: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
+@triton.jit(do_not_specialize=["row", "T"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
 def expand(
     y0_ptr, y1_ptr, y2_ptr, h_ptr, tiles_ptr, addresses_ptr, ranks_ptr, scalings_ptr,
     O0, O1, O2, y0_stride, y1_stride, y2_stride, row, T, R,

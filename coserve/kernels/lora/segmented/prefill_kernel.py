@@ -81,7 +81,7 @@ def finish(
         tl.atomic_xchg(counter_ptr, 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["ranks_ptr"])
+@triton.jit(do_not_specialize=["row", "T", "steps"], do_not_specialize_on_alignment=["ranks_ptr"])
 def shrink(
     x_ptr, h_ptr, parts_ptr, counters_ptr, tiles_ptr, addresses_ptr, ranks_ptr, D, x_stride, row, T, R, steps,
     SITES: tl.constexpr, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -237,7 +237,7 @@ def _shrink_ranks(
     tl.store(h_at, acc.to(parts_ptr.dtype.element_ty), mask=keep & (r < padded(rank))[None, :])
 
 
-@triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
+@triton.jit(do_not_specialize=["row", "T"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
 def expand(
     y0_ptr, y1_ptr, y2_ptr, out0_ptr, out1_ptr, out2_ptr, h_ptr, kept_ptr, tiles_ptr, addresses_ptr, ranks_ptr,
     scalings_ptr, O0, O1, O2, y0_stride, y1_stride, y2_stride, out0_stride, out1_stride, out2_stride, row, T, R,
