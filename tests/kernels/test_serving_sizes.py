@@ -15,6 +15,7 @@ from coserve.kernels.lora.segmented import plan, terms
 from coserve.kernels.lora.segmented.plan import GroupTable
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
+from tests.support.launches import kinds
 
 CPU = torch.device("cpu")
 SITES = ((4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,)))
@@ -32,8 +33,7 @@ class Recorder:
         def record(
             launcher: Launcher, grid: Grid, tensors: list[Tensor], numbers: tuple[int, ...], **rest: int
         ) -> None:
-            kinds = tuple((number == 1, number % 16 == 0) for number in numbers)
-            self.found.add((id(launcher), kinds, tuple(rest.items())))
+            self.found.add((id(launcher), kinds(launcher, tensors, numbers), tuple(rest.items())))
 
         monkeypatch.setattr(Launcher, "__call__", record)
 

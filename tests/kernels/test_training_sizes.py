@@ -15,6 +15,7 @@ from coserve.kernels.lora.segmented.plan import DECODE_ROWS
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, MainGrads
 from tests.support.examples import sample
+from tests.support.launches import kinds
 
 GROUPS = ((4096, (4096, 1024, 1024)), (4096, (14336, 14336)), (14336, (4096,)))
 """Inputs and outputs of an 8B Llama's sites that share one input."""
@@ -31,8 +32,14 @@ class Recorder:
         def record(
             launcher: Launcher, grid: Grid, tensors: list[Tensor], numbers: tuple[int, ...], **rest: int
         ) -> None:
-            kinds = tuple((number == 1, number % 16 == 0) for number in numbers)
-            self.found.add((id(launcher), kinds, tuple(rest.items()), tuple(own.dtype for own in tensors)))
+            self.found.add(
+                (
+                    id(launcher),
+                    kinds(launcher, tensors, numbers),
+                    tuple(rest.items()),
+                    tuple(own.dtype for own in tensors),
+                )
+            )
 
         monkeypatch.setattr(Launcher, "__call__", record)
 

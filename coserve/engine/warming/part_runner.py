@@ -123,13 +123,13 @@ class PartRunner:
             case "adapters":
                 sets = self._adapter_sets(int(number))
                 mixes = [*self._first_mixes, *self._rare_mixes]
-                return self._adapters([*product(mixes, sets[:1]), *self._some_sites(sets)])
+                return self._adapters([*product(mixes, sets[:1]), *self._some_sites(sets, 8)])
             case "decodes" | "prompts":
                 mixes = [mix for mix in self._first_mixes if mix.decodes is (kind == "decodes")]
                 return self._adapters([*product(mixes, self._adapter_sets(int(number))[:1])])
             case "sites":
                 sets = self._adapter_sets(int(number))
-                return self._adapters([*product(self._rare_mixes, sets[:1]), *self._some_sites(sets)])
+                return self._adapters([*product(self._rare_mixes, sets[:1]), *self._some_sites(sets, 4)])
             case "profile":
                 return self._profile()
             case "training" if name == TRAINING_LAYERS:
@@ -206,9 +206,9 @@ class PartRunner:
                 for count in adapter_counts(mix, len(adapters)):
                     self._step(self._eager, mix, adapters[:count])
 
-    def _some_sites(self, sets: Sequence[list[Adapter]]) -> list[tuple[Mix, list[Adapter]]]:
-        """A quarter of the sizes: these adapters differ from those of all sites in how many share a launch only."""
-        return [(mix, adapters) for adapters in sets[1:] for mix in self._first_mixes[::4]]
+    def _some_sites(self, sets: Sequence[list[Adapter]], step: int) -> list[tuple[Mix, list[Adapter]]]:
+        """One of `step` sizes: these adapters differ from those of all sites in how many share a launch only."""
+        return [(mix, adapters) for adapters in sets[1:] for mix in self._first_mixes[::step]]
 
     def _adapter_sets(self, rank: int) -> list[list[Adapter]]:
         """Adapters of this rank: first with all target modules, then with some of them."""
