@@ -14,7 +14,7 @@ FORKED = """
 import os
 from coserve.engine.warming import worker_process
 
-def work(sock):
+def work():
     import torch
     assert torch.ones(3, device="cuda").sum().item() == 3
     print("worked on the GPU", flush=True)
@@ -22,12 +22,10 @@ def work(sock):
 def serve_forks(sock, run, anew=False):
     print("forked from a process that uses CUDA" if anew else "forked")
     if os.fork() == 0:
-        run(sock)
+        work()
         os._exit(0)
     os.wait()
 
-import coserve.engine.warming.worker
-coserve.engine.warming.worker.work = work
 worker_process.serve_forks = serve_forks
 worker_process.main()
 """

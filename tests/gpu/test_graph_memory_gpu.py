@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,13 +17,12 @@ pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
 
 
-@pytest.fixture
-def memory() -> Iterator[GraphMemory]:
-    yield GraphMemory(torch.cuda.Stream(DEVICE, priority=TRAINING_PRIORITY))
+def make_memory() -> GraphMemory:
+    return GraphMemory(torch.cuda.Stream(DEVICE, priority=TRAINING_PRIORITY))
 
 
-def test_what_another_thread_launches_on_the_streams_of_training_is_not_captured(memory: GraphMemory) -> None:
-    training = torch.cuda.Stream(DEVICE, priority=TRAINING_PRIORITY)
+def test_what_another_thread_launches_on_the_streams_of_training_is_not_captured() -> None:
+    memory, training = make_memory(), torch.cuda.Stream(DEVICE, priority=TRAINING_PRIORITY)
     count, x = torch.zeros(1, device=DEVICE), torch.ones(64, device=DEVICE)
     torch.cuda.synchronize()
 
@@ -48,8 +46,8 @@ def test_what_another_thread_launches_on_the_streams_of_training_is_not_captured
     assert (found == 3).all()
 
 
-def test_after_a_capture_that_fails_its_memory_is_free_again(memory: GraphMemory) -> None:
-    x = torch.ones(1 << 24, device=DEVICE)
+def test_after_a_capture_that_fails_its_memory_is_free_again() -> None:
+    memory, x = make_memory(), torch.ones(1 << 24, device=DEVICE)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(DEVICE)
@@ -63,7 +61,7 @@ def test_after_a_capture_that_fails_its_memory_is_free_again(memory: GraphMemory
     gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved(DEVICE) <= before
-    again = GraphMemory(torch.cuda.Stream(DEVICE, priority=TRAINING_PRIORITY))
+    again = make_memory()
     replay, found = again.record(lambda: x + 1)
     replay()
     torch.cuda.synchronize()

@@ -21,7 +21,7 @@ def pool_size(workers: int, cores: int) -> int:
 
 def share(workers: int, cores: int) -> int:
     """Compilations at once of each worker while the engine serves: more, and its steps take longer."""
-    return max(1, 3 * (cores - RESERVED_CORES) // (2 * workers))
+    return max(1, (cores - RESERVED_CORES) // workers)
 
 
 def start_compile_pool(workers: int) -> ProcessPoolExecutor:
