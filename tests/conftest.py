@@ -79,9 +79,11 @@ def two(shared_ranks: Callable[[], Ranks]) -> Ranks:
     return shared_ranks()
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
 def ranks(request: pytest.FixtureRequest, shared_ranks: Callable[[], Ranks]) -> Iterator[Ranks]:
-    """Two ranks; in slow tests four, too."""
+    """Two ranks; in slow tests four and eight, too."""
     if request.param == 2:
         yield shared_ranks()
         return

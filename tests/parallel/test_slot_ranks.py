@@ -95,7 +95,7 @@ def _one_row(mesh: Mesh, folder: str, one_shot: bool) -> dict[int, Found]:
         mesh = OneShotMesh(mesh.group)
     fused, slots, placed = _placed(load(folder, mesh, "slora"))
     kinds = [(own.weight.shape[1], *own.sizes) for own in fused.stacked]
-    fused.gemms = GemmChoice(gemv=dict.fromkeys(kinds, (4, 4)))
+    fused.gemms = GemmChoice(gemv=dict.fromkeys(kinds, (2, 4)))
     found = dict[int, Found]()
     for adapter in ONE_ROW:
         lora = _lora(slots, Segments((0, 1), (placed[adapter],)), "static decode")

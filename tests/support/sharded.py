@@ -43,7 +43,7 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind(4),
+    Kind(8),
     Kind(8, blocks=2),
     Kind(8, blocks=4),
     Kind(3, targets=("q_proj", "o_proj", "up_proj")),
