@@ -149,8 +149,8 @@ def main() -> None:
         revision=options.commit, settings=settings,
     )  # fmt: skip
     for key, (low, high, target) in predictions(model).items():
-        note = "predicted, not measured"
-        results.put(key, round(low, 3), "ratio", target, [round(low, 3), round(high, 3)], {"note": note})
+        about = {"note": "predicted, not measured", "target_when_measured": None if target is None else str(target)}
+        results.put(key, round(low, 3), "ratio", None, [round(low, 3), round(high, 3)], about)
     summarize(options.out)
 
 

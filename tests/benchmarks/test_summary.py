@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import (
+    bdlora_predict,
     bdlora_quality,
     bdlora_results,
     equal_report,
@@ -67,6 +68,7 @@ def test_the_summary_follows_from_the_results(tmp_path: Path) -> None:
     http_report.summarize(tmp_path)
     stall_report.summarize(tmp_path)
     bdlora_results.summarize(tmp_path, [])
+    bdlora_predict.summarize(tmp_path)
     figure_5_1_report.publish(tmp_path, tmp_path / "figure.png")
     bdlora_quality.publish(tmp_path, tmp_path / "figure.png")
     for report, file in (

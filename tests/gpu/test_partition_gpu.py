@@ -102,9 +102,12 @@ def test_a_graph_runs_where_it_was_captured(partition: Partition) -> None:
         with captured(graph, pool.memory, pool.stream):
             out = noted()
         graph.replay()
-    assert 0 < len(used(out)) <= partition.generation.multiprocessors
+        partition.generation.stream.synchronize()
+        found = set(out.tolist())
     with torch.cuda.stream(partition.training.stream):
-        assert not used(out) & used(noted())
+        others = used(noted())
+    assert -1 not in found and 0 < len(found) <= partition.generation.multiprocessors, sorted(found)
+    assert not found & others, (sorted(found), sorted(others))
 
 
 def test_both_parts_work_at_the_same_time(partition: Partition) -> None:

@@ -50,6 +50,8 @@ class CoserveTrial:
         self._runner = MicroBatchRunner(base, recompute=backends.recompute, attention=backends.training_attention)
         if backends.lora.groups_inputs:
             share_inputs(base)
+        if base.device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()  # of the products that have checked the base: readings leave them out
         self._loaded = settled(meter)
         self._kv = page_layout(base.kv_shapes, PAGE_TOKENS, base.dtype).page_bytes // PAGE_TOKENS
 
