@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -93,6 +93,13 @@ def _quota(path: Path, cores: int) -> int:
         return int(quota) // int(period)
     except (OSError, ValueError):  # no such file, or "max"
         return cores
+
+
+def adopt_orphans() -> None:
+    """What the children of this process leave behind becomes its own, and can be waited for. In a container the first process may wait for
+    nobody."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def obey_parent() -> None:

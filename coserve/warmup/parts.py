@@ -46,7 +46,7 @@ def graphs(rank: int) -> tuple[str, str]:
 STEP_PARTS = (*graphs(0), *graphs(DEFAULT_RANK))
 """Parts that must be complete before the engine runs compiled steps."""
 SLOT_KERNELS = f"kernels-{DEFAULT_RANK}"
-"""The part with the LoRA kernels of graphs, which need no compiled layers: the parts of graphs find them then."""
+"""The part with the LoRA kernels of graphs, which need no compiled layers: while these are compiled. The parts of graphs find those that are done."""
 PROFILE = "profile"
 """The part with the kernels of the memory profile, which the engine measures before it allocates its pool."""
 FIRST = (PROFILE, *STEP_PARTS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import msgspec
@@ -69,6 +71,7 @@ def test_a_part_that_cannot_be_run_is_reported(tmp_path: Path) -> None:
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("Triton Error [CUDA]: out of memory"),
         MemoryError(),
+        BrokenProcessPool("a process was killed"),
     ],
 )
 def test_a_part_without_memory_is_reported_as_such(
@@ -82,6 +85,27 @@ def test_a_part_without_memory_is_reported_as_such(
 def test_a_long_reason_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     fail_with(error, monkeypatch)
     assert [len(line) < 2000 and b"xxx" in line for line in reports(tmp_path)] == [True, True]
+
+
+def test_each_compiled_kernel_is_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All steps of a part may be done long before its last kernel is compiled."""
+
+    class Runner:
+        def __init__(self, compiled: Callable[[str, float], None]) -> None:
+            self.compiled = compiled
+
+        def run(self, name: str) -> Iterator[tuple[int, int]]:
+            yield 2, 3
+            self.compiled("shrink", 1.0)
+
+    class Base:
+        device = torch.device("cpu")
+
+    monkeypatch.setattr(worker, "gpu_of", lambda name: 0)
+    monkeypatch.setattr(worker, "load_few_layers", lambda *_: Base())
+    monkeypatch.setattr(worker, "make_part_runner", lambda *given: Runner(given[-1]))
+    found = [msgspec.json.decode(line, type=PartReport) for line in reports(tmp_path)]
+    assert [(one.done, one.total) for one in found] == [(2, 3), (2, 3), (1, 1)] * 2
 
 
 def test_a_report_that_nobody_reads_ends_the_worker(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""A fork server whose workers import nothing: each reports its parts as its pid says, and dies of the part `die`. The
+"""A fork server whose workers import nothing: each reports its parts with its pid, that of a process that it forks for the part `fork`, and dies of the part `die`. The
 reports of `long` and `unreadable` are no lines that a client reads."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 
@@ -23,13 +24,19 @@ def echo(sock: socket.socket) -> None:
             name = msgspec.json.decode(line, type=DoPart).name
             if name == "die":
                 os._exit(3)
+            pid = worker = os.getpid()
+            if name == "fork" and (pid := os.fork()) == 0:
+                obey_parent()
+                if os.getppid() == worker:  # else it has died before
+                    signal.pause()
+                os._exit(0)
             if name == "die with the server":
                 os.kill(os.getppid(), 9)
             if name in ODD:
                 lines.write(ODD[name])
                 lines.flush()
                 continue
-            lines.write(msgspec.json.encode(PartReport(1, 1, reason=f"{task.shape} {name} {os.getpid()}")) + b"\n")
+            lines.write(msgspec.json.encode(PartReport(1, 1, reason=f"{task.shape} {name} {pid}")) + b"\n")
             lines.flush()
 
 

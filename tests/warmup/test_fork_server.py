@@ -23,8 +23,8 @@ async def run(worker: ProcessWorker, part: str) -> PartReport | None:
         return await worker.next_report()
 
 
-async def pid_of(worker: ProcessWorker) -> int:
-    report = await run(worker, "any")
+async def pid_of(worker: ProcessWorker, part: str = "any") -> int:
+    report = await run(worker, part)
     assert report is not None
     return int(report.reason.split()[-1])
 
@@ -53,6 +53,20 @@ async def test_each_worker_is_a_process_of_its_own_that_can_be_ended(tmp_path: P
     await server.close()
     assert await third.next_report() is None
     await third.close()
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_what_a_worker_has_forked_ends_with_it_and_leaves_no_zombie(dies: bool) -> None:
+    """Not every first process of a container waits for the orphans that it gets."""
+    server = ForkServer(TASK, "tests.support.fork_echo")
+    worker = await server.start_worker()
+    child = await pid_of(worker, "fork")
+    assert alive(child)
+    if dies:
+        assert await run(worker, "die") is None
+    await worker.close()
+    assert not alive(child)
+    await server.close()
 
 
 @pytest.mark.parametrize("part", ["long", "unreadable"])

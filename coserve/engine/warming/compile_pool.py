@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from multiprocessing import get_context
+from pathlib import Path
 
 from coserve.processes import obey_parent, usable_cores
 
 NICENESS = 5
-"""Above the worker's own: its next step names the kernels that are compiled next."""
+"""More than the worker's own: they yield to it, as its next step names the kernels that are compiled next."""
+MOST = 16
+"""Processes of a worker: no part has so many kernels that more would help, and each takes some 100 MB."""
+KILLED_FIRST = "1000"
+"""Where the machine runs out of memory, one of these is killed and not the engine (`oom_score_adj`)."""
 RESERVED_CORES = 2
 """For the engine and the API process."""
 
 
 def pool_size(workers: int, cores: int) -> int:
     """Processes of each worker before the engine serves: twice its share of the cores, as workers seldom keep all of theirs busy."""
-    return max(1, 2 * (cores - RESERVED_CORES) // workers)
+    return max(1, min(MOST, 2 * (cores - RESERVED_CORES) // workers))
 
 
 def share(workers: int, cores: int) -> int:
-    """Compilations at once of each worker while the engine serves: more, and its steps take longer."""
-    return max(1, (cores - RESERVED_CORES) // workers)
+    """Compilations at once of each worker while the engine serves. With more, the engine's steps take longer."""
+    return max(1, min(MOST, (cores - RESERVED_CORES) // workers))
 
 
 def start_compile_pool(workers: int) -> ProcessPoolExecutor:
@@ -37,3 +43,5 @@ def _begin(parent: int) -> None:
     if os.getppid() != parent:  # it died before it could be obeyed
         os._exit(1)
     os.nice(NICENESS)
+    with suppress(OSError):  # not on Linux
+        Path("/proc/self/oom_score_adj").write_text(KILLED_FIRST)

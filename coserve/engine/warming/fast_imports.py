@@ -28,8 +28,11 @@ def fast_imports() -> Iterator[None]:
         gc.freeze()
         gc.enable()
         metadata.packages_distributions = everything
-        for name in hidden:  # the code of a model may import it
+        checks = sys.modules.get("transformers.utils.import_utils")
+        for name in hidden:  # the code of a model may import it, or ask transformers for it
             sys.modules.pop(name, None)
+            forget = getattr(getattr(checks, f"is_{name}_available", None), "cache_clear", lambda: None)
+            forget()
 
 
 class _LazyDistributions(dict[str, list[str]]):

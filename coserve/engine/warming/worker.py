@@ -79,24 +79,30 @@ def work(sock: socket.socket) -> None:
         def send(report: PartReport) -> None:
             sock.sendall(msgspec.json.encode(report) + b"\n")
 
-        compiled = watch_compilations()
+        compiled, progress = watch_compilations(), PartReport(0, 1)
+
+        def count(name: str, seconds: float) -> None:
+            compiled.add(name, seconds)
+            send(progress)  # it is no process that hangs
+
         on_gpu = config.device != "cpu" and not interpreted()
         processes = start_compile_pool(task.workers) if on_gpu else None  # before CUDA is used
         for line in lines:
             name, began = msgspec.json.decode(line, type=DoPart).name, time.monotonic()
-            kernels, seconds = len(compiled.kernels), compiled.seconds
+            kernels, seconds, progress = len(compiled.kernels), compiled.seconds, PartReport(0, 1)
             try:
                 gpu = gpu_of(name)
                 with use_gpu(config, gpu) as device:
                     if gpu not in runners:
                         base = load_few_layers(config, gpu, device)
-                        runners[gpu] = make_part_runner(base, config, task, processes, compiled.add)
+                        runners[gpu] = make_part_runner(base, config, task, processes, count)
                         set_sm_count = sm_count_setter(config, base.device)
                     set_sm_count(name.startswith(TRAINING))
                     for done, total in runners[gpu].run(name):
-                        send(PartReport(done, max(total, done + 1)))
-            except BrokenProcessPool:  # one was killed: the machine ran out of memory
-                return
+                        progress = PartReport(done, max(total, done + 1))
+                        send(progress)
+            except BrokenProcessPool:  # it died, most likely as the machine ran out of memory; this worker is replaced
+                send(PartReport(0, 1, "memory", "a process that compiles died"))
             except CoserveError as error:
                 send(PartReport(0, 1, "unsupported", error.message[:MAX_REASON]))
             except Exception as error:  # noqa: BLE001 - any error fails the part alone

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn, Protocol
 
 from coserve.engine.warming.fast_imports import fast_imports
-from coserve.processes import obey_parent
+from coserve.processes import adopt_orphans, obey_parent
 from coserve.warmup.fork_client import ANSWER, NEW, PID
 
 NICENESS = 10
@@ -34,6 +34,7 @@ CUDA_ERROR_NOT_INITIALIZED = 3
 def serve_forks(control: socket.socket, work: Callable[[socket.socket], None], *, anew: bool = False) -> None:
     """Fork processes that run `work` until the other end of `control` closes. `anew`: whether each imports everything itself."""
     server = os.getpid()
+    adopt_orphans()
     with suppress(ConnectionError):
         while True:
             request, descriptors, *_ = socket.recv_fds(control, PID.size, 1)
@@ -46,15 +47,26 @@ def serve_forks(control: socket.socket, work: Callable[[socket.socket], None], *
                     if pid == 0:
                         control.close()
                         _work_and_exit(sock, work, server)
+                    with suppress(OSError):  # it has done so itself
+                        os.setpgid(pid, pid)
             else:
-                os.kill(pid, signal.SIGKILL)  # it may have ended: its pid is kept until it is waited for
-                os.waitpid(pid, 0)
+                _end(pid)
             control.send(ANSWER.pack(pid, anew))
+
+
+def _end(pid: int) -> None:
+    """Kill a worker, which may have ended (its pid is kept until it is waited for), and what it has forked."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        while True:
+            os.waitpid(-pid, 0)
 
 
 def _work_and_exit(sock: socket.socket, work: Callable[[socket.socket], None], server: int) -> None:
     status = 1
     try:
+        os.setpgid(0, 0)  # a group with the processes that it forks
         obey_parent()
         if os.getppid() == server:  # else it has died before it could be obeyed
             work(sock)

@@ -6,9 +6,10 @@ Much of a compilation is Python, so threads of one process would take turns.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -20,6 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
+PTXAS = "TRITON_PTXAS_PATH"
+"""Inductor sets it where torch brings an assembler, whose version is part of the key of Triton's cache."""
 Compiled = Callable[[str, float], None]
 """Called with the name of a kernel that was compiled and the seconds that it took."""
 
@@ -28,9 +31,14 @@ def ignore(_name: str, _seconds: float) -> None:
     """Counts nothing."""
 
 
-def compile_kernel(module: str, name: str, specialization: str, target: GPUTarget) -> tuple[str, float] | None:
-    """Compile the kernel `name` of `module` for `target`, in a process that compiles one at a time. `specialization`: as Triton's `jit_cache_hook` gets it. Returns the kernel's name
+def compile_kernel(
+    module: str, name: str, specialization: str, target: GPUTarget, ptxas: str | None = None
+) -> tuple[str, float] | None:
+    """Compile the kernel `name` of `module` for `target`, in a process that compiles one at a time. `specialization`: as Triton's `jit_cache_hook` gets it; `ptxas`:
+    the value of `PTXAS`. Returns the kernel's name
     and the seconds that it took; None: it was in the cache."""
+    if ptxas is not None:
+        os.environ[PTXAS] = ptxas
     given, began, hits = json.loads(specialization), time.monotonic(), list[bool]()
     constants = {
         tuple(at): _decode(value) for at, value in zip(given["constant_keys"], given["constant_vals"], strict=True)
@@ -66,25 +74,33 @@ def _tuples(value: object) -> object:
 
 @contextmanager
 def compiled_by(processes: Executor, compiled: Compiled = ignore, most: int | None = None) -> Iterator[None]:
-    """Inside, a kernel's `warmup` has one of these processes compile what its arguments need, once; all is compiled at the end. What is
-    launched inside is compiled here. `most`: compilations at once, None: as many as there are processes. Raises what a compilation raised."""
+    """Inside, a kernel's `warmup` has one of these processes compile what its arguments need, once; all is compiled at the end. A kernel that
+    is launched all the same is compiled here. `most`: compilations at once, None: as many as there are processes.
+
+    What a compilation raised is raised at the end, whatever became of it inside; nothing more is compiled then.
+    """
     target, asked, before = driver.active.get_current_target(), set[str](), knobs.runtime.jit_cache_hook
-    running = set[Future[tuple[str, float] | None]]()
+    running, failed = set[Future[tuple[str, float] | None]](), list[BaseException]()
 
     def collect(fewer_than: int) -> None:
         while len(running) >= fewer_than:
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 running.remove(future)
-                if (found := future.result()) is not None:
+                if (error := future.exception()) is not None:
+                    failed.append(error)
+                elif (found := future.result()) is not None:
                     compiled(*found)
 
     def ask(*, fn: Any, compile: Mapping[str, Any], is_manual_warmup: bool, **_: object) -> bool:  # noqa: ANN401 - Triton's own names and types
         given = compile["specialization_data"]
-        if is_manual_warmup and given not in asked:
+        if is_manual_warmup and given not in asked and not failed:
             asked.add(given)
             if most is not None:
                 collect(fewer_than=most)
-            running.add(processes.submit(compile_kernel, fn.module, fn.name, given, target))
+            try:
+                running.add(processes.submit(compile_kernel, fn.module, fn.name, given, target, os.environ.get(PTXAS)))
+            except BrokenExecutor as error:
+                failed.append(error)
         return is_manual_warmup  # True: Triton does not compile it
 
     knobs.runtime.jit_cache_hook = ask
@@ -95,3 +111,5 @@ def compiled_by(processes: Executor, compiled: Compiled = ignore, most: int | No
         knobs.runtime.jit_cache_hook = before
         for future in running:
             future.cancel()
+    if failed:
+        raise failed[0]

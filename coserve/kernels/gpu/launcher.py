@@ -39,8 +39,8 @@ Constant = bool | int
 
 @contextmanager
 def compile_only(processes: Executor | None, compiled: Compiled = ignore, most: int | None = None) -> Iterator[None]:
-    """Inside, `Launcher` and `launch` have these processes compile and launch nothing: what kernels would have written is
-    undefined. All is compiled at the end. For processes that fill caches while others use the GPU.
+    """Inside, `Launcher` and `launch` launch nothing, and these processes compile: what kernels would have written is
+    undefined. All is compiled at the end, or what a compilation raised is raised. For processes that fill caches while others use the GPU.
 
     `processes`: None: this process compiles. `compiled`: called for each kernel that was compiled by them; `most`: compilations at once, None: as
     many as there are processes."""
