@@ -66,6 +66,10 @@ from coserve.warmup.parts import training as training_part
 
 log = logging.getLogger(__name__)
 
+NOT_PRELOADED = (
+    "generation: its kernels could not be loaded ahead (see the log): the first step of each kind waits for them"
+)
+
 
 def build_engine(
     base: Base,
@@ -306,7 +310,7 @@ def _preload_kernels(
     executor: Callable[[KvCache], StepExecutor | None] | None,
     *,
     decodes: bool = True,
-) -> None:
+) -> str:
     """See `PreloadKernels`. On a stream that the engine's steps do not wait for."""
     began = time.monotonic()
     try:
@@ -315,8 +319,9 @@ def _preload_kernels(
             torch.cuda.current_stream().synchronize()
     except Exception:  # steps load their kernels later
         log.exception("the kernels of the first steps could not be loaded ahead")
-    else:
-        log.info("kernels of the first steps loaded in %.1f s", time.monotonic() - began)
+        return NOT_PRELOADED
+    log.info("kernels of the first steps loaded in %.1f s", time.monotonic() - began)
+    return ""
 
 
 def _preload_training(config: Config, task: WarmUpTask, base: Base) -> None:

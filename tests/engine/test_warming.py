@@ -354,8 +354,9 @@ def test_layers_are_loaded_once_before_the_kernels_of_steps() -> None:
         def compile(self) -> None:
             done.append("layers")
 
-    def preload(base: object, executor: object, *, decodes: bool = True) -> None:
+    def preload(base: object, executor: object, *, decodes: bool = True) -> str:
         done.append("steps" if decodes else "prompts")
+        return "slow prompts" if not decodes else ""
 
     upgrade = Upgrade(cast("Compilation", Layers()), cast("Generator", None), (), preload_kernels=preload)
     upgrade.load_layers()
@@ -365,6 +366,7 @@ def test_layers_are_loaded_once_before_the_kernels_of_steps() -> None:
         upgrade.compile()
         upgrade.load_layers()
     assert done == ["layers", "prompts", "steps"] and upgrade.compiled
+    assert "slow prompts" in upgrade.notes, "the operator hears of what failed"
 
 
 def test_the_first_graphs_are_captured_before_the_engine_serves() -> None:

@@ -25,17 +25,18 @@ log = logging.getLogger(__name__)
 
 class PreloadKernels(Protocol):
     """Loads the kernels of the first steps over a base; the steps' executor is made by the function, or eager. Without `decodes`,
-    of steps with prompts only."""
+    of steps with prompts only. Returns a note for the operator where that failed, else nothing."""
 
     def __call__(
         self, base: Base, executor: Callable[[KvCache], StepExecutor | None] | None, *, decodes: bool = True
-    ) -> None: ...
+    ) -> str: ...
 
 
 def preload_nothing(
     base: Base, executor: Callable[[KvCache], StepExecutor | None] | None, *, decodes: bool = True
-) -> None:
+) -> str:
     """Where there are no kernels on disk."""
+    return ""
 
 
 LOADING, CAPTURING = 10, 40
@@ -89,6 +90,7 @@ class Upgrade:
         self._training_compiled = training_layers is None
         self._compilation, self._generator, self._notes, self._warm = compilation, generator, notes, warm
         self._preload_kernels, self._clock, self._began = preload_kernels, clock, clock()
+        self._preload_note = ""
         self._executor: GraphExecutor | None = None
         self._graphs = 0
         """Most that were missing at once: those of a rank are known once it was asked for."""
@@ -133,7 +135,8 @@ class Upgrade:
         if self._warm is None:
             self.compile_training()  # what compiles anew, not from disk, would fail compiled steps of other threads
         began = self._clock()
-        self._preload_kernels(self._compilation.shadow, self._compilation.preload_executor)
+        note = self._preload_kernels(self._compilation.shadow, self._compilation.preload_executor)
+        self._preload_note = note or self._preload_note
         log.info("the layers' kernels loaded in %.1f s", self._clock() - began)
         self.preload_eager()
 
@@ -180,13 +183,14 @@ class Upgrade:
         run it would take several times as long, and so would they."""
         if not self._eager_loaded:
             self._eager_loaded = True
-            self._preload_kernels(self._compilation.shadow, None, decodes=False)
+            note = self._preload_kernels(self._compilation.shadow, None, decodes=False)
+            self._preload_note = note or self._preload_note
 
     @property
     def notes(self) -> tuple[str, ...]:
         warm = () if self._warm is None else self._warm.notes
-        training = (self._training_note,) if self._training_note else ()
-        return self._notes + ((COMPILING,) if self._adopted is None else self._adopted) + training + warm
+        failed = tuple(note for note in (self._preload_note, self._training_note) if note)
+        return self._notes + ((COMPILING,) if self._adopted is None else self._adopted) + failed + warm
 
     def progress(self) -> EngineWarming:
         """Of the warm-up, of loading the layers, and of capturing graphs, in units."""
