@@ -11,7 +11,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.engine.warming.compile_pool import pool_size, share
+from coserve.engine.warming.compile_pool import compilations_beside_requests, pool_size
 
 WORKER = """
 import os, signal
@@ -37,4 +37,4 @@ def test_every_worker_has_one_and_all_leave_cores_to_the_engine(workers: int, co
     size = pool_size(workers, cores)
     assert size >= 1
     assert size == 1 or size * workers <= 2 * (cores - 2)
-    assert 1 <= share(workers, cores) <= size
+    assert 1 <= compilations_beside_requests(workers, cores) <= size

@@ -6,6 +6,7 @@ import gc
 import sys
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -13,22 +14,25 @@ from coserve.engine.warming.fast_imports import UNUSED, fast_imports
 
 
 @pytest.fixture
-def not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All of them, and none is imported yet."""
     for name in UNUSED:
+        (tmp_path / f"{name}.py").touch()
         monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
 
 
-@pytest.mark.usefixtures("not_imported")
+@pytest.mark.usefixtures("installed")
 def test_packages_are_hidden_inside_only() -> None:
-    before = {name: find_spec(name) is not None for name in UNUSED}
+    assert all(map(find_spec, UNUSED))
     with fast_imports():
         assert not any(map(find_spec, UNUSED))
         assert not gc.isenabled()
-    assert {name: find_spec(name) is not None for name in UNUSED} == before
+    assert all(map(find_spec, UNUSED))
     assert gc.isenabled()
 
 
-@pytest.mark.usefixtures("not_imported")
+@pytest.mark.usefixtures("installed")
 def test_they_are_found_again_after_an_import_that_fails() -> None:
     everything = metadata.packages_distributions
     with pytest.raises(ImportError), fast_imports():

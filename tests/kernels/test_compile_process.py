@@ -57,7 +57,7 @@ with compile_only(None):
 print(len(heard), all(heard))
 for most in (1, None):  # what one compilation raises, others hear of: a capture leaves its graph out whatever is raised inside
     try:
-        with compile_only(processes, most=most):
+        with compile_only(processes, max_concurrent=most):
             with suppress(Exception):
                 launch((1, 1, 1), (x, x), (3,), FACTOR=2.0, WIDE="no", KIND=None, BLOCK=15, num_warps=1)
             for length in (1, 7):

@@ -11,7 +11,7 @@ import sys
 import msgspec
 
 from coserve.engine.warming.worker_process import serve_forks
-from coserve.processes import obey_parent
+from coserve.processes import adopt_orphans, obey_parent
 from coserve.warmup.messages import DoPart, PartReport, WarmUpTask
 
 ODD = {"long": b"x" * 100_000 + b"\n", "unreadable": b"a warning\n"}
@@ -42,5 +42,6 @@ def echo(sock: socket.socket) -> None:
 
 if __name__ == "__main__":
     obey_parent()
+    adopt_orphans()
     with socket.socket(fileno=int(sys.argv[1])) as control:
         serve_forks(control, echo, anew="ECHO_ANEW" in os.environ)

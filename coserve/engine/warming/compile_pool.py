@@ -12,36 +12,36 @@ from coserve.processes import obey_parent, usable_cores
 
 NICENESS = 5
 """More than the worker's own: they yield to it, as its next step names the kernels that are compiled next."""
-MOST = 16
+MAX_PROCESSES = 16
 """Processes of a worker: no part has so many kernels that more would help, and each takes some 100 MB."""
-KILLED_FIRST = "1000"
-"""Where the machine runs out of memory, one of these is killed and not the engine (`oom_score_adj`)."""
+OOM_SCORE_ADJ = "1000"
+"""Where the machine runs out of memory, Linux kills one of these and not the engine."""
 RESERVED_CORES = 2
 """For the engine and the API process."""
 
 
 def pool_size(workers: int, cores: int) -> int:
     """Processes of each worker before the engine serves: twice its share of the cores, as workers seldom keep all of theirs busy."""
-    return max(1, min(MOST, 2 * (cores - RESERVED_CORES) // workers))
+    return max(1, min(MAX_PROCESSES, 2 * (cores - RESERVED_CORES) // workers))
 
 
-def share(workers: int, cores: int) -> int:
-    """Compilations at once of each worker while the engine serves. With more, the engine's steps take longer."""
-    return max(1, min(MOST, (cores - RESERVED_CORES) // workers))
+def compilations_beside_requests(workers: int, cores: int) -> int:
+    """How many processes of each worker may compile at the same time once the engine serves. With more, its steps take longer."""
+    return max(1, min(MAX_PROCESSES, (cores - RESERVED_CORES) // workers))
 
 
 def start_compile_pool(workers: int) -> ProcessPoolExecutor:
     """Fork them from this process, which must not have used CUDA yet. They end with it, also if it is killed. `workers`: of the warm-up."""
     processes, parent = pool_size(workers, usable_cores()), os.getpid()
-    pool = ProcessPoolExecutor(processes, get_context("fork"), initializer=_begin, initargs=(parent,))
+    pool = ProcessPoolExecutor(processes, get_context("fork"), initializer=_initialize, initargs=(parent,))
     pool.submit(os.getpid).result()  # the first call forks all of them
     return pool
 
 
-def _begin(parent: int) -> None:
+def _initialize(parent: int) -> None:
     obey_parent()
     if os.getppid() != parent:  # it died before it could be obeyed
         os._exit(1)
     os.nice(NICENESS)
     with suppress(OSError):  # not on Linux
-        Path("/proc/self/oom_score_adj").write_text(KILLED_FIRST)
+        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE_ADJ)

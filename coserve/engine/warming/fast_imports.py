@@ -54,6 +54,6 @@ class _LazyDistributions(dict[str, list[str]]):
             self.update(self._everything())
         else:
             return [package]
-        if package in self.keys():
+        if package in self:
             return self[package]
         raise KeyError(package)

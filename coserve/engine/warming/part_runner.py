@@ -14,7 +14,7 @@ from coserve.adapters.targets import resolve_targets
 from coserve.config import Config
 from coserve.engine.sizes import STEP_TOKENS
 from coserve.engine.warming.client import gemm_paths, layer_costs_path
-from coserve.engine.warming.compile_pool import share
+from coserve.engine.warming.compile_pool import compilations_beside_requests
 from coserve.engine.warming.gemm_cases import gemm_cases
 from coserve.engine.warming.step_mixes import (
     CONTEXTS,
@@ -39,7 +39,7 @@ from coserve.generate.execution.start import INDUCTOR, wake_compiler
 from coserve.generate.sampling.device_sampler import DeviceSampler
 from coserve.generate.sampling.rows import SamplingRow
 from coserve.kernels.attention.interface import TokenRun
-from coserve.kernels.gpu.compile_process import Compiled, ignore
+from coserve.kernels.gpu.compile_process import OnCompiled, ignore_compiled
 from coserve.kernels.gpu.launcher import compile_only
 from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.types import StackedWeights
@@ -93,13 +93,12 @@ class PartRunner:
         conditions: Conditions,
         task: WarmUpTask,
         processes: Executor | None = None,
-        compiled: Compiled = ignore,
+        on_compiled: OnCompiled = ignore_compiled,
     ) -> None:
-        """`processes`, `compiled`: see `compile_only`."""
+        """`processes`, `on_compiled`: see `compile_only`."""
         self._base, self._conditions, self._task = base, conditions, task
-        self._processes, self._compiled = processes, compiled
-        self._most: int | None = None
-        """Compilations at once; None: as many as there are processes."""
+        self._processes, self._on_compiled = processes, on_compiled
+        self._max_concurrent: int | None = None  # see `compile_only`
         self._max_running, self._step_tokens = conditions.max_running, conditions.work.step_tokens
         longest, page_tokens = max(CONTEXTS) + self._step_tokens, conditions.page_tokens
         self._kv = KvCache.for_base(base, max(longest, 16 * page_tokens), page_tokens)
@@ -115,7 +114,8 @@ class PartRunner:
 
     def run(self, name: str) -> Iterator[tuple[int, int]]:
         """Run a part of `warmup.parts.all_parts`. Yields (done, total) after each piece of its work."""
-        self._most = None if name in (*FIRST, *SCORED, SLOT_KERNELS) else share(self._task.workers, usable_cores())
+        beside = compilations_beside_requests(self._task.workers, usable_cores())
+        self._max_concurrent = None if name in (*FIRST, *SCORED, SLOT_KERNELS) else beside
         kind, _, number = name.partition("-")
         match kind:
             case "steps":
@@ -177,7 +177,7 @@ class PartRunner:
     def _compiling(self) -> Iterator[None]:
         """Inside, kernels are compiled and not launched, those of backward passes too: autograd's own threads know nothing of it."""
         with (
-            compile_only(self._processes, self._compiled, self._most),
+            compile_only(self._processes, self._on_compiled, self._max_concurrent),
             torch.autograd.set_multithreading_enabled(False),
         ):
             yield
@@ -386,11 +386,15 @@ class PartRunner:
 
 
 def make_part_runner(
-    base: Base, config: Config, task: WarmUpTask, processes: Executor | None = None, compiled: Compiled = ignore
+    base: Base,
+    config: Config,
+    task: WarmUpTask,
+    processes: Executor | None = None,
+    on_compiled: OnCompiled = ignore_compiled,
 ) -> PartRunner:
-    """A runner for these settings. `processes`, `compiled`: see `PartRunner`."""
+    """A runner for these settings. `processes`, `on_compiled`: see `PartRunner`."""
     lora_backend = choose_backend(config.lora_backend, base.device, base.dtype)
     step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
     work = Work(step_tokens, config.micro_batch_tokens, config.max_active_jobs)
     conditions = Conditions(lora_backend, config.recompute, config.inference_batch_size, config.page_tokens, work)
-    return PartRunner(base, conditions, task, processes, compiled)
+    return PartRunner(base, conditions, task, processes, on_compiled)

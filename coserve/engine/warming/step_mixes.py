@@ -100,7 +100,7 @@ def first_micro_batches(most: int) -> list[int]:
 
 def micro_batch_sizes(most: int) -> list[int]:
     """Tokens of micro-batches that need nearly every training kernel there is for up to `most` tokens: kernels depend on the number of
-    tiles, up to `DENSE` tokens on each, and on whether Triton may read whole vectors."""
+    tiles, up to `DENSE` tokens on each."""
     dense = range(TILE, min(most, DENSE) + 1, TILE)
     sparse = range(DENSE, most + 1, 8 * TILE)
     return sorted(size for size in {1, 2, 16, most - 3, most, *dense, *sparse} if 0 < size <= most)

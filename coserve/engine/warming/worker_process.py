@@ -34,7 +34,6 @@ CUDA_ERROR_NOT_INITIALIZED = 3
 def serve_forks(control: socket.socket, work: Callable[[socket.socket], None], *, anew: bool = False) -> None:
     """Fork processes that run `work` until the other end of `control` closes. `anew`: whether each imports everything itself."""
     server = os.getpid()
-    adopt_orphans()
     with suppress(ConnectionError):
         while True:
             request, descriptors, *_ = socket.recv_fds(control, PID.size, 1)
@@ -130,6 +129,7 @@ def work_anew(sock: socket.socket) -> NoReturn:
 
 def main() -> None:
     obey_parent()
+    adopt_orphans()  # those of workers that die, which `_end` waits for
     # Threads of numeric libraries, which their own handlers of fork take care of; Python 3.12 warns of any.
     warnings.filterwarnings("ignore", ".* is multi-threaded, use of fork", DeprecationWarning)
     alone = ALONE in sys.argv

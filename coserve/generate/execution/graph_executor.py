@@ -125,8 +125,6 @@ class GraphExecutor:
         self._graph_bytes = graph_bytes or GraphBytes(base.device)
         self._capture: Iterator[None] | None = None
         """Of the graph that is being captured."""
-        self._wanted: LoraFootprint | None = None
-        """Of the last step that found no graph."""
 
     @property
     def decode_graphs(self) -> tuple[tuple[int, LoraFootprint], ...]:
@@ -176,10 +174,8 @@ class GraphExecutor:
             yield from capture
 
     def _next_capture(self) -> Iterator[None] | None:
-        """At first the graph of the largest decode batch, which all decode steps can use meanwhile; then those of the footprint that is
-        wanted."""
+        """At first the graph of the largest decode batch, which all decode steps can use meanwhile."""
         ready = [one for one in self._footprints if self._on_disk is None or self._on_disk(one.max_rank)]
-        ready.sort(key=lambda one: one != self._wanted)
         decode, mixed = self._decode_graphs, self._mixed_graphs
         first = (decode.prepare(footprint) for footprint in ready if not decode.any(footprint))
         others = (mixed.prepare(footprint) or decode.prepare(footprint) for footprint in ready)
@@ -259,7 +255,6 @@ class GraphExecutor:
         rows = rows_of(batch.sequences, self._token_slots)
         graph = None if batch.footprint is None else self._mixed_graphs.holding(batch.runs, batch.footprint)
         if graph is None:
-            self._wanted = batch.footprint
             logits, best = self._kernel_by_kernel(batch, rows)
         else:
             logits, best = graph.run(rows, batch.runs, batch.segments)

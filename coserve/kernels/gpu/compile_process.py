@@ -23,20 +23,21 @@ from triton.runtime import driver
 
 PTXAS = "TRITON_PTXAS_PATH"
 """Inductor sets it where torch brings an assembler, whose version is part of the key of Triton's cache."""
-Compiled = Callable[[str, float], None]
+OnCompiled = Callable[[str, float], None]
 """Called with the name of a kernel that was compiled and the seconds that it took."""
 
 
-def ignore(_name: str, _seconds: float) -> None:
+def ignore_compiled(_name: str, _seconds: float) -> None:
     """Counts nothing."""
 
 
 def compile_kernel(
     module: str, name: str, specialization: str, target: GPUTarget, ptxas: str | None = None
 ) -> tuple[str, float] | None:
-    """Compile the kernel `name` of `module` for `target`, in a process that compiles one at a time. `specialization`: as Triton's `jit_cache_hook` gets it; `ptxas`:
-    the value of `PTXAS`. Returns the kernel's name
-    and the seconds that it took; None: it was in the cache."""
+    """Compile the kernel `name` of `module` for `target`. Returns its name and the seconds that it took; None: it was in the cache.
+
+    `specialization`: JSON, as Triton's `jit_cache_hook` gets it. `ptxas`: the value of `PTXAS` in the process that asks. One call at a time
+    in a process."""
     if ptxas is not None:
         os.environ[PTXAS] = ptxas
     given, began, hits = json.loads(specialization), time.monotonic(), list[bool]()
@@ -73,9 +74,11 @@ def _tuples(value: object) -> object:
 
 
 @contextmanager
-def compiled_by(processes: Executor, compiled: Compiled = ignore, most: int | None = None) -> Iterator[None]:
+def compiled_by(
+    processes: Executor, on_compiled: OnCompiled = ignore_compiled, max_concurrent: int | None = None
+) -> Iterator[None]:
     """Inside, a kernel's `warmup` has one of these processes compile what its arguments need, once; all is compiled at the end. A kernel that
-    is launched all the same is compiled here. `most`: compilations at once, None: as many as there are processes.
+    is launched all the same is compiled here. `max_concurrent`: compilations at the same time; None: as many as there are processes.
 
     What a compilation raised is raised at the end, whatever became of it inside; nothing more is compiled then.
     """
@@ -89,14 +92,14 @@ def compiled_by(processes: Executor, compiled: Compiled = ignore, most: int | No
                 if (error := future.exception()) is not None:
                     failed.append(error)
                 elif (found := future.result()) is not None:
-                    compiled(*found)
+                    on_compiled(*found)
 
     def ask(*, fn: Any, compile: Mapping[str, Any], is_manual_warmup: bool, **_: object) -> bool:  # noqa: ANN401 - Triton's own names and types
         given = compile["specialization_data"]
         if is_manual_warmup and given not in asked and not failed:
             asked.add(given)
-            if most is not None:
-                collect(fewer_than=most)
+            if max_concurrent is not None:
+                collect(fewer_than=max_concurrent)
             try:
                 running.add(processes.submit(compile_kernel, fn.module, fn.name, given, target, os.environ.get(PTXAS)))
             except BrokenExecutor as error:

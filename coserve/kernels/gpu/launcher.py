@@ -18,7 +18,7 @@ from typing import Protocol
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from coserve.kernels.gpu.compile_process import Compiled, compiled_by, ignore
+from coserve.kernels.gpu.compile_process import OnCompiled, compiled_by, ignore_compiled
 from coserve.kernels.gpu.device import interpreted
 
 MAX_CACHED = 8192
@@ -38,15 +38,19 @@ Constant = bool | int
 
 
 @contextmanager
-def compile_only(processes: Executor | None, compiled: Compiled = ignore, most: int | None = None) -> Iterator[None]:
+def compile_only(
+    processes: Executor | None, on_compiled: OnCompiled = ignore_compiled, max_concurrent: int | None = None
+) -> Iterator[None]:
     """Inside, `Launcher` and `launch` launch nothing, and these processes compile: what kernels would have written is
     undefined. All is compiled at the end, or what a compilation raised is raised. For processes that fill caches while others use the GPU.
 
-    `processes`: None: this process compiles. `compiled`: called for each kernel that was compiled by them; `most`: compilations at once, None: as
-    many as there are processes."""
+    `processes`: None: this process compiles. `on_compiled`: called for each kernel that they compiled; `max_concurrent`: compilations at the
+    same time; None: as many as there are processes."""
     token = _mode.set(_Mode.COMPILE)
     try:
-        with nullcontext() if interpreted() or processes is None else compiled_by(processes, compiled, most):
+        with (
+            nullcontext() if interpreted() or processes is None else compiled_by(processes, on_compiled, max_concurrent)
+        ):
             yield
     finally:
         _mode.reset(token)
