@@ -73,5 +73,6 @@ def test_nearly_every_step_of_requests_is_covered(rank: int, monkeypatch: pytest
     for mix in (*step_mixes(64, 2048, 8192), *rare_mixes(64, 2048, 8192)):
         for count in adapter_counts(mix, 64):
             known |= recorder.run(mix.tokens, count)
+    assert len(known) < 80, "each is compiled at a first start, for half a second"
     missing = [step for step in (random_step(rng) for _ in range(STEPS)) if not recorder.run(*step) <= known]
     assert len(missing) <= STEPS // 100, missing
