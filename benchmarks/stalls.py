@@ -58,6 +58,7 @@ from benchmarks.stall_report import (
 from coserve.client import Client
 from coserve.config import Config
 from coserve.errors import WrongJobState
+from coserve.schemas.jobs import JobEvent
 from coserve.types import JobState, TrainingSettings
 from coserve.workloads.replay import Sample
 
@@ -209,6 +210,7 @@ class Stalls:
         row = latency(beside) | {"seconds": seconds, "pair_seconds": kinds, "ft_cost": cost(**kinds)}
         row |= {"all_requests": latency(samples), "stalls": stalls(before, after), "timeline": timeline(samples)}
         row["allocations"] = allocations(before, after)
+        row["job_events"] = {str(pair.checkpoint_steps): pair.events for pair in complete}  # the last pair of each kind
         self._jobs[f"r{rate:g}"] = row
         for name, unit in (("max_gap_ms", "ms"), ("ttft_p99_ms", "ms"), ("ft_cost", "fraction")):
             about: dict[str, Any] = {at: each[name] for at, each in self._jobs.items()}
@@ -264,6 +266,8 @@ class JobPair:
     checkpoint_steps: int
     start: float
     end: float
+    events: Sequence[Sequence[tuple[float, str]]]
+    """Of each job: seconds since its first event, and what it says."""
 
 
 @contextlib.contextmanager
@@ -282,10 +286,12 @@ def jobs(client: Client, size: Size, checkpoint_steps: Sequence[int]) -> Iterato
     )
     rows, stopping, begun, pairs = corpus(size), threading.Event(), threading.Event(), list[JobPair]()
 
-    def one(number: int, steps: int) -> None:
+    def one(number: int, steps: int) -> list[tuple[float, str]]:
         given = msgspec.to_builtins(msgspec.structs.replace(training, checkpoint_steps=steps))
         job = client.finetune(f"trained-{number}", rows, lora={"r": RANK}, training=given)
+        seen = list[JobEvent]()
         for event in job.events():
+            seen.append(event)
             if event.state is JobState.FAILED:
                 raise SystemExit(f"job {job.id}: {event.message}")
             if event.metrics is not None and event.metrics.step >= 2:
@@ -293,16 +299,17 @@ def jobs(client: Client, size: Size, checkpoint_steps: Sequence[int]) -> Iterato
             if stopping.is_set():
                 with contextlib.suppress(WrongJobState):  # it has ended meanwhile
                     job.cancel()
-                return
+                break
+        return [(round(event.created_at - seen[0].created_at, 3), event.message) for event in seen]
 
     def line(pool: ThreadPoolExecutor) -> None:
         try:
             for steps in itertools.cycle(checkpoint_steps):
                 start = time.monotonic()
-                list(pool.map(one, range(ACTIVE_JOBS), [steps] * ACTIVE_JOBS))
+                events = list(pool.map(one, range(ACTIVE_JOBS), [steps] * ACTIVE_JOBS))
                 if stopping.is_set():
                     return
-                pairs.append(JobPair(steps, start, time.monotonic()))
+                pairs.append(JobPair(steps, start, time.monotonic(), events))
         finally:
             begun.set()  # a failure must not leave the other end waiting
 
