@@ -180,6 +180,10 @@ class Config:
         None,
         "host memory for idle adapters, in bytes; default: as many as max_adapters_resident says, whatever their size",
     )
+    paged_memory_bytes: int | None = option(
+        None,
+        "pinned host memory for the moments of jobs with paged optimizers, in bytes; default: half of the memory that the daemon may use",
+    )
     micro_batch_tokens: int = option(2048, "most tokens of one training forward, of one job or of several together")
     micro_batch_rows: int | None = option(
         None, "most rows of one training forward; default: as many as micro_batch_tokens holds"
@@ -238,6 +242,7 @@ class Config:
             "max_active_jobs",
             "max_adapters_resident",
             "adapter_memory_bytes",
+            "paged_memory_bytes",
             "micro_batch_rows",
             "keep_checkpoints",
             "tokenizer_workers",

@@ -75,7 +75,7 @@ class JobUse(Wire, frozen=True):
     """The copies that forwards read, and the teacher's."""
     gradients: int
     optimizer: int
-    """fp32 weights, moments, and the best weights of a job with early stopping."""
+    """fp32 weights, moments, or the buffers that paged ones pass through, and the best weights of a job with early stopping."""
     activations: int
     """The most that a micro-batch of the job alone takes, while it is computed. One micro-batch, of one job or of several that share
     it, is computed at a time."""
@@ -84,6 +84,8 @@ class JobUse(Wire, frozen=True):
     """Computed again in the backward, of `layers`."""
     layers: int
     """Of the base."""
+    pinned: int = 0
+    """Host memory of paged moments."""
 
     @property
     def state(self) -> int:
@@ -122,6 +124,10 @@ class MemoryUse(Wire, frozen=True):
     """Bytes that the active jobs are predicted to need of `training`."""
     peak: int
     """The most bytes that torch has allocated so far."""
+    pinned: int = 0
+    """Host memory, not the GPU's: paged moments of all jobs."""
+    pinned_limit: int | None = None
+    """Of `pinned`; None: none."""
     each: tuple[JobUse, ...] = ()
 
 
@@ -138,5 +144,7 @@ class MemoryModel(Wire, frozen=True):
     """Both LoRA matrices are sharded (`lora_sharding slora`)."""
     recompute: bool = False
     """The engine computes layers again in any case."""
+    pinned: int | None = None
+    """Bytes of host memory for the paged moments of all jobs; None: any number."""
     compiled: TrainingCosts | None = None
     """Of compiled layers, for jobs that run them; None: there are none."""

@@ -98,18 +98,14 @@ _ADAMW = (
     "adamw_torch",
     "adamw_torch_fused",
 )
-_PAGED = "paged states are not supported"
-_QUARTER = "whose moments take a quarter of the memory"
 OTHER_VALUES = {
     "optimizer": {
         **dict.fromkeys((*_ADAMW, "adamw_torch_npu_fused", "adamw_torch_xla"), "did you mean 'adamw'?"),
         **dict.fromkeys(("adam8bit", "adamw8bit", "adamw_bnb_8bit", "adamw_torch_8bit"), "did you mean 'adamw_8bit'?"),
         "lion_32bit": "did you mean 'lion'?",
         "lion8bit": "did you mean 'lion_8bit'?",
-        **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), f"{_PAGED}: use 'adamw', or 'adamw_8bit', {_QUARTER}"),
-        **dict.fromkeys(("paged_lion", "paged_lion_32bit"), f"{_PAGED}: use 'lion', or 'lion_8bit', {_QUARTER}"),
-        "paged_adamw_8bit": f"{_PAGED}: use 'adamw_8bit', whose moments stay on the GPU",
-        "paged_lion_8bit": f"{_PAGED}: use 'lion_8bit', whose moments stay on the GPU",
+        "paged_adamw_32bit": "did you mean 'paged_adamw'?",
+        "paged_lion_32bit": "did you mean 'paged_lion'?",
     }
 }
 """Of a field: other libraries' values (transformers' `optim`), and what to give instead."""

@@ -16,7 +16,7 @@ from typing import IO
 
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+CPU_QUOTA, MEMORY_LIMIT = Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/memory.max")
 
 
 def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -93,6 +93,15 @@ def _quota(path: Path, cores: int) -> int:
         return int(quota) // int(period)
     except (OSError, ValueError):  # no such file, or "max"
         return cores
+
+
+def usable_memory(limit: Path = MEMORY_LIMIT) -> int:
+    """Bytes of the machine's memory, fewer under a container's `limit`."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(machine, int(limit.read_text()))
+    except (OSError, ValueError):  # no such file, or "max"
+        return machine
 
 
 def adopt_orphans() -> None:

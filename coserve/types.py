@@ -128,7 +128,7 @@ class MicroStep(StrEnum):
     BACKWARD = "backward"
     """One layer's backward."""
     OPTIMIZER = "optimizer"
-    """AdamW's update of the weights, once an optimizer step."""
+    """The update of the weights, once an optimizer step; with paged moments once for each `admission.optimizers.SLICE` of it."""
     EVALUATE = "evaluate"
     """One layer's forward without gradients: in an evaluation, or a teacher's."""
     EVALUATE_HEAD = "evaluate_head"
@@ -138,20 +138,34 @@ class MicroStep(StrEnum):
 
 
 class Optimizer(StrEnum):
-    """What updates a job's weights: Adam with decoupled weight decay, or Lion; `8bit`: with moments of one byte a weight, by bitsandbytes."""
+    """What updates a job's weights: Adam with decoupled weight decay, or Lion; `8bit`: with moments of one byte a weight, by bitsandbytes;
+    `paged`: the moments stay in host memory, and pass through the GPU at each update."""
 
     ADAMW = "adamw"
     ADAMW_8BIT = "adamw_8bit"
     LION = "lion"
     LION_8BIT = "lion_8bit"
+    PAGED_ADAMW = "paged_adamw"
+    PAGED_ADAMW_8BIT = "paged_adamw_8bit"
+    PAGED_LION = "paged_lion"
+    PAGED_LION_8BIT = "paged_lion_8bit"
+
+    @property
+    def paged(self) -> bool:
+        return self.startswith("paged_")
+
+    @property
+    def unpaged(self) -> Optimizer:
+        """The same rule with its moments on the GPU: its checkpoints are the same."""
+        return Optimizer(self.removeprefix("paged_"))
 
     @property
     def eight_bit(self) -> bool:
-        return self in (Optimizer.ADAMW_8BIT, Optimizer.LION_8BIT)
+        return self.unpaged in (Optimizer.ADAMW_8BIT, Optimizer.LION_8BIT)
 
     @property
     def lion(self) -> bool:
-        return self in (Optimizer.LION, Optimizer.LION_8BIT)
+        return self.unpaged in (Optimizer.LION, Optimizer.LION_8BIT)
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

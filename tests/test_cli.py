@@ -64,6 +64,7 @@ SETTINGS = [
     "max_active_jobs",
     "max_adapters_resident",
     "adapter_memory_bytes",
+    "paged_memory_bytes",
     "micro_batch_tokens",
     "micro_batch_rows",
     "mix_jobs",

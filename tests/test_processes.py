@@ -10,13 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from coserve.processes import signal_child, usable_cores
+from coserve.processes import signal_child, usable_cores, usable_memory
 
 
 @pytest.mark.parametrize(("written", "most"), [("100000 100000\n", 1), ("50000 100000\n", 1), ("max 100000\n", 10**6)])
 def test_a_containers_quota_is_obeyed(tmp_path: Path, written: str, most: int) -> None:
     (tmp_path / "cpu.max").write_text(written)
     assert usable_cores(tmp_path / "cpu.max") == min(most, usable_cores(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize(("written", "most"), [("4096\n", 4096), (f"{1 << 60}\n", 1 << 60), ("max\n", 1 << 60)])
+def test_a_containers_memory_is_all_there_is(tmp_path: Path, written: str, most: int) -> None:
+    (tmp_path / "memory.max").write_text(written)
+    assert usable_memory(tmp_path / "memory.max") == min(most, usable_memory(tmp_path / "missing"))
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no CPU affinity here")

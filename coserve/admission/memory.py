@@ -86,6 +86,11 @@ class MemoryAdmission:
         return self._ledger.states + max(self._ledger.activations, self._share()[1])
 
     @property
+    def pinned_limit(self) -> int | None:
+        """Bytes of host memory for paged moments; None: any number."""
+        return self._model.pinned
+
+    @property
     def each(self) -> tuple[JobUse, ...]:
         """The jobs that have started."""
         layers = self._base.layers
@@ -142,6 +147,9 @@ class MemoryAdmission:
         if self._refused is not None and self._refused[:2] == (spec.id, self._ledger.version):
             return self._refused[2]
         memory = self._memory(spec)
+        if (waits := self._pinned_hold(memory)) is not None:
+            self._refused = spec.id, self._ledger.version, waits
+            return waits
         found = self._ledger.admit(spec.id, memory)
         if isinstance(found, Option):
             self._specs[spec.id] = spec
@@ -151,6 +159,19 @@ class MemoryAdmission:
         hold = _hold(found, self._ledger.planned)
         self._refused = spec.id, self._ledger.version, hold
         return hold
+
+    def _pinned_hold(self, memory: JobMemory) -> Hold | None:
+        """None: its paged moments fit beside those of the jobs that have started. Raises `JobTooLarge`."""
+        _check_pinned(memory, self._model)
+        limit, needed = self._model.pinned, sum(one.state.pinned for one, _ in self._ledger.each().values())
+        needed += memory.state.pinned
+        if limit is None or not memory.state.pinned or needed <= limit:
+            return None
+        return Hold(
+            "jobs",
+            f"waiting for host memory: the paged moments of this job and of those that train take {needed} bytes of the {limit} for "
+            "them; it starts once one of them ends",
+        )
 
     def release(self, job: str) -> None:
         """The job has ended, or was paused."""
@@ -190,6 +211,16 @@ def check_fits(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
     memory = job_memory(spec, base, model, micro_batch_tokens)
     if memory.least > model.training:
         raise too_large(memory, model.training)
+    _check_pinned(memory, model)
+
+
+def _check_pinned(memory: JobMemory, model: MemoryModel) -> None:
+    if model.pinned is not None and memory.state.pinned > model.pinned:
+        raise JobTooLarge(
+            f"expected paged moments of at most {model.pinned} bytes of host memory (paged_memory_bytes), got {memory.state.pinned}; try "
+            "an optimizer with 8 bits, a smaller rank or fewer targets",
+            field="training.optimizer",
+        )
 
 
 def too_large(memory: JobMemory, planned: int) -> JobTooLarge:
@@ -232,4 +263,5 @@ def _use(id: str, memory: JobMemory, option: Option, layers: int) -> JobUse:
         micro_batch_tokens=option.treatment.tokens,
         recomputed_layers=option.treatment.recomputed,
         layers=layers,
+        pinned=state.pinned,
     )

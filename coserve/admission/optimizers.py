@@ -37,6 +37,14 @@ BEST = StateKind("best")
 _EXP_AVG, _EXP_AVG_SQ = StateKind("exp_avg"), StateKind("exp_avg_sq")
 _EXP_AVG_8 = (StateKind("exp_avg", itemsize=1, zero=127), StateKind("exp_avg_absmax", per=QUANTIZED))
 _EXP_AVG_SQ_8 = (StateKind("exp_avg_sq", itemsize=1), StateKind("exp_avg_sq_absmax", per=QUANTIZED))
+PIECE = 1 << 20
+"""Weights whose moments pass through the GPU together, where these are paged: 8 MiB of AdamW's."""
+BUFFERS = 3
+"""Pieces on the GPU at a time: one comes, one is updated, one goes."""
+SLICE = 8
+"""Pieces that are updated without interruption: 64 MiB of AdamW's come, and go, in 3 ms each at 25 GB/s."""
+COPIES = 2
+"""Paged moments in host memory: those of the last update, and those that a checkpoint being written holds, or that the next update writes."""
 _MOMENTS = {
     Optimizer.ADAMW: (_EXP_AVG, _EXP_AVG_SQ),
     Optimizer.ADAMW_8BIT: (*_EXP_AVG_8, *_EXP_AVG_SQ_8),
@@ -47,7 +55,12 @@ _MOMENTS = {
 
 def state_kinds(optimizer: Optimizer, *, early_stopping: bool) -> tuple[StateKind, ...]:
     """The rows of a job's state, in their order."""
-    return (WEIGHTS, *_MOMENTS[optimizer], *((BEST,) if early_stopping else ()))
+    return (WEIGHTS, *_MOMENTS[optimizer.unpaged], *((BEST,) if early_stopping else ()))
+
+
+def paged_kinds(optimizer: Optimizer) -> tuple[StateKind, ...]:
+    """Those of `state_kinds` that stay in host memory."""
+    return _MOMENTS[optimizer.unpaged] if optimizer.paged else ()
 
 
 def aligned(optimizer: Optimizer) -> int:
@@ -57,12 +70,10 @@ def aligned(optimizer: Optimizer) -> int:
 
 def check_optimizer(optimizer: Optimizer, *, ranks: int) -> None:
     """Raises `InvalidRequest` for an optimizer that cannot run here. `ranks`: GPUs that share the base."""
-    if not optimizer.eight_bit:
-        return
-    field, plain = "training.optimizer", str(optimizer).removesuffix("_8bit")
-    if ranks > 1:
+    field, plain = "training.optimizer", str(optimizer.unpaged).removesuffix("_8bit")
+    if ranks > 1 and optimizer != plain:
         raise InvalidRequest(f"{optimizer} is not supported with --tp {ranks}: use {plain}", field=field)
-    if find_spec("bitsandbytes") is None:
+    if optimizer.eight_bit and find_spec("bitsandbytes") is None:
         raise InvalidRequest(
             f"{optimizer} needs bitsandbytes, which is not installed: pip install 'coserve[bitsandbytes]'", field=field
         )

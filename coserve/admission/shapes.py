@@ -7,7 +7,17 @@ from dataclasses import dataclass
 
 from coserve.adapters.bdlora import ParallelStyle, blocks_at, packed_shapes, parallel_style
 from coserve.adapters.targets import rank_and_scaling, resolve_targets
-from coserve.admission.optimizers import ALIGNED, CODES, aligned, state_kinds
+from coserve.admission.optimizers import (
+    ALIGNED,
+    BUFFERS,
+    CODES,
+    COPIES,
+    PIECE,
+    StateKind,
+    aligned,
+    paged_kinds,
+    state_kinds,
+)
 from coserve.types import BaseSpec, LoraSettings, Optimizer, SiteSpec
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -83,6 +93,8 @@ class JobState:
     adapter: int
     gradients: int
     optimizer: int
+    pinned: int = 0
+    """Of host memory: paged moments."""
 
     @property
     def total(self) -> int:
@@ -97,29 +109,53 @@ def job_state(
     early_stopping: bool,
     teacher: Iterable[SiteShape] = (),
 ) -> JobState:
-    """Of `finetune.optimizer`: copies in the base's dtype; fp32 gradient sums; fp32 weights, the optimizer's moments, and with early
-    stopping the best weights. `teacher`: of the adapter that the job learns from."""
-    parts = (part for shape in shapes for part in (shape.a, shape.b))
+    """Of `finetune.optimizer`: copies in the base's dtype; fp32 gradient sums; fp32 weights, the optimizer's moments, or the buffers that
+    paged ones pass through, and with early stopping the best weights. `teacher`: of the adapter that the job learns from."""
+    parts = [part for shape in shapes for part in (shape.a, shape.b)]
     size, element = flat_elements(parts, aligned(optimizer)), ITEMSIZE[dtype]
-    kinds = state_kinds(optimizer, early_stopping=early_stopping)
+    paged = paged_kinds(optimizer)
+    kept = (kind for kind in state_kinds(optimizer, early_stopping=early_stopping) if kind not in paged)
+    buffers = BUFFERS * sum(_rounded(row_bytes(kind, min(PIECE, size))) for kind in paged)
+    block = flat_block(parts, aligned(optimizer))
     constants = 2 * 4 * CODES if optimizer.eight_bit else ALLOCATION  # otherwise AdamW's counts of steps
     taught = sum(_rounded(part * element) for shape in teacher for part in (shape.a, shape.b))
     return JobState(
         adapter=_rounded(size * element) + taught,
         gradients=_rounded(4 * size),
-        optimizer=sum(_rounded(kind.itemsize * size // kind.per) for kind in kinds) + constants,
+        optimizer=sum(_rounded(row_bytes(kind, size)) for kind in kept) + buffers + constants,
+        pinned=COPIES * sum(_pinned(row_bytes(kind, size), row_bytes(kind, block)) for kind in paged),
     )
+
+
+def row_bytes(kind: StateKind, size: int) -> int:
+    """Bytes of a row of the state, or of a part of it, that belongs to `size` weights."""
+    return kind.itemsize * size // kind.per
+
+
+def flat_block(sizes: Iterable[int], aligned: int = ALIGNED) -> int:
+    """Elements of the blocks of a flat buffer: no tensor lies across two of them."""
+    return max([BLOCK, *(-(-size // aligned) * aligned for size in sizes)])
 
 
 def flat_elements(sizes: Iterable[int], aligned: int = ALIGNED) -> int:
     """Elements of a flat buffer of tensors of these sizes, in order, padding included."""
     padded = [-(-size // aligned) * aligned for size in sizes]
-    block, total = max([BLOCK, *padded]), 0
+    block, total = flat_block(padded, aligned), 0
     for size in padded:
         if total % block + size > block:
             total += -total % block
         total += size
     return total
+
+
+def _pinned(size: int, block: int) -> int:
+    """Bytes that `size` bytes of pinned memory take in blocks of `block` bytes: torch rounds each up to a power of two."""
+    blocks, rest = divmod(size, block)
+    return blocks * _power_of_two(block) + (_power_of_two(rest) if rest else 0)
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
 
 
 def _rounded(size: int) -> int:

@@ -128,5 +128,7 @@ class DeviceMemory:
             training=admission.limit,
             needed=admission.needed,
             peak=now.peak,
+            pinned=sum(job.pinned for job in each),
+            pinned_limit=admission.pinned_limit,
             each=each,
         )

@@ -42,7 +42,7 @@ from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.parallel.lockstep import Lockstep
-from coserve.processes import usable_cores
+from coserve.processes import usable_cores, usable_memory
 from coserve.state.folder import DataFolder
 from coserve.types import AdapterDigests, AdapterRef
 from coserve.warmup.gpu import CONTEXT_BYTES
@@ -50,6 +50,8 @@ from coserve.warmup.gpu import CONTEXT_BYTES
 log = logging.getLogger(__name__)
 
 EXACT_THREADS = 2
+PINNED_SHARE = 0.5
+"""Of the memory that the daemon may use, for paged moments: pinned memory is never swapped."""
 SWITCH_INTERVAL = 2e-5
 """Seconds after which a thread gives the interpreter to another. A step frees it and takes it back with every operation: at
 Python's 5 ms, beside a thread that compiles or reads an adapter, it would wait so long a thousand times."""
@@ -126,6 +128,7 @@ class EngineParts:
             ranks=config.tp,
             fully_sharded=config.lora_sharding == "slora",
             recompute=config.recompute,
+            pinned=config.paged_memory_bytes or int(PINNED_SHARE * usable_memory()),
         )
 
     def device_memory(self, pool: PoolSize) -> DeviceMemory | None:

@@ -34,6 +34,7 @@ class _State(Wire, frozen=True):
     base_fingerprint: str
     progress: TrainingProgress
     optimizer: Optimizer = Optimizer.ADAMW
+    """Without paging: where moments lie changes no file."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ def save_checkpoint(
     folder: DataFolder, spec: JobSpec, base: BaseSpec, progress: TrainingProgress, tensors: Mapping[str, Tensor]
 ) -> None:
     """Durable when it returns. Raises `StorageFull`, `StorageFailed`."""
-    state = _State(job=spec.id, base_fingerprint=base.fingerprint, progress=progress, optimizer=spec.training.optimizer)
+    optimizer = spec.training.optimizer.unpaged
+    state = _State(job=spec.id, base_fingerprint=base.fingerprint, progress=progress, optimizer=optimizer)
     with replace_dir(folder.checkpoint(spec.id, progress.step), point="checkpoint") as target:
         write_tensors(target / CHECKPOINT_TENSORS, tensors)
         (target / CHECKPOINT_STATE).write_bytes(msgspec.json.encode(state))
@@ -66,8 +68,8 @@ def load_checkpoint(path: Path, spec: JobSpec, base: BaseSpec) -> Checkpoint:
         raise CheckpointUnreadable("the checkpoint's files cannot be read") from error
     if (state.job, state.base_fingerprint) != (spec.id, base.fingerprint):
         raise CheckpointUnreadable("the checkpoint is of another job or base")
-    if state.optimizer is not spec.training.optimizer:
-        raise CheckpointUnreadable(f"expected a checkpoint of {spec.training.optimizer}, got one of {state.optimizer}")
+    if state.optimizer is not (expected := spec.training.optimizer.unpaged):
+        raise CheckpointUnreadable(f"expected a checkpoint of {expected}, got one of {state.optimizer}")
     return Checkpoint(state.progress, tensors)
 
 

@@ -12,6 +12,16 @@ REST = 0.002
 """Seconds between two allocations of pinned memory: each blocks CUDA calls of other threads while it runs."""
 
 
+def host_row(size: int, block: int, dtype: torch.dtype, *, pinned: bool) -> list[Tensor]:
+    """Host memory for a row of `size` elements, in blocks of `block` of them; the last one may be shorter."""
+    found = []
+    for start in range(0, size, block):
+        found.append(torch.empty(min(block, size - start), dtype=dtype, pin_memory=pinned))
+        if pinned:
+            time.sleep(REST)
+    return found
+
+
 class HostCopy:
     """Host memory for rows (K), 1-D tensors of any dtype, in blocks. On a GPU it is pinned, and a side stream does the copying.
 
@@ -23,16 +33,11 @@ class HostCopy:
         """`blocks`: elements of each row's. `size`: of every row in host memory; None: as the source's."""
         self._source, self._device = source, source[0].device
         on_gpu = self._device.type == "cuda"
-        self.rows: list[list[Tensor]] = []
+        self.rows = [
+            host_row(row_N.shape[0] if size is None else size, block, row_N.dtype, pinned=on_gpu)
+            for row_N, block in zip(source, blocks, strict=True)
+        ]
         """Blocks of each row, in order; a row's last one may be shorter."""
-        for row_N, block in zip(source, blocks, strict=True):
-            self.rows.append([])
-            whole = row_N.shape[0] if size is None else size
-            for start in range(0, whole, block):
-                length = min(block, whole - start)
-                self.rows[-1].append(torch.empty(length, dtype=row_N.dtype, pin_memory=on_gpu))
-                if on_gpu:
-                    time.sleep(REST)
         self._blocks = blocks
         self._stream = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._copied = torch.cuda.Event(blocking=True) if on_gpu else None  # type: ignore[no-untyped-call]

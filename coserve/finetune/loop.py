@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -198,8 +199,6 @@ class TrainingLoop:
             failpoint("finetune.mid_step")
         rate = learning_rate(self.spec.training, step, self.plan.total_steps)
         self._rows_in_progress = None
-        self.optimizer.update(norm, rate)
-        seconds = self._timer.seconds()
         metrics = StepMetrics(
             step=step + 1,
             total_steps=self.plan.total_steps,
@@ -209,16 +208,38 @@ class TrainingLoop:
             grad_norm=norm,
             tokens=tokens,
             target_tokens=targets,
-            seconds=seconds,
-            tokens_per_second=tokens / seconds if seconds > 0 else None,
+            seconds=0.0,
             valid_loss_before=self.progress.valid_loss_before,
             token_accuracy=accuracy,
             perplexity=self._perplexity(loss),
             rewards=_rewards(rewards),
         )
-        trained = self.progress.trained_tokens + tokens
+        yield from self._update(norm, metrics)
+
+    def _update(self, norm: float, metrics: StepMetrics) -> Events:
+        """Update the weights, then `progress`. Who abandons the step between two slices of the update gets it done: some weights are
+        those after it already."""
+        slices, seconds = self.optimizer.slices(norm, metrics.learning_rate), 0.0
+        try:
+            for _ in slices:
+                seconds = self._timer.seconds()
+                yield MicroStep.OPTIMIZER
+        except GeneratorExit:
+            deque(slices, maxlen=0)
+            self._updated(metrics, seconds)
+            raise
+        self._updated(metrics, self._timer.seconds())
+
+    def _updated(self, metrics: StepMetrics, seconds: float) -> None:
+        metrics = msgspec.structs.replace(
+            metrics, seconds=seconds, tokens_per_second=metrics.tokens / seconds if seconds > 0 else None
+        )
         self.progress = msgspec.structs.replace(
-            self.progress, step=step + 1, trained_tokens=trained, last_loss=loss, pending=metrics
+            self.progress,
+            step=metrics.step,
+            trained_tokens=self.progress.trained_tokens + metrics.tokens,
+            last_loss=metrics.loss,
+            pending=metrics,
         )
 
     def _evaluation_is_due(self) -> bool:

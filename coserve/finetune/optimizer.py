@@ -6,14 +6,14 @@ Letters: K kinds of state (`admission.optimizers`), N elements of a flat buffer 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from coserve.admission.optimizers import BEST, WEIGHTS, StateKind, aligned, state_kinds
+from coserve.admission.optimizers import BEST, PIECE, SLICE, WEIGHTS, StateKind, aligned, paged_kinds, state_kinds
 from coserve.errors import CheckpointUnreadable, NonFiniteLoss
 from coserve.finetune.flat_tensors import FlatLayout
 from coserve.finetune.gathered_copy import GatheredCopy
@@ -21,6 +21,7 @@ from coserve.finetune.host_copy import HostCopy
 from coserve.finetune.lora_tensors import named_tensors
 from coserve.finetune.update_rules.interface import UpdateRule, WeightRange
 from coserve.finetune.update_rules.make import make_rule
+from coserve.finetune.update_rules.paged import PagedMoments, Rows, fill
 from coserve.kernels.lora.types import LoraPair, MainGrads
 from coserve.model.lora import LoraWeights
 from coserve.parallel.adapter import AdapterPartition
@@ -54,11 +55,14 @@ class AdapterOptimizer:
         partition: AdapterPartition | None = None,
         gathering: Callable[[], None] = lambda: None,
         make_rule: Callable[[Sequence[WeightRange], TrainingSettings], UpdateRule] = make_rule,
+        piece: int = PIECE,
     ) -> None:
         """`start`: initial weights of the whole adapter, fp32. `dtype`: of the copies. `device`: the base's; None: where `start` is.
         `partition`: how the adapter lies on the ranks of a mesh. Each rank trains its part; all of them call `divide_grads`, `step` and
-        `snapshot` at the same time. `gathering` is called when a snapshot begins. `make_rule` makes the update rule of the weights' ranges."""
-        assert partition is None or not training.optimizer.eight_bit, "8-bit moments cannot be gathered"
+        `snapshot` at the same time. `gathering` is called when a snapshot begins. `make_rule` makes the update rule of the weights' ranges. `piece`:
+        most weights of a piece of paged moments."""
+        optimizer = training.optimizer
+        assert partition is None or not (optimizer.eight_bit or optimizer.paged), "such moments cannot be gathered"
         self._settings, self._training = start.settings, training
         self._partition, self._gathering = partition, gathering
         part = start if partition is None else LoraWeights(start.settings, partition.shard(start.sites))
@@ -68,11 +72,14 @@ class AdapterOptimizer:
         names = [f"{site}.{kind}" for site in self._sites for kind in ("a", "b")]
         if training.lora_plus_ratio is not None:
             names.sort(key=lambda name: name.endswith(".b"))  # every A, then every B: two ranges, with a rate each
-        alignment = aligned(training.optimizer)
+        alignment = aligned(optimizer)
         self.layout = FlatLayout({name: found[name].shape for name in names}, aligned=alignment)
         """Of this rank's part."""
         self._whole_layout = FlatLayout({name: whole[name].shape for name in names}, aligned=alignment)
-        self.kinds = state_kinds(training.optimizer, early_stopping=training.early_stopping_patience is not None)
+        self.kinds = state_kinds(optimizer, early_stopping=training.early_stopping_patience is not None)
+        paged = paged_kinds(optimizer)
+        self.kept = tuple(kind for kind in self.kinds if kind not in paged)
+        """Those of `kinds` that stay on the device."""
         device, size = device or found[names[0]].device, self.layout.size
         self.state = tuple(
             torch.full(
@@ -81,9 +88,9 @@ class AdapterOptimizer:
                 dtype=torch.float32 if kind.itemsize == 4 else torch.uint8,
                 device=device,
             )
-            for kind in self.kinds
+            for kind in self.kept
         )
-        """A row for each of `kinds` (K), 1-D."""
+        """A row for each of `kept` (K), 1-D."""
         self._host: HostCopy | None = None
         self.has_best = False
         """`keep_best` was called: the last row is meaningful."""
@@ -92,8 +99,10 @@ class AdapterOptimizer:
         self._set_weights(found if found[names[0]].device == device else None, whole)
         self._make_views(base)
         self._moments = [
-            (kind, row_N) for kind, row_N in zip(self.kinds, self.state, strict=True) if kind not in (WEIGHTS, BEST)
+            (kind, row_N) for kind, row_N in zip(self.kept, self.state, strict=True) if kind not in (WEIGHTS, BEST)
         ]
+        starts = [first for first, _ in self._spans()]
+        self._paged = PagedMoments(paged, size, self.layout.block, device, starts, piece) if paged else None
         self._rule = make_rule(self._ranges(), training)
         if device.type == "cuda":
             self.warm_up()
@@ -128,20 +137,26 @@ class AdapterOptimizer:
         """fp32 gradient sums, by layer, shaped as `trainable`: micro-batches add to them, an update consumes them."""
         self._grad_list = list(grads.values())
 
-    def _ranges(self) -> list[WeightRange]:
-        """Parts of the buffers with a learning rate each."""
+    def _spans(self) -> list[tuple[int, int]]:
+        """First and last element of the parts of the buffers with a learning rate each: all, or the A and the B matrices."""
         ratio = self._training.lora_plus_ratio
         first_b = [] if ratio is None else [self.layout.start(f"{self._sites[0]}.b")]
-        spans = pairwise((0, *first_b, self.layout.size))
-        rates = (1.0,) if ratio is None else (1.0, ratio)
+        return [*pairwise((0, *first_b, self.layout.size))]
+
+    def _ranges(self) -> list[WeightRange]:
+        """What the rule updates: the spans, or their pieces whose moments come one after the other."""
+        *_, (behind_a, _) = spans = self._spans()
+        pieces = spans if self._paged is None else self._paged.spans
         return [
             WeightRange(
                 self._weights_N[first:last],
                 self._grads_N[first:last],
-                [row_N[first // kind.per : last // kind.per] for kind, row_N in self._moments],
-                times,
+                [row_N[first // kind.per : last // kind.per] for kind, row_N in self._moments]
+                if self._paged is None
+                else self._paged.moments(number),
+                1.0 if first < behind_a else self._training.lora_plus_ratio or 1.0,
             )
-            for (first, last), times in zip(spans, rates, strict=True)
+            for number, (first, last) in enumerate(pieces)
         ]
 
     def weights(self) -> LoraWeights:
@@ -154,10 +169,10 @@ class AdapterOptimizer:
 
     @property
     def host(self) -> HostCopy:
-        """Host memory for the state, made when it is first asked for: on a thread."""
+        """Host memory for what stays on the device, made when it is first asked for: on a thread."""
         if self._host is None:
             self._host = (
-                HostCopy(self.state, [self.layout.block // kind.per for kind in self.kinds])
+                HostCopy(self.state, [self.layout.block // kind.per for kind in self.kept])
                 if self._partition is None
                 else GatheredCopy(self.state, self.layout, self._whole_layout, self._partition)
             )
@@ -198,6 +213,8 @@ class AdapterOptimizer:
         self.update(0.0, 0.0)
         for kind, row_N in self._moments:  # the moments of 8 bits may have other codes now
             row_N.fill_(kind.zero)
+        if self._paged is not None:
+            self._paged.clear()
         self._rule.set_steps(0)
 
     @torch.no_grad()
@@ -210,18 +227,27 @@ class AdapterOptimizer:
             return self._partition.norm(self._part_grads)
         return torch.nn.utils.get_total_norm(self._grad_list)
 
-    @torch.no_grad()
     def update(self, norm: float, learning_rate: float) -> None:
         """One step on the divided gradients, whose norm is `norm`. The gradient sums are zero afterwards.
 
         Raises `NonFiniteLoss` for a norm that is not finite; the weights are unchanged then.
         """
+        for _ in self.slices(norm, learning_rate):
+            pass
+
+    @torch.no_grad()
+    def slices(self, norm: float, learning_rate: float) -> Iterator[None]:
+        """As `update`, suspended after each slice of it but the last: run it to its end, as some weights are new and others are not.
+        Without paged moments it is one slice."""
         if not math.isfinite(norm):
             raise NonFiniteLoss("the gradients are not finite; try a lower learning rate")
         if self._training.max_grad_norm > 0:
             self._grads_N.mul_(min(1.0, self._training.max_grad_norm / (norm + 1e-6)))
         self._protect_copy()
-        self._rule.update(learning_rate)
+        for done, number in enumerate(range(len(self._spans())) if self._paged is None else self._paged.pieces()):
+            if self._paged is not None and done and done % SLICE == 0:
+                yield
+            self._rule.update(number, learning_rate)
         self._copies_N.copy_(self._weights_N)
         self.zero_grad()
 
@@ -233,12 +259,19 @@ class AdapterOptimizer:
         `restore` continues from bit for bit: views of `host`, valid until the next snapshot.
         """
         self._gathering()
-        kinds = self.kinds[:1] if weights_only else self._kinds(best=self.has_best)
-        self.host.download(len(kinds))
+        best = self.has_best and not weights_only
+        kinds = self.kinds[:1] if weights_only else self._kinds(best=best)
+        self.host.download(len([kind for kind in kinds if kind in self.kept]))
+        rows: Rows = ()
+        if self._paged is not None and not weights_only:
+            self._paged.hold()
+            rows = self._paged.rows
 
         def tensors() -> dict[str, Tensor]:
             self.host.wait()
-            return self._on_host(kinds)
+            if self._paged is not None:
+                self._paged.wait()
+            return self._on_host(kinds, rows)
 
         return tensors
 
@@ -250,10 +283,10 @@ class AdapterOptimizer:
         """
         has_best = BEST in self.kinds and any(name.startswith(f"{BEST.name}/") for name in state)
         kinds = self._kinds(best=has_best)
-        for kind, blocks in zip(kinds, self.host.rows, strict=False):
-            for block in blocks:  # also between tensors, which share scales of 8-bit moments with them
-                block.fill_(kind.zero)
-        wanted = self._on_host(kinds)
+        moments: Rows = () if self._paged is None else self._paged.spare()
+        by_kind = self._blocks(moments)
+        fill([by_kind[kind] for kind in kinds], kinds)
+        wanted = self._on_host(kinds, moments)
         for name in state.keys() - wanted.keys():
             raise CheckpointUnreadable(f"the checkpoint's {name} is of another optimizer, or of another adapter")
         for name, tensor in wanted.items():
@@ -261,7 +294,9 @@ class AdapterOptimizer:
             if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
                 raise CheckpointUnreadable(f"the checkpoint's {name} does not fit the job's adapter and optimizer")
             tensor.copy_(found)
-        self.host.upload(len(kinds))
+        self.host.upload(len([kind for kind in kinds if kind in self.kept]))
+        if self._paged is not None:
+            self._paged.exchange()
         self._copies_N.copy_(self._weights_N)
         self._rule.set_steps(steps)
         self.has_best = has_best
@@ -276,9 +311,16 @@ class AdapterOptimizer:
         """Those that are meaningful."""
         return self.kinds if best else tuple(kind for kind in self.kinds if kind is not BEST)
 
-    def _on_host(self, kinds: tuple[StateKind, ...]) -> dict[str, Tensor]:
+    def _blocks(self, moments: Rows) -> dict[StateKind, Sequence[Tensor]]:
+        """Host memory of each kind's row. `moments`: of the paged ones; none: they are left out."""
+        paged = paged_kinds(self._training.optimizer) if moments else ()
+        return dict(zip((*self.kept, *paged), (*self.host.rows, *moments), strict=True))
+
+    def _on_host(self, kinds: tuple[StateKind, ...], moments: Rows) -> dict[str, Tensor]:
+        """The tensors of these kinds, as views of host memory."""
+        blocks = self._blocks(moments)
         return {
             f"{kind.name}/{name}": tensor
-            for kind, blocks in zip(kinds, self.host.rows, strict=False)
-            for name, tensor in self._whole_layout.block_views(blocks, kind.per).items()
+            for kind in kinds
+            for name, tensor in self._whole_layout.block_views(blocks[kind], kind.per).items()
         }

@@ -81,6 +81,7 @@ class Trainer:
         compiled: CompiledLayers | None = None,
         graphs: LayerGraphs | None = None,
         rows_on_tick: int = MAX_ROWS_ON_TICK,
+        make_optimizer: Callable[..., AdapterOptimizer] = AdapterOptimizer,
     ) -> None:
         """`limits` of one forward, whatever a job asks for. `mix_jobs`: jobs may share one, unless ranks share the base, or the LoRA backend
         runs a forward for each adapter. `gathering` is called with a job when a snapshot of its state begins, in which all ranks take
@@ -94,7 +95,7 @@ class Trainer:
         self._base, self._store, self._folder = base, store, folder
         self._limits, self._keep, self._clock = limits, keep_checkpoints, clock
         self._make_plan = partial(BatchPlan, micro_batch_rows=limits.rows, rows_on_tick=rows_on_tick)
-        self._gathering, self._guard = gathering, guard or NoPeers()
+        self._gathering, self._guard, self._make_optimizer = gathering, guard or NoPeers(), make_optimizer
         self._overlapped = own_stream is not None
         self._stream = own_stream or nullcontext
         self._compiled, self._graphs = compiled, graphs
@@ -341,7 +342,7 @@ class Trainer:
             ranks = partition.sharding.mesh.size
             raise InvalidRequest(f"expected bd_blocks that {ranks} GPUs divide, or that divide them", field="bd_blocks")
         gathering = partial(self._gathering, spec.id)
-        optimizer = AdapterOptimizer(start, base.spec, spec.training, base.dtype, device, partition, gathering)
+        optimizer = self._make_optimizer(start, base.spec, spec.training, base.dtype, device, partition, gathering)
         timer = SliceTimer(self._clock, overlapped=self._overlapped)
         loop = TrainingLoop(
             spec,

@@ -12,14 +12,14 @@ from coserve.admission.shapes import flat_elements, job_state, lora_shapes
 from coserve.admission.treatment import Option, Treatment, job_memory, shared_bytes
 from coserve.errors import BY_CODE, JobTooLarge
 from coserve.gpu_memory import Line, MemoryModel
-from coserve.types import JobSpec, LoraSettings, TrainingSettings
+from coserve.types import JobSpec, LoraSettings, Optimizer, TrainingSettings
 from tests.support.gpu_memory import BASE, COSTS
 from tests.support.records import make_spec
 
 LIMIT = 4096
 
 
-def spec(id: str = "one", rank: int = 16, *, longest: int = 256, tokens: int = 1 << 20, **training: int) -> JobSpec:
+def spec(id: str = "one", rank: int = 16, *, longest: int = 256, tokens: int = 1 << 20, **training: object) -> JobSpec:
     settings = TrainingSettings(batch_tokens=8192, steps=3)
     return msgspec.structs.replace(
         make_spec(id), lora=LoraSettings(r=rank), training=msgspec.structs.replace(settings, **training), tokens=tokens,
@@ -93,6 +93,46 @@ def test_a_refusal_counts_tokens_and_layers_in_words(treatment: Treatment, said:
     memory = job_memory(spec(), BASE, MemoryModel(costs=COSTS, training=GIB), LIMIT)
     only = replace(memory, options=(Option(treatment, activations=1),))
     assert said in str(too_large(only, planned=GIB))
+
+
+def test_paged_moments_are_in_host_memory() -> None:
+    """On the GPU there are three buffers of 2^20 weights; host memory has two copies, in blocks that are powers of two."""
+    plain, one = (
+        job_memory(spec(rank=64, optimizer=kind), BASE, MemoryModel(costs=COSTS, training=GIB), LIMIT).state
+        for kind in (Optimizer.ADAMW, Optimizer.PAGED_ADAMW)
+    )
+    size = plain.gradients // 4
+    assert one.optimizer == plain.optimizer - 8 * size + 3 * (8 << 20) and plain.pinned == 0
+    last = size % (1 << 23)
+    rounded = 1 << (4 * last - 1).bit_length()
+    assert one.pinned == 2 * 2 * (4 * (size - last) + rounded) >= 2 * 8 * size
+    assert (one.adapter, one.gradients) == (plain.adapter, plain.gradients)
+
+
+def test_jobs_wait_for_pinned_memory_and_are_refused_where_it_never_is_enough() -> None:
+    jobs = [spec(id, 64, optimizer=Optimizer.PAGED_LION) for id in ("one", "two")]
+    model = MemoryModel(costs=COSTS, training=64 * GIB)
+    pinned = job_memory(jobs[0], BASE, model, LIMIT).state.pinned
+    model = msgspec.structs.replace(model, pinned=2 * pinned - 1)
+    memory = MemoryAdmission(model, BASE, LIMIT)
+    assert isinstance(memory.admit(jobs[0]), Start)
+    held = memory.admit(jobs[1])
+    assert isinstance(held, Hold) and held.cause == "jobs"
+    assert f"take {2 * pinned} bytes of the {2 * pinned - 1} for them" in held.message
+    assert memory.admit(jobs[1]) is held, "computed once"
+    assert isinstance(memory.admit(spec("three", 64)), Start), "one without paging does not wait"
+    assert [use.pinned for use in memory.each] == [pinned, 0]
+    memory.release("one")
+    assert isinstance(memory.admit(jobs[1]), Start)
+    less = msgspec.structs.replace(model, pinned=pinned - 1)
+    for refuse in (
+        lambda: check_fits(jobs[0], BASE, less, LIMIT),
+        lambda: MemoryAdmission(less, BASE, LIMIT).admit(jobs[0]),
+    ):
+        with pytest.raises(JobTooLarge, match=f"at most {pinned - 1} bytes of host memory.*got {pinned};") as caught:
+            refuse()
+        assert caught.value.field == "training.optimizer"
+    check_fits(spec(rank=64), BASE, less, LIMIT)
 
 
 def test_a_second_job_waits_until_the_first_ends() -> None:

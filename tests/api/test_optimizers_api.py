@@ -35,7 +35,8 @@ async def test_a_job_with_lion_and_noise_learns(tmp_path: Path) -> None:
     [
         ({"optimizer": "adamw_8bit"}, "optimizer", "pip install 'coserve[bitsandbytes]'"),
         ({"optimizer": "adamw_torch"}, "optimizer", "did you mean 'adamw'?"),
-        ({"optimizer": "paged_lion_8bit"}, "optimizer", "use 'lion_8bit'"),
+        ({"optimizer": "paged_lion_8bit"}, "optimizer", "paged_lion_8bit needs bitsandbytes"),
+        ({"optimizer": "paged_adamw_32bit"}, "optimizer", "did you mean 'paged_adamw'?"),
         ({"optimizer": "lion", "eps": 1e-6}, "eps", "expected no eps with lion"),
         ({"neftune_alpha": -1}, "neftune_alpha", "more than 0"),
     ],

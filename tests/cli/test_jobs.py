@@ -113,10 +113,13 @@ def test_the_samples_of_a_job_that_runs(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("adamw_torch", "expected one of adamw, adamw_8bit, lion, lion_8bit, got 'adamw_torch'; did you mean 'adamw'?"),
+        ("adamw_torch", "paged_lion_8bit, got 'adamw_torch'; did you mean 'adamw'?"),
         ("adamw_bnb_8bit", "did you mean 'adamw_8bit'?"),
-        ("paged_adamw_8bit", "paged states are not supported: use 'adamw_8bit'"),
-        ("sgd", "expected one of adamw, adamw_8bit, lion, lion_8bit, got 'sgd'"),
+        ("paged_adamw_32bit", "did you mean 'paged_adamw'?"),
+        (
+            "sgd",
+            "expected one of adamw, adamw_8bit, lion, lion_8bit, paged_adamw, paged_adamw_8bit, paged_lion, paged_lion_8bit, got 'sgd'",
+        ),
     ],
 )
 def test_another_librarys_name_of_an_optimizer_is_answered_with_ours(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -27,6 +28,12 @@ def test_every_use_and_every_job_has_a_line(monkeypatch: pytest.MonkeyPatch) -> 
     for text in ("base and buffers", "of them adapters", "other processes", "in all", "job-7", "512", "12 of 32"):
         assert text in output
     assert "for jobs: 140 of 500 MiB needed" in output
+
+
+def test_pinned_memory_is_shown_where_there_is_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "pinned" not in shown(monkeypatch, USE)[1]
+    use = msgspec.structs.replace(USE, pinned=30 << 20, pinned_limit=400 << 20)
+    assert "host memory, pinned: 30 of 400 MiB for paged moments" in shown(monkeypatch, use)[1]
 
 
 def test_json_is_what_health_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ from tests.support.finetuning import tiny_base
 pytestmark = pytest.mark.gpu
 
 TRAINING = TrainingSettings(validation_split=0.2, early_stopping_patience=1)
+UNPAGED = [kind for kind in Optimizer if not kind.paged]
+"""The others have `test_paged_moments_gpu.py`."""
 
 
 def made(device: str, ratio: float | None = None, kind: Optimizer = Optimizer.ADAMW) -> AdapterOptimizer:
@@ -46,7 +48,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(other[name], tensor) for name, tensor in one.items())
 
 
-@pytest.mark.parametrize("kind", Optimizer)
+@pytest.mark.parametrize("kind", UNPAGED)
 def test_a_snapshot_is_the_state_at_its_step_though_updates_follow_at_once(kind: Optimizer) -> None:
     optimizer = made("cuda", kind=kind)
     for seed in range(3):
@@ -98,7 +100,7 @@ def test_8_bit_updates_on_the_gpu_are_near_those_on_the_cpu(kind: Optimizer) -> 
             assert (tensor - expected[name]).abs().mean() < 0.3 * moved, name
 
 
-@pytest.mark.parametrize("kind", Optimizer)
+@pytest.mark.parametrize("kind", UNPAGED)
 def test_updates_on_another_stream_come_in_their_turn(kind: Optimizer) -> None:
     """As slices beside generation have one: after the gradients that are still being computed, and before what reads the weights."""
     one, other = made("cuda", kind=kind), made("cuda", kind=kind)

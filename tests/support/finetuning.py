@@ -148,6 +148,7 @@ class Bench:
         compiled: CompiledLayers | None = None,
         graphs: LayerGraphs | None = None,
         rows_on_tick: int = MAX_ROWS_ON_TICK,
+        make_optimizer: Callable[..., AdapterOptimizer] = AdapterOptimizer,
     ) -> None:
         self.base, self.folder = base, DataFolder(root)
         self.store = AdapterStore(self._load_adapter, HostBudget(4))
@@ -166,6 +167,7 @@ class Bench:
             compiled=compiled,
             graphs=graphs,
             rows_on_tick=rows_on_tick,
+            make_optimizer=make_optimizer,
         )
 
     def _load_adapter(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:

@@ -47,6 +47,11 @@ def memory(as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> 
         highlight=False,
         soft_wrap=True,
     )
+    if use.pinned:
+        most = "" if use.pinned_limit is None else f" of {mib(use.pinned_limit)}"
+        console.print(
+            f"host memory, pinned: {mib(use.pinned)}{most} MiB for paged moments", highlight=False, soft_wrap=True
+        )
     if use.each:
         console.print(job_table(use))
 

@@ -17,24 +17,27 @@ class AdamW:
         device = ranges[0].weights_N.device
         fused = device.type == "cuda"
         self._times = [each.times for each in ranges]
-        self._adamw = torch.optim.AdamW(
-            [{"params": [each.weights_N]} for each in ranges],
-            lr=training.learning_rate,
-            betas=(training.beta1, training.beta2),
-            eps=training.eps,
-            weight_decay=training.weight_decay,
-            fused=fused,
-        )
         self._steps = torch.zeros(len(ranges), device=device if fused else "cpu")
+        self._adamws = list[torch.optim.AdamW]()
+        """One for each range."""
         for each, step in zip(ranges, self._steps, strict=True):
+            adamw = torch.optim.AdamW(
+                [each.weights_N],
+                lr=training.learning_rate,
+                betas=(training.beta1, training.beta2),
+                eps=training.eps,
+                weight_decay=training.weight_decay,
+                fused=fused,
+            )
             each.weights_N.grad = each.grads_N
             moments = dict(zip(("exp_avg", "exp_avg_sq"), each.moments, strict=True))
-            self._adamw.state[each.weights_N] = {"step": step, **moments}
+            adamw.state[each.weights_N] = {"step": step, **moments}
+            self._adamws.append(adamw)
 
-    def update(self, learning_rate: float) -> None:
-        for group, times in zip(self._adamw.param_groups, self._times, strict=True):
-            group["lr"] = times * learning_rate
-        self._adamw.step()
+    def update(self, number: int, learning_rate: float) -> None:
+        adamw = self._adamws[number]
+        adamw.param_groups[0]["lr"] = self._times[number] * learning_rate
+        adamw.step()
 
     def set_steps(self, steps: int) -> None:
         self._steps.fill_(steps)

@@ -26,31 +26,34 @@ class EightBit:
         """On a thread: it imports the library. `at_once`: elements of one call."""
         from bitsandbytes.functional import create_dynamic_map, optimizer_update_8bit_blockwise
 
-        self._function, self._training, self._steps = optimizer_update_8bit_blockwise, training, 0
+        self._function, self._training = optimizer_update_8bit_blockwise, training
+        self._steps, self._times = [0] * len(ranges), [each.times for each in ranges]
         device = ranges[0].weights_N.device
         self._signed, self._unsigned = (create_dynamic_map(signed=signed).to(device) for signed in (True, False))
         self._parts = [
-            (each.times, *part)
+            [
+                *zip(
+                    *(torch.split(tensor, at_once) for tensor in (each.weights_N, each.grads_N)),
+                    *(
+                        torch.split(tensor, at_once if tensor.dtype == torch.uint8 else at_once // QUANTIZED)
+                        for tensor in each.moments
+                    ),
+                    strict=True,
+                )
+            ]
             for each in ranges
-            for part in zip(
-                *(torch.split(tensor, at_once) for tensor in (each.weights_N, each.grads_N)),
-                *(
-                    torch.split(tensor, at_once if tensor.dtype == torch.uint8 else at_once // QUANTIZED)
-                    for tensor in each.moments
-                ),
-                strict=True,
-            )
         ]
+        """Of each range."""
 
     @torch.no_grad()
-    def update(self, learning_rate: float) -> None:
-        self._steps += 1
+    def update(self, number: int, learning_rate: float) -> None:
+        self._steps[number] += 1
         with _default_stream_in_turn(self._signed.device):
-            self._update_parts(learning_rate)
+            self._update_parts(number, self._times[number] * learning_rate)
 
-    def _update_parts(self, learning_rate: float) -> None:
+    def _update_parts(self, number: int, rate: float) -> None:
         training = self._training
-        for times, weights_N, grads_N, *moments in self._parts:
+        for weights_N, grads_N, *moments in self._parts[number]:
             first, first_absmax, second, second_absmax = (*moments, None, None)[:4]
             self._function(
                 "lion" if training.optimizer.lion else "adam",
@@ -63,8 +66,8 @@ class EightBit:
                 beta3=0.0,
                 alpha=0.0,
                 eps=training.eps,
-                step=self._steps,
-                lr=times * learning_rate,
+                step=self._steps[number],
+                lr=rate,
                 qmap1=self._signed,
                 qmap2=None if second is None else self._unsigned,
                 absmax1=first_absmax,
@@ -73,7 +76,7 @@ class EightBit:
             )
 
     def set_steps(self, steps: int) -> None:
-        self._steps = steps
+        self._steps = [steps] * len(self._steps)
 
 
 @contextmanager

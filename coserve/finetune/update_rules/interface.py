@@ -18,7 +18,8 @@ class WeightRange:
     grads_N: Tensor  # noqa: N815
     """fp32."""
     moments: Sequence[Tensor]
-    """One for each kind of `admission.optimizers` between weights and the best weights, changed in place: (N), or (N / `per`)."""
+    """One for each kind of `admission.optimizers` between weights and the best weights, changed in place: (N), or (N / `per`). Several
+    ranges may have the same memory, if their moments are paged."""
     times: float
     """Its learning rate, in multiples of the schedule's."""
 
@@ -26,8 +27,8 @@ class WeightRange:
 class UpdateRule(Protocol):
     """Updates the ranges it was made for."""
 
-    def update(self, learning_rate: float) -> None:
-        """One step. The gradients are as they were, or not: they are not read again."""
+    def update(self, number: int, learning_rate: float) -> None:
+        """One step of the range of this number. The gradients are as they were, or not: they are not read again."""
 
     def set_steps(self, steps: int) -> None:
-        """So many steps were done before."""
+        """So many steps of all ranges were done before."""

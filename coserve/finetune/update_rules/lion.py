@@ -25,18 +25,22 @@ class Lion:
         """`at_once`: elements of one call."""
         self._beta1, self._beta2 = training.beta1, training.beta2
         self._weight_decay = training.weight_decay
+        self._times = [each.times for each in ranges]
         self._parts = [
-            (each.times, *part)
+            [
+                *zip(
+                    *(torch.split(tensor, at_once) for tensor in (each.weights_N, each.grads_N, *each.moments)),
+                    strict=True,
+                )
+            ]
             for each in ranges
-            for part in zip(
-                *(torch.split(tensor, at_once) for tensor in (each.weights_N, each.grads_N, *each.moments)), strict=True
-            )
         ]
+        """Of each range."""
 
     @torch.no_grad()
-    def update(self, learning_rate: float) -> None:
-        for times, weights_N, grads_N, exp_avg_N in self._parts:
-            rate = times * learning_rate
+    def update(self, number: int, learning_rate: float) -> None:
+        rate = self._times[number] * learning_rate
+        for weights_N, grads_N, exp_avg_N in self._parts[number]:
             weights_N.mul_(1 - rate * self._weight_decay)
             weights_N.add_(torch.lerp(exp_avg_N, grads_N, 1 - self._beta1).sign_(), alpha=-rate)
             exp_avg_N.lerp_(grads_N, 1 - self._beta2)

@@ -8,11 +8,11 @@ from coserve.finetune.update_rules.adamw import AdamW
 from coserve.finetune.update_rules.eight_bit import EightBit
 from coserve.finetune.update_rules.interface import UpdateRule, WeightRange
 from coserve.finetune.update_rules.lion import Lion
-from coserve.types import Optimizer, TrainingSettings
+from coserve.types import TrainingSettings
 
 
 def make_rule(ranges: Sequence[WeightRange], training: TrainingSettings) -> UpdateRule:
     """Of the ranges of one adapter."""
     if training.optimizer.eight_bit:
         return EightBit(ranges, training)
-    return Lion(ranges, training) if training.optimizer is Optimizer.LION else AdamW(ranges, training)
+    return Lion(ranges, training) if training.optimizer.lion else AdamW(ranges, training)

@@ -1,0 +1,57 @@
+"""Optimizers of one small adapter, and steps on random gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from coserve.admission import optimizers
+from coserve.finetune.init import new_adapter
+from coserve.finetune.lora_tensors import named_tensors
+from coserve.finetune.optimizer import AdapterOptimizer
+from coserve.finetune.update_rules.interface import UpdateRule, WeightRange
+from coserve.finetune.update_rules.make import make_rule
+from coserve.model.lora import LoraWeights
+from coserve.types import LoraSettings, Optimizer, TrainingSettings
+from tests.support.finetuning import tiny_base
+
+RuleMaker = Callable[[Sequence[WeightRange], TrainingSettings], UpdateRule]
+BASE = tiny_base("llama")
+LORA = LoraSettings(r=4, targets=("q_proj", "down_proj"))
+EVERY = [
+    pytest.param(one, marks=pytest.mark.skipif(one.eight_bit and not optimizers.find_spec("bitsandbytes"), reason="needs bitsandbytes"))
+    for one in Optimizer
+]  # fmt: skip
+
+
+def start() -> LoraWeights:
+    return new_adapter(LORA, BASE.spec, seed=1, dtype=torch.float32, device="cpu")
+
+
+def made(training: TrainingSettings, rule: RuleMaker = make_rule) -> AdapterOptimizer:
+    return AdapterOptimizer(start(), BASE.spec, training, torch.float32, make_rule=rule)
+
+
+def gradients(steps: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    shapes = {name: tensor.shape for name, tensor in named_tensors(start())}
+    return [{name: torch.randn(shape, generator=generator) for name, shape in shapes.items()} for _ in range(steps)]
+
+
+def update(optimizer: AdapterOptimizer, found: dict[str, Tensor], rate: float) -> None:
+    for site, pair in optimizer.weights().sites.items():
+        assert pair.main_grads is not None
+        pair.main_grads.a_RD.copy_(found[f"{site}.a"])
+        pair.main_grads.b_OR.copy_(found[f"{site}.b"])
+    optimizer.step(targets=1, learning_rate=rate)
+
+
+def same(one: AdapterOptimizer, other: AdapterOptimizer) -> bool:
+    """Bit for bit, in all that a checkpoint has."""
+    expected, found = one.snapshot()(), other.snapshot()()
+    return expected.keys() == found.keys() and all(
+        torch.equal(found[name], tensor) for name, tensor in expected.items()
+    )
