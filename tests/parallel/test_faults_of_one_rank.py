@@ -28,7 +28,7 @@ from tests.support.sharded import load, save_base
 
 POINTS: dict[str, tuple[Point, ...]] = {
     "anywhere": ((training_pass, "pack_jobs"), (LayerCut, "layer"), (LayerCut, "head"), (torch.autograd, "grad")),
-    "update": ((AdapterOptimizer, "update"),),
+    "update": ((AdapterOptimizer, "slices"),),
     "after a forward": ((EagerLayerPass, "forward"),),
     "after a backward": ((EagerLayerPass, "backward"),),
 }
