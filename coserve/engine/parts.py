@@ -41,6 +41,7 @@ from coserve.model.groups import share_inputs
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
+from coserve.parallel.agreement import on_all_ranks
 from coserve.parallel.lockstep import Lockstep
 from coserve.processes import usable_cores, usable_memory
 from coserve.state.folder import DataFolder
@@ -183,18 +184,18 @@ class EngineParts:
         warm: WarmKernels | None = None,
         stream: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> CompiledLayers:
-        """The layers that training runs once they are compiled. Raises `UnsupportedBase`: its message says why there are none."""
+        """The layers that training runs once they are compiled. Ranks that share a base do this at the same time. Raises on all of them:
+        `UnsupportedBase`, whose message says why there are none."""
         base, config = self.base, self.config
         if base.device.type != "cuda":
             raise UnsupportedBase("there is no GPU")
-        if base.sharding is not None:  # before anything runs: ranks that follow would not take part
-            raise UnsupportedBase("ranks share the base")
         if config.compile == "off":
             raise UnsupportedBase("compile is off")
         if not self.lora_backend.groups_inputs:
             raise UnsupportedBase(f"the LoRA backend is {self.lora_backend.name}")
-        if warm is None or not warm.training_layers_ready():
-            wake_compiler(base.device)
+        ready = warm is not None and warm.training_layers_ready()
+        mesh = None if base.sharding is None else base.sharding.mesh
+        on_all_ranks(mesh, base.device, lambda: None if ready else wake_compiler(base.device))
         costs = (lambda: None) if warm is None else warm.layer_costs
         return CompiledLayers(base, LayerCut(base), stream=stream, costs=costs)
 
@@ -228,7 +229,7 @@ class EngineParts:
     def _layer_graphs(self, compiled: CompiledLayers | None, captures: torch.cuda.Stream | None) -> LayerGraphs | None:
         """None: layers run without. `captures`: the stream that graphs are captured on; None: training has the default stream."""
         device = self.base.device
-        if compiled is None or device.type != "cuda":
+        if compiled is None or device.type != "cuda" or self.base.sharding is not None:
             return None
         stream = captures or torch.cuda.Stream(device, priority=TRAINING_PRIORITY)  # type: ignore[no-untyped-call]
         return LayerGraphs(compiled, partial(GraphMemory, stream))

@@ -37,15 +37,14 @@ from coserve.engine.warming.client import WarmUpClient
 from coserve.engine.warming.compilations import Compilations, watch_compilations, watch_layers
 from coserve.engine.warming.early_start import StartedWarmUp
 from coserve.engine.warming.part_runner import make_part_runner
+from coserve.engine.warming.training_layers import compile_layers, make_training_layers
 from coserve.engine.warming.upgrade import (
     PreloadKernels,
     Upgrade,
-    compile_layers,
     preload_nothing,
     report_progress,
-    training_note,
 )
-from coserve.errors import StartupError, UnsupportedBase
+from coserve.errors import StartupError
 from coserve.garbage import GarbageCollection, freeze_and_collect_young, freeze_and_disable
 from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.execution.start import wake_compiler
@@ -55,7 +54,6 @@ from coserve.logs.format import log_event
 from coserve.logs.setup import LogSettings, set_up_logging
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base
-from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.queues.policies.choice import make_policy
 from coserve.state.failpoints import failpoint
 from coserve.stream_link import engine_end
@@ -112,12 +110,14 @@ def build_engine(
         step_tokens=parts.step_tokens,
         prefix_cache=config.prefix_cache,
     )
-    training_layers, training_notes = _training_layers(parts, warm, training)
+    training_layers, training_notes = make_training_layers(parts, warm, training)
     trainer: Trains
     if followers is None:
         trainer = parts.make_trainer(store, training=training, compiled=training_layers)
     else:
-        local = parts.make_trainer(store, gathering=partial(announce_gathering, followers), board=board)
+        local = parts.make_trainer(
+            store, gathering=partial(announce_gathering, followers), board=board, compiled=training_layers
+        )
         trainer = RankedTrainer(local, followers, parts.folder)
     if built is not None:
         built.wait()
@@ -131,7 +131,7 @@ def build_engine(
         )
         if warm is not None and warm.complete(STEP_PARTS):
             upgrade.begin_compiled()
-    elif training_layers is not None and (note := compile_layers(training_layers)):
+    elif training_layers is not None and not training_layers.ready and (note := compile_layers(training_layers)):
         notes += (note,)
     engine = Engine(
         generator,
@@ -161,19 +161,6 @@ def build_engine(
         notes=notes + start.notes,
     )
     return engine, ready
-
-
-def _training_layers(
-    parts: EngineParts, warm: WarmUpClient | None, training: TrainingStream | None
-) -> tuple[CompiledLayers | None, tuple[str, ...]]:
-    """The layers of training that can be compiled, and notes for the operator."""
-    try:
-        return parts.training_layers(warm, nullcontext if training is None else training.enter), ()
-    except Exception as error:  # whatever a compiler raises that does not work
-        if parts.base.device.type == "cpu":
-            return None, ()
-        log.warning("%s", training_note(error), exc_info=None if isinstance(error, UnsupportedBase) else error)
-        return None, (training_note(error),)
 
 
 def _notes(base: Base, generator: Generator, config: Config) -> tuple[str, ...]:

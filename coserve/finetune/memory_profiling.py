@@ -131,6 +131,19 @@ class MemoryMeter(Protocol):
     def reset(self) -> None: ...
 
 
+class NoMeter:
+    """Implements `MemoryMeter` where there is no GPU."""
+
+    def now(self) -> int:
+        return 0
+
+    def peak(self) -> int:
+        return 0
+
+    def reset(self) -> None:
+        pass
+
+
 class CudaMemoryMeter:
     """`MemoryMeter` of a GPU."""
 

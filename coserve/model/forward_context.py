@@ -55,6 +55,10 @@ class TrainingSeams(Protocol):
         """The gradients of q, k and v."""
         ...
 
+    def sum_ranks(self, place: int, x: Tensor) -> Tensor:
+        """The sum of all ranks' `x`, which stays as it is. `place`: which of the layer's sums it is."""
+        ...
+
 
 @dataclass(frozen=True)
 class ForwardContext:

@@ -13,6 +13,7 @@ from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.types import SiteGroup
 from coserve.model.base import Base
 from coserve.model.lora import SharedInput
+from coserve.parallel.modules import shard_of
 
 
 def shared_inputs(base: Base) -> list[list[SiteGroup]]:
@@ -77,7 +78,9 @@ def stack(group: SiteGroup, modules: Sequence[nn.Module]) -> SharedInput:
             _restack(biases)
     whole = _turn(weights[0]) if isinstance(modules[0], Conv1D) else _whole(weights)
     sizes = (len(whole),) if len(weights) == 1 else tuple(len(weight) for weight in weights)
-    return SharedInput(group, whole, _whole(biases) if biases else None, sizes)
+    shard = shard_of(modules[0])
+    sums = shard is not None and shard.partition.sums
+    return SharedInput(group, whole, _whole(biases) if biases else None, sizes, sums=sums)
 
 
 def _turn(part: nn.Parameter) -> Tensor:

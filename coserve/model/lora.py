@@ -79,9 +79,11 @@ class KeptLora:
 class SharedInput:
     """Sites that read one input, their weights stacked: the first that is called computes the outputs of all."""
 
-    def __init__(self, group: SiteGroup, weight: Tensor, bias: Tensor | None, sizes: tuple[int, ...]) -> None:
-        """`weight`: (ΣO, D); `sizes`: each site's O."""
-        self.group, self.index = group, group.index
+    def __init__(
+        self, group: SiteGroup, weight: Tensor, bias: Tensor | None, sizes: tuple[int, ...], *, sums: bool = False
+    ) -> None:
+        """`weight`: (ΣO, D); `sizes`: each site's O; `sums`: the outputs are terms, which are to be summed over the ranks."""
+        self.group, self.index, self.sums = group, group.index, sums
         self.weight, self.bias, self.sizes = weight, bias, sizes
         self.stacked = StackedWeights(weight, bias, sizes)
         self._pending: tuple[Tensor, tuple[Tensor, ...]] | None = None

@@ -13,7 +13,7 @@ from coserve.errors import UnsupportedBase
 from coserve.parallel.families import Plan, heads_of, layer_partitions, plan_of
 from coserve.parallel.lora import Strategy
 from coserve.parallel.mesh import Mesh
-from coserve.parallel.modules import SiteShard, copy_input, shard_attention, shard_module
+from coserve.parallel.modules import LocalConfig, SiteShard, copy_input, shard_attention, shard_module
 from coserve.parallel.partition import Lazy, MatrixPartition, SitePartition
 from coserve.parallel.sharding import Sharding
 from coserve.parallel.vocabulary import VocabularyShard
@@ -70,6 +70,7 @@ def _shard_layers(model: PreTrainedModel, plan: Plan, mesh: Mesh) -> dict[str, S
     """How modules are partitioned, by their paths in the model. Shards each layer's attention, and hooks its two blocks (`copy_input`)."""
     partitions, heads = layer_partitions(model.config, plan, mesh.size), heads_of(model.config, mesh.size)
     found: dict[str, SitePartition] = {}
+    configs: dict[int, LocalConfig] = {}
     for path, module in list(model.named_modules()):
         if not isinstance(module, nn.ModuleList) or len(module) != model.config.get_text_config().num_hidden_layers:
             continue
@@ -77,7 +78,7 @@ def _shard_layers(model: PreTrainedModel, plan: Plan, mesh: Mesh) -> dict[str, S
             for name, partition in partitions.items():
                 layer.get_submodule(name)  # raises where the plan is not this model's
                 found[f"{path}.{index}.{name}"] = partition
-            shard_attention(layer.get_submodule(plan.blocks[0]), heads)
+            shard_attention(layer.get_submodule(plan.blocks[0]), heads, configs)
             for block in plan.blocks:
                 copy_input(layer.get_submodule(block), mesh)
     return found

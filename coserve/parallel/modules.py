@@ -89,8 +89,9 @@ class LocalConfig:
         return getattr(self.__dict__["_config"], name)
 
 
-def shard_attention(module: nn.Module, heads: Heads) -> None:
-    """Tells an attention module how many heads this rank has, under the names that families use."""
+def shard_attention(module: nn.Module, heads: Heads, known: dict[int, LocalConfig]) -> None:
+    """Tells an attention module how many heads this rank has, under the names that families use. `known`: by the id of a config, that of the
+    modules before, so that layers do not differ in theirs."""
     query, key_value = heads.local_query, heads.local_key_value
     counts = {
         "num_heads": query,
@@ -105,4 +106,4 @@ def shard_attention(module: nn.Module, heads: Heads) -> None:
     config = getattr(module, "config", None)
     if config is not None:
         local = {"num_attention_heads": query, "num_key_value_heads": key_value}
-        vars(module)["config"] = LocalConfig(config, local)
+        vars(module)["config"] = known.setdefault(id(config), LocalConfig(config, local))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +14,15 @@ from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.lora.segments import Segments
-from coserve.model.base import Base, wrap_base
+from coserve.model.base import Base, load_base, wrap_base
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch
 from coserve.model.training.compiled_layers import CompiledLayers
+from coserve.parallel.mesh import LoneRank
 from coserve.types import LoraSettings, TrainingSettings
 from tests.support.finetuning import random_corpus
 from tests.support.lora_backends import SEGMENTED
+from tests.support.sharded import save_base
 from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +35,7 @@ def gradients(base: Base, compiled: CompiledLayers | None, rows: Sequence[int], 
     start = new_adapter(LoraSettings(r=16), base.spec, seed=3, dtype=torch.float32, device="cuda")
     for pair in start.sites.values():
         pair.b_OR.normal_(std=0.05, generator=torch.Generator("cuda").manual_seed(1))
-    optimizer = AdapterOptimizer(start, base.spec, TrainingSettings(), base.dtype)
+    optimizer = AdapterOptimizer(start, base.spec, TrainingSettings(), base.dtype, partition=base.partition(start))
     packed = pack_rows(CORPUS, rows, DEVICE)
     lora = LoraBatch(Segments((0, packed.tokens), (0,)), (optimizer.weights(),), SEGMENTED)
     runner = MicroBatchRunner(base, recompute=recompute, compiled=compiled)
@@ -43,7 +46,17 @@ def gradients(base: Base, compiled: CompiledLayers | None, rows: Sequence[int], 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_gradients_are_those_of_autograd(family: str) -> None:
     """gemma2: a soft cap, which attention computes sequence by sequence."""
-    base = wrap_base(tiny_model(family).to(DEVICE, torch.bfloat16), name=family)
+    equal_gradients(wrap_base(tiny_model(family).to(DEVICE, torch.bfloat16), name=family))
+
+
+@pytest.mark.parametrize("strategy", ["nfs", "slora"])
+def test_gradients_of_a_rank_without_the_others(tmp_path: Path, strategy: str) -> None:
+    """Its collectives return its own term, with compiled layers and without."""
+    folder, mesh = save_base(tmp_path), LoneRank(1, 2)
+    equal_gradients(load_base(folder, device="cuda", dtype="bfloat16", mesh=mesh, strategy=strategy))
+
+
+def equal_gradients(base: Base) -> None:
     compiled = CompiledLayers(base, LayerCut(base))
     compiled.compile()
     for rows, recompute in (((0, 1, 2, 3), False), ((2,), False), ((3, 1), True)):

@@ -32,7 +32,11 @@ def test_texts_and_losses_on_two_gpus_are_those_of_one(tmp_path: Path, compile: 
             assert events[-1]["state"] == "succeeded", events[-1]
             losses = [event["metrics"]["loss"] for event in events if event["type"] == "metrics"]
             tokens = [answer["choices"][0]["token_ids"] for answer in (*texts, learned)]
-            found.append((tokens, losses, [rank["state"] for rank in daemon.call("GET", "/health")[1]["ranks"]]))
+            health = daemon.call("GET", "/health")[1]
+            found.append((tokens, losses, [rank["state"] for rank in health["ranks"]]))
+            if compile == "before":
+                assert not [note for note in health["notes"] if "operation by operation" in note]
+                assert bool([note for note in health["notes"] if "without CUDA graphs: ranks" in note]) is (tp > 1)
             assert daemon.stop() == 0
     (alone, alone_losses, _), (together, losses, states) = found
     assert states == ["ready", "ready"]

@@ -18,10 +18,14 @@ from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.outcome import Outcome, Verdict, judge
 from coserve.finetune.passes import training_pass
 from coserve.model.layers import LayerCut
+from coserve.model.training.compiled_layers import CompiledLayers, CompiledPass
+from coserve.model.training.running_pass import RunningPass
+from coserve.model.training.trace import interpreted
 from coserve.parallel.lockstep import Lockstep
 from coserve.parallel.mesh import Mesh
 from coserve.ranks import board_bytes
 from tests.support.finetuning import Bench, job_spec, random_corpus
+from tests.support.lora_backends import GROUPED, SEGMENTED
 from tests.support.memory_faults import Point, out_of_memory, out_of_memory_at
 from tests.support.ranks import Ranks
 from tests.support.sharded import load, save_base
@@ -29,6 +33,13 @@ from tests.support.sharded import load, save_base
 POINTS: dict[str, tuple[Point, ...]] = {
     "anywhere": ((training_pass, "pack_jobs"), (LayerCut, "layer"), (LayerCut, "head"), (torch.autograd, "grad")),
     "update": ((AdapterOptimizer, "slices"),),
+    "compiled": (
+        (CompiledPass, "forward"),
+        (RunningPass, "attend"),
+        (RunningPass, "summed"),
+        (RunningPass, "learn_backward"),
+        (RunningPass, "attend_backward"),
+    ),
     "after a forward": ((EagerLayerPass, "forward"),),
     "after a backward": ((EagerLayerPass, "backward"),),
 }
@@ -57,8 +68,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def _train(mesh: Mesh, base: str, root: str, board: str, points: str, fails: tuple[int, ...], at: int) -> Trained:
     """Slices of a job as `RankedTrainer` and followers run them; what the points of rank 1 raise at calls `fails`."""
+    loaded, layers, lora_backend = load(base, mesh), None, GROUPED
+    if points == "compiled":
+        layers, lora_backend = CompiledLayers(loaded, LayerCut(loaded), interpreted), SEGMENTED
+        layers.compile()
     with Path(board).open("r+b") as file:
-        bench = Bench(load(base, mesh), Path(root), guard=Lockstep(mesh, file.fileno()))
+        guard = Lockstep(mesh, file.fileno())
+    bench = Bench(loaded, Path(root), guard=guard, compiled=layers, lora_backend=lora_backend)
     corpus = random_corpus(lengths=(9, 5, 12, 3, 7, 8, 6, 11))
     spec = job_spec(corpus, steps=3, validation_split=0.3, eval_steps=2, bd_blocks=2)
     trainer = bench.trainer
@@ -112,6 +128,20 @@ def test_memory_that_runs_out_on_one_rank_anywhere_changes_nothing_but_rounding(
         root = tmp_path / str(number)
         root.mkdir()
         found = train(two, base, root, "anywhere", call, at=number % SIZE)
+        assert [(one.code, one.retry) for one in found.verdicts] == [(JobOutOfMemory.code, True)], call
+        assert found.losses == pytest.approx(expected.losses, rel=1e-4), call
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_on_one_rank_in_compiled_layers(two: Ranks, base: str, tmp_path: Path) -> None:
+    """Between two collectives of a layer, too."""
+    (tmp_path / "clean").mkdir()
+    expected = train(two, base, tmp_path / "clean", "compiled")
+    assert not expected.verdicts
+    for call in (1, 16, 33):  # ahead of attention, ahead of a sum, and in a backward
+        assert call < expected.calls
+        (root := tmp_path / str(call)).mkdir()
+        found = train(two, base, root, "compiled", call, at=call % SIZE)
         assert [(one.code, one.retry) for one in found.verdicts] == [(JobOutOfMemory.code, True)], call
         assert found.losses == pytest.approx(expected.losses, rel=1e-4), call
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn.functional import cross_entropy
 
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
@@ -19,8 +21,11 @@ from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.base import Base, load_base
 from coserve.model.dropout import DropoutSpec
-from coserve.model.fused import FusedBase
+from coserve.model.groups import share_inputs
+from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.model.training.compiled_layers import CompiledLayers
+from coserve.model.training.trace import interpreted
 from coserve.parallel.adapter import Matrices
 from coserve.parallel.mesh import Mesh
 from coserve.types import BaseSpec, LoraSettings, TrainingSettings
@@ -129,6 +134,10 @@ class Trained(NamedTuple):
     norms: list[float]
     state: dict[str, Tensor]
     """Of the whole adapter, as a checkpoint has it."""
+    calls: dict[str, int]
+    """Collectives of the steps."""
+    passes: int
+    """Forwards and backwards of compiled layers."""
 
 
 def train(
@@ -141,20 +150,29 @@ def train(
     state: dict[str, Tensor] | None = None,
     backend: str = "grouped",
     dropout: float = 0.2,
+    compiled: bool = False,
 ) -> Trained:
     """Optimizer steps of one adapter, layer by layer, with dropout and clipped gradients. `state`: after step `begin`.
 
-    `backend`: of LoRA terms; where it groups inputs, and without dropout, sites of one input run together.
+    `backend`: of LoRA terms; where it groups inputs, and without dropout, sites of one input run together. `compiled`: by compiled layers,
+    without a compiler.
     """
     base = load(folder, mesh, strategy)
     whole = whole_adapter(base.spec, kind)
     settings = TrainingSettings(steps=end, learning_rate=0.02, max_grad_norm=0.05, weight_decay=0.1)
     optimizer = AdapterOptimizer(whole, base.spec, settings, torch.float32, partition=base.partition(whole))
-    if backend == "segmented":
-        FusedBase(base, compiled=False)  # finds the sites of one input
-    runner = MicroBatchRunner(base, recompute=False)
+    layers, passes = None, list[int]()
+    if compiled:
+        layers = CompiledLayers(base, LayerCut(base), partial(counted, passes))
+        layers.compile()
+        passes.clear()
+    elif backend == "segmented":
+        share_inputs(base)
+    runner = MicroBatchRunner(base, recompute=False, compiled=layers)
     rows = pack_rows(random_corpus(), range(5), torch.device("cpu"))
     losses, norms = [], []
+    if mesh is not None:
+        mesh.traffic.clear()
     if state is not None:
         optimizer.restore(state, steps=begin)
     for step in range(begin, end):
@@ -163,7 +181,22 @@ def train(
         sums_12 = run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads))
         losses.append(float(sums_12[0, 0]) / rows.targets)
         norms.append(optimizer.step(targets=rows.targets, learning_rate=settings.learning_rate))
-    return Trained(losses, norms, {name: tensor.clone() for name, tensor in optimizer.snapshot()().items()})
+    calls = {} if mesh is None else dict(mesh.traffic.calls)
+    state = {name: tensor.clone() for name, tensor in optimizer.snapshot()().items()}
+    return Trained(losses, norms, state, calls, len(passes))
+
+
+def counted(
+    passes: list[int], graph: fx.GraphModule, inputs: Sequence[object], *, is_backward: bool
+) -> Callable[[list[object]], Sequence[Tensor]]:
+    """`Compile` without a compiler; `passes` has an entry for each run of a forward (0) or backward (1)."""
+    run = interpreted(graph, inputs, is_backward=is_backward)
+
+    def noted(given: list[object]) -> Sequence[Tensor]:
+        passes.append(int(is_backward))
+        return run(given)
+
+    return noted
 
 
 def _grad(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from coserve.cancellation import Cancellation
-from coserve.finetune.memory_profiling import Conditions, MemoryProfiler
+from coserve.finetune.memory_profiling import Conditions, MemoryProfiler, NoMeter
 from coserve.link import JobSucceeded
 from coserve.memory.plan import Work
 from coserve.parallel.mesh import Mesh
@@ -54,17 +54,6 @@ def train(mesh: Mesh | None, base: str, root: str, until: int, changes: dict[str
     trainer.drop(spec.id)
     losses, valid = [one.loss for one in metrics], [one.valid_loss for one in metrics]
     return Trained(started.resumed_from, losses, valid, metrics[-1].valid_loss_before if metrics else None)
-
-
-class NoMeter:
-    """Implements `MemoryMeter`: measures nothing."""
-
-    def now(self) -> int:
-        return 0
-
-    peak = now
-
-    def reset(self) -> None: ...
 
 
 def profile(mesh: Mesh | None, base: str) -> None:

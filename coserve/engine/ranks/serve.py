@@ -26,6 +26,7 @@ from coserve.engine.ranks.monitor import Monitor
 from coserve.engine.ranks.own_rank import OwnRank
 from coserve.engine.warming.client import KernelsOnDisk
 from coserve.engine.warming.compilations import watch_compilations, watch_layers
+from coserve.engine.warming.training_layers import make_training_layers
 from coserve.errors import ConfigError, EngineFault, StartupError
 from coserve.garbage import freeze_heap
 from coserve.logs.format import log_event
@@ -114,9 +115,9 @@ def _make_follower(base: Base, config: Config, rank: OwnRank, warm_up: WarmUpTas
 
     def build(tokens: int) -> FollowerParts:
         kv = KvCache.for_base(base, tokens, config.page_tokens)
-        made = FollowerParts(
-            kv, parts.make_start(kv, warm).executor, parts.make_trainer(store, board=rank.place.board), read
-        )
+        executor = parts.make_start(kv, warm).executor
+        layers, _ = make_training_layers(parts, warm)  # rank 0 tells the operator
+        made = FollowerParts(kv, executor, parts.make_trainer(store, board=rank.place.board, compiled=layers), read)
         freeze_heap()
         rank.monitor.ready(base.device.type)
         return made

@@ -30,7 +30,7 @@ from coserve.engine.warming.step_mixes import (
 from coserve.errors import InvalidRequest, NonFiniteLoss, UnsupportedBase
 from coserve.finetune.init import new_adapter
 from coserve.finetune.losses.formulas import divergence_
-from coserve.finetune.memory_profiling import WARM_UP_TOKENS, Conditions, CudaMemoryMeter, MemoryProfiler
+from coserve.finetune.memory_profiling import WARM_UP_TOKENS, Conditions, CudaMemoryMeter, MemoryProfiler, NoMeter
 from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.graph_sizes import DECODE_BATCHES, MIXED_TOKENS
@@ -69,19 +69,6 @@ TARGETS = (
 LAYER_COSTS_TOKENS = 2048
 """Of the largest micro-batch that compiled layers are measured with: their memory is a line."""
 Adapter = tuple[AdapterRef, LoraWeights]
-
-
-class NoMeter:
-    """Implements `MemoryMeter` where there is no GPU."""
-
-    def now(self) -> int:
-        return 0
-
-    def peak(self) -> int:
-        return 0
-
-    def reset(self) -> None:
-        pass
 
 
 class PartRunner:
@@ -308,7 +295,9 @@ class PartRunner:
         kinds = [(rank, decodes) for rank in (0, DEFAULT_RANK) for decodes in (True, False)]
         for done, (rank, decodes) in enumerate(kinds):
             for _ in self._graphs(rank, decodes=decodes):
-                yield done, len(kinds)
+                yield done, len(kinds) + 1
+        yield len(kinds), len(kinds) + 1
+        self._compiled_layers()
 
     def _layers(self) -> Iterator[tuple[int, int]]:
         yield 0, 2
@@ -316,13 +305,20 @@ class PartRunner:
 
     def _training_layers(self) -> Iterator[tuple[int, int]]:
         yield 0, 2
-        if self._on_gpu and self._conditions.lora_backend.groups_inputs and self._base.sharding is None:
+        layers = self._compiled_layers()
+        if layers is not None:
+            yield 1, 2
+            self._measure_layers(layers)
+
+    def _compiled_layers(self) -> CompiledLayers | None:
+        """Those of training; None: the engine says why there are none."""
+        if self._on_gpu and self._conditions.lora_backend.groups_inputs:
             self._wake_compiler()
-            with suppress(UnsupportedBase):  # the engine says why
+            with suppress(UnsupportedBase):
                 layers = CompiledLayers(self._base, LayerCut(self._base))
                 layers.compile()
-                yield 1, 2
-                self._measure_layers(layers)
+                return layers
+        return None
 
     def _measure_layers(self, layers: CompiledLayers) -> None:
         """Keep the memory that training takes through them. Where there is too little to measure it, jobs are planned for the base's

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from coserve.engine.warming.client import WarmUpClient
+from coserve.engine.warming.training_layers import compile_layers, training_note
 from coserve.errors import UnsupportedBase
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.interface import StepExecutor
@@ -51,22 +52,6 @@ async def report_progress(link: Link[FromEngine, ToEngine], warm: WarmUpClient) 
         total = warm.total + LOADING + CAPTURING
         left = (time.monotonic() - began) * (total - warm.done) / warm.done if warm.done else None
         link.send(EngineWarming(warm.done, total, None if left is None else round(left, 1), warm.notes))
-
-
-def compile_layers(layers: CompiledLayers) -> str:
-    """Compile them; returns a note for the operator where that failed."""
-    try:
-        layers.compile()
-    except Exception as error:
-        note = training_note(error)
-        log.warning("%s", note, exc_info=error)
-        return note
-    return ""
-
-
-def training_note(why: Exception) -> str:
-    """For the operator: jobs run the base's own layers."""
-    return f"training: layers run operation by operation: {(str(why) or type(why).__name__).splitlines()[0]}"
 
 
 class Upgrade:

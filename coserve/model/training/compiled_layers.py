@@ -23,9 +23,11 @@ from coserve.model.groups import share_inputs
 from coserve.model.layers import LayerCall, LayerCut, LayerInputs
 from coserve.model.lora import SharedInput, shared_of
 from coserve.model.training.kinds import kind_of, own_tensors, plain
-from coserve.model.training.ops import AttendRows
-from coserve.model.training.running_pass import RunningPass
+from coserve.model.training.ops import AttendRows, TracedRanks
+from coserve.model.training.running_pass import AlonePass, RunningPass
 from coserve.model.training.trace import Compile, CompiledLayer, TracedLayer, inductor, trace_layer
+from coserve.parallel.agreement import on_all_ranks
+from coserve.parallel.mesh import LoneRank, Mesh
 
 log = logging.getLogger(__name__)
 
@@ -51,18 +53,27 @@ class CompiledLayers:
         costs: Callable[[], TrainingCosts | None] = lambda: None,
     ) -> None:
         """On the thread that runs the base: see `trace_layer`. `stream` enters the stream that training runs on. `costs` of memory, as far as they were
-        measured: asked for once the layers are compiled. Raises `UnsupportedBase`."""
-        if base.sharding is not None:
-            raise UnsupportedBase("ranks that share a base train with plain layers")
+        measured: asked for once the layers are compiled. Ranks that share a base do this at the same time. Raises `UnsupportedBase`: on all ranks."""
         if not base.sites.shared():
             share_inputs(base)
         self._compile, self._stream, self._device = compile, stream, base.device
+        self._mesh = None if base.sharding is None else base.sharding.mesh
         self.cut = cut
         self._load_costs = costs
         self.costs: TrainingCosts | None = None
         """Of memory, by which jobs may be planned; None: they are not known, or a batch was refused: others may be, too."""
         self.notes: tuple[str, ...] = ()
         """On the last batch that they were not right for, for an operator."""
+        positions_T = torch.arange(EXAMPLE_TOKENS, device=base.device) % EXAMPLE_ROW
+        bounds = (*range(0, EXAMPLE_TOKENS, EXAMPLE_ROW), EXAMPLE_TOKENS)
+        inputs = cut.embed(probe.tokens(base.model, EXAMPLE_TOKENS), positions_T, PackedAttention(bounds))
+        self._compiled: dict[Hashable, CompiledLayer] = {}
+        self._layers: dict[int, CompiledLayer] = {}
+        self._traced = on_all_ranks(self._mesh, base.device, lambda: self._trace(base, inputs), self._order_of_kinds)
+        self._wait_for_examples = _mark(base.device)
+
+    def _trace(self, base: Base, inputs: LayerInputs) -> dict[Hashable, TracedLayer]:
+        """A layer of each kind. Raises `UnsupportedBase`."""
         paths = {id(module): name for name, module in base.model.named_modules()}
         shared = base.sites.shared_by_site()
         if missing := base.spec.sites.keys() - shared.keys():
@@ -72,9 +83,6 @@ class CompiledLayers:
         self._kinds: list[Hashable] = []
         self._constants: list[tuple[list[object], pytree.TreeSpec]] = []
         self._examples: dict[Hashable, _Example] = {}
-        positions_T = torch.arange(EXAMPLE_TOKENS, device=base.device) % EXAMPLE_ROW
-        bounds = (*range(0, EXAMPLE_TOKENS, EXAMPLE_ROW), EXAMPLE_TOKENS)
-        inputs = cut.embed(probe.tokens(base.model, EXAMPLE_TOKENS), positions_T, PackedAttention(bounds))
         for layer, call in zip(base.layers, inputs.calls, strict=True):
             prefix = f"{paths[id(layer)]}."
             groups = {name.removeprefix(prefix): one for name, one in shared.items() if name.startswith(prefix)}
@@ -86,33 +94,46 @@ class CompiledLayers:
             self._kinds.append(kind)
             self._constants.append(arguments.constants)
             if kind not in self._examples:
-                self._examples[kind] = _Example(_copied(layer), call, inputs.h_1TD, own)
+                traced, plain = _copies(layer, self._mesh)
+                self._examples[kind] = _Example(traced, plain, call, inputs.h_1TD, own)
         if len(self._examples) > MAX_KINDS:
             raise UnsupportedBase(f"its layers are of {len(self._examples)} kinds, expected {MAX_KINDS} at most")
-        self._traced = {kind: trace_layer(one.run, one.tensors, EXAMPLE_TOKENS) for kind, one in self._examples.items()}
-        self._compiled: dict[Hashable, CompiledLayer] = {}
-        self._layers: dict[int, CompiledLayer] = {}
-        self._wait_for_examples = _mark(base.device)
+        return {kind: trace_layer(one.run, one.tensors, EXAMPLE_TOKENS) for kind, one in self._examples.items()}
+
+    def _order_of_kinds(self, traced: Mapping[Hashable, TracedLayer]) -> str:
+        order = [*traced]
+        return repr([order.index(kind) for kind in self._kinds])
 
     def compile(self) -> None:
-        """While other threads may capture CUDA graphs, which waiting for the whole device would break. Raises `UnsupportedBase`."""
+        """While other threads may capture CUDA graphs, which waiting for the whole device would break. Ranks that share a base do this at the same
+        time. Raises `UnsupportedBase`, and what the compiler raises: on all ranks."""
         if self._device.type == "cuda":
             _wake_autograd(self._device)
         examples, self._examples = self._examples, {}
         traced, self._traced = self._traced, dict[Hashable, TracedLayer]()
-        with self._stream():
-            self._wait_for_examples()
+        collectives: list[str] = []
+        """In the order of the compiled code, and what it assumes."""
+
+        def compile_all() -> list[str]:
             for kind, example in examples.items():
                 self._compiled[kind] = traced[kind].compile(self._compile)
-                self._check(self._kinds.index(kind), example, self._compiled[kind])
+                collectives.extend(self._check(self._kinds.index(kind), example, self._compiled[kind]))
+                collectives.append(self._compiled[kind].assumed)
+            return collectives
+
+        with self._stream():
+            self._wait_for_examples()
+            on_all_ranks(self._mesh, self._device, compile_all, repr)
         self.costs = self._load_costs()
         self._layers = {i: self._compiled[kind] for i, kind in enumerate(self._kinds)}
 
-    def _check(self, i: int, example: _Example, compiled: CompiledLayer) -> None:
-        """Raises `UnsupportedBase` where a compiled layer computes something else than the layer does."""
+    def _check(self, i: int, example: _Example, compiled: CompiledLayer) -> list[str]:
+        """The layer's collectives in order, on this rank alone: they return its own term. Raises `UnsupportedBase` where a compiled layer computes
+        something else than the layer does."""
         h_1TD, attention = example.h_1TD, example.attention
         tensors = {i: [*_Arguments.of(example.call).tensors, *example.own.values()]}
-        one = CompiledPass({i: compiled}, tensors, RunningPass(attention, None, self._groups))
+        running_pass = AlonePass(attention, None, self._groups)
+        one = CompiledPass({i: compiled}, tensors, running_pass)
         output_1TD, saved = one.forward(i, h_1TD, keeps=True)
         gradient_1TD = torch.ones_like(h_1TD)
         found = output_1TD, one.backward(i, saved, gradient_1TD)
@@ -121,6 +142,7 @@ class CompiledLayers:
             error = float(torch.linalg.vector_norm((own - right).float()) / torch.linalg.vector_norm(right.float()))
             if not error <= TOLERANCE[h_1TD.dtype]:
                 raise UnsupportedBase(f"the compiled layer {i} gives another {what}: relative error {error:.2g}")
+        return running_pass.collectives
 
     @property
     def ready(self) -> bool:
@@ -144,7 +166,7 @@ class CompiledLayers:
             )
             return None
         tensors = {i: [*own.tensors, *self._own[i]] for i, own in enumerate(given)}
-        return CompiledPass(self._layers, tensors, RunningPass(inputs.attention, lora, self._groups))
+        return CompiledPass(self._layers, tensors, RunningPass(inputs.attention, lora, self._groups, self._mesh))
 
     def _note(self, note: str) -> None:
         if not self.notes:
@@ -235,13 +257,23 @@ def _wake_autograd(device: torch.device) -> None:
     torch.autograd.grad(leaf * leaf, leaf, torch.ones_like(leaf))
 
 
-def _copied(layer: nn.Module) -> nn.Module:
-    """The layer's modules with the same tensors, for another thread."""
+def _copies(layer: nn.Module, mesh: Mesh | None) -> tuple[nn.Module, nn.Module]:
+    """The layer as it is traced, and to compare with. Of a rank's layer neither waits for the other ranks of the `mesh`."""
+    if mesh is None:
+        return (own := _copied(layer, {})), own
+    meshes = TracedRanks(mesh.rank, mesh.size), LoneRank(mesh.rank, mesh.size)
+    return _copied(layer, {id(mesh): meshes[0]}), _copied(layer, {id(mesh): meshes[1]})
+
+
+def _copied(layer: nn.Module, instead: dict[int, object]) -> nn.Module:
+    """The layer's modules with the same tensors, for another thread. `instead`: of other objects, by their ids."""
     tensors = [value for module in layer.modules() for value in vars(module).values()]
     for site in {id(one): one for module in layer.modules() if (one := shared_of(module)) is not None}.values():
         tensors += [site.weight, site.bias]
-    known = {id(one): one for one in (*layer.parameters(), *layer.buffers(), *tensors) if isinstance(one, Tensor)}
-    return copy.deepcopy(layer, known)
+    known: dict[int, object] = {
+        id(one): one for one in (*layer.parameters(), *layer.buffers(), *tensors) if isinstance(one, Tensor)
+    }
+    return copy.deepcopy(layer, known | instead)
 
 
 def _plain(leaf: object) -> Hashable:
@@ -255,6 +287,8 @@ class _Example:
     """A layer to trace, in modules of its own, and what it is called with."""
 
     layer: nn.Module
+    plain: nn.Module
+    """The same layer, to compare with."""
     call: LayerCall
     h_1TD: Tensor  # noqa: N815
     own: dict[str, Tensor]
@@ -283,6 +317,6 @@ class _Example:
         """The layer's own output, and the gradient of its input."""
         with torch.enable_grad(), running(ForwardContext()):
             leaf_1TD = self.h_1TD.detach().requires_grad_()
-            output = self.layer(leaf_1TD, *self.call.args, **self.call.kwargs)
+            output = self.plain(leaf_1TD, *self.call.args, **self.call.kwargs)
             h_next_1TD: Tensor = output[0] if isinstance(output, tuple) else output
             return h_next_1TD.detach(), torch.autograd.grad(h_next_1TD, leaf_1TD, gradient_1TD)[0]

@@ -12,6 +12,8 @@ from coserve.model.lora import SITE, SharedInput
 
 NOT_COMPARED = frozenset({"layer_idx", "forward", SITE, "_parameters", "_buffers", "_modules"})
 """Attributes of a module that a kind does not depend on, or that are looked at by themselves."""
+HOOKS = "_hooks"
+"""In the names of a module's tables of hooks, whose keys are numbers that no two hooks share."""
 PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 
 
@@ -42,7 +44,13 @@ def own_tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _plain_attributes(module: nn.Module) -> Hashable:
-    return tuple(sorted((name, plain(value)) for name, value in vars(module).items() if name not in NOT_COMPARED))
+    return tuple(
+        sorted(
+            (name, plain([*value.values()] if isinstance(value, dict) and HOOKS in name else value))
+            for name, value in vars(module).items()
+            if name not in NOT_COMPARED
+        )
+    )
 
 
 def plain(value: object) -> str:
@@ -53,7 +61,7 @@ def plain(value: object) -> str:
         return repr([plain(one) for one in cast("list[object]", value)])
     if isinstance(value, set | frozenset):
         return repr(sorted(plain(one) for one in cast("set[object]", value)))
-    if isinstance(value, dict) and not value:  # hooks
+    if isinstance(value, dict) and not value:
         return "{}"
     return f"{type(value).__name__} at {id(value)}"
 

@@ -1,6 +1,7 @@
-"""What a compiled training layer sees of us: `coserve::learn`, for all the sites that read one input, and `coserve::attend_rows`.
+"""What a compiled training layer sees of us: `coserve::learn`, for all the sites that read one input, `coserve::attend_rows`, and, where
+ranks share the base, `coserve::sum_ranks`.
 
-Both look up the running pass when they run, not when they are traced: one compiled layer serves every layer of its kind and every
+They look up the running pass when they run, not when they are traced: one compiled layer serves every layer of its kind and every
 batch. The base's weights and the adapters are no inputs of compiled code, and the adapters' gradients no outputs.
 """
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from coserve.kernels.attention.interface import AttentionParams
 from coserve.model.forward_context import TrainingSeams, current
+from coserve.parallel.mesh import LoneRank
 
 
 def _seams() -> TrainingSeams:
@@ -55,6 +57,15 @@ def _attend_backward(
     params = AttentionParams(scaling, window, softcap, sinks)
     dq, dk, dv = _seams().attend_backward(current.layer, (q, k, v), out, dout, params)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+def _sum_ranks(x: Tensor, place: int) -> Tensor:
+    """The sum of all ranks' x."""
+    return _seams().sum_ranks(place, x)
+
+
+def _sum_ranks_fake(x: Tensor, place: int) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 def _learn_fake(x: Tensor, width: int, group: int) -> Tensor:
@@ -107,6 +118,7 @@ def _register() -> torch.library.Library:
             _attend_backward,
             _attend_backward_fake,
         ),
+        ("sum_ranks", "(Tensor x, int place) -> Tensor", _sum_ranks, _sum_ranks_fake),
     ):
         ops.define(name + schema)  # type: ignore[no-untyped-call]
         ops.impl(name, real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -128,3 +140,21 @@ class AttendRows:
         """As `Attention.attend`; ignores `layer`."""
         out: Tensor = torch.ops.coserve.attend_rows(q_HTD, k_KTD, v_KTD, *params)
         return out
+
+
+class TracedRanks(LoneRank):
+    """The mesh of a traced training layer: the running pass's, in the layer that runs."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._sums = 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """As `Mesh.all_reduce`, once for each call that is traced."""
+        self._sums += 1
+        found: Tensor = torch.ops.coserve.sum_ranks(x, self._sums - 1)
+        return found
+
+    def all_gather_parts(self, x: Tensor) -> Tensor:
+        """Not in layers: LoRA terms are not traced."""
+        raise NotImplementedError("a traced layer gathers nothing")

@@ -7,22 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from coserve.kernels.attention.interface import AttentionParams
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.model.lora import SharedInput
+from coserve.parallel.mesh import Mesh
 
 
 class RunningPass:
     """Implements `TrainingSeams`. What a layer's backward needs of its forward, beside its saved tensors, is kept here."""
 
     def __init__(
-        self, attention: PackedAttention, lora: PreparedLora | None, groups: Sequence[Sequence[SharedInput]]
+        self,
+        attention: PackedAttention,
+        lora: PreparedLora | None,
+        groups: Sequence[Sequence[SharedInput]],
+        mesh: Mesh | None = None,
     ) -> None:
-        """`groups`: of each layer. `lora` None: the base alone."""
-        self._attention, self._lora, self._groups = attention, lora, groups
+        """`groups`: of each layer. `lora` None: the base alone. `mesh`: of the ranks that share the base."""
+        self._attention, self._lora, self._groups, self._mesh = attention, lora, groups, mesh
         self.keeps = True
         """Off: forwards have no backward."""
         self._shrinks: dict[tuple[int, int], Tensor] = {}
@@ -31,6 +37,12 @@ class RunningPass:
         """Attention's `log sum exp`, by layer."""
 
     def learn(self, layer: int, group: int, x_TD: Tensor) -> Tensor:
+        shared = self._groups[layer][group]
+        y_TO = self._local(layer, group, x_TD)
+        return self.summed(f"sites {group}", y_TO) if shared.sums else y_TO
+
+    def _local(self, layer: int, group: int, x_TD: Tensor) -> Tensor:
+        """What this rank computes of a group's outputs."""
         shared = self._groups[layer][group]
         if self._lora is None:
             return shared.stacked.linear(x_TD)
@@ -56,3 +68,26 @@ class RunningPass:
         self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], out_THD: Tensor, dout_THD: Tensor, params: AttentionParams
     ) -> tuple[Tensor, Tensor, Tensor]:
         return self._attention.gradients(qkv, out_THD, dout_THD, self._sums.pop(layer, None), params)
+
+    def sum_ranks(self, place: int, x: Tensor) -> Tensor:
+        return self.summed(f"inputs {place}", x.clone(memory_format=torch.contiguous_format))
+
+    def summed(self, what: str, x: Tensor) -> Tensor:
+        """The sum of all ranks' `x`, which may be overwritten. `what`: it is of a layer."""
+        assert self._mesh is not None, "expected the ranks' mesh"
+        return self._mesh.all_reduce(x)
+
+
+class AlonePass(RunningPass):
+    """The pass of a rank without the others: sums are its own terms."""
+
+    def __init__(
+        self, attention: PackedAttention, lora: PreparedLora | None, groups: Sequence[Sequence[SharedInput]]
+    ) -> None:
+        super().__init__(attention, lora, groups)
+        self.collectives: list[str] = []
+        """What would have been summed, in order."""
+
+    def summed(self, what: str, x: Tensor) -> Tensor:
+        self.collectives.append(what)
+        return x

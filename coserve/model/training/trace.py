@@ -70,6 +70,8 @@ class CompiledLayer:
     _saved: tuple[int, ...]
     """The backward's inputs ahead of the gradient, as places among the forward's outputs."""
     _conditions: Callable[[int], bool]
+    assumed: str
+    """Of the number of tokens: what `fits` evaluates."""
     _known: dict[int, bool] = field(default_factory=dict)
 
     def fits(self, tokens: int) -> bool:
@@ -106,7 +108,8 @@ class TracedLayer:
             forward = compile(self._forward, _examples(self._forward), is_backward=False)
             backward = compile(self._backward, _examples(self._backward), is_backward=True)
         places = _places(self._forward, self._backward)
-        return CompiledLayer(forward, backward, places, _conditions(self._shapes, self._hidden))
+        conditions = _conditions(self._shapes, self._hidden)
+        return CompiledLayer(forward, backward, places, conditions, _assumed(self._shapes))
 
 
 def trace_layer(run: Callable[..., Tensor], tensors: Sequence[Tensor], tokens: int) -> TracedLayer:
@@ -178,3 +181,7 @@ def _conditions(shapes: ShapeEnv, hidden: FakeTensor) -> Callable[[int], bool]:
         return within and all(bool(one.subs({symbol: tokens})) for one in assumed)
 
     return hold
+
+
+def _assumed(shapes: ShapeEnv) -> str:
+    return repr((sorted(str(guard.expr) for guard in shapes.guards), sorted(map(str, shapes.var_to_range.items()))))
