@@ -19,7 +19,7 @@ from tests.support.ranks import Ranks
 from tests.support.sharded import KINDS, Kind, Trained, load, train
 
 LAYERS = 2
-STEPS = 1
+STEPS = 2
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +74,12 @@ def compiled(ranks: Ranks, folder: str, strategy: str, kind: Kind, steps: int = 
     return ranks.run(train, folder, strategy, kind, 0, steps, None, "segmented", 0.0, True)
 
 
-@pytest.mark.parametrize(("strategy", "kind"), [("nfs", KINDS[0]), ("bd", KINDS[1])])
+@pytest.mark.parametrize(("strategy", "kind"), [("nfs", KINDS[0]), ("bd", KINDS[1]), ("slora", Kind(16))])
 def test_a_job_has_the_losses_and_the_weights_of_one_process(
     ranks: Ranks, folder: str, strategy: str, kind: Kind
 ) -> None:
     expected = train(None, folder, strategy, kind, 0, STEPS, None, "grouped", 0.0)
-    own_layers = ranks.run(train, folder, strategy, kind, 0, STEPS, None, "grouped", 0.0)[0]
+    own_layers = ranks.run(train, folder, strategy, kind, 0, STEPS, None, "segmented", 0.0)[0]
     first, *others = compiled(ranks, folder, strategy, kind)
     assert first.passes == 2 * LAYERS * STEPS
     unread = STEPS  # the gradient of what enters the lowest layer, which the layers themselves do not compute
@@ -113,3 +113,15 @@ def test_a_rank_compiles_its_layers_without_the_others(tmp_path: Path, family: s
     layers = CompiledLayers(base, LayerCut(base))
     layers.compile()
     assert layers.ready
+
+
+@pytest.mark.parametrize("compiled", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_an_adapter_of_local_and_of_fully_sharded_pairs(two: Ranks, folder: str, compiled: bool) -> None:
+    """In one group of sites, and at the bottom of the lowest layer that learns."""
+    kind = Kind(8, uneven=("q_proj", "down_proj"))
+    expected = train(None, folder, "slora", kind, 0, 2, None, "grouped", 0.0)
+    for found in two.run(train, folder, "slora", kind, 0, 2, None, "segmented", 0.0, compiled):
+        assert found.losses == pytest.approx(expected.losses, rel=1e-4)
+        assert found.norms == pytest.approx(expected.norms, rel=1e-3)
+        for name, tensor in expected.state.items():
+            torch.testing.assert_close(found.state[name], tensor, rtol=1e-3, atol=1e-3)

@@ -23,7 +23,7 @@ from coserve.model.base import Base, load_base
 from coserve.model.dropout import DropoutSpec
 from coserve.model.groups import share_inputs
 from coserve.model.layers import LayerCut
-from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.model.lora import KeptLora, LoraBatch, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.trace import interpreted
 from coserve.parallel.adapter import Matrices
@@ -45,6 +45,8 @@ class Kind(NamedTuple):
     blocks: int = 1
     targets: tuple[str, ...] = ()
     """Suffixes; empty: every site."""
+    uneven: tuple[str, ...] = ()
+    """Suffixes of sites whose rank is one less, which no number of ranks divides."""
 
 
 KINDS = (
@@ -78,8 +80,9 @@ def whole_adapter(spec: BaseSpec, kind: Kind) -> LoraWeights:
         a_blocks, b_blocks = (kind.blocks, 1) if name.endswith(ROW) else (1, kind.blocks)
         digest = hashlib.blake2b(f"{name}/{kind}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        a = torch.randn(kind.rank, site.in_features // a_blocks, generator=generator) * 0.2
-        b = torch.randn(site.out_features, kind.rank // b_blocks, generator=generator) * 0.2
+        rank = kind.rank - name.endswith(kind.uneven)
+        a = torch.randn(rank, site.in_features // a_blocks, generator=generator) * 0.2
+        b = torch.randn(site.out_features, rank // b_blocks, generator=generator) * 0.2
         pairs[name] = LoraPair(a, b, 0.5, a_blocks=a_blocks, b_blocks=b_blocks)
     return LoraWeights(LoraSettings(r=kind.rank), pairs)
 
@@ -170,14 +173,15 @@ def train(
         share_inputs(base)
     runner = MicroBatchRunner(base, recompute=False, compiled=layers)
     rows = pack_rows(random_corpus(), range(5), torch.device("cpu"))
-    losses, norms = [], []
+    losses, norms, kept = [], [], KeptLora()
     if mesh is not None:
         mesh.traffic.clear()
     if state is not None:
         optimizer.restore(state, steps=begin)
     for step in range(begin, end):
         dropped = DropoutSpec(dropout, seed=step)
-        lora = LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), make_backend(backend), dropped)
+        segments, adapters = Segments((0, rows.tokens), (0,)), (optimizer.weights(),)
+        lora = LoraBatch(segments, adapters, make_backend(backend), dropped, kept)
         sums_12 = run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads))
         losses.append(float(sums_12[0, 0]) / rows.targets)
         norms.append(optimizer.step(targets=rows.targets, learning_rate=settings.learning_rate))

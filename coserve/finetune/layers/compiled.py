@@ -14,7 +14,7 @@ def takes(context: ForwardContext, *, learns: bool) -> bool:
     `learns`, the kernels add gradients to sums of the pairs' own."""
     if context.lora is None:
         return not learns
-    return context.grouped and (context.lora.anchor is not None or not learns)
+    return context.grouped and (context.lora.sums_gradients or not learns)
 
 
 def uncompiled(spec: JobSpec) -> list[str]:

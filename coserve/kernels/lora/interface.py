@@ -28,6 +28,11 @@ class PreparedLora(ABC):
     """Set where the kernels add gradients to the pairs' `MainGrads`, so that autograd returns none for them: a dummy leaf that
     triggers our backward in the lowest trainable layer. It gets no gradient."""
 
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether `linear_backward` adds the gradients of all pairs to their `MainGrads`."""
+        return self.anchor is not None
+
     @abstractmethod
     def changes(self, group: SiteGroup) -> bool:
         """Whether an adapter of the step changes a site of the group."""
@@ -55,18 +60,29 @@ class PreparedLora(ABC):
 
     def linear_forward(
         self, group: SiteGroup, x_TD: Tensor, stacked: StackedWeights, *, keep: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """`linear_group` without autograd: (T, ΣO), and with `keep` what `linear_backward` needs. Here: of sites without terms."""
-        assert not self.changes(group), f"{type(self).__name__} has no forward of its own"
-        return stacked.linear(x_TD), None
+    ) -> tuple[Tensor, object]:
+        """`linear_group` without autograd: (T, ΣO), and with `keep` what `linear_backward` needs."""
+        y_TO = stacked.linear(x_TD)
+        if not self.changes(group):
+            return y_TO, None
+        return y_TO, self.terms_forward(group, torch.split(y_TO, list(stacked.sizes), 1), x_TD, keep=keep)
 
     def linear_backward(
-        self, group: SiteGroup, dy_TO: Tensor, x_TD: Tensor, h_GTR: Tensor | None, stacked: StackedWeights
+        self, group: SiteGroup, dy_TO: Tensor, x_TD: Tensor, kept: object, stacked: StackedWeights
     ) -> Tensor:
-        """The gradient of x from that of `linear_forward`'s output; adds those of the pairs to their `MainGrads`. Here: of sites
-        without terms."""
-        assert not self.changes(group), f"{type(self).__name__} has no backward of its own"
-        return dy_TO @ stacked.weight
+        """The gradient of x from that of `linear_forward`'s output; adds those of the pairs to their `MainGrads`."""
+        if kept is None:
+            return dy_TO @ stacked.weight
+        dys = torch.split(dy_TO, list(stacked.sizes), 1)
+        return self.terms_backward(group, dys, x_TD, kept).addmm_(dy_TO, stacked.weight)
+
+    def terms_forward(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, keep: bool) -> object:
+        """`add_` without autograd, for training: with `keep` what `terms_backward` needs. The group's sites are changed."""
+        raise NotImplementedError(f"{type(self).__name__} has no forward of its own")
+
+    def terms_backward(self, group: SiteGroup, dys: Sequence[Tensor], x_TD: Tensor, kept: object) -> Tensor:
+        """The gradient of x by the terms alone, a new tensor; adds those of the pairs to their `MainGrads`."""
+        raise NotImplementedError(f"{type(self).__name__} has no backward of its own")
 
     def for_batch(self, segments: Segments) -> PreparedLora | None:
         """The same adapters, whose weights may have changed in place, for another batch; None: they must be prepared anew."""

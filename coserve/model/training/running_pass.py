@@ -31,8 +31,8 @@ class RunningPass:
         self._attention, self._lora, self._groups, self._mesh = attention, lora, groups, mesh
         self.keeps = True
         """Off: forwards have no backward."""
-        self._shrinks: dict[tuple[int, int], Tensor] = {}
-        """(G, T, R) by layer and group."""
+        self._kept: dict[tuple[int, int], object] = {}
+        """Of LoRA terms, by layer and group."""
         self._sums: dict[int, Tensor] = {}
         """Attention's `log sum exp`, by layer."""
 
@@ -46,17 +46,17 @@ class RunningPass:
         shared = self._groups[layer][group]
         if self._lora is None:
             return shared.stacked.linear(x_TD)
-        y_TO, h_GTR = self._lora.linear_forward(shared.group, x_TD, shared.stacked, keep=self.keeps)
-        if self.keeps and h_GTR is not None:
-            self._shrinks[layer, group] = h_GTR
+        y_TO, kept = self._lora.linear_forward(shared.group, x_TD, shared.stacked, keep=self.keeps)
+        if self.keeps and kept is not None:
+            self._kept[layer, group] = kept
         return y_TO
 
     def learn_backward(self, layer: int, group: int, dy_TO: Tensor, x_TD: Tensor) -> Tensor:
         shared = self._groups[layer][group]
         if self._lora is None:
             return dy_TO @ shared.stacked.weight
-        h_GTR = self._shrinks.pop((layer, group), None)
-        return self._lora.linear_backward(shared.group, dy_TO, x_TD, h_GTR, shared.stacked)
+        kept = self._kept.pop((layer, group), None)
+        return self._lora.linear_backward(shared.group, dy_TO, x_TD, kept, shared.stacked)
 
     def attend(self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams) -> Tensor:
         out_THD, sums = self._attention.attend_keeping(q_HTD, k_KTD, v_KTD, params)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.lora.interface import Adapters, FixedLora, PreparedLora, TritonBackend
-from coserve.kernels.lora.segmented import linear_group, plan, terms
+from coserve.kernels.lora.segmented import launch_prefill, linear_group, plan, terms
 from coserve.kernels.lora.segmented.adapter_table import table_on
 from coserve.kernels.lora.segmented.block_sizes import MAX_SITES
+from coserve.kernels.lora.segmented.gradients import dense, gradients
 from coserve.kernels.lora.segmented.plan import CUTTING, Cutting, GroupTable, TilePlan
 from coserve.kernels.lora.segmented.tiles import TrainingTiles
 from coserve.kernels.lora.segments import Segments
@@ -133,7 +134,7 @@ class SegmentedLora(PreparedLora):
 
     def linear_forward(
         self, group: SiteGroup, x_TD: Tensor, stacked: StackedWeights, *, keep: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, object]:
         assert group in self._known, f"expected a group that was prepared, got another of {group.names}"
         launches = self._launches.get(group)
         if launches is None:
@@ -143,14 +144,30 @@ class SegmentedLora(PreparedLora):
         return linear_group.forward(x_TD, stacked, cut, launch.table, launch.live, keep=keep)
 
     def linear_backward(
-        self, group: SiteGroup, dy_TO: Tensor, x_TD: Tensor, h_GTR: Tensor | None, stacked: StackedWeights
+        self, group: SiteGroup, dy_TO: Tensor, x_TD: Tensor, kept: object, stacked: StackedWeights
     ) -> Tensor:
         launches = self._launches.get(group)
-        if launches is None or h_GTR is None:
-            return super().linear_backward(group, dy_TO, x_TD, h_GTR, stacked)
+        if launches is None or not isinstance(kept, Tensor):
+            return super().linear_backward(group, dy_TO, x_TD, kept, stacked)
         (launch,) = launches
         x_TD, cut = self._checked(group, x_TD), self._plan(launch.table, train=True)
-        return linear_group.backward(dy_TO, x_TD, h_GTR, stacked, cut, launch.table, launch.live)
+        return linear_group.backward(dy_TO, x_TD, kept, stacked, cut, launch.table, launch.live)
+
+    def terms_forward(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, keep: bool) -> Tensor | None:
+        (launch,) = self._launches[group]
+        cut, own = self._plan(launch.table, train=True), [ys[site] for site in launch.live]
+        h_GTR = launch_prefill.prefill(own, own, self._checked(group, x_TD), cut, launch.table.table, keep=keep)
+        return h_GTR if keep else None
+
+    def terms_backward(self, group: SiteGroup, dys: Sequence[Tensor], x_TD: Tensor, kept: object) -> Tensor:
+        assert isinstance(kept, Tensor), "expected a forward that kept its shrink"
+        (launch,) = self._launches[group]
+        assert launch.table.anchor is not None, "expected pairs with sums of gradients"
+        own, cut = dense([dys[site] for site in launch.live]), self._plan(launch.table, train=True)
+        x_TD = self._checked(group, x_TD)
+        dx_TD, _ = gradients(own, x_TD, kept, cut, launch.table, inputs_need=True, weights_need=True)
+        assert dx_TD is not None, "expected a gradient"
+        return dx_TD
 
     def _checked(self, group: SiteGroup, x_TD: Tensor) -> Tensor:
         """x with dense rows."""
