@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import aiohttp
 import msgspec
 import pytest
 
+from coserve.api.jobs import recorder
 from coserve.api.jobs.keys import IdempotencyKeys
 from coserve.api.jobs.submission import Submission
 from coserve.corpus.tokenized import Corpus
 from coserve.errors import QueueFull
 from coserve.link import CancelJob, JobFailed, JobPaused, JobProgress, JobWaiting, PauseJob, StartJob
+from coserve.state.durable import remove_dir
 from coserve.state.failpoints import armed
 from coserve.step_metrics import StepMetrics
 from coserve.types import BaseSpec
@@ -53,6 +56,25 @@ async def test_a_job_from_rows_to_an_adapter_that_serves(api: Api) -> None:
     assert (status, body["adapter"], body["version"], body["choices"][0]["text"]) == (200, "poet", 1, REPLY)
     _, adapter = await api.call("GET", "/adapters/poet")
     assert (adapter["source"], adapter["rank"], adapter["versions"]) == (f"job:{job['id']}", 2, [1])
+
+
+async def test_no_job_waits_for_the_files_of_another_to_be_deleted(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints of a large adapter are gigabytes."""
+    may_delete = threading.Event()
+
+    def slow(path: Path) -> None:
+        may_delete.wait(60)
+        remove_dir(path)
+
+    monkeypatch.setattr(recorder, "remove_dir", slow)
+    first, second = await submit(api, adapter="one"), await submit(api, adapter="two")
+    for job in (first, second):
+        await api.job_until(job["id"], "succeeded")
+        assert (await api.events(job["id"]))[-1][1]["state"] == "succeeded"
+        assert api.folder.job(job["id"]).exists()
+    may_delete.set()
+    await api.settled()
+    assert not api.folder.job(first["id"]).exists() and not api.folder.job(second["id"]).exists()
 
 
 async def test_events_from_the_first_to_the_last_and_again_from_the_middle(api: Api) -> None:

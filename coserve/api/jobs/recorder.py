@@ -77,6 +77,7 @@ class JobRecorder:
         self._held: dict[str, deque[JobMessage]] = {}
         """Of each job whose success cannot be written now, that message and those after it."""
         self._publications: set[asyncio.Task[None]] = set()
+        self._removals: set[asyncio.Task[None]] = set()
         self.watchers = JobWatchers()
         self.ended: Callable[[str], None] = lambda _: None
         """Called with a job's id after its end was committed. It must return at once."""
@@ -96,14 +97,16 @@ class JobRecorder:
         return frozenset(self._held)
 
     async def settled(self) -> None:
-        """Wait until every delivered message is written, but for those of `publishing`."""
+        """Wait until every delivered message is written, but for those of `publishing`, and the files of jobs that have ended are deleted."""
         await self._queue.join()
+        await asyncio.gather(*self._removals)
 
     async def close(self) -> None:
         """Write delayed progress; what does not fit on the disk is lost. Jobs of `publishing` are so at the next start, too."""
         for task in self._publications:
             task.cancel()
         await asyncio.gather(*self._publications, return_exceptions=True)
+        await asyncio.gather(*self._removals)
         await self._progress.close()
 
     async def run(self) -> None:
@@ -192,16 +195,20 @@ class JobRecorder:
             await self.end(id, lambda registry: registry.succeed(id, record))
 
     async def end(self, id: str, change: Callable[[Registry], JobRecord]) -> JobRecord:
-        """Commit a job's end, then delete its corpus and checkpoints. Nothing is raised after the commit: another attempt
-        would find the job ended."""
+        """Commit a job's end. Its corpus and checkpoints, which may be gigabytes, are deleted later: nobody waits for that."""
         record = await self._registry.with_reserve(change)
         self._metrics.job_ended(record.state)
         self.ended(id)
+        task = asyncio.create_task(self._remove_files(id))
+        self._removals.add(task)
+        task.add_done_callback(self._removals.discard)
+        return record
+
+    async def _remove_files(self, id: str) -> None:
         try:
             await asyncio.to_thread(remove_dir, self._folder.job(id))
         except (OSError, CoserveError) as error:
             log.warning("job %s: its files stay until the next start: %s", id, error)
-        return record
 
     async def _fail(self, message: JobMessage) -> None:
         """End a job as failed whose change of state could not be written: its record would be wrong until the next engine. Never raises."""
