@@ -31,8 +31,8 @@ from benchmarks.bdlora_plan import SHAPES, Shape
 from benchmarks.demo import hardware
 from benchmarks.options import check_tiny, make_parser
 from benchmarks.serving_results import Results
-from coserve.adapter_store.files import load_adapter
-from coserve.adapter_store.packing import copied_into, packed, packed_bytes
+from coserve.adapter_store.files import load_packed
+from coserve.adapter_store.packing import copied_into, packed_bytes
 from coserve.adapters.peft import PREFIX, adapter_config, inspect_adapter
 from coserve.adapters.tensorfile import digest_file
 from coserve.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -95,8 +95,7 @@ def make_files(folder: Path, base: BaseSpec, dtype: torch.dtype) -> AdapterDiges
 
 def first_use(folder: Path, base: BaseSpec, digests: AdapterDigests, pages: torch.Tensor | None) -> None:
     """`pages`: of the GPU, uint8; None: there is none."""
-    weights = load_adapter(folder, base, device="cpu", dtype=torch.bfloat16, digests=digests)
-    host = packed(weights, pinned=pages is not None)
+    host = load_packed(folder, base, dtype=torch.bfloat16, digests=digests, pinned=pages is not None)
     if pages is not None:
         copied_into(pages[: packed_bytes(host)], host)
         torch.cuda.synchronize()

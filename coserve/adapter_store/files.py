@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from coserve.adapter_store.packing import packed
+from coserve.adapter_store.reading import read_sites
 from coserve.adapter_store.tensor_writer import write_tensors
 from coserve.adapters.bdlora import blocks_at
 from coserve.adapters.gate import read_config
-from coserve.adapters.peft import FINGERPRINT, PREFIX, adapter_config, read_layout
-from coserve.adapters.tensorfile import TensorEntry, TensorFile, check_digest, digest_file
-from coserve.errors import CorruptAdapter
-from coserve.kernels.lora.types import LoraPair
+from coserve.adapters.peft import FINGERPRINT, PREFIX, AdapterTensors, adapter_config, read_layout
+from coserve.adapters.tensorfile import TensorFile, check_digest, digest_file
 from coserve.model.lora import LoraWeights
 from coserve.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.types import AdapterDigests, BaseSpec
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FILLERS = 2
+"""Threads that read one adapter's matrices, beside the one that hashes its file: SHA-256 is a chain, which takes longer than all of them."""
 
 
 def load_adapter(
@@ -39,21 +43,42 @@ def load_adapter(
             files that are not those of `digests`.
         StorageError: the machine cannot read the files now.
     """
+    with _opened(folder, base, digests) as (file, tensors, threads):
+        found = read_sites(file, tensors, dtype, threads, for_kernels=False, pinned=False)
+    pairs = {name: replace(pair, a_RD=pair.a_RD.to(device), b_OR=pair.b_OR.to(device)) for name, pair in found.items()}
+    return LoraWeights(tensors.settings, pairs)
+
+
+def load_packed(
+    folder: Path, base: BaseSpec, *, dtype: torch.dtype, digests: AdapterDigests | None = None, pinned: bool
+) -> LoraWeights:
+    """As `load_adapter`, in host memory as `packed` lays it out: read to where it stays."""
+    with _opened(folder, base, digests) as (file, tensors, threads):
+        dense = all(max(shape.a_blocks, shape.b_blocks) == 1 for shape in tensors.sites.values())
+        found = read_sites(file, tensors, dtype, threads, for_kernels=dense, pinned=pinned and dense)
+    weights = LoraWeights(tensors.settings, found)
+    return weights if dense else packed(weights, pinned=pinned)
+
+
+@contextmanager
+def _opened(
+    folder: Path, base: BaseSpec, digests: AdapterDigests | None
+) -> Iterator[tuple[TensorFile, AdapterTensors, Executor]]:
+    """The weights' file, what is where in it, and threads to read it. They hash it meanwhile: whatever is wrong inside, a file that is not the
+    registered one is told as such, and nothing of it is used."""
     if digests is not None and digests.config:
         check_digest(digest_file(folder, ADAPTER_CONFIG), digests.config, ADAPTER_CONFIG)
     config = read_config(folder)
-    sites = {}
-    with TensorFile(folder, ADAPTER_WEIGHTS) as file:
-        if digests is not None:
-            check_digest(file.sha256(), digests.weights, ADAPTER_WEIGHTS)
-        layout = read_layout(config, file, base, None if digests is None else digests.alphas)
-        for name, shape in layout.sites.items():
-            a_RD, b_OR = (_tensor(file, place[name]).to(device, dtype) for place in (layout.a, layout.b))
-            pair = LoraPair(a_RD, b_OR, shape.scaling, a_blocks=shape.a_blocks, b_blocks=shape.b_blocks)
-            if not (_all_finite(pair.a_RD) and _all_finite(pair.b_OR)):
-                raise CorruptAdapter(f"{name}: its weights are not finite in {str(dtype).removeprefix('torch.')}")
-            sites[name] = pair
-    return LoraWeights(layout.settings, sites)
+    with (
+        TensorFile(folder, ADAPTER_WEIGHTS) as file,
+        ThreadPoolExecutor(1 + FILLERS, "adapter-file") as threads,
+    ):
+        digest = None if digests is None else threads.submit(file.sha256)
+        try:
+            yield file, read_layout(config, file, base, None if digests is None else digests.alphas), threads
+        finally:
+            if digests is not None and digest is not None:
+                check_digest(digest.result(), digests.weights, ADAPTER_WEIGHTS)
 
 
 def save_adapter(folder: Path, weights: LoraWeights, base: BaseSpec) -> None:
@@ -70,12 +95,3 @@ def save_adapter(folder: Path, weights: LoraWeights, base: BaseSpec) -> None:
     write_tensors(folder / ADAPTER_WEIGHTS, tensors, {"format": "pt", FINGERPRINT: base.fingerprint})
     config = adapter_config(weights.settings, base, weights.sites)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _all_finite(weights: Tensor) -> bool:
-    """Whether all are: their extremes are, as NaN and infinity prevail. Ten times as fast as `torch.isfinite`, which makes new tensors."""
-    return weights.numel() == 0 or bool(torch.stack(torch.aminmax(weights)).isfinite().all())
-
-
-def _tensor(file: TensorFile, entry: TensorEntry) -> Tensor:
-    return torch.frombuffer(file.read(entry), dtype=_DTYPES[entry.dtype]).reshape(entry.shape)

@@ -76,6 +76,28 @@ class PackedLayout:
     def bytes(self) -> int:
         return self.bounds[-1]
 
+    @property
+    def pieces(self) -> list[int]:
+        """Bytes of each."""
+        return [end - first for first, end in pairwise(self.bounds)]
+
+    def pair(self, name: str, piece: Tensor) -> LoraPair:
+        """The site's pair, as views of its piece (uint8)."""
+        place, memory = self.places[name], piece.view(self.dtype)
+        start, (rows, width), (out, rank) = memory.storage_offset(), place.a_shape, place.b_shape
+        a_RD = memory.as_strided((rows, width), (width, 1), start + place.a_at)
+        b_OR = memory.as_strided((out, rank), (place.columns, 1), start + place.b_at)
+        return replace(place.like, a_RD=a_RD, b_OR=b_OR)
+
+    @torch.no_grad()
+    def copy(self, name: str, pair: LoraPair, piece: Tensor) -> None:
+        """Copy the site's pair into its piece."""
+        own, columns = self.pair(name, piece), self.places[name].columns
+        own.a_RD.copy_(pair.a_RD)
+        if columns > own.b_OR.shape[1]:
+            own.b_OR.as_strided((own.b_OR.shape[0], columns), (columns, 1)).zero_()
+        own.b_OR.copy_(pair.b_OR)
+
 
 class PackedSites(Mapping[str, LoraPair]):
     """An adapter's pairs, as views of pieces of memory."""
@@ -88,7 +110,7 @@ class PackedSites(Mapping[str, LoraPair]):
     def __getitem__(self, name: str) -> LoraPair:
         pair = self._pairs.get(name)
         if pair is None:
-            pair = self._pairs[name] = self._pair(self.layout.places[name])
+            pair = self._pairs[name] = self.layout.pair(name, self.pieces[self.layout.places[name].piece])
         return pair
 
     def __iter__(self) -> Iterator[str]:
@@ -114,22 +136,15 @@ class PackedSites(Mapping[str, LoraPair]):
                 found.append(TableEntry(a, b, 0, 0, place.b_shape[1], place.like.scaling))
         return found
 
-    def _pair(self, place: SitePlace) -> LoraPair:
-        memory = self.pieces[place.piece].view(self.layout.dtype)
-        start, (rows, width), (out, rank) = memory.storage_offset(), place.a_shape, place.b_shape
-        a_RD = memory.as_strided((rows, width), (width, 1), start + place.a_at)
-        b_OR = memory.as_strided((out, rank), (place.columns, 1), start + place.b_at)
-        return replace(place.like, a_RD=a_RD, b_OR=b_OR)
+    def lies_as_packed(self, *, pinned: bool) -> bool:
+        """On the host, laid out for the kernels."""
+        on_host = all(piece.device.type == "cpu" and piece.is_pinned() == pinned for piece in self.pieces)
+        return self.layout.for_kernels and on_host
 
-    @torch.no_grad()
     def fill(self, source: Mapping[str, LoraPair]) -> None:
         """Copy all pairs from `source`."""
         for name, place in self.layout.places.items():
-            pair, own = source[name], self._pair(place)
-            own.a_RD.copy_(pair.a_RD)
-            if place.columns > own.b_OR.shape[1]:
-                own.b_OR.as_strided((own.b_OR.shape[0], place.columns), (place.columns, 1)).zero_()
-            own.b_OR.copy_(pair.b_OR)
+            self.layout.copy(name, source[name], self.pieces[place.piece])
 
 
 def packed_bytes(weights: LoraWeights) -> int:
@@ -142,20 +157,26 @@ def layout_of(weights: LoraWeights) -> PackedLayout:
     return weights.sites.layout if isinstance(weights.sites, PackedSites) else PackedLayout(weights)
 
 
+def host_piece(size: int, *, pinned: bool) -> Tensor:
+    """New host memory (uint8). Pinned memory is allocated in turns with the CUDA calls of others."""
+    piece = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    if pinned:
+        time.sleep(REST)
+    return piece
+
+
 def packed(weights: LoraWeights, *, pinned: bool, block: int = BLOCK) -> LoraWeights:
     """A copy in host memory, laid out for the kernels, in pieces of up to `block` bytes; `pinned`: in memory that a GPU copies from asynchronously.
 
     Block-diagonal pairs get their zeros here, as the table of generation's compiled steps holds dense ones only: so they lie in
     pages with them, and take no GPU memory outside of the page pool, which is all that the memory plan leaves.
+    What lies so already is returned as it is.
     """
+    if isinstance(weights.sites, PackedSites) and weights.sites.lies_as_packed(pinned=pinned):
+        return weights
     whole = {name: pair.dense() for name, pair in weights.sites.items()}
     layout = PackedLayout(LoraWeights(weights.settings, whole), block, VECTOR)
-    pieces = list[Tensor]()
-    for first, end in pairwise(layout.bounds):
-        pieces.append(torch.empty(end - first, dtype=torch.uint8, pin_memory=pinned))
-        if pinned:
-            time.sleep(REST)
-    copy = PackedSites(pieces, layout)
+    copy = PackedSites([host_piece(size, pinned=pinned) for size in layout.pieces], layout)
     copy.fill(whole)
     return LoraWeights(weights.settings, copy)
 

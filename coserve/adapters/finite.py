@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from coserve.adapters.tensorfile import TensorEntry, TensorFile
 from coserve.errors import CorruptAdapter
@@ -18,6 +19,15 @@ _TOO_LARGE = {
     ("BF16", "float16"): 0x4780,
 }
 """The least magnitude that is rounded to infinity in the base's dtype (ties to even), if that is below infinity."""
+
+
+def all_finite(data: npt.NDArray[np.uint8], kind: str) -> bool:
+    """Whether bytes of numbers of this type hold no NaN and no infinity: two passes, and no temporary. Positive numbers ascend with their bits
+    as signed integers, negative ones descend with them as unsigned ones, and what is not finite lies beyond all others."""
+    unsigned, _ = _MAGNITUDE[kind]
+    bits, infinity = data.view(unsigned).ravel(), _INFINITY[kind]
+    negative = infinity | 1 << (8 * bits.itemsize - 1)
+    return not bits.size or (int(bits.view(f"i{bits.itemsize}").max()) < infinity and int(bits.max()) < negative)
 
 
 def refuse_non_finite(

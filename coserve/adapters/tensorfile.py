@@ -8,6 +8,7 @@ import math
 import os
 import stat
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,14 +124,18 @@ class TensorFile:
     def read(self, entry: TensorEntry) -> bytearray:
         """A tensor's bytes."""
         data = bytearray(entry.end - entry.start)
-        view, at = memoryview(data), entry.start
+        self.read_into(entry, memoryview(data))
+        return data
+
+    def read_into(self, entry: TensorEntry, view: memoryview) -> None:
+        """Read a tensor's bytes to `view`, which has as many."""
+        at = entry.start
         while view:
             with disk_errors():
                 got = os.preadv(self._fd, [view], at)
             if got == 0:
                 raise CorruptAdapter("the weights' file became shorter while it was read")
             view, at = view[got:], at + got
-        return data
 
     def chunks(self, entry: TensorEntry) -> Iterator[bytes]:
         """A tensor's bytes, at most 1 MiB at once."""
@@ -145,12 +150,14 @@ class TensorFile:
 
     def sha256(self, progress: Callable[[], None] = lambda: None) -> str:
         """Of the whole file, hex. `progress` is called for each MiB."""
-        digest, at = hashlib.sha256(), 0
+        digest, at, chunk = hashlib.sha256(), 0, memoryview(bytearray(_CHUNK))
         with disk_errors():
-            while chunk := os.pread(self._fd, _CHUNK, at):
-                digest.update(chunk)
+            if sys.platform == "linux":
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_WILLNEED)  # a disk reads ahead of the hash
+            while got := os.preadv(self._fd, [chunk], at):
+                digest.update(chunk[:got])
                 progress()
-                at += len(chunk)
+                at += got
         return digest.hexdigest()
 
     def _header(self, name: str) -> tuple[dict[str, str], dict[str, TensorEntry]]:

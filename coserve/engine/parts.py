@@ -13,7 +13,7 @@ from threading import Thread
 
 import torch
 
-from coserve.adapter_store.files import load_adapter
+from coserve.adapter_store.files import load_adapter, load_packed
 from coserve.adapter_store.store import AdapterStore
 from coserve.admission.memory import MemoryAdmission
 from coserve.config import Config
@@ -92,8 +92,10 @@ class EngineParts:
         path = self.folder.adapter(ref)
         if not path.is_dir():
             raise AdapterNotFound(f"no adapter {str(ref)!r}", field="adapter")
-        whole = load_adapter(path, self.base.spec, device="cpu", dtype=self.base.dtype, digests=digests)
-        return self.base.shard(whole)
+        spec, dtype = self.base.spec, self.base.dtype
+        if self.base.sharding is None and self.base.device.type == "cuda":  # as the store keeps it
+            return load_packed(path, spec, dtype=dtype, digests=digests, pinned=True)
+        return self.base.shard(load_adapter(path, spec, device="cpu", dtype=dtype, digests=digests))
 
     def pool_size(self, *, shared: int = 0) -> PoolSize:
         """The page pool: as set, or what the memory plan leaves. `shared`: bytes that a warm-up may take for a while."""
