@@ -50,6 +50,18 @@ class GemmChoice:
 
 
 @torch.no_grad()
+def run_gemms(inputs: Iterable[StackedWeights], device: torch.device, rows: Sequence[int]) -> None:
+    """Run each kernel that `measure_gemms` measures: see `gemv.run_each`."""
+    kinds = _kinds(inputs)
+    for kind, found in kinds.items():
+        if 1 in rows:
+            gemv.run_each(found[0], kind[1:])
+        for most in skinny.ROWS:
+            if most in rows:
+                skinny.run_each(found[0], _counters(kinds, device), most)
+
+
+@torch.no_grad()
 def measure_gemms(
     inputs: Iterable[StackedWeights], device: torch.device, rows: Sequence[int] = (1, *skinny.ROWS)
 ) -> GemmChoice:

@@ -49,7 +49,7 @@ from coserve.memory.profile import save_layer_costs
 from coserve.memory.profile import sizes as profiled_sizes
 from coserve.model.base import Base
 from coserve.model.fused import FusedBase
-from coserve.model.gemm_choice import GemmChoice, load_gemms, measure_gemms, save_gemms
+from coserve.model.gemm_choice import GemmChoice, load_gemms, measure_gemms, run_gemms, save_gemms
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
@@ -102,7 +102,7 @@ class PartRunner:
     def run(self, name: str) -> Iterator[tuple[int, int]]:
         """Run a part of `warmup.parts.all_parts`. Yields (done, total) after each piece of its work."""
         beside = compilations_beside_requests(self._task.workers, usable_cores())
-        self._max_concurrent = None if name in (*FIRST, *SCORED, SLOT_KERNELS) else beside
+        self._max_concurrent = None if name in (*FIRST, *GEMMS, *SCORED, SLOT_KERNELS) else beside
         kind, _, number = name.partition("-")
         match kind:
             case "steps":
@@ -334,6 +334,8 @@ class PartRunner:
         stacked = self._stacked()
         choice = GemmChoice()
         if self._on_gpu:
+            with self._compiling():  # measured one by one, they would be compiled one by one
+                run_gemms(stacked, self._base.device, (rows,))
             choice = measure_gemms(gemm_cases(stacked), self._base.device, (rows,))
         save_gemms(path, choice, stacked, (rows,))
 

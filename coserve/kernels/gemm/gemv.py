@@ -125,6 +125,13 @@ def adapter_shape(inputs: int, sizes: Sequence[int], R: int, multiprocessors: in
     return found if all(size % found[0] == 0 for size in sizes) else base
 
 
+def run_each(weight_OD: Tensor, sizes: Sequence[int]) -> None:
+    """Run each kernel that `fastest` compares, so that within `compile_only` all are compiled at the same time."""
+    x_D = torch.zeros(weight_OD.shape[1], dtype=weight_OD.dtype, device=weight_OD.device)
+    for shape in shapes_of(len(x_D), sizes):
+        gemv(x_D, weight_OD, None, sizes, None, shape=shape)
+
+
 def fastest(weights_OD: Sequence[Tensor], sizes: Sequence[int]) -> Shape | None:
     """The shape with which `gemv` beats torch's own GEMM most; None if none does.
 

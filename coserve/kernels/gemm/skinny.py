@@ -137,6 +137,13 @@ def skinny_gemm(
     return y, parts
 
 
+def run_each(weight_OD: Tensor, counters: Tensor, rows: int) -> None:
+    """Run each kernel that `fastest` compares, so that within `compile_only` all are compiled at the same time."""
+    x_TD = torch.zeros(rows, weight_OD.shape[1], dtype=weight_OD.dtype, device=weight_OD.device)
+    for shape in shapes_of(x_TD.shape[1], len(weight_OD), x_TD.dtype):
+        skinny_gemm(x_TD, weight_OD, None, counters, shape)
+
+
 def fastest(weights_OD: Sequence[Tensor], counters: Tensor, rows: int) -> Shape | None:
     """The shape with which `skinny_gemm` beats torch's own GEMM most at `rows` rows; None if none does.
 
