@@ -228,6 +228,22 @@ async def test_the_engine_waits_for_the_parts_that_it_needs(tmp_path: Path) -> N
     await warm.close()
 
 
+async def test_what_came_while_the_event_loop_was_blocked_is_known_after_catching_up(tmp_path: Path) -> None:
+    """An engine that captured graphs for seconds began to serve without the kernels of training that were there."""
+    task, _ = make_task(tmp_path)
+    warm = WarmUpClient(task)
+    ours, theirs = socket.socketpair()
+    await warm.listen(ours)
+    lines = [Progress(done, 200, [], [f"note {n}" for n in range(20)], []) for done in range(199)]
+    lines.append(Progress(199, 200, ["training-16"], [], []))
+    theirs.sendall(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    assert not warm.complete(["training-16"])
+    await warm.catch_up()
+    assert warm.complete(["training-16"])
+    theirs.close()
+    await warm.close()
+
+
 async def test_a_part_that_failed_is_waited_for_no_longer(tmp_path: Path) -> None:
     task, _ = make_task(tmp_path)
     warm = WarmUpClient(task)
