@@ -204,7 +204,7 @@ class EngineParts:
     def make_trainer(
         self,
         store: AdapterStore,
-        gathering: Callable[[str], None] = lambda _: None,
+        gathering: Callable[[str, bool], None] = lambda *_: None,
         board: int | None = None,
         training: TrainingStream | None = None,
         compiled: CompiledLayers | None = None,

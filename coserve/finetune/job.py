@@ -99,6 +99,10 @@ class TrainingJob:
         """As `final_weights`, of the weights as they are after the last finished optimizer step."""
         return self._weights(WEIGHTS, self.loop.optimizer.snapshot(weights_only=True))
 
+    def gathered_weights(self, *, weights_only: bool) -> Callable[[], LoraWeights]:
+        """On a rank that follows: as `current_weights`, or without `weights_only` as `final_weights`."""
+        return self.current_weights() if weights_only else self.final_weights()
+
     def _weights(self, kind: StateKind, tensors: Callable[[], Mapping[str, Tensor]]) -> Callable[[], LoraWeights]:
         optimizer, prefix = self.loop.optimizer, f"{kind.name}/"
 

@@ -53,13 +53,13 @@ class AdapterOptimizer:
         dtype: torch.dtype,
         device: torch.device | None = None,
         partition: AdapterPartition | None = None,
-        gathering: Callable[[], None] = lambda: None,
+        gathering: Callable[[bool], None] = lambda _: None,
         make_rule: Callable[[Sequence[WeightRange], TrainingSettings], UpdateRule] = make_rule,
         piece: int = PIECE,
     ) -> None:
         """`start`: initial weights of the whole adapter, fp32. `dtype`: of the copies. `device`: the base's; None: where `start` is.
         `partition`: how the adapter lies on the ranks of a mesh. Each rank trains its part; all of them call `divide_grads`, `step` and
-        `snapshot` at the same time. `gathering` is called when a snapshot begins. `make_rule` makes the update rule of the weights' ranges. `piece`:
+        `snapshot` at the same time. `gathering` is called when a snapshot begins, with its `weights_only`. `make_rule` makes the update rule of the weights' ranges. `piece`:
         most weights of a piece of paged moments."""
         optimizer = training.optimizer
         assert partition is None or not (optimizer.eight_bit or optimizer.paged), "such moments cannot be gathered"
@@ -258,7 +258,7 @@ class AdapterOptimizer:
         The returned function waits for the copy, on any thread, and returns its tensors by name (`<kind>/<name>`), which
         `restore` continues from bit for bit: views of `host`, valid until the next snapshot.
         """
-        self._gathering()
+        self._gathering(weights_only)
         best = self.has_best and not weights_only
         kinds = self.kinds[:1] if weights_only else self._kinds(best=best)
         self.host.download(len([kind for kind in kinds if kind in self.kept]))

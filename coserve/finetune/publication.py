@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -73,6 +74,8 @@ class JobSnapshots:
         self._job = job
         self._taken = 0
         """The step of the last one."""
+        self._gathered: Callable[[], LoraWeights] | None = None
+        """Of a rank that follows: what it gathered last."""
 
     @property
     def due(self) -> bool:
@@ -88,6 +91,34 @@ class JobSnapshots:
         finished = self._job.loop.finished
         return self._taken, self._job.final_weights() if finished else self._job.current_weights()
 
+    def gather(self, *, weights_only: bool) -> None:
+        """On a rank that follows: see `Trainer.gather`."""
+        self._gathered = self._job.gathered_weights(weights_only=weights_only)
+
+    def gathered_copy(self, base: Base, store: AdapterStore) -> Callable[[], LoraWeights | None]:
+        """See `Trainer.gathered_copy`."""
+        weights = self._gathered
+        assert weights is not None, "expected `gather` first"
+        return lambda: _served(weights(), base, store)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot that has begun: call it on a thread, and what that returns on the event-loop thread."""
+
+    ref: AdapterRef
+    step: int
+    """Of the job."""
+    copy: Callable[[], Callable[[], JobSnapshot | JobNote]]
+
+    def __call__(self) -> Callable[[], JobSnapshot | JobNote]:
+        return self.copy()
+
+
+def snapshot_without_memory(job: str, step: int) -> JobNote:
+    """What is told of a snapshot that there is no host memory for."""
+    return JobNote(id=job, message=without_samples(step, "no host memory for a copy of the adapter"))
+
 
 def snapshot(
     id: str, step: int, ref: AdapterRef, weights: Callable[[], LoraWeights], base: Base, store: AdapterStore
@@ -100,8 +131,7 @@ def snapshot(
     def copy() -> Callable[[], JobSnapshot | JobNote]:
         served = _served(weights(), base, store)
         if served is None:
-            note = JobNote(id=id, message=without_samples(step, "no host memory for a copy of the adapter"))
-            return lambda: note
+            return lambda: snapshot_without_memory(id, step)
 
         def publish() -> JobSnapshot:
             store.publish(ref, served, temporary=True)

@@ -40,7 +40,7 @@ from coserve.finetune.outcome import PEER_FAILED, NoPeers, Outcome, SliceGuard, 
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.passes.passes import TrainingPasses
 from coserve.finetune.passes.training_pass import TrainingPass
-from coserve.finetune.publication import JobSnapshots, Published, publication, snapshot
+from coserve.finetune.publication import JobSnapshots, Published, Snapshot, publication, snapshot
 from coserve.gpu_memory import TrainingCosts
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.link import FromEngine, JobCheckpoint, JobNote, JobSnapshot, JobStarted, TrainingBatches
@@ -74,7 +74,7 @@ class Trainer:
         recompute: bool,
         keep_checkpoints: int,
         lora_backend: LoraBackend,
-        gathering: Callable[[str], None] = lambda _: None,
+        gathering: Callable[[str, bool], None] = lambda *_: None,
         guard: SliceGuard | None = None,
         clock: Callable[[], float] = time.perf_counter,
         own_stream: Callable[[], AbstractContextManager[object]] | None = None,
@@ -84,7 +84,7 @@ class Trainer:
         make_optimizer: Callable[..., AdapterOptimizer] = AdapterOptimizer,
     ) -> None:
         """`limits` of one forward, whatever a job asks for. `mix_jobs`: jobs may share one, unless ranks share the base, or the LoRA backend
-        runs a forward for each adapter. `gathering` is called with a job when a snapshot of its state begins, in which all ranks take
+        runs a forward for each adapter. `gathering` is called when a snapshot of a job begins (`AdapterOptimizer`), in which all ranks take
         part; `guard` keeps ranks together in `attempt`. `clock` gives seconds.
         `own_stream` enters the stream that all tensors and kernels of jobs belong to: slices are only launched there, and run beside
         generation. None: they run on the current stream, and have ended when `advance` returns. `compiled`, `graphs`: see
@@ -280,7 +280,7 @@ class Trainer:
         """Whether samples are to be generated of the job as it is now, between two optimizer steps or at its end."""
         return not self._jobs[job].mid_step and self._snapshots[job].due
 
-    def snapshot(self, job: str) -> Callable[[], Callable[[], JobSnapshot | JobNote]]:
+    def snapshot(self, job: str) -> Snapshot:
         """Begin a snapshot that is due, for requests: see `finetune.publication`. The job may be advanced meanwhile. As a checkpoint, it
         needs the job's host memory for itself."""
         with self._job_errors():
@@ -292,11 +292,15 @@ class Trainer:
             with self._job_errors():
                 return copy()
 
-        return run
+        return Snapshot(ref, step, run)
 
-    def gather(self, job: str) -> None:
-        """On a rank that follows: take part in a snapshot of rank 0."""
-        self._jobs[job].loop.optimizer.snapshot()
+    def gather(self, job: str, *, weights_only: bool) -> None:
+        """On a rank that follows: take part in a snapshot of rank 0 (`AdapterOptimizer.snapshot`)."""
+        self._snapshots[job].gather(weights_only=weights_only)
+
+    def gathered_copy(self, job: str) -> Callable[[], LoraWeights | None]:
+        """On a rank that follows: its own copy of what it gathered last, for requests, made on a thread; None: there is no memory."""
+        return self._snapshots[job].gathered_copy(self._base, self._store)
 
     def abandon(self, job: str) -> None:
         """Drop the unfinished optimizer step, and the memory that only it holds. Other jobs of its pass go on."""

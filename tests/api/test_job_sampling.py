@@ -190,10 +190,3 @@ async def test_what_cannot_be_sampled_is_refused(
     assert (status, body["error"]["code"]) in {(400, "invalid_request")}, body
     assert body["error"]["field"].startswith(f"training.{field}"), body
     assert words in body["error"]["message"], body
-
-
-async def test_ranks_that_share_the_base_have_no_samples(tmp_path: Path) -> None:
-    async with serve_api(tmp_path, tp=2) as api:
-        status, body = await submit(api)
-        assert (status, body["error"]["field"]) == (400, "training.sample_prompts")
-        assert "tp" in body["error"]["message"]

@@ -104,9 +104,21 @@ def test_ranks_stay_together_while_clients_come_and_go(daemon: DaemonProcess, ex
 def test_a_job_trains_on_all_ranks_and_its_adapter_is_served(
     daemon: DaemonProcess, model: Path, expected: list[list[int]]
 ) -> None:
-    _, job = daemon.call("POST", "/finetune", job_request("learned"))
+    asked = job_request("learned")
+    asked["training"] |= {
+        "sample_prompts": PROMPTS[:2],
+        "sample_steps": 4,
+        "sample_temperature": 0.0,
+        "sample_max_tokens": 12,
+    }
+    _, job = daemon.call("POST", "/finetune", asked)
     events = list(daemon.events("GET", f"/finetune/{job['id']}/events"))
     assert events[-1]["state"] == "succeeded", events[-1]
+    samples = {(one["step"], one["prompt"]): one["text"] for one in map(sample_of, events) if one}
+    assert sorted(samples) == [(4, 0), (4, 1), (6, 0), (6, 1)]
+    for number, prompt in enumerate(PROMPTS[:2]):  # the last snapshot is what was published
+        body = {"prompt": prompt, "adapter": "learned", "temperature": 0.0, "max_tokens": 12}
+        assert daemon.call("POST", "/generate", body)[1]["choices"][0]["text"] == samples[6, number]
     learned = alone(model, daemon.data / "adapters" / "learned" / "1")
     assert learned != expected
     assert tokens(daemon, adapter="learned") == learned  # published in memory
@@ -114,6 +126,10 @@ def test_a_job_trains_on_all_ranks_and_its_adapter_is_served(
     assert status == 201
     assert tokens(daemon, adapter="again") == learned  # read from files
     assert tokens(daemon) == expected
+
+
+def sample_of(event: Json) -> Json | None:
+    return event["sample"] if event["type"] == "sample" else None
 
 
 def pid_of(daemon: DaemonProcess, rank: int) -> int:

@@ -6,20 +6,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
+from coserve.adapter_store.packing import copied_into, packed_bytes
 from coserve.cancellation import Cancellation, Cancelled
+from coserve.engine.ranks.commands import GatherJob, LoadIntoPages
 from coserve.engine.ranks.follower import FollowerParts
 from coserve.engine.ranks.followers import RankLost
 from coserve.engine.ranks.trainer import RankedTrainer
 from coserve.errors import CorruptAdapter, EngineFault, StorageBusy
 from coserve.finetune.job import TrainingJob
-from coserve.link import JobFailed, JobSucceeded, JobWaiting
+from coserve.link import JobFailed, JobNote, JobSnapshot, JobSucceeded, JobWaiting
 from coserve.memory.kv import KvCache
+from coserve.memory.pages import Span
 from coserve.model.base import Base
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterDigests, AdapterRef, JobSpec
@@ -29,6 +33,8 @@ from tests.support.following import Following
 from tests.support.generation import adapter
 
 CORPUS = random_corpus()
+POOL = 1024
+"""Tokens of the follower's pages."""
 
 
 class Jobs(NamedTuple):
@@ -39,6 +45,10 @@ class Jobs(NamedTuple):
     spec: JobSpec
     fail_reads: list[Exception]
     """What the next reads of adapters raise on the rank that follows."""
+    benches: list[Bench]
+    """By rank."""
+    pages: KvCache
+    """Of the rank that follows."""
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +60,26 @@ def bases() -> list[Base]:
 @contextmanager
 def on_two_ranks(bases: list[Base], root: Path, start_thread: Callable[[], None] = lambda: None) -> Iterator[Jobs]:
     """`start_thread`: see `Follower`."""
-    bench, theirs = (Bench(base, root / str(rank), rows_on_tick=1) for rank, base in enumerate(bases))
-    base, kv, fail_reads = bases[1], KvCache.for_base(bases[1], 64, 8), list[Exception]()
+    commands = list[Callable[[GatherJob], None]]()
+
+    def gathering(job: str, weights_only: bool) -> None:
+        for send in commands:
+            send(GatherJob(job, weights_only))
+
+    bench = Bench(bases[0], root / "0", rows_on_tick=1, gathering=gathering)
+    theirs = Bench(bases[1], root / "1", rows_on_tick=1)
+    base, kv, fail_reads = bases[1], KvCache.for_base(bases[1], POOL, 8), list[Exception]()
 
     def read(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
         if fail_reads:
             raise fail_reads.pop()
         return adapter(base, 0, 1)
 
-    spec = bench.place(CORPUS, theirs.place(CORPUS, job_spec(CORPUS)))
+    spec = bench.place(CORPUS, theirs.place(CORPUS, job_spec(CORPUS, sample_prompts=("a",), sample_steps=1)))
     with Following(lambda _: FollowerParts(kv, eager(base, kv), theirs.trainer, read), start_thread) as following:
-        yield Jobs(RankedTrainer(bench.trainer, following.followers, bench.folder), following, spec, fail_reads)
+        commands.append(following.followers.send)
+        ranked = RankedTrainer(bench.trainer, following.followers, bench.folder)
+        yield Jobs(ranked, following, spec, fail_reads, [bench, theirs], kv)
 
 
 def train(ranked: RankedTrainer, spec: JobSpec, until: Callable[[], bool]) -> None:
@@ -78,7 +97,7 @@ def wait_until_alive(jobs: int) -> None:
 
 def test_a_start_that_is_cancelled_after_its_end_leaves_no_memory(bases: list[Base], tmp_path: Path) -> None:
     before = len(alive(TrainingJob))
-    with on_two_ranks(bases, tmp_path) as (ranked, following, spec, _):
+    with on_two_ranks(bases, tmp_path) as (ranked, following, spec, *_):
         cancellation = Cancellation()
         start = ranked.load(spec, cancellation)
         assert len(alive(TrainingJob)) == before + 2
@@ -92,7 +111,7 @@ def test_a_cancelled_start_may_end_after_the_next_one_of_its_job_is_committed(
     bases: list[Base], tmp_path: Path
 ) -> None:
     before = len(alive(TrainingJob))
-    with on_two_ranks(bases, tmp_path) as (ranked, following, spec, _):
+    with on_two_ranks(bases, tmp_path) as (ranked, following, spec, *_):
         cancellation = Cancellation()
         ranked.load(spec, cancellation)
         ranked.load(spec, Cancellation())()
@@ -107,7 +126,7 @@ def test_a_start_that_is_cancelled_while_another_rank_loads_leaves_no_memory(bas
     def wait() -> None:
         assert go_on.wait(60)
 
-    with on_two_ranks(bases, tmp_path, wait) as (ranked, following, spec, _), ThreadPoolExecutor(1) as threads:
+    with on_two_ranks(bases, tmp_path, wait) as (ranked, following, spec, *_), ThreadPoolExecutor(1) as threads:
         cancellation = Cancellation()
         load = threads.submit(ranked.load, spec, cancellation)
         wait_until_alive(before + 1)  # rank 0 has done its part
@@ -122,7 +141,7 @@ def test_a_start_that_is_cancelled_while_another_rank_loads_leaves_no_memory(bas
 
 def test_a_start_can_be_cancelled_when_the_other_rank_has_ended(bases: list[Base], tmp_path: Path) -> None:
     cancellation = Cancellation()
-    with on_two_ranks(bases, tmp_path) as (ranked, following, spec, _):
+    with on_two_ranks(bases, tmp_path) as (ranked, following, spec, *_):
         ranked.load(spec, cancellation)
     with pytest.raises(RankLost):
         following.catch_up()
@@ -130,7 +149,7 @@ def test_a_start_can_be_cancelled_when_the_other_rank_has_ended(bases: list[Base
 
 
 def test_a_cancelled_preparation_may_begin_after_its_job_is_dropped(bases: list[Base], tmp_path: Path) -> None:
-    with on_two_ranks(bases, tmp_path) as (ranked, following, spec, _):
+    with on_two_ranks(bases, tmp_path) as (ranked, following, spec, *_):
         ranked.load(spec, Cancellation())()
         train(ranked, spec, lambda: ranked.preparation(spec.id) is not None)
         prepare = ranked.preparation(spec.id)
@@ -145,7 +164,7 @@ def test_a_cancelled_preparation_may_begin_after_its_job_is_dropped(bases: list[
 
 
 def test_a_rank_that_cannot_read_the_published_adapter_now_tries_again(bases: list[Base], tmp_path: Path) -> None:
-    with on_two_ranks(bases, tmp_path) as (ranked, _, spec, fail_reads):
+    with on_two_ranks(bases, tmp_path) as (ranked, _, spec, fail_reads, *_):
         ranked.load(spec, Cancellation())()
         train(ranked, spec, lambda: ranked.finished(spec.id))
         fail_reads.append(StorageBusy("no file descriptors"))
@@ -155,9 +174,55 @@ def test_a_rank_that_cannot_read_the_published_adapter_now_tries_again(bases: li
 
 
 def test_a_published_adapter_that_a_rank_finds_damaged_ends_the_engine(bases: list[Base], tmp_path: Path) -> None:
-    with on_two_ranks(bases, tmp_path) as (ranked, _, spec, fail_reads):
+    with on_two_ranks(bases, tmp_path) as (ranked, _, spec, fail_reads, *_):
         ranked.load(spec, Cancellation())()
         train(ranked, spec, lambda: ranked.finished(spec.id))
         fail_reads.append(CorruptAdapter("its weights are not finite"))
         with pytest.raises(EngineFault, match="cannot be read: its weights are not finite"):
             ranked.publication(spec.id)()
+
+
+def pages_of(jobs: Jobs, weights: LoraWeights) -> Span:
+    return Span(0, jobs.pages.buffer.pages_for(packed_bytes(weights)), lambda: None)
+
+
+def test_a_snapshot_is_kept_by_all_ranks_until_nobody_needs_it(bases: list[Base], tmp_path: Path) -> None:
+    with on_two_ranks(bases, tmp_path) as jobs:
+        ranked, spec, store = jobs.ranked, jobs.spec, jobs.benches[0].store
+        ranked.load(spec, Cancellation())()
+        for number in (1, 2):
+            train(ranked, spec, lambda: ranked.snapshot_due(spec.id))
+            message = ranked.snapshot(spec.id)()()
+            assert isinstance(message, JobSnapshot) and message.step == number
+            weights, expected = store.acquire(message.ref), KvCache.for_base(bases[0], POOL, 8)
+            span = pages_of(jobs, weights)
+            copied_into(expected.buffer.of(span), weights)
+            jobs.following.followers.send(LoadIntoPages(message.ref, span.first, span.pages, {}))
+            jobs.following.catch_up()
+            assert torch.equal(jobs.pages.buffer.bytes, expected.buffer.bytes), "of the follower's own copy"
+            store.release(message.ref)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_snapshot_that_one_rank_has_no_memory_for_is_kept_by_none(
+    bases: list[Base], tmp_path: Path, rank: int
+) -> None:
+    def no_memory(weights: LoraWeights) -> LoraWeights:
+        raise MemoryError
+
+    with suppress(KeyError), on_two_ranks(bases, tmp_path) as jobs:
+        ranked, spec, bench = jobs.ranked, jobs.spec, jobs.benches[rank]
+        ranked.load(spec, Cancellation())()
+        train(ranked, spec, lambda: ranked.snapshot_due(spec.id))
+        keep, bench.store.host_copy = bench.store.host_copy, no_memory
+        message = ranked.snapshot(spec.id)()()
+        assert isinstance(message, JobNote) and "no host memory" in message.message
+        bench.store.host_copy = keep
+        train(ranked, spec, lambda: ranked.snapshot_due(spec.id))
+        found = ranked.snapshot(spec.id)()()
+        assert isinstance(found, JobSnapshot)
+        lost = AdapterRef(found.ref.id, found.ref.version - 1)
+        assert jobs.benches[0].store.resident() == ()
+        jobs.following.followers.send(LoadIntoPages(lost, 0, 1, {}))
+        with pytest.raises(RankLost):
+            jobs.following.catch_up()

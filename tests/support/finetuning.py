@@ -142,6 +142,7 @@ class Bench:
         keep_checkpoints: int = 2,
         lora_backend: LoraBackend = GROUPED,
         clock: Callable[[], float] = lambda: 0.0,
+        gathering: Callable[[str, bool], None] = lambda *_: None,
         guard: SliceGuard | None = None,
         own_stream: Callable[[], AbstractContextManager[object]] | None = None,
         limits: BatchLimits = BatchLimits(64),  # noqa: B008 - frozen
@@ -161,6 +162,7 @@ class Bench:
             recompute=recompute,
             keep_checkpoints=keep_checkpoints,
             lora_backend=lora_backend,
+            gathering=gathering,
             guard=guard,
             clock=clock,
             own_stream=own_stream,

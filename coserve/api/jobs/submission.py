@@ -157,8 +157,6 @@ class Submission:
     async def _check_samples(self, training: TrainingRequest, spec: BaseSpec) -> None:
         """Raises `InvalidRequest` for samples that the engine cannot generate."""
         field = "training.sample_prompts"
-        if training.sample_prompts and self._config.tp > 1:
-            raise InvalidRequest("samples of jobs are not supported with tp above 1: leave it out", field=field)
         for index, prompt in enumerate(training.sample_prompts):
             request = sample_request(training, prompt)
             try:

@@ -147,6 +147,14 @@ class GatherJob(Command, frozen=True):
     """See `Trainer.gather`."""
 
     job: str
+    weights_only: bool
+
+
+class CopySnapshot(Question, frozen=True, kw_only=True):
+    """Keep this rank's part of what was gathered last in host memory, as that of `adapter`. Answer with 1, or 0: there is no memory."""
+
+    job: str
+    adapter: AdapterRef
 
 
 class AbandonJob(Command, frozen=True):
@@ -168,7 +176,7 @@ class Stop(Command, frozen=True):
     """The engine ends."""
 
 
-AnyQuestion = MeasurePool | BuildEngine | ReadAdapter | LoadJob | PrepareJob | AdvanceJob
+AnyQuestion = MeasurePool | BuildEngine | ReadAdapter | LoadJob | PrepareJob | AdvanceJob | CopySnapshot
 AnyCommand = (
     AnyQuestion
     | Launch

@@ -21,6 +21,7 @@ from coserve.engine.ranks.commands import (
     AnyCommand,
     BeginJob,
     BuildEngine,
+    CopySnapshot,
     DropAdapterCopy,
     DropJob,
     EvictAdapter,
@@ -125,8 +126,10 @@ class Follower:
                 self._parts.trainer.retry(job)
             case LimitJob(job, treatment):
                 self._parts.trainer.limit(job, treatment)
-            case GatherJob(job):
-                self._parts.trainer.gather(job)
+            case GatherJob(job, weights_only):
+                self._parts.trainer.gather(job, weights_only=weights_only)
+            case CopySnapshot():
+                self._copy_snapshot(command)
             case AbandonJob(job):
                 self._parts.trainer.abandon(job)
             case DropJob(job):
@@ -199,6 +202,17 @@ class Follower:
             if prepare is not None:
                 prepare(Cancellation())
             return 0
+
+        self._answer(question.number, self._threads, work)
+
+    def _copy_snapshot(self, question: CopySnapshot) -> None:
+        copy = self._parts.trainer.gathered_copy(question.job)
+
+        def work() -> int:
+            weights = copy()
+            if weights is not None:
+                self._host[question.adapter] = weights
+            return int(weights is not None)
 
         self._answer(question.number, self._threads, work)
 

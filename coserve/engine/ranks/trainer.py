@@ -11,6 +11,7 @@ from coserve.engine.ranks.commands import (
     AbandonJob,
     AdvanceJob,
     BeginJob,
+    CopySnapshot,
     DropAdapterCopy,
     DropJob,
     ForgetLoad,
@@ -24,7 +25,7 @@ from coserve.engine.ranks.commands import (
 from coserve.engine.ranks.followers import Followers, RankLost
 from coserve.errors import CoserveError, EngineFault, StorageError
 from coserve.finetune.outcome import Outcome, judge
-from coserve.finetune.publication import waiting_for_disk
+from coserve.finetune.publication import snapshot_without_memory, waiting_for_disk
 from coserve.finetune.trainer import Trainer
 from coserve.gpu_memory import TrainingCosts
 from coserve.link import (
@@ -137,6 +138,36 @@ class RankedTrainer:
 
         return run
 
+    def snapshot(self, job: str) -> Callable[[], Callable[[], JobSnapshot | JobNote]]:
+        """See `Trainer.snapshot`. Each rank copies its part of what all of them gathered; `JobNote` where one of them has no memory for it."""
+        with gathered(job):
+            own = self._local.snapshot(job)
+        answers = self._followers.ask(CopySnapshot(job=job, adapter=own.ref))
+
+        def drop() -> None:
+            self._followers.send(DropAdapterCopy(own.ref))  # of those that have one
+
+        def run() -> Callable[[], JobSnapshot | JobNote]:
+            try:
+                try:
+                    publish = own()
+                finally:
+                    answers.settle()  # nobody is told to drop a copy that is being made
+                copied = all(answers.wait())
+            except Exception:
+                drop()
+                raise
+
+            def commit() -> JobSnapshot | JobNote:
+                message = publish() if copied else snapshot_without_memory(job, own.step)
+                if isinstance(message, JobNote):
+                    drop()
+                return message
+
+            return commit
+
+        return run
+
     def limit(self, job: str, treatment: Treatment) -> None:
         """See `Trainer.limit`."""
         self._followers.send(LimitJob(job, treatment))
@@ -208,17 +239,13 @@ class RankedTrainer:
         return self._local.checkpoint_due(job)
 
     def snapshot_due(self, job: str) -> bool:
-        """Jobs with samples are refused where ranks share the base."""
-        return False
-
-    def snapshot(self, job: str) -> Callable[[], Callable[[], JobSnapshot | JobNote]]:
-        """None is due."""
-        raise AssertionError(job)
+        """See `Trainer.snapshot_due`."""
+        return self._local.snapshot_due(job)
 
 
-def announce_gathering(followers: Followers, job: str) -> None:
+def announce_gathering(followers: Followers, job: str, weights_only: bool) -> None:
     """Rank 0 is about to gather a job's state: see `Trainer`."""
-    followers.send(GatherJob(job))
+    followers.send(GatherJob(job, weights_only))
 
 
 @contextmanager
