@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from coserve.types import Wire
+
+
+class Kept(StrEnum):
+    """What a compiled layer keeps of a training micro-batch between its forward and its backward. All else is computed again."""
+
+    ALL = "all"
+    """What products and attention have put out. Norms, rotary and activations are computed again: they cost less than their bytes."""
+    ATTENTION = "attention"
+    """The layer's input, and attention's output."""
+    INPUT = "input"
+    """The layer's input."""
 
 
 class Line(Wire, frozen=True):
@@ -43,6 +56,29 @@ class GroupCosts(Wire, frozen=True):
     the micro-batch's embedding is part of it."""
 
 
+class LayerTime(Wire, frozen=True):
+    """Nanoseconds a token of a layer's forward and backward on the device; attention's part grows with the length of rows."""
+
+    fixed: float
+    per_row_token: float
+
+    def at(self, row: float) -> float:
+        """For rows of so many tokens."""
+        return self.fixed + self.per_row_token * row
+
+
+class LevelCosts(Wire, frozen=True):
+    """Of compiled layers that keep less than all, measured with an adapter of `TrainingCosts.rank` at every site."""
+
+    kept: float
+    """Bytes a token that such a layer keeps, without LoRA's."""
+    shrinks: tuple[bool, ...]
+    """Of each group of sites: whether its x Aᵀ is kept. The others' are computed again, with the group's product."""
+    backward: Line
+    """The backward of such a layer, beyond what is kept."""
+    time: LayerTime
+
+
 class TrainingCosts(Wire, frozen=True):
     """Activations of a training micro-batch on one rank, measured with an adapter of `rank` at every site.
 
@@ -65,6 +101,11 @@ class TrainingCosts(Wire, frozen=True):
     """The backward of the last group of a layer, beyond what is kept."""
     others: Line
     """The backward of the other groups of a layer, beyond what is kept without the last group's input."""
+    time: LayerTime | None = None
+    """Of a layer that keeps all. None: it was not measured."""
+    levels: dict[Kept, LevelCosts] = {}
+    """Of layers that keep less, where they are compiled so. Without them a layer that is computed again runs its whole forward, and keeps all
+    until its backward has ended."""
 
 
 class JobUse(Wire, frozen=True):
@@ -86,6 +127,8 @@ class JobUse(Wire, frozen=True):
     """Of the base."""
     pinned: int = 0
     """Host memory of paged moments."""
+    partly_recomputed_layers: int = 0
+    """Computed again but for attention, of `layers`."""
 
     @property
     def state(self) -> int:

@@ -196,8 +196,8 @@ class MemoryAdmission:
             back = f"memory: there is enough now: it trains on {option.treatment.tokens} tokens at once"
             return Start(option.treatment, None if before is None else back)
         how = f"it trains on at most {option.treatment.tokens} tokens at once"
-        if option.treatment.recomputed > first.treatment.recomputed:
-            how += f" and recomputes {option.treatment.recomputed} of {self._base.layers} layers in the backward"
+        if option.treatment.recomputed > first.treatment.recomputed or option.treatment.partly:
+            how += f" and recomputes {_layers(option.treatment, self._base.layers)} in the backward"
         needed, state = memory.state.total + first.activations, memory.state.total + option.activations
         return Start(
             option.treatment,
@@ -226,7 +226,7 @@ def _check_pinned(memory: JobMemory, model: MemoryModel) -> None:
 def too_large(memory: JobMemory, planned: int) -> JobTooLarge:
     """The error for the user, with the numbers."""
     state, smallest = memory.state, memory.options[-1]
-    tokens, layers = smallest.treatment.tokens, smallest.treatment.recomputed
+    tokens, layers = smallest.treatment.tokens, smallest.treatment.recomputed + smallest.treatment.partly
     micro_batch = f"a micro-batch of {tokens} token{'' if tokens == 1 else 's'}"
     if layers:
         micro_batch += f" that recomputes {layers} layer{'' if layers == 1 else 's'}"
@@ -235,6 +235,18 @@ def too_large(memory: JobMemory, planned: int) -> JobTooLarge:
         f"adapter, {state.gradients} for its gradients, {state.optimizer} for the optimizer, and {smallest.activations} for "
         f"{micro_batch}; try a smaller rank, fewer targets or a smaller max_length",
         field="lora",
+    )
+
+
+def _layers(treatment: Treatment, layers: int) -> str:
+    """Those that are computed again, of `layers`, for the user."""
+    whole, partly = treatment.recomputed, treatment.partly
+    if not partly:
+        return f"{whole} of {layers} layers"
+    return (
+        f"{whole} of {layers} layers, and {partly} more but for attention,"
+        if whole
+        else f"{partly} of {layers} layers but for attention"
     )
 
 
@@ -262,6 +274,7 @@ def _use(id: str, memory: JobMemory, option: Option, layers: int) -> JobUse:
         activations=option.activations,
         micro_batch_tokens=option.treatment.tokens,
         recomputed_layers=option.treatment.recomputed,
+        partly_recomputed_layers=option.treatment.partly,
         layers=layers,
         pinned=state.pinned,
     )

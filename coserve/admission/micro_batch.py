@@ -9,6 +9,7 @@ and their gradient, chunk by chunk; the backward goes down layer by layer and fr
 
 The peak is the largest one of what is kept and the head, and what is kept and the backward of a layer. A layer that is recomputed keeps
 its input only, and the backward computes it first. Those are the lowest ones: their turn comes when all above them have been freed.
+Compiled layers above those may be recomputed but for attention: they keep their input and attention's output (`Kept`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from coserve.admission.shapes import ITEMSIZE, SiteShape
-from coserve.gpu_memory import GroupCosts, TrainingCosts
+from coserve.gpu_memory import GroupCosts, Kept, TrainingCosts
 from coserve.types import BaseSpec
+
+Floats = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
 
 ROWS = 36
 """Bytes a token of a micro-batch's ids, positions, targets and labels."""
@@ -37,6 +44,8 @@ class MicroBatchShape:
     """Tokens whose next token is a target."""
     recomputed: int = 0
     """Layers, from the lowest trained one up, that are computed again."""
+    partly: int = 0
+    """Layers above those that are computed again but for attention."""
     teacher: bool = False
     pairs: bool = False
     """It has a DPO loss. The reference's forward keeps nothing, and ends before anything is kept."""
@@ -63,6 +72,8 @@ class LoraLayer:
     kept: float
     last: float
     """Part of `kept`: of the last group, which the backward frees first."""
+    shrinks: tuple[float, ...]
+    """Part of `kept`: the x Aᵀ of each group of the costs."""
 
 
 def lora_layers(
@@ -81,55 +92,116 @@ def micro_batch_bytes(
     costs: TrainingCosts, base: BaseSpec, layers: Mapping[int, LoraLayer], batch: MicroBatchShape
 ) -> MicroBatchBytes:
     """Of a micro-batch with one adapter. `layers`: of the same costs."""
-    tokens, input_bytes = batch.tokens, base.hidden * ITEMSIZE[base.dtype]  # of a layer, a token
-    first = min(layers)
-    above = base.layers - 1 - first
-    again = min(batch.recomputed, above + 1)
-    lowest = input_bytes if first else 0  # the embedding is the lowest one's input where it is layer 0
-    if again:
-        own = (above + 1 - again) * (costs.layer - input_bytes) + above * input_bytes + lowest
-        own += sum(layer.kept for i, layer in layers.items() if i >= first + again)
-        kept = costs.recompute.at(tokens) + round(tokens * own)
-    else:
-        bottom = layers[first]
-        own = bottom.first.bottom + bottom.kept + above * costs.layer + lowest
-        own += sum(layer.kept for i, layer in layers.items() if i > first)
-        kept = round(costs.fixed + tokens * own)
-    peak = kept + _backward(costs, layers.get(base.layers - 1), tokens) if again <= above else 0
-    if again:
-        inputs = costs.recompute.at(tokens) + tokens * ((again - 1) * input_bytes + lowest)
-        computed = (_recomputed(costs, layers.get(i), tokens) for i in range(first, first + again))
-        peak = max(peak, inputs + max(computed))
-    head = costs.head.at(tokens, batch.positions)
-    if batch.teacher:  # its last states are kept; its head runs beside the student's, over chunks of half the size
-        taught = tokens * input_bytes
-        kept, peak = kept + taught, peak + taught
-        head = 2 * costs.head.at(tokens, min(batch.positions, max(4, costs.head.most // TEACHER_SHARE)))
-    besides = tokens * (ROWS + PAIRS * batch.pairs + 3 * input_bytes * batch.graphs)
-    held = kept + tokens * input_bytes + besides
-    return MicroBatchBytes(held, (peak + head if batch.graphs else max(kept + head, peak)) + besides)
+    counts = np.array([batch.recomputed]), np.array([batch.partly])
+    kept, peak = MicroBatchModel(costs, base, layers).bytes(batch, *counts)
+    return MicroBatchBytes(round(float(kept[0])), round(float(peak[0])))
 
 
-def _backward(costs: TrainingCosts, layer: LoraLayer | None, tokens: int) -> int:
-    """Of a layer, beyond what is kept. `layer` None: the adapter does not change it."""
-    freed = 0.0 if layer is None else layer.last
-    return round(max(costs.last.at(tokens), costs.others.at(tokens) - tokens * freed))
+class MicroBatchModel:
+    """Predicts micro-batches with one adapter, for many counts of layers that are recomputed at once."""
+
+    def __init__(self, costs: TrainingCosts, base: BaseSpec, layers: Mapping[int, LoraLayer]) -> None:
+        """`layers`: of the same costs."""
+        first = min(layers)
+        self._costs, self._bottom = costs, layers[first]
+        unchanged = LoraLayer(self._bottom.first, 0.0, 0.0, (0.0,) * len(costs.groups))
+        self._each = tuple(layers.get(i, unchanged) for i in range(first, base.layers))
+        """From the lowest trained layer up."""
+        element = ITEMSIZE[base.dtype]
+        self._input = base.hidden * element
+        """Bytes a token of a layer's input."""
+        self._lowest = self._input if first else 0
+        """Of the lowest trained layer's: the embedding, which is held anyway, where it is layer 0."""
+        self._own = {Kept.ALL: costs.layer, Kept.INPUT: float(self._input)}
+        self._own |= {kept: level.kept for kept, level in costs.levels.items()}
+        """Bytes a token that a layer keeps without LoRA's."""
+        self._lora = {kept: _sums(self._lora_kept(kept, one) for one in self._each) for kept in Kept}
+        """What LoRA adds to the lowest 0, 1, ... layers."""
+        measured = element * costs.rank * len(base.sites) / base.layers
+        self._more = _highest(max(0.0, sum(one.shrinks) - measured) for one in self._each)
+        """Most bytes a token by which one of the lowest 0, 1, ... layers has more x Aᵀ than the adapter that levels were measured with."""
+
+    def bytes(self, batch: MicroBatchShape, recomputed: Counts, partly: Counts) -> tuple[Floats, Floats]:
+        """What a suspended micro-batch holds at most, and the peak, beyond what the job keeps: for each pair of counts, whatever those of `batch`
+        are. More layers than are trained count as all."""
+        costs, tokens, trained = self._costs, batch.tokens, len(self._each)
+        again = np.minimum(recomputed, trained)
+        lean = again + np.minimum(partly, trained - again)
+        kept = np.where(lean > 0, self._held(tokens, again, lean, trained), self._all_kept(tokens))
+        peak = np.where(lean < trained, kept + self._backward(self._each[-1], tokens), 0)
+        below = self._held(tokens, again, lean, lean) + self._lean_backward(Kept.ATTENTION, tokens)[lean]
+        peak = np.where(lean > again, np.maximum(peak, below), peak)
+        below = self._held(tokens, again, again, again) + self._lean_backward(Kept.INPUT, tokens)[again]
+        peak = np.where(again > 0, np.maximum(peak, below), peak)
+        head = costs.head.at(tokens, batch.positions)
+        if batch.teacher:  # its last states are kept; its head runs beside the student's, over chunks of half the size
+            taught = tokens * self._input
+            kept, peak = kept + taught, peak + taught
+            head = 2 * costs.head.at(tokens, min(batch.positions, max(4, costs.head.most // TEACHER_SHARE)))
+        besides = tokens * (ROWS + PAIRS * batch.pairs + 3 * self._input * batch.graphs)
+        held = kept + tokens * self._input + besides
+        return held, (peak + head if batch.graphs else np.maximum(kept + head, peak)) + besides
+
+    def _lora_kept(self, kept: Kept, layer: LoraLayer) -> float:
+        """Bytes a token that LoRA adds to such a layer: the x Aᵀ that it does not compute again, and if it keeps all, inputs."""
+        level = self._costs.levels.get(kept)
+        if level is None:
+            return layer.kept if kept is Kept.ALL else 0.0
+        return sum(own for own, stays in zip(layer.shrinks, level.shrinks, strict=True) if stays)
+
+    def _all_kept(self, tokens: int) -> int:
+        """Where no layer is computed again."""
+        own = self._bottom.first.bottom + (len(self._each) - 1) * self._costs.layer + self._lowest
+        return round(self._costs.fixed + tokens * (own + float(self._lora[Kept.ALL][-1])))
+
+    def _held(self, tokens: int, again: Counts, lean: Counts, count: Counts | int) -> Floats:
+        """What the lowest `count` layers keep, of which the lowest `again` are computed again, and those from there to `lean` but for attention.
+        One of them is at least."""
+        numbers = {Kept.INPUT: again, Kept.ATTENTION: lean - again, Kept.ALL: count - lean}
+        own = sum(number * (self._own.get(kept, 0.0) - self._input) for kept, number in numbers.items())
+        lora = self._lora[Kept.ALL][count] - self._lora[Kept.ALL][lean] + self._lora[Kept.INPUT][again]
+        lora = lora + self._lora[Kept.ATTENTION][lean] - self._lora[Kept.ATTENTION][again]
+        inputs = (count - 1) * self._input + self._lowest
+        return np.asarray(self._costs.recompute.at(tokens) + tokens * (own + inputs + lora), np.float64)
+
+    def _lean_backward(self, kept: Kept, tokens: int) -> Floats:
+        """The most that the backward of one of the lowest 0, 1, ... layers takes beyond what is kept, if they keep less than all."""
+        level = self._costs.levels.get(kept)
+        if level is not None:
+            return level.backward.at(tokens) + tokens * self._more
+        found = {
+            one: round(tokens * (self._costs.layer + one.kept)) + self._backward(one, tokens) for one in {*self._each}
+        }
+        return _highest(found[one] for one in self._each)  # the whole forward runs again, and all is kept
+
+    def _backward(self, layer: LoraLayer, tokens: int) -> int:
+        """Of a layer that keeps all, beyond what is kept."""
+        return round(max(self._costs.last.at(tokens), self._costs.others.at(tokens) - tokens * layer.last))
 
 
-def _recomputed(costs: TrainingCosts, layer: LoraLayer | None, tokens: int) -> int:
-    """Of a layer that is computed again, beyond what is kept then."""
-    return round(tokens * (costs.layer + (0.0 if layer is None else layer.kept))) + _backward(costs, layer, tokens)
+def _sums(each: Iterable[float]) -> Floats:
+    """Of the first 0, 1, ... of them."""
+    return np.cumsum([0.0, *each])
+
+
+def _highest(each: Iterable[float]) -> Floats:
+    """The highest of the first 0, 1, ... of them, which are not below 0."""
+    return np.maximum.accumulate([0.0, *each])
 
 
 def _lora_layer(
     costs: TrainingCosts, groups: Mapping[int, Sequence[SiteShape]], element: int, *, dropout: bool
 ) -> LoraLayer:
-    kept = {}
+    kept, shrinks = dict[int, float](), [0.0] * len(costs.groups)
     for index, sites in groups.items():
         own = costs.groups[index].kept
         if dropout:  # each site has an input of its own, and its mask
             own = 2.0 * element * sum(site.inputs for site in sites)
-        kept[index] = own + element * sum(site.rank for site in sites)
+        shrinks[index] = float(element * sum(site.rank for site in sites))
+        kept[index] = own + shrinks[index]
     return LoraLayer(
-        first=costs.groups[min(groups)], kept=sum(kept.values()), last=kept.get(len(costs.groups) - 1, 0.0)
+        first=costs.groups[min(groups)],
+        kept=sum(kept.values()),
+        last=kept.get(len(costs.groups) - 1, 0.0),
+        shrinks=tuple(shrinks),
     )

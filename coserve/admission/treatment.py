@@ -1,15 +1,26 @@
-"""How a job trains within the memory there is: in smaller micro-batches, or with some layers computed again. Pure: no torch, no IO."""
+"""How a job trains within the memory there is: in smaller micro-batches, or with some layers computed again, as a whole or but for attention.
+Pure: no torch, no IO."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from coserve.admission.micro_batch import MicroBatchShape, lora_layers, micro_batch_bytes
+import numpy as np
+
+from coserve.admission.micro_batch import (
+    Counts,
+    Floats,
+    MicroBatchModel,
+    MicroBatchShape,
+    lora_layers,
+    micro_batch_bytes,
+)
 from coserve.admission.padding import padded
 from coserve.admission.shapes import JobState, SiteShape, job_state, lora_shapes
 from coserve.corpus.limits import micro_batch_limit
-from coserve.gpu_memory import MemoryModel
+from coserve.gpu_memory import Kept, MemoryModel, TrainingCosts
 from coserve.types import BaseSpec, JobSpec, LoraSettings
 
 LAUNCH_BOUND_TOKENS = 2000
@@ -18,7 +29,31 @@ LAUNCH_BOUND_TOKENS = 2000
 OVERHEAD_TOKENS = 190
 """Tokens that each micro-batch costs besides. As graphs, 512 take 44 ms, 2048 131 ms and 4096 251 ms."""
 RECOMPUTE_OVERHEAD = 0.43
-"""How much longer a micro-batch takes if every layer is computed again, relative to one that keeps all (`finetuning_5c1e67a.json`)."""
+"""How much longer a micro-batch takes if the whole forward of every layer runs again, relative to one that keeps all
+(`finetuning_5c1e67a.json`)."""
+
+Number = TypeVar("Number", float, Floats)
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """How much longer a layer takes, relative to one that keeps all."""
+
+    recomputed: float = RECOMPUTE_OVERHEAD
+    partly: float = RECOMPUTE_OVERHEAD
+    """Computed again but for attention."""
+
+    def longer(self, recomputed: Number, partly: Number, layers: int) -> Number:
+        """How much longer a micro-batch takes that recomputes so many of all `layers`."""
+        return (self.recomputed * recomputed + self.partly * partly) / layers
+
+    @classmethod
+    def of(cls, costs: TrainingCosts, row: float) -> Overheads:
+        """As measured, for rows of so many tokens."""
+        if costs.time is None or not costs.levels:
+            return cls()
+        whole = costs.time.at(row)
+        return cls(*(max(0.0, costs.levels[kept].time.at(row) / whole - 1) for kept in (Kept.INPUT, Kept.ATTENTION)))
 
 
 @dataclass(frozen=True)
@@ -29,17 +64,20 @@ class Treatment:
     """Most tokens of one, unless a single row is longer."""
     recomputed: int = 0
     """Layers, from the lowest trained one up, that keep their input only: the backward computes them again."""
+    partly: int = 0
+    """Layers above those that are computed again but for attention: they keep their input and its output. Compiled layers only."""
     compiled: bool = False
     """Planned for compiled layers, which take less memory than the base's own."""
 
     def alike(self, other: Treatment) -> bool:
         """The same is computed, whatever it was planned for."""
-        return (self.tokens, self.recomputed) == (other.tokens, other.recomputed)
+        return (self.tokens, self.recomputed, self.partly) == (other.tokens, other.recomputed, other.partly)
 
-    def time(self, layers: int) -> float:
+    def time(self, layers: int, overheads: Overheads = Overheads()) -> float:
         """Of one token, relative to one of large micro-batches that keep everything. `layers`: of the base."""
         size = self.tokens if self.compiled else max(self.tokens, LAUNCH_BOUND_TOKENS)
-        return (size + OVERHEAD_TOKENS) / self.tokens * (1 + RECOMPUTE_OVERHEAD * self.recomputed / layers)
+        longer = overheads.longer(self.recomputed, self.partly, layers)
+        return (size + OVERHEAD_TOKENS) / self.tokens * (1 + longer)
 
 
 @dataclass(frozen=True)
@@ -88,23 +126,35 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
     costs = compiled or model.costs
     layers = lora_layers(costs, shapes, base.dtype, dropout=dropout)
 
-    def option(treatment: Treatment) -> Option:
-        tokens = treatment.tokens
-        batch = MicroBatchShape(
-            padded(tokens) if treatment.compiled else tokens,
+    def shape(tokens: int) -> MicroBatchShape:
+        return MicroBatchShape(
+            tokens if compiled is None else padded(tokens),
             min(tokens, spec.target_tokens),
-            treatment.recomputed,
-            graphs=treatment.compiled,
+            graphs=compiled is not None,
             teacher=spec.teacher is not None,
             pairs=spec.training.loss is not None,
         )
-        return Option(treatment, micro_batch_bytes(costs, base, layers, batch).peak)
 
     trained = base.layers - min(layers)
-    counts = (trained,) if model.recompute else range(trained + 1)
-    treatments = [Treatment(t, n, compiled is not None) for t in _halves(most, longest) for n in counts]
-    options = map(option, sorted(treatments, key=lambda one: one.time(base.layers)))
-    return JobMemory(state, tuple(_falling(options)), shapes, dropout)
+    whole = np.array([trained]) if model.recompute else np.arange(trained + 1)
+    partly = np.arange(trained + 1 if costs.levels else 1)
+    pairs = np.stack([each.ravel() for each in np.meshgrid(whole, partly, indexing="ij")])
+    counts = pairs[:, pairs.sum(0) <= trained]
+    overheads = Overheads.of(costs, spec.tokens / max(1, spec.rows))
+    predict, tried = (
+        MicroBatchModel(costs, base, layers),
+        [Treatment(tokens, compiled=compiled is not None) for tokens in _halves(most, longest)],
+    )
+    sizes = np.rint(np.concatenate([predict.bytes(shape(one.tokens), counts[0], counts[1])[1] for one in tried]))
+    longer = overheads.longer(counts[0], counts[1], base.layers)
+    times = np.concatenate([one.time(base.layers) * (1 + longer) for one in tried])
+    options = []
+    for place in _falling(sizes, times):
+        size, count = divmod(int(place), counts.shape[1])
+        recomputed, but_attention = counts[:, count].tolist()
+        treatment = replace(tried[size], recomputed=recomputed, partly=but_attention)
+        options.append(Option(treatment, int(sizes[place])))
+    return JobMemory(state, tuple(options), shapes, dropout)
 
 
 def shared_bytes(model: MemoryModel, base: BaseSpec, jobs: Iterable[JobMemory], tokens: int) -> int:
@@ -124,13 +174,11 @@ def shared_bytes(model: MemoryModel, base: BaseSpec, jobs: Iterable[JobMemory], 
     return micro_batch_bytes(costs, base, layers, batch).peak
 
 
-def _falling(options: Iterable[Option]) -> Iterator[Option]:
-    """Those that take less than all before them."""
-    least: int | None = None
-    for option in options:
-        if least is None or option.activations < least:
-            least = option.activations
-            yield option
+def _falling(sizes: Floats, times: Floats) -> Counts:
+    """Places of those that take less than all faster ones, the fastest first."""
+    order = np.argsort(times, kind="stable")
+    before = np.minimum.accumulate(np.concatenate(([np.inf], sizes[order])))[:-1]
+    return order[sizes[order] < before]
 
 
 def _halves(most: int, least: int) -> tuple[int, ...]:

@@ -145,7 +145,7 @@ class TrainingLoop:
         Cheap where the step is prepared (`BatchPlan.prepared`).
         """
         own_loss = self._teacher is not None or self._beta is not None
-        if self.progress.pending is not None or self.finished or own_loss or self._limits.recomputed:
+        if self.progress.pending is not None or self.finished or own_loss or self._limits.recomputes:
             return None
         return self._next or self._limits.cut(self.plan.step(self.progress.step).micro_batches)[0]
 
@@ -343,6 +343,7 @@ class TrainingLoop:
             teacher=self._teacher,
             beta=self._beta,
             recomputed=self._limits.recomputed,
+            partly=self._limits.partly,
             for_compiled=self._planned_for_compiled,
         )
         assert sums is not None, "expected the micro-batch's sums"

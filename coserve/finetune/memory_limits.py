@@ -37,6 +37,16 @@ class MemoryLimits:
         return self._layers if self.recompute else planned
 
     @property
+    def partly(self) -> int:
+        """Layers above those that are computed again but for attention: `Treatment.partly`."""
+        return 0 if self._planned is None or self.recompute else self._planned.partly
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any layer keeps less than all."""
+        return self.recomputed + self.partly > 0
+
+    @property
     def compiled(self) -> bool:
         """Whether memory is planned for compiled layers."""
         return self._planned is not None and self._planned.compiled

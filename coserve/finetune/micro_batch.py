@@ -25,7 +25,7 @@ from torch import Tensor
 from coserve.admission.micro_batch import TEACHER_SHARE
 from coserve.corpus.tokenized import Corpus
 from coserve.finetune.embedding_noise import EmbeddingNoise, add_noise
-from coserve.finetune.layers.compiled import CompiledLayerPass, takes
+from coserve.finetune.layers.compiled import CompiledLayerPass, levels_of, takes
 from coserve.finetune.layers.eager import EagerLayerPass
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.layers.interface import LayerPass, LayerTensors
@@ -38,6 +38,7 @@ from coserve.finetune.losses.chunked import (
     target_chunks,
 )
 from coserve.finetune.packed_rows import PackedRows
+from coserve.gpu_memory import Kept
 from coserve.kernels.attention.interface import Attention
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.model.base import Base
@@ -79,6 +80,8 @@ class MicroBatch:
     """Of a DPO loss; None: it has another loss."""
     recomputed: int = 0
     """`Treatment.recomputed`."""
+    partly: int = 0
+    """`Treatment.partly`."""
     for_compiled: bool = False
     """Its memory is planned for compiled layers."""
 
@@ -120,6 +123,7 @@ class MicroBatchRunner:
         teacher: LoraBatch | None = None,
         beta: float | None = None,
         recomputed: int = 0,
+        partly: int = 0,
         for_compiled: bool = False,
         noises: Sequence[EmbeddingNoise | None] = (),
     ) -> MicroSteps:
@@ -132,7 +136,8 @@ class MicroBatchRunner:
         `trainable[i]`: the tensors of `lora` at layer i's sites, of all jobs, each requiring gradients. `grads`: fp32, same
         shapes; the pairs' `MainGrads` if they have any. The sum is not divided by the number of targets, so micro-batches of
         one optimizer step add up. `recomputed`: layers, from the lowest trained one up, that keep their input only; all of them with the
-        runner's `recompute`, and where compiled layers that the memory was planned for (`for_compiled`) cannot take the batch. `noises`: of each job (J), on what enters the
+        runner's `recompute`, and where compiled layers that the memory was planned for (`for_compiled`) cannot take the batch; `partly`: the layers
+        above those keep attention's output, too, if they are compiled, else their input only. `noises`: of each job (J), on what enters the
         first layer; not for the teacher, or the reference of a DPO loss. Empty: no noise.
         """
         layers, first = len(trainable), next(i for i, tensors in enumerate(trainable) if tensors)
@@ -141,12 +146,12 @@ class MicroBatchRunner:
         if any(noises):
             add_noise(inputs.h_1TD, rows, noises)
         context, h_1TD = self._base.prepare(lora), inputs.h_1TD
-        keep_from = layers if self._recompute else first + recomputed
-        one = self._compiled_pass(inputs, context, first, keep_from, learns=True)
+        recomputed = layers if self._recompute else recomputed
+        one = self._compiled_pass(inputs, context, first, levels_of(layers, first, recomputed, partly), learns=True)
         if one is None:
             if self._graphs is not None:
                 self._graphs.yield_memory()
-            keep_from = layers if for_compiled else keep_from
+            keep_from = layers if for_compiled else first + recomputed + partly
             one = EagerLayerPass(self._cut, inputs, context, trainable, grads, first, keep_from)
         for i in range(layers):
             h_1TD = one.forward(i, h_1TD)
@@ -204,7 +209,7 @@ class MicroBatchRunner:
         """Return the last layer's output (1, T, D), without gradients. `then`: the kind of the micro-step after it. `in_pool`: it may lie in
         the graphs' memory, as nobody needs it when graphs run again."""
         h_1TD, context, layers = inputs.h_1TD, self._base.prepare(lora), len(self._base.layers)
-        one = self._compiled_pass(inputs, context, layers, layers, learns=False)
+        one = self._compiled_pass(inputs, context, layers, (Kept.ALL,) * layers, learns=False)
         if one is not None and in_pool and self._graphs is not None:
             one = self._graphs.in_pool(one)
         one = one or EagerLayerPass(self._cut, inputs, context, (), (), layers, layers)
@@ -214,19 +219,19 @@ class MicroBatchRunner:
         return h_1TD
 
     def _compiled_pass(
-        self, inputs: LayerInputs, context: ForwardContext, first: int, keep_from: int, *, learns: bool
+        self, inputs: LayerInputs, context: ForwardContext, first: int, levels: Sequence[Kept], *, learns: bool
     ) -> LayerPass | None:
         """None: the base's own layers run."""
         if self._compiled is None or not takes(context, learns=learns):
             return None
         if learns and self._graphs is not None and context.lora is not None:
-            graphed = self._graphs.begin(inputs, context.lora, first, keep_from)
+            graphed = self._graphs.begin(inputs, context.lora, first, levels)
             if graphed is not None:
                 return graphed
         found = self._compiled.begin(inputs, context.lora)
         if found is None:
             return None
-        one = CompiledLayerPass(found, first, keep_from)
+        one = CompiledLayerPass(found, first, levels)
         return self._graphs.in_pool(one) if learns and self._graphs is not None else one
 
     def _embed(self, rows: PackedRows) -> LayerInputs:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, connect
 from coserve.errors import ConfigError, EngineUnavailable
-from coserve.gpu_memory import MemoryUse
+from coserve.gpu_memory import JobUse, MemoryUse
 from coserve.health import starting_line
 
 MIB = 1 << 20
@@ -81,8 +81,14 @@ def job_table(use: MemoryUse) -> Table:
     table.add_column("recomputed layers", justify="right")
     for job in use.each:
         sizes = map(mib, (job.adapter, job.gradients, job.optimizer, job.activations))
-        table.add_row(job.id, *sizes, str(job.micro_batch_tokens), f"{job.recomputed_layers} of {job.layers}")
+        table.add_row(job.id, *sizes, str(job.micro_batch_tokens), _recomputed(job))
     return table
+
+
+def _recomputed(job: JobUse) -> str:
+    """Layers that are computed again: as a whole, and but for attention."""
+    partly = f" + {job.partly_recomputed_layers} partly" if job.partly_recomputed_layers else ""
+    return f"{job.recomputed_layers}{partly} of {job.layers}"
 
 
 def mib(size: int) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
+from coserve.gpu_memory import Kept
 from coserve.model.forward_context import ForwardContext
 from coserve.model.training.compiled_layers import CompiledPass
 from coserve.types import JobSpec
@@ -30,17 +33,19 @@ def uncompiled(spec: JobSpec) -> list[str]:
 class CompiledLayerPass:
     """Implements `LayerPass`."""
 
-    def __init__(self, compiled: CompiledPass, first: int, keep_from: int) -> None:
-        """`first`: the lowest layer that is trained; `keep_from`: the lowest one of those that is not recomputed."""
-        self._pass, self._first, self._keep_from = compiled, first, keep_from
+    def __init__(self, compiled: CompiledPass, first: int, levels: Sequence[Kept]) -> None:
+        """`first`: the lowest layer that is trained; `levels`: what each layer keeps, those below `first` nothing. Where a cut is not
+        compiled, the layer keeps its input, and its backward runs the whole forward again."""
+        self._pass, self._first = compiled, first
+        self._levels = [level if compiled.has(level) else None for level in levels]
         self._saved: list[list[object]] = []
         self._inputs: list[Tensor] = []
 
     def forward(self, i: int, h_1TD: Tensor) -> Tensor:
         """As `LayerPass.forward`."""
-        keeps = i >= self._first and i >= self._keep_from
-        output_1TD, saved = self._pass.forward(i, h_1TD, keeps=keeps)
-        if keeps:
+        level = self._levels[i] if i >= self._first else None
+        output_1TD, saved = self._pass.forward(i, h_1TD, level)
+        if level is not None:
             self._saved.append(saved)
         elif i >= self._first:
             self._inputs.append(h_1TD)
@@ -48,8 +53,20 @@ class CompiledLayerPass:
 
     def backward(self, i: int, gradient_1TD: Tensor) -> Tensor:
         """As `LayerPass.backward`."""
-        if i < self._keep_from:
-            _, saved = self._pass.forward(i, self._inputs.pop(), keeps=True)
+        level = self._levels[i]
+        if level is None:
+            level = Kept.ALL
+            _, saved = self._pass.forward(i, self._inputs.pop(), level)
         else:
             saved = self._saved.pop()
-        return self._pass.backward(i, saved, gradient_1TD)
+        return self._pass.backward(i, saved, gradient_1TD, level)
+
+
+def levels_of(layers: int, first: int, recomputed: int, partly: int) -> tuple[Kept, ...]:
+    """What each of `layers` layers keeps, where the lowest `recomputed` of those from `first` on are computed again, and the next `partly` but
+    for attention."""
+    found = [Kept.ALL] * layers
+    lean = first + recomputed
+    found[first:lean] = [Kept.INPUT] * (min(lean, layers) - first)
+    found[lean : lean + partly] = [Kept.ATTENTION] * max(0, min(partly, layers - lean))
+    return tuple(found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -24,6 +24,7 @@ from coserve.finetune.layers.graph_passes import (
     key_of,
 )
 from coserve.finetune.layers.interface import LayerPass
+from coserve.gpu_memory import Kept
 from coserve.kernels.attention.fixed import FixedAttention, limits
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.gpu.graph_memory import Recorder
@@ -119,7 +120,7 @@ class LayerGraphs:
         self._shapes.clear()
         self._recorder = self._running = None
 
-    def begin(self, inputs: LayerInputs, lora: PreparedLora, first: int, keep_from: int) -> LayerPass | None:
+    def begin(self, inputs: LayerInputs, lora: PreparedLora, first: int, levels: Sequence[Kept]) -> LayerPass | None:
         """A batch's pass; None: it has no graphs. See `CompiledLayerPass`."""
         if self._without_left:
             self._without_left -= 1
@@ -129,8 +130,8 @@ class LayerGraphs:
         self._batches += 1
         if self._recorder is None:
             self._recorder = self._make()
-        key = _key(inputs, inputs.attention, lora, first, keep_from)
-        shape = self._shapes.pop(key, None) or self._new(inputs, lora, first, keep_from)
+        key = _key(inputs, inputs.attention, lora, first, levels), self._compiled.cuts
+        shape = self._shapes.pop(key, None) or self._new(inputs, lora, first, levels)
         if shape is None:
             return None
         self._shapes[key], shape.used = shape, self._batches
@@ -147,7 +148,7 @@ class LayerGraphs:
             return ReplayPass(shape)
         return CapturePass(shape, recorder, self._stop) if shape.warm else WarmUpPass(shape, recorder)
 
-    def _new(self, inputs: LayerInputs, lora: PreparedLora, first: int, keep_from: int) -> ShapeGraphs | None:
+    def _new(self, inputs: LayerInputs, lora: PreparedLora, first: int, levels: Sequence[Kept]) -> ShapeGraphs | None:
         if len(self._shapes) >= self._max_shapes:
             oldest = next(iter(self._shapes))
             if self._batches - self._shapes[oldest].used < self._evict_after:
@@ -159,7 +160,7 @@ class LayerGraphs:
         compiled = self._compiled.begin(fixed, own)
         if compiled is None:
             return None
-        return ShapeGraphs(fixed, attention, own, partial(CompiledLayerPass, compiled, first, keep_from), first)
+        return ShapeGraphs(fixed, attention, own, partial(CompiledLayerPass, compiled, first, levels), first)
 
     def _stop(self, reason: str) -> None:
         self.notes = (_note(reason),)
@@ -167,9 +168,11 @@ class LayerGraphs:
         self._shapes.clear()
 
 
-def _key(inputs: LayerInputs, attention: PackedAttention, lora: PreparedLora, first: int, keep_from: int) -> Hashable:
+def _key(
+    inputs: LayerInputs, attention: PackedAttention, lora: PreparedLora, first: int, levels: Sequence[Kept]
+) -> Hashable:
     """Of a shape: batches with the same key have the same graphs."""
-    return key_of(inputs), limits(attention.bounds), lora.structure, first, keep_from
+    return key_of(inputs), limits(attention.bounds), lora.structure, first, tuple(levels)
 
 
 def _note(reason: str) -> str:

@@ -188,6 +188,7 @@ def _compute(
             teacher=teacher,
             beta=first.beta,
             recomputed=first.recomputed,
+            partly=first.partly,
             for_compiled=all(each.for_compiled for each in micro_batches),
             noises=[each.noise for each in micro_batches],
         )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from coserve.errors import UnsupportedBase
-from coserve.gpu_memory import TrainingCosts
+from coserve.gpu_memory import Kept, TrainingCosts
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.model import probe
@@ -42,7 +42,7 @@ MAX_KINDS = 4
 
 
 class CompiledLayers:
-    """Traced at once; call `compile`, on any thread: until then the layers are not `ready`."""
+    """Traced at once; call `compile`, on any thread: until then the layers are not `ready`. `compile_levels` adds the cuts that keep less."""
 
     def __init__(
         self,
@@ -67,8 +67,7 @@ class CompiledLayers:
         positions_T = torch.arange(EXAMPLE_TOKENS, device=base.device) % EXAMPLE_ROW
         bounds = (*range(0, EXAMPLE_TOKENS, EXAMPLE_ROW), EXAMPLE_TOKENS)
         inputs = cut.embed(probe.tokens(base.model, EXAMPLE_TOKENS), positions_T, PackedAttention(bounds))
-        self._compiled: dict[Hashable, CompiledLayer] = {}
-        self._layers: dict[int, CompiledLayer] = {}
+        self._compiled: dict[Kept, dict[Hashable, CompiledLayer]] = {}
         self._traced = on_all_ranks(self._mesh, base.device, lambda: self._trace(base, inputs), self._order_of_kinds)
         self._wait_for_examples = _mark(base.device)
 
@@ -109,23 +108,47 @@ class CompiledLayers:
         time. Raises `UnsupportedBase`, and what the compiler raises: on all ranks."""
         if self._device.type == "cuda":
             _wake_autograd(self._device)
-        examples, self._examples = self._examples, {}
-        traced, self._traced = self._traced, dict[Hashable, TracedLayer]()
+        try:
+            compiled = self._compile_cut(Kept.ALL)
+        except BaseException:
+            self.forget_examples()
+            raise
+        if self._mesh is not None:
+            self.forget_examples()
+        self.costs = self._load_costs()
+        self._compiled = {Kept.ALL: compiled}
+
+    def compile_levels(self, costs: TrainingCosts | None = None) -> None:
+        """After `compile`, as it: the cuts that keep less. `costs`: of memory, with those of the cuts; None: they are measured next. Raises
+        `UnsupportedBase`."""
+        if self._mesh is not None:
+            raise UnsupportedBase("ranks share the base")
+        lean = {kept: self._compile_cut(kept) for kept in (Kept.ATTENTION, Kept.INPUT)}
+        self.forget_examples()
+        self._compiled = self._compiled | lean
+        if costs is not None and not self.notes:
+            self.costs = costs
+
+    def forget_examples(self) -> None:
+        """Free what `compile_levels` needs."""
+        self._examples, self._traced = {}, {}
+
+    def _compile_cut(self, kept: Kept) -> dict[Hashable, CompiledLayer]:
+        found = dict[Hashable, CompiledLayer]()
         collectives: list[str] = []
         """In the order of the compiled code, and what it assumes."""
 
         def compile_all() -> list[str]:
-            for kind, example in examples.items():
-                self._compiled[kind] = traced[kind].compile(self._compile)
-                collectives.extend(self._check(self._kinds.index(kind), example, self._compiled[kind]))
-                collectives.append(self._compiled[kind].assumed)
+            for kind, example in self._examples.items():
+                found[kind] = self._traced[kind].compile(self._compile, kept)
+                collectives.extend(self._check(self._kinds.index(kind), example, found[kind]))
+                collectives.append(found[kind].assumed)
             return collectives
 
         with self._stream():
             self._wait_for_examples()
             on_all_ranks(self._mesh, self._device, compile_all, repr)
-        self.costs = self._load_costs()
-        self._layers = {i: self._compiled[kind] for i, kind in enumerate(self._kinds)}
+        return found
 
     def _check(self, i: int, example: _Example, compiled: CompiledLayer) -> list[str]:
         """The layer's collectives in order, on this rank alone: they return its own term. Raises `UnsupportedBase` where a compiled layer computes
@@ -133,10 +156,10 @@ class CompiledLayers:
         h_1TD, attention = example.h_1TD, example.attention
         tensors = {i: [*_Arguments.of(example.call).tensors, *example.own.values()]}
         running_pass = AlonePass(attention, None, self._groups)
-        one = CompiledPass({i: compiled}, tensors, running_pass)
-        output_1TD, saved = one.forward(i, h_1TD, keeps=True)
+        one = CompiledPass({Kept.ALL: {i: compiled}}, tensors, running_pass)
+        output_1TD, saved = one.forward(i, h_1TD, Kept.ALL)
         gradient_1TD = torch.ones_like(h_1TD)
-        found = output_1TD, one.backward(i, saved, gradient_1TD)
+        found = output_1TD, one.backward(i, saved, gradient_1TD, Kept.ALL)
         expected = example.expected(gradient_1TD)
         for what, own, right in zip(("output", "gradient"), found, expected, strict=True):
             error = float(torch.linalg.vector_norm((own - right).float()) / torch.linalg.vector_norm(right.float()))
@@ -147,7 +170,12 @@ class CompiledLayers:
     @property
     def ready(self) -> bool:
         """They are compiled."""
-        return bool(self._layers)
+        return bool(self._compiled)
+
+    @property
+    def cuts(self) -> frozenset[Kept]:
+        """Those that are compiled."""
+        return frozenset(self._compiled)
 
     def begin(self, inputs: LayerInputs, lora: PreparedLora | None) -> CompiledPass | None:
         """A pass over the layers; None where they are not compiled, or were traced for other batches. `lora`: its pairs have
@@ -155,7 +183,8 @@ class CompiledLayers:
         if not self.ready or not isinstance(inputs.attention, PackedAttention):
             return None
         tokens, given = inputs.h_1TD.shape[1], [_Arguments.of(call) for call in inputs.calls]
-        if not all(one.fits(tokens) for one in self._compiled.values()):
+        cuts = self._compiled
+        if not all(one.fits(tokens) for kinds in cuts.values() for one in kinds.values()):
             self._note(
                 f"batches of {tokens} tokens run operation by operation: the compiled layers are for other sizes"
             )
@@ -166,7 +195,8 @@ class CompiledLayers:
             )
             return None
         tensors = {i: [*own.tensors, *self._own[i]] for i, own in enumerate(given)}
-        return CompiledPass(self._layers, tensors, RunningPass(inputs.attention, lora, self._groups, self._mesh))
+        layers = {kept: {i: kinds[kind] for i, kind in enumerate(self._kinds)} for kept, kinds in cuts.items()}
+        return CompiledPass(layers, tensors, RunningPass(inputs.attention, lora, self._groups, self._mesh))
 
     def _note(self, note: str) -> None:
         if not self.notes:
@@ -178,23 +208,33 @@ class CompiledPass:
     """One batch's forward and backward through the layers."""
 
     def __init__(
-        self, layers: Mapping[int, CompiledLayer], tensors: Mapping[int, Sequence[Tensor]], running_pass: RunningPass
+        self,
+        layers: Mapping[Kept, Mapping[int, CompiledLayer]],
+        tensors: Mapping[int, Sequence[Tensor]],
+        running_pass: RunningPass,
     ) -> None:
-        """By layer: its compiled functions, and their inputs behind the hidden states."""
+        """`layers`: compiled functions by cut and layer; `tensors`: by layer, their inputs behind the hidden states."""
         self._layers, self._tensors, self._running_pass = layers, tensors, running_pass
         self._context = ForwardContext(training=running_pass)
+        self._least = Kept.INPUT if Kept.INPUT in layers else Kept.ALL
 
-    def forward(self, i: int, h_1TD: Tensor, *, keeps: bool) -> tuple[Tensor, list[object]]:
-        """Layer i's output (1, T, D), and with `keeps` what its backward needs."""
-        self._running_pass.keeps = keeps
-        with self._running(i):
-            output_1TD, saved = self._layers[i].forward([h_1TD, *self._tensors[i]])
-        return output_1TD, saved if keeps else []
+    def has(self, kept: Kept) -> bool:
+        """Whether the cut is compiled."""
+        return kept in self._layers
 
-    def backward(self, i: int, saved: list[object], gradient_1TD: Tensor) -> Tensor:
-        """The gradient of layer i's input; adds those of the adapters to their sums, and empties `saved`."""
+    def forward(self, i: int, h_1TD: Tensor, kept: Kept | None) -> tuple[Tensor, list[object]]:
+        """Layer i's output (1, T, D), and what its backward needs; `kept` None: it has none."""
+        layer = self._layers[kept or self._least][i]
+        self._running_pass.begin_forward(None if kept is None else layer.again)
         with self._running(i):
-            return self._layers[i].backward(saved, gradient_1TD)
+            output_1TD, saved = layer.forward([h_1TD, *self._tensors[i]])
+        return output_1TD, [] if kept is None else saved
+
+    def backward(self, i: int, saved: list[object], gradient_1TD: Tensor, kept: Kept) -> Tensor:
+        """The gradient of layer i's input; adds those of the adapters to their sums, and empties `saved`. `kept`: as in its forward."""
+        self._running_pass.begin_backward()
+        with self._running(i):
+            return self._layers[kept][i].backward(saved, gradient_1TD)
 
     @contextmanager
     def _running(self, i: int) -> Iterator[None]:

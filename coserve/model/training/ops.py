@@ -7,6 +7,7 @@ batch. The base's weights and the adapters are no inputs of compiled code, and t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -129,6 +130,16 @@ def _register() -> torch.library.Library:
 
 
 _OPS = _register()
+LEARN, ATTEND = torch.ops.coserve.learn.default, torch.ops.coserve.attend_rows.default
+
+
+@dataclass(frozen=True)
+class Again:
+    """Operations of a layer's forward that its backward runs again. What their gradients need of them is kept then, not in the forward."""
+
+    groups: frozenset[int] = frozenset()
+    """Of `learn`."""
+    attention: bool = False
 
 
 class AttendRows:

@@ -14,7 +14,10 @@ from coserve.kernels.attention.interface import AttentionParams
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.model.lora import SharedInput
+from coserve.model.training.ops import Again
 from coserve.parallel.mesh import Mesh
+
+NOTHING = Again()
 
 
 class RunningPass:
@@ -29,12 +32,19 @@ class RunningPass:
     ) -> None:
         """`groups`: of each layer. `lora` None: the base alone. `mesh`: of the ranks that share the base."""
         self._attention, self._lora, self._groups, self._mesh = attention, lora, groups, mesh
-        self.keeps = True
-        """Off: forwards have no backward."""
+        self._again: Again | None = NOTHING
         self._kept: dict[tuple[int, int], object] = {}
         """Of LoRA terms, by layer and group."""
         self._sums: dict[int, Tensor] = {}
         """Attention's `log sum exp`, by layer."""
+
+    def begin_forward(self, again: Again | None) -> None:
+        """A layer's forward runs next. `again`: what its backward runs again, of which nothing is kept here; None: there is no backward."""
+        self._again = again
+
+    def begin_backward(self) -> None:
+        """A layer's backward runs next: what it runs again is for its gradients."""
+        self._again = NOTHING
 
     def learn(self, layer: int, group: int, x_TD: Tensor) -> Tensor:
         shared = self._groups[layer][group]
@@ -46,8 +56,9 @@ class RunningPass:
         shared = self._groups[layer][group]
         if self._lora is None:
             return shared.stacked.linear(x_TD)
-        y_TO, kept = self._lora.linear_forward(shared.group, x_TD, shared.stacked, keep=self.keeps)
-        if self.keeps and kept is not None:
+        keep = self._again is not None and group not in self._again.groups
+        y_TO, kept = self._lora.linear_forward(shared.group, x_TD, shared.stacked, keep=keep)
+        if keep and kept is not None:
             self._kept[layer, group] = kept
         return y_TO
 
@@ -60,7 +71,7 @@ class RunningPass:
 
     def attend(self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams) -> Tensor:
         out_THD, sums = self._attention.attend_keeping(q_HTD, k_KTD, v_KTD, params)
-        if self.keeps and sums is not None:
+        if self._again is not None and not self._again.attention and sums is not None:
             self._sums[layer] = sums
         return out_THD
 

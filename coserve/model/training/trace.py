@@ -1,7 +1,8 @@
 """A decoder layer's forward and backward as two compiled functions, for any number of tokens.
 
-The layer's own code is traced with both seams as opaque operations (`training.ops`); torch's min-cut partitioner decides what the
-forward saves and what the backward computes again (what is cheap, such as norms and activations), and inductor compiles both.
+The layer's own code is traced with both seams as opaque operations (`training.ops`) into one joint graph, which torch's min-cut partitioner
+cuts into a forward and a backward, and inductor compiles both. There is a cut for each of `Kept`: in that for `Kept.ALL` the partitioner
+decides what the backward computes again (what is cheap, such as norms and activations); the others say what is saved.
 
 Unlike torch.compile's autograd functions, the two are called directly, for whichever layer: autograd is not involved and no guards are
 checked. What a guard would check is part of the layer's kind (`training.kinds`), or a condition on the number of tokens (`fits`).
@@ -24,11 +25,22 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils.checkpoint import CheckpointPolicy
 
 from coserve.errors import UnsupportedBase
+from coserve.gpu_memory import Kept
+from coserve.model.training.ops import ATTEND, LEARN, Again
 
-SAVE_LESS = {"ban_recompute_materialized_backward": False}
+SAVE_LESS: dict[str, object] = {"ban_recompute_materialized_backward": False}
 """Options of the partitioner: the inputs of products, norms' and activations' outputs, are computed again: a third less memory."""
+
+
+PARTITION: dict[Kept, dict[str, object]] = {
+    Kept.ALL: SAVE_LESS,
+    Kept.ATTENTION: SAVE_LESS,  # besides, operations are marked
+    Kept.INPUT: {"activation_memory_budget": 0.0},
+}
+"""Options of the partitioner for each cut."""
 
 
 class Compile(Protocol):
@@ -72,6 +84,7 @@ class CompiledLayer:
     _conditions: Callable[[int], bool]
     assumed: str
     """Of the number of tokens: what `fits` evaluates."""
+    again: Again
     _known: dict[int, bool] = field(default_factory=dict)
 
     def fits(self, tokens: int) -> bool:
@@ -97,19 +110,23 @@ class TracedLayer:
 
     _forward: fx.GraphModule
     _backward: fx.GraphModule
+    """Of the cut for `Kept.ALL`."""
+    _joint: fx.GraphModule
     _mode: FakeTensorMode
     _shapes: ShapeEnv
     _hidden: FakeTensor
 
-    def compile(self, compile: Compile = inductor) -> CompiledLayer:
+    def compile(self, compile: Compile = inductor, kept: Kept = Kept.ALL) -> CompiledLayer:
         """On any thread, beside those that run functions of torch.compile as long as the compiler finds its results on disk. Raises
         `UnsupportedBase`."""
         with tracing(TracingContext(self._mode)):
-            forward = compile(self._forward, _examples(self._forward), is_backward=False)
-            backward = compile(self._backward, _examples(self._backward), is_backward=True)
-        places = _places(self._forward, self._backward)
+            cut = (self._forward, self._backward) if kept is Kept.ALL else _cut(self._joint, kept)
+            forward, backward = (
+                compile(graph, _examples(graph), is_backward=is_backward)
+                for graph, is_backward in zip(cut, (False, True), strict=True)
+            )
         conditions = _conditions(self._shapes, self._hidden)
-        return CompiledLayer(forward, backward, places, conditions, _assumed(self._shapes))
+        return CompiledLayer(forward, backward, _places(*cut), conditions, _assumed(self._shapes), _again(cut[1]))
 
 
 def trace_layer(run: Callable[..., Tensor], tensors: Sequence[Tensor], tokens: int) -> TracedLayer:
@@ -122,12 +139,50 @@ def trace_layer(run: Callable[..., Tensor], tensors: Sequence[Tensor], tokens: i
     mode = FakeTensorMode(shape_env=shapes)
     fakes = [_fake(mode, tensor, tokens, place) for place, tensor in enumerate(tensors)]
     fakes[0].requires_grad_()
-    with tracing(TracingContext(mode)), partition_options.patch(SAVE_LESS):
+    with tracing(TracingContext(mode)):
         joint = _joint(run, fakes)
         joint_graph_passes(joint)
-        forward, backward = min_cut_rematerialization_partition(joint, fakes, num_fwd_outputs=1)
+        forward, backward = _cut(joint, Kept.ALL)
     _refuse_constants(forward, backward)
-    return TracedLayer(forward, backward, mode, shapes, fakes[0])
+    return TracedLayer(forward, backward, joint, mode, shapes, fakes[0])
+
+
+def _cut(joint: fx.GraphModule, kept: Kept) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and the backward, which saves no more than `kept` says. `joint` stays as it is."""
+    own = fx.GraphModule(joint, _copied(joint.graph))
+    if kept is Kept.ATTENTION:
+        _mark_all_but_attention(own.graph)
+    with partition_options.patch(PARTITION[kept]):
+        forward, backward = min_cut_rematerialization_partition(own, (), num_fwd_outputs=1)
+    return forward, backward
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    """The same nodes. The partitioner changes its graph."""
+    own = fx.Graph()
+    found = own.graph_copy(graph, {}, return_output_node=True)
+    assert isinstance(found, tuple), "expected a graph with an output"
+    values, output = found
+    own.output(values).meta = dict(output.meta)
+    return own
+
+
+def _mark_all_but_attention(joint: fx.Graph) -> None:
+    """Tell the partitioner to save attention's outputs, and nothing else that the forward computes."""
+    after_gradient = set[fx.Node]()
+    for node in joint.nodes:
+        if (node.op == "placeholder" and "tangents" in node.target) or after_gradient & {*node.all_input_nodes}:
+            after_gradient.add(node)
+        elif node.op == "call_function":
+            own = node.target is ATTEND
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if own else CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _again(backward: fx.GraphModule) -> Again:
+    """What of the forward's opaque operations a backward runs."""
+    nodes = backward.graph.nodes
+    groups = frozenset(cast(int, node.args[2]) for node in nodes if node.target is LEARN)
+    return Again(groups, any(node.target is ATTEND for node in nodes))
 
 
 def _joint(run: Callable[..., Tensor], fakes: Sequence[FakeTensor]) -> fx.GraphModule:

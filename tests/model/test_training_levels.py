@@ -1,0 +1,195 @@
+"""Compiled training layers that keep less than all, against those that keep all and against the base's own layers and autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from coserve.errors import UnsupportedBase
+from coserve.finetune.layers.compiled import levels_of
+from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
+from coserve.finetune.packed_rows import pack_rows
+from coserve.gpu_memory import Kept
+from coserve.kernels.attention.packed import PackedAttention
+from coserve.kernels.lora.segments import Segments
+from coserve.model.base import Base
+from coserve.model.layers import LayerCut
+from coserve.model.lora import LoraBatch
+from coserve.model.training.compiled_layers import CompiledLayers
+from coserve.model.training.running_pass import RunningPass
+from coserve.model.training.trace import Compile, inductor, interpreted
+from tests.support.finetuning import CPU, random_corpus, started, tiny_base
+from tests.support.gpu_memory import COSTS
+from tests.support.lora_backends import SEGMENTED
+
+CORPUS = random_corpus()
+
+
+def with_levels(base: Base, compile: Compile = interpreted) -> CompiledLayers:
+    layers = CompiledLayers(base, LayerCut(base), compile, costs=lambda: COSTS)
+    layers.compile()
+    layers.compile_levels(COSTS)
+    return layers
+
+
+def gradients(base: Base, compiled: CompiledLayers | None, *, recompute: bool = False, **counts: int) -> list[Tensor]:
+    """The loss's sums and all gradients."""
+    optimizer, rows = started(base), pack_rows(CORPUS, [1, 3], CPU)
+    lora = LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), SEGMENTED)
+    runner = MicroBatchRunner(base, recompute=recompute, compiled=compiled)
+    sums = run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, **counts))
+    return [sums, *(one for layer in optimizer.grads for one in layer)]
+
+
+def close(found: list[Tensor], expected: list[Tensor]) -> None:
+    for own, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, right, rtol=2e-4, atol=2e-5)
+
+
+class Calls:
+    """How often products of sites, and attention, run."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.groups, self.attention = list[tuple[int, int]](), list[int]()
+        learn, attend = RunningPass.learn, RunningPass.attend
+
+        def counted_learn(own: RunningPass, layer: int, group: int, x_TD: Tensor) -> Tensor:
+            self.groups.append((layer, group))
+            return learn(own, layer, group, x_TD)
+
+        def counted_attend(own: RunningPass, layer: int, *given) -> Tensor:
+            self.attention.append(layer)
+            return attend(own, layer, *given)
+
+        patch.setattr(RunningPass, "learn", counted_learn)
+        patch.setattr(RunningPass, "attend", counted_attend)
+
+
+@pytest.fixture
+def calls() -> Iterator[Calls]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield Calls(patch)
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[Base, CompiledLayers]:
+    base = tiny_base("llama")
+    return base, with_levels(base)
+
+
+FORWARD = [(layer, group) for layer in (0, 1) for group in range(4)]
+AGAIN = (0, 1, 2)
+"""Groups of a Llama layer whose products are computed again: nobody reads that of the last one, `down_proj`, in a backward."""
+
+
+@pytest.mark.parametrize(
+    ("counts", "again", "attention"),
+    [
+        ({}, [], []),
+        ({"partly": 2}, [0, 1], []),
+        ({"recomputed": 2}, [0, 1], [0, 1]),
+        ({"recomputed": 1, "partly": 1}, [0, 1], [0]),
+        ({"recomputed": 1}, [0], [0]),
+    ],
+)
+def test_gradients_are_those_of_autograd_and_nothing_is_computed_twice_in_vain(
+    llama: tuple[Base, CompiledLayers], calls: Calls, counts: dict[str, int], again: list[int], attention: list[int]
+) -> None:
+    base, compiled = llama
+    found = gradients(base, compiled, **counts)
+    assert sorted(calls.groups) == sorted(FORWARD + [(layer, group) for layer in again for group in AGAIN])
+    assert sorted(calls.attention) == sorted([0, 1, *attention])
+    close(found, gradients(base, None))
+
+
+def test_the_setting_recompute_keeps_inputs_alone(llama: tuple[Base, CompiledLayers], calls: Calls) -> None:
+    base, compiled = llama
+    found = gradients(base, compiled, recompute=True)
+    assert sorted(calls.attention) == [0, 0, 1, 1]
+    close(found, gradients(base, None))
+
+
+def test_layers_that_are_not_cut_so_yet_run_their_forward_again(calls: Calls) -> None:
+    base = tiny_base("llama")
+    layers = CompiledLayers(base, LayerCut(base), interpreted, costs=lambda: COSTS)
+    layers.compile()
+    assert layers.cuts == {Kept.ALL}
+    calls.groups.clear()
+    found = gradients(base, layers, recomputed=1, partly=1)
+    assert sorted(calls.groups) == sorted([*FORWARD, *FORWARD])
+    close(found, gradients(base, None))
+    layers.compile_levels(COSTS)
+    assert layers.cuts == {*Kept}
+    close(gradients(base, layers, recomputed=1, partly=1), found)
+
+
+def test_a_pass_that_began_before_the_cuts_goes_on_as_it_began() -> None:
+    base = tiny_base("llama")
+    layers = CompiledLayers(base, LayerCut(base), interpreted, costs=lambda: COSTS)
+    layers.compile()
+    optimizer, rows = started(base), pack_rows(CORPUS, [1, 3], CPU)
+    lora = LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), SEGMENTED)
+    runner = MicroBatchRunner(base, recompute=True, compiled=layers)
+    steps = runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads)
+    next(steps)
+    next(steps)
+    layers.compile_levels(COSTS)
+    sums = run_to_end(steps)
+    close([sums, *(one for layer in optimizer.grads for one in layer)], gradients(base, None))
+
+
+def test_costs_of_a_base_that_refused_a_batch_stay_forgotten() -> None:
+    """Jobs are planned for the base's own layers then."""
+    base = tiny_base("llama")
+    layers = CompiledLayers(base, LayerCut(base), interpreted, costs=lambda: COSTS)
+    layers.compile()
+    inputs = layers.cut.embed(torch.arange(1, 8), torch.arange(7), PackedAttention((0, 7)))
+    inputs.calls[0].kwargs["use_cache"] = True
+    assert layers.begin(inputs, None) is None
+    assert layers.notes and layers.costs is None
+    layers.compile_levels(COSTS)
+    assert layers.costs is None
+
+
+def test_a_cut_that_computes_something_else_is_refused() -> None:
+    base = tiny_base("llama")
+    later = list[bool]()
+
+    def wrong(graph, inputs, *, is_backward: bool):
+        run = interpreted(graph, inputs, is_backward=is_backward)
+        return (lambda given: [2 * run(given)[0]]) if later and is_backward else run
+
+    layers = CompiledLayers(base, LayerCut(base), wrong, costs=lambda: COSTS)
+    layers.compile()
+    later.append(True)
+    with pytest.raises(UnsupportedBase, match="gradient"):
+        layers.compile_levels(COSTS)
+    assert layers.cuts == {Kept.ALL}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "gemma3", "mistral", "phi", "phi3", "qwen3"])
+def test_gradients_of_other_families(family: str) -> None:
+    base = tiny_base(family)
+    compiled, expected = with_levels(base), gradients(base, None)
+    for counts in ({"partly": len(base.layers)}, {"recomputed": len(base.layers)}):
+        close(gradients(base, compiled, **counts), expected)
+
+
+@pytest.mark.slow
+def test_gradients_with_the_real_compiler() -> None:
+    base = tiny_base("llama")
+    compiled, expected = with_levels(base, inductor), gradients(base, None)
+    for counts in ({"partly": 2}, {"recomputed": 2}, {"recomputed": 1, "partly": 1}):
+        close(gradients(base, compiled, **counts), expected)
+
+
+def test_which_layers_keep_what() -> None:
+    low, middle, all = Kept.INPUT, Kept.ATTENTION, Kept.ALL
+    assert levels_of(5, 1, 1, 2) == (all, low, middle, middle, all)
+    assert levels_of(3, 0, 0, 0) == (all, all, all)
+    assert levels_of(3, 1, 3, 0)[1:] == (low, low)
+    assert levels_of(3, 1, 1, 9)[1:] == (low, middle)
