@@ -25,6 +25,7 @@ from coserve.config import Config
 from coserve.corpus.tokenized import Corpus
 from coserve.engine.parts import EngineParts
 from coserve.errors import JobOutOfMemory, UnsupportedBase
+from coserve.gpu_memory import Kept
 from coserve.link import FromEngine, JobFailed, JobNote, JobProgress
 from coserve.model.base import Base
 from coserve.model.training.compiled_layers import CompiledLayers
@@ -76,14 +77,16 @@ def random_corpus(vocab: int, rows: int, length: int, seed: int) -> Corpus:
 _COMPILED = WeakKeyDictionary[nn.Module, CompiledLayers]()
 
 
-def _compiled(parts: EngineParts) -> CompiledLayers | None:
-    """The base's layers, compiled once for all trainers; None where the daemon would not compile them."""
+def _compiled(parts: EngineParts, *, levels: bool) -> CompiledLayers | None:
+    """The base's layers, compiled once for all trainers, with `levels` those that keep less, too; None where the daemon would not compile them."""
     model = parts.base.model
     try:
         if model not in _COMPILED and parts.config.compile != "off":
             layers = parts.training_layers()
             layers.compile()
             _COMPILED[model] = layers
+        if levels and model in _COMPILED and Kept.INPUT not in _COMPILED[model].cuts:
+            _COMPILED[model].compile_levels()
     except UnsupportedBase:
         return None
     return None if parts.config.compile == "off" else _COMPILED.get(model)
@@ -115,7 +118,9 @@ class Jobs:
         `recomputed`: layers that the memory plan has computed again. `settings`: further ones of the daemon."""
         own: dict[str, Any] = {"lora_backend": backend, "micro_batch_tokens": batch * length, **(settings or {})}
         parts = EngineParts(base, Config(data_dir=root, **own))
-        self._trainer = parts.make_trainer(AdapterStore(parts.read_adapter, HostBudget(1)), compiled=_compiled(parts))
+        self._trainer = parts.make_trainer(
+            AdapterStore(parts.read_adapter, HostBudget(1)), compiled=_compiled(parts, levels=recomputed > 0)
+        )
         self._wanted = batch * length
         self.jobs_of_batches = set[int]()
         """How many jobs the batches had."""

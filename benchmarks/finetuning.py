@@ -215,12 +215,7 @@ class Benchmark:
         shared = {"side": name, "case": case.name, "base": shape.name, "tokens": own.tokens, "jobs": own.jobs}
         row = shared | {
             "step_ms": round(1e3 * statistics.median(measured.seconds), 3),
-            "tflop_s": round(
-                speed
-                * shape.flop(recompute=own.recompute * (RECOMPUTED if name not in (PEFT, COMPILED) else 1))
-                / 1e12,
-                2,
-            ),
+            "tflop_s": round(speed * _flop(name, shape, own) / 1e12, 2),
             "warm_s": round(measured.warm_s, 1),
         }
         if measured.allocated is not None and measured.reserved is not None:
@@ -255,6 +250,13 @@ class Benchmark:
             f"{prefix}.suspend_cost", round(statistics.median(shares), 4), "share", SLOWDOWN, shares,
             about | {"suspensions": times_suspended},
         )  # fmt: skip
+
+
+def _flop(side: str, shape: Shape, case: Case) -> float:
+    """Of a token. coserve computes some layers again, but for their last GEMM; PEFT all."""
+    if side in (PEFT, COMPILED):
+        return shape.flop(recompute=case.recompute)
+    return shape.flop(recompute=RECOMPUTED * case.recompute, without_last=shape.device == "cuda")
 
 
 def settings_of(parser: argparse.ArgumentParser, given: Sequence[str]) -> dict[str, Any]:

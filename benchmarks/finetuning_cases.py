@@ -52,11 +52,12 @@ class Shape:
         mlp = (3 if self.family == "llama" else 2) * self.hidden * self.inner
         return self.layers * (2 * self.hidden * (self.hidden + keys) + mlp)
 
-    def flop(self, *, recompute: float) -> float:
+    def flop(self, *, recompute: float, without_last: bool = False) -> float:
         """Of a token's forward and backward: 4 for each parameter in a GEMM, the head's included (2 forward, 2 for the gradient of its input; the
-        base has no weight gradients), and 2 more for those of layers that are computed again, a share of all. Attention and LoRA do not
-        count."""
-        return 4.0 * (self.layer_parameters + self.hidden * self.vocab) + 2.0 * self.layer_parameters * recompute
+        base has no weight gradients), and 2 more for those of layers that are computed again, a share of all; `without_last`: but for their
+        last GEMM, whose output no backward reads. Attention and LoRA do not count."""
+        again = self.layer_parameters - without_last * self.layers * self.hidden * self.inner
+        return 4.0 * (self.layer_parameters + self.hidden * self.vocab) + 2.0 * again * recompute
 
     def config(self) -> PretrainedConfig:
         """Without dropout."""

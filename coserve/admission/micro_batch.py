@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from coserve.admission.shapes import ITEMSIZE, SiteShape
-from coserve.gpu_memory import GroupCosts, Kept, TrainingCosts
+from coserve.admission.shapes import ITEMSIZE, SiteShape, role_of
+from coserve.gpu_memory import GroupCosts, Kept, LevelCosts, TrainingCosts
 from coserve.types import BaseSpec
 
 Floats = npt.NDArray[np.float64]
@@ -117,9 +117,9 @@ class MicroBatchModel:
         """Bytes a token that a layer keeps without LoRA's."""
         self._lora = {kept: _sums(self._lora_kept(kept, one) for one in self._each) for kept in Kept}
         """What LoRA adds to the lowest 0, 1, ... layers."""
-        measured = element * costs.rank * len(base.sites) / base.layers
-        self._more = _highest(max(0.0, sum(one.shrinks) - measured) for one in self._each)
-        """Most bytes a token by which one of the lowest 0, 1, ... layers has more x Aᵀ than the adapter that levels were measured with."""
+        sites = [sum(role_of(name) in group.roles for name in base.sites) / base.layers for group in costs.groups]
+        self._measured = [element * costs.rank * count for count in sites]
+        """Bytes a token of the x Aᵀ of each group, of the adapter that levels were measured with."""
 
     def bytes(self, batch: MicroBatchShape, recomputed: Counts, partly: Counts) -> tuple[Floats, Floats]:
         """What a suspended micro-batch holds at most, and the peak, beyond what the job keeps: for each pair of counts, whatever those of `batch`
@@ -168,11 +168,16 @@ class MicroBatchModel:
         """The most that the backward of one of the lowest 0, 1, ... layers takes beyond what is kept, if they keep less than all."""
         level = self._costs.levels.get(kept)
         if level is not None:
-            return level.backward.at(tokens) + tokens * self._more
+            return level.backward.at(tokens) + tokens * _highest(self._more(level, one) for one in self._each)
         found = {
             one: round(tokens * (self._costs.layer + one.kept)) + self._backward(one, tokens) for one in {*self._each}
         }
         return _highest(found[one] for one in self._each)  # the whole forward runs again, and all is kept
+
+    def _more(self, level: LevelCosts, layer: LoraLayer) -> float:
+        """Bytes a token by which the x Aᵀ that such a layer computes again exceed those of the adapter that was measured."""
+        each = zip(layer.shrinks, self._measured, level.shrinks, strict=True)
+        return max(0.0, sum(own - measured for own, measured, stays in each if not stays))
 
     def _backward(self, layer: LoraLayer, tokens: int) -> int:
         """Of a layer that keeps all, beyond what is kept."""

@@ -261,10 +261,12 @@ class Engine:
                 notes = upgrade.adopt()
             self._garbage.start_up_done()
             self._link.send(EngineNotes(notes=notes))
-            await upgrade.training_ready()
-            notes = await loop.run_in_executor(executor, upgrade.compile_training)
-            self._link.send(EngineNotes(notes=notes))
-            self._changed.set()  # jobs may start
+            later = (upgrade.training_ready, upgrade.compile_training), (upgrade.levels_ready, upgrade.compile_levels)
+            for ready, compile in later:
+                await ready()
+                notes = await loop.run_in_executor(executor, compile)
+                self._link.send(EngineNotes(notes=notes))
+                self._changed.set()  # jobs may start, or fit otherwise
         finally:
             executor.shutdown(wait=False)
 

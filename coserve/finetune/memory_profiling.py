@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from coserve.finetune.costs.training_costs import Phases, measure_costs, site_groups
 from coserve.finetune.init import zero_adapter
 from coserve.finetune.lora_tensors import cast
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows
-from coserve.finetune.training_costs import Phases, measure_costs, site_groups
 from coserve.generate.schedule import SCORED_TOKENS
 from coserve.gpu_memory import TrainingCosts
 from coserve.kernels.attention.interface import Attention, TokenRun
@@ -244,11 +244,12 @@ class MemoryProfiler:
         tokens: int,
         *,
         recomputed: int = 0,
+        partly: int = 0,
         targets: tuple[str, ...] | None = None,
         rank: int | None = None,
         positions: int | None = None,
     ) -> Phases:
-        """Bytes of a micro-batch by phase. `recomputed`: layers that are; `targets`, `rank`: of the adapter, None: all, the profiler's; `positions`: targets of the loss,
+        """Bytes of a micro-batch by phase. `recomputed`, `partly`: layers, as of `Treatment`; `targets`, `rank`: of the adapter, None: all, the profiler's; `positions`: targets of the loss,
         None: all tokens but the first of each row."""
         base, empty = self._base, self._meter.now()
         start = self._adapter(targets, rank)
@@ -264,7 +265,7 @@ class MemoryProfiler:
         self._meter.reset()
         before = self._meter.now()
         micro_steps = self._runner.forward_backward(
-            rows, lora, optimizer.trainable, optimizer.grads, recomputed=recomputed
+            rows, lora, optimizer.trainable, optimizer.grads, recomputed=recomputed, partly=partly
         )
         next(micro_steps)
         begin = self._meter.now() - before

@@ -67,6 +67,8 @@ def test_parameters_of_gemms(shape: Shape) -> None:
     assert shape.layer_parameters == sum(own)
     head = shape.hidden * shape.vocab
     assert shape.flop(recompute=True) == 4 * (sum(own) + head) + 2 * sum(own)
+    last = shape.layers * shape.hidden * shape.inner
+    assert shape.flop(recompute=True, without_last=True) == 4 * (sum(own) + head) + 2 * (sum(own) - last)
 
 
 def _gemm(name: str) -> bool:

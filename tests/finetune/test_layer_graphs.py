@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -174,6 +175,44 @@ def test_graphs_of_some_recomputed_layers(compiled: tuple[Base, CompiledLayers],
     assert recorder.replayed
     expected = train(base, tmp_path / "plain", layers, None, ((corpus, spec),))
     torch.testing.assert_close(torch.tensor(losses(found)), torch.tensor(losses(expected)), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recomputed", "partly"), [(2, 0), (0, 2), (1, 1)])
+def test_graphs_of_layers_that_keep_less(recomputed: int, partly: int, tmp_path: Path) -> None:
+    base = tiny_base("llama")
+    layers = CompiledLayers(base, LayerCut(base), interpreted)
+    layers.compile()
+    layers.compile_levels()
+    recorder, (corpus, spec) = RepeatingRecorder(), job(0, steps=4)
+    bench = Bench(base, tmp_path, compiled=layers, graphs=graphs_of(layers, recorder), lora_backend=SEGMENTED)
+    bench.start(bench.place(corpus, spec))
+    bench.trainer.limit(spec.id, Treatment(1 << 20, recomputed, partly, compiled=True))
+    found = {spec.id: bench.run(spec.id)}
+    assert recorder.replayed
+    expected = train(base, tmp_path / "plain", layers, None, ((corpus, spec),))
+    torch.testing.assert_close(torch.tensor(losses(found)), torch.tensor(losses(expected)), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_graphs_are_captured_anew_once_layers_can_keep_less(tmp_path: Path) -> None:
+    """Those from before keep more than is planned for."""
+    base = tiny_base("llama")
+    layers = CompiledLayers(base, LayerCut(base), interpreted)
+    layers.compile()
+    recorder = RepeatingRecorder()
+    bench = Bench(base, tmp_path, compiled=layers, graphs=graphs_of(layers, recorder), lora_backend=SEGMENTED)
+    recorded = []
+    for name in ("before", "after"):
+        corpus, spec = job(0, steps=3)
+        spec = msgspec.structs.replace(spec, id=name, adapter=name)
+        bench.start(bench.place(corpus, spec))
+        bench.trainer.limit(name, Treatment(1 << 20, recomputed=2, compiled=True))
+        bench.run(name)
+        recorded.append(recorder.recorded)
+        bench.trainer.drop(name)
+        layers.compile_levels()
+    assert recorded[1] == 2 * recorded[0] > 0
 
 
 @pytest.mark.slow

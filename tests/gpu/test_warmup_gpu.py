@@ -35,7 +35,8 @@ def test_an_engine_over_filled_caches_compiles_nothing(tmp_path: Path) -> None:
     compile_ahead(config, lambda done, total: told.append((done, total)))
     assert told[-1][0] == told[-1][1]
     assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert [*tmp_path.rglob("*-training-layers.json")], "the memory of compiled layers was measured"
+    for measured in ("training-layers", "training-levels"):
+        assert [*tmp_path.rglob(f"*-{measured}.json")], "the memory of compiled layers was measured, and their times"
     settings = config_to_json(config).decode()
     for _ in range(2):
         done = subprocess.run(

@@ -14,6 +14,9 @@ import sys
 from coserve.config import config_from_json
 from coserve.engine.warming.early_start import start_warm_up
 
+STAGES = 3
+"""Of what is loaded while the engine serves: compiled steps, layers of training, and those that keep less."""
+
 
 async def start(settings: str) -> dict[str, object]:
     config = config_from_json(settings.encode())
@@ -47,11 +50,11 @@ async def start(settings: str) -> dict[str, object]:
                 slo=Slo(ttft=60.0, tpot=60.0),
             )
         )
-    ended, notes, warmed = 0, False, False
-    while ended < 8 or not (notes and warmed):
+    ended, notes, warmed = 0, 0, False
+    while ended < 8 or notes < STAGES or not warmed:
         message = await api.receive()
         ended += isinstance(message, Tokens) and message.finished is not None
-        notes = notes or isinstance(message, EngineNotes)
+        notes += isinstance(message, EngineNotes)
         warmed = warmed or (isinstance(message, EngineWarming) and message.done == message.total)
     api.send(Shutdown())
     await running

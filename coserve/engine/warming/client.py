@@ -20,7 +20,7 @@ from coserve.model.gemm_choice import GemmChoice, load_gemms
 from coserve.warmup.key import GEMM_FOLDER
 from coserve.warmup.launch import worker_bytes
 from coserve.warmup.messages import Progress, WarmUpTask
-from coserve.warmup.parts import GEMMS, STEP_PARTS, TRAINING_LAYERS, all_parts, graphs, training
+from coserve.warmup.parts import GEMMS, STEP_PARTS, TRAINING_LAYERS, TRAINING_LEVELS, all_parts, graphs, training
 from coserve.warmup.parts import blocks as blocks_part
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,11 @@ def gemm_paths(task: WarmUpTask) -> list[Path]:
 def layer_costs_path(task: WarmUpTask) -> Path:
     """The file with the memory of compiled training layers."""
     return Path(task.folder) / GEMM_FOLDER / f"{task.shape}-{TRAINING_LAYERS}.json"
+
+
+def level_costs_path(task: WarmUpTask) -> Path:
+    """The file with that, and with the memory and the times of layers that keep less."""
+    return Path(task.folder) / GEMM_FOLDER / f"{task.shape}-{TRAINING_LEVELS}.json"
 
 
 class KernelsOnDisk:
@@ -63,6 +68,10 @@ class KernelsOnDisk:
     def layer_costs(self) -> TrainingCosts | None:
         """See `WarmKernels`."""
         return load_layer_costs(layer_costs_path(self._task))
+
+    def level_costs(self) -> TrainingCosts | None:
+        """See `WarmKernels`."""
+        return load_layer_costs(level_costs_path(self._task))
 
     def gemms(self, stacked: Sequence[StackedWeights], device: torch.device) -> GemmChoice | None:
         """See `WarmKernels`."""
@@ -159,6 +168,10 @@ class WarmUpClient:
     def layer_costs(self) -> TrainingCosts | None:
         """See `WarmKernels`."""
         return load_layer_costs(layer_costs_path(self._task))
+
+    def level_costs(self) -> TrainingCosts | None:
+        """See `WarmKernels`."""
+        return load_layer_costs(level_costs_path(self._task))
 
     def gemms(self, stacked: Sequence[StackedWeights], device: torch.device) -> GemmChoice | None:
         """See `WarmKernels`."""

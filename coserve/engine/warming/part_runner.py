@@ -13,9 +13,10 @@ import torch
 from coserve.adapters.targets import resolve_targets
 from coserve.config import Config
 from coserve.engine.sizes import STEP_TOKENS
-from coserve.engine.warming.client import gemm_paths, layer_costs_path
+from coserve.engine.warming.client import gemm_paths
 from coserve.engine.warming.compile_pool import compilations_beside_requests
 from coserve.engine.warming.gemm_cases import gemm_cases
+from coserve.engine.warming.layer_measurements import measure_layers, measure_levels
 from coserve.engine.warming.step_mixes import (
     CONTEXTS,
     SAMPLED,
@@ -45,7 +46,6 @@ from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.types import StackedWeights
 from coserve.memory.kv import KvCache
 from coserve.memory.plan import Work
-from coserve.memory.profile import save_layer_costs
 from coserve.memory.profile import sizes as profiled_sizes
 from coserve.model.base import Base
 from coserve.model.fused import FusedBase
@@ -56,7 +56,7 @@ from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.processes import usable_cores
 from coserve.types import DEFAULT_RANK, AdapterRef, LoraSettings, SamplingParams
 from coserve.warmup.messages import WarmUpTask
-from coserve.warmup.parts import FIRST, GEMMS, SCORED, SLOT_KERNELS, TRAINING_LAYERS
+from coserve.warmup.parts import FIRST, GEMMS, SCORED, SLOT_KERNELS, TRAINING_LAYERS, TRAINING_LEVELS
 
 TARGETS = (
     ("q_proj", "v_proj"),
@@ -66,8 +66,6 @@ TARGETS = (
     ("c_attn",),
 )
 """Target modules that adapters often have, besides all of them."""
-LAYER_COSTS_TOKENS = 2048
-"""Of the largest micro-batch that compiled layers are measured with: their memory is a line."""
 Adapter = tuple[AdapterRef, LoraWeights]
 
 
@@ -121,6 +119,8 @@ class PartRunner:
                 return self._profile()
             case "training" if name == TRAINING_LAYERS:
                 return self._training_layers()
+            case "training" if name == TRAINING_LEVELS:
+                return self._training_levels()
             case "training":
                 return self._training(int(number))
             case "blocks":
@@ -270,11 +270,10 @@ class PartRunner:
                 with suppress(NonFiniteLoss):  # kernels that were not launched wrote nothing
                     run(size)
 
-    def _profiler(self, rank: int, bd_blocks: int = 1, compiled: CompiledLayers | None = None) -> MemoryProfiler:
-        """With `compiled` layers for measurements, else for compilations."""
+    def _profiler(self, rank: int, bd_blocks: int = 1) -> MemoryProfiler:
+        """For compilations."""
         meter = CudaMemoryMeter(self._base.device) if self._on_gpu else NoMeter()
-        given = self._base, meter, self._conditions
-        return MemoryProfiler(*given, rank=rank, bd_blocks=bd_blocks, compiled=compiled, warm_up=compiled is not None)
+        return MemoryProfiler(self._base, meter, self._conditions, rank=rank, bd_blocks=bd_blocks, warm_up=False)
 
     # ---- compiled layers
 
@@ -308,7 +307,14 @@ class PartRunner:
         layers = self._compiled_layers()
         if layers is not None:
             yield 1, 2
-            self._measure_layers(layers)
+            measure_layers(layers, self._base, self._conditions, self._task)
+
+    def _training_levels(self) -> Iterator[tuple[int, int]]:
+        yield 0, 2
+        layers = None if self._base.sharding is not None else self._compiled_layers()
+        if layers is not None:
+            yield 1, 2
+            measure_levels(layers, self._base, self._conditions, self._task)
 
     def _compiled_layers(self) -> CompiledLayers | None:
         """Those of training; None: the engine says why there are none."""
@@ -319,15 +325,6 @@ class PartRunner:
                 layers.compile()
                 return layers
         return None
-
-    def _measure_layers(self, layers: CompiledLayers) -> None:
-        """Keep the memory that training takes through them. Where there is too little to measure it, jobs are planned for the base's
-        own layers."""
-        path, most = layer_costs_path(self._task), self._conditions.work.micro_batch_tokens
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(torch.OutOfMemoryError):
-            costs = self._profiler(DEFAULT_RANK, compiled=layers).costs(min(LAYER_COSTS_TOKENS, most))
-            save_layer_costs(path, costs)
 
     def _gemms(self, rows: int, path: Path) -> Iterator[tuple[int, int]]:
         yield 0, 2

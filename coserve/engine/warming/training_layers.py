@@ -48,4 +48,9 @@ def compile_layers(layers: CompiledLayers) -> str:
 
 def training_note(why: Exception) -> str:
     """For the operator: jobs run the base's own layers."""
-    return f"training: layers run operation by operation: {(str(why) or type(why).__name__).splitlines()[0]}"
+    return f"training: layers run operation by operation: {first_line(why)}"
+
+
+def first_line(error: Exception) -> str:
+    """What it says, or its name."""
+    return (str(error) or type(error).__name__).splitlines()[0]

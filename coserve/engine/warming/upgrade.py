@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from coserve.engine.warming.client import WarmUpClient
-from coserve.engine.warming.training_layers import compile_layers, training_note
+from coserve.engine.warming.training_layers import compile_layers, first_line, training_note
 from coserve.errors import UnsupportedBase
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.interface import StepExecutor
@@ -19,7 +19,7 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import Base
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.types import JobSpec
-from coserve.warmup.parts import STEP_PARTS, TRAINING_LAYERS
+from coserve.warmup.parts import STEP_PARTS, TRAINING_LAYERS, TRAINING_LEVELS
 
 log = logging.getLogger(__name__)
 
@@ -161,6 +161,30 @@ class Upgrade:
                 self._training_note = training_note(UnsupportedBase("the warm-up could not compile them"))
             self._training_compiled = True
             log.info("layers of training compiled in %.1f s", self._clock() - began)
+        return self.notes
+
+    async def levels_ready(self) -> None:
+        """Returns once what `compile_levels` loads is on disk, or never will be."""
+        if self._warm is not None and self._training_layers is not None:
+            await self._warm.wait_for_parts((TRAINING_LEVELS,))
+
+    def compile_levels(self) -> tuple[str, ...]:
+        """Load the layers of training that keep less from disk, on any thread, after `compile_training`. Returns all notes for the operator.
+        Without them jobs go on as before: layers keep all, or run their forward again."""
+        layers, warm = self._training_layers, self._warm
+        if layers is None or not layers.ready:
+            return self.notes
+        costs = warm.level_costs() if warm is not None and warm.complete((TRAINING_LEVELS,)) else None
+        if costs is None:  # compiling them here would fail compiled steps
+            layers.forget_examples()
+            return self.notes
+        began = self._clock()
+        try:
+            layers.compile_levels(costs)
+        except Exception as error:
+            self._training_note = f"training: layers keep all or run their forward again: {first_line(error)}"
+            log.warning("%s", self._training_note, exc_info=error)
+        log.info("layers of training that keep less compiled in %.1f s", self._clock() - began)
         return self.notes
 
     def preload_eager(self) -> None:

@@ -66,6 +66,10 @@ class WarmKernels(Protocol):
         """The memory that those take; None: it was not measured."""
         ...
 
+    def level_costs(self) -> TrainingCosts | None:
+        """That, with the memory and the times of layers that keep less, once they are on disk; None: they were not measured."""
+        ...
+
     def gemms(self, stacked: Sequence[StackedWeights], device: torch.device) -> GemmChoice | None:
         """The measured choice; None: it is not there."""
         ...

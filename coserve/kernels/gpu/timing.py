@@ -29,3 +29,18 @@ def graph_ms(run: Callable[[], None]) -> float:
         end.synchronize()
         spans.append(float(begin.elapsed_time(end)))
     return min(spans)
+
+
+class CudaClock:
+    """Marks points in the work of the current stream."""
+
+    def mark(self) -> object:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, begin: object, end: object) -> float:
+        """Waits for both marks."""
+        assert isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event), "expected marks"
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3

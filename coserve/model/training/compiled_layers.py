@@ -177,6 +177,17 @@ class CompiledLayers:
         """Those that are compiled."""
         return frozenset(self._compiled)
 
+    def sites_kept(self, kept: Kept) -> frozenset[str]:
+        """Sites whose x Aᵀ layers of this cut keep for their backward; that of the others is computed again."""
+        compiled = self._compiled[kept]
+        return frozenset(
+            name
+            for kind, groups in zip(self._kinds, self._groups, strict=True)
+            for shared in groups
+            if shared.index not in compiled[kind].again.groups
+            for name in shared.group.names
+        )
+
     def begin(self, inputs: LayerInputs, lora: PreparedLora | None) -> CompiledPass | None:
         """A pass over the layers; None where they are not compiled, or were traced for other batches. `lora`: its pairs have
         `MainGrads`, unless there is no backward."""

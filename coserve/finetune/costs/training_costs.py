@@ -6,12 +6,14 @@ calls M_act) and what remains of the backward once the last group is freed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from coserve.admission.shapes import ITEMSIZE, role_of
-from coserve.gpu_memory import GroupCosts, HeadCosts, Line, TrainingCosts
+from coserve.gpu_memory import GroupCosts, HeadCosts, Kept, LayerTime, LevelCosts, Line, TrainingCosts
 from coserve.kernels.lora.types import SiteGroup
 from coserve.model.base import Base
 from coserve.model.groups import shared_inputs
@@ -53,6 +55,7 @@ class MeasuresPhases(Protocol):
         tokens: int,
         *,
         recomputed: int = 0,
+        partly: int = 0,
         targets: tuple[str, ...] | None = None,
         positions: int | None = None,
     ) -> Phases: ...
@@ -128,6 +131,32 @@ def measure_costs(
         last=last,
         others=Line(fixed=last.fixed, per_token=(others - last.fixed) / tokens),
     )
+
+
+def measure_levels(
+    phases: MeasuresPhases,
+    costs: TrainingCosts,
+    spec: BaseSpec,
+    stays: Mapping[Kept, Collection[str]],
+    times: Mapping[Kept, LayerTime],
+    tokens: int,
+) -> TrainingCosts:
+    """`costs`, of layers that keep all, with those of layers that keep less; as `measure_costs`. `stays`: sites whose x Aᵀ such layers keep;
+    `times`: of layers of each kind."""
+    half, element = max(1, tokens // 2), ITEMSIZE[spec.dtype]
+    own_input, levels = spec.hidden * element, {}
+    for kept, names in stays.items():
+        recomputed, partly = (spec.layers, 0) if kept is Kept.INPUT else (0, spec.layers)
+        small, large = (phases(size, recomputed=recomputed, partly=partly) for size in (half, tokens))
+        inputs = costs.recompute.at(tokens) + tokens * (spec.layers - 1) * own_input
+        lora = element * costs.rank * len(names) / spec.layers
+        levels[kept] = LevelCosts(
+            kept=max(0.0, (large.kept - inputs) / tokens / spec.layers + own_input - lora),
+            shrinks=tuple(any(role_of(name) in group.roles for name in names) for group in costs.groups),
+            backward=_line(half, small.backward - small.kept, tokens, large.backward - large.kept),
+            time=times[kept],
+        )
+    return msgspec.structs.replace(costs, time=times[Kept.ALL], levels=levels)
 
 
 def _names(spec: BaseSpec, roles: Sequence[str]) -> tuple[str, ...]:

@@ -1,0 +1,68 @@
+"""What the memory plan of jobs chooses by, measured by a warm-up's worker: the memory and the times of compiled layers of training."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from functools import partial
+
+import torch
+
+from coserve.engine.warming.client import layer_costs_path, level_costs_path
+from coserve.errors import UnsupportedBase
+from coserve.finetune.costs import training_costs
+from coserve.finetune.costs.layer_times import LayerTimer
+from coserve.finetune.layers.graph_passes import CaptureFailed
+from coserve.finetune.layers.graphs import LayerGraphs
+from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryProfiler
+from coserve.gpu_memory import Kept
+from coserve.kernels.gpu.capture import TRAINING_PRIORITY
+from coserve.kernels.gpu.graph_memory import GraphMemory
+from coserve.kernels.gpu.timing import CudaClock
+from coserve.memory.profile import load_layer_costs, save_layer_costs
+from coserve.model.base import Base
+from coserve.model.training.compiled_layers import CompiledLayers
+from coserve.types import DEFAULT_RANK
+from coserve.warmup.messages import WarmUpTask
+
+log = logging.getLogger(__name__)
+
+MEASURED_TOKENS = 2048
+"""Of the largest micro-batch that compiled layers are measured with: their memory is a line."""
+
+
+def measure_layers(layers: CompiledLayers, base: Base, conditions: Conditions, task: WarmUpTask) -> None:
+    """Keep the memory that training takes through layers that keep all. Where there is too little to measure it, jobs are planned for the base's
+    own layers."""
+    path = layer_costs_path(task)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(torch.OutOfMemoryError):
+        save_layer_costs(path, _profiler(base, conditions, layers).costs(_tokens(conditions)))
+
+
+def measure_levels(layers: CompiledLayers, base: Base, conditions: Conditions, task: WarmUpTask) -> None:
+    """After `measure_layers`: compile the layers that keep less, and keep their memory and the times of all. Where those cannot be measured, jobs go
+    on with layers that keep all or run their forward again."""
+    costs, tokens = load_layer_costs(layer_costs_path(task)), _tokens(conditions)
+    if costs is None:
+        return
+    try:
+        layers.compile_levels()
+        stays = {kept: layers.sites_kept(kept) for kept in (Kept.ATTENTION, Kept.INPUT)}
+        stream = torch.cuda.Stream(base.device, priority=TRAINING_PRIORITY)  # type: ignore[no-untyped-call]
+        graphs = LayerGraphs(layers, partial(GraphMemory, stream))
+        times = LayerTimer(base, layers, conditions.lora_backend, graphs, CudaClock()).times(tokens)
+        graphs.release()
+        phases = _profiler(base, conditions, layers).phases
+        found = training_costs.measure_levels(phases, costs, base.spec, stays, times, tokens)
+        save_layer_costs(level_costs_path(task), found)
+    except (UnsupportedBase, CaptureFailed, torch.OutOfMemoryError) as error:
+        log.warning("training: layers that keep less were not measured: %s", error)
+
+
+def _profiler(base: Base, conditions: Conditions, compiled: CompiledLayers) -> MemoryProfiler:
+    return MemoryProfiler(base, CudaMemoryMeter(base.device), conditions, rank=DEFAULT_RANK, compiled=compiled)
+
+
+def _tokens(conditions: Conditions) -> int:
+    return min(MEASURED_TOKENS, conditions.work.micro_batch_tokens)

@@ -1,0 +1,121 @@
+"""Layers of training that keep less are loaded once the warm-up has compiled and measured them; jobs do not wait for it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import pytest
+
+from coserve.config import Config, config_to_json
+from coserve.engine.warming.client import WarmUpClient, layer_costs_path, level_costs_path
+from coserve.engine.warming.upgrade import Upgrade
+from coserve.errors import UnsupportedBase
+from coserve.generate.execution.start import Compilation
+from coserve.generate.generator import Generator
+from coserve.gpu_memory import Kept, LayerTime, LevelCosts, Line, TrainingCosts
+from coserve.memory.profile import save_layer_costs
+from coserve.model.training.compiled_layers import CompiledLayers
+from coserve.types import DEFAULT_RANK
+from coserve.warmup.messages import Progress, WarmUpTask
+from coserve.warmup.parts import TRAINING_LAYERS, TRAINING_LEVELS, training
+from tests.support.gpu_memory import COSTS
+from tests.support.records import make_spec
+
+TIME = LayerTime(fixed=1.0, per_row_token=0.0)
+LEVEL = LevelCosts(kept=100.0, shrinks=(False,) * 4, backward=Line(fixed=0.0, per_token=1.0), time=TIME)
+WITH_LEVELS = msgspec.structs.replace(COSTS, time=TIME, levels={Kept.ATTENTION: LEVEL, Kept.INPUT: LEVEL})
+
+
+class Layers:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.ready = False
+        self.done: list[str | TrainingCosts | None] = []
+        self._error = error
+
+    def compile(self) -> None:
+        self.ready = True
+        self.done.append("compiled")
+
+    def compile_levels(self, costs: TrainingCosts | None) -> None:
+        if self._error is not None:
+            raise self._error
+        self.done.append(costs)
+
+    def forget_examples(self) -> None:
+        self.done.append("forgotten")
+
+
+@asynccontextmanager
+async def warm_up(folder: Path, *, complete: list[str], failed: list[str]) -> AsyncIterator[WarmUpClient]:
+    config = Config(device="cpu")
+    warm = WarmUpClient(WarmUpTask(config_to_json(config).decode(), str(folder), {}, "shape", 1))
+    ours, theirs = socket.socketpair()
+    await warm.listen(ours)
+    theirs.sendall(msgspec.json.encode(Progress(1, 2, complete, failed=failed)) + b"\n")
+    await warm.checked()
+    yield warm
+    await warm.close()
+    theirs.close()
+
+
+def make_upgrade(layers: Layers, warm: WarmUpClient | None) -> Upgrade:
+    return Upgrade(
+        cast("Compilation", None), cast("Generator", None), (), warm, training_layers=cast("CompiledLayers", layers)
+    )
+
+
+def keep_costs(folder: Path) -> None:
+    task = WarmUpTask("{}", str(folder), {}, "shape", 1)
+    for path, costs in ((layer_costs_path(task), COSTS), (level_costs_path(task), WITH_LEVELS)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_layer_costs(path, costs)
+
+
+@pytest.mark.parametrize("error", [None, UnsupportedBase("another gradient")])
+async def test_levels_are_loaded_with_what_was_measured(error: Exception | None, tmp_path: Path) -> None:
+    keep_costs(tmp_path)
+    layers, complete = Layers(error), [TRAINING_LAYERS, training(DEFAULT_RANK), TRAINING_LEVELS]
+    async with warm_up(tmp_path, complete=complete, failed=[]) as warm:
+        upgrade = make_upgrade(layers, warm)
+        await upgrade.training_ready()
+        upgrade.compile_training()
+        assert upgrade.may_train(make_spec()), "it need not wait for levels"
+        await upgrade.levels_ready()
+        notes = upgrade.compile_levels()
+    assert layers.done == ["compiled"] + ([WITH_LEVELS] if error is None else [])
+    said = [note for note in notes if "keep all or run their forward again: another gradient" in note]
+    assert bool(said) is (error is not None)
+
+
+async def test_jobs_do_without_levels_that_the_warm_up_could_not_compile(tmp_path: Path) -> None:
+    layers = Layers()
+    async with warm_up(tmp_path, complete=[TRAINING_LAYERS], failed=[TRAINING_LEVELS]) as warm:
+        upgrade = make_upgrade(layers, warm)
+        upgrade.compile_training()
+        await upgrade.levels_ready()
+        upgrade.compile_levels()
+    assert layers.done == ["compiled", "forgotten"], "compiling them here would fail compiled steps"
+
+
+async def test_levels_that_were_not_measured_are_left(tmp_path: Path) -> None:
+    layers = Layers()
+    async with warm_up(tmp_path, complete=[TRAINING_LAYERS, TRAINING_LEVELS], failed=[]) as warm:
+        upgrade = make_upgrade(layers, warm)
+        upgrade.compile_training()
+        upgrade.compile_levels()
+    assert layers.done == ["compiled", "forgotten"]
+
+
+async def test_nothing_waits_where_nothing_is_warmed() -> None:
+    layers = Layers()
+    upgrade = make_upgrade(layers, None)
+    await upgrade.levels_ready()
+    assert upgrade.compile_levels() == upgrade.notes and layers.done == [], "its layers are not compiled"
+    upgrade.compile_training()
+    upgrade.compile_levels()
+    assert layers.done == ["compiled", "forgotten"]
