@@ -137,7 +137,8 @@ class WarmUpClient:
 
     async def catch_up(self) -> None:
         """Read what came while the event loop was blocked."""
-        for _ in range(4):  # the loop sees the socket, hands over its bytes, and wakes the reader, which takes all lines
+        # The loop sees the socket, hands over its bytes, and wakes the reader, which takes all lines.
+        for _ in range(4):
             await asyncio.sleep(0)
 
     async def checked(self) -> None:
