@@ -176,6 +176,7 @@ def _mark_all_but_attention(joint: fx.Graph) -> None:
         elif node.op == "call_function":
             own = node.target is ATTEND
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if own else CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["ac_graph_id"] = 0  # which some releases of torch expect wherever the other is
 
 
 def _again(backward: fx.GraphModule) -> Again:
