@@ -82,8 +82,7 @@ def test_a_job_has_the_losses_and_the_weights_of_one_process(
     own_layers = ranks.run(train, folder, strategy, kind, 0, STEPS, None, "segmented", 0.0)[0]
     first, *others = compiled(ranks, folder, strategy, kind)
     assert first.passes == 2 * LAYERS * STEPS
-    unread = STEPS  # the gradient of what enters the lowest layer, which the layers themselves do not compute
-    assert first.calls == own_layers.calls | {"all_reduce": own_layers.calls["all_reduce"] + unread}
+    assert first.calls == own_layers.calls
     assert first.losses == pytest.approx(expected.losses, rel=1e-4)
     assert first.norms == pytest.approx(expected.norms, rel=1e-3)
     for name, tensor in expected.state.items():

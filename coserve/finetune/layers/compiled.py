@@ -59,7 +59,7 @@ class CompiledLayerPass:
             _, saved = self._pass.forward(i, self._inputs.pop(), level)
         else:
             saved = self._saved.pop()
-        return self._pass.backward(i, saved, gradient_1TD, level)
+        return self._pass.backward(i, saved, gradient_1TD, level, unread=i == self._first)
 
 
 def levels_of(layers: int, first: int, recomputed: int, partly: int) -> tuple[Kept, ...]:

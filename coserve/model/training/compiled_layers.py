@@ -37,6 +37,8 @@ EXAMPLE_ROW = 61
 """Tokens of a sequence in it."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """Most relative error of a compiled layer."""
+COMPARED_TOKENS = tuple(sorted({(1 << power) + more for power in range(18) for more in (-1, 0, 1)}))
+"""Sizes of batches of which all ranks must say alike whether compiled layers are for them. (What was loaded from disk says the same in other words.)"""
 MAX_KINDS = 4
 """Kinds of layers that are compiled; a base with more has layers that differ in what they compute with."""
 
@@ -135,15 +137,16 @@ class CompiledLayers:
 
     def _compile_cut(self, kept: Kept) -> dict[Hashable, CompiledLayer]:
         found = dict[Hashable, CompiledLayer]()
-        collectives: list[str] = []
-        """In the order of the compiled code, and what it assumes."""
 
         def compile_all() -> list[str]:
+            """What must be the same on all ranks: the collectives in the order of the compiled code, for which batches it is, and which sums may
+            be left out."""
+            alike: list[str] = []
             for kind, example in self._examples.items():
-                found[kind] = self._traced[kind].compile(self._compile, kept)
-                collectives.extend(self._check(self._kinds.index(kind), example, found[kind]))
-                collectives.append(found[kind].assumed)
-            return collectives
+                one = found[kind] = self._traced[kind].compile(self._compile, kept)
+                alike += self._check(self._kinds.index(kind), example, one)
+                alike.append(repr(([size for size in COMPARED_TOKENS if one.fits(size)], sorted(one.unread_sums))))
+            return alike
 
         with self._stream():
             self._wait_for_examples()
@@ -241,11 +244,15 @@ class CompiledPass:
             output_1TD, saved = layer.forward([h_1TD, *self._tensors[i]])
         return output_1TD, [] if kept is None else saved
 
-    def backward(self, i: int, saved: list[object], gradient_1TD: Tensor, kept: Kept) -> Tensor:
-        """The gradient of layer i's input; adds those of the adapters to their sums, and empties `saved`. `kept`: as in its forward."""
-        self._running_pass.begin_backward()
+    def backward(
+        self, i: int, saved: list[object], gradient_1TD: Tensor, kept: Kept, *, unread: bool = False
+    ) -> Tensor:
+        """The gradient of layer i's input; adds those of the adapters to their sums, and empties `saved`. `kept`: as in its forward. `unread`:
+        the result may be anything."""
+        layer = self._layers[kept][i]
+        self._running_pass.begin_backward(layer.unread_sums if unread else frozenset())
         with self._running(i):
-            return self._layers[kept][i].backward(saved, gradient_1TD)
+            return layer.backward(saved, gradient_1TD)
 
     @contextmanager
     def _running(self, i: int) -> Iterator[None]:

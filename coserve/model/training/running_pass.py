@@ -33,6 +33,7 @@ class RunningPass:
         """`groups`: of each layer. `lora` None: the base alone. `mesh`: of the ranks that share the base."""
         self._attention, self._lora, self._groups, self._mesh = attention, lora, groups, mesh
         self._again: Again | None = NOTHING
+        self._unread_sums = frozenset[int]()
         self._kept: dict[tuple[int, int], object] = {}
         """Of LoRA terms, by layer and group."""
         self._sums: dict[int, Tensor] = {}
@@ -42,9 +43,9 @@ class RunningPass:
         """A layer's forward runs next. `again`: what its backward runs again, of which nothing is kept here; None: there is no backward."""
         self._again = again
 
-    def begin_backward(self) -> None:
-        """A layer's backward runs next: what it runs again is for its gradients."""
-        self._again = NOTHING
+    def begin_backward(self, unread_sums: frozenset[int]) -> None:
+        """A layer's backward runs next: what it runs again is for its gradients. `unread_sums`: places of sums over ranks that are left out."""
+        self._again, self._unread_sums = NOTHING, unread_sums
 
     def learn(self, layer: int, group: int, x_TD: Tensor) -> Tensor:
         shared = self._groups[layer][group]
@@ -81,7 +82,8 @@ class RunningPass:
         return self._attention.gradients(qkv, out_THD, dout_THD, self._sums.pop(layer, None), params)
 
     def sum_ranks(self, place: int, x: Tensor) -> Tensor:
-        return self.summed(f"inputs {place}", x.clone(memory_format=torch.contiguous_format))
+        own = x.clone(memory_format=torch.contiguous_format)
+        return own if place in self._unread_sums else self.summed(f"inputs {place}", own)
 
     def summed(self, what: str, x: Tensor) -> Tensor:
         """The sum of all ranks' `x`, which may be overwritten. `what`: it is of a layer."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
+import torch
 import torch._functorch.config as partition_options
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
@@ -82,9 +83,9 @@ class CompiledLayer:
     _saved: tuple[int, ...]
     """The backward's inputs ahead of the gradient, as places among the forward's outputs."""
     _conditions: Callable[[int], bool]
-    assumed: str
-    """Of the number of tokens: what `fits` evaluates."""
     again: Again
+    unread_sums: frozenset[int]
+    """Places of the sums over ranks that only the hidden states' gradient depends on."""
     _known: dict[int, bool] = field(default_factory=dict)
 
     def fits(self, tokens: int) -> bool:
@@ -126,7 +127,7 @@ class TracedLayer:
                 for graph, is_backward in zip(cut, (False, True), strict=True)
             )
         conditions = _conditions(self._shapes, self._hidden)
-        return CompiledLayer(forward, backward, _places(*cut), conditions, _assumed(self._shapes), _again(cut[1]))
+        return CompiledLayer(forward, backward, _places(*cut), conditions, _again(cut[1]), _unread_sums(cut[1]))
 
 
 def trace_layer(run: Callable[..., Tensor], tensors: Sequence[Tensor], tokens: int) -> TracedLayer:
@@ -239,5 +240,12 @@ def _conditions(shapes: ShapeEnv, hidden: FakeTensor) -> Callable[[int], bool]:
     return hold
 
 
-def _assumed(shapes: ShapeEnv) -> str:
-    return repr((sorted(str(guard.expr) for guard in shapes.guards), sorted(map(str, shapes.var_to_range.items()))))
+def _unread_sums(backward: fx.GraphModule) -> frozenset[int]:
+    """See `CompiledLayer.unread_sums`."""
+    ops, learns, unread = torch.ops.coserve, set[fx.Node](), set[int]()
+    for node in reversed(backward.graph.nodes):
+        if node.target is ops.learn_backward.default or not learns.isdisjoint(node.users):
+            learns.add(node)
+        elif node.target is ops.sum_ranks.default:
+            unread.add(cast(int, node.args[1]))
+    return frozenset(unread)
