@@ -8,6 +8,7 @@ import os
 import platform
 from collections.abc import Mapping
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from coserve.config import Config
@@ -15,6 +16,8 @@ from coserve.warmup.gpu import Gpu
 
 CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 """Environment variables that set the compilers' cache folders, and our names of those folders."""
+ASSEMBLER = "TRITON_PTXAS_PATH"
+"""Environment variable with the assembler that Triton runs, whose version is part of the key of each kernel."""
 GEMM_FOLDER = "gemms"
 """Our folder for what was measured: choices of GEMM kernels, the memory of compiled training layers."""
 LIBRARIES = ("torch", "triton", "transformers")
@@ -43,7 +46,7 @@ def key_fields(gpu: Gpu, root: Path, environ: Mapping[str, str] = os.environ) ->
         "driver": str(gpu.driver),
         "source": source_digest(),
         "root": str(root),
-        **{name: environ[name] for name in CACHES if name in environ},
+        **{name: environ[name] for name in (*CACHES, ASSEMBLER) if name in environ},
     }
 
 
@@ -57,9 +60,23 @@ def cache_folder(root: Path, fields: Mapping[str, str]) -> Path:
     return root / digest(fields)[:24]
 
 
-def cache_environment(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that put the compilers' caches into `folder`, without those that the user has set."""
-    return {name: str(folder / own) for name, own in CACHES.items() if name not in environ}
+def compiler_environment(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that put the compilers' caches into `folder`, and that of the assembler, without those that the user has set.
+
+    All processes must have them before they compile. Inductor sets torch's own assembler in a process that compiles a layer, but not in one that
+    loads it from disk: the kernels that the first one compiles later would then have keys that the second never asks for.
+    """
+    wanted = {name: str(folder / own) for name, own in CACHES.items()} | _assembler()
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def _assembler() -> dict[str, str]:
+    """Triton's own, which a process runs that has not used inductor; empty where Triton has none."""
+    triton = find_spec("triton")
+    if triton is None or triton.origin is None:
+        return {}
+    path = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    return {ASSEMBLER: str(path)} if path.is_file() else {}
 
 
 def shape_key(config: Config) -> str:

@@ -19,7 +19,7 @@ from coserve.config import config_from_json
 from coserve.logs.setup import LogSettings, set_up_logging
 from coserve.processes import obey_parent
 from coserve.warmup.fork_client import ForkServer
-from coserve.warmup.key import cache_environment
+from coserve.warmup.key import compiler_environment
 from coserve.warmup.messages import Progress, WarmUpTask
 from coserve.warmup.parts import Part, all_parts
 from coserve.warmup.warmer import warm
@@ -55,7 +55,7 @@ def main() -> None:
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=WarmUpTask)
     config = config_from_json(task.config.encode())
     set_up_logging("warm", LogSettings.of(config))
-    os.environ.update(cache_environment(Path(task.folder)))
+    os.environ.update(compiler_environment(Path(task.folder)))
     asyncio.run(run(task, all_parts(config.tp), socket.socket(fileno=int(sys.argv[1])), ForkServer(task)))
 
 

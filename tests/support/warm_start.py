@@ -18,6 +18,9 @@ STAGES = 3
 """Of what is loaded while the engine serves: compiled steps, layers of training, and those that keep less."""
 
 
+REPEATED = ("profile", "training-16", "training-64", "training-256", "blocks-16", "blocks-256", "sites-16", "adapters-128")
+
+
 async def start(settings: str) -> dict[str, object]:
     config = config_from_json(settings.encode())
     started = start_warm_up(config)
@@ -26,6 +29,7 @@ async def start(settings: str) -> dict[str, object]:
 
     from coserve.engine.warming.client import WarmUpClient
     from coserve.engine.warming.compilations import watch_compilations
+    from coserve.engine.warming.part_runner import make_part_runner
     from coserve.engine.worker import build_engine
     from coserve.link import EngineNotes, EngineWarming, Generate, Shutdown, Tokens, local_pair
     from coserve.model.base import load_base
@@ -58,6 +62,10 @@ async def start(settings: str) -> dict[str, object]:
         warmed = warmed or (isinstance(message, EngineWarming) and message.done == message.total)
     api.send(Shutdown())
     await running
+    repeated = make_part_runner(base, config, started.task)
+    for name in REPEATED:  # whichever worker compiled them, before or after it compiled layers: the keys are this process's
+        for _ in repeated.run(name):
+            pass
     return {
         "notes": list(warm.notes),
         "kernels": compilations.kernels,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from coserve.config import Config
 from coserve.warmup.gpu import Gpu
-from coserve.warmup.key import cache_environment, cache_folder, cache_root, key_fields, shape_key
+from coserve.warmup.key import cache_folder, cache_root, compiler_environment, key_fields, shape_key
 from coserve.warmup.launch import plan_warm_up
 from coserve.warmup.manifest import (
     Manifest,
@@ -111,9 +111,18 @@ def test_a_moved_cache_is_not_used(tmp_path: Path) -> None:
         assert Path(mounted.folder) != folder, "the owner of the first path may still use it"
 
 
-def test_a_users_own_cache_folders_are_left_alone(tmp_path: Path) -> None:
-    found = cache_environment(tmp_path, {"TRITON_CACHE_DIR": "/mine"})
+def test_a_users_own_cache_folders_and_assembler_are_left_alone(tmp_path: Path) -> None:
+    found = compiler_environment(tmp_path, {"TRITON_CACHE_DIR": "/mine", "TRITON_PTXAS_PATH": "/mine/ptxas"})
     assert found == {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    ours, other = (key_fields(GPU, tmp_path, environ) for environ in ({}, {"TRITON_PTXAS_PATH": "/mine/ptxas"}))
+    assert ours != other
+
+
+def test_the_assembler_is_the_one_that_triton_runs_by_itself(tmp_path: Path) -> None:
+    """Else what a process compiles after inductor has chosen torch's own would have other keys than what an engine looks for."""
+    knobs = pytest.importorskip("triton.knobs")
+    found = compiler_environment(tmp_path, {}).get("TRITON_PTXAS_PATH")
+    assert found is not None and Path(found).samefile(knobs.nvidia.ptxas.path)
 
 
 def test_a_shape_is_the_bases_config_and_the_settings_that_kernels_depend_on(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from coserve.config import Config
 from coserve.warmup.gpu import find_gpu
-from coserve.warmup.key import cache_environment
+from coserve.warmup.key import compiler_environment
 from coserve.warmup.launch import WarmUpPlan, plan_warm_up, spawn_warm_up
 from coserve.warmup.messages import WarmUpTask
 
@@ -35,7 +35,7 @@ def start_warm_up(config: Config) -> StartedWarmUp | None:
     if plan is None:
         return None
     process, sock = spawn_warm_up(plan.task)
-    os.environ.update(cache_environment(Path(plan.task.folder)))
+    os.environ.update(compiler_environment(Path(plan.task.folder)))
     return StartedWarmUp(plan.task, plan.concurrent, sock, process)
 
 
@@ -44,7 +44,7 @@ def use_caches(config: Config) -> WarmUpTask | None:
     plan = _plan(config)
     if plan is None:
         return None
-    os.environ.update(cache_environment(Path(plan.task.folder)))
+    os.environ.update(compiler_environment(Path(plan.task.folder)))
     return plan.task
 
 

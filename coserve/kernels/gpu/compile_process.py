@@ -6,7 +6,6 @@ Much of a compilation is Python, so threads of one process would take turns.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
@@ -21,8 +20,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-PTXAS = "TRITON_PTXAS_PATH"
-"""Inductor sets it where torch brings an assembler, whose version is part of the key of Triton's cache."""
 OnCompiled = Callable[[str, float], None]
 """Called with the name of a kernel that was compiled and the seconds that it took."""
 
@@ -31,15 +28,10 @@ def ignore_compiled(_name: str, _seconds: float) -> None:
     """Counts nothing."""
 
 
-def compile_kernel(
-    module: str, name: str, specialization: str, target: GPUTarget, ptxas: str | None = None
-) -> tuple[str, float] | None:
+def compile_kernel(module: str, name: str, specialization: str, target: GPUTarget) -> tuple[str, float] | None:
     """Compile the kernel `name` of `module` for `target`. Returns its name and the seconds that it took; None: it was in the cache.
 
-    `specialization`: JSON, as Triton's `jit_cache_hook` gets it. `ptxas`: the value of `PTXAS` in the process that asks. One call at a time
-    in a process."""
-    if ptxas is not None:
-        os.environ[PTXAS] = ptxas
+    `specialization`: JSON, as Triton's `jit_cache_hook` gets it. One call at a time in a process."""
     given, began, hits = json.loads(specialization), time.monotonic(), list[bool]()
     constants = {
         tuple(at): _decode(value) for at, value in zip(given["constant_keys"], given["constant_vals"], strict=True)
@@ -101,7 +93,7 @@ def compiled_by(
             if max_concurrent is not None:
                 collect(fewer_than=max_concurrent)
             try:
-                running.add(processes.submit(compile_kernel, fn.module, fn.name, given, target, os.environ.get(PTXAS)))
+                running.add(processes.submit(compile_kernel, fn.module, fn.name, given, target))
             except BrokenExecutor as error:
                 failed.append(error)
         return is_manual_warmup  # True: Triton does not compile it
