@@ -93,7 +93,7 @@ def all_parts(ranks: int = 1) -> tuple[Part, ...]:
         Part(training(DEFAULT_RANK), 12),
         Part(f"decodes-{DEFAULT_RANK}", 8),
         Part(f"sites-{DEFAULT_RANK}", 10),
-        Part(TRAINING_LEVELS, 15, frozenset({TRAINING_LAYERS})),
+        Part(TRAINING_LEVELS, 15, frozenset({TRAINING_LAYERS}), frozenset({training(DEFAULT_RANK)})),
         *(Part(gpu(number), 20, layers, gemms) for number in range(1, ranks)),
         *(part for rank in RANKS if rank != DEFAULT_RANK for part in _of_rank(rank, layers, gemms)),
         *(Part(blocks(rank), 8) for rank in RANKS),

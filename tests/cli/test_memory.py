@@ -30,6 +30,12 @@ def test_every_use_and_every_job_has_a_line(monkeypatch: pytest.MonkeyPatch) -> 
     assert "for jobs: 140 of 500 MiB needed" in output
 
 
+def test_layers_that_are_recomputed_but_for_attention_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    (job,) = USE.each
+    use = msgspec.structs.replace(USE, each=(msgspec.structs.replace(job, partly_recomputed_layers=8),))
+    assert "12+8 of 32" in shown(monkeypatch, use)[1]
+
+
 def test_pinned_memory_is_shown_where_there_is_any(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pinned" not in shown(monkeypatch, USE)[1]
     use = msgspec.structs.replace(USE, pinned=30 << 20, pinned_limit=400 << 20)

@@ -166,7 +166,13 @@ def test_planned_limits_hold_until_they_are_lifted() -> None:
     limits.plan(Treatment(14, recomputed=3, compiled=True))
     assert limits.cut(planned) == [(0, 1), (2,), (3,), (4,), (5,)]
     assert limits.recomputed == 3 and limits.compiled
+    limits.plan(Treatment(14, partly=2, compiled=True))
+    assert (limits.recomputed, limits.partly, limits.recomputes) == (0, 2, True)
+    limits.recompute = True
+    assert (limits.recomputed, limits.partly) == (4, 0), "memory ran out: all layers are computed again as a whole"
+    limits.recompute = False
     limits.plan(Treatment(15))
+    assert not limits.recomputes
     assert limits.cut(planned) == list(planned)
     assert limits.lower((4, 5)) is not None
     limits.plan(None)

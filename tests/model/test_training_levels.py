@@ -88,11 +88,11 @@ AGAIN = (0, 1, 2)
 @pytest.mark.parametrize(
     ("counts", "again", "attention"),
     [
-        ({}, [], []),
-        ({"partly": 2}, [0, 1], []),
-        ({"recomputed": 2}, [0, 1], [0, 1]),
+        pytest.param({}, [], [], marks=pytest.mark.slow),
+        pytest.param({"partly": 2}, [0, 1], [], marks=pytest.mark.slow),
+        pytest.param({"recomputed": 2}, [0, 1], [0, 1], marks=pytest.mark.slow),
         ({"recomputed": 1, "partly": 1}, [0, 1], [0]),
-        ({"recomputed": 1}, [0], [0]),
+        pytest.param({"recomputed": 1}, [0], [0], marks=pytest.mark.slow),
     ],
 )
 def test_gradients_are_those_of_autograd_and_nothing_is_computed_twice_in_vain(
@@ -105,6 +105,7 @@ def test_gradients_are_those_of_autograd_and_nothing_is_computed_twice_in_vain(
     close(found, gradients(base, None))
 
 
+@pytest.mark.slow
 def test_the_setting_recompute_keeps_inputs_alone(llama: tuple[Base, CompiledLayers], calls: Calls) -> None:
     base, compiled = llama
     found = gradients(base, compiled, recompute=True)
@@ -112,6 +113,7 @@ def test_the_setting_recompute_keeps_inputs_alone(llama: tuple[Base, CompiledLay
     close(found, gradients(base, None))
 
 
+@pytest.mark.slow
 def test_layers_that_are_not_cut_so_yet_run_their_forward_again(calls: Calls) -> None:
     base = tiny_base("llama")
     layers = CompiledLayers(base, LayerCut(base), interpreted, costs=lambda: COSTS)
@@ -126,6 +128,7 @@ def test_layers_that_are_not_cut_so_yet_run_their_forward_again(calls: Calls) ->
     close(gradients(base, layers, recomputed=1, partly=1), found)
 
 
+@pytest.mark.slow
 def test_a_pass_that_began_before_the_cuts_goes_on_as_it_began() -> None:
     base = tiny_base("llama")
     layers = CompiledLayers(base, LayerCut(base), interpreted, costs=lambda: COSTS)

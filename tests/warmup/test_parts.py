@@ -16,6 +16,8 @@ from coserve.warmup.parts import (
     PROFILE,
     RANKS,
     SLOT_KERNELS,
+    TRAINING_LAYERS,
+    TRAINING_LEVELS,
     Part,
     PartSchedule,
     all_parts,
@@ -106,6 +108,19 @@ def test_graphs_are_compiled_with_torchs_gemms_where_ours_could_not_be_measured(
             schedule.finish(name)
     assert schedule.failed.keys() == {GEMMS[0]}
     assert {*graphs(0), *graphs(16)} <= set(iter(schedule.next, None))
+
+
+def test_layers_that_keep_less_come_after_all_that_first_jobs_need() -> None:
+    parts = {part.name: part for part in all_parts()}
+    names = [*parts]
+    first = (TRAINING_LAYERS, training(16), "decodes-16", "sites-16")
+    assert max(map(names.index, first)) < names.index(TRAINING_LEVELS)
+    assert parts[TRAINING_LEVELS].requires == {TRAINING_LAYERS}, "their costs are those of all layers, and more"
+    schedule = PartSchedule(all_parts(), [name for name in names if name not in (TRAINING_LEVELS, training(16))])
+    assert schedule.next() == training(16)
+    assert schedule.next() is None, "two processes would compile the same kernels"
+    schedule.finish(training(16))
+    assert schedule.next() == TRAINING_LEVELS
 
 
 def test_layers_are_compiled_for_each_gpu_and_kernels_for_blocks_last() -> None:

@@ -86,8 +86,8 @@ def job_table(use: MemoryUse) -> Table:
 
 
 def _recomputed(job: JobUse) -> str:
-    """Layers that are computed again: as a whole, and but for attention."""
-    partly = f" + {job.partly_recomputed_layers} partly" if job.partly_recomputed_layers else ""
+    """Layers that are computed again: as a whole, and after a plus sign but for attention."""
+    partly = f"+{job.partly_recomputed_layers}" if job.partly_recomputed_layers else ""
     return f"{job.recomputed_layers}{partly} of {job.layers}"
 
 
