@@ -122,8 +122,9 @@ def free_memory() -> None:
     """Give the memory of earlier repeats back to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    if torch.cuda.is_available():
-        torch._C._host_emptyCache()
+    release = getattr(torch._C, "_host_emptyCache", None)  # of pinned memory; only where torch has CUDA
+    if release is not None and torch.cuda.is_available():
+        release()
 
 
 def milliseconds(work: Callable[[], object]) -> float:
