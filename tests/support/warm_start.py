@@ -16,9 +16,17 @@ from coserve.engine.warming.early_start import start_warm_up
 
 STAGES = 3
 """Of what is loaded while the engine serves: compiled steps, layers of training, and those that keep less."""
-
-
-REPEATED = ("profile", "training-16", "training-64", "training-256", "blocks-16", "blocks-256", "sites-16", "adapters-128")
+REPEATED = (
+    "profile",
+    "training-16",
+    "training-64",
+    "training-256",
+    "blocks-16",
+    "blocks-256",
+    "sites-16",
+    "adapters-128",
+)
+"""Parts of the warm-up that are run again, and find everything."""
 
 
 async def start(settings: str) -> dict[str, object]:
@@ -63,7 +71,8 @@ async def start(settings: str) -> dict[str, object]:
     api.send(Shutdown())
     await running
     repeated = make_part_runner(base, config, started.task)
-    for name in REPEATED:  # whichever worker compiled them, before or after it compiled layers: the keys are this process's
+    # Whichever worker compiled them, before or after it compiled layers: the keys are this process's.
+    for name in REPEATED:
         for _ in repeated.run(name):
             pass
     return {
