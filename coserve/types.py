@@ -264,7 +264,7 @@ class TrainingRequest(Wire, frozen=True):
     warmup_steps: int = 0
     optimizer: Optimizer = Optimizer.ADAMW
     """`adamw`; `lion` (https://arxiv.org/abs/2302.06675), which keeps one moment; `adamw_8bit` and `lion_8bit`, whose moments have 8 bits
-    (https://arxiv.org/abs/2110.02861)."""
+    (https://arxiv.org/abs/2110.02861); `paged_` ahead of each: its moments stay in pinned host memory."""
     beta1: float = 0.9
     beta2: float | None = None
     """None: 0.999, and with Lion 0.99."""
