@@ -50,9 +50,9 @@ class Overheads:
     @classmethod
     def of(cls, costs: TrainingCosts, row: float) -> Overheads:
         """As measured, for rows of so many tokens."""
-        if costs.time is None or not costs.levels:
+        whole = 0.0 if costs.time is None else costs.time.at(row)
+        if whole <= 0 or not costs.levels:
             return cls()
-        whole = costs.time.at(row)
         return cls(*(max(0.0, costs.levels[kept].time.at(row) / whole - 1) for kept in (Kept.INPUT, Kept.ATTENTION)))
 
 
