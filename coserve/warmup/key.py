@@ -46,7 +46,8 @@ def key_fields(gpu: Gpu, root: Path, environ: Mapping[str, str] = os.environ) ->
         "driver": str(gpu.driver),
         "source": source_digest(),
         "root": str(root),
-        **{name: environ[name] for name in (*CACHES, ASSEMBLER) if name in environ},
+        **{name: environ[name] for name in CACHES if name in environ},
+        **{name: value for name, value in environ.items() if name == ASSEMBLER and value != _assembler().get(name)},
     }
 
 

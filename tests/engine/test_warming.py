@@ -38,7 +38,7 @@ from coserve.model.base import load_base
 from coserve.model.gemm_choice import GemmChoice, load_gemms, save_gemms
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.warmup.gpu import Gpu
-from coserve.warmup.key import CACHES
+from coserve.warmup.key import ASSEMBLER, CACHES
 from coserve.warmup.messages import Progress, WarmUpTask
 from coserve.warmup.parts import EAGER, FIRST, GEMMS, LAYERS, SLOT_KERNELS, blocks, gpu_of, graphs
 from tests.support import sharded
@@ -134,7 +134,7 @@ def test_all_ranks_use_the_caches_of_one_warm_up(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(early_start, "find_gpu", lambda: Gpu("H200", "9.0", 12090, 140 << 30))
     monkeypatch.setattr(early_start, "spawn_warm_up", spawn)
     config = Config(model="bundled", data_dir=tmp_path, tp=2)
-    for name in CACHES:
+    for name in (*CACHES, ASSEMBLER):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     early_start.start_warm_up(config)

@@ -123,6 +123,9 @@ def test_the_assembler_is_the_one_that_triton_runs_by_itself(tmp_path: Path) -> 
     knobs = pytest.importorskip("triton.knobs")
     found = compiler_environment(tmp_path, {}).get("TRITON_PTXAS_PATH")
     assert found is not None and Path(found).samefile(knobs.nvidia.ptxas.path)
+    assert key_fields(GPU, tmp_path, {}) == key_fields(GPU, tmp_path, {"TRITON_PTXAS_PATH": found}), (
+        "a child inherits it"
+    )
 
 
 def test_a_shape_is_the_bases_config_and_the_settings_that_kernels_depend_on(tmp_path: Path) -> None:
