@@ -15,6 +15,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 import torch
+from torch import Tensor
 
 from coserve.config import Config, config_to_json
 from coserve.engine.warming import early_start
@@ -33,10 +34,11 @@ from coserve.generate.execution.start import Compilation
 from coserve.generate.generator import Generator
 from coserve.kernels.gemm.skinny import SHAPES
 from coserve.kernels.lora.backend import BACKENDS, make_backend
-from coserve.kernels.lora.types import StackedWeights
+from coserve.kernels.lora.types import SiteGroup, StackedWeights
 from coserve.model.base import load_base
 from coserve.model.gemm_choice import GemmChoice, load_gemms, save_gemms
 from coserve.model.training.compiled_layers import CompiledLayers
+from coserve.parallel.fully_sharded import RankLora
 from coserve.warmup.gpu import Gpu
 from coserve.warmup.key import ASSEMBLER, CACHES
 from coserve.warmup.messages import Progress, WarmUpTask
@@ -82,6 +84,29 @@ def test_a_worker_runs_parts_for_one_of_several_ranks_without_the_others(shardin
             assert gpu_of(name) == gpu
             pieces = list(runner.run(name))
             assert pieces and all(done < total for done, total in pieces), name
+
+
+@pytest.mark.parametrize("sharding", ["slora", "nfs"])
+def test_fully_sharded_terms_are_trained_as_compiled_layers_do(
+    sharding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their kernels add gradients to sums; those of local terms do so in the base's own layers."""
+    if torch.cuda.is_available():
+        pytest.skip("needs Triton's interpreter")
+    ran, terms_backward = list[SiteGroup](), RankLora.terms_backward
+
+    def counted(self: RankLora, group: SiteGroup, *given: Any) -> Tensor:
+        ran.append(group)
+        return terms_backward(self, group, *given)
+
+    monkeypatch.setattr(RankLora, "terms_backward", counted)
+    folder = sharded.save_base(tmp_path / "base", num_hidden_layers=1)
+    task, config = make_task(tmp_path, tp=2, lora_sharding=sharding, model=folder)
+    config = replace(config, lora_backend="segmented")
+    runner = make_part_runner(load_few_layers(config, 0, "cpu"), config, task)
+    for _ in runner.run("training-16"):
+        pass
+    assert bool(ran) is (sharding == "slora")
 
 
 def test_steps_longer_than_the_context_are_of_several_prompts(tmp_path: Path) -> None:

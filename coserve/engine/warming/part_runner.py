@@ -17,6 +17,7 @@ from coserve.engine.warming.client import gemm_paths
 from coserve.engine.warming.compile_pool import compilations_beside_requests
 from coserve.engine.warming.gemm_cases import gemm_cases
 from coserve.engine.warming.layer_measurements import measure_layers, measure_levels
+from coserve.engine.warming.sharded_terms import layers_with_other_terms
 from coserve.engine.warming.step_mixes import (
     CONTEXTS,
     SAMPLED,
@@ -260,8 +261,10 @@ class PartRunner:
         except InvalidRequest:
             return
         self._stacked()
-        profiler, most = self._profiler(rank, bd_blocks), self._conditions.work.micro_batch_tokens
-        yield from self._compile_training([(profiler.micro_batch, size) for size in micro_batch_sizes(most)])
+        kinds = (None, *layers_with_other_terms(self._base, self._conditions.lora_backend))
+        profilers = [self._profiler(rank, bd_blocks, layers) for layers in kinds]
+        sizes = micro_batch_sizes(self._conditions.work.micro_batch_tokens)
+        yield from self._compile_training([(own.micro_batch, size) for own in profilers for size in sizes])
 
     def _compile_training(self, work: Sequence[tuple[Callable[[int], object], int]]) -> Iterator[tuple[int, int]]:
         with self._compiling():
@@ -270,10 +273,11 @@ class PartRunner:
                 with suppress(NonFiniteLoss):  # kernels that were not launched wrote nothing
                     run(size)
 
-    def _profiler(self, rank: int, bd_blocks: int = 1) -> MemoryProfiler:
+    def _profiler(self, rank: int, bd_blocks: int = 1, layers: CompiledLayers | None = None) -> MemoryProfiler:
         """For compilations."""
         meter = CudaMemoryMeter(self._base.device) if self._on_gpu else NoMeter()
-        return MemoryProfiler(self._base, meter, self._conditions, rank=rank, bd_blocks=bd_blocks, warm_up=False)
+        given = self._base, meter, self._conditions
+        return MemoryProfiler(*given, rank=rank, bd_blocks=bd_blocks, compiled=layers, warm_up=False)
 
     # ---- compiled layers
 
