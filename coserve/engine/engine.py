@@ -261,8 +261,8 @@ class Engine:
                 notes = upgrade.adopt()
             self._garbage.start_up_done()
             self._link.send(EngineNotes(notes=notes))
-            later = (upgrade.training_ready, upgrade.compile_training), (upgrade.levels_ready, upgrade.compile_levels)
-            for ready, compile in later:
+            training = upgrade.training_ready, upgrade.compile_training  # twice: the first time there may be no memory
+            for ready, compile in (training, training, (upgrade.levels_ready, upgrade.compile_levels)):
                 await ready()
                 notes = await loop.run_in_executor(executor, compile)
                 self._link.send(EngineNotes(notes=notes))

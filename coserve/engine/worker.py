@@ -284,11 +284,12 @@ async def _load(
         else:
             await warm.wait_for_parts(EAGER)
             preload_kernels(base, None)
-    if warm is not None:
+    if warm is not None and warm_up is not None and rank is None:
         await warm.catch_up()
-    if warm is not None and warm_up is not None and rank is None and warm.complete((training_part(DEFAULT_RANK),)):
-        with nullcontext() if own_stream is None else own_stream.enter():
-            _preload_training(config, warm_up.task, base)
+        # While a warm-up runs, its processes may have taken the memory that a micro-batch needs.
+        if warm.ended and warm.complete((training_part(DEFAULT_RANK),)):
+            with nullcontext() if own_stream is None else own_stream.enter():
+                _preload_training(config, warm_up.task, base)
     return engine, ready
 
 

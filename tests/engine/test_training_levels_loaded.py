@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,6 +11,7 @@ from typing import cast
 
 import msgspec
 import pytest
+import torch
 
 from coserve.config import Config, config_to_json
 from coserve.engine.warming.client import WarmUpClient, layer_costs_path, level_costs_path
@@ -90,6 +92,42 @@ async def test_levels_are_loaded_with_what_was_measured(error: Exception | None,
     assert layers.done == ["compiled"] + ([WITH_LEVELS] if error is None else [])
     said = [note for note in notes if "keep all or run their forward again: another gradient" in note]
     assert bool(said) is (error is not None)
+
+
+@pytest.mark.parametrize("fails_again", [False, True])
+async def test_jobs_wait_for_the_memory_that_a_warm_up_has(fails_again: bool, tmp_path: Path) -> None:
+    """Without it they would run operation by operation for good."""
+    errors = [torch.OutOfMemoryError("CUDA out of memory"), *[RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")] * fails_again]
+
+    class Full(Layers):
+        def compile(self) -> None:
+            if errors:
+                raise errors.pop(0)
+            super().compile()
+
+    layers, parts = Full(), [TRAINING_LAYERS, training(DEFAULT_RANK)]
+    warm = WarmUpClient(WarmUpTask(config_to_json(Config(device="cpu")).decode(), str(tmp_path), {}, "shape", 1))
+    ours, theirs = socket.socketpair()
+    await warm.listen(ours)
+    theirs.sendall(msgspec.json.encode(Progress(1, 2, parts)) + b"\n")
+    await warm.checked()
+    upgrade = make_upgrade(layers, warm)
+    await upgrade.training_ready()
+    notes = upgrade.compile_training()
+    assert not upgrade.may_train(make_spec())
+    assert any("jobs wait until the warm-up has ended" in note for note in notes)
+    again = asyncio.create_task(upgrade.training_ready())
+    await warm.catch_up()
+    assert not again.done()
+    theirs.sendall(msgspec.json.encode(Progress(2, 2, parts, ended=True)) + b"\n")
+    await again
+    notes = upgrade.compile_training()
+    assert upgrade.may_train(make_spec())
+    assert any("run operation by operation" in note for note in notes) is fails_again
+    assert not any("jobs wait" in note for note in notes)
+    assert layers.done == ([] if fails_again else ["compiled"])
+    theirs.close()
+    await warm.close()
 
 
 async def test_jobs_do_without_levels_that_the_warm_up_could_not_compile(tmp_path: Path) -> None:

@@ -93,6 +93,12 @@ class Work:
     def compile_training(self) -> tuple[str, ...]:
         return ("fast", "and its training")
 
+    async def levels_ready(self) -> None:
+        pass
+
+    def compile_levels(self) -> tuple[str, ...]:
+        return ("fast", "and its training")
+
     def adopt(self) -> tuple[str, ...]:
         assert threading.get_ident() != self.thread
         self.generator.pieces = 3

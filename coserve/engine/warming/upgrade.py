@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from coserve.engine.warming.client import WarmUpClient
-from coserve.engine.warming.training_layers import compile_layers, first_line, training_note
+from coserve.engine.warming.training_layers import first_line, training_note
 from coserve.errors import UnsupportedBase
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.interface import StepExecutor
@@ -17,6 +17,7 @@ from coserve.generate.generator import Generator
 from coserve.link import EngineWarming, FromEngine, Link, ToEngine
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base
+from coserve.model.faults import out_of_memory
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.types import JobSpec
 from coserve.warmup.parts import STEP_PARTS, TRAINING_LAYERS, TRAINING_LEVELS
@@ -40,6 +41,7 @@ def preload_nothing(
     return ""
 
 
+NO_MEMORY_YET = "training: jobs wait until the warm-up has ended, as it leaves no memory to load their layers"
 LOADING, CAPTURING = 10, 40
 """Units of progress for loading the compiled layers and for capturing graphs, as `warmup.parts.Part.weight`."""
 
@@ -73,6 +75,7 @@ class Upgrade:
         are."""
         self._training_layers, self._training_note = training_layers, ""
         self._training_compiled = training_layers is None
+        """Or never will be."""
         self._compilation, self._generator, self._notes, self._warm = compilation, generator, notes, warm
         self._preload_kernels, self._clock, self._began = preload_kernels, clock, clock()
         self._preload_note = ""
@@ -146,21 +149,33 @@ class Upgrade:
             log.info("graphs captured in %.1f s", self._clock() - began)
 
     async def training_ready(self) -> None:
-        """Returns once what `compile_training` loads is on disk, or never will be."""
-        if self._warm is not None and not self._training_compiled:
-            await self._warm.wait_for_parts((TRAINING_LAYERS,))
+        """Returns once what `compile_training` loads is on disk, or never will be; after a call that found no memory, once the warm-up, which
+        takes some, has ended."""
+        if self._warm is None or self._training_compiled:
+            return
+        await self._warm.wait_for_parts((TRAINING_LAYERS,))
+        if self._training_note:
+            await self._warm.wait_until_ended()
 
     def compile_training(self) -> tuple[str, ...]:
-        """Compile the layers of training, or load them from disk, on any thread. Returns all notes for the operator."""
-        if not self._training_compiled:
-            assert self._training_layers is not None, "expected layers"
-            began = self._clock()
-            if self._warm is None or self._warm.training_layers_ready():
-                self._training_note = compile_layers(self._training_layers)
-            else:  # compiling them here would fail compiled steps
-                self._training_note = training_note(UnsupportedBase("the warm-up could not compile them"))
-            self._training_compiled = True
-            log.info("layers of training compiled in %.1f s", self._clock() - began)
+        """Compile the layers of training, or load them from disk, on any thread. Returns all notes for the operator. Where it finds no memory beside
+        the warm-up, jobs wait: call it again after `training_ready`. Other later calls do nothing."""
+        if self._training_compiled:
+            return self.notes
+        layers, warm, began = self._training_layers, self._warm, self._clock()
+        assert layers is not None, "expected layers"
+        beside_warm_up = warm is not None and not warm.ended
+        self._training_note, self._training_compiled = "", True
+        if warm is not None and not warm.training_layers_ready():  # compiling them here would fail compiled steps
+            self._training_note = training_note(UnsupportedBase("the warm-up could not compile them"))
+        else:
+            try:
+                layers.compile()
+            except Exception as error:
+                self._training_compiled = not (beside_warm_up and out_of_memory(error))
+                self._training_note = training_note(error) if self._training_compiled else NO_MEMORY_YET
+                log.warning("%s", self._training_note, exc_info=error)
+        log.info("layers of training compiled in %.1f s", self._clock() - began)
         return self.notes
 
     async def levels_ready(self) -> None:

@@ -112,4 +112,6 @@ def work(sock: socket.socket) -> None:
                 kernels, seconds = len(compiled.kernels) - kernels, compiled.seconds - seconds
                 took = time.monotonic() - began
                 log.info("%s: %.1f s, of which %d kernels took %.1f s to compile", name, took, kernels, seconds)
+                if on_gpu:
+                    torch.cuda.empty_cache()  # else a worker keeps what its largest part took, beside the engine
                 send(PartReport(1, 1))

@@ -18,6 +18,7 @@ from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.model import probe
 from coserve.model.base import Base
+from coserve.model.faults import out_of_memory
 from coserve.model.forward_context import ForwardContext, current, running
 from coserve.model.groups import share_inputs
 from coserve.model.layers import LayerCall, LayerCut, LayerInputs
@@ -107,13 +108,14 @@ class CompiledLayers:
 
     def compile(self) -> None:
         """While other threads may capture CUDA graphs, which waiting for the whole device would break. Ranks that share a base do this at the same
-        time. Raises `UnsupportedBase`, and what the compiler raises: on all ranks."""
+        time. Raises `UnsupportedBase`, and what the compiler raises: on all ranks. It may be called again where it found no memory."""
         if self._device.type == "cuda":
             _wake_autograd(self._device)
         try:
             compiled = self._compile_cut(Kept.ALL)
-        except BaseException:
-            self.forget_examples()
+        except BaseException as error:
+            if not out_of_memory(error):
+                self.forget_examples()
             raise
         if self._mesh is not None:
             self.forget_examples()
@@ -132,7 +134,7 @@ class CompiledLayers:
             self.costs = costs
 
     def forget_examples(self) -> None:
-        """Free what `compile_levels` needs."""
+        """Free what `compile` and `compile_levels` need."""
         self._examples, self._traced = {}, {}
 
     def _compile_cut(self, kept: Kept) -> dict[Hashable, CompiledLayer]:
