@@ -82,6 +82,7 @@ class Api:
     async def settled(self) -> None:
         """Until all that the engine has told is written down and done: a job's end is announced before its files go."""
         await self.service.recorder.settled()
+        await self.service.recorder.files_deleted()
 
     async def hear(self, message: JobMessage) -> None:
         """As if the engine had said it; until it is written down."""

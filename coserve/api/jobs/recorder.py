@@ -97,8 +97,11 @@ class JobRecorder:
         return frozenset(self._held)
 
     async def settled(self) -> None:
-        """Wait until every delivered message is written, but for those of `publishing`, and the files of jobs that have ended are deleted."""
+        """Wait until every delivered message is written, but for those of `publishing`."""
         await self._queue.join()
+
+    async def files_deleted(self) -> None:
+        """Wait until the files of jobs that have ended are deleted."""
         await asyncio.gather(*self._removals)
 
     async def close(self) -> None:
@@ -106,7 +109,7 @@ class JobRecorder:
         for task in self._publications:
             task.cancel()
         await asyncio.gather(*self._publications, return_exceptions=True)
-        await asyncio.gather(*self._removals)
+        await self.files_deleted()
         await self._progress.close()
 
     async def run(self) -> None:
