@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import tarfile
 from collections.abc import AsyncIterator
@@ -10,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from coserve.adapters.tensorfile import open_regular
+from coserve.adapters.tensorfile import check_digest, open_regular
 from coserve.errors import AdapterNotFound
 from coserve.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.state.records import AdapterRecord
@@ -22,14 +23,18 @@ class AdapterArchive:
     """Holds the files open, so they stay readable if the adapter is deleted meanwhile. Close it after use."""
 
     def __init__(self, record: AdapterRecord, folder: Path) -> None:
-        """Raises `AdapterNotFound` for a folder that is gone, `StorageError` where the machine cannot open a file now."""
+        """On a thread: the files are read. Raises `AdapterNotFound` for a folder that is gone, `CorruptAdapter` for other files than were registered,
+        `StorageError` where the machine cannot open a file now."""
         if not folder.is_dir():
             raise AdapterNotFound(f"no files of adapter {record.ref}", field="id")
         self.ref = record.ref
         self._members: list[tuple[bytes, BinaryIO, int]] = []
         with ExitStack() as stack:
-            for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+            for name, sha256 in ((ADAPTER_CONFIG, record.config_sha256), (ADAPTER_WEIGHTS, record.sha256)):
                 file = stack.enter_context(os.fdopen(open_regular(folder, name), "rb"))
+                if sha256:
+                    check_digest(hashlib.file_digest(file, "sha256").hexdigest(), sha256, name)
+                    file.seek(0)
                 info = tarfile.TarInfo(f"{record.ref.id}-{record.ref.version}/{name}")
                 info.size, info.mtime, info.mode = os.fstat(file.fileno()).st_size, int(record.created_at), 0o644
                 self._members.append((info.tobuf(tarfile.GNU_FORMAT), file, info.size))

@@ -35,6 +35,17 @@ def peft(tmp_path: Path, api: Api) -> Path:
     return tmp_path / "peft"
 
 
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+async def test_files_that_are_not_those_that_were_registered_are_not_sent(api: Api, peft: Path, name: str) -> None:
+    await api.call("POST", "/adapters", data=upload(peft))
+    path = api.folder.adapter(AdapterRef("poet", 1)) / name
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    await api.refused(422, "corrupt_adapter", "GET", "/adapters/poet/download")
+    path.write_bytes(content)
+    assert (await api.http.get("/adapters/poet/download")).status == 200
+
+
 async def test_upload_show_list_download_delete(api: Api, peft: Path) -> None:
     status, adapter = await api.call("POST", "/adapters", data=upload(peft))
     assert status == 201

@@ -149,7 +149,7 @@ class AdapterCatalog:
 
     @asynccontextmanager
     async def archive(self, name: str, version: int | None) -> AsyncIterator[AdapterArchive]:
-        """A tar file of PEFT files. Raises `AdapterNotFound`, `StorageError`."""
+        """A tar file of PEFT files. Raises `AdapterNotFound`, `CorruptAdapter`, `StorageError`."""
         record = await self._registry(lambda registry: registry.adapter(name, version))
         opening = asyncio.create_task(asyncio.to_thread(AdapterArchive, record, self._folder.adapter(record.ref)))
         try:

@@ -92,7 +92,7 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             api.download_adapter,
             "Download PEFT files",
             media="application/x-tar",
-            errors=(404,),
+            errors=(404, 422),
         ),
         Route(
             "DELETE",
