@@ -189,7 +189,7 @@ class NoJobs:
     def limit_shared(self, tokens: int | None) -> None:
         """No job is there."""
 
-    def abandon(self, job: str) -> None:
+    def abandon(self, job: str, *, finish_update: bool = False) -> None:
         raise AssertionError(job)
 
     def publication(self, job: str) -> Callable[[], Callable[[], JobSucceeded | JobWaiting]]:

@@ -367,11 +367,10 @@ class JobRunner:
             active.end, active.resumes = end, False
         if active.loaded:  # its activations are not kept while it waits for what it writes
             try:
-                self._trainer.abandon(job)
-            except EngineFault:
-                raise
-            except Exception:
-                log.exception("job %s: internal error while its step was dropped", job)
+                self._trainer.abandon(job, finish_update=isinstance(active.end, JobPaused))
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
+                failed = job_failed(job, error)
+                active.end = failed if isinstance(active.end, JobPaused) else active.end
         self._settle(job)
 
     def _finish(self, job: str) -> None:

@@ -81,7 +81,8 @@ class TrainingJob:
         return f"not enough memory for {what} ({numbers}); try a smaller rank or max_length"
 
     def abandon(self) -> None:
-        """Drop the unfinished optimizer step, which begins again. The job must have left its pass."""
+        """Drop the unfinished optimizer step, which begins again. The job must have left its pass. After a part of an update the job
+        cannot go on (`TrainingLoop.check_weights`), unless `TrainingLoop.finish_update` is called first: then the step counts."""
         self._events.close()
         self.loop.optimizer.zero_grad()
         self.mid_step = False
@@ -92,11 +93,13 @@ class TrainingJob:
 
         The returned function waits for the copy, on any thread, and returns it: valid until the next snapshot.
         """
+        self.loop.check_weights()
         best = self.loop.optimizer.has_best
         return self._weights(BEST if best else WEIGHTS, self.loop.optimizer.snapshot())
 
     def current_weights(self) -> Callable[[], LoraWeights]:
         """As `final_weights`, of the weights as they are after the last finished optimizer step."""
+        self.loop.check_weights()
         return self._weights(WEIGHTS, self.loop.optimizer.snapshot(weights_only=True))
 
     def gathered_weights(self, *, weights_only: bool) -> Callable[[], LoraWeights]:

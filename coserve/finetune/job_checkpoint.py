@@ -37,8 +37,9 @@ class JobCheckpoints:
         """Begin a snapshot of the last finished step; training may go on meanwhile. None if that step is on disk already.
 
         Call the returned function on a thread: the checkpoint is durable when it returns, and all but the last `keep` are
-        deleted where the disk allows it. It raises `StorageError`.
+        deleted where the disk allows it. It raises `StorageError`. Raises `RuntimeError` as `TrainingLoop.check_weights`.
         """
+        self._loop.check_weights()
         progress = self._loop.progress
         if progress.step == 0 or progress == self._saved:
             return None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from zlib import crc32
 
 import msgspec
@@ -20,7 +20,7 @@ from coserve.corpus.tokenized import Corpus
 from coserve.errors import NonFiniteLoss
 from coserve.finetune.embedding_noise import EmbeddingNoise
 from coserve.finetune.losses.formulas import perplexity
-from coserve.finetune.memory_limits import MemoryLimits
+from coserve.finetune.memory_limits import MemoryLimits, MicroBatches
 from coserve.finetune.micro_batch import MicroBatch
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.progress import TrainingProgress
@@ -74,7 +74,8 @@ class SliceTimer:
 
 
 class TrainingLoop:
-    """Optimizer steps, evaluations and early stopping of one job. `progress` is up to date whenever `run` is suspended."""
+    """Optimizer steps, evaluations and early stopping of one job. `progress` is up to date whenever `run` is suspended, but for an update of
+    the weights that is done in part: it counts once it is done, by `run` or by `finish_update`."""
 
     def __init__(
         self,
@@ -100,8 +101,12 @@ class TrainingLoop:
         self._beta = None if spec.training.loss is None else spec.training.loss.beta
         self._validation_rows = plan.validation()
         self._limits = MemoryLimits(plan.lengths, len(optimizer.trainable))
-        self._planned_for_compiled = False
-        """The micro-batches of the step in progress are."""
+        self._treatment = self._limits.treatment
+        """Of all micro-batches of the step or evaluation in progress."""
+        self._finish: Callable[[], None] | None = None
+        """Does the rest of the update that `run` is suspended in."""
+        self._updating = False
+        """An update has begun and is not done: some weights may be new and others old."""
         self._rows_in_progress: tuple[int, ...] | None = None
         """Rows of the micro-batch that is being computed; None: between two steps, and in the optimizer's update."""
         self._next: tuple[int, ...] | None = None
@@ -115,7 +120,7 @@ class TrainingLoop:
         return self.progress.pending is None and (self.progress.step >= self.plan.total_steps or stopped)
 
     def limit_memory(self, treatment: Treatment | None) -> None:
-        """From the next optimizer step on: see `MemoryLimits.plan`."""
+        """From the next optimizer step or evaluation on, also one that begins again: see `MemoryLimits.plan`."""
         self._limits.plan(treatment)
 
     def lower_memory(self) -> str | None:
@@ -124,7 +129,20 @@ class TrainingLoop:
         Returns what changes, for the user; None: it cannot go on. An update of the weights that failed is never
         repeated: it may have changed some of them.
         """
-        return None if self._rows_in_progress is None else self._limits.lower(self._rows_in_progress)
+        rows, recomputed = self._rows_in_progress, self._treatment.recomputed
+        return None if rows is None else self._limits.lower(rows, recomputed)
+
+    def finish_update(self) -> None:
+        """Do the rest of the update that `run` is suspended in, at once: the step counts. Nothing happens elsewhere. If it raises, or
+        if `run` is closed within the update without it, the weights are lost (`check_weights`)."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+    def check_weights(self) -> None:
+        """Raises `RuntimeError` where an update of the weights has failed or was dropped half-way: they are those of no step."""
+        if self._updating:
+            raise RuntimeError(f"the update after step {self.progress.step} was not finished: its weights are lost")
 
     @property
     def position(self) -> int:
@@ -145,7 +163,8 @@ class TrainingLoop:
         Cheap where the step is prepared (`BatchPlan.prepared`).
         """
         own_loss = self._teacher is not None or self._beta is not None
-        if self.progress.pending is not None or self.finished or own_loss or self._limits.recomputes:
+        treatment = self._limits.treatment if self._next is None else self._treatment
+        if self.progress.pending is not None or self.finished or own_loss or treatment.recomputes:
             return None
         return self._next or self._limits.cut(self.plan.step(self.progress.step).micro_batches)[0]
 
@@ -159,6 +178,7 @@ class TrainingLoop:
         return self._run()
 
     def _run(self) -> Events:
+        self.check_weights()
         while not self.finished:
             if self.progress.pending is None:
                 self._timer.restart()
@@ -178,8 +198,7 @@ class TrainingLoop:
         self.optimizer.zero_grad()
         summed = self._zero_sums()
         tokens = targets = denominator = 0
-        micro_batches, self._planned_for_compiled = self._limits.cut(batches.micro_batches), self._limits.compiled
-        for micro, indices in enumerate(micro_batches):
+        for micro, indices in enumerate(self._cut(batches.micro_batches)):
             if micro:
                 self._next = indices
                 yield Boundary.MICRO_BATCH
@@ -217,18 +236,21 @@ class TrainingLoop:
         yield from self._update(norm, metrics)
 
     def _update(self, norm: float, metrics: StepMetrics) -> Events:
-        """Update the weights, then `progress`. Who abandons the step between two slices of the update gets it done: some weights are
-        those after it already."""
-        slices, seconds = self.optimizer.slices(norm, metrics.learning_rate), 0.0
+        """Update the weights, then `progress`. Between two slices `finish_update` may take over."""
+        slices = self.optimizer.slices(norm, metrics.learning_rate)
+        self._updating = True
         try:
             for _ in slices:
-                seconds = self._timer.seconds()
+                self._finish = partial(self._finish_at_once, slices, metrics, self._timer.seconds())
                 yield MicroStep.OPTIMIZER
-        except GeneratorExit:
-            deque(slices, maxlen=0)
-            self._updated(metrics, seconds)
-            raise
+        finally:
+            self._finish = None
         self._updated(metrics, self._timer.seconds())
+
+    def _finish_at_once(self, slices: Iterator[None], metrics: StepMetrics, seconds: float) -> None:
+        for _ in slices:
+            pass
+        self._updated(metrics, seconds)
 
     def _updated(self, metrics: StepMetrics, seconds: float) -> None:
         metrics = msgspec.structs.replace(
@@ -241,6 +263,7 @@ class TrainingLoop:
             last_loss=metrics.loss,
             pending=metrics,
         )
+        self._updating = False
 
     def _evaluation_is_due(self) -> bool:
         step = self.progress.step
@@ -271,7 +294,7 @@ class TrainingLoop:
     def _validation(self) -> Generator[Event, Tensor | None, list[float]]:
         """Return the mean loss of the validation rows, their token accuracy, and of a DPO loss the other means."""
         summed, targets, denominator = self._zero_sums(), 0, 0
-        for micro, indices in enumerate(self._limits.cut(self._validation_rows)):
+        for micro, indices in enumerate(self._cut(self._validation_rows)):
             if micro:
                 yield Boundary.MICRO_BATCH
             summed += yield from self._computed(indices, None)
@@ -282,6 +305,11 @@ class TrainingLoop:
         means = _means(sums, denominator, targets)
         self._check_finite(means[0], "validation loss")
         return means
+
+    def _cut(self, micro_batches: MicroBatches) -> MicroBatches:
+        """At the start of an optimizer step or evaluation: its micro-batches, all computed as is planned now."""
+        self._treatment = self._limits.treatment
+        return self._limits.cut(micro_batches)
 
     def _zero_sums(self) -> Tensor:
         return torch.zeros(2 if self._beta is None else 5, dtype=torch.float64, device=self._device)
@@ -342,9 +370,9 @@ class TrainingLoop:
             noise=EmbeddingNoise(alpha, seed) if learns and alpha is not None else None,
             teacher=self._teacher,
             beta=self._beta,
-            recomputed=self._limits.recomputed,
-            partly=self._limits.partly,
-            for_compiled=self._planned_for_compiled,
+            recomputed=self._treatment.recomputed,
+            partly=self._treatment.partly,
+            for_compiled=self._treatment.compiled,
         )
         assert sums is not None, "expected the micro-batch's sums"
         return sums

@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from coserve.admission.treatment import Treatment
 from coserve.corpus.batch_plan import Ints
 from coserve.corpus.packing import pack
+
+
+@dataclass(frozen=True)
+class StepTreatment:
+    """How the micro-batches of one optimizer step are computed, whatever is planned meanwhile."""
+
+    recomputed: int
+    """Layers that keep their input only: `Treatment.recomputed`."""
+    partly: int
+    """Layers above those that are computed again but for attention: `Treatment.partly`."""
+    compiled: bool
+    """Whether memory is planned for compiled layers."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any layer keeps less than all."""
+        return self.recomputed + self.partly > 0
+
 
 MicroBatches = Sequence[tuple[int, ...]]
 """Row indices of each micro-batch."""
@@ -26,30 +45,17 @@ class MemoryLimits:
         self._planned: Treatment | None = None
 
     def plan(self, treatment: Treatment | None) -> None:
-        """How micro-batches are computed until the next call; None: as the engine's settings say. What `lower` has found holds
-        besides."""
+        """How the optimizer steps are computed that begin from now on; None: as the engine's settings say. What `lower` has found holds
+        besides. The step in progress goes on as it was cut: micro-batches of its size might not fit with fewer layers recomputed."""
         self._planned = treatment
 
     @property
-    def recomputed(self) -> int:
-        """Layers that keep their input only: `Treatment.recomputed`."""
-        planned = 0 if self._planned is None else self._planned.recomputed
-        return self._layers if self.recompute else planned
-
-    @property
-    def partly(self) -> int:
-        """Layers above those that are computed again but for attention: `Treatment.partly`."""
-        return 0 if self._planned is None or self.recompute else self._planned.partly
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether any layer keeps less than all."""
-        return self.recomputed + self.partly > 0
-
-    @property
-    def compiled(self) -> bool:
-        """Whether memory is planned for compiled layers."""
-        return self._planned is not None and self._planned.compiled
+    def treatment(self) -> StepTreatment:
+        """Of a step that begins now: take it along with `cut`."""
+        planned = Treatment(0) if self._planned is None else self._planned
+        if self.recompute:
+            return StepTreatment(self._layers, 0, planned.compiled)
+        return StepTreatment(planned.recomputed, planned.partly, planned.compiled)
 
     def cut(self, micro_batches: MicroBatches) -> MicroBatches:
         """The same rows in micro-batches within the limit."""
@@ -63,14 +69,15 @@ class MemoryLimits:
             found += [tuple(rows[i] for i in part) for part in parts]
         return found
 
-    def lower(self, rows: Sequence[int]) -> str | None:
-        """Memory ran out in a micro-batch of these rows. Returns what changes, for the user; None: nothing is left to lower."""
+    def lower(self, rows: Sequence[int], recomputed: int) -> str | None:
+        """Memory ran out in a micro-batch of these rows, which recomputed so many layers: its step begins again with less. Returns
+        what changes, for the user; None: nothing is left to lower."""
         tokens = self.size(rows)
         if len(rows) > 1:
             self.tokens = tokens // 2
             return f"not enough memory for {tokens} tokens at once: it trains on at most {self.tokens}"
         if (
-            not self.recompute and self.recomputed < self._layers
+            not self.recompute and recomputed < self._layers
         ):  # where the engine recomputes anyway this is one more attempt
             self.recompute = True
             return f"not enough memory for {tokens} tokens at once: each layer is computed again in the backward"

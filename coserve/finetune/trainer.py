@@ -256,13 +256,12 @@ class Trainer:
         return self._jobs[job].batch_tokens
 
     def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
-        """Drop the unfinished optimizer step and begin a snapshot of the state after the last finished one.
+        """Finish an update of the weights that has begun, drop any other unfinished step, and begin a snapshot of the last finished one.
 
         Call the returned function on a thread: the checkpoint is durable when it returns. The job may be advanced meanwhile.
-        None if that state is on disk already. At most one checkpoint or publication of a job at a time. The function raises
-        `StorageError`.
+        None if that state is on disk already. At most one checkpoint or publication of a job at a time. The function raises `StorageError`.
         """
-        self.abandon(job)
+        self.abandon(job, finish_update=True)
         with self._job_errors():
             write = self._checkpoints[job].save()
         if write is None:
@@ -302,11 +301,12 @@ class Trainer:
         """On a rank that follows: its own copy of what it gathered last, for requests, made on a thread; None: there is no memory."""
         return self._snapshots[job].gathered_copy(self._base, self._store)
 
-    def abandon(self, job: str) -> None:
-        """Drop the unfinished optimizer step, and the memory that only it holds. Other jobs of its pass go on."""
+    def abandon(self, job: str, *, finish_update: bool = False) -> None:
+        """Drop the unfinished optimizer step, and the memory that only it holds. Other jobs of its pass go on. Within an update of the weights
+        `finish_update` does the rest of it, and the step counts; without it, or if that raises, the job can only be dropped."""
         if self._jobs[job].mid_step:
             with self._job_errors():
-                self._passes.abandon(self._jobs[job])
+                self._passes.abandon(self._jobs[job], finish_update=finish_update)
 
     def publication(self, job: str) -> Callable[[], Callable[[], Published]]:
         """Begin to publish a finished job: see `finetune.publication`."""

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from coserve.admission.treatment import Treatment
 from coserve.finetune.memory_limits import MemoryLimits
+from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.passes import training_pass
 from coserve.link import FromEngine, JobFailed, JobNote, JobSucceeded
@@ -153,11 +154,11 @@ def test_micro_batches_are_cut_within_themselves() -> None:
     limits = MemoryLimits(random_corpus(lengths=(9, 5, 12, 3, 7, 8)).lengths, 4)
     planned = ((0, 1), (2, 3), (4, 5))
     assert limits.cut(planned) is planned
-    assert limits.lower((4, 5)) is not None
+    assert limits.lower((4, 5), 0) is not None
     assert limits.tokens == 7
     assert limits.cut(planned) == [(0,), (1,), (2,), (3,), (4,), (5,)]
-    assert limits.lower((2,)) is not None and limits.recompute
-    assert limits.lower((2,)) is None
+    assert limits.lower((2,), 0) is not None and limits.recompute
+    assert limits.lower((2,), 4) is None
 
 
 def test_planned_limits_hold_until_they_are_lifted() -> None:
@@ -165,16 +166,19 @@ def test_planned_limits_hold_until_they_are_lifted() -> None:
     planned = ((0, 1), (2, 3), (4, 5))
     limits.plan(Treatment(14, recomputed=3, compiled=True))
     assert limits.cut(planned) == [(0, 1), (2,), (3,), (4,), (5,)]
-    assert limits.recomputed == 3 and limits.compiled
+    assert limits.treatment.recomputed == 3 and limits.treatment.compiled
     limits.plan(Treatment(14, partly=2, compiled=True))
-    assert (limits.recomputed, limits.partly, limits.recomputes) == (0, 2, True)
+    treatment = limits.treatment
+    assert (treatment.recomputed, treatment.partly, treatment.recomputes) == (0, 2, True)
     limits.recompute = True
-    assert (limits.recomputed, limits.partly) == (4, 0), "memory ran out: all layers are computed again as a whole"
+    assert (limits.treatment.recomputed, limits.treatment.partly) == (4, 0), (
+        "memory ran out: all layers are computed again as a whole"
+    )
     limits.recompute = False
     limits.plan(Treatment(15))
-    assert not limits.recomputes
+    assert not limits.treatment.recomputes
     assert limits.cut(planned) == list(planned)
-    assert limits.lower((4, 5)) is not None
+    assert limits.lower((4, 5), 0) is not None
     limits.plan(None)
     assert limits.cut(planned) == [(0,), (1,), (2,), (3,), (4,), (5,)], "what ran out of memory is not forgotten"
 
@@ -186,6 +190,30 @@ def test_a_job_that_is_limited_learns_the_same(tmp_path: Path) -> None:
     messages = bench.run(SPEC.id)
     weights = load_file(bench.folder.adapter(REF) / ADAPTER_WEIGHTS)
     assert_same(Trained(messages, weights, Faults()), clean(recompute=False))
+
+
+def test_a_step_is_computed_as_it_was_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit that comes within a step holds from the next one on: its size and its layers belong together."""
+    seen = list[tuple[int, int]]()
+    run = MicroBatchRunner.forward_backward
+
+    def recorded(self: MicroBatchRunner, rows: Any, *args: Any, **options: Any) -> Any:
+        seen.append((len(rows.tokens_T), options["recomputed"]))
+        return run(self, rows, *args, **options)
+
+    monkeypatch.setattr(MicroBatchRunner, "forward_backward", recorded)
+    corpus = random_corpus(lengths=(9, 5, 12, 3, 7, 8, 9, 9))
+    bench, spec = Bench(base(), tmp_path), job_spec(corpus, steps=2, batch_tokens=60, micro_batch_tokens=24)
+    bench.start(bench.place(corpus, spec))
+    large, small = Treatment(24, recomputed=2), Treatment(12)
+    bench.trainer.limit(spec.id, large)
+    bench.advance(spec.id, None)
+    bench.trainer.limit(spec.id, small)
+    bench.run(spec.id)
+    assert {recomputed for _, recomputed in seen} == {0, 2}
+    for tokens, recomputed in seen:
+        assert recomputed == 2 or tokens <= small.tokens
+    assert sum(recomputed == 2 for _, recomputed in seen) > 1, "the rest of the step in progress"
 
 
 def test_other_errors_are_no_lack_of_memory() -> None:

@@ -14,9 +14,11 @@ from torch import Tensor
 from coserve.admission import optimizers
 from coserve.admission.optimizers import SLICE, check_optimizer
 from coserve.admission.shapes import flat_elements, lora_shapes
-from coserve.errors import CheckpointUnreadable, InvalidRequest
+from coserve.errors import CheckpointUnreadable, InvalidRequest, JobOutOfMemory
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.link import FromEngine, JobCheckpoint, JobProgress
+from coserve.finetune.update_rules.interface import UpdateRule
+from coserve.finetune.update_rules.make import make_rule
+from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobProgress
 from coserve.names import ADAPTER_WEIGHTS, CHECKPOINT_STATE, CHECKPOINT_TENSORS
 from coserve.types import JobSpec, LoraSettings, MicroStep, Optimizer, TrainingSettings
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus
@@ -194,3 +196,72 @@ def test_paged_optimizers_are_refused_where_ranks_share_the_base() -> None:
         with pytest.raises(InvalidRequest, match=f"{optimizer} is not supported with --tp 2: use {plain}$") as refused:
             check_optimizer(optimizer, ranks=2)
         assert refused.value.field == "training.optimizer"
+
+
+class Faulty:
+    """Counts the pieces that a rule updates; memory runs out at the one of number `fails_at`."""
+
+    def __init__(self, rule: UpdateRule, pieces: list[int], fails_at: int | None) -> None:
+        self._rule, self._pieces, self._fails_at = rule, pieces, fails_at
+
+    def update(self, number: int, learning_rate: float) -> None:
+        self._pieces.append(number)
+        if len(self._pieces) == self._fails_at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 MiB")
+        self._rule.update(number, learning_rate)
+
+    def set_steps(self, steps: int) -> None:
+        self._rule.set_steps(steps)
+
+
+def within_the_second_update(root: Path, spec: JobSpec, fails_after: int | None = None) -> tuple[Bench, list[int]]:
+    """A job with a checkpoint of step 1, after the first slice of the next update, and the pieces that were updated. Memory runs out
+    `fails_after` pieces into the rest of it."""
+    pieces_of_one = flat_elements(p for one in lora_shapes(spec.lora, BASE.spec) for p in (one.a, one.b)) // PIECE
+    pieces = list[int]()
+    fails_at = None if fails_after is None else pieces_of_one + SLICE + fails_after
+    faulty = partial(paging, make_rule=lambda ranges, training: Faulty(make_rule(ranges, training), pieces, fails_at))
+    bench = Bench(BASE, root, make_optimizer=faulty)
+    bench.start(bench.place(random_corpus(), spec))
+    updates(bench, spec.id)
+    while bench.trainer.next_micro_step(spec.id) is not MicroStep.OPTIMIZER:
+        bench.advance(spec.id, 1)
+    bench.advance(spec.id, 1)
+    assert len(pieces) == pieces_of_one + SLICE and bench.trainer.next_micro_step(spec.id) is MicroStep.OPTIMIZER
+    return bench, pieces
+
+
+@pytest.mark.parametrize("pause", [False, True])
+def test_a_half_updated_adapter_is_never_saved(tmp_path: Path, pause: bool) -> None:
+    """Memory runs out while an interrupted update is finished: nothing of it is written or told, and the last checkpoint is as it was."""
+    spec = msgspec.structs.replace(spec_of(Optimizer.PAGED_LION), id="cut")
+    spec = msgspec.structs.replace(spec, training=msgspec.structs.replace(spec.training, checkpoint_steps=1))
+    _, files = trained(tmp_path / "straight", spec, micro_steps=1)
+    bench, _ = within_the_second_update(tmp_path / "cut", spec, fails_after=3)
+    with pytest.raises(JobOutOfMemory):
+        if pause:
+            bench.trainer.abandon(spec.id, finish_update=True)
+        else:
+            bench.save(spec.id)
+    for refused in (bench.trainer.checkpoint, bench.trainer.publication, bench.trainer.snapshot):
+        with pytest.raises(RuntimeError, match="the update after step 1 was not finished"):
+            refused(spec.id)
+    assert [type(message) for message in bench.advance(spec.id, None)] == [JobFailed]
+    bench.trainer.drop(spec.id)
+    again = Bench(BASE, tmp_path / "cut", make_optimizer=paging)
+    assert again.start(spec).resumed_from == 1
+    again.run(spec.id, micro_steps=1)
+    assert next(again.folder.root.rglob(ADAPTER_WEIGHTS)).read_bytes() == files[-1]
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_an_update_whose_result_nobody_reads_is_not_finished(tmp_path: Path, drop: bool) -> None:
+    bench, pieces = within_the_second_update(tmp_path, spec_of(Optimizer.PAGED_LION))
+    done = len(pieces)
+    if drop:
+        bench.trainer.drop("job-1")
+    else:
+        bench.trainer.abandon("job-1")
+        with pytest.raises(RuntimeError, match="was not finished"):
+            bench.save("job-1")
+    assert len(pieces) == done

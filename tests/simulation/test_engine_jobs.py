@@ -156,6 +156,8 @@ async def test_a_job_that_fails_between_two_slices_leaves_its_place_to_the_next_
     [
         ("checkpoint", PauseJob(id="one"), JobPaused),
         ("drop", PauseJob(id="one"), JobPaused),
+        ("finish_update", PauseJob(id="one"), JobFailed),
+        ("finish_update", CancelJob(id="one"), JobCancelled),
         ("drop", CancelJob(id="one"), JobCancelled),
     ],
 )

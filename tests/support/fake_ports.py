@@ -415,7 +415,7 @@ class FakeTrainer:
         taken = JobSnapshot(id=job, step=step, ref=AdapterRef(f"{job}:snapshot", step))
         return self._writes("snapshot", job, lambda: lambda: taken)
 
-    def abandon(self, job: str) -> None:
+    def abandon(self, job: str, *, finish_update: bool = False) -> None:
         run = self._runs[job]
         if run.shared is not None:
             run.shared.jobs.remove(job)

@@ -89,6 +89,10 @@ class Trouble(FakeTrainer):
         self._trouble("checkpoint", job)
         return super().checkpoint(job)
 
+    def abandon(self, job: str, *, finish_update: bool = False) -> None:
+        super().abandon(job)
+        self._trouble("finish_update" if finish_update else "abandon", job)
+
     def on_a_thread(self, operation: str, job: str) -> None:
         self.threads.add(threading.get_ident())
         if job == "one" and operation == self.holds:

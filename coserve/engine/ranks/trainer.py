@@ -182,10 +182,10 @@ class RankedTrainer:
         """See `Trainer.release_memory`."""
         return self._local.release_memory()
 
-    def abandon(self, job: str) -> None:
-        """See `Trainer.abandon`."""
+    def abandon(self, job: str, *, finish_update: bool = False) -> None:
+        """See `Trainer.abandon`. Ranks have no updates in slices: none is ever suspended in one."""
         self._followers.send(AbandonJob(job))
-        self._local.abandon(job)
+        self._local.abandon(job, finish_update=finish_update)
 
     def drop(self, job: str) -> None:
         """See `Trainer.drop`."""

@@ -101,11 +101,15 @@ class TrainingPasses:
         for job in one.jobs if one.ended else ():
             self._passes.pop(job.id, None)
 
-    def abandon(self, job: TrainingJob) -> None:
-        """Drop the job's unfinished optimizer step. Other jobs of its pass go on."""
+    def abandon(self, job: TrainingJob, *, finish_update: bool = False) -> None:
+        """Drop the job's unfinished optimizer step. Other jobs of its pass go on. `finish_update`: see `Trainer.abandon`."""
         if (one := self._passes.pop(job.id, None)) is not None:
             one.leave(job)
-        job.abandon()
+        try:
+            if finish_update:
+                job.loop.finish_update()
+        finally:
+            job.abandon()
 
     def lower_memory(self, job: TrainingJob) -> list[FromEngine]:
         """Memory ran out, and the job's step is abandoned: go on with less. Empty: nothing is left to lower."""
