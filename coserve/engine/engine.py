@@ -262,7 +262,8 @@ class Engine:
             self._garbage.start_up_done()
             self._link.send(EngineNotes(notes=notes))
             training = upgrade.training_ready, upgrade.compile_training  # twice: the first time there may be no memory
-            for ready, compile in (training, training, (upgrade.levels_ready, upgrade.compile_levels)):
+            levels = upgrade.levels_ready, upgrade.compile_levels
+            for ready, compile in (training, training, levels, levels):
                 await ready()
                 notes = await loop.run_in_executor(executor, compile)
                 self._link.send(EngineNotes(notes=notes))

@@ -142,12 +142,13 @@ class MicroBatchRunner:
         """
         layers, first = len(trainable), next(i for i, tensors in enumerate(trainable) if tensors)
         inputs = self._embed(rows)
-        loss = yield from self._loss(rows, inputs, teacher, beta, MicroStep.FORWARD)
+        recomputed = layers if self._recompute else recomputed
+        levels = levels_of(layers, first, recomputed, partly)
+        loss = yield from self._loss(rows, inputs, teacher, beta, levels, MicroStep.FORWARD)
         if any(noises):
             add_noise(inputs.h_1TD, rows, noises)
         context, h_1TD = self._base.prepare(lora), inputs.h_1TD
-        recomputed = layers if self._recompute else recomputed
-        one = self._compiled_pass(inputs, context, first, levels_of(layers, first, recomputed, partly), learns=True)
+        one = self._compiled_pass(inputs, context, first, levels, learns=True)
         if one is None:
             if self._graphs is not None:
                 self._graphs.yield_memory()
@@ -172,9 +173,9 @@ class MicroBatchRunner:
         self, rows: PackedRows, lora: LoraBatch, *, teacher: LoraBatch | None = None, beta: float | None = None
     ) -> MicroSteps:
         """Return what `forward_backward` returns, without gradients."""
-        inputs = self._embed(rows)
-        loss = yield from self._loss(rows, inputs, teacher, beta, MicroStep.EVALUATE)
-        h_1TD = yield from self._hidden(inputs, lora, MicroStep.EVALUATE_HEAD, in_pool=True)
+        inputs, levels = self._embed(rows), (Kept.ALL,) * len(self._base.layers)
+        loss = yield from self._loss(rows, inputs, teacher, beta, levels, MicroStep.EVALUATE)
+        h_1TD = yield from self._hidden(inputs, lora, levels, MicroStep.EVALUATE_HEAD, in_pool=True)
         for number, chunk in enumerate(self._target_chunks(rows, loss)):
             if number:
                 yield MicroStep.EVALUATE_HEAD
@@ -182,12 +183,19 @@ class MicroBatchRunner:
         return loss.finish(None)
 
     def _loss(
-        self, rows: PackedRows, inputs: LayerInputs, teacher: LoraBatch | None, beta: float | None, then: MicroStep
+        self,
+        rows: PackedRows,
+        inputs: LayerInputs,
+        teacher: LoraBatch | None,
+        beta: float | None,
+        levels: Sequence[Kept],
+        then: MicroStep,
     ) -> Generator[MicroStep, None, ChunkedLoss]:
-        """The micro-batch's loss, after the forward that it is relative to. `then`: the kind of the micro-step after that."""
+        """The micro-batch's loss, after the forward that it is relative to. `levels`: of the forward that is compared with that one: both round
+        alike, so that the same weights give the same likelihoods. `then`: the kind of the micro-step after that."""
         shard = None if self._base.sharding is None else self._base.sharding.vocabulary
         if teacher is not None:
-            taught_1TD = yield from self._hidden(inputs, teacher, then, in_pool=False)
+            taught_1TD = yield from self._hidden(inputs, teacher, levels, then, in_pool=False)
 
             def taught(chunk: TargetChunk) -> Tensor:
                 return self._cut.head(
@@ -196,7 +204,7 @@ class MicroBatchRunner:
 
             return Divergence(rows, taught, shard)
         if beta is not None:
-            h_1TD = yield from self._hidden(inputs, None, MicroStep.EVALUATE_HEAD, in_pool=True)
+            h_1TD = yield from self._hidden(inputs, None, levels, MicroStep.EVALUATE_HEAD, in_pool=True)
             reference = Likelihood(rows, rows.sequence_targets, shard)
             chunks = self._target_chunks(rows, reference)
             for number, chunk in enumerate(chunks, start=1):
@@ -205,11 +213,14 @@ class MicroBatchRunner:
             return Preference(rows, reference.finish(None), beta, shard)
         return Likelihood(rows, rows.job_targets, shard)
 
-    def _hidden(self, inputs: LayerInputs, lora: LoraBatch | None, then: MicroStep, *, in_pool: bool) -> MicroSteps:
-        """Return the last layer's output (1, T, D), without gradients. `then`: the kind of the micro-step after it. `in_pool`: it may lie in
-        the graphs' memory, as nobody needs it when graphs run again."""
+    def _hidden(
+        self, inputs: LayerInputs, lora: LoraBatch | None, levels: Sequence[Kept], then: MicroStep, *, in_pool: bool
+    ) -> MicroSteps:
+        """Return the last layer's output (1, T, D), without gradients. `levels`: the cuts whose forwards run; what they would keep lives until a
+        layer has ended. `then`: the kind of the micro-step after it. `in_pool`: it may lie in the graphs' memory, as nobody needs it when graphs
+        run again."""
         h_1TD, context, layers = inputs.h_1TD, self._base.prepare(lora), len(self._base.layers)
-        one = self._compiled_pass(inputs, context, layers, (Kept.ALL,) * layers, learns=False)
+        one = self._compiled_pass(inputs, context, layers, levels, learns=False)
         if one is not None and in_pool and self._graphs is not None:
             one = self._graphs.in_pool(one)
         one = one or EagerLayerPass(self._cut, inputs, context, (), (), layers, layers)

@@ -32,10 +32,13 @@ TIME = LayerTime(fixed=1.0, per_row_token=0.0)
 LEVEL = LevelCosts(kept=100.0, shrinks=(False,) * 4, backward=Line(fixed=0.0, per_token=1.0), time=TIME)
 WITH_LEVELS = msgspec.structs.replace(COSTS, time=TIME, levels={Kept.ATTENTION: LEVEL, Kept.INPUT: LEVEL})
 
+UNMEASURED = "keep all or run their forward again: the warm-up could not"
+NO_MEMORY = "keep all or run their forward again: CUDA out of memory"
+
 
 class Layers:
     def __init__(self, error: Exception | None = None) -> None:
-        self.ready = False
+        self.ready, self.may_keep_less = False, True
         self.done: list[str | TrainingCosts | None] = []
         self._error = error
 
@@ -89,7 +92,7 @@ async def test_levels_are_loaded_with_what_was_measured(error: Exception | None,
         assert upgrade.may_train(make_spec()), "it need not wait for levels"
         await upgrade.levels_ready()
         notes = upgrade.compile_levels()
-    assert layers.done == ["compiled"] + ([WITH_LEVELS] if error is None else [])
+    assert layers.done == ["compiled"] + ([WITH_LEVELS] if error is None else []) + ["forgotten"]
     said = [note for note in notes if "keep all or run their forward again: another gradient" in note]
     assert bool(said) is (error is not None)
 
@@ -136,24 +139,75 @@ async def test_jobs_do_without_levels_that_the_warm_up_could_not_compile(tmp_pat
         upgrade = make_upgrade(layers, warm)
         upgrade.compile_training()
         await upgrade.levels_ready()
-        upgrade.compile_levels()
+        notes = upgrade.compile_levels()
     assert layers.done == ["compiled", "forgotten"], "compiling them here would fail compiled steps"
+    assert any(UNMEASURED in note for note in notes)
 
 
-async def test_levels_that_were_not_measured_are_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("may_keep_less", [True, False])
+async def test_levels_that_were_not_measured_are_left_and_health_tells(may_keep_less: bool, tmp_path: Path) -> None:
+    """But not of ranks that share a base, which have none."""
     layers = Layers()
+    layers.may_keep_less = may_keep_less
     async with warm_up(tmp_path, complete=[TRAINING_LAYERS, TRAINING_LEVELS], failed=[]) as warm:
         upgrade = make_upgrade(layers, warm)
-        upgrade.compile_training()
-        upgrade.compile_levels()
+        assert not any(UNMEASURED in note for note in upgrade.compile_training())
+        notes = upgrade.compile_levels()
+        assert upgrade.compile_levels() == notes
     assert layers.done == ["compiled", "forgotten"]
+    assert any(UNMEASURED in note for note in notes) is may_keep_less
+
+
+async def test_levels_of_layers_that_are_not_compiled_are_forgotten(tmp_path: Path) -> None:
+    keep_costs(tmp_path)
+    layers = Layers()
+    async with warm_up(tmp_path, complete=[TRAINING_LEVELS], failed=[TRAINING_LAYERS]) as warm:
+        upgrade = make_upgrade(layers, warm)
+        upgrade.compile_training()
+        await upgrade.levels_ready()
+        upgrade.compile_levels()
+    assert layers.done == ["forgotten"]
+
+
+@pytest.mark.parametrize("fails_again", [False, True])
+async def test_levels_that_find_no_memory_are_tried_again_after_the_warm_up(fails_again: bool, tmp_path: Path) -> None:
+    keep_costs(tmp_path)
+    errors = [torch.OutOfMemoryError("CUDA out of memory")] * (2 if fails_again else 1)
+
+    class Full(Layers):
+        def compile_levels(self, costs: TrainingCosts | None) -> None:
+            if errors:
+                raise errors.pop()
+            super().compile_levels(costs)
+
+    layers, parts = Full(), [TRAINING_LAYERS, training(DEFAULT_RANK), TRAINING_LEVELS]
+    warm = WarmUpClient(WarmUpTask(config_to_json(Config(device="cpu")).decode(), str(tmp_path), {}, "shape", 1))
+    ours, theirs = socket.socketpair()
+    await warm.listen(ours)
+    theirs.sendall(msgspec.json.encode(Progress(1, 2, parts)) + b"\n")
+    await warm.checked()
+    upgrade = make_upgrade(layers, warm)
+    upgrade.compile_training()
+    await upgrade.levels_ready()
+    assert any(NO_MEMORY in note for note in upgrade.compile_levels())
+    assert layers.done == ["compiled"], "what they are compiled from is needed again"
+    again = asyncio.create_task(upgrade.levels_ready())
+    await warm.catch_up()
+    assert not again.done()
+    theirs.sendall(msgspec.json.encode(Progress(2, 2, parts, ended=True)) + b"\n")
+    await again
+    notes = upgrade.compile_levels()
+    assert any(NO_MEMORY in note for note in notes) is fails_again
+    assert layers.done == ["compiled"] + ([] if fails_again else [WITH_LEVELS]) + ["forgotten"]
+    theirs.close()
+    await warm.close()
 
 
 async def test_nothing_waits_where_nothing_is_warmed() -> None:
     layers = Layers()
     upgrade = make_upgrade(layers, None)
     await upgrade.levels_ready()
-    assert upgrade.compile_levels() == upgrade.notes and layers.done == [], "its layers are not compiled"
     upgrade.compile_training()
-    upgrade.compile_levels()
+    notes = upgrade.compile_levels()
     assert layers.done == ["compiled", "forgotten"]
+    assert not any("keep all" in note for note in notes)

@@ -9,21 +9,25 @@ import torch
 from torch import Tensor
 
 from coserve.errors import UnsupportedBase
+from coserve.finetune.init import new_adapter
 from coserve.finetune.layers.compiled import levels_of
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
+from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_rows
 from coserve.gpu_memory import Kept
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.segments import Segments
-from coserve.model.base import Base
+from coserve.model.base import Base, wrap_base
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.running_pass import RunningPass
 from coserve.model.training.trace import Compile, inductor, interpreted
-from tests.support.finetuning import CPU, random_corpus, started, tiny_base
+from coserve.types import TrainingSettings
+from tests.support.finetuning import CPU, SETTINGS, random_corpus, random_pairs, started, tiny_base
 from tests.support.gpu_memory import COSTS
 from tests.support.lora_backends import SEGMENTED
+from tests.support.tiny_models import tiny_model
 
 CORPUS = random_corpus()
 
@@ -171,6 +175,77 @@ def test_a_cut_that_computes_something_else_is_refused() -> None:
     with pytest.raises(UnsupportedBase, match="gradient"):
         layers.compile_levels(COSTS)
     assert layers.cuts == {Kept.ALL}
+
+
+def test_cuts_that_keep_less_are_checked_with_few_tokens() -> None:
+    """Jobs run beside, and leave little memory."""
+    base, sizes = tiny_base("llama"), list[int]()
+
+    def counted(graph, inputs, *, is_backward: bool):
+        run = interpreted(graph, inputs, is_backward=is_backward)
+
+        def counted_run(given):
+            sizes.extend(one.shape[1] for one in given if isinstance(one, Tensor) and one.ndim == 3)
+            return run(given)
+
+        return counted_run
+
+    layers = CompiledLayers(base, LayerCut(base), counted, costs=lambda: COSTS)
+    layers.compile()
+    assert max(sizes) > 2000, "as many as the kernels are compiled for"
+    sizes.clear()
+    layers.compile_levels(COSTS)
+    assert 200 < max(sizes) < 300
+
+
+def test_levels_that_found_no_memory_may_be_compiled_again() -> None:
+    base = tiny_base("llama")
+    errors = list[Exception]()
+
+    def full(graph, inputs, *, is_backward: bool):
+        if errors:
+            raise errors.pop()
+        return interpreted(graph, inputs, is_backward=is_backward)
+
+    layers = CompiledLayers(base, LayerCut(base), full, costs=lambda: COSTS)
+    layers.compile()
+    errors.append(torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(torch.OutOfMemoryError):
+        layers.compile_levels(COSTS)
+    assert layers.cuts == {Kept.ALL}
+    layers.compile_levels(COSTS)
+    assert layers.cuts == {*Kept}
+
+
+@pytest.mark.slow
+def test_a_new_adapters_rewards_are_0_whatever_layers_keep() -> None:
+    """In 16 bits, where the cuts round otherwise. Its evaluations do not change when levels are loaded."""
+    base = wrap_base(tiny_model("llama").to(torch.float16), name="llama")
+    layers = CompiledLayers(base, LayerCut(base), inductor, costs=lambda: COSTS)
+    layers.compile()
+    pairs = random_pairs(rows=24)
+    weights = new_adapter(SETTINGS, base.spec, seed=3, dtype=torch.float32, device="cpu")
+    optimizer, rows = (
+        AdapterOptimizer(weights, base.spec, TrainingSettings(), base.dtype),
+        pack_rows(pairs, range(24), CPU),
+    )
+    lora = LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), SEGMENTED)
+    runner = MicroBatchRunner(base, recompute=False, compiled=layers)
+
+    def likelihood() -> Tensor:
+        return run_to_end(runner.evaluate(rows, lora))
+
+    def rewards(**counts: int) -> list[list[float]]:
+        learned = runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, beta=0.3, **counts)
+        return [run_to_end(steps)[0, 2:].tolist() for steps in (learned, runner.evaluate(rows, lora, beta=0.3))]
+
+    before = likelihood()
+    for levels in (False, True):
+        if levels:
+            layers.compile_levels(COSTS)
+        for counts in ({}, {"recomputed": 2}, {"partly": 2}, {"recomputed": 1, "partly": 1}, {"recomputed": 1}):
+            assert rewards(**counts) == [[0.0] * 3] * 2, (levels, counts)
+    assert torch.equal(likelihood(), before)
 
 
 @pytest.mark.slow

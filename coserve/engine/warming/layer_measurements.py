@@ -45,6 +45,7 @@ def measure_levels(layers: CompiledLayers, base: Base, conditions: Conditions, t
     on with layers that keep all or run their forward again."""
     costs, tokens = load_layer_costs(layer_costs_path(task)), _tokens(conditions)
     if costs is None:
+        log.warning("training: layers that keep less were not measured: those that keep all were not")
         return
     try:
         layers.compile_levels()
@@ -58,6 +59,8 @@ def measure_levels(layers: CompiledLayers, base: Base, conditions: Conditions, t
         save_layer_costs(level_costs_path(task), found)
     except (UnsupportedBase, CaptureFailed, torch.OutOfMemoryError) as error:
         log.warning("training: layers that keep less were not measured: %s", error)
+    finally:
+        layers.forget_examples()
 
 
 def _profiler(base: Base, conditions: Conditions, compiled: CompiledLayers) -> MemoryProfiler:

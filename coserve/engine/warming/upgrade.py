@@ -42,6 +42,7 @@ def preload_nothing(
 
 
 NO_MEMORY_YET = "training: jobs wait until the warm-up has ended, as it leaves no memory to load their layers"
+NO_LEVELS = "training: layers keep all or run their forward again"
 LOADING, CAPTURING = 10, 40
 """Units of progress for loading the compiled layers and for capturing graphs, as `warmup.parts.Part.weight`."""
 
@@ -76,6 +77,7 @@ class Upgrade:
         self._training_layers, self._training_note = training_layers, ""
         self._training_compiled = training_layers is None
         """Or never will be."""
+        self._levels_done, self._levels_without_memory = training_layers is None, False
         self._compilation, self._generator, self._notes, self._warm = compilation, generator, notes, warm
         self._preload_kernels, self._clock, self._began = preload_kernels, clock, clock()
         self._preload_note = ""
@@ -179,28 +181,49 @@ class Upgrade:
         return self.notes
 
     async def levels_ready(self) -> None:
-        """Returns once what `compile_levels` loads is on disk, or never will be."""
-        if self._warm is not None and self._training_layers is not None:
-            await self._warm.wait_for_parts((TRAINING_LEVELS,))
+        """Returns once what `compile_levels` loads is on disk, or never will be; after a call that found no memory, once the warm-up, which
+        takes some, has ended."""
+        if self._warm is None or self._levels_done:
+            return
+        await self._warm.wait_for_parts((TRAINING_LEVELS,))
+        if self._levels_without_memory:
+            await self._warm.wait_until_ended()
 
     def compile_levels(self) -> tuple[str, ...]:
         """Load the layers of training that keep less from disk, on any thread, after `compile_training`. Returns all notes for the operator.
-        Without them jobs go on as before: layers keep all, or run their forward again."""
-        layers, warm = self._training_layers, self._warm
-        if layers is None or not layers.ready:
+        Without them jobs go on as before: layers keep all, or run their forward again. Where it finds no memory beside the warm-up, call it again
+        after `levels_ready`. Other later calls do nothing."""
+        layers = self._training_layers
+        if layers is None or self._levels_done:
             return self.notes
-        costs = warm.level_costs() if warm is not None and warm.complete((TRAINING_LEVELS,)) else None
+        self._levels_done = True
+        try:
+            if layers.ready:
+                self._load_levels(layers, self._warm)
+        finally:
+            if self._levels_done:
+                layers.forget_examples()
+        return self.notes
+
+    def _load_levels(self, layers: CompiledLayers, warm: WarmUpClient | None) -> None:
+        """Where it may be called again, the levels are not done."""
+        if warm is None or not layers.may_keep_less:
+            return
+        costs = warm.level_costs() if warm.complete((TRAINING_LEVELS,)) else None
         if costs is None:  # compiling them here would fail compiled steps
-            layers.forget_examples()
-            return self.notes
-        began = self._clock()
+            self._training_note = f"{NO_LEVELS}: the warm-up could not compile or measure others"
+            log.warning("%s", self._training_note)
+            return
+        beside_warm_up, began = not warm.ended, self._clock()
+        self._training_note = ""
         try:
             layers.compile_levels(costs)
         except Exception as error:
-            self._training_note = f"training: layers keep all or run their forward again: {first_line(error)}"
+            self._levels_without_memory = beside_warm_up and out_of_memory(error)
+            self._levels_done = not self._levels_without_memory
+            self._training_note = f"{NO_LEVELS}: {first_line(error)}"
             log.warning("%s", self._training_note, exc_info=error)
         log.info("layers of training that keep less compiled in %.1f s", self._clock() - began)
-        return self.notes
 
     def preload_eager(self) -> None:
         """Load the kernels of eager steps with prompts, which prompts that are scored need. Later calls do nothing. Beside steps that

@@ -34,8 +34,8 @@ class CompiledLayerPass:
     """Implements `LayerPass`."""
 
     def __init__(self, compiled: CompiledPass, first: int, levels: Sequence[Kept]) -> None:
-        """`first`: the lowest layer that is trained; `levels`: what each layer keeps, those below `first` nothing. Where a cut is not
-        compiled, the layer keeps its input, and its backward runs the whole forward again."""
+        """`first`: the lowest layer that is trained; `levels`: what each layer keeps. Those below `first` keep nothing, but their outputs are rounded as
+        if they did. Where a cut is not compiled, the layer keeps its input, and its backward runs the whole forward again."""
         self._pass, self._first = compiled, first
         self._levels = [level if compiled.has(level) else None for level in levels]
         self._saved: list[list[object]] = []
@@ -43,11 +43,11 @@ class CompiledLayerPass:
 
     def forward(self, i: int, h_1TD: Tensor) -> Tensor:
         """As `LayerPass.forward`."""
-        level = self._levels[i] if i >= self._first else None
-        output_1TD, saved = self._pass.forward(i, h_1TD, level)
-        if level is not None:
+        level, trained = self._levels[i], i >= self._first
+        output_1TD, saved = self._pass.forward(i, h_1TD, level or Kept.ALL, learns=trained and level is not None)
+        if trained and level is not None:
             self._saved.append(saved)
-        elif i >= self._first:
+        elif trained:
             self._inputs.append(h_1TD)
         return output_1TD
 

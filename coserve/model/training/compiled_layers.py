@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,8 @@ EXAMPLE_TOKENS = 2039
 """Of the traced batch: a prime, so that no other size is equal to it; as large as batches are, for the kernels' block sizes."""
 EXAMPLE_ROW = 61
 """Tokens of a sequence in it."""
+CHECKED_TOKENS = 251
+"""Of the batch that cuts which keep less are checked with, beside jobs, which leave little memory: a prime, as the example's."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """Most relative error of a compiled layer."""
 COMPARED_TOKENS = tuple(sorted({(1 << power) + more for power in range(18) for more in (-1, 0, 1)}))
@@ -67,15 +69,13 @@ class CompiledLayers:
         """Of memory, by which jobs may be planned; None: they are not known, or a batch was refused: others may be, too."""
         self.notes: tuple[str, ...] = ()
         """On the last batch that they were not right for, for an operator."""
-        positions_T = torch.arange(EXAMPLE_TOKENS, device=base.device) % EXAMPLE_ROW
-        bounds = (*range(0, EXAMPLE_TOKENS, EXAMPLE_ROW), EXAMPLE_TOKENS)
-        inputs = cut.embed(probe.tokens(base.model, EXAMPLE_TOKENS), positions_T, PackedAttention(bounds))
+        inputs = [_example_inputs(base, cut, tokens) for tokens in (EXAMPLE_TOKENS, CHECKED_TOKENS)]
         self._compiled: dict[Kept, dict[Hashable, CompiledLayer]] = {}
-        self._traced = on_all_ranks(self._mesh, base.device, lambda: self._trace(base, inputs), self._order_of_kinds)
+        self._traced = on_all_ranks(self._mesh, base.device, lambda: self._trace(base, *inputs), self._order_of_kinds)
         self._wait_for_examples = _mark(base.device)
 
-    def _trace(self, base: Base, inputs: LayerInputs) -> dict[Hashable, TracedLayer]:
-        """A layer of each kind. Raises `UnsupportedBase`."""
+    def _trace(self, base: Base, inputs: LayerInputs, few: LayerInputs) -> dict[Hashable, TracedLayer]:
+        """A layer of each kind. `few`: inputs of fewer tokens. Raises `UnsupportedBase`."""
         paths = {id(module): name for name, module in base.model.named_modules()}
         shared = base.sites.shared_by_site()
         if missing := base.spec.sites.keys() - shared.keys():
@@ -85,7 +85,8 @@ class CompiledLayers:
         self._kinds: list[Hashable] = []
         self._constants: list[tuple[list[object], pytree.TreeSpec]] = []
         self._examples: dict[Hashable, _Example] = {}
-        for layer, call in zip(base.layers, inputs.calls, strict=True):
+        self._few: dict[Hashable, _Example] = {}  # of fewer tokens
+        for layer, call, few_call in zip(base.layers, inputs.calls, few.calls, strict=True):
             prefix = f"{paths[id(layer)]}."
             groups = {name.removeprefix(prefix): one for name, one in shared.items() if name.startswith(prefix)}
             own = own_tensors(layer, groups)
@@ -98,6 +99,7 @@ class CompiledLayers:
             if kind not in self._examples:
                 traced, plain = _copies(layer, self._mesh)
                 self._examples[kind] = _Example(traced, plain, call, inputs.h_1TD, own)
+                self._few[kind] = replace(self._examples[kind], call=few_call, h_1TD=few.h_1TD)
         if len(self._examples) > MAX_KINDS:
             raise UnsupportedBase(f"its layers are of {len(self._examples)} kinds, expected {MAX_KINDS} at most")
         return {kind: trace_layer(one.run, one.tensors, EXAMPLE_TOKENS) for kind, one in self._examples.items()}
@@ -127,7 +129,12 @@ class CompiledLayers:
         `UnsupportedBase`."""
         if self._mesh is not None:
             raise UnsupportedBase("ranks share the base")
-        lean = {kept: self._compile_cut(kept) for kept in (Kept.ATTENTION, Kept.INPUT)}
+        try:
+            lean = {kept: self._compile_cut(kept) for kept in (Kept.ATTENTION, Kept.INPUT)}
+        except BaseException as error:
+            if not out_of_memory(error):
+                self.forget_examples()
+            raise
         self.forget_examples()
         self._compiled = self._compiled | lean
         if costs is not None and not self.notes:
@@ -135,7 +142,7 @@ class CompiledLayers:
 
     def forget_examples(self) -> None:
         """Free what `compile` and `compile_levels` need."""
-        self._examples, self._traced = {}, {}
+        self._examples, self._few, self._traced = {}, {}, {}
 
     def _compile_cut(self, kept: Kept) -> dict[Hashable, CompiledLayer]:
         found = dict[Hashable, CompiledLayer]()
@@ -146,7 +153,8 @@ class CompiledLayers:
             alike: list[str] = []
             for kind, example in self._examples.items():
                 one = found[kind] = self._traced[kind].compile(self._compile, kept)
-                alike += self._check(self._kinds.index(kind), example, one)
+                few = kept is not Kept.ALL and one.fits(CHECKED_TOKENS)
+                alike += self._check(self._kinds.index(kind), self._few[kind] if few else example, one)
                 alike.append(repr(([size for size in COMPARED_TOKENS if one.fits(size)], sorted(one.unread_sums))))
             return alike
 
@@ -171,6 +179,11 @@ class CompiledLayers:
             if not error <= TOLERANCE[h_1TD.dtype]:
                 raise UnsupportedBase(f"the compiled layer {i} gives another {what}: relative error {error:.2g}")
         return running_pass.collectives
+
+    @property
+    def may_keep_less(self) -> bool:
+        """Whether there is `compile_levels` for this base."""
+        return self._mesh is None
 
     @property
     def ready(self) -> bool:
@@ -232,19 +245,18 @@ class CompiledPass:
         """`layers`: compiled functions by cut and layer; `tensors`: by layer, their inputs behind the hidden states."""
         self._layers, self._tensors, self._running_pass = layers, tensors, running_pass
         self._context = ForwardContext(training=running_pass)
-        self._least = Kept.INPUT if Kept.INPUT in layers else Kept.ALL
 
     def has(self, kept: Kept) -> bool:
         """Whether the cut is compiled."""
         return kept in self._layers
 
-    def forward(self, i: int, h_1TD: Tensor, kept: Kept | None) -> tuple[Tensor, list[object]]:
-        """Layer i's output (1, T, D), and what its backward needs; `kept` None: it has none."""
-        layer = self._layers[kept or self._least][i]
-        self._running_pass.begin_forward(None if kept is None else layer.again)
+    def forward(self, i: int, h_1TD: Tensor, kept: Kept, *, learns: bool = True) -> tuple[Tensor, list[object]]:
+        """Layer i's output (1, T, D), rounded as that of the cut `kept`, and what its backward needs: nothing unless it `learns`."""
+        layer = self._layers[kept][i]
+        self._running_pass.begin_forward(layer.again if learns else None)
         with self._running(i):
             output_1TD, saved = layer.forward([h_1TD, *self._tensors[i]])
-        return output_1TD, [] if kept is None else saved
+        return output_1TD, saved if learns else []
 
     def backward(
         self, i: int, saved: list[object], gradient_1TD: Tensor, kept: Kept, *, unread: bool = False
@@ -301,6 +313,12 @@ class _Arguments:
 
 NO_PASS = RunningPass(PackedAttention((0,)), None, ())
 """Of layers that are traced: nothing is computed."""
+
+
+def _example_inputs(base: Base, cut: LayerCut, tokens: int) -> LayerInputs:
+    positions_T = torch.arange(tokens, device=base.device) % EXAMPLE_ROW
+    bounds = (*range(0, tokens, EXAMPLE_ROW), tokens)
+    return cut.embed(probe.tokens(base.model, tokens), positions_T, PackedAttention(bounds))
 
 
 def _mark(device: torch.device) -> Callable[[], None]:
