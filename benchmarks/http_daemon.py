@@ -31,7 +31,7 @@ def serve_arguments(size: Size, model: Path, data: Path) -> dict[str, Any]:
         "device": size.device,
         "kv_tokens": size.kv_tokens,
         "step_tokens": size.step_tokens,
-        "inference_batch_size": size.max_running,
+        "max_running": size.max_running,
         "max_adapters_resident": 64,
         "micro_batch_tokens": size.batch_tokens,
         "policy": "slack",

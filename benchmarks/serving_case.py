@@ -217,7 +217,7 @@ class Bench:
     ) -> None:
         """`inductor`: further options of torch.compile to switch on; `torch_rows`: steps of one row through torch."""
         self.base, self.shape = base, shape
-        config = Config(inference_batch_size=shape.max_running, step_tokens=shape.step_tokens, device=shape.device)
+        config = Config(max_running=shape.max_running, step_tokens=shape.step_tokens, device=shape.device)
         self._made: dict[AdapterRef, LoraWeights] = {}
         self.store = AdapterStore(
             lambda ref, digests: self._made[ref], HostBudget(2 * ADAPTERS), pinned=shape.device == "cuda"

@@ -128,11 +128,11 @@ def allocations(before: str, after: str) -> dict[str, float]:
     return {name: pages[1][name] - pages[0][name] for name in names}
 
 
-def cost(checkpoints: Sequence[float], none: Sequence[float]) -> float:
+def cost(checkpoints: Sequence[float], none: Sequence[float]) -> float | None:
     """Share of the fine-tuning tokens a second that checkpoints take. `checkpoints`, `none`: seconds of equal jobs with and
-    without them. 1 where one of them is empty: nothing was measured."""
+    without them. None where one of them is empty."""
     if not checkpoints or not none:
-        return 1.0
+        return None
     return round(1 - float(np.median(none)) / float(np.median(checkpoints)), 4)
 
 
@@ -143,9 +143,11 @@ def check_answers(samples: Sequence[Sample]) -> None:
         raise SystemExit(f"{len(errors)} of {len(samples)} requests failed: {', '.join(sorted(set(errors)))}")
 
 
-def worst(rows: Mapping[str, Mapping[str, float]], name: str) -> float:
-    """The largest value over the rates."""
-    return max(row[name] for row in rows.values())
+def worst(rows: Mapping[str, Mapping[str, float | None]], name: str) -> float | None:
+    """The largest value over the rates; None where one of them has none."""
+    values = [row[name] for row in rows.values()]
+    known = [value for value in values if value is not None]
+    return max(known) if len(known) == len(values) else None
 
 
 def summarize(out: Path = RESULTS) -> None:

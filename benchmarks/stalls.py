@@ -64,7 +64,7 @@ from coserve.workloads.replay import Sample
 
 PARTS = ("start.cold", "start.warm", "jobs.r5", "jobs.r20", "churn")
 RATE = 5.0
-SECONDS = {"start.cold": 75.0, "start.warm": 30.0, "jobs.r5": 40.0, "jobs.r20": 40.0, "churn": 30.0}
+SECONDS = {"start.cold": 75.0, "start.warm": 30.0, "jobs.r5": 40.0, "jobs.r20": 80.0, "churn": 30.0}
 """Of arrivals."""
 CLIENTS = 2
 LEAD = 0.3
@@ -216,7 +216,8 @@ class Stalls:
             about: dict[str, Any] = {at: each[name] for at, each in self._jobs.items()}
             if name == "max_gap_ms":
                 about = {"rates": self._jobs}
-            self._put(f"stall.jobs.{name}", worst(self._jobs, name), unit, about)
+            if (value := worst(self._jobs, name)) is not None:
+                self._put(f"stall.jobs.{name}", value, unit, about)
 
     def _churn(self, found: Daemon, end: float) -> None:
         clients = LoadProcesses(CLIENTS)

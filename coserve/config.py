@@ -106,8 +106,12 @@ class Config:
         "(ets) and Temporal Sharing (ts)",
         choices=("slack", "ets", "ts", "inference-first", "spatial", "overlap"),
     )
-    inference_batch_size: int = option(64, "ETS: dispatch when so many requests wait; also the most that run at once")
-    inference_delay: float = option(5.0, "ETS: dispatch when the first request has waited so long, in seconds")
+    inference_batch_size: int = option(
+        64, "ETS and TS(n): a batch of requests, dispatched when so many wait; at most max_running"
+    )
+    inference_delay: float = option(
+        5.0, "ETS and TS(n): dispatch when the first request has waited so long, in seconds"
+    )
     ts_n: int = option(10, "TS(n): inference batches per turn of fine-tuning")
     ts_unit: str = option(
         "request",
@@ -160,6 +164,7 @@ class Config:
     )
     memory_fraction: float = option(0.9, "share of the GPU's memory that the engine may take, if kv_tokens is not set")
     page_tokens: int = option(16, "tokens of one page")
+    max_running: int = option(256, "most requests that run at once, in one batch; others wait")
     step_tokens: int | None = option(
         None, "most tokens of one generation step (decodes and prefill chunks); default: 512 on CPU, 2048 on a GPU"
     )
@@ -234,6 +239,7 @@ class Config:
             "inference_batch_size",
             "ts_n",
             "page_tokens",
+            "max_running",
             "step_tokens",
             "threads",
             "kv_tokens",
@@ -294,6 +300,11 @@ class Config:
     def tokenizer_processes(self) -> int:
         """`tokenizer_workers`, or its default."""
         return self.tokenizer_workers or min(MAX_TOKENIZER_WORKERS, max(1, usable_cores() // 2))
+
+    @property
+    def batch_requests(self) -> int:
+        """Most requests that run at once. Under the paper's policies one batch runs to its end."""
+        return min(self.max_running, self.inference_batch_size) if self.policy in ("ets", "ts") else self.max_running
 
     @property
     def trains_concurrently(self) -> bool:

@@ -75,7 +75,7 @@ OPTION_ALIASES = {
     # vLLM
     "tensor_parallel_size": "tp",
     "gpu_memory_utilization": "memory_fraction",
-    "max_num_seqs": "inference_batch_size",
+    "max_num_seqs": "max_running",
     "max_num_batched_tokens": "step_tokens",
     "block_size": "page_tokens",
     "max_cpu_loras": "max_adapters_resident",

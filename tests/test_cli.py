@@ -56,6 +56,7 @@ SETTINGS = [
     "kv_tokens",
     "memory_fraction",
     "page_tokens",
+    "max_running",
     "step_tokens",
     "prefix_cache",
     "max_queue",

@@ -118,7 +118,7 @@ class EngineParts:
     def _conditions(self) -> Conditions:
         config = self.config
         work = Work(self.step_tokens, config.micro_batch_tokens, config.max_active_jobs)
-        return Conditions(self.lora_backend, config.recompute, config.inference_batch_size, config.page_tokens, work)
+        return Conditions(self.lora_backend, config.recompute, config.batch_requests, config.page_tokens, work)
 
     def memory_model(self, pool: PoolSize) -> MemoryModel | None:
         """What predicts the memory of jobs; None without a plan."""
@@ -173,7 +173,7 @@ class EngineParts:
         return make_start(
             self.base,
             kv,
-            max_running=config.inference_batch_size,
+            max_running=config.batch_requests,
             lora_backend=self.lora_backend,
             when=config.compile if config.tp == 1 or config.compile == "off" else "before",
             step_tokens=self.step_tokens,

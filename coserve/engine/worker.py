@@ -106,7 +106,7 @@ def build_engine(
         store,
         kv,
         start.executor if followers is None else RankedExecutor(start.executor, followers),
-        max_running=config.inference_batch_size,
+        max_running=config.batch_requests,
         step_tokens=parts.step_tokens,
         prefix_cache=config.prefix_cache,
     )
@@ -139,7 +139,7 @@ def build_engine(
         store,
         make_policy(config, tpot=config.targets(device=base.device.type)[1]),
         link,
-        max_running=config.inference_batch_size,
+        max_running=config.batch_requests,
         max_queue=config.max_queue,
         fair=config.fair,
         attainment=config.slo_attainment,

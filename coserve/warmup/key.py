@@ -24,7 +24,7 @@ LIBRARIES = ("torch", "triton", "transformers")
 SOURCES = ("kernels", "model", "generate", "memory", "finetune", "engine", "parallel", "warmup")
 """Our packages whose code decides what is compiled."""
 SHAPE_SETTINGS = (
-    "dtype", "lora_backend", "inference_batch_size", "page_tokens", "step_tokens", "micro_batch_tokens", "max_active_jobs",
+    "dtype", "lora_backend", "batch_requests", "page_tokens", "step_tokens", "micro_batch_tokens", "max_active_jobs",
     "recompute", "trust_remote_code", "tp", "lora_sharding",
 )  # fmt: skip
 """Settings that decide which kernels an engine needs, besides the base."""

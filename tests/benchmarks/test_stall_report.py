@@ -92,8 +92,9 @@ def test_failed_requests_are_no_result() -> None:
 
 def test_costs_and_targets() -> None:
     assert cost([10.0, 30.0, 12.5], [12.0, 11.875]) == 0.045
-    assert cost([], [10.0]) == cost([10.0], []) == 1.0  # not measured is not reached
+    assert cost([], [10.0]) is None is cost([10.0], [])  # not measured
     assert worst({"r5": {"max_gap_ms": 3.0}, "r20": {"max_gap_ms": 7.0}}, "max_gap_ms") == 7.0
+    assert worst({"r5": {"ft_cost": 0.01}, "r20": {"ft_cost": None}}, "ft_cost") is None
     assert all(str(target(key)).startswith("<= ") for key in TARGETS)
     assert target("start.warm.max_gap_ms") is None
 

@@ -52,7 +52,7 @@ CPU = torch.device("cpu")
 
 def make_task(folder: Path, **settings: object) -> tuple[WarmUpTask, Config]:
     config = Config(
-        device="cpu", lora_backend="grouped", step_tokens=3, inference_batch_size=2, micro_batch_tokens=4, **settings
+        device="cpu", lora_backend="grouped", step_tokens=3, max_running=2, micro_batch_tokens=4, **settings
     )
     return WarmUpTask(config_to_json(config).decode(), str(folder), {}, "shape", 1), config
 
@@ -114,7 +114,7 @@ def test_steps_longer_than_the_context_are_of_several_prompts(tmp_path: Path) ->
     tiny_family("gpt2").save_pretrained(tmp_path / "gpt2")
     base = load_base(str(tmp_path / "gpt2"), device="cpu", dtype="float32", few_layers=True)
     context, (task, config) = base.spec.context, make_task(tmp_path)
-    config = replace(config, step_tokens=2 * context + 1, inference_batch_size=4)
+    config = replace(config, step_tokens=2 * context + 1, max_running=4)
     make_part_runner(base, config, task).preload_kernels()
     assert Mix((context, context, 1), 0) in first_steps(4, 2 * context + 1, context, decodes=True)
 

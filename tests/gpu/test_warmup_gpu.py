@@ -26,7 +26,7 @@ def test_an_engine_over_filled_caches_compiles_nothing(tmp_path: Path) -> None:
         data_dir=tmp_path / "data",
         device="cuda",
         dtype="bfloat16",
-        inference_batch_size=4,
+        max_running=4,
         step_tokens=64,
         micro_batch_tokens=64,
         kv_tokens=4096,
@@ -52,7 +52,7 @@ def test_an_engine_over_filled_caches_compiles_nothing(tmp_path: Path) -> None:
 def test_two_ranks_over_filled_caches_compile_no_kernel(tmp_path: Path) -> None:
     """Steps with adapters, and a job with block-diagonal matrices, more blocks than GPUs."""
     model, cache = make_model_folder(tmp_path / "model"), str(tmp_path / "cache")
-    settings = ("--device", "cuda", "--dtype", "bfloat16", "--inference-batch-size", "4", "--step-tokens", "64")
+    settings = ("--device", "cuda", "--dtype", "bfloat16", "--max-running", "4", "--step-tokens", "64")
     options = (*settings, "--micro-batch-tokens", "64", "--tp", "2", "--cache-dir", cache)
     warm = [sys.executable, "-m", "coserve.cli", "warm", str(model), *options]
     done = subprocess.run(warm, cwd=ROOT, check=False, capture_output=True, text=True, timeout=500)

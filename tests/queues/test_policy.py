@@ -251,6 +251,15 @@ def test_settings_choose_the_policy() -> None:
         assert isinstance(policy, TemporalSharing) and policy.decide(under_way, 9.0) == decision
 
 
+def test_a_batch_of_the_papers_policies_has_its_own_size() -> None:
+    """One batch runs to its end: with more places, another would begin while its adapters are read."""
+    assert Config().batch_requests == Config().max_running > Config().inference_batch_size
+    for policy in ("ets", "ts"):
+        assert Config(policy=policy).batch_requests == Config().inference_batch_size
+        few = Config(policy=policy, max_running=8)
+        assert make_policy(few).decide(view([0.0] * 8), 0.0) == Serve(few.batch_requests) == Serve(8)
+
+
 def test_adapters_take_turns_in_the_queue_but_under_the_papers_policies() -> None:
     assert [Config(policy=name).fair for name in ("slack", "inference-first", "ets", "ts")] == [
         True,

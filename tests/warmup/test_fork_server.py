@@ -147,7 +147,7 @@ def test_without_a_driver_no_fork_breaks_cuda() -> None:
 
 @pytest.mark.slow
 async def test_a_forked_worker_runs_a_part_with_torch(tmp_path: Path) -> None:
-    config = Config(device="cpu", lora_backend="grouped", step_tokens=3, inference_batch_size=2, micro_batch_tokens=4)
+    config = Config(device="cpu", lora_backend="grouped", step_tokens=3, max_running=2, micro_batch_tokens=4)
     task = WarmUpTask(config_to_json(config).decode(), str(tmp_path), {}, "shape", 1)
     server = ForkServer(task)
     workers = await asyncio.gather(server.start_worker(), server.start_worker())

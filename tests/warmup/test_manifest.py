@@ -132,7 +132,7 @@ def test_a_shape_is_the_bases_config_and_the_settings_that_kernels_depend_on(tmp
     (tmp_path / "config.json").write_text('{"hidden_size": 64}')
     config = Config(model=str(tmp_path))
     assert shape_key(config) == shape_key(Config(model=str(tmp_path), port=9, max_queue=3))
-    assert shape_key(config) != shape_key(Config(model=str(tmp_path), inference_batch_size=3))
+    assert shape_key(config) != shape_key(Config(model=str(tmp_path), max_running=3))
     assert shape_key(config) != shape_key(Config(model=str(tmp_path), tp=2))
     before = shape_key(config)
     (tmp_path / "config.json").write_text('{"hidden_size": 128}')

@@ -395,5 +395,5 @@ def make_part_runner(
     lora_backend = choose_backend(config.lora_backend, base.device, base.dtype)
     step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
     work = Work(step_tokens, config.micro_batch_tokens, config.max_active_jobs)
-    conditions = Conditions(lora_backend, config.recompute, config.inference_batch_size, config.page_tokens, work)
+    conditions = Conditions(lora_backend, config.recompute, config.batch_requests, config.page_tokens, work)
     return PartRunner(base, conditions, task, processes, on_compiled)

@@ -14,7 +14,7 @@ from coserve.queues.policy import Policy
 
 def make_policy(config: Config, *, tpot: float | None = None) -> Policy:
     """`tpot`: seconds between the tokens of a usual request; None: unknown."""
-    size, delay = config.inference_batch_size, config.inference_delay
+    size, delay = config.batch_requests, config.inference_delay
     match config.policy:
         case "ets":
             return Ets(size, delay)
