@@ -272,6 +272,8 @@ class PartRunner:
                 yield done, len(work)
                 with suppress(NonFiniteLoss):  # kernels that were not launched wrote nothing
                     run(size)
+                if self._on_gpu:
+                    torch.cuda.empty_cache()  # the next size would find no block that fits, and take more beside the engine
 
     def _profiler(self, rank: int, bd_blocks: int = 1, layers: CompiledLayers | None = None) -> MemoryProfiler:
         """For compilations."""
@@ -332,8 +334,7 @@ class PartRunner:
 
     def _gemms(self, rows: int, path: Path) -> Iterator[tuple[int, int]]:
         yield 0, 2
-        stacked = self._stacked()
-        choice = GemmChoice()
+        stacked, choice = self._stacked(), GemmChoice()
         if self._on_gpu:
             with self._compiling():  # measured one by one, they would be compiled one by one
                 run_gemms(stacked, self._base.device, (rows,))

@@ -90,6 +90,7 @@ def work(sock: socket.socket) -> None:
         for line in lines:
             name, began = msgspec.json.decode(line, type=DoPart).name, time.monotonic()
             kernels, seconds, progress = len(compiled.kernels), compiled.seconds, PartReport(0, 1)
+            most = 0.0
             try:
                 gpu = gpu_of(name)
                 with use_gpu(config, gpu) as device:
@@ -101,6 +102,10 @@ def work(sock: socket.socket) -> None:
                     for done, total in runners[gpu].run(name):
                         progress = PartReport(done, max(total, done + 1))
                         send(progress)
+                    if on_gpu:
+                        most = torch.cuda.max_memory_reserved() / (1 << 30)
+                        torch.cuda.empty_cache()  # else a worker keeps what its largest part took, beside the engine
+                        torch.cuda.reset_peak_memory_stats()
             except BrokenProcessPool:  # it died, most likely as the machine ran out of memory; this worker is replaced
                 send(PartReport(0, 1, "memory", "a process that compiles died"))
             except CoserveError as error:
@@ -111,7 +116,12 @@ def work(sock: socket.socket) -> None:
             else:
                 kernels, seconds = len(compiled.kernels) - kernels, compiled.seconds - seconds
                 took = time.monotonic() - began
-                log.info("%s: %.1f s, of which %d kernels took %.1f s to compile", name, took, kernels, seconds)
-                if on_gpu:
-                    torch.cuda.empty_cache()  # else a worker keeps what its largest part took, beside the engine
+                log.info(
+                    "%s: %.1f s, of which %d kernels took %.1f s to compile; at most %.2f GiB",
+                    name,
+                    took,
+                    kernels,
+                    seconds,
+                    most,
+                )
                 send(PartReport(1, 1))
