@@ -129,7 +129,9 @@ class Engine:
             step_tokens=step_tokens,
             attainment=attainment,
         )
-        self._reception = Reception(self._queue, self._running, self._views, send=link.send, cancel=generator.cancel)
+        self._reception = Reception(
+            self._queue, self._running, self._views, send=link.send_all, cancel=generator.cancel
+        )
         parts = generator, adapters, self._jobs, self._views, self._stalls
         self._reports = Reports(link, clock, parts, (self._queue, self._running), memory, upgrade)
         self._measured: float | None = None

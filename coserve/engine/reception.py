@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from coserve.engine.running import RunningRequests
 from coserve.engine.views import Views
@@ -22,7 +22,7 @@ class Reception:
         running: RunningRequests,
         views: Views,
         *,
-        send: Callable[[RequestFailed], None],
+        send: Callable[[Sequence[RequestFailed]], None],
         cancel: Callable[[str], None],
     ) -> None:
         """`cancel` a request that the generator has."""
@@ -42,7 +42,7 @@ class Reception:
         retry = self._shedding.arrived(entry, self._views.headroom(reading), self._views.step_seconds, now, displaced)
         if retry is not None:
             self._queue.cancel(request.id)
-            self._shed(request.id, retry)
+            self._refuse(request.id, _overloaded(retry))
         elif displaced is not None:
             self._queue.cancel(displaced.message.id)
             why = "the queue is full, and other requests go first; try again later"
@@ -54,17 +54,25 @@ class Reception:
 
     def refuse_late(self, now: float) -> None:
         """Refuse the requests that have become late: in the queue, or in the batch without pages."""
-        for id, retry in self._shedding.expired(self._views.step_seconds, now):
-            if self._queue.cancel(id):
-                self._shed(id, retry)
-            elif self._running.waits_for_pages(id):
+        late = self._shedding.expired(self._views.step_seconds, now)
+        if not late:
+            return
+        refused = self._queue.cancel_all(late)
+        for id in late.keys() - refused:
+            if self._running.waits_for_pages(id):
                 self._running.remove(id)
                 self._cancel(id)
-                self._shed(id, retry)
-
-    def _shed(self, id: str, retry: float) -> None:
-        why = f"no place in the batch before the time that the request's targets leave; try again in {retry:.0f} s"
-        self._refuse(id, Overloaded(why, retry_after=retry))
+                refused.add(id)
+        self._send([_failed(id, _overloaded(retry)) for id, retry in late.items() if id in refused])
 
     def _refuse(self, id: str, error: QueueFull | Overloaded) -> None:
-        self._send(RequestFailed(id=id, code=error.code, message=error.message, retry_after=error.retry_after))
+        self._send([_failed(id, error)])
+
+
+def _overloaded(retry: float) -> Overloaded:
+    why = f"no place in the batch before the time that the request's targets leave; try again in {retry:.0f} s"
+    return Overloaded(why, retry_after=retry)
+
+
+def _failed(id: str, error: QueueFull | Overloaded) -> RequestFailed:
+    return RequestFailed(id=id, code=error.code, message=error.message, retry_after=error.retry_after)

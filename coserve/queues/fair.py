@@ -12,7 +12,7 @@ the turns, also for a quantum much smaller than the costs.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -73,21 +73,21 @@ class DeficitRoundRobin(Generic[T]):
         flow.cost += cost
         insort(self._due, self._schedule(flow, id, item, flow.cost), key=_order)
 
-    def remove(self, key: Hashable, id: str) -> None:
-        """Remove an item. Later items of its flow may leave earlier."""
-        flow = self._flows[key]
-        del flow.items[id]
-        self._due = [due for due in self._due if due.flow is not flow]
-        flow.cost = 0
-        for other, (item, cost) in flow.items.items():
-            flow.cost += cost
-            self._due.append(self._schedule(flow, other, item, flow.cost))
+    def remove(self, gone: Mapping[Hashable, Collection[str]]) -> None:
+        """Remove items, given as ids by flow. Later items of those flows may leave earlier."""
+        flows = {self._flows[key] for key in gone}
+        self._due = [due for due in self._due if due.flow not in flows]
+        for flow in flows:
+            for id in gone[flow.key]:
+                del flow.items[id]
+            flow.cost = 0
+            for other, (item, cost) in flow.items.items():
+                flow.cost += cost
+                self._due.append(self._schedule(flow, other, item, flow.cost))
         self._due.sort(key=_order)
-        if not flow.items:
-            self._mid_turn = self._mid_turn and flow is not self._round[-1]
-            self._round.remove(flow)
-            del self._flows[key]
-            self._renumber()
+        if any(not flow.items for flow in flows):
+            self._mid_turn = self._mid_turn and bool(self._round[-1].items)
+            self._drop_empty(self._round)
 
     def __len__(self) -> int:
         return len(self._due)
@@ -126,12 +126,15 @@ class DeficitRoundRobin(Generic[T]):
     def _continue_after(self, last: int) -> None:
         """The last popped item was of the flow at position `last`: rotate the round to it, without empty flows."""
         latest = self._round[last]
-        rotated = self._round[last + 1 :] + self._round[: last + 1]
-        for flow in rotated:
+        self._drop_empty(self._round[last + 1 :] + self._round[: last + 1])
+        self._mid_turn = bool(latest.items)
+
+    def _drop_empty(self, flows: list[_Flow[T]]) -> None:
+        """`flows`: the round, with empty ones."""
+        for flow in flows:
             if not flow.items:
                 del self._flows[flow.key]
-        self._round = [flow for flow in rotated if flow.items]
-        self._mid_turn = bool(latest.items)
+        self._round = [flow for flow in flows if flow.items]
         self._renumber()
 
     def _renumber(self) -> None:

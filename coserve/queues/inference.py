@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 
 from coserve.errors import QueueFull
@@ -94,12 +94,21 @@ class InferenceQueue:
 
     def cancel(self, id: str) -> bool:
         """Remove a request. False if it is not in the queue."""
-        entry = self._entries.pop(id, None)
-        if entry is None:
-            return False
-        self._flows(entry.message).remove(self._flow(entry.message), id)
-        self._waiting = None
-        return True
+        return bool(self.cancel_all([id]))
+
+    def cancel_all(self, ids: Collection[str]) -> set[str]:
+        """Remove those of these requests that are in the queue, and return their ids. Takes little longer for many than for one."""
+        gone = [entry for id in ids if (entry := self._entries.pop(id, None)) is not None]
+        for flows in self._interactive, self._batch:
+            by_flow: dict[Hashable, list[str]] = {}
+            for entry in gone:
+                if self._flows(entry.message) is flows:
+                    by_flow.setdefault(self._flow(entry.message), []).append(entry.message.id)
+            if by_flow:
+                flows.remove(by_flow)
+        if gone:
+            self._waiting = None
+        return {entry.message.id for entry in gone}
 
     def waiting(self, count: int) -> tuple[Queued, ...]:
         """The requests that `pop` would return. The same tuple for the same `count` until the queue changes."""
@@ -112,7 +121,18 @@ class InferenceQueue:
 
     def ahead(self, id: str) -> int:
         """How many requests are admitted before this one."""
-        return next(i for i, entry in enumerate(self._first(len(self))) if entry.message.id == id)
+        return self.ahead_of([id])[id]
+
+    def ahead_of(self, ids: Collection[str]) -> dict[str, int]:
+        """For those of these requests that are in the queue: how many others are admitted before each. Takes little longer for many
+        than for one."""
+        wanted, found, others = set(ids), dict[str, int](), 0
+        for entry in self._first(len(self)):
+            if entry.message.id in wanted:
+                found[entry.message.id] = others
+            else:
+                others += 1
+        return found
 
     def _first(self, count: int) -> tuple[Queued, ...]:
         interactive, batch = self._interactive.first(count), self._batch.first(count)

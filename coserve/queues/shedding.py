@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from heapq import heappop, heappush
 
 from coserve.queues.inference import RETRY_AT_LEAST, RETRY_AT_MOST, InferenceQueue, Queued
@@ -72,14 +71,16 @@ class Shedding:
         ahead = self._queue.ahead(id)
         return ahead - (displaced is not None and self._queue.ahead(displaced.message.id) < ahead)
 
-    def expired(self, step: float, now: float) -> Iterator[tuple[str, float]]:
-        """Ids of requests that are late, and seconds after which to try again. Each is given once. Some may have left the queue."""
+    def expired(self, step: float, now: float) -> dict[str, float]:
+        """Requests that are late, and for each the seconds after which to try again, by which those that stay before it are admitted. Each is
+        given once. Some may have left the queue."""
+        late: list[str] = []
         while self._deadlines and self._deadlines[0][0] < now + step:
             _, id, waited = heappop(self._deadlines)
-            if self._queue.get(id) is None:
-                yield id, _bounded(0.0)
-            elif waited:
-                yield id, _bounded(self._queue.ahead(id) * self.gap)
+            if waited or self._queue.get(id) is None:
+                late.append(id)
+        ahead = self._queue.ahead_of(late) if late else {}
+        return {id: _bounded(ahead.get(id, 0) * self.gap) for id in late}
 
 
 def _bounded(seconds: float) -> float:

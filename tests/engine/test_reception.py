@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+import pytest
+
 from coserve.engine.reception import Reception
 from coserve.engine.running import RunningRequests
 from coserve.engine.views import Views
@@ -34,8 +40,9 @@ def request(id: str, ttft: float = 60.0, *, batch: bool = False, shed: bool = Fa
 class Line:
     """A queue before a full batch, which takes a request each second."""
 
-    def __init__(self) -> None:
-        self.queue, self.refused = InferenceQueue(LIMIT, fair=True), dict[str, str]()
+    def __init__(self, limit: int = LIMIT) -> None:
+        self.queue, self.refused = InferenceQueue(limit, fair=True), dict[str, str]()
+        self.retry_after = dict[str, float]()
         running = RunningRequests(step_tokens=64)
         views = Views(self.queue, running, NoJobs(), max_running=0, step_tokens=64)
         self._reception = Reception(self.queue, running, views, send=self._refuse, cancel=self.refused.__delitem__)
@@ -45,11 +52,16 @@ class Line:
             self.queue.pop(1)
             self._reception.admitted(1, float(second))
 
-    def _refuse(self, message: RequestFailed) -> None:
-        self.refused[message.id] = message.code
+    def _refuse(self, messages: Sequence[RequestFailed]) -> None:
+        for message in messages:
+            self.refused[message.id] = message.code
+            self.retry_after[message.id] = message.retry_after or 0.0
 
     def arrives(self, request: Generate, now: float = 4.0) -> None:
         self._reception.enqueue(request, now, reading=0)
+
+    def refuse_late(self, now: float) -> None:
+        self._reception.refuse_late(now)
 
     def ids(self) -> list[str]:
         return [entry.message.id for entry in self.queue.waiting(99)]
@@ -76,3 +88,37 @@ def test_whoever_goes_is_not_counted_before_the_one_that_comes() -> None:
     assert line.ids()[0] == "b"
     line.arrives(request("new", LIMIT - 0.5, shed=True, adapter="other"))
     assert (line.ids()[-1], line.refused) == ("new", {"b": "queue_full"})
+
+
+def test_those_that_become_late_together_are_refused_together() -> None:
+    line = Line()
+    for number in range(LIMIT - 1):
+        line.arrives(request(f"r{number}", 9.0, shed=number % 2 == 1, adapter="ab"[number // 2]))
+    line.refuse_late(12.9)
+    assert line.refused == {}
+    line.refuse_late(13.1)
+    assert line.refused == {"r1": "overloaded", "r3": "overloaded"}
+    assert line.ids() == ["r0", "r2"]
+    assert line.retry_after == {"r1": pytest.approx(1.0), "r3": pytest.approx(2.0)}, "those that stay are served first"
+
+
+def calls_to_refuse(count: int) -> int:
+    line, calls = Line(count), 0
+    for number in range(count):
+        line.arrives(request(f"r{number}", 2.0 * count, shed=True, batch=number % 3 == 0, adapter=f"{number % 7}"))
+
+    def called(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(called)
+    try:
+        line.refuse_late(9.0 * count)
+    finally:
+        sys.setprofile(None)
+    assert len(line.refused) == count
+    return calls
+
+
+def test_each_of_many_that_become_late_at_once_takes_as_little_work_as_one_of_few() -> None:
+    assert calls_to_refuse(400) < 5 * calls_to_refuse(100), "all streams wait for it"

@@ -87,10 +87,12 @@ class FairAgainstTurns(RuleBasedStateMachine):
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         if self.flow_of:
-            id = data.draw(st.sampled_from(sorted(self.flow_of)))
-            key = self.flow_of.pop(id)
-            self.fair.remove(key, id)
-            self.turns.remove(key, id)
+            gone = dict[Hashable, list[str]]()
+            for id in data.draw(st.sets(st.sampled_from(sorted(self.flow_of)))):
+                key = self.flow_of.pop(id)
+                gone.setdefault(key, []).append(id)
+                self.turns.remove(key, id)
+            self.fair.remove(gone)
 
     @invariant()
     def nothing_is_lost(self) -> None:

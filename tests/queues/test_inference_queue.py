@@ -165,6 +165,13 @@ class QueueAgainstLists(RuleBasedStateMachine):
         if id in ids:
             self.forget([id])
 
+    @rule(data=st.data())
+    def cancel_all(self, data: st.DataObject) -> None:
+        ids = [id for id, _ in self.model]
+        some = data.draw(st.lists(st.sampled_from([*ids, *self.gone, "never"])))
+        assert self.queue.cancel_all(some) == {*some} & {*ids}
+        self.forget([*({*some} & {*ids})])
+
     @invariant()
     def same(self) -> None:
         if hasattr(self, "queue"):

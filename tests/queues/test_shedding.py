@@ -37,7 +37,7 @@ class Line:
         return self.shedding.arrived(entry, headroom, 0.1, 2.0)
 
     def late(self, now: float) -> list[str]:
-        return [id for id, _ in self.shedding.expired(0.1, now)]
+        return list(self.shedding.expired(0.1, now))
 
 
 def test_a_request_whose_turn_comes_too_late_is_refused_when_it_arrives() -> None:
