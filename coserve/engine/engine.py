@@ -263,13 +263,13 @@ class Engine:
                 notes = upgrade.adopt()
             self._garbage.start_up_done()
             self._link.send(EngineNotes(notes=notes))
-            training = upgrade.training_ready, upgrade.compile_training  # twice: the first time there may be no memory
-            levels = upgrade.levels_ready, upgrade.compile_levels
-            for ready, compile in (training, training, levels, levels):
-                await ready()
-                notes = await loop.run_in_executor(executor, compile)
-                self._link.send(EngineNotes(notes=notes))
-                self._changed.set()  # jobs may start, or fit otherwise
+            self._changed.set()  # the first graphs may be captured
+            for part in upgrade.part_loads:
+                while not part.done:
+                    await part.ready()
+                    await loop.run_in_executor(executor, part.load)
+                    self._link.send(EngineNotes(notes=upgrade.notes))
+                    self._changed.set()  # jobs may start, or fit otherwise
         finally:
             executor.shutdown(wait=False)
 

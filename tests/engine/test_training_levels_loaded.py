@@ -87,14 +87,28 @@ async def test_levels_are_loaded_with_what_was_measured(error: Exception | None,
     layers, complete = Layers(error), [TRAINING_LAYERS, training(DEFAULT_RANK), TRAINING_LEVELS]
     async with warm_up(tmp_path, complete=complete, failed=[]) as warm:
         upgrade = make_upgrade(layers, warm)
-        await upgrade.training_ready()
-        upgrade.compile_training()
+        first, levels = upgrade.part_loads
+        await first.ready()
+        first.load()
         assert upgrade.may_train(make_spec()), "it need not wait for levels"
-        await upgrade.levels_ready()
-        notes = upgrade.compile_levels()
+        await levels.ready()
+        levels.load()
     assert layers.done == ["compiled"] + ([WITH_LEVELS] if error is None else []) + ["forgotten"]
-    said = [note for note in notes if "keep all or run their forward again: another gradient" in note]
+    said = [note for note in upgrade.notes if "keep all or run their forward again: another gradient" in note]
     assert bool(said) is (error is not None)
+
+
+def test_no_job_starts_while_its_layers_are_compiled() -> None:
+    """It would begin without them, and go on with them."""
+    started = list[bool]()
+
+    class Slow(Layers):
+        def compile(self) -> None:
+            started.append(upgrade.may_train(make_spec()))
+
+    upgrade = make_upgrade(Slow(), None)
+    upgrade.part_loads[0].load()
+    assert started == [False] and upgrade.may_train(make_spec())
 
 
 @pytest.mark.parametrize("fails_again", [False, True])
@@ -115,19 +129,20 @@ async def test_jobs_wait_for_the_memory_that_a_warm_up_has(fails_again: bool, tm
     theirs.sendall(msgspec.json.encode(Progress(1, 2, parts)) + b"\n")
     await warm.checked()
     upgrade = make_upgrade(layers, warm)
-    await upgrade.training_ready()
-    notes = upgrade.compile_training()
+    first, _ = upgrade.part_loads
+    await first.ready()
+    first.load()
     assert not upgrade.may_train(make_spec())
-    assert any("jobs wait until the warm-up has ended" in note for note in notes)
-    again = asyncio.create_task(upgrade.training_ready())
+    assert any("jobs wait until the warm-up has ended" in note for note in upgrade.notes)
+    again = asyncio.create_task(first.ready())
     await warm.catch_up()
     assert not again.done()
     theirs.sendall(msgspec.json.encode(Progress(2, 2, parts, ended=True)) + b"\n")
     await again
-    notes = upgrade.compile_training()
+    first.load()
     assert upgrade.may_train(make_spec())
-    assert any("run operation by operation" in note for note in notes) is fails_again
-    assert not any("jobs wait" in note for note in notes)
+    assert any("run operation by operation" in note for note in upgrade.notes) is fails_again
+    assert not any("jobs wait" in note for note in upgrade.notes)
     assert layers.done == ([] if fails_again else ["compiled"])
     theirs.close()
     await warm.close()
@@ -137,11 +152,12 @@ async def test_jobs_do_without_levels_that_the_warm_up_could_not_compile(tmp_pat
     layers = Layers()
     async with warm_up(tmp_path, complete=[TRAINING_LAYERS], failed=[TRAINING_LEVELS]) as warm:
         upgrade = make_upgrade(layers, warm)
-        upgrade.compile_training()
-        await upgrade.levels_ready()
-        notes = upgrade.compile_levels()
+        first, levels = upgrade.part_loads
+        first.load()
+        await levels.ready()
+        levels.load()
     assert layers.done == ["compiled", "forgotten"], "compiling them here would fail compiled steps"
-    assert any(UNMEASURED in note for note in notes)
+    assert any(UNMEASURED in note for note in upgrade.notes)
 
 
 @pytest.mark.parametrize("may_keep_less", [True, False])
@@ -151,11 +167,13 @@ async def test_levels_that_were_not_measured_are_left_and_health_tells(may_keep_
     layers.may_keep_less = may_keep_less
     async with warm_up(tmp_path, complete=[TRAINING_LAYERS, TRAINING_LEVELS], failed=[]) as warm:
         upgrade = make_upgrade(layers, warm)
-        assert not any(UNMEASURED in note for note in upgrade.compile_training())
-        notes = upgrade.compile_levels()
-        assert upgrade.compile_levels() == notes
-    assert layers.done == ["compiled", "forgotten"]
-    assert any(UNMEASURED in note for note in notes) is may_keep_less
+        first, levels = upgrade.part_loads
+        first.load()
+        assert not any(UNMEASURED in note for note in upgrade.notes)
+        for _ in range(2):
+            levels.load()
+            assert layers.done == ["compiled", "forgotten"]
+            assert any(UNMEASURED in note for note in upgrade.notes) is may_keep_less
 
 
 async def test_levels_of_layers_that_are_not_compiled_are_forgotten(tmp_path: Path) -> None:
@@ -163,9 +181,10 @@ async def test_levels_of_layers_that_are_not_compiled_are_forgotten(tmp_path: Pa
     layers = Layers()
     async with warm_up(tmp_path, complete=[TRAINING_LEVELS], failed=[TRAINING_LAYERS]) as warm:
         upgrade = make_upgrade(layers, warm)
-        upgrade.compile_training()
-        await upgrade.levels_ready()
-        upgrade.compile_levels()
+        first, levels = upgrade.part_loads
+        first.load()
+        await levels.ready()
+        levels.load()
     assert layers.done == ["forgotten"]
 
 
@@ -187,17 +206,19 @@ async def test_levels_that_find_no_memory_are_tried_again_after_the_warm_up(fail
     theirs.sendall(msgspec.json.encode(Progress(1, 2, parts)) + b"\n")
     await warm.checked()
     upgrade = make_upgrade(layers, warm)
-    upgrade.compile_training()
-    await upgrade.levels_ready()
-    assert any(NO_MEMORY in note for note in upgrade.compile_levels())
+    first, levels = upgrade.part_loads
+    first.load()
+    await levels.ready()
+    levels.load()
+    assert any(NO_MEMORY in note for note in upgrade.notes)
     assert layers.done == ["compiled"], "what they are compiled from is needed again"
-    again = asyncio.create_task(upgrade.levels_ready())
+    again = asyncio.create_task(levels.ready())
     await warm.catch_up()
     assert not again.done()
     theirs.sendall(msgspec.json.encode(Progress(2, 2, parts, ended=True)) + b"\n")
     await again
-    notes = upgrade.compile_levels()
-    assert any(NO_MEMORY in note for note in notes) is fails_again
+    levels.load()
+    assert any(NO_MEMORY in note for note in upgrade.notes) is fails_again
     assert layers.done == ["compiled"] + ([] if fails_again else [WITH_LEVELS]) + ["forgotten"]
     theirs.close()
     await warm.close()
@@ -206,8 +227,9 @@ async def test_levels_that_find_no_memory_are_tried_again_after_the_warm_up(fail
 async def test_nothing_waits_where_nothing_is_warmed() -> None:
     layers = Layers()
     upgrade = make_upgrade(layers, None)
-    await upgrade.levels_ready()
-    upgrade.compile_training()
-    notes = upgrade.compile_levels()
+    first, levels = upgrade.part_loads
+    await levels.ready()
+    first.load()
+    levels.load()
     assert layers.done == ["compiled", "forgotten"]
-    assert not any("keep all" in note for note in notes)
+    assert not any("keep all" in note for note in upgrade.notes)

@@ -468,13 +468,17 @@ def test_jobs_wait_for_their_layers_however_their_compilation_ends(error: Except
             if error is not None:
                 raise error
 
+        def forget_examples(self) -> None: ...
+
     upgrade = Upgrade(
         cast("Compilation", None), cast("Generator", None), (), training_layers=cast("CompiledLayers", Layers())
     )
     assert not upgrade.may_train(make_spec())
-    notes = upgrade.compile_training()
+    upgrade.part_loads[0].load()
     assert upgrade.may_train(make_spec())
-    assert any(note.startswith("training: layers run operation by operation") for note in notes) is (error is not None)
+    assert any(note.startswith("training: layers run operation by operation") for note in upgrade.notes) is (
+        error is not None
+    )
 
 
 def test_layers_of_jobs_are_compiled_before_steps_are_where_nothing_is_on_disk() -> None:
@@ -490,6 +494,8 @@ def test_layers_of_jobs_are_compiled_before_steps_are_where_nothing_is_on_disk()
         def compile(self) -> None:
             done.append(self.name)
 
+        def forget_examples(self) -> None: ...
+
     upgrade = Upgrade(
         cast("Compilation", Layers("steps")),
         cast("Generator", None),
@@ -498,7 +504,7 @@ def test_layers_of_jobs_are_compiled_before_steps_are_where_nothing_is_on_disk()
     )
     upgrade.compile()
     assert done == ["steps", "training"]
-    upgrade.compile_training()
+    upgrade.part_loads[0].load()
     assert done == ["steps", "training"]
 
 
@@ -507,6 +513,8 @@ async def test_layers_of_jobs_that_the_warm_up_could_not_compile_are_left(tmp_pa
         def compile(self) -> None:
             raise AssertionError("it would fail compiled steps")
 
+        def forget_examples(self) -> None: ...
+
     task, _ = make_task(tmp_path)
     warm = WarmUpClient(task)
     ours, theirs = socket.socketpair()
@@ -514,9 +522,9 @@ async def test_layers_of_jobs_that_the_warm_up_could_not_compile_are_left(tmp_pa
     theirs.close()
     layers = cast("CompiledLayers", Layers())
     upgrade = Upgrade(cast("Compilation", None), cast("Generator", None), (), warm, training_layers=layers)
-    await upgrade.training_ready()
-    notes = upgrade.compile_training()
-    assert any("the warm-up could not compile them" in note for note in notes)
+    await upgrade.part_loads[0].ready()
+    upgrade.part_loads[0].load()
+    assert any("the warm-up could not compile them" in note for note in upgrade.notes)
     assert upgrade.may_train(make_spec())
     await warm.close()
 

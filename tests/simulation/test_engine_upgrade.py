@@ -53,6 +53,25 @@ class Preparing(FakeGenerator):
         return False
 
 
+class Part:
+    """Layers of jobs that are loaded at the last of some tries."""
+
+    def __init__(self, name: str, tries: int, told: list[str]) -> None:
+        self.name, self.tries, self.told = name, tries, told
+
+    @property
+    def done(self) -> bool:
+        return self.tries == 0
+
+    async def ready(self) -> None:
+        self.told.append(f"wait for {self.name}")
+
+    def load(self) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        self.tries -= 1
+        self.told.append(f"load {self.name}")
+
+
 class Work:
     """Compiles until `go` is set; may fail."""
 
@@ -60,6 +79,8 @@ class Work:
         self.generator, self.fails = generator, fails
         self.go, self.thread = threading.Event(), threading.get_ident()
         self.trains, self.changed = True, list[Callable[[], None]]()
+        self.told = list[str]()
+        self.part_loads: tuple[Part, ...] = ()
 
     def compile(self) -> None:
         self.thread = threading.get_ident()
@@ -68,6 +89,10 @@ class Work:
             raise ZeroDivisionError
 
     compiled = False
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(self.told)
 
     async def ready(self) -> None:
         pass
@@ -86,18 +111,6 @@ class Work:
 
     def notify(self, changed: Callable[[], None]) -> None:
         self.changed.append(changed)
-
-    async def training_ready(self) -> None:
-        pass
-
-    def compile_training(self) -> tuple[str, ...]:
-        return ("fast", "and its training")
-
-    async def levels_ready(self) -> None:
-        pass
-
-    def compile_levels(self) -> tuple[str, ...]:
-        return ("fast", "and its training")
 
     def adopt(self) -> tuple[str, ...]:
         assert threading.get_ident() != self.thread
@@ -143,6 +156,32 @@ async def test_requests_are_served_meanwhile_and_pieces_are_done_when_none_runs(
     assert heard[-1] == EngineNotes(notes=("fast",))
     await asyncio.wait_for(generator.ready.wait(), 240)
     assert generator.prepared == [0, 0, 0]
+    api.send(Shutdown())
+    await until(api, EngineStopped)
+    await running
+
+
+async def test_an_idle_engine_does_pieces_as_soon_as_steps_are_adopted() -> None:
+    engine, work, generator, api = begin()
+    running = asyncio.create_task(engine.run())
+    await until(api, EngineStats)
+    work.go.set()
+    await asyncio.wait_for(generator.ready.wait(), 240)
+    assert generator.prepared == [0, 0, 0]
+    api.send(Shutdown())
+    await until(api, EngineStopped)
+    await running
+
+
+async def test_each_part_of_jobs_is_loaded_until_it_is_done_before_the_next_one() -> None:
+    engine, work, _, api = begin()
+    work.part_loads = Part("layers", 2, work.told), Part("levels", 1, work.told)
+    running = asyncio.create_task(engine.run())
+    work.go.set()
+    heard = [each for _ in range(4) for each in await until(api, EngineNotes)]
+    found = [message.notes for message in heard if isinstance(message, EngineNotes)]
+    layers, levels = ("wait for layers", "load layers"), ("wait for levels", "load levels")
+    assert found == [("fast",), layers, (*layers, *layers), (*layers, *layers, *levels)]
     api.send(Shutdown())
     await until(api, EngineStopped)
     await running

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from coserve.engine.warming.client import WarmUpClient
-from coserve.engine.warming.training_layers import first_line, training_note
-from coserve.errors import UnsupportedBase
+from coserve.engine.warming.part_load import PartLoad, load_of_layers, load_of_levels
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.execution.start import COMPILING, Compilation
@@ -17,10 +16,9 @@ from coserve.generate.generator import Generator
 from coserve.link import EngineWarming, FromEngine, Link, ToEngine
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base
-from coserve.model.faults import out_of_memory
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.types import JobSpec
-from coserve.warmup.parts import STEP_PARTS, TRAINING_LAYERS, TRAINING_LEVELS
+from coserve.warmup.parts import STEP_PARTS
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +39,6 @@ def preload_nothing(
     return ""
 
 
-NO_MEMORY_YET = "training: jobs wait until the warm-up has ended, as it leaves no memory to load their layers"
-NO_LEVELS = "training: layers keep all or run their forward again"
 LOADING, CAPTURING = 10, 40
 """Units of progress for loading the compiled layers and for capturing graphs, as `warmup.parts.Part.weight`."""
 
@@ -74,10 +70,8 @@ class Upgrade:
         """`notes`: for the operator, on other subjects. `warm`: the warm-up's client; None if this process compiles everything.
         `training_layers`: those of jobs; None: jobs run the base's own. `preload_kernels`: called where `compile` and `preload_eager`
         are."""
-        self._training_layers, self._training_note = training_layers, ""
-        self._training_compiled = training_layers is None
-        """Or never will be."""
-        self._levels_done, self._levels_without_memory = training_layers is None, False
+        self._layers = None if training_layers is None else load_of_layers(training_layers, warm, clock)
+        self._levels = None if training_layers is None else load_of_levels(training_layers, warm, clock)
         self._compilation, self._generator, self._notes, self._warm = compilation, generator, notes, warm
         self._preload_kernels, self._clock, self._began = preload_kernels, clock, clock()
         self._preload_note = ""
@@ -97,7 +91,7 @@ class Upgrade:
 
     def may_train(self, spec: JobSpec) -> bool:
         """Whether the job's training kernels are on disk, or never will be, and its layers are compiled: all of a job runs the same."""
-        if not self._training_compiled:
+        if self._layers is not None and not self._layers.done:
             return False
         if self._warm is None:
             return True
@@ -122,8 +116,8 @@ class Upgrade:
             return
         self.compiled = True
         self.load_layers()
-        if self._warm is None:
-            self.compile_training()  # what compiles anew, not from disk, would fail compiled steps of other threads
+        if self._warm is None and self._layers is not None:
+            self._layers.load()  # what compiles anew, not from disk, would fail compiled steps of other threads
         began = self._clock()
         note = self._preload_kernels(self._compilation.shadow, self._compilation.preload_executor)
         self._preload_note = note or self._preload_note
@@ -150,80 +144,10 @@ class Upgrade:
             self._executor.warm_up()
             log.info("graphs captured in %.1f s", self._clock() - began)
 
-    async def training_ready(self) -> None:
-        """Returns once what `compile_training` loads is on disk, or never will be; after a call that found no memory, once the warm-up, which
-        takes some, has ended."""
-        if self._warm is None or self._training_compiled:
-            return
-        await self._warm.wait_for_parts((TRAINING_LAYERS,))
-        if self._training_note:
-            await self._warm.wait_until_ended()
-
-    def compile_training(self) -> tuple[str, ...]:
-        """Compile the layers of training, or load them from disk, on any thread. Returns all notes for the operator. Where it finds no memory beside
-        the warm-up, jobs wait: call it again after `training_ready`. Other later calls do nothing."""
-        if self._training_compiled:
-            return self.notes
-        layers, warm, began = self._training_layers, self._warm, self._clock()
-        assert layers is not None, "expected layers"
-        beside_warm_up = warm is not None and not warm.ended
-        self._training_note, self._training_compiled = "", True
-        if warm is not None and not warm.training_layers_ready():  # compiling them here would fail compiled steps
-            self._training_note = training_note(UnsupportedBase("the warm-up could not compile them"))
-        else:
-            try:
-                layers.compile()
-            except Exception as error:
-                self._training_compiled = not (beside_warm_up and out_of_memory(error))
-                self._training_note = training_note(error) if self._training_compiled else NO_MEMORY_YET
-                log.warning("%s", self._training_note, exc_info=error)
-        log.info("layers of training compiled in %.1f s", self._clock() - began)
-        return self.notes
-
-    async def levels_ready(self) -> None:
-        """Returns once what `compile_levels` loads is on disk, or never will be; after a call that found no memory, once the warm-up, which
-        takes some, has ended."""
-        if self._warm is None or self._levels_done:
-            return
-        await self._warm.wait_for_parts((TRAINING_LEVELS,))
-        if self._levels_without_memory:
-            await self._warm.wait_until_ended()
-
-    def compile_levels(self) -> tuple[str, ...]:
-        """Load the layers of training that keep less from disk, on any thread, after `compile_training`. Returns all notes for the operator.
-        Without them jobs go on as before: layers keep all, or run their forward again. Where it finds no memory beside the warm-up, call it again
-        after `levels_ready`. Other later calls do nothing."""
-        layers = self._training_layers
-        if layers is None or self._levels_done:
-            return self.notes
-        self._levels_done = True
-        try:
-            if layers.ready:
-                self._load_levels(layers, self._warm)
-        finally:
-            if self._levels_done:
-                layers.forget_examples()
-        return self.notes
-
-    def _load_levels(self, layers: CompiledLayers, warm: WarmUpClient | None) -> None:
-        """Where it may be called again, the levels are not done."""
-        if warm is None or not layers.may_keep_less:
-            return
-        costs = warm.level_costs() if warm.complete((TRAINING_LEVELS,)) else None
-        if costs is None:  # compiling them here would fail compiled steps
-            self._training_note = f"{NO_LEVELS}: the warm-up could not compile or measure others"
-            log.warning("%s", self._training_note)
-            return
-        beside_warm_up, began = not warm.ended, self._clock()
-        self._training_note = ""
-        try:
-            layers.compile_levels(costs)
-        except Exception as error:
-            self._levels_without_memory = beside_warm_up and out_of_memory(error)
-            self._levels_done = not self._levels_without_memory
-            self._training_note = f"{NO_LEVELS}: {first_line(error)}"
-            log.warning("%s", self._training_note, exc_info=error)
-        log.info("layers of training that keep less compiled in %.1f s", self._clock() - began)
+    @property
+    def part_loads(self) -> tuple[PartLoad, ...]:
+        """What is loaded for jobs, in this order, after `compile`."""
+        return tuple(load for load in (self._layers, self._levels) if load is not None)
 
     def preload_eager(self) -> None:
         """Load the kernels of eager steps with prompts, which prompts that are scored need. Later calls do nothing. Beside steps that
@@ -236,7 +160,7 @@ class Upgrade:
     @property
     def notes(self) -> tuple[str, ...]:
         warm = () if self._warm is None else self._warm.notes
-        failed = tuple(note for note in (self._preload_note, self._training_note) if note)
+        failed = tuple(note for note in (self._preload_note, *(load.note for load in self.part_loads)) if note)
         return self._notes + ((COMPILING,) if self._adopted is None else self._adopted) + failed + warm
 
     def progress(self) -> EngineWarming:
