@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -55,17 +56,31 @@ class Layers:
         self.done.append("forgotten")
 
 
+@dataclass(frozen=True)
+class WarmUp:
+    client: WarmUpClient
+    process: socket.socket
+    """The process's end of the connection."""
+
+    def tell(self, progress: Progress) -> None:
+        """As the process does."""
+        self.process.sendall(msgspec.json.encode(progress) + b"\n")
+
+
 @asynccontextmanager
-async def warm_up(folder: Path, *, complete: list[str], failed: list[str]) -> AsyncIterator[WarmUpClient]:
-    config = Config(device="cpu")
-    warm = WarmUpClient(WarmUpTask(config_to_json(config).decode(), str(folder), {}, "shape", 1))
+async def warm_up(folder: Path, *, complete: list[str], failed: Sequence[str] = ()) -> AsyncIterator[WarmUp]:
+    """One under way, which has told of these parts."""
+    config = config_to_json(Config(device="cpu")).decode()
     ours, theirs = socket.socketpair()
-    await warm.listen(ours)
-    theirs.sendall(msgspec.json.encode(Progress(1, 2, complete, failed=failed)) + b"\n")
-    await warm.checked()
-    yield warm
-    await warm.close()
-    theirs.close()
+    warm = WarmUp(WarmUpClient(WarmUpTask(config, str(folder), {}, "shape", 1)), theirs)
+    await warm.client.listen(ours)
+    with theirs:
+        try:
+            warm.tell(Progress(1, 2, complete, failed=[*failed]))
+            await warm.client.checked()
+            yield warm
+        finally:
+            await warm.client.close()
 
 
 def make_upgrade(layers: Layers, warm: WarmUpClient | None) -> Upgrade:
@@ -85,8 +100,8 @@ def keep_costs(folder: Path) -> None:
 async def test_levels_are_loaded_with_what_was_measured(error: Exception | None, tmp_path: Path) -> None:
     keep_costs(tmp_path)
     layers, complete = Layers(error), [TRAINING_LAYERS, training(DEFAULT_RANK), TRAINING_LEVELS]
-    async with warm_up(tmp_path, complete=complete, failed=[]) as warm:
-        upgrade = make_upgrade(layers, warm)
+    async with warm_up(tmp_path, complete=complete) as warm:
+        upgrade = make_upgrade(layers, warm.client)
         first, levels = upgrade.part_loads
         await first.ready()
         first.load()
@@ -123,35 +138,29 @@ async def test_jobs_wait_for_the_memory_that_a_warm_up_has(fails_again: bool, tm
             super().compile()
 
     layers, parts = Full(), [TRAINING_LAYERS, training(DEFAULT_RANK)]
-    warm = WarmUpClient(WarmUpTask(config_to_json(Config(device="cpu")).decode(), str(tmp_path), {}, "shape", 1))
-    ours, theirs = socket.socketpair()
-    await warm.listen(ours)
-    theirs.sendall(msgspec.json.encode(Progress(1, 2, parts)) + b"\n")
-    await warm.checked()
-    upgrade = make_upgrade(layers, warm)
-    first, _ = upgrade.part_loads
-    await first.ready()
-    first.load()
-    assert not upgrade.may_train(make_spec())
-    assert any("jobs wait until the warm-up has ended" in note for note in upgrade.notes)
-    again = asyncio.create_task(first.ready())
-    await warm.catch_up()
-    assert not again.done()
-    theirs.sendall(msgspec.json.encode(Progress(2, 2, parts, ended=True)) + b"\n")
-    await again
-    first.load()
-    assert upgrade.may_train(make_spec())
-    assert any("run operation by operation" in note for note in upgrade.notes) is fails_again
-    assert not any("jobs wait" in note for note in upgrade.notes)
-    assert layers.done == ([] if fails_again else ["compiled"])
-    theirs.close()
-    await warm.close()
+    async with warm_up(tmp_path, complete=parts) as warm:
+        upgrade = make_upgrade(layers, warm.client)
+        first, _ = upgrade.part_loads
+        await first.ready()
+        first.load()
+        assert not upgrade.may_train(make_spec())
+        assert any("jobs wait until the warm-up has ended" in note for note in upgrade.notes)
+        again = asyncio.create_task(first.ready())
+        await warm.client.catch_up()
+        assert not again.done()
+        warm.tell(Progress(2, 2, parts, ended=True))
+        await again
+        first.load()
+        assert upgrade.may_train(make_spec())
+        assert any("run operation by operation" in note for note in upgrade.notes) is fails_again
+        assert not any("jobs wait" in note for note in upgrade.notes)
+        assert layers.done == ([] if fails_again else ["compiled"])
 
 
 async def test_jobs_do_without_levels_that_the_warm_up_could_not_compile(tmp_path: Path) -> None:
     layers = Layers()
     async with warm_up(tmp_path, complete=[TRAINING_LAYERS], failed=[TRAINING_LEVELS]) as warm:
-        upgrade = make_upgrade(layers, warm)
+        upgrade = make_upgrade(layers, warm.client)
         first, levels = upgrade.part_loads
         first.load()
         await levels.ready()
@@ -165,8 +174,8 @@ async def test_levels_that_were_not_measured_are_left_and_health_tells(may_keep_
     """But not of ranks that share a base, which have none."""
     layers = Layers()
     layers.may_keep_less = may_keep_less
-    async with warm_up(tmp_path, complete=[TRAINING_LAYERS, TRAINING_LEVELS], failed=[]) as warm:
-        upgrade = make_upgrade(layers, warm)
+    async with warm_up(tmp_path, complete=[TRAINING_LAYERS, TRAINING_LEVELS]) as warm:
+        upgrade = make_upgrade(layers, warm.client)
         first, levels = upgrade.part_loads
         first.load()
         assert not any(UNMEASURED in note for note in upgrade.notes)
@@ -180,7 +189,7 @@ async def test_levels_of_layers_that_are_not_compiled_are_forgotten(tmp_path: Pa
     keep_costs(tmp_path)
     layers = Layers()
     async with warm_up(tmp_path, complete=[TRAINING_LEVELS], failed=[TRAINING_LAYERS]) as warm:
-        upgrade = make_upgrade(layers, warm)
+        upgrade = make_upgrade(layers, warm.client)
         first, levels = upgrade.part_loads
         first.load()
         await levels.ready()
@@ -200,28 +209,22 @@ async def test_levels_that_find_no_memory_are_tried_again_after_the_warm_up(fail
             super().compile_levels(costs)
 
     layers, parts = Full(), [TRAINING_LAYERS, training(DEFAULT_RANK), TRAINING_LEVELS]
-    warm = WarmUpClient(WarmUpTask(config_to_json(Config(device="cpu")).decode(), str(tmp_path), {}, "shape", 1))
-    ours, theirs = socket.socketpair()
-    await warm.listen(ours)
-    theirs.sendall(msgspec.json.encode(Progress(1, 2, parts)) + b"\n")
-    await warm.checked()
-    upgrade = make_upgrade(layers, warm)
-    first, levels = upgrade.part_loads
-    first.load()
-    await levels.ready()
-    levels.load()
-    assert any(NO_MEMORY in note for note in upgrade.notes)
-    assert layers.done == ["compiled"], "what they are compiled from is needed again"
-    again = asyncio.create_task(levels.ready())
-    await warm.catch_up()
-    assert not again.done()
-    theirs.sendall(msgspec.json.encode(Progress(2, 2, parts, ended=True)) + b"\n")
-    await again
-    levels.load()
-    assert any(NO_MEMORY in note for note in upgrade.notes) is fails_again
-    assert layers.done == ["compiled"] + ([] if fails_again else [WITH_LEVELS]) + ["forgotten"]
-    theirs.close()
-    await warm.close()
+    async with warm_up(tmp_path, complete=parts) as warm:
+        upgrade = make_upgrade(layers, warm.client)
+        first, levels = upgrade.part_loads
+        first.load()
+        await levels.ready()
+        levels.load()
+        assert any(NO_MEMORY in note for note in upgrade.notes)
+        assert layers.done == ["compiled"], "what they are compiled from is needed again"
+        again = asyncio.create_task(levels.ready())
+        await warm.client.catch_up()
+        assert not again.done()
+        warm.tell(Progress(2, 2, parts, ended=True))
+        await again
+        levels.load()
+        assert any(NO_MEMORY in note for note in upgrade.notes) is fails_again
+        assert layers.done == ["compiled"] + ([] if fails_again else [WITH_LEVELS]) + ["forgotten"]
 
 
 async def test_nothing_waits_where_nothing_is_warmed() -> None:
