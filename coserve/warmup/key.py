@@ -38,7 +38,7 @@ def cache_root(config: Config) -> Path:
 def key_fields(gpu: Gpu, root: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Everything that a compiled kernel depends on; a cache with other fields is never read. `root`: of `cache_root`, as Triton's
     files name others by their absolute paths: it would compile all kernels of a moved folder again."""
-    return {
+    fields = {
         "python": platform.python_version(),
         **{name: _version(name) for name in LIBRARIES},
         "gpu": gpu.name,
@@ -47,8 +47,11 @@ def key_fields(gpu: Gpu, root: Path, environ: Mapping[str, str] = os.environ) ->
         "source": source_digest(),
         "root": str(root),
         **{name: environ[name] for name in CACHES if name in environ},
-        **{name: value for name, value in environ.items() if name == ASSEMBLER and value != _assembler().get(name)},
     }
+    assembler = environ.get(ASSEMBLER)
+    if assembler is not None and assembler != _assembler().get(ASSEMBLER):  # the user's own, not what we have set
+        fields[ASSEMBLER] = assembler
+    return fields
 
 
 def digest(fields: Mapping[str, str]) -> str:
