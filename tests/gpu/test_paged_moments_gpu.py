@@ -4,46 +4,28 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
 
-from coserve.finetune.init import new_adapter
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.types import LoraSettings, Optimizer, TrainingSettings
-from tests.support.finetuning import tiny_base
+from coserve.types import Optimizer
+from tests.support.updates import random_update, same_tensors, wide_optimizer
 
 pytestmark = pytest.mark.gpu
 
-TRAINING = TrainingSettings(validation_split=0.2, early_stopping_patience=1)
 PAGED = [kind for kind in Optimizer if kind.paged]
+PIECE = 1 << 12
+"""Weights."""
 STEPS = 6
 
 
-def made(kind: Optimizer, ratio: float | None = None, piece: int = 1 << 12) -> AdapterOptimizer:
-    if kind.eight_bit:
-        pytest.importorskip("bitsandbytes")
-    spec = tiny_base("llama").spec
-    start = new_adapter(LoraSettings(r=256), spec, seed=1, dtype=torch.float32, device="cpu")
-    training = msgspec.structs.replace(TRAINING, lora_plus_ratio=ratio, optimizer=kind)
-    return AdapterOptimizer(start, spec, training, torch.bfloat16, torch.device("cuda"), piece=piece)
-
-
-def update(optimizer: AdapterOptimizer, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for layer in optimizer.grads:
-        for gradient in layer:
-            gradient.copy_(torch.randn(gradient.shape, generator=generator))
-    optimizer.step(targets=3, learning_rate=0.01)
+def made(kind: Optimizer, ratio: float | None = None) -> AdapterOptimizer:
+    return wide_optimizer(kind, "cuda", ratio, PIECE)
 
 
 def state(optimizer: AdapterOptimizer) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in optimizer.snapshot()().items()}
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(other[name], tensor) for name, tensor in one.items())
 
 
 @pytest.mark.parametrize("kind", PAGED)
@@ -56,11 +38,11 @@ def test_updates_are_those_without_paging(kind: Optimizer, ratio: float | None, 
         one, other = made(kind, ratio), made(kind.unpaged, ratio)
         for seed in range(STEPS):
             torch.cuda._sleep(20_000_000)
-            update(one, seed)
-            update(other, seed)
+            random_update(one, seed)
+            random_update(other, seed)
             if seed == 2:
-                assert same(state(one), state(other))
-        assert same(state(one), state(other))
+                assert same_tensors(state(one), state(other))
+        assert same_tensors(state(one), state(other))
         torch.cuda.current_stream().synchronize()
 
 
@@ -68,8 +50,8 @@ def test_updates_are_those_without_paging(kind: Optimizer, ratio: float | None, 
 def test_a_snapshot_is_the_state_at_its_step_though_updates_follow_at_once(kind: Optimizer) -> None:
     one, other = made(kind), made(kind.unpaged)
     for seed in range(3):
-        update(one, seed)
-        update(other, seed)
+        random_update(one, seed)
+        random_update(other, seed)
     expected = state(other)
     torch.cuda._sleep(50_000_000)
     tensors = one.snapshot()
@@ -77,12 +59,12 @@ def test_a_snapshot_is_the_state_at_its_step_though_updates_follow_at_once(kind:
         one.grads[0][0].normal_()
         one.update(1.0, 0.1)
     kept = {name: tensor.clone() for name, tensor in tensors().items()}
-    assert same(kept, expected) and not same(state(one), expected)
+    assert same_tensors(kept, expected) and not same_tensors(state(one), expected)
     one.restore(kept, steps=3)
-    assert same(state(one), expected)
+    assert same_tensors(state(one), expected)
     for optimizer in (one, other):
-        update(optimizer, 9)
-    assert same(state(one), state(other))
+        random_update(optimizer, 9)
+    assert same_tensors(state(one), state(other))
 
 
 @pytest.mark.parametrize("kind", PAGED)

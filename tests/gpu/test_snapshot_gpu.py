@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 import torch
 
-from coserve.finetune.init import new_adapter
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.types import LoraSettings, Optimizer, TrainingSettings
-from tests.support.finetuning import tiny_base
+from coserve.types import Optimizer
+from tests.support.updates import random_update, same_tensors, wide_optimizer
 
 pytestmark = pytest.mark.gpu
 
-TRAINING = TrainingSettings(validation_split=0.2, early_stopping_patience=1)
 UNPAGED = [kind for kind in Optimizer if not kind.paged]
 """The others have `test_paged_moments_gpu.py`."""
-
-
-def made(device: str, ratio: float | None = None, kind: Optimizer = Optimizer.ADAMW) -> AdapterOptimizer:
-    if kind.eight_bit:
-        pytest.importorskip("bitsandbytes")
-    spec = tiny_base("llama").spec
-    start = new_adapter(LoraSettings(r=256), spec, seed=1, dtype=torch.float32, device="cpu")
-    training = msgspec.structs.replace(TRAINING, lora_plus_ratio=ratio, optimizer=kind)
-    return AdapterOptimizer(start, spec, training, torch.bfloat16, torch.device(device))
-
-
-def update(optimizer: AdapterOptimizer, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for layer in optimizer.grads:
-        for gradient in layer:
-            gradient.copy_(torch.randn(gradient.shape, generator=generator))
-    optimizer.step(targets=3, learning_rate=0.01)
 
 
 def on_host(optimizer: AdapterOptimizer) -> dict[str, torch.Tensor]:
@@ -44,15 +24,11 @@ def on_host(optimizer: AdapterOptimizer) -> dict[str, torch.Tensor]:
     }
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(other[name], tensor) for name, tensor in one.items())
-
-
 @pytest.mark.parametrize("kind", UNPAGED)
 def test_a_snapshot_is_the_state_at_its_step_though_updates_follow_at_once(kind: Optimizer) -> None:
-    optimizer = made("cuda", kind=kind)
+    optimizer = wide_optimizer(kind, "cuda")
     for seed in range(3):
-        update(optimizer, seed)
+        random_update(optimizer, seed)
     optimizer.keep_best()
     expected = on_host(optimizer)
     optimizer.grads[0][0].normal_()
@@ -61,19 +37,19 @@ def test_a_snapshot_is_the_state_at_its_step_though_updates_follow_at_once(kind:
         optimizer.update(1.0, 0.1)
         optimizer.keep_best()
     kept = {name: tensor.clone() for name, tensor in tensors().items()}
-    assert same(kept, expected)
-    assert not same(on_host(optimizer), expected)
+    assert same_tensors(kept, expected)
+    assert not same_tensors(on_host(optimizer), expected)
     optimizer.restore(kept, steps=3)
-    assert same(on_host(optimizer), expected)
+    assert same_tensors(on_host(optimizer), expected)
 
 
 @pytest.mark.parametrize("kind", [Optimizer.ADAMW, Optimizer.LION])
 @pytest.mark.parametrize("ratio", [None, 16.0])
 def test_updates_on_the_gpu_are_those_on_the_cpu(ratio: float | None, kind: Optimizer) -> None:
-    one, other = made("cuda", ratio, kind), made("cpu", ratio, kind)
+    one, other = wide_optimizer(kind, "cuda", ratio), wide_optimizer(kind, "cpu", ratio)
     for seed in range(5):
-        update(one, seed)
-        update(other, seed)
+        random_update(one, seed)
+        random_update(other, seed)
     expected = on_host(other)
     for name, tensor in on_host(one).items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6, msg=name)
@@ -82,17 +58,17 @@ def test_updates_on_the_gpu_are_those_on_the_cpu(ratio: float | None, kind: Opti
 @pytest.mark.parametrize("kind", [Optimizer.ADAMW_8BIT, Optimizer.LION_8BIT])
 def test_8_bit_updates_on_the_gpu_are_near_those_on_the_cpu(kind: Optimizer) -> None:
     """Their moments are rounded otherwise; weights whose gradients are 0, as those of A in a first step, stay."""
-    one, other = made("cuda", kind=kind), made("cpu", kind=kind)
+    one, other = wide_optimizer(kind, "cuda"), wide_optimizer(kind, "cpu")
     before = on_host(other)
     for optimizer in (one, other):
         optimizer.step(targets=1, learning_rate=0.01)
-    assert same(
+    assert same_tensors(
         {name: tensor for name, tensor in on_host(one).items() if name.startswith("weights/")},
         {name: tensor for name, tensor in before.items() if name.startswith("weights/")},
     )
     for seed in range(5):
-        update(one, seed)
-        update(other, seed)
+        random_update(one, seed)
+        random_update(other, seed)
     expected = on_host(other)
     for name, tensor in on_host(one).items():
         if name.startswith("weights/"):
@@ -103,12 +79,12 @@ def test_8_bit_updates_on_the_gpu_are_near_those_on_the_cpu(kind: Optimizer) -> 
 @pytest.mark.parametrize("kind", UNPAGED)
 def test_updates_on_another_stream_come_in_their_turn(kind: Optimizer) -> None:
     """As slices beside generation have one: after the gradients that are still being computed, and before what reads the weights."""
-    one, other = made("cuda", kind=kind), made("cuda", kind=kind)
+    one, other = wide_optimizer(kind, "cuda"), wide_optimizer(kind, "cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     copies = []
     for seed in range(3):
-        update(other, seed)
+        random_update(other, seed)
         copies.append(other.state[0].clone())
     for seed, expected in enumerate(copies):
         with torch.cuda.stream(stream):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
@@ -51,7 +51,30 @@ def update(optimizer: AdapterOptimizer, found: dict[str, Tensor], rate: float) -
 
 def same(one: AdapterOptimizer, other: AdapterOptimizer) -> bool:
     """Bit for bit, in all that a checkpoint has."""
-    expected, found = one.snapshot()(), other.snapshot()()
-    return expected.keys() == found.keys() and all(
-        torch.equal(found[name], tensor) for name, tensor in expected.items()
-    )
+    return same_tensors(one.snapshot()(), other.snapshot()())
+
+
+def wide_optimizer(
+    kind: Optimizer, device: str, ratio: float | None = None, piece: int = optimizers.PIECE
+) -> AdapterOptimizer:
+    """Of an adapter of rank 256, with copies in bf16, that keeps its best weights; skips the test where it needs a library that is not
+    there. `ratio`: of LoRA+; `piece`: most weights of a piece of paged moments."""
+    if kind.eight_bit:
+        pytest.importorskip("bitsandbytes")
+    weights = new_adapter(LoraSettings(r=256), BASE.spec, seed=1, dtype=torch.float32, device="cpu")
+    training = TrainingSettings(validation_split=0.2, early_stopping_patience=1, lora_plus_ratio=ratio, optimizer=kind)
+    return AdapterOptimizer(weights, BASE.spec, training, torch.bfloat16, torch.device(device), piece=piece)
+
+
+def random_update(optimizer: AdapterOptimizer, seed: int) -> None:
+    """A step on the gradients that follow from the seed."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in optimizer.grads:
+        for gradient in layer:
+            gradient.copy_(torch.randn(gradient.shape, generator=generator))
+    optimizer.step(targets=3, learning_rate=0.01)
+
+
+def same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(other[name], tensor) for name, tensor in one.items())
