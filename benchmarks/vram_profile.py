@@ -5,7 +5,7 @@
     python -m benchmarks.vram_profile --tiny --out /tmp/tried               (a small shape, predicted where there is no GPU)
 
 As in its section 4.2: batches of 3 to 1000, LoRA of rank 32 on `c_attn` and `c_proj`, as transformers and PEFT run it in float32;
-besides, the same in bfloat16, and as the daemon runs it. Random weights of the true shape. About 60 s on an H200.
+besides, the same in bfloat16, and as the daemon runs it. Random weights of the true shape..
 """
 
 from __future__ import annotations
@@ -56,24 +56,25 @@ def requests(*, tiny: bool) -> list[ProfileRequest]:
 
 
 def measure(out: Path, revision: str, *, tiny: bool) -> None:
-    """Writes the reports into `out`."""
+    """Writes the reports into `out`, each as soon as it is there."""
 
     def say(step: Step) -> None:
         print(f"{time.monotonic() - began:6.1f} s  {step.done + 1}/{step.total}  {step.text}", flush=True)
 
-    began = time.monotonic()
-    reports = [profile(request, say) for request in requests(tiny=tiny)]
+    began, reports = time.monotonic(), list[ProfileReport]()
     head, note = (revision, None) if revision else commit()
     run: dict[str, Any] = {
         "commit": head,
         "command": command("benchmarks.vram_profile"),
         "script": "benchmarks/vram_profile.py",
     }
-    run |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": round(time.monotonic() - began, 1)}
-    run |= {} if note is None else {"note": note}
+    run |= {"date": datetime.now(UTC).isoformat(timespec="seconds")} | ({} if note is None else {"note": note})
     out.mkdir(parents=True, exist_ok=True)
-    content = {"run": run, "reports": msgspec.to_builtins(reports)}
-    (out / NAME).write_text(json.dumps(content, indent=1) + "\n")
+    for request in requests(tiny=tiny):
+        reports.append(profile(request, say))
+        run["seconds"] = round(time.monotonic() - began, 1)
+        content = {"run": run, "reports": msgspec.to_builtins(reports)}
+        (out / NAME).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def gone_at(report: ProfileReport) -> int | None:
