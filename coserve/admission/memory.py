@@ -18,7 +18,7 @@ GIB = 1 << 30
 MARGIN = 512 << 20
 """Bytes that stay free: workspaces of kernels, and what fragmentation wastes."""
 READINGS = 10
-"""Readings of the device's memory: what another process gave back counts once it was there for so many of them."""
+"""Seconds with readings of the device's memory: what another process gave back counts once it was there in so many of them."""
 Cause = Literal["jobs", "others"]
 
 
@@ -73,7 +73,8 @@ class MemoryAdmission:
         self._shared: tuple[int, tuple[int, int]] | None = None
         """The ledger's version, and `_share` then."""
         self._margin: int | None = None
-        self._readings: deque[int] = deque(maxlen=READINGS)
+        self._readings: deque[tuple[int, int]] = deque(maxlen=READINGS)
+        """The last seconds with readings, and the least of each: the device is also read when jobs come, many times a second."""
 
     @property
     def limit(self) -> int:
@@ -126,12 +127,15 @@ class MemoryAdmission:
             self._shared = self._ledger.version, (tokens, size)
         return self._shared[1]
 
-    def available(self, size: int) -> None:
-        """A reading of the device: `size` bytes are there for jobs, those that they have included."""
+    def available(self, size: int, now: float) -> None:
+        """A reading of the device: `size` bytes are there for jobs, those that they have included. `now`: seconds, never less than before."""
         if self._margin is None:  # what the operator leaves, if that is less
             self._margin = min(MARGIN, max(0, size - self._ledger.planned))
-        self._readings.append(max(0, size - self._margin))
-        self._ledger.resize(min(self._readings))
+        second, left = int(now), max(0, size - self._margin)
+        if self._readings and self._readings[-1][0] == second:
+            left = min(left, self._readings.pop()[1])
+        self._readings.append((second, left))
+        self._ledger.resize(min(least for _, least in self._readings))
 
     def compiled(self, costs: TrainingCosts | None) -> None:
         """Costs of compiled layers, by which jobs that run them are planned from now on; None: they run the base's own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -51,10 +52,11 @@ class DeviceMemory:
         read: Callable[[], Reading],
         graphs: GraphSizes,
         graphs_done: Callable[[int], None] = lambda size: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`graphs_done` is called with the size of all graphs, whenever none is missing and it has grown."""
+        """`graphs_done` is called with the size of all graphs, whenever none is missing and it has grown. `clock` gives seconds."""
         self._admission, self._fixed, self._read, self._graphs = admission, fixed, read, graphs
-        self._graphs_done, self._reported_graphs = graphs_done, 0
+        self._graphs_done, self._reported_graphs, self._clock = graphs_done, 0, clock
         self.planned = fixed.planned
         """Bytes that torch should never need more than; 0 without a plan."""
         self._asked: str | None = None
@@ -68,7 +70,7 @@ class DeviceMemory:
         self._own = min(self._own, reading.outside)
         fixed, graphs = self._fixed, self._graphs
         size = graphs.size if graphs.complete else max(graphs.size, fixed.graphs)
-        self._admission.available(reading.free + reading.reserved - fixed.held - size - fixed.step)
+        self._admission.available(reading.free + reading.reserved - fixed.held - size - fixed.step, self._clock())
         if graphs.complete and graphs.size > self._reported_graphs:  # later ones are of other ranks
             self._reported_graphs = graphs.size
             self._graphs_done(graphs.size)

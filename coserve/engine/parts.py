@@ -32,7 +32,7 @@ from coserve.kernels.gpu.graph_memory import GraphMemory
 from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.memory.allocator import Reading, read_device
-from coserve.memory.graph_bytes import GraphBytes
+from coserve.memory.graph_bytes import CudaMemory, GraphBytes
 from coserve.memory.kv import CPU_TOKENS, KvCache
 from coserve.memory.plan import MemoryPlan, Work
 from coserve.model.base import Base
@@ -84,7 +84,7 @@ class EngineParts:
     def __init__(self, base: Base, config: Config) -> None:
         self.base, self.config, self.folder = base, config, DataFolder(config.data_dir)
         self.lora_backend: LoraBackend = choose_backend(config.lora_backend, base.device, base.dtype)
-        self.graph_bytes = GraphBytes(base.device)
+        self.graph_bytes = GraphBytes(CudaMemory(base.device) if base.device.type == "cuda" else None)
         self.step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
 
     def read_adapter(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:

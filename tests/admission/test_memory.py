@@ -153,9 +153,9 @@ def test_what_another_process_takes_is_noticed_and_survived() -> None:
     state, options = needs(spec())
     planned = state + options[0][1]
     memory = admission(planned)
-    memory.available(planned + GIB)
+    memory.available(planned + GIB, 0.0)
     assert memory.admit(spec()) == Start(options[0][0])
-    memory.available(planned + GIB // 4)
+    memory.available(planned + GIB // 4, 1.0)
     assert memory.limit < planned, "the margin is kept"
     assert f"{memory.limit} of {planned} bytes are left" in memory.troubles[0]
     ((job, lowered),) = memory.changes()
@@ -165,10 +165,12 @@ def test_what_another_process_takes_is_noticed_and_survived() -> None:
     assert memory.changes() == []
     held = memory.admit(spec("two"))
     assert isinstance(held, Hold)
-    for _ in range(READINGS - 1):
-        memory.available(planned + GIB)
+    for reading in range(2 * READINGS):
+        memory.available(planned + GIB, 2 + reading / (2 * READINGS))
+    for second in range(3, READINGS + 1):
+        memory.available(planned + GIB, second)
         assert memory.changes() == [], "it may come again at once"
-    memory.available(planned + GIB)
+    memory.available(planned + GIB, READINGS + 1)
     ((job, lifted),) = memory.changes()
     assert (job, lifted.treatment) == ("one", options[0][0])
     assert "trains on 4096 tokens" in (lifted.note or "")
@@ -201,8 +203,8 @@ def test_jobs_are_planned_anew_for_compiled_layers_and_for_their_own_again() -> 
 def test_a_job_that_waits_for_other_processes_is_told_so() -> None:
     state, options = needs(spec())
     memory = admission(state + options[0][1])
-    memory.available(memory.limit)
-    memory.available(state)
+    memory.available(memory.limit, 0.0)
+    memory.available(state, 0.1)
     found = memory.admit(spec())
     assert isinstance(found, Hold)
     assert found.cause == "others"
@@ -210,7 +212,7 @@ def test_a_job_that_waits_for_other_processes_is_told_so() -> None:
 
 def test_an_operator_who_leaves_nothing_free_has_no_trouble() -> None:
     memory = admission(GIB)
-    memory.available(GIB + 5)
+    memory.available(GIB + 5, 0.0)
     assert (memory.limit, memory.troubles) == (GIB, ())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 import msgspec
 
@@ -51,7 +52,7 @@ def needs(rank: int = 16) -> JobMemory:
 
 def memory(training: int, device: Device | None = None) -> DeviceMemory:
     admission = MemoryAdmission(MemoryModel(costs=COSTS, training=training), BASE, LIMIT)
-    return DeviceMemory(admission, FIXED, (device or Device()).read, Graphs())
+    return DeviceMemory(admission, FIXED, (device or Device()).read, Graphs(), clock=count(0.0).__next__)
 
 
 async def test_a_job_in_line_waits_for_memory_and_starts_when_another_ends() -> None:
@@ -188,7 +189,7 @@ def test_graphs_are_bounded_until_they_are_measured() -> None:
     sizes, told = Graphs(size=0, complete=False), list[int]()
     device = Device(Reading(total=80 * GIB, free=10 * GIB, reserved=28 * GIB, allocated=HELD, peak=HELD))
     admission = MemoryAdmission(MemoryModel(costs=COSTS, training=16 * GIB), BASE, LIMIT)
-    own = DeviceMemory(admission, FIXED, device.read, sizes, told.append)
+    own = DeviceMemory(admission, FIXED, device.read, sizes, told.append, count(0.0).__next__)
     before = admission.limit
     assert before == (10 + 28 - 20 - 1 - 2) * GIB
     sizes.size, sizes.complete = GIB, True
@@ -203,3 +204,20 @@ def test_graphs_are_bounded_until_they_are_measured() -> None:
     sizes.complete = True
     own.refresh()
     assert told == [GIB, 3 * GIB // 2]
+
+
+def test_what_others_give_back_counts_after_seconds_however_often_the_device_is_read() -> None:
+    now, device = 0.0, Device()
+    device.reading = replace(device.reading, free=0)
+    admission = MemoryAdmission(MemoryModel(costs=COSTS, training=16 * GIB), BASE, LIMIT)
+    own = DeviceMemory(admission, FIXED, device.read, Graphs(), clock=lambda: now)
+    before = admission.limit
+    device.reading = replace(device.reading, free=5 * GIB)
+    for job in range(100):
+        own.admit(spec(f"job{job}"))
+        now += 0.01
+    assert admission.limit == before
+    for _ in range(10):
+        now += 1.0
+        own.refresh()
+    assert admission.limit == before + 5 * GIB

@@ -122,7 +122,7 @@ class GraphExecutor:
         after = capture_after if on_disk is None else None
         self._mixed_graphs = MixedGraphs(state, kv, capacities, capture_after=after)
         self._on_disk, self._steps = on_disk, 0
-        self._graph_bytes = graph_bytes or GraphBytes(base.device)
+        self._graph_bytes, self._captures = graph_bytes or GraphBytes(None), pool
         self._capture: Iterator[None] | None = None
         """Of the graph that is being captured."""
 
@@ -159,7 +159,7 @@ class GraphExecutor:
             self._graph_bytes.complete = not self.missing
             return False
         self._graph_bytes.complete = False
-        with self._graph_bytes.capturing():
+        with self._graph_bytes.capturing(self._captures):
             ended = next(self._capture, _ENDED) is _ENDED
         if ended:
             self._capture = None
