@@ -87,6 +87,10 @@ NEEDLESS_OPTIONS = {
         ("enable_lora", "max_loras", "max_lora_rank"), "adapters of any number and rank are served without it"
     ),
     "lora_modules": "adapters are imported while the daemon runs: coserve adapters import NAME FOLDER",
+    "enforce_eager": "--compile off runs without compiled layers and CUDA graphs",
+    "max_model_len": "a request may use the base's whole context, and takes pages as it grows",
+    "cuda_graph_sizes": "graphs are captured for all sizes up to --max-running and --step-tokens",
+    **dict.fromkeys(("quantization", "kv_cache_dtype"), "the base and the KV cache have 16 or 32 bits (--dtype)"),
 }
 """vLLM's options of a server that has none like them: what to do instead."""
 _ADAMW = (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +13,11 @@ from coserve.api.http.parsing import decode_json
 from coserve.client.options import as_struct
 from coserve.config import Config
 from coserve.errors import InvalidRequest, UnknownField
-from coserve.hints import ALIASES, OPTION_ALIASES, OTHER_UNITS, fields_of, option_hint
+from coserve.hints import ALIASES, NEEDLESS_OPTIONS, OPTION_ALIASES, OTHER_UNITS, fields_of, option_hint
 from coserve.schemas import FinetuneRequest, GenerateRequest
 from coserve.types import LoraSettings
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def message(body: dict[str, object], kind: type) -> str:
@@ -129,3 +133,13 @@ def test_an_option_that_is_like_none_of_the_command_gets_no_hint(given: str) -> 
 
 def test_every_alias_of_an_option_leads_to_one() -> None:
     assert {f"--{name.replace('_', '-')}" for name in OPTION_ALIASES.values()} <= {*FINETUNE, *SERVE}
+
+
+def test_the_page_for_users_of_vllm_has_every_option_that_is_known() -> None:
+    section = (ROOT / "docs" / "from-vllm-and-peft.md").read_text().partition("## Options")[2].partition("\n## ")[0]
+    rows = [[re.findall(r"`--([\w-]+)", cell) for cell in line.split("|")[1:3]] for line in section.splitlines()]
+    shown = {name.replace("-", "_"): ours for theirs, ours in (row for row in rows if len(row) == 2) for name in theirs}
+    ours_of_vllm = {name: option for name, option in OPTION_ALIASES.items() if option != "rank"}
+    assert shown.keys() == ours_of_vllm.keys() | NEEDLESS_OPTIONS.keys()
+    for name, option in ours_of_vllm.items():
+        assert shown[name] == [option.replace("_", "-")]
