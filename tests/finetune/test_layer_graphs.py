@@ -130,6 +130,27 @@ def test_a_batch_that_found_no_memory_runs_again_without_graphs(
     assert full.pool_runs and not full.recorded and not graphs.notes
 
 
+def test_memory_that_a_suspended_pass_holds_is_not_freed(compiled: tuple[Base, CompiledLayers], tmp_path: Path) -> None:
+    base, layers = compiled
+    recorder, (corpus, spec) = RepeatingRecorder(), job(0)
+    graphs = graphs_of(layers, recorder)
+    bench = Bench(base, tmp_path, compiled=layers, graphs=graphs, lora_backend=SEGMENTED)
+    bench.start(bench.place(corpus, spec))
+    assert not graphs.release(), "there is none"
+    while not recorder.pool_runs:
+        bench.trainer.advance(spec.id, 1)
+    assert not graphs.release(), "its tensors lie there"
+    assert not graphs.release(), "the pass ends, and with it the pool"
+
+
+def test_memory_of_graphs_is_freed_between_passes(compiled: tuple[Base, CompiledLayers], tmp_path: Path) -> None:
+    base, layers = compiled
+    graphs = graphs_of(layers, RepeatingRecorder())
+    train(base, tmp_path, layers, graphs, (job(0, steps=1),))
+    assert graphs.release()
+    assert not graphs.release()
+
+
 @pytest.mark.slow
 def test_memory_that_runs_out_again_and_again_ends_graphs_until_no_job_is_left(
     compiled: tuple[Base, CompiledLayers], tmp_path: Path

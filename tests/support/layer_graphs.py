@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor
 
@@ -18,8 +18,11 @@ class RepeatingRecorder:
         self.pool_runs = self.recorded = self.replayed = 0
         self._fails = fails
 
+    def pool_of_pass(self) -> Callable[[], AbstractContextManager[None]]:
+        return self._in_pool
+
     @contextmanager
-    def in_pool(self) -> Iterator[None]:
+    def _in_pool(self) -> Iterator[None]:
         self.pool_runs += 1
         yield
 

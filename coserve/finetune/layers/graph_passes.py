@@ -71,14 +71,14 @@ class WarmUpPass:
     """Implements `LayerPass` without graphs, with the launches and in the memory pool that they will have."""
 
     def __init__(self, graphs: ShapeGraphs, recorder: Recorder) -> None:
-        self._graphs, self._recorder, self._layers = graphs, recorder, graphs.begin()
+        self._graphs, self._in_pool, self._layers = graphs, recorder.pool_of_pass(), graphs.begin()
 
     def forward(self, i: int, h_1TD: Tensor) -> Tensor:
-        with self._recorder.in_pool():
+        with self._in_pool():
             return self._layers.forward(i, self._graphs.inputs.h_1TD if i == 0 else h_1TD)
 
     def backward(self, i: int, gradient_1TD: Tensor) -> Tensor:
-        with self._recorder.in_pool():
+        with self._in_pool():
             found_1TD = self._layers.backward(i, gradient_1TD)
         self._graphs.warm |= i == self._graphs.first
         return found_1TD
@@ -88,14 +88,14 @@ class PooledPass:
     """Implements `LayerPass` without graphs, in the memory pool of the graphs: nothing else could use it meanwhile."""
 
     def __init__(self, layers: LayerPass, recorder: Recorder) -> None:
-        self._layers, self._recorder = layers, recorder
+        self._layers, self._in_pool = layers, recorder.pool_of_pass()
 
     def forward(self, i: int, h_1TD: Tensor) -> Tensor:
-        with self._recorder.in_pool():
+        with self._in_pool():
             return self._layers.forward(i, h_1TD)
 
     def backward(self, i: int, gradient_1TD: Tensor) -> Tensor:
-        with self._recorder.in_pool():
+        with self._in_pool():
             return self._layers.backward(i, gradient_1TD)
 
 
@@ -130,6 +130,7 @@ class CapturePass:
             if out_of_memory(error):
                 raise
             self._stop(str(error))
+            error.with_traceback(None)  # it would hold this pass, and with it the pool
             raise CaptureFailed(f"layers could not be captured: {error}") from error
 
 

@@ -76,16 +76,17 @@ class LayerGraphs:
         return padded(tokens, self._least_step) if self._compiled.ready and not self.notes else tokens
 
     def release(self) -> bool:
-        """Memory ran out, or a capture failed: free the pool. Returns whether there was one. The batch then runs again without graphs; if
-        memory runs out again, its job is given less."""
+        """Memory ran out, or a capture failed: free the pool. Returns whether memory was freed: that of a suspended pass is when the pass has
+        ended. The batch then runs again without graphs; if memory runs out again, its job is given less."""
         if self._recorder is None:
             return False
+        freed = not self._busy
         self._free()
         self._without_left = self._batches_without
         self._releases += 1
         if self._releases == MOST_RELEASES:
             self._stop(NO_MEMORY)
-        return True
+        return freed
 
     def job_ended(self, *, last: bool) -> None:
         """Hold no adapters of batches that were. `last`: no job is left: forget that memory ran out. The next job may have the graphs of

@@ -59,10 +59,13 @@ def captured(
                 raise
 
 
-def free_cached() -> None:
-    """Let torch free the memory that it holds for later, where little else is free: it cannot while a pool of graphs is in use."""
-    if torch.cuda.mem_get_info()[0] < FREE_BYTES:
+def free_cached() -> bool:
+    """Let torch free the memory that it holds for later, where little else is free: it cannot while a pool of graphs is in use. Returns
+    whether it did: what it freed must be allocated again, and both take milliseconds."""
+    little = torch.cuda.mem_get_info()[0] < FREE_BYTES
+    if little:
         torch.cuda.empty_cache()
+    return little
 
 
 def _give_up(graph: torch.cuda.CUDAGraph, memory: tuple[int, int], device: torch.device) -> None:

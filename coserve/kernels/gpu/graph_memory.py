@@ -21,8 +21,8 @@ class Recorder(Protocol):
         """That it holds."""
         ...
 
-    def in_pool(self) -> AbstractContextManager[None]:
-        """What runs inside is not recorded; its new tensors come from the recordings' memory pool."""
+    def pool_of_pass(self) -> Callable[[], AbstractContextManager[None]]:
+        """For each layer of one pass: what runs inside is not recorded; its new tensors come from the recordings' memory pool."""
         ...
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
@@ -43,9 +43,20 @@ class GraphMemory:
         segments = self._pool.snapshot()  # type: ignore[no-untyped-call]
         return sum(segment["total_size"] for segment in segments)
 
+    def pool_of_pass(self) -> Callable[[], AbstractContextManager[None]]:
+        freed = False
+
+        @contextmanager
+        def in_pool() -> Iterator[None]:
+            nonlocal freed
+            freed = freed or free_cached()
+            with self._in_pool():
+                yield
+
+        return in_pool
+
     @contextmanager
-    def in_pool(self) -> Iterator[None]:
-        free_cached()
+    def _in_pool(self) -> Iterator[None]:
         before = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(before)
         try:
