@@ -35,14 +35,13 @@ from coserve.memory.allocator import Reading, read_device
 from coserve.memory.graph_bytes import CudaMemory, GraphBytes
 from coserve.memory.kv import CPU_TOKENS, KvCache
 from coserve.memory.plan import MemoryPlan, Work
+from coserve.model.agreement import on_all_ranks
 from coserve.model.base import Base
 from coserve.model.faults import contained
 from coserve.model.groups import share_inputs
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.parallel.agreement import on_all_ranks
-from coserve.parallel.lockstep import Lockstep
 from coserve.processes import usable_cores, usable_memory
 from coserve.state.folder import DataFolder
 from coserve.types import AdapterDigests, AdapterRef
@@ -67,6 +66,13 @@ def set_up_threads(config: Config) -> None:
 def default_threads() -> int:
     """All cores but one, two at most: with more, torch's CPU kernels round a row differently in different batches."""
     return min(EXACT_THREADS, max(1, usable_cores() - 1))
+
+
+def _cut(base: Base, *, wake: bool) -> LayerCut:
+    """`wake`: the compiler, too: layers will be compiled in this process."""
+    if wake:
+        wake_compiler(base.device)
+    return LayerCut(base)
 
 
 @dataclass(frozen=True)
@@ -186,8 +192,8 @@ class EngineParts:
         warm: WarmKernels | None = None,
         stream: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> CompiledLayers:
-        """The layers that training runs once they are compiled. Ranks that share a base do this at the same time. Raises on all of them:
-        `UnsupportedBase`, whose message says why there are none."""
+        """The layers that training runs once they are compiled. Ranks that share a base do this at the same time. Raises `UnsupportedBase` and, of
+        ranks, `FailedTogether`, on all of them: the message says why there are none."""
         base, config = self.base, self.config
         if base.device.type != "cuda":
             raise UnsupportedBase("there is no GPU")
@@ -197,21 +203,19 @@ class EngineParts:
             raise UnsupportedBase(f"the LoRA backend is {self.lora_backend.name}")
         ready = warm is not None and warm.training_layers_ready()
         mesh = None if base.sharding is None else base.sharding.mesh
-        on_all_ranks(mesh, base.device, lambda: None if ready else wake_compiler(base.device))
+        cut = on_all_ranks(mesh, base.device, partial(_cut, base, wake=not ready))
         costs = (lambda: None) if warm is None else warm.layer_costs
-        return CompiledLayers(base, LayerCut(base), stream=stream, costs=costs)
+        return CompiledLayers(base, cut, stream=stream, costs=costs)
 
     def make_trainer(
         self,
         store: AdapterStore,
         gathering: Callable[[str, bool], None] = lambda *_: None,
-        board: int | None = None,
         training: TrainingStream | None = None,
         compiled: CompiledLayers | None = None,
     ) -> Trainer:
-        """`gathering`, `compiled`: see `Trainer`. `board`: file descriptor of the ranks' board (`Lockstep`); None: there is one rank. `training`:
-        slices run beside generation."""
-        config, sharding = self.config, self.base.sharding
+        """`gathering`, `compiled`: see `Trainer`. `training`: slices run beside generation."""
+        config = self.config
         return Trainer(
             self.base,
             store,
@@ -222,7 +226,6 @@ class EngineParts:
             keep_checkpoints=config.keep_checkpoints,
             lora_backend=self.lora_backend,
             gathering=gathering,
-            guard=None if sharding is None or board is None else Lockstep(sharding.mesh, board),
             own_stream=None if training is None else training.enter,
             compiled=compiled,
             graphs=self._layer_graphs(compiled, None if training is None else training.captures),

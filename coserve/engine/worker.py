@@ -78,12 +78,11 @@ def build_engine(
     warm: WarmUpClient | None = None,
     preload_kernels: PreloadKernels = preload_nothing,
     followers: Followers | None = None,
-    board: int | None = None,
     training: TrainingStream | None = None,
 ) -> tuple[Engine, EngineReady]:
     """The engine over a loaded base, and the message that says it is ready. `garbage`: see `Engine`; `warm`: the warm-up's
     client; `preload_kernels`: see `Upgrade`; `followers`: the other ranks, which have loaded their bases or are about to;
-    `board`: see `EngineParts.make_trainer`; `training`: where slices run beside generation; None: they take turns with it."""
+    `training`: where slices run beside generation; None: they take turns with it."""
     assert (training is None) != config.trains_concurrently, (
         "expected a stream for training where it runs beside generation"
     )
@@ -115,9 +114,7 @@ def build_engine(
     if followers is None:
         trainer = parts.make_trainer(store, training=training, compiled=training_layers)
     else:
-        local = parts.make_trainer(
-            store, gathering=partial(announce_gathering, followers), board=board, compiled=training_layers
-        )
+        local = parts.make_trainer(store, gathering=partial(announce_gathering, followers), compiled=training_layers)
         trainer = RankedTrainer(local, followers, parts.folder)
     if built is not None:
         built.wait()
@@ -269,7 +266,6 @@ async def _load(
         warm=warm,
         preload_kernels=preload_kernels,
         followers=followers,
-        board=None if rank is None else rank.place.board,
         training=own_stream,
     )
     if own_stream is not None:

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -37,7 +38,9 @@ from coserve.memory.profile import (
     save_graph_bytes,
     save_profile,
 )
+from coserve.model.agreement import on_all_ranks
 from coserve.model.base import Base
+from coserve.model.faults import out_of_memory
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.types import DEFAULT_RANK, LoraSettings, MicroStep, TrainingSettings
@@ -232,13 +235,12 @@ class MemoryProfiler:
             try:
                 most = self._runner.targets_at_once
                 return measure_costs(self.phases, site_groups(self._base), self._base.spec, self._rank, tokens, most)
-            except torch.OutOfMemoryError:
-                if tokens <= WARM_UP_TOKENS:
+            except Exception as error:
+                if tokens <= WARM_UP_TOKENS or not out_of_memory(error):
                     raise
             tokens //= 2  # here the error is gone, and with it the tensors that its traceback held
             torch.cuda.empty_cache()
 
-    @gc_disabled()
     def phases(
         self,
         tokens: int,
@@ -250,9 +252,18 @@ class MemoryProfiler:
         positions: int | None = None,
     ) -> Phases:
         """Bytes of a micro-batch by phase. `recomputed`, `partly`: layers, as of `Treatment`; `targets`, `rank`: of the adapter, None: all, the profiler's; `positions`: targets of the loss,
-        None: all tokens but the first of each row."""
+        None: all tokens but the first of each row. Raises, where memory runs out: of ranks, all of them."""
+        base = self._base
+        mesh = None if base.sharding is None else base.sharding.mesh
+        adapter, batch = partial(self._adapter, targets, rank), partial(self._packed, tokens, positions)
+        return on_all_ranks(mesh, base.device, lambda: self._measured(adapter, batch, recomputed, partly))
+
+    @gc_disabled()
+    def _measured(
+        self, adapter: Callable[[], LoraWeights], batch: Callable[[], PackedRows], recomputed: int, partly: int
+    ) -> Phases:
         base, empty = self._base, self._meter.now()
-        start = self._adapter(targets, rank)
+        start = adapter()
         optimizer = AdapterOptimizer(
             start, base.spec, TrainingSettings(steps=1), base.dtype, partition=base.partition(start)
         )
@@ -260,8 +271,8 @@ class MemoryProfiler:
         if self._updates:
             optimizer.step(targets=1, learning_rate=0.0)  # allocates the moments
         job = self._meter.now() - empty
-        rows = self._packed(tokens, positions)
-        lora = LoraBatch(Segments((0, tokens), (0,)), (optimizer.weights(),), self._lora_backend)
+        rows = batch()
+        lora = LoraBatch(Segments((0, rows.bounds[-1]), (0,)), (optimizer.weights(),), self._lora_backend)
         self._meter.reset()
         before = self._meter.now()
         micro_steps = self._runner.forward_backward(

@@ -23,6 +23,7 @@ from coserve.finetune.update_rules.interface import UpdateRule, WeightRange
 from coserve.finetune.update_rules.make import make_rule
 from coserve.finetune.update_rules.paged import PagedMoments, Rows, fill
 from coserve.kernels.lora.types import LoraPair, MainGrads
+from coserve.model.agreement import on_all_ranks
 from coserve.model.lora import LoraWeights
 from coserve.parallel.adapter import AdapterPartition
 from coserve.types import BaseSpec, TrainingSettings
@@ -256,12 +257,14 @@ class AdapterOptimizer:
         the optimizer's moments, and without the best weights.
 
         The returned function waits for the copy, on any thread, and returns its tensors by name (`<kind>/<name>`), which
-        `restore` continues from bit for bit: views of `host`, valid until the next snapshot.
+        `restore` continues from bit for bit: views of `host`, valid until the next snapshot. Raises as `on_all_ranks`, after `gathering`.
         """
         self._gathering(weights_only)
         best = self.has_best and not weights_only
         kinds = self.kinds[:1] if weights_only else self._kinds(best=best)
-        self.host.download(len([kind for kind in kinds if kind in self.kept]))
+        kept = len([kind for kind in kinds if kind in self.kept])
+        mesh = None if self._partition is None else self._partition.sharding.mesh
+        on_all_ranks(mesh, self._weights_N.device, lambda: self.host.download(kept))
         rows: Rows = ()
         if self._paged is not None and not weights_only:
             self._paged.hold()

@@ -2,40 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
 
 from coserve.errors import JobOutOfMemory
 from coserve.step_metrics import StepMetrics
 
 PEER_FAILED = "peer_failed"
 """Code of an outcome: the slice was aborted because another rank failed."""
-
-
-class SliceGuard(Protocol):
-    """Keeps ranks together within a slice: see `parallel.lockstep.Lockstep`."""
-
-    def begin(self, device: torch.device) -> None: ...
-    def check(self) -> None: ...
-    def end(self) -> None: ...
-    def abort(self) -> None: ...
-    def finish_collectives(self) -> None: ...
-
-
-class NoPeers:
-    """`SliceGuard` of a process whose slices have no collectives."""
-
-    def begin(self, device: torch.device) -> None:
-        pass
-
-    def check(self) -> None:
-        pass
-
-    end = abort = finish_collectives = check
 
 
 @dataclass(frozen=True)
@@ -74,13 +48,3 @@ def judge(outcomes: Sequence[Outcome]) -> Verdict:
     together = len({outcome.position for outcome in outcomes}) == 1
     memory = all(outcome.code == JobOutOfMemory.code for outcome in own)
     return Verdict(own[0].code, own[0].message, retry=memory and together)
-
-
-@contextmanager
-def aborting_on_error(guard: SliceGuard) -> Iterator[None]:
-    """Tells the other ranks of an error at once."""
-    try:
-        yield
-    except Exception:
-        guard.abort()
-        raise

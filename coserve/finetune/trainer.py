@@ -36,7 +36,7 @@ from coserve.finetune.loop import SliceTimer, TrainingLoop
 from coserve.finetune.lora_tensors import cast
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.outcome import PEER_FAILED, NoPeers, Outcome, SliceGuard, aborting_on_error
+from coserve.finetune.outcome import PEER_FAILED, Outcome
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.passes.passes import TrainingPasses
 from coserve.finetune.passes.training_pass import TrainingPass
@@ -48,6 +48,7 @@ from coserve.model.base import Base
 from coserve.model.faults import contained, memory_numbers, out_of_memory
 from coserve.model.lora import KeptLora, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
+from coserve.parallel.guard import NoPeers, aborting_on_error
 from coserve.parallel.lockstep import PeerFailed
 from coserve.state.folder import DataFolder
 from coserve.step_metrics import StepMetrics
@@ -75,7 +76,6 @@ class Trainer:
         keep_checkpoints: int,
         lora_backend: LoraBackend,
         gathering: Callable[[str, bool], None] = lambda *_: None,
-        guard: SliceGuard | None = None,
         clock: Callable[[], float] = time.perf_counter,
         own_stream: Callable[[], AbstractContextManager[object]] | None = None,
         compiled: CompiledLayers | None = None,
@@ -85,9 +85,8 @@ class Trainer:
     ) -> None:
         """`limits` of one forward, whatever a job asks for. `mix_jobs`: jobs may share one, unless ranks share the base, or the LoRA backend
         runs a forward for each adapter. `gathering` is called when a snapshot of a job begins (`AdapterOptimizer`), in which all ranks take
-        part; `guard` keeps ranks together in `attempt`. `clock` gives seconds.
-        `own_stream` enters the stream that all tensors and kernels of jobs belong to: slices are only launched there, and run beside
-        generation. None: they run on the current stream, and have ended when `advance` returns. `compiled`, `graphs`: see
+        part. `clock` gives seconds. `own_stream` enters the stream that all tensors and kernels of jobs belong to: slices are only launched
+        there, and run beside generation. None: they run on the current stream, and have ended when `advance` returns. `compiled`, `graphs`: see
         `MicroBatchRunner`; `rows_on_tick`: see `BatchPlan`.
 
         Raises `UnsupportedBase` for a base that cannot be run layer by layer.
@@ -95,7 +94,8 @@ class Trainer:
         self._base, self._store, self._folder = base, store, folder
         self._limits, self._keep, self._clock = limits, keep_checkpoints, clock
         self._make_plan = partial(BatchPlan, micro_batch_rows=limits.rows, rows_on_tick=rows_on_tick)
-        self._gathering, self._guard, self._make_optimizer = gathering, guard or NoPeers(), make_optimizer
+        self._gathering, self._make_optimizer = gathering, make_optimizer
+        self._guard = NoPeers() if base.sharding is None else base.sharding.mesh.guard
         self._overlapped = own_stream is not None
         self._stream = own_stream or nullcontext
         self._compiled, self._graphs = compiled, graphs
@@ -294,7 +294,7 @@ class Trainer:
         return Snapshot(ref, step, run)
 
     def gather(self, job: str, *, weights_only: bool) -> None:
-        """On a rank that follows: take part in a snapshot of rank 0 (`AdapterOptimizer.snapshot`)."""
+        """On a rank that follows: take part in a snapshot of rank 0 (`AdapterOptimizer.snapshot`), and raise what it raises."""
         self._snapshots[job].gather(weights_only=weights_only)
 
     def gathered_copy(self, job: str) -> Callable[[], LoraWeights | None]:

@@ -22,6 +22,15 @@ _ALLOCATIONS = (
 _ASKED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)
 
 
+class MemoryOfRank(MemoryError):
+    """Memory ran out on one of several ranks. Raised on all of them."""
+
+    def __init__(self, numbers: str) -> None:
+        """`numbers`: see `memory_numbers`; those of that rank."""
+        super().__init__(f"not enough memory ({numbers})")
+        self.numbers = numbers
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on the host or the device. Both still work then."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -31,6 +40,8 @@ def out_of_memory(error: BaseException) -> bool:
 
 def memory_numbers(error: BaseException, device: torch.device) -> str:
     """What the failed allocation asked for, as far as the error says it, and what is free now."""
+    if isinstance(error, MemoryOfRank):
+        return error.numbers
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + cached

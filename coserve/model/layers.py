@@ -14,6 +14,7 @@ from coserve.errors import UnsupportedBase
 from coserve.kernels.attention.interface import Attention
 from coserve.model import probe
 from coserve.model.base import Base
+from coserve.model.faults import out_of_memory
 from coserve.model.seam import ReferenceAttention
 
 
@@ -141,6 +142,8 @@ class LayerCut:
                 got_KV = self.head(h_1KD, inputs, keep_K)
             self.reads_logits = self._backward_reads_logits(h_1KD, inputs, keep_K)
         except (TypeError, AttributeError, KeyError, IndexError, RuntimeError) as error:
+            if out_of_memory(error):
+                raise
             raise UnsupportedBase(f"{family} cannot be run layer by layer: {error}") from error
         probe.check_equal(f"{family}, layer by layer", got_KV, expected_TV[keep_K])
 

@@ -1,4 +1,4 @@
-"""Ranks that run one slice of training abort it together if one of them fails, for example for lack of memory.
+"""Ranks that run one slice of work, such as one of training, abort it together if one of them fails, for example for lack of memory.
 
 A rank that returned early would let the others wait for ever in the collectives that it does not begin. So within a slice each
 rank writes what it begins to a board in shared memory, ahead of each collective, and looks whether another rank has failed.
@@ -24,7 +24,7 @@ PAUSE = 0.0005
 _SLICE, _COUNT, _STATE, _FIRST = range(4)
 """Words of a rank's part of the board: number of the slice, collectives begun in it, state, and the first of the log."""
 LOG = BOARD_WORDS - _FIRST
-"""Most collectives of a slice, which ends with a micro-batch at the latest."""
+"""Most collectives of a slice: that of training ends with a micro-batch at the latest."""
 _NAMES = ("all_reduce", "all_gather")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8)
 
@@ -43,13 +43,13 @@ class Lockstep:
     """One rank's view of the board. All ranks run the same slices in the same order, none begins one before all ended the last."""
 
     def __init__(self, mesh: Mesh, board: int) -> None:
-        """`board`: a file descriptor. From now on the mesh's collectives inside of slices are written to it."""
+        """`board`: a file descriptor. From now on this is the mesh's guard, and its collectives inside of slices are written to the board."""
         self._mesh, self._slice, self._open, self._finishing = mesh, 0, False, False
         self._words = memoryview(mmap.mmap(board, board_bytes(mesh.size))).cast("Q")
         self._own = mesh.rank * BOARD_WORDS
         self._others = [rank * BOARD_WORDS for rank in range(mesh.size) if rank != mesh.rank]
         self._device = torch.device("cpu")
-        mesh.traffic = _AnnouncedTraffic(self)
+        mesh.traffic, mesh.guard = _AnnouncedTraffic(self), self
 
     def begin(self, device: torch.device) -> None:
         """A slice begins; its collectives are of tensors on this device."""
@@ -59,9 +59,11 @@ class Lockstep:
         self._words[self._own + _SLICE] = self._slice  # the others read the rest once this is there
 
     def check(self) -> None:
-        """Raises `PeerFailed` if another rank has aborted the slice: results of collectives may be wrong then."""
+        """Raises `PeerFailed` if another rank has aborted the slice that is open: results of collectives may be wrong then."""
         words = self._words
-        if any(words[at + _SLICE] == self._slice and words[at + _STATE] == ABORTED for at in self._others):
+        if self._open and any(
+            words[at + _SLICE] == self._slice and words[at + _STATE] == ABORTED for at in self._others
+        ):
             raise PeerFailed
 
     def end(self) -> None:

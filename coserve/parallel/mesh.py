@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from coserve.parallel.guard import NoPeers, SliceGuard
+
 _ALL_GATHER: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """torch 2.13 renames it."""
 
@@ -54,6 +56,8 @@ class Mesh:
 
     def __init__(self) -> None:
         self.traffic = Traffic()
+        self.guard: SliceGuard = NoPeers()
+        """Keeps the ranks together in work that has collectives; those of an engine have a `Lockstep`."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' `x`; may be `x` itself, overwritten. Not differentiable: see `functions`."""

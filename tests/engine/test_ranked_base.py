@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from coserve.engine.ranks import serve
 from coserve.engine.ranks.own_rank import OwnRank
 from coserve.errors import ConfigError
 from coserve.parallel.mesh import LoneRank, Mesh
-from coserve.ranks import RankPlace
+from coserve.ranks import RankPlace, board_bytes
 
 
 @pytest.fixture
@@ -23,8 +24,11 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[OwnRank]:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, os.environ.get(name, "lo"))
     ours, theirs = socket.socketpair()
-    with ours:
-        yield OwnRank(RankPlace(rank=1, size=2, rendezvous="", board=0, monitor=theirs.detach(), commands=()))
+    with ours, tempfile.TemporaryFile() as board:
+        board.truncate(board_bytes(2))
+        yield OwnRank(
+            RankPlace(rank=1, size=2, rendezvous="", board=board.fileno(), monitor=theirs.detach(), commands=())
+        )
 
 
 def test_a_rank_takes_the_visible_gpu_of_its_number(rank: OwnRank, monkeypatch: pytest.MonkeyPatch) -> None:

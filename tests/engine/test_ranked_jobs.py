@@ -6,9 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -19,11 +20,13 @@ from coserve.engine.ranks.commands import GatherJob, LoadIntoPages
 from coserve.engine.ranks.follower import FollowerParts
 from coserve.engine.ranks.followers import RankLost
 from coserve.engine.ranks.trainer import RankedTrainer
-from coserve.errors import CorruptAdapter, EngineFault, StorageBusy
+from coserve.errors import CorruptAdapter, EngineFault, JobOutOfMemory, StorageBusy
+from coserve.finetune.host_copy import HostCopy
 from coserve.finetune.job import TrainingJob
 from coserve.link import JobFailed, JobNote, JobSnapshot, JobSucceeded, JobWaiting
 from coserve.memory.kv import KvCache
 from coserve.memory.pages import Span
+from coserve.model.agreement import MemoryTogether
 from coserve.model.base import Base
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterDigests, AdapterRef, JobSpec
@@ -180,6 +183,35 @@ def test_a_published_adapter_that_a_rank_finds_damaged_ends_the_engine(bases: li
         fail_reads.append(CorruptAdapter("its weights are not finite"))
         with pytest.raises(EngineFault, match="cannot be read: its weights are not finite"):
             ranked.publication(spec.id)()
+
+
+def test_a_state_that_no_rank_could_gather_ends_its_job_alone(bases: list[Base], tmp_path: Path) -> None:
+    """The rank that follows has had the same error, and goes on."""
+
+    def no_memory(*_: object) -> None:
+        raise MemoryTogether("rank 1: needed 1 GiB, free 5 bytes")
+
+    with on_two_ranks(bases, tmp_path) as (ranked, following, spec, *_):
+        for fails in (True, False):
+            ranked.load(spec, Cancellation())()
+            train(ranked, spec, lambda: ranked.snapshot_due(spec.id))
+            with mock.patch.object(HostCopy, "download", no_memory) if fails else nullcontext():
+                with pytest.raises(JobOutOfMemory, match="rank 1: needed 1 GiB") if fails else nullcontext():
+                    assert isinstance(ranked.snapshot(spec.id)()(), JobSnapshot)
+                following.catch_up()
+            ranked.drop(spec.id)
+
+
+def test_a_rank_whose_device_has_failed_while_it_loads_ends_the_engine(bases: list[Base], tmp_path: Path) -> None:
+    """And not its job, which goes on after the restart."""
+
+    def broken(*_: object) -> None:
+        raise EngineFault("the GPU does not work any more")
+
+    with on_two_ranks(bases, tmp_path) as jobs:
+        jobs.benches[1].trainer.load = broken  # type: ignore[method-assign, assignment]
+        with pytest.raises(EngineFault, match="the GPU does not work"):
+            jobs.ranked.load(jobs.spec, Cancellation())
 
 
 def pages_of(jobs: Jobs, weights: LoraWeights) -> Span:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -21,9 +20,7 @@ from coserve.model.layers import LayerCut
 from coserve.model.training.compiled_layers import CompiledLayers, CompiledPass
 from coserve.model.training.running_pass import RunningPass
 from coserve.model.training.trace import interpreted
-from coserve.parallel.lockstep import Lockstep
 from coserve.parallel.mesh import Mesh
-from coserve.ranks import board_bytes
 from tests.support.finetuning import Bench, job_spec, random_corpus
 from tests.support.lora_backends import GROUPED, SEGMENTED
 from tests.support.memory_faults import Point, out_of_memory, out_of_memory_at
@@ -66,15 +63,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_base(tmp_path_factory.mktemp("base"))
 
 
-def _train(mesh: Mesh, base: str, root: str, board: str, points: str, fails: tuple[int, ...], at: int) -> Trained:
+def _train(mesh: Mesh, base: str, root: str, points: str, fails: tuple[int, ...], at: int) -> Trained:
     """Slices of a job as `RankedTrainer` and followers run them; what the points of rank 1 raise at calls `fails`."""
     loaded, layers, lora_backend = load(base, mesh), None, GROUPED
     if points == "compiled":
         layers, lora_backend = CompiledLayers(loaded, LayerCut(loaded), interpreted), SEGMENTED
         layers.compile()
-    with Path(board).open("r+b") as file:
-        guard = Lockstep(mesh, file.fileno())
-    bench = Bench(loaded, Path(root), guard=guard, compiled=layers, lora_backend=lora_backend)
+    bench = Bench(loaded, Path(root), compiled=layers, lora_backend=lora_backend)
     corpus = random_corpus(lengths=(9, 5, 12, 3, 7, 8, 6, 11))
     spec = job_spec(corpus, steps=3, validation_split=0.3, eval_steps=2, bd_blocks=2)
     trainer = bench.trainer
@@ -106,10 +101,7 @@ def train(ranks: Ranks, base: str, root: Path, points: str, *fails: int, at: int
     corpus = random_corpus(lengths=(9, 5, 12, 3, 7, 8, 6, 11))
     bench = Bench(load(base), root)
     bench.place(corpus, job_spec(corpus))
-    board = root / "board"
-    board.write_bytes(b"")
-    os.truncate(board, board_bytes(SIZE))
-    found = ranks.run(_train, base, str(root), str(board), points, fails, at)
+    found = ranks.run(_train, base, str(root), points, fails, at)
     assert [one.losses for one in found] == [found[0].losses] * SIZE
     assert [one.verdicts for one in found] == [found[0].verdicts] * SIZE
     assert all(one.together for one in found)

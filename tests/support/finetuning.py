@@ -24,7 +24,6 @@ from coserve.errors import CapacityError, CoserveError
 from coserve.finetune.init import new_adapter
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.outcome import SliceGuard
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.trainer import Trainer
 from coserve.kernels.lora.interface import LoraBackend
@@ -143,7 +142,6 @@ class Bench:
         lora_backend: LoraBackend = GROUPED,
         clock: Callable[[], float] = lambda: 0.0,
         gathering: Callable[[str, bool], None] = lambda *_: None,
-        guard: SliceGuard | None = None,
         own_stream: Callable[[], AbstractContextManager[object]] | None = None,
         limits: BatchLimits = BatchLimits(64),  # noqa: B008 - frozen
         compiled: CompiledLayers | None = None,
@@ -163,7 +161,6 @@ class Bench:
             keep_checkpoints=keep_checkpoints,
             lora_backend=lora_backend,
             gathering=gathering,
-            guard=guard,
             clock=clock,
             own_stream=own_stream,
             compiled=compiled,

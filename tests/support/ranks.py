@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -13,7 +14,9 @@ from typing import Any, Self
 import torch
 
 from coserve.parallel.join import join
+from coserve.parallel.lockstep import Lockstep
 from coserve.parallel.mesh import GroupMesh, Mesh, Traffic, fits_one_shot
+from coserve.ranks import board_bytes
 from tests.support.triton_interpreter import remember_builtins
 
 LIMIT = 240.0
@@ -57,8 +60,12 @@ class Ranks:
     def run(self, function: Callable[..., Any], *args: object) -> list[Any]:
         """`function(mesh, *args)` of each rank, a module's own function. What a rank raises fails the test."""
         self.usable = False
+        board = Path(self._folder.name) / "board"
+        board.unlink(missing_ok=True)  # a new one for each function: it numbers its slices from 1
+        board.touch()
+        os.truncate(board, board_bytes(len(self._pipes)))
         for pipe in self._pipes:
-            pipe.send((function, args))
+            pipe.send((function, args, str(board)))
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         while len(results) < len(self._pipes):
@@ -85,10 +92,12 @@ def _serve(pipe: Connection, rank: int, size: int, address: str, cuda: bool) -> 
     mesh = join(rank, size, address=address, device=torch.device("cuda" if cuda else "cpu"), timeout=60)
     while True:
         try:
-            function, args = pipe.recv()
+            function, args, board = pipe.recv()
         except EOFError:
             return
         mesh.traffic = Traffic()  # a function may have put its own there
+        with Path(board).open("r+b") as file:
+            Lockstep(mesh, file.fileno())
         try:
             pipe.send((None, function(mesh, *args)))
         except Exception:  # noqa: BLE001 - reported to the test, which fails

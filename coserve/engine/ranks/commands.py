@@ -196,8 +196,12 @@ AnyCommand = (
 )
 
 
+ENGINE_FAULT = "engine_fault"
+"""Code of an `EngineFault` of the rank that answers."""
+
+
 class Answer(Struct, frozen=True):
-    """What came of a question. `code`: of a `CoserveError`; empty where it succeeded."""
+    """What came of a question. `code`: of a `CoserveError`, or `ENGINE_FAULT`; empty where it succeeded."""
 
     number: int
     value: int = 0

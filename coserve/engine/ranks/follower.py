@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -15,6 +16,7 @@ from coserve.adapter_store.store import READERS, Load
 from coserve.cancellation import Cancellation
 from coserve.engine.ranks.channel import Channel
 from coserve.engine.ranks.commands import (
+    ENGINE_FAULT,
     AbandonJob,
     AdvanceJob,
     Answer,
@@ -47,6 +49,7 @@ from coserve.generate.execution.interface import StepExecutor, StepInFlight, Ste
 from coserve.link import JobStarted
 from coserve.memory.kv import KvCache
 from coserve.memory.pages import Span
+from coserve.model.agreement import FailedTogether
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, JobSpec
 
@@ -127,7 +130,8 @@ class Follower:
             case LimitJob(job, treatment):
                 self._parts.trainer.limit(job, treatment)
             case GatherJob(job, weights_only):
-                self._parts.trainer.gather(job, weights_only=weights_only)
+                with suppress(FailedTogether):  # rank 0 tells of it
+                    self._parts.trainer.gather(job, weights_only=weights_only)
             case CopySnapshot():
                 self._copy_snapshot(command)
             case AbandonJob(job):
@@ -229,6 +233,8 @@ class Follower:
                 answer = Answer(number, work())
             except CoserveError as error:
                 answer = Answer(number, code=error.code, message=error.message)
+            except EngineFault as fault:  # rank 0 ends the engine
+                answer = Answer(number, code=ENGINE_FAULT, message=str(fault))
             except Exception as error:  # noqa: BLE001 - rank 0 tells what it means
                 answer = Answer(number, code="internal_error", message=f"{type(error).__name__}: {error}")
             self._commands.send(answer)

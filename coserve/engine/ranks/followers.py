@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 import msgspec
 
 from coserve.engine.ranks.channel import Channel, PeerLost, frame
-from coserve.engine.ranks.commands import Answer, AnyCommand, AnyQuestion, Stop
+from coserve.engine.ranks.commands import ENGINE_FAULT, Answer, AnyCommand, AnyQuestion, Stop
 from coserve.engine.ranks.progress import Progress
 from coserve.errors import EngineFault, error_from_code
 
@@ -51,10 +51,12 @@ class Answers:
     def wait(self) -> list[int]:
         """The values, by rank. Not on the event loop of a running engine.
 
-        Raises the first follower's error, as rank 0's own would be; `RankLost`.
+        Raises the first follower's error, as rank 0's own would be; `EngineFault`; `RankLost`.
         """
         answers = self._future.result()
         for answer in answers:
+            if answer.code == ENGINE_FAULT:
+                raise EngineFault(answer.message)
             if answer.code:
                 raise error_from_code(answer.code, answer.message)
         return [answer.value for answer in answers]

@@ -35,6 +35,7 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import Base, load_base
 from coserve.model.lora import LoraWeights
 from coserve.parallel.join import join
+from coserve.parallel.lockstep import Lockstep
 from coserve.parallel.mesh import Mesh
 from coserve.ranks import JOIN_SECONDS, SILENCE, RankFailed, RankRefused
 from coserve.types import AdapterDigests, AdapterRef
@@ -56,6 +57,7 @@ def load_ranked_base(config: Config, rank: OwnRank | None) -> Base:
             torch.cuda.set_device(place.rank)
         where = torch.device(device if cuda else "cpu")
         mesh = join(place.rank, place.size, address=place.rendezvous, device=where, timeout=JOIN_SECONDS)
+        Lockstep(mesh, place.board)
         rank.monitor.progress.watch_collectives(partial(_collectives, mesh))
     return load_base(
         config.model,
@@ -117,7 +119,7 @@ def _make_follower(base: Base, config: Config, rank: OwnRank, warm_up: WarmUpTas
         kv = KvCache.for_base(base, tokens, config.page_tokens)
         executor = parts.make_start(kv, warm).executor
         layers, _ = make_training_layers(parts, warm)  # rank 0 tells the operator
-        made = FollowerParts(kv, executor, parts.make_trainer(store, board=rank.place.board, compiled=layers), read)
+        made = FollowerParts(kv, executor, parts.make_trainer(store, compiled=layers), read)
         freeze_heap()
         rank.monitor.ready(base.device.type)
         return made

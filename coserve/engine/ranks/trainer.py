@@ -40,6 +40,7 @@ from coserve.link import (
     JobWaiting,
     TrainingBatches,
 )
+from coserve.model.agreement import FailedTogether
 from coserve.state.folder import DataFolder
 from coserve.types import AdapterRef, JobSpec, MicroStep
 
@@ -111,7 +112,7 @@ class RankedTrainer:
         return [] if own.metrics is None else [JobProgress(id=job, metrics=own.metrics)]
 
     def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
-        """See `Trainer.checkpoint`. Raises `EngineFault` alone."""
+        """See `Trainer.checkpoint`. Raises `JobOutOfMemory` where any rank finds too little, and `FailedTogether`."""
         self._followers.send(AbandonJob(job))
         with gathered(job):
             return self._local.checkpoint(job)
@@ -250,10 +251,12 @@ def announce_gathering(followers: Followers, job: str, weights_only: bool) -> No
 
 @contextmanager
 def gathered(job: str) -> Iterator[None]:
-    """Around what may gather a job's state from all ranks."""
+    """Around what may gather a job's state from all ranks. An error that all of them have had is the job's alone."""
     try:
         yield
     except Exception as error:
+        if isinstance(error, FailedTogether) or isinstance(error.__cause__, FailedTogether):
+            raise
         raise EngineFault(
             f"the state of job {job} could not be gathered on rank 0, and other ranks may wait for it"
         ) from error

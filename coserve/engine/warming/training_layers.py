@@ -9,6 +9,7 @@ from coserve.engine.parts import EngineParts
 from coserve.engine.spatial.training_stream import TrainingStream
 from coserve.errors import UnsupportedBase
 from coserve.generate.execution.start import WarmKernels
+from coserve.model.agreement import FailedTogether
 from coserve.model.training.compiled_layers import CompiledLayers
 
 log = logging.getLogger(__name__)
@@ -20,17 +21,19 @@ def make_training_layers(
     parts: EngineParts, warm: WarmKernels | None, training: TrainingStream | None = None
 ) -> tuple[CompiledLayers | None, tuple[str, ...]]:
     """The layers of training that can be compiled, and notes for the operator. Ranks that share a base compile them now, all at the same
-    time, and all of them have some or none has."""
+    time, and all of them have some or none has: an error that is one rank's alone ends it."""
     try:
         layers = parts.training_layers(warm, nullcontext if training is None else training.enter)
         if parts.base.sharding is None:
             return layers, ()
         layers.compile()
     except Exception as error:  # whatever a compiler raises that does not work
+        if parts.base.sharding is not None and not isinstance(error, FailedTogether | UnsupportedBase):
+            raise
         if parts.base.device.type == "cpu":
             return None, ()
         note = training_note(error)
-        log.warning("%s", note, exc_info=None if isinstance(error, UnsupportedBase) else error)
+        log.warning("%s", note, exc_info=None if isinstance(error, FailedTogether | UnsupportedBase) else error)
         return None, (note,)
     return layers, (WITHOUT_GRAPHS,)
 

@@ -28,9 +28,11 @@ from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import StackedWeights
 from coserve.memory.graph_bytes import GraphBytes
 from coserve.memory.kv import KvCache
+from coserve.model.agreement import FailedTogether, on_all_ranks
 from coserve.model.base import Base
 from coserve.model.fused import FusedBase
 from coserve.model.gemm_choice import GemmChoice
+from coserve.parallel.mesh import Mesh
 
 log = logging.getLogger(__name__)
 
@@ -98,17 +100,17 @@ class Compilation:
         self._done = False
 
     def compile(self) -> None:
-        """Compiles the layers and checks their logits. On any thread, beside whatever the base is used for."""
+        """Compiles the layers and checks their logits. On any thread, beside whatever the base is used for. Ranks that share a base do this at
+        the same time: all of them run compiled steps, or none does."""
         if self._warm is not None:
             choice = self._warm.gemms(self._fused.stacked, self._fused.base.device)
             self._fused.gemms = self._shadow.gemms = choice or GemmChoice()
             self._gemms_missing = choice is None
+        base = self._fused.base
         try:
-            self._shadow.check()
-        except (TorchDynamoException, UnsupportedBase, RuntimeError) as error:
-            if self._fused.base.sharding is not None:  # the ranks would run steps of different kinds
-                raise
-            self._refusal = _refusal(self._fused.base, error)
+            on_all_ranks(_mesh(base), base.device, self._shadow.check)
+        except (TorchDynamoException, UnsupportedBase, RuntimeError, FailedTogether) as error:
+            self._refusal = _refusal(base, error)
             log.warning("%s", self._refusal, exc_info=error)
         self._done = True
 
@@ -183,10 +185,10 @@ def make_start(
         return ExecutorStart(eager, (f"generation: steps run one by one without CUDA graphs, as {why}",))
     if when == "off":
         return ExecutorStart(eager, ("generation: steps run one by one without CUDA graphs, as compile is off",))
+    ready = warm is not None and warm.layers_ready()
     try:
-        if warm is None or not warm.layers_ready():
-            wake_compiler(base.device)
-    except TorchDynamoException as error:
+        on_all_ranks(_mesh(base), base.device, lambda: None if ready else wake_compiler(base.device))
+    except (TorchDynamoException, FailedTogether) as error:
         return ExecutorStart(eager, (_refusal(base, error),))
     fused = FusedBase(base, options=INDUCTOR, gemms=None if warm is None else GemmChoice())
     compilation = Compilation(
@@ -199,6 +201,10 @@ def make_start(
     if executor is not None:
         executor.warm_up()
     return ExecutorStart(executor or eager, notes)
+
+
+def _mesh(base: Base) -> Mesh | None:
+    return None if base.sharding is None else base.sharding.mesh
 
 
 def _refusal(base: Base, error: Exception) -> str:

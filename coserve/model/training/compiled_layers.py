@@ -17,6 +17,7 @@ from coserve.gpu_memory import Kept, TrainingCosts
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.model import probe
+from coserve.model.agreement import on_all_ranks
 from coserve.model.base import Base
 from coserve.model.faults import out_of_memory
 from coserve.model.forward_context import ForwardContext, current, running
@@ -27,7 +28,6 @@ from coserve.model.training.kinds import kind_of, own_tensors, plain
 from coserve.model.training.ops import AttendRows, TracedRanks
 from coserve.model.training.running_pass import AlonePass, RunningPass
 from coserve.model.training.trace import Compile, CompiledLayer, TracedLayer, inductor, trace_layer
-from coserve.parallel.agreement import on_all_ranks
 from coserve.parallel.mesh import LoneRank, Mesh
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,8 @@ class CompiledLayers:
         costs: Callable[[], TrainingCosts | None] = lambda: None,
     ) -> None:
         """On the thread that runs the base: see `trace_layer`. `stream` enters the stream that training runs on. `costs` of memory, as far as they were
-        measured: asked for once the layers are compiled. Ranks that share a base do this at the same time. Raises `UnsupportedBase`: on all ranks."""
+        measured: asked for once the layers are compiled. Ranks that share a base do this at the same time. Raises `UnsupportedBase`, of ranks `FailedTogether`,
+        and whatever the stacking of weights raises, which cannot be undone."""
         if not base.sites.shared():
             share_inputs(base)
         self._compile, self._stream, self._device = compile, stream, base.device
@@ -69,13 +70,13 @@ class CompiledLayers:
         """Of memory, by which jobs may be planned; None: they are not known, or a batch was refused: others may be, too."""
         self.notes: tuple[str, ...] = ()
         """On the last batch that they were not right for, for an operator."""
-        inputs = [_example_inputs(base, cut, tokens) for tokens in (EXAMPLE_TOKENS, CHECKED_TOKENS)]
         self._compiled: dict[Kept, dict[Hashable, CompiledLayer]] = {}
-        self._traced = on_all_ranks(self._mesh, base.device, lambda: self._trace(base, *inputs), self._order_of_kinds)
+        self._traced = on_all_ranks(self._mesh, base.device, lambda: self._trace(base), self._order_of_kinds)
         self._wait_for_examples = _mark(base.device)
 
-    def _trace(self, base: Base, inputs: LayerInputs, few: LayerInputs) -> dict[Hashable, TracedLayer]:
-        """A layer of each kind. `few`: inputs of fewer tokens. Raises `UnsupportedBase`."""
+    def _trace(self, base: Base) -> dict[Hashable, TracedLayer]:
+        """A layer of each kind. Raises `UnsupportedBase`."""
+        inputs, few = (_example_inputs(base, self.cut, tokens) for tokens in (EXAMPLE_TOKENS, CHECKED_TOKENS))
         paths = {id(module): name for name, module in base.model.named_modules()}
         shared = base.sites.shared_by_site()
         if missing := base.spec.sites.keys() - shared.keys():
@@ -110,9 +111,7 @@ class CompiledLayers:
 
     def compile(self) -> None:
         """While other threads may capture CUDA graphs, which waiting for the whole device would break. Ranks that share a base do this at the same
-        time. Raises `UnsupportedBase`, and what the compiler raises: on all ranks. It may be called again where it found no memory."""
-        if self._device.type == "cuda":
-            _wake_autograd(self._device)
+        time. Raises `UnsupportedBase`, and what the compiler raises; of ranks `FailedTogether`. It may be called again where it found no memory."""
         try:
             compiled = self._compile_cut(Kept.ALL)
         except BaseException as error:
@@ -148,19 +147,20 @@ class CompiledLayers:
         found = dict[Hashable, CompiledLayer]()
 
         def compile_all() -> list[str]:
-            """What must be the same on all ranks: the collectives in the order of the compiled code, for which batches it is, and which sums may
-            be left out."""
+            """What must be alike on all ranks: the collectives in the order of the compiled code, its batches, and which sums may be left out."""
+            if self._device.type == "cuda":
+                _wake_autograd(self._device)
             alike: list[str] = []
-            for kind, example in self._examples.items():
-                one = found[kind] = self._traced[kind].compile(self._compile, kept)
-                few = kept is not Kept.ALL and one.fits(CHECKED_TOKENS)
-                alike += self._check(self._kinds.index(kind), self._few[kind] if few else example, one)
-                alike.append(repr(([size for size in COMPARED_TOKENS if one.fits(size)], sorted(one.unread_sums))))
+            with self._stream():
+                self._wait_for_examples()
+                for kind, example in self._examples.items():
+                    one = found[kind] = self._traced[kind].compile(self._compile, kept)
+                    few = kept is not Kept.ALL and one.fits(CHECKED_TOKENS)
+                    alike += self._check(self._kinds.index(kind), self._few[kind] if few else example, one)
+                    alike.append(repr(([size for size in COMPARED_TOKENS if one.fits(size)], sorted(one.unread_sums))))
             return alike
 
-        with self._stream():
-            self._wait_for_examples()
-            on_all_ranks(self._mesh, self._device, compile_all, repr)
+        on_all_ranks(self._mesh, self._device, compile_all, repr)
         return found
 
     def _check(self, i: int, example: _Example, compiled: CompiledLayer) -> list[str]:
