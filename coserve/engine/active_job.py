@@ -58,6 +58,11 @@ class ActiveJob:
     """Whether it was resumed before its pause had ended."""
 
     @property
+    def waits_for_samples(self) -> bool:
+        """If it has no turns: nothing but its samples is missing for them."""
+        return self.snapshot is not None and self.work is None and self.write is None
+
+    @property
     def timer(self) -> asyncio.TimerHandle | None:
         """Of the next attempt to publish it."""
         return None if self.retry is None else self.retry.timer

@@ -88,9 +88,12 @@ class JobRunner:
         return self._turns.ready()
 
     def in_training(self, job: str) -> bool:
-        """Whether the job has begun to train and neither ended nor been paused. It may wait for what a thread prepares."""
+        """Whether the job has begun to train, has neither ended nor been paused, and does not wait for samples, which only
+        generation makes. It may wait for a thread."""
         active = self._active.get(job)
-        return active is not None and active.loaded and active.end is None and not self._trainer.finished(job)
+        if active is None or not active.loaded or active.end is not None or self._trainer.finished(job):
+            return False
+        return job in self._turns or not active.waits_for_samples
 
     def next_micro_step(self, job: str) -> MicroStep:
         """The kind of the micro-step that an active job's next slice begins with."""
@@ -248,7 +251,7 @@ class JobRunner:
         if active.work is not None or active.timer is not None:
             return
         try:
-            trains = self._may_train(job, active)
+            trains = self._threads.begin_due(job, active)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
             self._fail(job, error)
             return
@@ -256,25 +259,6 @@ class JobRunner:
             self._unschedule(job)
         elif job not in self._turns:
             self._turns.add(job)
-
-    def _may_train(self, job: str, active: ActiveJob) -> bool:
-        """Begin what is due between two micro-batches. False: the job has no turns until that is done."""
-        if self._trainer.snapshot_due(job):
-            if active.write is not None or active.snapshot is not None:
-                return False
-            active.write = self._threads.snapshot(job)
-        if self._trainer.finished(job):
-            if active.write is None and active.snapshot is None:
-                active.work = self._threads.publish(job)
-            return False
-        if self._trainer.checkpoint_due(job):
-            if active.write is not None:
-                return False
-            active.write = self._threads.write(job)
-        preparation = self._trainer.preparation(job)
-        if preparation is not None:
-            active.work = self._threads.prepare(preparation)
-        return preparation is None
 
     def _save_once(self, job: str, active: ActiveJob) -> None:
         """Save a job that is to pause."""

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 from coserve.cancellation import Cancellation
-from coserve.engine.active_job import Commit, ThreadWork
+from coserve.engine.active_job import ActiveJob, Commit, ThreadWork
 from coserve.engine.ports import Trains
 from coserve.errors import CapacityError, CoserveError, EngineFault, failure_text
 from coserve.link import JobCheckpoint, JobFailed
@@ -90,6 +90,25 @@ class JobThreads:
             return lambda: saved
 
         return self._work(work, None)
+
+    def begin_due(self, job: str, active: ActiveJob) -> bool:
+        """Begin what is due between two micro-batches. False: the job has no turns until that is done."""
+        if self._trainer.snapshot_due(job):
+            if active.write is not None or active.snapshot is not None:
+                return False
+            active.write = self.snapshot(job)
+        if self._trainer.finished(job):
+            if active.write is None and active.snapshot is None:
+                active.work = self.publish(job)
+            return False
+        if self._trainer.checkpoint_due(job):
+            if active.write is not None:
+                return False
+            active.write = self.write(job)
+        preparation = self._trainer.preparation(job)
+        if preparation is not None:
+            active.work = self.prepare(preparation)
+        return preparation is None
 
     def close(self) -> None:
         """Start no more work, and do not wait for running work."""

@@ -58,10 +58,10 @@ class Turn:
     """The past, for policies in which the two kinds of work take turns."""
 
     job: str | None = None
-    """The job that trained last, until it ends or is paused. It may be missing in `View.jobs` while its next step is prepared
-    on a thread."""
+    """The job that trained last, until it ends, is paused or waits for samples, which are requests. It may be missing in
+    `View.jobs` while its next step is prepared on a thread."""
     batches_since_job: int = 0
-    """Inference batches dispatched since such a job last ended or was paused."""
+    """Inference batches dispatched since such a job's turn last ended."""
     batches_since_micro_batch: int = 0
     """Inference batches dispatched since the last micro-batch ended."""
 

@@ -24,7 +24,7 @@ class Turns:
             self._since_micro_batch = 0
 
     def view(self, in_training: Callable[[str], bool]) -> Turn:
-        """`in_training`: whether a job has neither ended nor been paused."""
+        """`in_training`: whether a job has neither ended nor been paused, and does not wait for requests."""
         if self._job is not None and not in_training(self._job):
             self._job, self._since_job = None, 0
         return Turn(self._job, self._since_job, self._since_micro_batch)

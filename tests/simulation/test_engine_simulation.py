@@ -21,6 +21,7 @@ from coserve.link import (
     JobSucceeded,
     RequestFailed,
     StartJob,
+    ToEngine,
     Tokens,
 )
 from coserve.queues.policies.slack import Slack
@@ -63,6 +64,11 @@ def outcomes(policy: str, *, calm: bool = False, cold: bool = False) -> Iterator
 
 def requests(scenario: Scenario) -> list[Generate]:
     return [message for _, message in scenario.script if isinstance(message, Generate)]
+
+
+def jobs_only(scenario: Scenario) -> tuple[tuple[float, ToEngine], ...]:
+    """The script without users' requests."""
+    return tuple(event for event in scenario.script if isinstance(event[1], StartJob))
 
 
 def check_requests(outcome: Outcome) -> None:
@@ -143,6 +149,17 @@ def test_nothing_is_lost_and_nothing_spins_while_adapters_are_read(policy: str) 
     for outcome in outcomes(policy, cold=True):
         check_requests(outcome)
         check_jobs(outcome)
+
+
+@pytest.mark.parametrize("policy", NAMES)
+def test_jobs_whose_samples_the_engine_itself_generates_end(policy: str) -> None:
+    """A job waits where the next samples are due and the last ones are not there: under no policy do they wait for it."""
+    for seed in seeds():
+        scenario = replace(make_scenario(seed, policy=policy, calm=True), sample_every=1 + seed % 2)
+        outcome = play(replace(scenario, script=jobs_only(scenario)) if seed % 3 == 0 else scenario)
+        check_requests(outcome)
+        check_jobs(outcome)
+        assert {id for id in outcome.ends() if "snapshot" in id} or not scenario.plans
 
 
 @pytest.mark.parametrize("policy", FEW)

@@ -17,12 +17,14 @@ from coserve.link import (
     Generate,
     JobCancelled,
     JobFailed,
+    JobSnapshot,
     JobSucceeded,
     LocalLink,
     PauseJob,
     RequestFailed,
     ResumeJob,
     Shutdown,
+    SnapshotDone,
     StartJob,
     ToEngine,
     Tokens,
@@ -73,6 +75,8 @@ class Scenario:
     """Of the device, for training beside generation: each side's `prices` are those of the whole device. None: they take turns."""
     batch_rows: int | None = None
     """As `FakeTrainer` has it."""
+    sample_every: int | None = None
+    """Steps of each job after which samples are generated, one after another, as the API process asks for them; None: never."""
 
     def without_jobs(self) -> Scenario:
         kept = tuple(event for event in self.script if isinstance(event[1], Generate | CancelRequest))
@@ -241,6 +245,10 @@ class _WatchedLink(LocalLink[FromEngine, ToEngine]):
         return message
 
 
+SAMPLES = 2
+"""Of a snapshot."""
+
+
 class _Api:
     """The other end of the link: sends the script, notes the answers, says when all has ended."""
 
@@ -248,6 +256,8 @@ class _Api:
         self._outcome, self._link = outcome, link
         self._open: set[str] = set()
         self._quiet = asyncio.Event()
+        self._sampled: dict[str, tuple[JobSnapshot, int]] = {}
+        """Requests for a sample, each with its snapshot and how many follow it."""
 
     async def send_script(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -278,14 +288,29 @@ class _Api:
             self._quiet.clear()
             await self._quiet.wait()
 
+    def _sample(self, snapshot: JobSnapshot, count: int) -> None:
+        """Ask for `count` samples, one after another; without any, the job goes on."""
+        if not count:
+            self._link.send(SnapshotDone(id=snapshot.id, ref=snapshot.ref))
+            return
+        id = f"{snapshot.ref} {len(self._outcome.messages)}"
+        self._sampled[id] = snapshot, count - 1
+        self._open.add(id)
+        sampling, slo = SamplingParams(max_tokens=3, seed=count), Slo(ttft=1.0, tpot=0.2)
+        self._link.send(Generate(id=id, prompt=(1, 2), sampling=sampling, adapter=snapshot.ref, slo=slo))
+
     async def listen(self) -> None:
         clock = asyncio.get_running_loop().time
         while True:
             message = await self._link.receive()
             self._outcome.messages.append((clock(), message))
-            if _ends(message):
+            if isinstance(message, JobSnapshot):
+                self._sample(message, SAMPLES)
+            elif _ends(message):
                 self._open.discard(message.id)
                 self._quiet.set()
+                if message.id in self._sampled:
+                    self._sample(*self._sampled.pop(message.id))
             if isinstance(message, EngineStopped):
                 return
 
@@ -304,6 +329,7 @@ async def _play(scenario: Scenario) -> Outcome:
         slower = _slower(prices, share)
         trainer = LaunchingTrainer(device, slower, scenario.plans, rng, loop.time, batch_rows=scenario.batch_rows)
         prices = _slower(prices, 1 - share)
+    trainer.sample_every = scenario.sample_every
     generator = FakeGenerator(meter, prices, scenario.step_tokens, rng, scenario.chaos)
     policy = Watched(scenario.policy, lambda: (generator.tokens_computed, len(trainer.gaps)))
     device.ended = policy.event
