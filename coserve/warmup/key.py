@@ -21,8 +21,11 @@ ASSEMBLER = "TRITON_PTXAS_PATH"
 GEMM_FOLDER = "gemms"
 """Our folder for what was measured: choices of GEMM kernels, the memory of compiled training layers."""
 LIBRARIES = ("torch", "triton", "transformers")
-SOURCES = ("kernels", "model", "generate", "memory", "finetune", "engine", "parallel", "warmup")
-"""Our packages whose code decides what is compiled."""
+SOURCES = (
+    "adapters", "admission", "engine", "finetune", "generate", "gpu_memory.py", "kernels", "memory", "model", "parallel", "types.py",
+    "warmup",
+)  # fmt: skip
+"""Our packages and modules whose code decides what is compiled, or what the costs mean that are measured with it."""
 SHAPE_SETTINGS = (
     "dtype", "lora_backend", "batch_requests", "page_tokens", "step_tokens", "micro_batch_tokens", "max_active_jobs",
     "recompute", "trust_remote_code", "tp", "lora_sharding",
@@ -98,7 +101,8 @@ def shape_key(config: Config) -> str:
 def source_digest() -> str:
     """SHA-256 (hex) of the code in `SOURCES`."""
     root, found = Path(__file__).resolve().parent.parent, hashlib.sha256()
-    for path in sorted(path for name in SOURCES for path in (root / name).rglob("*.py")):
+    packages = [path for name in SOURCES for path in (root / name).rglob("*.py")]
+    for path in sorted([*packages, *(root / name for name in SOURCES if name.endswith(".py"))]):
         found.update(f"\0{path.relative_to(root)}\0".encode() + path.read_bytes())
     return found.hexdigest()
 
