@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from coserve.admission.padding import MOST_SHAPES
 from coserve.admission.shapes import ITEMSIZE, SiteShape, role_of
 from coserve.gpu_memory import GroupCosts, Kept, LevelCosts, TrainingCosts
 from coserve.types import BaseSpec
@@ -50,8 +51,8 @@ class MicroBatchShape:
     pairs: bool = False
     """It has a DPO loss. The reference's forward keeps nothing, and ends before anything is kept."""
     graphs: bool = False
-    """Its layers run as CUDA graphs, which have static copies of its input, its output and a gradient. What layers keep and compute lies in
-    the graphs' memory pool, which the head cannot use."""
+    """Its layers run as CUDA graphs, which have static copies of its input, its output and a gradient: as many shapes as have graphs, of which
+    none is counted as larger than this one. What layers keep and compute lies in the graphs' memory pool, which the head cannot use."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,8 @@ class MicroBatchModel:
             taught = tokens * self._input
             kept, peak = kept + taught, peak + taught
             head = 2 * costs.head.at(tokens, min(batch.positions, max(4, costs.head.most // TEACHER_SHARE)))
-        besides = tokens * (ROWS + PAIRS * batch.pairs + 3 * self._input * batch.graphs)
+        static = 3 * MOST_SHAPES * self._input * batch.graphs
+        besides = tokens * (ROWS + PAIRS * batch.pairs + static)
         held = kept + tokens * self._input + besides
         return held, (peak + head if batch.graphs else np.maximum(kept + head, peak)) + besides
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 LEAST_STEP = 64
 """Tokens; batches are filled up to a multiple of it, or of a sixteenth of their size."""
+MOST_SHAPES = 6
+"""Shapes of batches that have graphs at once. Each keeps its static tensors between its batches."""
 
 
 def padded(tokens: int, least_step: int = LEAST_STEP) -> int:

@@ -180,10 +180,14 @@ def test_what_another_process_takes_is_noticed_and_survived() -> None:
 def test_jobs_are_planned_anew_for_compiled_layers_and_for_their_own_again() -> None:
     """Those that cannot run compiled ones stay as they are."""
     state, _ = needs(spec())
-    lean = msgspec.structs.replace(COSTS, layer=3000.0, recompute=Line(fixed=0.0, per_token=100.0))
-    model = MemoryModel(costs=COSTS, training=GIB, compiled=lean)
+    lean, heavy = (
+        msgspec.structs.replace(COSTS, layer=layer, recompute=Line(fixed=0.0, per_token=100.0))
+        for layer in (3000.0, 30000.0)
+    )
+    model = MemoryModel(costs=heavy, training=GIB, compiled=lean)
     fitting = job_memory(spec(), BASE, model, LIMIT).options[0].activations
-    memory, dropping = admission(2 * state + fitting), spec("dropping")
+    memory = MemoryAdmission(MemoryModel(costs=heavy, training=2 * state + fitting), BASE, LIMIT)
+    dropping = spec("dropping")
     dropping = msgspec.structs.replace(dropping, lora=LoraSettings(r=16, dropout=0.1))
     before = [memory.admit(job) for job in (spec(), dropping)]
     limited = [one.treatment for one in before if isinstance(one, Start) and one.note is not None]

@@ -165,3 +165,14 @@ def test_levels_that_are_there_later_change_what_a_job_recomputes() -> None:
     assert second.treatment is not None and second.treatment != first.treatment
     overheads = Overheads.of(later, job.tokens / job.rows)
     assert second.treatment.time(BASE.layers, overheads) < first.treatment.time(BASE.layers)
+
+
+def test_what_graphs_of_all_shapes_keep_is_counted() -> None:
+    """The input, the output and a gradient of each, also while a batch of another shape runs."""
+    job, tokens = spec(), 1024
+    layers = lora_layers(COSTS, lora_shapes(job.lora, BASE), BASE.dtype, dropout=False)
+    plain, graphed = (
+        micro_batch_bytes(COSTS, BASE, layers, MicroBatchShape(tokens, tokens, graphs=graphs)).kept
+        for graphs in (False, True)
+    )
+    assert graphed - plain == 6 * 3 * tokens * INPUT

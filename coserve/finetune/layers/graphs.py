@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from coserve.admission.padding import LEAST_STEP, padded
+from coserve.admission.padding import LEAST_STEP, MOST_SHAPES, padded
 from coserve.finetune.layers.compiled import CompiledLayerPass
 from coserve.finetune.layers.graph_passes import (
     CapturePass,
@@ -47,7 +47,7 @@ class LayerGraphs:
         compiled: CompiledLayers,
         make: Callable[[], Recorder],
         *,
-        max_shapes: int = 6,
+        max_shapes: int = MOST_SHAPES,
         evict_after: int = 64,
         batches_without: int = 64,
         least_step: int = LEAST_STEP,
