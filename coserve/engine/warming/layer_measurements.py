@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from functools import partial
 
 import torch
@@ -32,23 +31,29 @@ MEASURED_TOKENS = 2048
 
 
 def measure_layers(layers: CompiledLayers, base: Base, conditions: Conditions, task: WarmUpTask) -> None:
-    """Keep the memory that training takes through layers that keep all. Where there is too little to measure it, jobs are planned for the base's
-    own layers."""
+    """Keep the memory that training takes through layers that keep all. Raises `torch.OutOfMemoryError`."""
     path = layer_costs_path(task)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(torch.OutOfMemoryError):
-        save_layer_costs(path, _profiler(base, conditions, layers).costs(_tokens(conditions)))
+    save_layer_costs(path, _profiler(base, conditions, layers).costs(_tokens(conditions)))
 
 
 def measure_levels(layers: CompiledLayers, base: Base, conditions: Conditions, task: WarmUpTask) -> None:
-    """After `measure_layers`: compile the layers that keep less, and keep their memory and the times of all. Where those cannot be measured, jobs go
-    on with layers that keep all or run their forward again."""
+    """After `measure_layers`: compile the layers that keep less, and keep their memory and the times of all. Nothing is kept where the base
+    cannot have them, which the engine tells when it loads them.
+
+    Raises:
+        UnsupportedBase: they cannot be measured: jobs go on with layers that keep all or run their forward again.
+        torch.OutOfMemoryError: memory ran out.
+    """
     costs, tokens = load_layer_costs(layer_costs_path(task)), _tokens(conditions)
     if costs is None:
-        log.warning("training: layers that keep less were not measured: those that keep all were not")
-        return
+        raise UnsupportedBase("layers that keep less are not measured: those that keep all were not")
     try:
-        layers.compile_levels()
+        try:
+            layers.compile_levels()
+        except UnsupportedBase as error:
+            log.warning("training: there are no layers that keep less: %s", error)
+            return
         stays = {kept: layers.sites_kept(kept) for kept in (Kept.ATTENTION, Kept.INPUT)}
         stream = torch.cuda.Stream(base.device, priority=TRAINING_PRIORITY)  # type: ignore[no-untyped-call]
         graphs = LayerGraphs(layers, partial(GraphMemory, stream))
@@ -57,8 +62,8 @@ def measure_levels(layers: CompiledLayers, base: Base, conditions: Conditions, t
         phases = _profiler(base, conditions, layers).phases
         found = training_costs.measure_levels(phases, costs, base.spec, stays, times, tokens)
         save_layer_costs(level_costs_path(task), found)
-    except (UnsupportedBase, CaptureFailed, torch.OutOfMemoryError) as error:
-        log.warning("training: layers that keep less were not measured: %s", error)
+    except CaptureFailed as error:  # no sign of a corrupt cache, as an error of another kind would be
+        raise UnsupportedBase(str(error)) from error
     finally:
         layers.forget_examples()
 
