@@ -185,9 +185,9 @@ class Config:
         None,
         "host memory for idle adapters, in bytes; default: as many as max_adapters_resident says, whatever their size",
     )
-    paged_memory_bytes: int | None = option(
+    pinned_memory_bytes: int | None = option(
         None,
-        "pinned host memory for the moments of jobs with paged optimizers, in bytes; default: half of the memory that the daemon may use",
+        "pinned host memory for the state of jobs on a GPU: copies for checkpoints, and paged moments; in bytes; default: half of the memory that the daemon may use",
     )
     micro_batch_tokens: int = option(2048, "most tokens of one training forward, of one job or of several together")
     micro_batch_rows: int | None = option(
@@ -248,7 +248,7 @@ class Config:
             "max_active_jobs",
             "max_adapters_resident",
             "adapter_memory_bytes",
-            "paged_memory_bytes",
+            "pinned_memory_bytes",
             "micro_batch_rows",
             "keep_checkpoints",
             "tokenizer_workers",

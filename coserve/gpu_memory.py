@@ -126,7 +126,7 @@ class JobUse(Wire, frozen=True):
     layers: int
     """Of the base."""
     pinned: int = 0
-    """Host memory of paged moments."""
+    """Host memory of its state: copies for checkpoints, and paged moments."""
     partly_recomputed_layers: int = 0
     """Computed again but for attention, of `layers`."""
 
@@ -168,7 +168,7 @@ class MemoryUse(Wire, frozen=True):
     peak: int
     """The most bytes that torch has allocated so far."""
     pinned: int = 0
-    """Host memory, not the GPU's: paged moments of all jobs."""
+    """Host memory, not the GPU's: the state of all jobs."""
     pinned_limit: int | None = None
     """Of `pinned`; None: none."""
     each: tuple[JobUse, ...] = ()
@@ -188,6 +188,6 @@ class MemoryModel(Wire, frozen=True):
     recompute: bool = False
     """The engine computes layers again in any case."""
     pinned: int | None = None
-    """Bytes of host memory for the paged moments of all jobs; None: any number."""
+    """Bytes of host memory for the state of all jobs; None: any number."""
     compiled: TrainingCosts | None = None
     """Of compiled layers, for jobs that run them; None: there are none."""

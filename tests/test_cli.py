@@ -65,7 +65,7 @@ SETTINGS = [
     "max_active_jobs",
     "max_adapters_resident",
     "adapter_memory_bytes",
-    "paged_memory_bytes",
+    "pinned_memory_bytes",
     "micro_batch_tokens",
     "micro_batch_rows",
     "mix_jobs",

@@ -88,7 +88,7 @@ class MemoryAdmission:
 
     @property
     def pinned_limit(self) -> int | None:
-        """Bytes of host memory for paged moments; None: any number."""
+        """Bytes of pinned host memory for jobs; None: any number."""
         return self._model.pinned
 
     @property
@@ -165,16 +165,16 @@ class MemoryAdmission:
         return hold
 
     def _pinned_hold(self, memory: JobMemory) -> Hold | None:
-        """None: its paged moments fit beside those of the jobs that have started. Raises `JobTooLarge`."""
+        """None: its host memory fits beside that of the jobs that have started. Raises `JobTooLarge`."""
         _check_pinned(memory, self._model)
-        limit, needed = self._model.pinned, sum(one.state.pinned for one, _ in self._ledger.each().values())
-        needed += memory.state.pinned
-        if limit is None or not memory.state.pinned or needed <= limit:
+        limit, needed = self._model.pinned, sum(one.pinned for one, _ in self._ledger.each().values())
+        needed += memory.pinned
+        if limit is None or needed <= limit:
             return None
         return Hold(
             "jobs",
-            f"waiting for host memory: the paged moments of this job and of those that train take {needed} bytes of the {limit} for "
-            "them; it starts once one of them ends",
+            f"waiting for host memory: the state of this job and of those that train takes {needed} bytes of the {limit} for it; it "
+            "starts once one of them ends",
         )
 
     def release(self, job: str) -> None:
@@ -219,9 +219,9 @@ def check_fits(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
 
 
 def _check_pinned(memory: JobMemory, model: MemoryModel) -> None:
-    if model.pinned is not None and memory.state.pinned > model.pinned:
+    if model.pinned is not None and memory.pinned > model.pinned:
         raise JobTooLarge(
-            f"expected paged moments of at most {model.pinned} bytes of host memory (paged_memory_bytes), got {memory.state.pinned}; try "
+            f"expected a state of at most {model.pinned} bytes of host memory (pinned_memory_bytes), got {memory.pinned}; try "
             "an optimizer with 8 bits, a smaller rank or fewer targets",
             field="training.optimizer",
         )
@@ -280,5 +280,5 @@ def _use(id: str, memory: JobMemory, option: Option, layers: int) -> JobUse:
         recomputed_layers=option.treatment.recomputed,
         partly_recomputed_layers=option.treatment.partly,
         layers=layers,
-        pinned=state.pinned,
+        pinned=memory.pinned,
     )

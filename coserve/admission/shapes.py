@@ -93,8 +93,6 @@ class JobState:
     adapter: int
     gradients: int
     optimizer: int
-    pinned: int = 0
-    """Of host memory: paged moments."""
 
     @property
     def total(self) -> int:
@@ -111,20 +109,32 @@ def job_state(
 ) -> JobState:
     """Of `finetune.optimizer`: copies in the base's dtype; fp32 gradient sums; fp32 weights, the optimizer's moments, or the buffers that
     paged ones pass through, and with early stopping the best weights. `teacher`: of the adapter that the job learns from."""
-    parts = [part for shape in shapes for part in (shape.a, shape.b)]
-    size, element = flat_elements(parts, aligned(optimizer)), ITEMSIZE[dtype]
+    size, element = flat_elements(_parts(shapes), aligned(optimizer)), ITEMSIZE[dtype]
     paged = paged_kinds(optimizer)
     kept = (kind for kind in state_kinds(optimizer, early_stopping=early_stopping) if kind not in paged)
     buffers = BUFFERS * sum(_rounded(row_bytes(kind, min(PIECE, size))) for kind in paged)
-    block = flat_block(parts, aligned(optimizer))
     constants = 2 * 4 * CODES if optimizer.eight_bit else ALLOCATION  # otherwise AdamW's counts of steps
     taught = sum(_rounded(part * element) for shape in teacher for part in (shape.a, shape.b))
     return JobState(
         adapter=_rounded(size * element) + taught,
         gradients=_rounded(4 * size),
         optimizer=sum(_rounded(row_bytes(kind, size)) for kind in kept) + buffers + constants,
-        pinned=COPIES * sum(_pinned(row_bytes(kind, size), row_bytes(kind, block)) for kind in paged),
     )
+
+
+def pinned_bytes(shapes: Iterable[SiteShape], optimizer: Optimizer, *, early_stopping: bool) -> int:
+    """Host memory of a job's state: what stays on the device is copied there for checkpoints; paged moments are there twice."""
+    parts, paged = _parts(shapes), paged_kinds(optimizer)
+    size, block = (find(parts, aligned(optimizer)) for find in (flat_elements, flat_block))
+    return sum(
+        (COPIES if kind in paged else 1) * _pinned(row_bytes(kind, size), row_bytes(kind, block))
+        for kind in state_kinds(optimizer, early_stopping=early_stopping)
+    )
+
+
+def _parts(shapes: Iterable[SiteShape]) -> list[int]:
+    """Elements of each tensor, in order."""
+    return [part for shape in shapes for part in (shape.a, shape.b)]
 
 
 def row_bytes(kind: StateKind, size: int) -> int:

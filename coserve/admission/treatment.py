@@ -18,7 +18,7 @@ from coserve.admission.micro_batch import (
     micro_batch_bytes,
 )
 from coserve.admission.padding import padded
-from coserve.admission.shapes import JobState, SiteShape, job_state, lora_shapes
+from coserve.admission.shapes import JobState, SiteShape, job_state, lora_shapes, pinned_bytes
 from coserve.corpus.limits import micro_batch_limit
 from coserve.gpu_memory import Kept, MemoryModel, TrainingCosts
 from coserve.types import BaseSpec, JobSpec, LoraSettings
@@ -93,6 +93,8 @@ class JobMemory:
     """What one job needs."""
 
     state: JobState
+    pinned: int
+    """Bytes of host memory, over all ranks."""
     options: tuple[Option, ...]
     """The fastest first; each takes less memory than all before it."""
     shapes: tuple[SiteShape, ...]
@@ -116,6 +118,9 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
     )
     early = spec.training.early_stopping_patience is not None
     state = job_state(shapes, base.dtype, spec.training.optimizer, early_stopping=early, teacher=teacher)
+    # in host memory every rank has all of the adapter
+    on_host = shapes if model.ranks == 1 else lora_shapes(spec.lora, base)
+    pinned = model.ranks * pinned_bytes(on_host, spec.training.optimizer, early_stopping=early)
     limit = micro_batch_limit(spec.training, micro_batch_tokens)
     longest = min(spec.longest or limit, limit)
     # A step has `batch_tokens` and at most one row more; an evaluation has as many as fit.
@@ -154,7 +159,7 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
         recomputed, but_attention = counts[:, count].tolist()
         treatment = replace(tried[size], recomputed=recomputed, partly=but_attention)
         options.append(Option(treatment, int(sizes[place])))
-    return JobMemory(state, tuple(options), shapes, dropout)
+    return JobMemory(state, pinned, tuple(options), shapes, dropout)
 
 
 def shared_bytes(model: MemoryModel, base: BaseSpec, jobs: Iterable[JobMemory], tokens: int) -> int:

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 EXACT_THREADS = 2
 PINNED_SHARE = 0.5
-"""Of the memory that the daemon may use, for paged moments: pinned memory is never swapped."""
+"""Of the memory that the daemon may use, for the state of jobs: pinned memory is never swapped."""
 SWITCH_INTERVAL = 2e-5
 """Seconds after which a thread gives the interpreter to another. A step frees it and takes it back with every operation: at
 Python's 5 ms, beside a thread that compiles or reads an adapter, it would wait so long a thousand times."""
@@ -137,7 +137,7 @@ class EngineParts:
             ranks=config.tp,
             fully_sharded=config.lora_sharding == "slora",
             recompute=config.recompute,
-            pinned=config.paged_memory_bytes or int(PINNED_SHARE * usable_memory()),
+            pinned=config.pinned_memory_bytes or int(PINNED_SHARE * usable_memory()),
         )
 
     def device_memory(self, pool: PoolSize) -> DeviceMemory | None:

@@ -15,7 +15,7 @@ def memory(state: int, *activations: int) -> JobMemory:
     options = [
         Option(Treatment(1024 >> i, recomputed=i == len(activations) - 1), size) for i, size in enumerate(activations)
     ]
-    return JobMemory(JobState(state, 0, 0), tuple(options), (), dropout=False)
+    return JobMemory(JobState(state, 0, 0), 0, tuple(options), (), dropout=False)
 
 
 def test_a_job_gets_the_fastest_treatment_that_fits() -> None:

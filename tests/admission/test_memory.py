@@ -96,32 +96,37 @@ def test_a_refusal_counts_tokens_and_layers_in_words(treatment: Treatment, said:
 
 
 def test_paged_moments_are_in_host_memory() -> None:
-    """On the GPU there are three buffers of 2^20 weights; host memory has two copies, in blocks that are powers of two."""
+    """On the GPU there are three buffers of 2^20 weights; host memory has two copies of them and one of what else is kept, in
+    blocks that are powers of two. Each rank has all of it."""
+    model = MemoryModel(costs=COSTS, training=GIB)
     plain, one = (
-        job_memory(spec(rank=64, optimizer=kind), BASE, MemoryModel(costs=COSTS, training=GIB), LIMIT).state
+        job_memory(spec(rank=64, optimizer=kind), BASE, model, LIMIT)
         for kind in (Optimizer.ADAMW, Optimizer.PAGED_ADAMW)
     )
-    size = plain.gradients // 4
-    assert one.optimizer == plain.optimizer - 8 * size + 3 * (8 << 20) and plain.pinned == 0
+    size = plain.state.gradients // 4
+    assert one.state.optimizer == plain.state.optimizer - 8 * size + 3 * (8 << 20)
     last = size % (1 << 23)
-    rounded = 1 << (4 * last - 1).bit_length()
-    assert one.pinned == 2 * 2 * (4 * (size - last) + rounded) >= 2 * 8 * size
-    assert (one.adapter, one.gradients) == (plain.adapter, plain.gradients)
+    row = 4 * (size - last) + (1 << (4 * last - 1).bit_length())
+    assert (plain.pinned, one.pinned) == (3 * row, 5 * row)
+    assert (one.state.adapter, one.state.gradients) == (plain.state.adapter, plain.state.gradients)
+    ranks = job_memory(spec(rank=64), BASE, msgspec.structs.replace(model, ranks=2), LIMIT)
+    assert ranks.pinned == 2 * plain.pinned
 
 
 def test_jobs_wait_for_pinned_memory_and_are_refused_where_it_never_is_enough() -> None:
     jobs = [spec(id, 64, optimizer=Optimizer.PAGED_LION) for id in ("one", "two")]
     model = MemoryModel(costs=COSTS, training=64 * GIB)
-    pinned = job_memory(jobs[0], BASE, model, LIMIT).state.pinned
+    pinned = job_memory(jobs[0], BASE, model, LIMIT).pinned
     model = msgspec.structs.replace(model, pinned=2 * pinned - 1)
     memory = MemoryAdmission(model, BASE, LIMIT)
     assert isinstance(memory.admit(jobs[0]), Start)
     held = memory.admit(jobs[1])
     assert isinstance(held, Hold) and held.cause == "jobs"
-    assert f"take {2 * pinned} bytes of the {2 * pinned - 1} for them" in held.message
+    assert f"takes {2 * pinned} bytes of the {2 * pinned - 1} for it" in held.message
     assert memory.admit(jobs[1]) is held, "computed once"
-    assert isinstance(memory.admit(spec("three", 64)), Start), "one without paging does not wait"
-    assert [use.pinned for use in memory.each] == [pinned, 0]
+    assert isinstance(memory.admit(spec("three", 16)), Start), "a smaller one does not wait"
+    memory.release("three")
+    assert [use.pinned for use in memory.each] == [pinned]
     memory.release("one")
     assert isinstance(memory.admit(jobs[1]), Start)
     less = msgspec.structs.replace(model, pinned=pinned - 1)
@@ -132,7 +137,7 @@ def test_jobs_wait_for_pinned_memory_and_are_refused_where_it_never_is_enough() 
         with pytest.raises(JobTooLarge, match=f"at most {pinned - 1} bytes of host memory.*got {pinned};") as caught:
             refuse()
         assert caught.value.field == "training.optimizer"
-    check_fits(spec(rank=64), BASE, less, LIMIT)
+    check_fits(spec(rank=16), BASE, less, LIMIT)
 
 
 def test_a_second_job_waits_until_the_first_ends() -> None:

@@ -39,7 +39,7 @@ def test_layers_that_are_recomputed_but_for_attention_are_shown(monkeypatch: pyt
 def test_pinned_memory_is_shown_where_there_is_any(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pinned" not in shown(monkeypatch, USE)[1]
     use = msgspec.structs.replace(USE, pinned=30 << 20, pinned_limit=400 << 20)
-    assert "host memory, pinned: 30 of 400 MiB for paged moments" in shown(monkeypatch, use)[1]
+    assert "host memory, pinned: 30 of 400 MiB for the state of jobs" in shown(monkeypatch, use)[1]
 
 
 def test_json_is_what_health_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def memory(as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> 
     if use.pinned:
         most = "" if use.pinned_limit is None else f" of {mib(use.pinned_limit)}"
         console.print(
-            f"host memory, pinned: {mib(use.pinned)}{most} MiB for paged moments", highlight=False, soft_wrap=True
+            f"host memory, pinned: {mib(use.pinned)}{most} MiB for the state of jobs", highlight=False, soft_wrap=True
         )
     if use.each:
         console.print(job_table(use))
