@@ -158,6 +158,8 @@ class JobStarted(Message, frozen=True):
     total_steps: int
     resumed_from: int = 0
     """The step of the checkpoint that it resumed from."""
+    note: str | None = None
+    """Why that is not its last checkpoint; the job's record keeps it."""
 
 
 class JobPaused(Message, frozen=True):

@@ -14,7 +14,7 @@ import safetensors.numpy
 from coserve.cancellation import unchecked
 from coserve.corpus.mapped import file_digest, map_arrays
 from coserve.errors import CheckpointUnreadable
-from coserve.state.durable import disk_errors, write_file
+from coserve.state.durable import read_errors, write_file
 from coserve.state.failpoints import failpoint
 
 BLOCK = 1 << 18
@@ -96,7 +96,7 @@ class Corpus:
         missing or damaged file, `StorageError` where the machine cannot read it now.
         """
         try:
-            with disk_errors():
+            with read_errors():
                 failpoint("job.open")
                 if digest is not None and file_digest(path, check) != digest:
                     raise CheckpointUnreadable("the job's corpus is damaged: its SHA-256 differs")

@@ -6,7 +6,8 @@ No random-generator state: data order, dropout and initial weights are functions
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +17,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from coserve.adapter_store.tensor_writer import write_tensors
-from coserve.errors import CheckpointUnreadable
+from coserve.errors import CheckpointUnreadable, StorageError
 from coserve.finetune.progress import TrainingProgress
 from coserve.names import CHECKPOINT_STATE, CHECKPOINT_TENSORS
-from coserve.state.durable import disk_errors, remove_dir, replace_dir, safetensors_errors
+from coserve.state.durable import remove_dir, replace_dir, safetensors_errors, sweep
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
 from coserve.types import BaseSpec, JobSpec, Optimizer, Wire
@@ -48,7 +49,7 @@ class Checkpoint:
 def save_checkpoint(
     folder: DataFolder, spec: JobSpec, base: BaseSpec, progress: TrainingProgress, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Durable when it returns. Raises `StorageFull`, `StorageFailed`."""
+    """Durable when it returns. Raises `StorageError`."""
     optimizer = spec.training.optimizer.unpaged
     state = _State(job=spec.id, base_fingerprint=base.fingerprint, progress=progress, optimizer=optimizer)
     with replace_dir(folder.checkpoint(spec.id, progress.step), point="checkpoint") as target:
@@ -64,8 +65,10 @@ def load_checkpoint(path: Path, spec: JobSpec, base: BaseSpec) -> Checkpoint:
             failpoint("job.open")
             state = msgspec.json.decode((path / CHECKPOINT_STATE).read_bytes(), type=_State)
             tensors: dict[str, Tensor] = load_file(path / CHECKPOINT_TENSORS)
-    except (OSError, msgspec.DecodeError, SafetensorError) as error:
-        raise CheckpointUnreadable("the checkpoint's files cannot be read") from error
+    except FileNotFoundError as error:
+        raise CheckpointUnreadable("a file of the checkpoint is missing") from error
+    except (msgspec.DecodeError, SafetensorError) as error:
+        raise CheckpointUnreadable("a file of the checkpoint is damaged") from error
     if (state.job, state.base_fingerprint) != (spec.id, base.fingerprint):
         raise CheckpointUnreadable("the checkpoint is of another job or base")
     if state.optimizer is not (expected := spec.training.optimizer.unpaged):
@@ -73,11 +76,21 @@ def load_checkpoint(path: Path, spec: JobSpec, base: BaseSpec) -> Checkpoint:
     return Checkpoint(state.progress, tensors)
 
 
-def prune(folder: DataFolder, job: str, keep: int, newest: int) -> None:
-    """Delete all checkpoints but the last `keep` up to step `newest`: those of later steps could not be read."""
-    found = folder.checkpoints(job)
-    kept = [step for step, _ in found if step <= newest][-keep:]
-    with disk_errors():
-        for step, path in found:
-            if step not in kept:
+def prune(folder: DataFolder, job: str, keep: int, left_aside: Container[int]) -> None:
+    """Delete all checkpoints but the last `keep` and those of the steps `left_aside`, which count for none, and what earlier deletions
+    left. Nothing may be written in the job's folder meanwhile. What cannot be deleted now is told in the log and stays for the next call."""
+    with _deletions(job):
+        sweep(folder.job(job))
+        usable = [path for step, path in folder.checkpoints(job) if step not in left_aside]
+        for path in usable[:-keep]:
+            with _deletions(job):
                 remove_dir(path)
+
+
+@contextmanager
+def _deletions(job: str) -> Iterator[None]:
+    """They may fail: the new checkpoint is there."""
+    try:
+        yield
+    except StorageError as error:
+        log.warning("job %s: old checkpoints stay for now: %s", job, error.message)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from coserve.errors import CheckpointUnreadable, StorageError
+from coserve.errors import CheckpointUnreadable
 from coserve.finetune.checkpoint import load_checkpoint, prune, save_checkpoint
 from coserve.finetune.loop import TrainingLoop
 from coserve.finetune.progress import TrainingProgress
+from coserve.link import JobStarted
 from coserve.state.folder import DataFolder
 from coserve.types import BaseSpec
 
@@ -24,6 +25,9 @@ class JobCheckpoints:
         """Of the last snapshot."""
         self._saved: TrainingProgress | None = None
         """Of the last checkpoint on disk."""
+        self._left_aside: set[int] = set()
+        """Steps of checkpoints that could not be used."""
+        self._note: str | None = None
 
     @property
     def due(self) -> bool:
@@ -48,25 +52,43 @@ class JobCheckpoints:
         def write() -> None:
             save_checkpoint(self._folder, self._loop.spec, self._base, progress, tensors())
             self._saved = progress
-            try:
-                prune(self._folder, self._loop.spec.id, self._keep, newest=progress.step)
-            except StorageError as error:
-                log.warning("job %s: old checkpoints stay: %s", self._loop.spec.id, error.message)
+            self._left_aside.discard(progress.step)
+            prune(self._folder, self._loop.spec.id, self._keep, self._left_aside)
 
         return write
 
+    def started(self) -> JobStarted:
+        """What is told of the job, which begins to train."""
+        loop = self._loop
+        step = loop.progress.step
+        return JobStarted(id=loop.spec.id, total_steps=loop.plan.total_steps, resumed_from=step, note=self._note)
+
     def resume(self) -> None:
-        """Load the last readable checkpoint into the loop; nothing happens if there is none. On a thread.
+        """Load the last readable checkpoint into the loop; nothing happens if there is none. On a thread. The user is told of later ones,
+        which are missing a file, damaged, or of something else.
 
         Raises `StorageError` where the machine cannot read a checkpoint now.
         """
         spec = self._loop.spec
+        reasons: dict[int, str] = {}
         for step, path in reversed(self._folder.checkpoints(spec.id)):
             try:
                 found = load_checkpoint(path, spec, self._base)
                 self._loop.optimizer.restore(found.tensors, steps=found.progress.step)
             except CheckpointUnreadable as error:
                 log.warning("job %s: checkpoint %d left aside: %s", spec.id, step, error.message)
+                reasons[step] = error.message
                 continue
             self._loop.progress = self._saved = found.progress
-            return
+            break
+        self._left_aside = set(reasons)
+        if reasons:
+            self._note = _left_aside_note(reasons, self._loop.progress.step)
+
+
+def _left_aside_note(reasons: Mapping[int, str], resumes_from: int) -> str:
+    """For the user: `reasons` by step, the last step first."""
+    steps, reason = ", ".join(map(str, sorted(reasons))), next(iter(reasons.values()))
+    which = f"checkpoints of steps {steps}" if len(reasons) > 1 else f"checkpoint of step {steps}"
+    goes_on = f"goes on from step {resumes_from}" if resumes_from else "begins again at its first step"
+    return f"the {which} cannot be used ({reason}): the job {goes_on}"

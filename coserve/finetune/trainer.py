@@ -133,7 +133,7 @@ class Trainer:
             assert spec.id not in self._jobs, f"job {spec.id} runs already"
             self._jobs[spec.id], self._checkpoints[spec.id] = job, checkpoints
             self._snapshots[spec.id] = JobSnapshots(job)
-            return JobStarted(id=spec.id, total_steps=job.loop.plan.total_steps, resumed_from=job.loop.progress.step)
+            return checkpoints.started()
 
         return start
 

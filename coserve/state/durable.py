@@ -1,7 +1,7 @@
 """Files that are old or new after a crash, never partial: write a temporary file, fsync, rename, fsync the folder.
 
 A rename is atomic but not durable until its folder is synced, and a file's content is not durable until the file is.
-Leftovers of a crash have names that start with a dot; `sweep` removes them:
+Leftovers of a crash, and of deletions that the machine refused, have names that start with a dot; `sweep` removes them:
 
 - `.tmp-NAME-*`: not finished: removed;
 - `.trash-NAME-*`: being deleted: removed;
@@ -11,6 +11,7 @@ Leftovers of a crash have names that start with a dot; `sweep` removes them:
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import secrets
@@ -23,6 +24,8 @@ from safetensors import SafetensorError
 
 from coserve.errors import StorageBusy, StorageError, StorageFailed, StorageFull
 from coserve.state.failpoints import failpoint
+
+log = logging.getLogger(__name__)
 
 TEMP, TRASH, OLD = ".tmp-", ".trash-", ".old-"
 
@@ -72,15 +75,42 @@ def disk_errors() -> Iterator[None]:
 
 
 @contextmanager
-def safetensors_errors(path: Path) -> Iterator[None]:
-    """`disk_errors` for a safetensors reader, which reports every file that it cannot open as missing."""
+def write_errors() -> Iterator[None]:
+    """For writes and deletions of the daemon's own files: raise every `OSError` as a `StorageError`. No user named these files, so what
+    refuses them is the machine, such as a network file system that is away."""
     try:
         with disk_errors():
+            yield
+    except OSError as error:
+        raise _refused(error) from error
+
+
+@contextmanager
+def read_errors() -> Iterator[None]:
+    """For reads of the daemon's own files: as `write_errors`, but a missing file stays a `FileNotFoundError`."""
+    try:
+        with disk_errors():
+            yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _refused(error) from error
+
+
+def _refused(error: OSError) -> StorageFailed:
+    return StorageFailed(f"the machine refused a file: {error.strerror or type(error).__name__}")
+
+
+@contextmanager
+def safetensors_errors(path: Path) -> Iterator[None]:
+    """`read_errors` for a safetensors reader, which reports every file that it cannot open as missing."""
+    try:
+        with read_errors():
             yield
     except FileNotFoundError as error:
         if error.errno is not None:
             raise
-        with disk_errors():
+        with read_errors():
             path.open("rb").close()
         raise StorageBusy("the machine could not open a file") from error
 
@@ -95,9 +125,9 @@ def fsync_path(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its missing parents, each durably. An existing folder is fine."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    with disk_errors():
+    """Create a folder and its missing parents, each durably. An existing folder is fine. Raises `StorageError`."""
+    with write_errors():
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         for folder in reversed(missing):
             folder.mkdir(exist_ok=True)
             fsync_path(folder.parent)
@@ -106,11 +136,11 @@ def make_folder(path: Path) -> None:
 def write_file(path: Path, data: bytes, *, point: str) -> None:
     """Write `data` to `path`. After a crash or an error the file is the old one or the new one.
 
-    `point` prefixes the failpoints of the steps (`failpoints.FILE_STEPS`). Raises `StorageFull`, `StorageFailed`.
+    `point` prefixes the failpoints of the steps (`failpoints.FILE_STEPS`). Raises `StorageError`.
     """
     make_folder(path.parent)
     temp = _temporary_path(path, TEMP)
-    with disk_errors():
+    with write_errors():
         try:
             with temp.open("xb") as file:
                 file.write(data[: len(data) // 2])
@@ -134,10 +164,10 @@ def write_file(path: Path, data: bytes, *, point: str) -> None:
 def move_file(source: Path, path: Path, *, point: str) -> None:
     """Rename a durable file to `path` on the same file system, durably. `point` as for `write_file`.
 
-    Raises `StorageFull`, `StorageFailed`.
+    Raises `StorageError`.
     """
     make_folder(path.parent)
-    with disk_errors():
+    with write_errors():
         failpoint(f"{point}.before_rename")
         source.replace(path)
         failpoint(f"{point}.after_rename")
@@ -149,12 +179,12 @@ def move_file(source: Path, path: Path, *, point: str) -> None:
 def replace_dir(target: Path, *, point: str) -> Iterator[Path]:
     """Yields a folder to fill. At the end of the block it becomes `target`, complete and durable.
 
-    An error in the block or after it leaves `target` unchanged. `point` as for `write_file`. Raises `StorageFull`,
-    `StorageFailed`, and what the block raises.
+    An error in the block or after it leaves `target` unchanged. `point` as for `write_file`. Raises `StorageError`,
+    also for an `OSError` in the block, and what else the block raises.
     """
     make_folder(target.parent)
     temp = _temporary_path(target, TEMP)
-    with disk_errors():
+    with write_errors():
         try:
             temp.mkdir()
             yield temp
@@ -191,40 +221,52 @@ def _swap_in(temp: Path, target: Path, point: str) -> None:
 
 
 def remove_dir(target: Path) -> None:
-    """Delete a folder: rename it durably, then delete its files. A missing folder is fine."""
+    """Delete a folder: rename it durably, then delete its files. A missing folder is fine. Raises `StorageError` where it cannot be
+    renamed; files that cannot be deleted are left to `sweep`."""
     trash = _temporary_path(target, TRASH)
-    with disk_errors():
+    with write_errors():
         failpoint("remove.before_rename")
         try:
             target.rename(trash)
         except FileNotFoundError:
             return
         fsync_path(target.parent)
+    with _later(target.parent):
         failpoint("remove.after_rename")
         shutil.rmtree(trash)
 
 
 def sweep(folder: Path) -> list[str]:
-    """Remove or restore leftovers directly inside `folder`; returns their names."""
+    """Remove or restore leftovers directly inside `folder`; returns their names. Those that cannot be removed now stay for the next
+    call. Nothing may be written there meanwhile. Raises `StorageError`."""
     found: list[str] = []
-    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if entry.name.startswith(OLD):
+    with write_errors():
+        for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if not entry.name.startswith((OLD, TEMP, TRASH)):
+                continue
             target = entry.with_name(entry.name.removeprefix(OLD))
-            if not target.exists():
+            if entry != target and not target.exists():
                 entry.rename(target)
-            else:
-                shutil.rmtree(entry)
-        elif entry.name.startswith((TEMP, TRASH)):
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
-        else:
-            continue
-        found.append(entry.name)
-    if found:
-        fsync_path(folder)
+                found.append(entry.name)
+                continue
+            with _later(folder):
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                else:
+                    entry.unlink()
+                found.append(entry.name)
+        if found:
+            fsync_path(folder)
     return found
+
+
+@contextmanager
+def _later(folder: Path) -> Iterator[None]:
+    """What cannot be deleted now is left to a later `sweep` of `folder`: nobody needs it, so nobody waits for that."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("deleted files in %s stay for now, until they can be removed: %s", folder.name, error.strerror)
 
 
 def _temporary_path(path: Path, prefix: str) -> Path:

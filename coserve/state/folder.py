@@ -24,9 +24,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from coserve.errors import DataFolderInUse, ForbiddenPath, StartupError
+from coserve.errors import DataFolderInUse, ForbiddenPath, StartupError, StorageError
 from coserve.names import is_name
-from coserve.state.durable import make_folder, sweep
+from coserve.state.durable import make_folder, read_errors, sweep, write_errors
 from coserve.types import AdapterRef
 
 log = logging.getLogger(__name__)
@@ -60,13 +60,14 @@ class DataFolder:
         return self.job(job_id) / f"checkpoint-{step:08d}"
 
     def checkpoints(self, job_id: str) -> list[tuple[int, Path]]:
-        """Step and folder of each complete checkpoint, by step. A folder gets this name only once it is durable."""
+        """Step and folder of each complete checkpoint, by step. A folder gets this name only once it is durable. Raises `StorageError`."""
         job = self.job(job_id)
-        found = [
-            (int(match[1]), entry)
-            for entry in (job.iterdir() if job.is_dir() else ())
-            if (match := _CHECKPOINT.fullmatch(entry.name)) and entry.is_dir() and any(entry.iterdir())
-        ]
+        with read_errors():
+            found = [
+                (int(match[1]), entry)
+                for entry in (job.iterdir() if job.is_dir() else ())
+                if (match := _CHECKPOINT.fullmatch(entry.name)) and entry.is_dir() and any(entry.iterdir())
+            ]
         return sorted(found)
 
     def adapter_refs(self) -> list[AdapterRef]:
@@ -88,9 +89,10 @@ class DataFolder:
         try:
             for folder in (self.root, self.adapters, self.jobs, self.staging):
                 make_folder(folder)
-            descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise StartupError(f"data_dir: cannot write in {self.root}: {error.strerror}") from error
+            with write_errors():
+                descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except StorageError as error:
+            raise StartupError(f"data_dir: cannot write in {self.root}: {error.message}") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -168,9 +168,9 @@ class Registry(AdapterTable):
             self._log_on_commit("job waits no longer" if after is None else "job waits", job=spec.id, reason=message)
             return self._save(msgspec.structs.replace(record, spec=spec, after=after))
 
-    def record_start(self, id: str, total_steps: int, resumed_from: int) -> JobRecord:
-        """The engine runs the job from step `resumed_from` on. Samples of steps before it that are missing become a note. Raises
-        `JobNotFound`, `WrongJobState`."""
+    def record_start(self, id: str, total_steps: int, resumed_from: int, note: str | None = None) -> JobRecord:
+        """The engine runs the job from step `resumed_from` on. Samples of steps before it that are missing become a note, besides `note`.
+        Raises `JobNotFound`, `WrongJobState`."""
         with self._transaction():
             record = self.job(id)
             if record.state is not JobState.RUNNING:
@@ -187,8 +187,8 @@ class Registry(AdapterTable):
             )
             message = f"goes on from step {resumed_from} of {total_steps}" if resumed_from else f"{total_steps} steps"
             self._append(id, "state", f"job running: {message}", state=JobState.RUNNING)
-            for note in self._missing_samples(record):
-                record = self._noted(record, note)
+            for text in (*self._missing_samples(record), *(() if note is None else (note,))):
+                record = self._noted(record, text)
             what = "job resumed" if resumed_from else "job started"
             self._log_on_commit(what, job=id, adapter=record.spec.adapter, step=resumed_from, steps=total_steps)
             return self._save(record)

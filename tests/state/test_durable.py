@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,8 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from coserve.errors import StorageFailed, StorageFull
-from coserve.state.durable import disk_errors, make_folder, remove_dir, replace_dir, sweep, write_file
+from coserve.errors import StorageError, StorageFailed, StorageFull
+from coserve.state.durable import disk_errors, make_folder, read_errors, remove_dir, replace_dir, sweep, write_file
 from coserve.state.failpoints import FILE_STEPS, VARIABLE, armed
 
 V1, V2 = b"old" * 1000, b"new!" * 1500
@@ -152,11 +154,64 @@ def test_a_full_disk_under_safetensors() -> None:
             raise kind(f"I/O error: said so (os error {number})")
 
 
-def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize("action", ["EACCES", "EPERM", "ETIMEDOUT", "ENOENT", "ENOTEMPTY"])
+@pytest.mark.parametrize("what", ["file", "dir", "remove"])
+def test_whatever_refuses_a_change_of_own_files_is_a_storage_error(
+    what: str, action: str, tmp_path: Path, digests: dict[str, str]
+) -> None:
+    root = tmp_path / "root"
+    lay_old(root)
+    point = "remove" if what == "remove" else POINT[what]
+    with armed(f"{point}.before_rename={action}"), pytest.raises(StorageFailed, match="the machine refused"):
+        lay_new(root, what)
+    assert digest(root) == digests["old"]
+
+
+def test_a_file_in_place_of_a_folder_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(StorageFailed):
         make_folder(tmp_path / "file" / "sub")
+
+
+@pytest.mark.parametrize("action", ["EACCES", "ENOSPC"])
+def test_a_file_of_the_daemons_own_that_cannot_be_read_now_is_not_missing(action: str, tmp_path: Path) -> None:
+    number = getattr(errno, action)
+    with pytest.raises(StorageError), read_errors():
+        raise OSError(number, os.strerror(number))
+    with pytest.raises(FileNotFoundError), read_errors():
+        (tmp_path / "nothing").read_bytes()
 
 
 def test_removing_what_is_not_there(tmp_path: Path) -> None:
     remove_dir(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("action", ["ENOTEMPTY", "EACCES", "EIO"])
+def test_what_is_removed_is_gone_though_its_files_stay_for_a_while(
+    action: str, tmp_path: Path, digests: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "root"
+    lay_old(root)
+    with armed(f"remove.after_rename={action}"):
+        remove_dir(root / "dir")
+    assert not (root / "dir").exists() and "stay for now" in caplog.text
+    (left,) = root.glob(".trash-*")
+    assert sweep(root) == [left.name]
+    assert digest(root) == digests["remove"]
+
+
+def test_leftovers_that_cannot_be_removed_hold_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, "a network file system keeps an open file under another name")
+
+    root = tmp_path / "root"
+    lay_old(root)
+    (root / ".trash-dir-0123").mkdir()
+    (root / ".tmp-file-0123").write_bytes(V2)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", refuse)
+        assert sweep(root) == [".tmp-file-0123"]
+    assert "stay for now" in caplog.text
+    assert sweep(root) == [".trash-dir-0123"]

@@ -75,6 +75,14 @@ def test_an_interrupted_job_goes_on_from_its_checkpoint(registry: Registry) -> N
     assert registry.job("job-1").trained_tokens == 20
 
 
+def test_why_a_job_did_not_go_on_from_its_last_checkpoint_is_an_event_and_a_note(registry: Registry) -> None:
+    registry.create_job(make_job())
+    assert registry.record_start("job-1", 3, 0).notes == ()
+    registry.set_state("job-1", JobState.QUEUED, message="interrupted")
+    assert registry.record_start("job-1", 3, 1, "damaged").notes == ("damaged",)
+    assert [event.message for event in registry.events("job-1") if event.level == "warning"] == ["damaged"]
+
+
 def test_samples_that_a_job_has_left_behind_are_told_once(registry: Registry) -> None:
     """It goes on from step 5, past step 4, whose samples were being generated; those of the step that it goes on from come yet."""
     job = make_job()

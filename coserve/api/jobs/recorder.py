@@ -171,8 +171,8 @@ class JobRecorder:
     async def _apply(self, message: StateMessage) -> None:
         id = message.id
         match message:
-            case JobStarted(total_steps=total, resumed_from=step):
-                await self._registry.with_reserve(lambda registry: registry.record_start(id, total, step))
+            case JobStarted(total_steps=total, resumed_from=step, note=note):
+                await self._registry.with_reserve(lambda registry: registry.record_start(id, total, step, note))
             case JobPaused():
                 await self._registry.with_reserve(lambda registry: registry.set_state(id, JobState.PAUSED))
             case JobWaiting(message=text):

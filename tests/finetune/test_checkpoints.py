@@ -1,0 +1,96 @@
+"""Checkpoints that cannot be read, now or ever, and old ones that cannot be deleted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coserve.errors import StorageError
+from coserve.link import JobCheckpoint, JobProgress
+from coserve.model.base import Base
+from coserve.names import CHECKPOINT_STATE
+from coserve.state.failpoints import armed
+from coserve.types import JobSpec
+from tests.support.finetuning import Bench, job_spec, random_corpus, tiny_base
+
+CORPUS = random_corpus()
+
+
+@pytest.fixture(scope="module")
+def base() -> Base:
+    return tiny_base("llama")
+
+
+def damage(bench: Bench, spec: JobSpec, *steps: int) -> None:
+    for step in steps:
+        (bench.folder.checkpoint(spec.id, step) / CHECKPOINT_STATE).write_text("{")
+
+
+def steps_on_disk(bench: Bench, spec: JobSpec) -> list[int]:
+    return [step for step, _ in bench.folder.checkpoints(spec.id)]
+
+
+@pytest.mark.parametrize("error", ["EACCES", "EPERM", "ETIMEDOUT", "ENOTCONN", "EHOSTDOWN"])
+@pytest.mark.parametrize("hit", [1, 2])
+def test_a_file_that_cannot_be_read_now_is_no_damaged_file(base: Base, tmp_path: Path, error: str, hit: int) -> None:
+    """Neither the corpus, which is opened first, nor a checkpoint."""
+    bench = Bench(base, tmp_path)
+    spec = bench.place(CORPUS, job_spec(CORPUS, steps=6, checkpoint_steps=2))
+    bench.start(spec)
+    bench.run(spec.id, until=lambda m: isinstance(m, JobCheckpoint) and m.step == 4)
+    again = Bench(base, tmp_path)
+    with armed(f"job.open={error}@{hit}"), pytest.raises(StorageError):
+        again.start(spec)
+    started = again.start(spec)
+    assert (started.resumed_from, started.note) == (4, None)
+
+
+def test_a_checkpoint_that_is_left_aside_is_told_of(base: Base, tmp_path: Path) -> None:
+    bench = Bench(base, tmp_path)
+    spec = bench.place(CORPUS, job_spec(CORPUS, steps=6, checkpoint_steps=2))
+    bench.start(spec)
+    bench.run(spec.id, until=lambda m: isinstance(m, JobCheckpoint) and m.step == 4)
+    damage(bench, spec, 4)
+    some = Bench(base, tmp_path).start(spec).note
+    assert some is not None and "step 4" in some and "goes on from step 2" in some
+    damage(bench, spec, 2)
+    none = Bench(base, tmp_path).start(spec).note
+    assert none is not None and "steps 2, 4" in none and "begins again at its first step" in none
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_checkpoints_that_are_left_aside_stay_and_take_no_others_place(base: Base, tmp_path: Path, keep: int) -> None:
+    first = Bench(base, tmp_path, keep_checkpoints=9)
+    spec = first.place(CORPUS, job_spec(CORPUS, steps=8, checkpoint_steps=2))
+    first.start(spec)
+    first.run(spec.id, until=lambda m: isinstance(m, JobProgress) and m.metrics.step == 5)
+    first.save(spec.id)
+    damage(first, spec, 4, 5)
+    again = Bench(base, tmp_path, keep_checkpoints=keep)
+    assert again.start(spec).resumed_from == 2
+    again.run(spec.id, until=lambda m: isinstance(m, JobProgress) and m.metrics.step == 3)
+    again.save(spec.id)
+    assert steps_on_disk(again, spec) == [[3, 4, 5], [2, 3, 4, 5]][keep - 1]
+    again.run(spec.id, until=lambda m: isinstance(m, JobCheckpoint) and m.step == 6)
+    assert steps_on_disk(again, spec) == [[5, 6], [4, 5, 6]][keep - 1], "4 was written again"
+    again.run(spec.id, until=lambda m: isinstance(m, JobProgress) and m.metrics.step == 7)
+    again.save(spec.id)
+    assert steps_on_disk(again, spec) == [[5, 7], [5, 6, 7]][keep - 1]
+
+
+@pytest.mark.parametrize("refusal", ["before_rename=EACCES", "after_rename=ENOTEMPTY"])
+def test_an_old_checkpoint_that_cannot_be_deleted_is_deleted_later(base: Base, tmp_path: Path, refusal: str) -> None:
+    bench = Bench(base, tmp_path, keep_checkpoints=1)
+    spec = bench.place(CORPUS, job_spec(CORPUS, steps=6, checkpoint_steps=1))
+    bench.start(spec)
+    with armed(f"remove.{refusal}"):
+        messages = bench.run(spec.id, until=lambda m: isinstance(m, JobCheckpoint) and m.step == 3)
+    assert [m.step for m in messages if isinstance(m, JobCheckpoint)] == [1, 2, 3]
+    left = {entry.name for entry in bench.folder.job(spec.id).iterdir()}
+    assert len(left) > 2, "more than the last one, and the corpus"
+    bench.run(spec.id, until=lambda m: isinstance(m, JobCheckpoint) and m.step == 4)
+    assert {entry.name for entry in bench.folder.job(spec.id).iterdir()} == {
+        "corpus.safetensors",
+        "checkpoint-00000004",
+    }
