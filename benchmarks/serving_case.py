@@ -198,6 +198,9 @@ class NoJobs:
     def drop(self, job: str) -> None:
         raise AssertionError(job)
 
+    def holds_memory_of(self, job: str) -> bool:
+        return False
+
     def release_memory(self) -> bool:
         return False
 

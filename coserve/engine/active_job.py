@@ -43,6 +43,8 @@ class ActiveJob:
     """Whether the trainer has loaded it."""
     work: ThreadWork | None = None
     """Its start, the preparation of an optimizer step, its publication, or its checkpoint at a pause."""
+    cancelled: Future[Commit] | None = None
+    """Work that nobody waits for any more, which may hold memory until its thread has ended it."""
     write: Future[Commit] | None = None
     """A checkpoint that is being written while the job trains, or a snapshot that is being copied."""
     snapshot: AdapterRef | None = None

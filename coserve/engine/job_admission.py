@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from coserve.admission.memory import AdmitsAll, Cause, Start
-from coserve.engine.active_job import ActiveJob
+from coserve.engine.active_job import ActiveJob, Commit
 from coserve.engine.ports import AdmitsJobs, Trains
 from coserve.link import FromEngine, JobNote, JobWaiting
 from coserve.types import JobSpec
@@ -18,6 +19,8 @@ class JobAdmission:
         self._memory, self._trainer, self._send = memory or AdmitsAll(), trainer, send
         self._held: dict[str, Cause] = {}
         """Jobs in line that were told that they wait for memory, and why."""
+        self._leaving: dict[str, Future[Commit] | None] = {}
+        """Jobs whose memory is not free yet, and their last work on a thread."""
 
     @property
     def held(self) -> bool:
@@ -31,8 +34,11 @@ class JobAdmission:
         return (*held, *self._memory.troubles)
 
     def admit(self, spec: JobSpec) -> Start | None:
-        """None: the job waits, and was told why. Raises `JobTooLarge`, `InvalidRequest`."""
+        """None: the job waits, and was told why, unless it is for its own former memory. Raises `JobTooLarge`, `InvalidRequest`."""
         self._memory.compiled(self._trainer.layer_costs)
+        self._release_freed()
+        if spec.id in self._leaving:
+            return None
         found = self._memory.admit(spec)
         if isinstance(found, Start):
             self._held.pop(spec.id, None)
@@ -46,15 +52,23 @@ class JobAdmission:
         """The job waits no more: it ended, or was paused."""
         self._held.pop(job, None)
 
-    def release(self, job: str) -> None:
-        """The job has started, and ended or was paused."""
-        self._memory.release(job)
+    def release(self, job: str, cancelled: Future[Commit] | None = None) -> None:
+        """The job has started, and ended or was paused. Others may have its memory once that is free: once its `cancelled` work on a thread
+        has ended, and the pass that it has left."""
+        self._leaving[job] = cancelled
+
+    def _release_freed(self) -> None:
+        for job, cancelled in tuple(self._leaving.items()):
+            if (cancelled is None or cancelled.done()) and not self._trainer.holds_memory_of(job):
+                del self._leaving[job]
+                self._memory.release(job)
 
     def changes(self) -> list[tuple[str, Start]]:
         """Jobs that train otherwise from now on. The trainer is told how many tokens jobs may share."""
         self._memory.compiled(self._trainer.layer_costs)
+        self._release_freed()
         self._trainer.limit_shared(self._memory.shared_tokens)
-        return self._memory.changes()
+        return [(job, found) for job, found in self._memory.changes() if job not in self._leaving]
 
     def limit(self, active: ActiveJob, found: Start) -> None:
         """The job's micro-batches are computed so from now on."""

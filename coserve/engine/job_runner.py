@@ -241,8 +241,8 @@ class JobRunner:
             return
         if active.end is not None:
             self._unschedule(job)
-            if active.cancel_work():
-                active.work = None
+            if active.cancel_work() and active.work is not None:
+                active.cancelled, active.work = active.work.future, None
             if active.work is None and isinstance(active.end, JobPaused) and active.write is None:
                 self._save_once(job, active)
             if active.work is None and active.write is None:
@@ -302,6 +302,8 @@ class JobRunner:
             else:
                 self._fail(job, error)
             return
+        finally:
+            del work  # its error would keep this frame, which keeps the work: what a start has allocated would stay
         match message:
             case JobWaiting():
                 self._wait(message, active)
@@ -370,7 +372,7 @@ class JobRunner:
     def _retire(self, job: str) -> ActiveJob:
         active = self._active[job]
         self._unschedule(job)
-        self._memory.release(job)
+        self._memory.release(job, active.cancelled)
         active.cancel_timer()
         if active.loaded:
             active.loaded = False

@@ -96,11 +96,9 @@ class Trainer:
         self._make_plan = partial(BatchPlan, micro_batch_rows=limits.rows, rows_on_tick=rows_on_tick)
         self._gathering, self._make_optimizer = gathering, make_optimizer
         self._guard = NoPeers() if base.sharding is None else base.sharding.mesh.guard
-        self._overlapped = own_stream is not None
-        self._stream = own_stream or nullcontext
-        self._compiled, self._graphs = compiled, graphs
+        self._stream, self._overlapped = own_stream or nullcontext, own_stream is not None
+        self._compiled, self._graphs, self._kept = compiled, graphs, KeptLora()
         runner = MicroBatchRunner(base, recompute=recompute, compiled=compiled, graphs=graphs)
-        self._kept = KeptLora()
         self._passes = TrainingPasses(
             lambda jobs: TrainingPass(
                 jobs, runner, lora_backend, base.device, overlapped=self._overlapped, kept=self._kept
@@ -323,8 +321,12 @@ class Trainer:
         """Memory ran out: free what micro-batches can do without. Returns whether there was any."""
         return self._passes.release_memory()
 
+    def holds_memory_of(self, job: str) -> bool:
+        """Whether memory of a job that was dropped is held by a pass that other jobs have not ended yet."""
+        return self._passes.holds_memory_of(job)
+
     def drop(self, job: str) -> None:
-        """Free the job's memory; its files stay."""
+        """Free the job's memory, but for what `holds_memory_of` says; its files stay."""
         training = self._jobs.pop(job)
         del self._checkpoints[job], self._snapshots[job]
         self._kept.forget()
@@ -369,8 +371,7 @@ class Trainer:
     def _initial_weights(self, spec: JobSpec) -> LoraWeights:
         """fp32, on the CPU: a new adapter, or the continued one from its files (in memory it is rounded to the base's dtype)."""
         if spec.init_from is None:
-            seed = spec.training.seed
-            return new_adapter(spec.lora, self._base.spec, seed=seed, dtype=torch.float32, device="cpu")
+            return new_adapter(spec.lora, self._base.spec, seed=spec.training.seed, dtype=torch.float32, device="cpu")
         return self._read(spec.init_from, spec.init_digests, "continue_from")
 
     def _teacher_weights(self, spec: JobSpec) -> LoraWeights | None:
@@ -382,8 +383,7 @@ class Trainer:
 
     def _read(self, ref: AdapterRef, digests: AdapterDigests | None, field: str) -> LoraWeights:
         """A published adapter: fp32, on the CPU. `field` names it in the error."""
-        path = self._folder.adapter(ref)
-        if not path.is_dir():
+        if not (path := self._folder.adapter(ref)).is_dir():
             raise AdapterNotFound(f"no adapter {str(ref)!r}", field=field)
         return load_adapter(path, self._base.spec, device="cpu", dtype=torch.float32, digests=digests)
 

@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+import gc
+import random
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 
 import msgspec
+import pytest
 
 from coserve.admission.memory import GIB, Hold, MemoryAdmission, Start
 from coserve.admission.treatment import JobMemory, Treatment, job_memory
+from coserve.cancellation import Cancellation
 from coserve.engine.device_memory import DeviceMemory, Fixed
+from coserve.engine.job_runner import JobRunner
+from coserve.errors import JobOutOfMemory
 from coserve.gpu_memory import MemoryModel, MemoryUse
-from coserve.link import JobFailed, JobNote, JobStarted, JobSucceeded, JobWaiting, StartJob
+from coserve.link import (
+    CancelJob,
+    FromEngine,
+    JobCancelled,
+    JobFailed,
+    JobNote,
+    JobPaused,
+    JobStarted,
+    JobSucceeded,
+    JobWaiting,
+    PauseJob,
+    ResumeJob,
+    StartJob,
+)
 from coserve.memory.allocator import Reading
 from coserve.types import JobSpec, LoraSettings
+from tests.support.fake_ports import FakeTrainer, Inline, JobPlan, Meter
 from tests.support.gpu_memory import BASE, COSTS
-from tests.support.job_scene import said, scene, start
+from tests.support.job_scene import FREE, Trouble, ask, ended, said, scene, start
 from tests.support.records import make_spec
 
 LIMIT = 4096
@@ -69,6 +91,112 @@ async def test_a_job_in_line_waits_for_memory_and_starts_when_another_ends() -> 
         seen = await s.until(said(JobSucceeded, "one"), said(JobSucceeded, "two"))
         assert sum(map(said(JobWaiting, "two"), seen)) == 1
         assert not any(isinstance(message, JobNote) for message in seen)
+
+
+@dataclass
+class Slow(Trouble):
+    """The start of job `one` cannot be interrupted where it `holds`."""
+
+    loads: int = 0
+
+    def load(self, spec: JobSpec, cancellation: Cancellation) -> Callable[[], JobStarted]:
+        self.loads += 1
+        self.on_a_thread("load", spec.id)
+        return super().load(spec, cancellation)
+
+
+async def test_the_memory_of_a_cancelled_start_is_free_once_its_thread_has_ended() -> None:
+    one = needs()
+    own = memory(one.state.total + one.options[0].activations)
+    async with scene(kind=Slow, memory=own, holds="load", active=3) as s:
+        s.trainer.go.set()
+        s.api.send(StartJob(spec=spec("one")))
+        await s.held()
+        s.api.send(CancelJob(id="one"))
+        s.api.send(StartJob(spec=spec("two")))
+        seen = await s.until(said(JobCancelled, "one"), said(JobWaiting, "two"))
+        assert not any(map(said(JobStarted, "two"), seen)), "what has begun to start may hold memory"
+        s.trainer.gate.set()
+        await s.until(said(JobSucceeded, "two"))
+
+
+class Tensors:
+    """What a start has allocated."""
+
+
+class Greedy(Trouble):
+    """The start of a job fails with something in its hands."""
+
+    allocated: weakref.ref[Tensors]
+
+    def load(self, spec: JobSpec, cancellation: Cancellation) -> Callable[[], JobStarted]:
+        tensors = Tensors()
+        self.allocated = weakref.ref(tensors)
+        raise JobOutOfMemory("no memory")
+
+
+async def test_a_start_that_has_failed_holds_nothing() -> None:
+    """Nor does it where garbage is collected later, while the engine is idle."""
+    async with scene(kind=Greedy) as s:
+        gc.disable()
+        try:
+            s.api.send(StartJob(spec=spec("one")))
+            await s.until(said(JobFailed, "one"))
+            assert isinstance(s.trainer, Greedy) and s.trainer.allocated() is None
+        finally:
+            gc.enable()
+
+
+async def test_a_job_that_was_paused_while_it_started_starts_again_once_that_start_has_ended() -> None:
+    one = needs()
+    own = memory(4 * (one.state.total + one.options[0].activations))
+    async with scene(kind=Slow, memory=own, holds="load", active=3) as s:
+        s.trainer.go.set()
+        s.api.send(StartJob(spec=spec("one")))
+        await s.held()
+        s.api.send(PauseJob(id="one"))
+        await s.until(said(JobPaused, "one"))
+        s.api.send(ResumeJob(id="one"))
+        s.api.send(ask("text", 30))
+        await s.until(ended("text"))
+        assert isinstance(s.trainer, Slow) and s.trainer.loads == 1
+        s.trainer.gate.set()
+        await s.until(said(JobSucceeded, "one"))
+
+
+@pytest.mark.parametrize("leaves", ["one", "two"])
+@pytest.mark.parametrize("pauses", [False, True])
+def test_the_memory_of_a_job_that_has_left_a_shared_pass_is_free_once_that_has_ended(leaves: str, pauses: bool) -> None:
+    need, said_so = needs(), list[FromEngine]()
+    plans = {id: JobPlan(2, 4, 9, None, rows=2) for id in ("one", "two", "three")}
+    trainer = FakeTrainer(Meter(), FREE, plans, random.Random(0), lambda: 0.0, batch_rows=8)
+    jobs = JobRunner(
+        trainer,
+        said_so.append,
+        max_active=3,
+        threads=Inline(),
+        changed=lambda: None,
+        memory=memory(2 * need.state.total + need.options[0].activations),
+    )
+    for id in ("one", "two"):
+        jobs.place(spec(id), paused=False)
+    jobs.activate()
+    assert jobs.advance("one", 1) and trainer.passes[0].jobs == ["one", "two"]
+    (stays,) = {"one", "two"} - {leaves}
+    if pauses:
+        jobs.pause(leaves)
+        jobs.activate()
+        jobs.resume(leaves)
+    else:
+        jobs.cancel(leaves)
+        jobs.place(spec("three"), paused=False)
+    jobs.activate()
+    assert any(map(said(JobPaused if pauses else JobCancelled, leaves), said_so))
+    comes, starts = (leaves, 2) if pauses else ("three", 1)
+    assert sum(map(said(JobStarted, comes), said_so)) == starts - 1, "the others still compute what it has begun"
+    assert not jobs.advance(stays, None)
+    jobs.activate()
+    assert sum(map(said(JobStarted, comes), said_so)) == starts
 
 
 async def test_a_job_that_never_fits_ends_alone_with_the_numbers() -> None:

@@ -218,13 +218,14 @@ def test_one_that_is_cancelled_or_paused_leaves_the_others_as_they_are(tmp_path:
         if shared == at and not left:
             bench.trainer.abandon(cancelled)
             bench.trainer.drop(cancelled)
+            assert bench.trainer.holds_memory_of(cancelled), "the others compute with its tensors"
             left.append(bench.save(paused))
             bench.trainer.drop(paused)
             queue.remove(cancelled)
             queue.remove(paused)
 
     found = train_together(bench, specs, micro_steps=2, between=leave)
-    assert len(left) == 1
+    assert len(left) == 1 and not bench.trainer.holds_memory_of(cancelled)
     for spec, own in zip(specs, expected, strict=True):
         if spec.id not in (cancelled, paused):
             assert_same_curve(found[spec.id], own)

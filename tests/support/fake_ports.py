@@ -458,6 +458,9 @@ class FakeTrainer:
         self.abandon(job)
         del self._runs[job]
 
+    def holds_memory_of(self, job: str) -> bool:
+        return any(run.shared is not None and job in run.shared.rows for run in self._runs.values())
+
     def release_memory(self) -> bool:
         """Nothing here holds memory that it can do without."""
         return False

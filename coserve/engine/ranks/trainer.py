@@ -188,6 +188,10 @@ class RankedTrainer:
         self._followers.send(AbandonJob(job))
         self._local.abandon(job, finish_update=finish_update)
 
+    def holds_memory_of(self, job: str) -> bool:
+        """See `Trainer.holds_memory_of`."""
+        return self._local.holds_memory_of(job)
+
     def drop(self, job: str) -> None:
         """See `Trainer.drop`."""
         self._specs.pop(job, None)

@@ -53,6 +53,10 @@ class TrainingPasses:
             return self._planned
         return BatchLimits(min(self._oom_tokens, self._planned.tokens), self._planned.rows)
 
+    def holds_memory_of(self, job: str) -> bool:
+        """Whether the job is in a pass that is under way, or has left one: that computes with its tensors to its end."""
+        return any(job == each.id for one in self._passes.values() for each in one.members)
+
     def next_micro_step(self, job: str) -> MicroStep:
         one = self._passes.get(job)
         return MicroStep.BEGIN if one is None else one.next_micro_step

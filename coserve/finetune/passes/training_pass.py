@@ -88,7 +88,7 @@ class TrainingPass:
                 torch.cuda.current_stream(self.device).synchronize()  # side streams copy on
 
     def leave(self, job: TrainingJob) -> None:
-        """The job is abandoned. The others go on, and what is still computed for it is dropped."""
+        """The job is abandoned. The others go on, and what is still computed for it is dropped. Its tensors are held until the pass ends."""
         self.jobs.remove(job)
         self._updates = deque(own for own in self._updates if own[0] is not job)
         if not self.jobs:
