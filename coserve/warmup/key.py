@@ -27,7 +27,7 @@ SOURCES = (
 )  # fmt: skip
 """Our packages and modules whose code decides what is compiled, or what the costs mean that are measured with it."""
 SHAPE_SETTINGS = (
-    "dtype", "lora_backend", "batch_requests", "page_tokens", "step_tokens", "micro_batch_tokens", "max_active_jobs",
+    "dtype", "lora_backend", "max_running", "page_tokens", "step_tokens", "micro_batch_tokens", "max_active_jobs",
     "recompute", "trust_remote_code", "tp", "lora_sharding",
 )  # fmt: skip
 """Settings that decide which kernels an engine needs, besides the base."""
@@ -91,7 +91,9 @@ def shape_key(config: Config) -> str:
     GPU's parts if it is split."""
     described = Path(config.model) / "config.json"
     content = described.read_bytes() if described.is_file() else b""
-    settings = {name: str(getattr(config, name)) for name in SHAPE_SETTINGS}
+    settings = {name: str(getattr(config, name)) for name in SHAPE_SETTINGS} | {
+        "max_running": str(config.batch_requests)
+    }
     if config.policy == "spatial":
         settings["training_sm_share"] = str(config.training_sm_share)
     named = {"config": hashlib.sha256(content).hexdigest()} if content else {"model": config.model}

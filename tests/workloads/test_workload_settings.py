@@ -159,5 +159,14 @@ def test_the_page_shows_what_there_is(tmp_path: Path) -> None:
     assert len(list(load_trace(tmp_path / "t.jsonl").arrivals)) == 3
     options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE))
     shown = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "200"}).output
-    others = {"--inference-batch-size", "--rates", "--seconds", "--vllm-site", "--out", "--systems", "--plain"}
+    others = {
+        "--inference-batch-size",
+        "--max-running",
+        "--rates",
+        "--seconds",
+        "--vllm-site",
+        "--out",
+        "--systems",
+        "--plain",
+    }
     assert not {option for option in options - others if option not in shown}

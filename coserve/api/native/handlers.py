@@ -54,6 +54,7 @@ DOCS = {
     "docs/tensor-parallelism.md": "the base on several GPUs",
     "docs/metrics.md": "what /metrics counts",
     "docs/workloads.md": "coserve bench",
+    "docs/from-vllm-and-peft.md": "options and fields of vLLM and PEFT, and coserve's",
     "docs/memory-profiling.md": "coserve profile, and how jobs are admitted by memory",
     "docs/structures.md": "how the code is built",
 }
