@@ -287,7 +287,7 @@ def test_a_row_that_is_no_object_has_its_name_in_json(row: str, kind: str) -> No
 @pytest.mark.parametrize(
     ("content", "name"),
     [
-        (gzip.compress(b'{"text": "a"}'), "a gzip file"),
+        (gzip.compress(b'{"text": "a"}', mtime=0), "a gzip file"),
         (b"PK\x03\x04 rows.jsonl", "a zip file"),
         (b"\x28\xb5\x2f\xfd rows", "a zstd file"),
         ('{"text": "a"}'.encode("utf-16"), "UTF-16"),

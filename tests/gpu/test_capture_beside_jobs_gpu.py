@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from coserve.cancellation import Cancellation, Cancelled
-from coserve.finetune import trainer
 from coserve.finetune.loop import TrainingLoop
+from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.kernels.gpu.capture import captured
 from coserve.model.layers import LayerCut
 from coserve.model.training.compiled_layers import CompiledLayers
@@ -71,7 +71,7 @@ def test_a_start_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         torch.ones(8, device="cuda").sum().item()
         raise KeyError("broken")
 
-    monkeypatch.setattr(trainer, "AdapterOptimizer", broken)
+    monkeypatch.setattr(AdapterOptimizer, "__init__", broken)
     assert isinstance(during_a_capture(lambda: bench.trainer.load(spec, Cancellation())), KeyError)
 
 
