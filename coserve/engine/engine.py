@@ -122,7 +122,8 @@ class Engine:
         adapters.notify(self._changed.set)
         self._stopping = False
         self._views = Views(
-            self._queue, self._running, self._jobs, max_running=max_running, step_tokens=step_tokens, attainment=attainment
+            self._queue, self._running, self._jobs, max_running=max_running, step_tokens=step_tokens,
+            room=lambda: generator.room, attainment=attainment,
         )  # fmt: skip
         self._reception = Reception(
             self._queue, self._running, self._views, send=link.send_all, cancel=generator.cancel

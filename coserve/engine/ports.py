@@ -58,6 +58,11 @@ class Generates(Protocol):
         """A step was launched whose tokens have not been collected."""
         ...
 
+    @property
+    def room(self) -> int:
+        """How many more requests may be added so that few wait for pages."""
+        ...
+
     def launched_prefill(self) -> int:
         """Tokens of prompts in the step that was launched last."""
         ...

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from sys import maxsize
 from typing import Protocol
 
 from coserve.engine.running import RunningRequests
@@ -32,11 +34,12 @@ class Views:
 
     def __init__(
         self, queue: InferenceQueue, running: RunningRequests, jobs: ReadyJobs, *, max_running: int, step_tokens: int,
-        attainment: float = ATTAINMENT,
+        room: Callable[[], int] = lambda: maxsize, attainment: float = ATTAINMENT,
     ) -> None:  # fmt: skip
-        """`step_tokens`: maximum number of tokens of a generation step; `attainment`: share of predictions that are kept."""
+        """`step_tokens`: maximum number of tokens of a generation step; `room`: how many more requests the generator should be given
+        now; `attainment`: share of predictions that are kept."""
         self._queue, self._running, self._jobs = queue, running, jobs
-        self._max_running, self._step_tokens = max_running, step_tokens
+        self._max_running, self._step_tokens, self._room = max_running, step_tokens, room
         self._steps, self.slices, self.turns = Predictors(STEP_FEATURES, attainment), Slices(attainment), Turns()
         self._alone = 0
         """Steps in a row that no training ran beside, while jobs could train."""
@@ -53,7 +56,7 @@ class Views:
 
     def headroom(self, reading: int) -> int:
         """How many more requests can be admitted. `reading`: as in `view`."""
-        return max(0, self._max_running - len(self._running) - reading)
+        return max(0, min(self._max_running - len(self._running), self._room()) - reading)
 
     def view(
         self, now: float, *, reading: int, blocked: bool, in_flight: InFlight = NOTHING, collected: float | None = None

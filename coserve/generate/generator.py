@@ -12,6 +12,7 @@ from coserve.adapter_store.store import AdapterStore
 from coserve.errors import EngineFault, InvalidRequest, RequestOutOfMemory, failure_text
 from coserve.generate.checks import allowed_tokens, check_fits_pool, no_token_error
 from coserve.generate.execution.interface import StepExecutor, StepResult
+from coserve.generate.output_lengths import OutputLengths
 from coserve.generate.sampling.choices import Choice, NoToken
 from coserve.generate.schedule import SCORED_TOKENS, Scheduler, Share
 from coserve.generate.sequence_state import SequenceState
@@ -56,16 +57,16 @@ class Generator:
         step_tokens: int,
         prefix_cache: bool = True,
         scored_tokens: int = SCORED_TOKENS,
+        lengths: OutputLengths | None = None,
     ) -> None:
         """`executor`: runs the steps; `step_tokens`: most tokens of a step; `max_running`: sequences that hold pages at once
         (no more than a step has tokens), further ones wait; `prefix_cache`: sequences of one adapter version that begin
-        alike share pages; `scored_tokens`: most tokens of a step that belong to prompts which are scored."""
-        assert max_running > 0, f"expected max_running of at least 1, got {max_running}"
-        assert step_tokens > 0, f"expected step_tokens of at least 1, got {step_tokens}"
+        alike share pages; `scored_tokens`: most tokens of a step that belong to prompts which are scored; `lengths`: of past answers."""
+        assert max_running > 0 < step_tokens, f"expected at least 1 each, got {max_running=}, {step_tokens=}"
         self._base, self._store, self._kv = base, store, kv
         store.use_pool(kv.buffer, self._evicted)
         self._scheduler = Scheduler(
-            kv, store, max_running=max_running, step_tokens=step_tokens, scored_tokens=scored_tokens
+            kv, store, max_running=max_running, step_tokens=step_tokens, scored_tokens=scored_tokens, lengths=lengths
         )
         self._prefix_cache = prefix_cache
         self._executor = executor
@@ -117,6 +118,11 @@ class Generator:
     def prefix_hits(self) -> int:
         """Those of them that were found, and not computed again."""
         return self._scheduler.prefix_hits
+
+    @property
+    def room(self) -> int:
+        """How many more requests may be added so that few wait for pages."""
+        return self._scheduler.room
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -232,8 +238,7 @@ class Generator:
         return [message for step in steps for message in self._collect(step)]
 
     def _launch(self, shares: Sequence[Share]) -> list[LaunchedShares]:
-        """Launch the step of these shares. Where memory runs out nothing is launched, and the sequences are as before. Any other error ends
-        them."""
+        """Launch the step of these shares. Where memory runs out nothing is launched. Any other error ends the sequences."""
         step, adapters = step_input(shares)
         try:
             with contained(self._base.device):

@@ -6,15 +6,24 @@ recomputation (vLLM, SOSP '23 §4.5), of what other sequences' pages do not hold
 
 from __future__ import annotations
 
+import logging
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from coserve.adapter_store.pages import Activated
+from coserve.generate.output_lengths import Growing, OutputLengths, fits
 from coserve.generate.sequence_state import SequenceState
 from coserve.generate.step_budget import StepBudget
 from coserve.types import AdapterRef
+
+log = logging.getLogger(__name__)
+
+PREEMPTED = (
+    "preemptions so far: %d (a request gives its pages of the KV cache up to an earlier one, and is computed again later); more "
+    "--kv-tokens or less --max-running make them rarer"
+)
 
 
 class PageSource(Protocol):
@@ -51,6 +60,9 @@ LOADED_BYTES = 256 << 20
 """Bytes of adapters that a step copies into pages, from which on no further adapter is loaded in it: some milliseconds, for
 which the sequences that run wait."""
 
+FEW = 8
+"""Sequences that may wait for pages here while there are too few pages. Others wait where they are ordered by deadlines."""
+
 
 @dataclass(frozen=True)
 class Share:
@@ -63,11 +75,12 @@ class Share:
 class Scheduler:
     """First come, first served. A sequence is waiting (no pages) or active (it holds pages, and its adapter is in some).
 
-    A sequence becomes active when the pool has pages for its adapter and for all its tokens so far; later it takes one
-    page at a time, and when there is none the latest arrival gives up its pages and waits again, ahead of those that came
-    after it. The earliest is never made to wait for pages, every sequence fits the pool alone with its adapter, and
-    whoever is first in line lets nobody pass: so all of them end. Only active sequences hold adapters in pages; when none
-    is active all pages are free, and then no adapter is in another's way.
+    A sequence becomes active when the pool has pages for its adapter, for all its tokens so far, and for those that all
+    active ones are expected to need later (`OutputLengths`). It takes them one at a time, and when there is none the latest
+    arrival gives up its pages and waits again, ahead of those that came after it. The earliest is never made to wait for
+    pages, every sequence fits the pool alone with its adapter, and whoever is first in line lets nobody pass: so all of
+    them end. Only active sequences hold adapters in pages; when none is active all pages are free, and then no adapter is
+    in another's way.
 
     A page whose tokens are all computed can be found by later sequences that begin alike, also after its own sequence
     ended or gave way. Pages that nobody holds are as good as free: no sequence waits for them.
@@ -82,9 +95,10 @@ class Scheduler:
         step_tokens: int,
         scored_tokens: int = SCORED_TOKENS,
         loaded_bytes: int = LOADED_BYTES,
+        lengths: OutputLengths | None = None,
     ) -> None:
         """`scored_tokens`: most tokens of a step that belong to prompts which are scored; `loaded_bytes`: of adapters, from
-        which on a step loads no further one."""
+        which on a step loads no further one; `lengths`: what is known of answers that ended."""
         # No more than a step holds: then every decode is in every step, and a prompt under way always moves.
         self._pages, self._max_running = pages, min(max_running, step_tokens)
         self.budget = StepBudget(step_tokens)
@@ -92,6 +106,13 @@ class Scheduler:
         self._loaded_bytes = loaded_bytes
         self._waiting: list[SequenceState] = []
         self._active: list[SequenceState] = []
+        self._lengths = OutputLengths() if lengths is None else lengths
+        self._outgrown = False
+        """The first in line was found to need too many pages beside the active ones, and none of those has ended since."""
+        self._lacks_pages = False
+        """The last sequence that could have become active found too few pages."""
+        self._few = self._max_running
+        """Sequences that may wait: `FEW` while there are too few pages, twice as many after each plan that finds enough for all."""
         self.failed: list[tuple[SequenceState, Exception]] = []
         """Sequences whose adapters cannot be loaded any more, and why; the caller removes both."""
         self.started: list[SequenceState] = []
@@ -107,6 +128,11 @@ class Scheduler:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._active)
 
+    @property
+    def room(self) -> int:
+        """How many more sequences may be added so that few wait for pages."""
+        return max(0, self._few - len(self._waiting))
+
     def add(self, sequence: SequenceState) -> None:
         """Put a sequence in line. Its tokens up to `max_tokens` and its adapter must fit the pool."""
         insort(self._waiting, sequence, key=_arrival)
@@ -115,6 +141,9 @@ class Scheduler:
         """Forget a sequence and free its pages."""
         (self._active if sequence in self._active else self._waiting).remove(sequence)
         self._release(sequence)
+        self._outgrown = False
+        if sequence.generated:
+            self._lengths.ended(sequence.generated, cut=sequence.generated >= sequence.max_tokens)
 
     def disown(self, sequence: SequenceState) -> None:
         """Remove the sequence's pages from the prefix cache."""
@@ -151,6 +180,10 @@ class Scheduler:
             shares.append(Share(admitted, min(budget_left, admitted.pending)))
             budget -= shares[-1].tokens
             scored -= shares[-1].tokens if admitted.scores_prompt else 0
+        if self._waiting and self._lacks_pages:
+            self._few = FEW
+        elif not self._waiting:
+            self._few = min(2 * self._few, self._max_running)
         return shares
 
     @property
@@ -183,10 +216,13 @@ class Scheduler:
         self._release(sequence)
         self.add(sequence)
         self.preemptions += 1
+        self._lacks_pages = True
+        if str(self.preemptions).rstrip("0") == "1":
+            log.warning(PREEMPTED, self.preemptions)
 
     def _admit(self) -> SequenceState | None:
-        """Make the first in line active, if there is budget_left and all its tokens find pages."""
-        if len(self._active) >= min(self._max_running, self.budget.tokens):
+        """Make the first in line active, if there is a place for it and all its tokens find pages, also later."""
+        if self._outgrown or len(self._active) >= min(self._max_running, self.budget.tokens):
             return None
         sequence = self._waiting[0]
         found = self._find(sequence)
@@ -198,7 +234,7 @@ class Scheduler:
         assert pages is not None, "fewer pages are free than were counted"
         self._waiting.pop(0)
         sequence.pages = found + pages
-        sequence.labelled = len(found)
+        sequence.labelled = sequence.shared = len(found)
         sequence.computed = len(found) * self._pages.page_tokens
         if sequence.keys is not None and not (sequence.scores_prompt or sequence.admitted):
             self.prefix_queries += len(sequence.tokens)
@@ -218,7 +254,10 @@ class Scheduler:
         # Counted first: an adapter that was loaded for nothing would have evicted others, at every step again.
         if self._loaded >= self._loaded_bytes and ref is not None and self._adapters.to_copy(ref):
             return False
-        if others + (0 if ref is None else self._adapters.needs(ref)) > self._pages.free_pages:
+        free = self._pages.free_pages - others - (0 if ref is None else self._adapters.needs(ref))
+        self._outgrown = free >= 0 and bool(self._active) and not self._can_grow(sequence, others, free)
+        self._lacks_pages = free < 0 or self._outgrown
+        if self._lacks_pages:
             return False
         if ref is None:
             return True
@@ -232,6 +271,24 @@ class Scheduler:
             for pages in (found, *(other.pages for other in self._active)):
                 pages[:] = [activated.moved.get(page, page) for page in pages]
         return True
+
+    def _can_grow(self, sequence: SequenceState, others: int, free: int) -> bool:
+        """`free` pages, beside `others` that the first in line takes now, are enough for what it and the active ones are expected
+        to need."""
+        self._lengths.under_way([own.generated for own in self._active])
+        growing = [
+            Growing(own.length, self._growth(own), len(own.pages) - own.shared, bool(own.stop_ids))
+            for own in self._active
+        ]
+        growing.append(Growing(sequence.length, self._growth(sequence), others, bool(sequence.stop_ids)))
+        return fits(growing, free, self._pages.page_tokens)
+
+    def _growth(self, sequence: SequenceState) -> int:
+        """Tokens that it is expected to compute beyond those that it has pages for. Its last one is not computed."""
+        prompt = len(sequence.request.prompt)
+        reached = max(sequence.length - prompt, sequence.sampling.min_tokens - 1)
+        output = self._lengths.expected(sequence.number, reached, sequence.max_tokens, stops=bool(sequence.stop_ids))
+        return max(0, prompt + output - 1 - sequence.length)
 
     def _find(self, sequence: SequenceState) -> list[int]:
         """Pages that hold its first tokens; never the last token, which must be computed for what comes next."""

@@ -35,6 +35,8 @@ class SequenceState:
     """Leading tokens whose keys and values are in the pages."""
     labelled: int = 0
     """Leading pages that others can find."""
+    shared: int = 0
+    """Leading pages that others had computed when it became active, and may hold."""
     admitted: bool = False
     """It has had pages before now, or has them."""
     scored: int = 1

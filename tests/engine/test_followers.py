@@ -37,6 +37,7 @@ from tests.support.executors import eager, graphs
 from tests.support.finetuning import Bench, job_spec, random_corpus, tiny_base
 from tests.support.following import Following
 from tests.support.generation import adapter
+from tests.support.lengths import OneMoreToken
 from tests.support.tiny_models import VOCAB, tiny_model
 
 PAGE, PAGES, ADAPTERS = 8, 36, 5
@@ -108,7 +109,9 @@ def test_pages_are_the_same_after_bursts_and_cancels(
         followers = following.followers
         store = AdapterStore(load_on_all(leads.read, followers), HostBudget(2), mirror=FollowersCopies(followers))
         ranked = RankedExecutor(leads.executor, followers)
-        generator = Generator(leads.base, store, leads.kv, ranked, max_running=8, step_tokens=48)
+        generator = Generator(
+            leads.base, store, leads.kv, ranked, max_running=8, step_tokens=48, lengths=OneMoreToken()
+        )
         running = list[str]()
         for i in range(requests):
             base_only = i % 6 == 5 or executor is not eager  # interpreted LoRA kernels are slow
@@ -139,7 +142,13 @@ def test_a_step_that_fails_on_one_rank_ends_the_engine(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="broken"), following:
         ranked = RankedExecutor(leads.executor, following.followers)
         generator = Generator(
-            leads.base, AdapterStore(leads.read, HostBudget(2)), leads.kv, ranked, max_running=8, step_tokens=48
+            leads.base,
+            AdapterStore(leads.read, HostBudget(2)),
+            leads.kv,
+            ranked,
+            max_running=8,
+            step_tokens=48,
+            lengths=OneMoreToken(),
         )
         request = Generate(id="r", prompt=(5, 6), sampling=DRAWN, adapter=None, slo=Slo(ttft=1, tpot=1))
         generator.add(request)

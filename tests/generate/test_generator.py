@@ -23,6 +23,7 @@ from coserve.types import AdapterRef, FinishReason, SamplingParams, Slo, TokenLo
 from tests.support.examples import sample
 from tests.support.executors import eager
 from tests.support.generation import adapter, prompt
+from tests.support.lengths import OneMoreToken
 from tests.support.lora_backends import GROUPED, NAIVE, REFERENCE
 from tests.support.shelf import Shelf
 from tests.support.tiny_models import CONTEXT, FAMILIES, VOCAB, tiny_model
@@ -60,7 +61,15 @@ def generator(
 ) -> Generator:
     kv = KvCache.for_base(base, tokens, page_tokens)
     executor = eager(base, kv, lora_backend)
-    return Generator(base, (shelf or Shelf()).store(), kv, executor, max_running=max_running, step_tokens=step_tokens)
+    return Generator(
+        base,
+        (shelf or Shelf()).store(),
+        kv,
+        executor,
+        max_running=max_running,
+        step_tokens=step_tokens,
+        lengths=OneMoreToken(),
+    )
 
 
 def collect(gen: Generator, requests: Iterable[Generate] = ()) -> dict[str, Result]:

@@ -20,6 +20,7 @@ from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, FinishReason, SamplingParams, TokenLogprob
 from tests.support.executors import eager, graphs
 from tests.support.generation import GREEDY, adapter, collect, prompt, request
+from tests.support.lengths import OneMoreToken
 from tests.support.shelf import Shelf, named
 from tests.support.tiny_models import VOCAB, tiny_model
 
@@ -46,7 +47,13 @@ def generator(
     kv = KvCache.for_base(fused.base, tokens, 16)
     executor = graphs(fused, kv, max_running=max_running) if ahead else eager(fused.base, kv)
     return Generator(
-        fused.base, (shelf or Shelf()).store(), kv, executor, max_running=max_running, step_tokens=step_tokens
+        fused.base,
+        (shelf or Shelf()).store(),
+        kv,
+        executor,
+        max_running=max_running,
+        step_tokens=step_tokens,
+        lengths=OneMoreToken(),
     )
 
 

@@ -33,6 +33,7 @@ from coserve.types import AdapterRef, SamplingParams
 from tests.support.examples import examples, sample
 from tests.support.executors import graphs
 from tests.support.generation import adapter, collect, prompt, request
+from tests.support.lengths import OneMoreToken
 from tests.support.shelf import Shelf, named
 from tests.support.step_recorder import StepRecorder
 from tests.support.tiny_models import VOCAB, tiny_model
@@ -72,7 +73,15 @@ def generator(
     executor = graphs(fused, kv, max_running=16, step_tokens=graph_tokens, capture_after=capture_after)
     if prepared:
         executor.warm_up(ranks)
-    return Generator(fused.base, (shelf or Shelf()).store(), kv, executor, max_running=16, step_tokens=step_tokens)
+    return Generator(
+        fused.base,
+        (shelf or Shelf()).store(),
+        kv,
+        executor,
+        max_running=16,
+        step_tokens=step_tokens,
+        lengths=OneMoreToken(),
+    )
 
 
 @pytest.mark.parametrize("family", sample(["llama", "mistral", "gemma2"], "gemma2"))

@@ -26,6 +26,7 @@ from coserve.model.lora import LoraWeights
 from coserve.queues.inference import Queued
 from coserve.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
 from tests.support.executors import eager, graphs
+from tests.support.lengths import OneMoreToken
 from tests.support.lora_backends import GROUPED, SEGMENTED
 from tests.support.tiny_models import VOCAB, tiny_model
 
@@ -83,7 +84,9 @@ class Paged:
         self.kv = KvCache.for_base(base, pages * PAGE, PAGE)
         plain = eager(base, self.kv, lora_backend)
         executor = plain if fused is None else graphs(fused, self.kv, lora_backend, max_running=8)
-        self.generator = Generator(base, self.store, self.kv, executor, max_running=8, step_tokens=64)
+        self.generator = Generator(
+            base, self.store, self.kv, executor, max_running=8, step_tokens=64, lengths=OneMoreToken()
+        )
 
     def texts(self, asked: list[Generate]) -> dict[str, list[int]]:
         return self.texts_beside(asked, held=0)

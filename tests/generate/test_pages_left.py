@@ -17,6 +17,7 @@ import torch
 from coserve.adapter_store.host import HostBudget
 from coserve.adapter_store.pages import Activated
 from coserve.adapter_store.store import AdapterStore
+from coserve.generate.output_lengths import OutputLengths
 from coserve.generate.schedule import Scheduler, Share
 from coserve.generate.sequence_state import SequenceState
 from coserve.kernels.lora.types import LoraPair
@@ -26,6 +27,7 @@ from coserve.memory.prefix import PageKeys
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
 from tests.support.examples import sample
+from tests.support.lengths import OneMoreToken
 
 PAGES, PAGE_TOKENS, STEP_TOKENS, RUNNING = 64, 4, 48, 12
 PAGE_BYTES = 2 * ALIGNMENT
@@ -157,15 +159,18 @@ def make(number: int, chance: random.Random, roots: list[list[int]], memory: Mem
         slo=Slo(ttft=1, tpot=1),
     )
     keys = PageKeys(PAGE_TOKENS, base="b", adapter=adapter)
-    return Life(SequenceState(request, number, max_tokens, frozenset(), tokens, keys=keys))
+    stop_ids = frozenset(range(chance.choice((0, 5))))  # half of them end nobody knows when
+    return Life(SequenceState(request, number, max_tokens, stop_ids, tokens, keys=keys))
 
 
 class Traffic:
     """Requests over one memory: who lives, and how many came, ended and were cancelled."""
 
-    def __init__(self, memory: Memory, seed: int, *, running: int, step_tokens: int) -> None:
+    def __init__(
+        self, memory: Memory, seed: int, *, running: int, step_tokens: int, lengths: OutputLengths | None = None
+    ) -> None:
         self.memory, self.chance = memory, random.Random(seed)
-        self.scheduler = Scheduler(memory, memory, max_running=running, step_tokens=step_tokens)
+        self.scheduler = Scheduler(memory, memory, max_running=running, step_tokens=step_tokens, lengths=lengths)
         self.roots = [[self.chance.randrange(50) for _ in range(60)] for _ in range(2)]
         self.live: dict[str, Life] = {}
         self.made = self.ended = self.cancelled = 0
@@ -193,7 +198,7 @@ class Traffic:
             own, life = share.sequence, self.live[share.sequence.id]
             life.compute(share, self.memory)
             if own.pending == 0 and own.push(life.mark(own.computed - 1) // 2 % 50) is not None:
-                assert own.generated == own.sampling.max_tokens
+                assert own.generated == own.sampling.max_tokens or own.tokens[-1] in own.stop_ids
                 life.check(self.memory)
                 self.remove(own.id)
                 self.ended += 1
@@ -204,12 +209,20 @@ class Traffic:
         found = [life.sequence for life in self.live.values() if not life.sequence.pages]
         return sorted(found, key=lambda sequence: sequence.number)
 
+    def promised(self, *others: SequenceState) -> int:
+        """Most pages that the active sequences and `others` may need beyond those that they hold."""
+        active = [life.sequence for life in self.live.values() if life.sequence.pages]
+        return sum(
+            self.memory.pages_for(len(own.request.prompt) + own.max_tokens - 1) - len(own.pages)
+            for own in (*active, *others)
+        )
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0])
 def test_ten_thousand_requests_with_cancels_leave_no_page_behind(seed: int) -> None:
     memory = Memory()
-    traffic = Traffic(memory, seed, running=RUNNING, step_tokens=STEP_TOKENS)
+    traffic = Traffic(memory, seed, running=RUNNING, step_tokens=STEP_TOKENS, lengths=OneMoreToken())
     chance, scheduler, steps = traffic.chance, traffic.scheduler, 0
     while traffic.made < 10_000 or traffic.live:
         for _ in range(chance.choice((0, 0, 1, 4)) if traffic.made < 10_000 and len(traffic.live) < 60 else 0):
@@ -247,7 +260,9 @@ def check_nobody_waits_in_vain(traffic: Traffic, shares: list[Share], *, preempt
 
 
 @pytest.mark.parametrize("seed", sample(range(3)))
-def test_nothing_waits_or_gives_way_before_95_percent_of_the_pool_are_used(seed: int) -> None:
+def test_nothing_waits_before_95_percent_of_the_pool_are_used_or_promised_and_hardly_anything_gives_way(
+    seed: int,
+) -> None:
     """With adapters and tokens of a hundred sequences mixed, which come, grow and go."""
     pages = 1000
     memory = Memory(pages)
@@ -265,9 +280,9 @@ def test_nothing_waits_or_gives_way_before_95_percent_of_the_pool_are_used(seed:
             least = min(least, asked / pages)
         elif traffic.waiting:
             waited += 1
-            least = min(least, memory.pool.used / pages)
+            least = min(least, (memory.pool.used + traffic.promised(traffic.waiting[0])) / pages)
         traffic.run(shares)
         memory.pool.check_integrity()
     assert waited > 20
-    assert gave_way > 0
+    assert gave_way <= 2
     assert least >= 0.95

@@ -20,6 +20,7 @@ from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo, TokenLogprob
 from tests.support.examples import sample
 from tests.support.executors import eager
+from tests.support.lengths import OneMoreToken
 from tests.support.lora_backends import GROUPED
 from tests.support.shelf import Shelf
 from tests.support.tiny_models import FAMILIES, VOCAB, tiny_model
@@ -48,7 +49,9 @@ def shelf(base: Base) -> Shelf:
 def make(base: Base, *, cached: bool = True, tokens: int = 2048, page_tokens: int = 4, **settings: int) -> Generator:
     kv = KvCache.for_base(base, tokens, page_tokens)
     limits = {"max_running": 16, "step_tokens": 256} | settings
-    return Generator(base, shelf(base).store(), kv, eager(base, kv), prefix_cache=cached, **limits)
+    return Generator(
+        base, shelf(base).store(), kv, eager(base, kv), prefix_cache=cached, lengths=OneMoreToken(), **limits
+    )
 
 
 def text(length: int, seed: int = 0) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from coserve.memory.pages import PagePool
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, FinishReason, LoraSettings, SamplingParams, Slo
 from tests.support.examples import examples
+from tests.support.lengths import OneMoreToken
 
 
 class Source:
@@ -84,11 +85,16 @@ class Adapters:
         pass
 
 
-def sequence(arrival: int, prompt: int, max_tokens: int, adapter: AdapterRef | None = None) -> SequenceState:
+STOP = 2
+
+
+def sequence(
+    arrival: int, prompt: int, max_tokens: int, adapter: AdapterRef | None = None, *, stops: bool = False
+) -> SequenceState:
     request = Generate(
         id=str(arrival), prompt=(0,) * prompt, sampling=SamplingParams(), adapter=adapter, slo=Slo(ttft=1, tpot=1)
     )
-    return SequenceState(request, arrival, max_tokens, frozenset(), [0] * prompt)
+    return SequenceState(request, arrival, max_tokens, frozenset([STOP] if stops else []), [0] * prompt)
 
 
 def run(scheduler: Scheduler, source: Source, shares: list[Share], step_tokens: int) -> list[SequenceState]:
@@ -152,7 +158,7 @@ def test_everything_ends_and_nothing_is_left(
 
 def test_a_step_loads_few_adapters() -> None:
     """Those that run wait for the copies."""
-    scheduler = Scheduler(Source(100, 4), Adapters(), max_running=20, step_tokens=100, loaded_bytes=150)
+    scheduler = Scheduler(Source(200, 4), Adapters(), max_running=20, step_tokens=100, loaded_bytes=150)
     for arrival, adapter in enumerate("abcdaaef"):
         scheduler.add(sequence(arrival, 3, 50, AdapterRef(adapter, 1)))
     started = []
@@ -192,7 +198,7 @@ def test_no_more_run_than_a_step_has_tokens() -> None:
 
 def test_the_latest_gives_way_and_is_first_in_line_again() -> None:
     source = Source(4, 2)
-    scheduler = Scheduler(source, NoAdapters(), max_running=4, step_tokens=16)
+    scheduler = Scheduler(source, NoAdapters(), max_running=4, step_tokens=16, lengths=OneMoreToken())
     first, second, third = sequence(0, 3, 5), sequence(1, 3, 5), sequence(2, 1, 1)
     for one in (first, second, third):
         scheduler.add(one)
@@ -216,7 +222,7 @@ def test_the_latest_gives_way_and_is_first_in_line_again() -> None:
 
 def test_the_one_that_grows_may_be_the_one_that_gives_way() -> None:
     source = Source(3, 2)
-    scheduler = Scheduler(source, NoAdapters(), max_running=4, step_tokens=16)
+    scheduler = Scheduler(source, NoAdapters(), max_running=4, step_tokens=16, lengths=OneMoreToken())
     first, second = sequence(0, 3, 2), sequence(1, 2, 2)
     for one in (first, second):
         scheduler.add(one)
@@ -233,3 +239,73 @@ def test_a_sequence_that_does_not_fit_alone_is_our_own_bug() -> None:
     run(scheduler, source, scheduler.plan(), 16)
     with pytest.raises(AssertionError, match="alone"):
         scheduler.plan()
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 40), st.integers(0, 5)), min_size=1, max_size=40),
+    pages=st.integers(15, 60),
+    page_tokens=st.integers(5, 8),
+)
+def test_nothing_gives_way_where_lengths_are_known(
+    sizes: list[tuple[int, int, int]], pages: int, page_tokens: int
+) -> None:
+    """Each comes some steps after the one before it, with a prompt that is one step's work."""
+    source = Source(pages, page_tokens)
+    scheduler = Scheduler(source, NoAdapters(), max_running=99, step_tokens=10_000)
+    steps = arrival = 0
+    due = 0
+    while arrival < len(sizes) or len(scheduler):
+        while arrival < len(sizes) and due <= steps:
+            prompt, max_tokens, pause = sizes[arrival]
+            scheduler.add(sequence(arrival, prompt, max_tokens))
+            arrival += 1
+            due += pause
+        run(scheduler, source, scheduler.plan(), 10_000)
+        steps += 1
+    assert scheduler.preemptions == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_as_many_run_as_past_lengths_let_hope(seed: int) -> None:
+    """Answers may have 1000 tokens and have about 50: the pool holds four whole ones, and many more run. Few give way."""
+    chance, source = random.Random(seed), Source(500, 8)
+    scheduler = Scheduler(source, NoAdapters(), max_running=200, step_tokens=10_000)
+    for arrival in range(1000):
+        scheduler.add(sequence(arrival, 10, 1000, stops=True))
+    ends: dict[int, int] = {}
+    running = []
+    while len(scheduler):
+        shares = scheduler.plan()
+        running.append(len(shares))
+        for share in shares:
+            own = share.sequence
+            own.computed += share.tokens
+            length = ends.setdefault(own.number, 1 + int(chance.expovariate(1 / 50)))
+            if own.pending == 0 and own.push(STOP if own.generated + 1 == length else 1) is not None:
+                scheduler.remove(own)
+    assert sum(running[200:400]) / 200 > 40
+    assert scheduler.preemptions < 100
+
+
+def test_few_wait_here_while_pages_are_the_limit() -> None:
+    """The others wait where they are ordered by deadlines. When there are pages again, more come at once each step."""
+    source = Source(20, 4)
+    scheduler = Scheduler(source, NoAdapters(), max_running=100, step_tokens=200)
+    assert scheduler.room == 100
+    for arrival in range(30):
+        scheduler.add(sequence(arrival, 5, 12))
+    rooms = []
+    for arrival in range(30, 60):
+        run(scheduler, source, scheduler.plan(), 200)
+        rooms.append(scheduler.room)
+        if scheduler.room:
+            scheduler.add(sequence(arrival, 5, 12))
+    assert rooms[0] == 0
+    waited = len(scheduler)
+    while len(scheduler):
+        run(scheduler, source, scheduler.plan(), 200)
+    assert waited < 30
+    for _ in range(9):
+        scheduler.plan()
+    assert scheduler.room == 100

@@ -22,6 +22,7 @@ from coserve.model.base import Attention, Base, wrap_base
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterDigests, AdapterRef, FinishReason, LoraSettings, SamplingParams, Slo, TokenLogprob
 from tests.support.executors import eager
+from tests.support.lengths import OneMoreToken
 from tests.support.shelf import Shelf
 from tests.support.tiny_models import VOCAB, tiny_model
 
@@ -54,7 +55,16 @@ class AnyAdapter(Shelf):
 def generator(*, tokens: int = 512, page_tokens: int = 4, step_tokens: int = 64, **limits: int) -> Generator:
     kv = KvCache.for_base(base(), tokens, page_tokens)
     executor = eager(base(), kv)
-    return Generator(base(), AnyAdapter().store(), kv, executor, max_running=8, step_tokens=step_tokens, **limits)
+    return Generator(
+        base(),
+        AnyAdapter().store(),
+        kv,
+        executor,
+        max_running=8,
+        step_tokens=step_tokens,
+        lengths=OneMoreToken(),
+        **limits,
+    )
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:

@@ -108,6 +108,7 @@ class FakeGenerator:
         self._shape: StepShape | None = None
 
     in_flight = False
+    room = 1 << 20
 
     def launched_prefill(self) -> int:
         return 0 if self._shape is None else self._shape.prefill
