@@ -34,6 +34,7 @@ from benchmarks.summary import entry, update_summary
 from coserve.api.app import make_app, make_runner
 from coserve.api.service import Service
 from coserve.config import Config
+from coserve.gpu_memory import PoolShape
 from coserve.link import Admitted, CancelRequest, EngineReady, Generate, Tokens
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.state.folder import DataFolder
@@ -99,7 +100,9 @@ async def api(step: float, data: Path) -> None:
     )
     with folder.lock():
         service = Service(config, folder, RegistryThread(lambda: Registry(folder.database)), tokenizer)
-        ready = EngineReady(spec=spec, kv_tokens=1 << 20, lora_backend="none", notes=())
+        ready = EngineReady(
+            spec=spec, kv_tokens=1 << 20, pool=PoolShape(1 << 16, 1 << 20, 16), lora_backend="none", notes=()
+        )
         await service.attach(await api_end(ours), ready)
         runner = make_runner(make_app(service, config), config)
         await runner.setup()

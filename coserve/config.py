@@ -160,7 +160,7 @@ class Config:
 
     kv_tokens: int | None = option(
         None,
-        "tokens the page pool holds, which adapters in use share; default: what the memory plan leaves on a GPU, 16384 on CPU",
+        "tokens the page pool holds, which adapters in use share (one that leaves no page is refused); default: what the memory plan leaves on a GPU, 16384 on CPU",
     )
     memory_fraction: float = option(0.9, "share of the GPU's memory that the engine may take, if kv_tokens is not set")
     page_tokens: int = option(16, "tokens of one page")

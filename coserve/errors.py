@@ -9,7 +9,7 @@ CoserveError
 │   ├── MethodNotAllowed 405         ├── RequestTimeout 408
 │   ├── AdapterBusy 409              ├── WrongJobState 409
 │   ├── BodyTooLarge 413             ├── UnsupportedEncoding 415
-│   ├── HeadersTooLarge 431
+│   ├── HeadersTooLarge 431          ├── AdapterTooLarge 422   it leaves no page of the KV pool
 │   ├── NonFiniteLogits 422          the adapter (or the base) computes NaN or infinity for this prompt
 │   ├── JobTooLarge 422              it never fits into the GPU's memory
 │   ├── IdempotencyMismatch 422      another request has used the key before
@@ -173,6 +173,11 @@ class JobTooLarge(RequestError):
 
     status = 422
     code = "job_too_large"
+
+
+class AdapterTooLarge(RequestError):
+    status = 422
+    code = "adapter_too_large"
 
 
 class CorpusError(CoserveError):

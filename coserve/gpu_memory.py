@@ -174,6 +174,27 @@ class MemoryUse(Wire, frozen=True):
     each: tuple[JobUse, ...] = ()
 
 
+class PoolShape(Wire, frozen=True):
+    """The page pool of one rank, on a CPU, too: of several ranks, rank 0's."""
+
+    pages: int
+    page_bytes: int
+    page_tokens: int
+    """Tokens whose keys and values a page holds."""
+
+    @property
+    def tokens(self) -> int:
+        return self.pages * self.page_tokens
+
+    @property
+    def bytes(self) -> int:
+        return self.pages * self.page_bytes
+
+    def has_room_beside(self, pages: int) -> bool:
+        """Whether an adapter of so many pages leaves one for tokens. Without one it can never be served."""
+        return pages < self.pages
+
+
 class MemoryModel(Wire, frozen=True):
     """What predicts a job's memory, and what there is for jobs."""
 

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from coserve.errors import EngineUnavailable
-from coserve.gpu_memory import MemoryModel, MemoryUse
+from coserve.gpu_memory import MemoryModel, MemoryUse, PoolShape
 from coserve.logprobs import PackedLogprobs
 from coserve.step_metrics import StepMetrics
 from coserve.types import AdapterDigests, AdapterRef, BaseSpec, FinishReason, JobSpec, SamplingParams, Slo
@@ -89,6 +89,7 @@ class Shutdown(Message, frozen=True):
 class EngineReady(Message, frozen=True):
     spec: BaseSpec
     kv_tokens: int
+    pool: PoolShape
     lora_backend: str
     memory: MemoryModel | None = None
     """None where memory is not planned: jobs are not admitted by it."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from coserve.errors import EngineUnavailable
-from coserve.gpu_memory import MemoryModel
+from coserve.gpu_memory import MemoryModel, PoolShape
 from coserve.health import EngineRanks, RankInfo, Status, Warming, starting_line
 from coserve.link import EngineReady, EngineStats, EngineWarming, FromEngine, Link, ToEngine
 from coserve.state.retries import FOR_EVER
@@ -90,6 +90,13 @@ class EngineClient:
     def memory(self) -> MemoryModel | None:
         """What predicts the memory of jobs; None where it is not planned."""
         return None if self.ready is None else self.ready.memory
+
+    @property
+    def pool(self) -> PoolShape:
+        """The page pool. Raises as `spec`."""
+        if self.ready is None:
+            raise EngineUnavailable(starting_line(self.warming))
+        return self.ready.pool
 
     def name(self) -> str:
         """The base's name; empty before the first engine."""

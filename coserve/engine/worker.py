@@ -153,6 +153,7 @@ def build_engine(
     ready = EngineReady(
         spec=base.spec,
         kv_tokens=kv.tokens,
+        pool=kv.shape,
         lora_backend=parts.lora_backend.name,
         memory=parts.memory_model(pool),
         notes=notes + start.notes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from coserve.admission.pool import too_large
 from coserve.errors import EmptyPrompt, InvalidRequest, NonFiniteLogits, PromptTooLong, RequestError
 from coserve.generate.sampling.choices import NoToken
 from coserve.generate.sequence_state import SequenceState
@@ -37,8 +38,15 @@ def allowed_tokens(request: Generate, spec: BaseSpec) -> int:
 
 
 def check_fits_pool(request: Generate, max_tokens: int, kv: KvCache, *, adapter_pages: int) -> None:
-    """Raises `PromptTooLong` for a request that does not fit what `adapter_pages` pages, its adapter's, leave of the pool."""
-    prompt, available = len(request.prompt), max(0, kv.pool.total - adapter_pages)
+    """Checks a request against what `adapter_pages` pages, its adapter's, leave of the pool.
+
+    Raises:
+        AdapterTooLarge: they leave nothing, whatever the request.
+        PromptTooLong: the request does not fit what they leave.
+    """
+    if not kv.shape.has_room_beside(adapter_pages):
+        raise too_large(str(request.adapter), adapter_pages, kv.shape)
+    prompt, available = len(request.prompt), kv.pool.total - adapter_pages
     # The last token's own keys and values are never needed.
     if kv.pages_for(prompt + max(max_tokens, 1) - 1) > available:
         left = f" ({available * kv.page_tokens} beside the adapter {request.adapter})" if adapter_pages else ""

@@ -145,7 +145,7 @@ class Generator:
 
         Raises:
             EmptyPrompt: no prompt tokens.
-            PromptTooLong: the prompt fills the context, or the request and its adapter could never fit the pool.
+            PromptTooLong, AdapterTooLarge: the prompt fills the context, or the request or its adapter could never fit the pool.
             InvalidRequest: an id that runs already, or a token id outside of the vocabulary.
             AdapterNotFound, AdapterError: what `AdapterStore.acquire` raises.
         """

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from coserve.errors import ConfigError
+from coserve.gpu_memory import PoolShape
 from coserve.kernels.attention.backend import (
     attention_notes,
     mixed_attention,
@@ -85,6 +86,11 @@ class KvCache:
             raise ConfigError(f"expected capacity for at least 1 token in the KV pool, got {tokens}", field="kv_tokens")
         pages = -(-tokens // page_tokens)
         return cls(base.kv_shapes, pages=pages, page_tokens=page_tokens, dtype=base.dtype, device=base.device)
+
+    @property
+    def shape(self) -> PoolShape:
+        """Pages for tokens and adapters, without the one that stays zero."""
+        return PoolShape(self.pool.total, self.buffer.page_bytes, self.page_tokens)
 
     @property
     def tokens(self) -> int:

@@ -14,12 +14,13 @@ from coserve.config import Config
 from coserve.daemon.engine_process import EngineProcess
 from coserve.daemon.supervisor import EngineDied, Restarts, Supervisor
 from coserve.errors import StartupError, UnsupportedBase
+from coserve.gpu_memory import PoolShape
 from coserve.health import EngineRanks
 from coserve.link import EngineReady, FromEngine, Link, ToEngine, local_pair
 from tests.support.fake_engine import make_base
 from tests.support.virtual_clock import run_virtual
 
-READY = EngineReady(spec=make_base(8), kv_tokens=64, lora_backend="reference")
+READY = EngineReady(spec=make_base(8), kv_tokens=64, pool=PoolShape(4, 1 << 20, 16), lora_backend="reference")
 LOAD = 3.0
 
 

@@ -14,7 +14,7 @@ from coserve.adapter_store.entry import State
 from coserve.adapter_store.host import HostBudget
 from coserve.adapter_store.packing import packed_bytes
 from coserve.adapter_store.store import AdapterStore
-from coserve.errors import AdapterNotFound, PromptTooLong
+from coserve.errors import AdapterNotFound, AdapterTooLarge, PromptTooLong
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import LoraPair
@@ -161,7 +161,9 @@ def test_what_fits_the_pool_beside_its_adapter_runs_and_what_does_not_is_refused
     assert len(paged.texts([one(10, 23, REFS[0])])["x"]) == 23
     with pytest.raises(PromptTooLong, match=r"32 beside the adapter a0@1\), got 10 and 24"):
         paged.generator.add(one(10, 24, REFS[0]))
-    with pytest.raises(PromptTooLong, match="0 beside the adapter a6@1"):
+    with pytest.raises(
+        AdapterTooLarge, match=rf"pool of {pages + 2} pages.*got 'a6@1' of {pages_of(base, REFS[-1])} pages"
+    ):
         paged.generator.add(one(1, 1, REFS[-1]))
     with pytest.raises(AdapterNotFound):
         paged.generator.add(one(1, 1, AdapterRef("nobody", 1)))

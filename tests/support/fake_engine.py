@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from coserve.adapters.peft import adapter_config
 from coserve.errors import EngineUnavailable
-from coserve.gpu_memory import MemoryModel, MemoryUse
+from coserve.gpu_memory import MemoryModel, MemoryUse, PoolShape
 from coserve.link import (
     Admitted,
     CancelJob,
@@ -131,7 +131,12 @@ class FakeEngine:
     @property
     def ready(self) -> EngineReady:
         return EngineReady(
-            spec=self.base, kv_tokens=1024, lora_backend="reference", memory=self.memory, notes=("a fake",)
+            spec=self.base,
+            kv_tokens=1024,
+            pool=PoolShape(64, 1 << 20, 16),
+            lora_backend="reference",
+            memory=self.memory,
+            notes=("a fake",),
         )
 
     def warming(self, done: int, seconds_left: float | None = None, notes: tuple[str, ...] = ("a fake",)) -> None:

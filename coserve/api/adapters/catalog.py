@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from coserve.adapters.archive import AdapterArchive
 from coserve.api.adapters.inspection import Inspection
+from coserve.api.adapters.size import refuse_too_large
 from coserve.api.engine_client import EngineClient
 from coserve.api.http.parsing import local_path
 from coserve.config import Config
@@ -73,7 +74,7 @@ class AdapterCatalog:
     async def import_files(self, request: ImportRequest, upload: Path | None) -> Adapter:
         """Import PEFT files as the next version of `request.name`; durable when this returns.
 
-        Raises `AdapterError` leaves, `ForbiddenPath`, `InvalidRequest`, `StorageFull`, `EngineUnavailable`.
+        Raises `AdapterError` leaves, `AdapterTooLarge`, `ForbiddenPath`, `InvalidRequest`, `StorageFull`, `EngineUnavailable`.
         """
         if (request.path is None) == (upload is None):
             got = "none" if upload is None else "both"
@@ -83,7 +84,6 @@ class AdapterCatalog:
         if not source.is_dir():
             raise InvalidRequest("expected a folder with PEFT files", field="path")
         refuse_base_name(request.name, spec, field="name")
-        await self._inspection.settings(source, spec)  # refused before anything is copied
         return await self.install(source, request.name, spec, origin="import")
 
     async def install(self, source: Path, name: str, spec: BaseSpec, *, origin: str) -> Adapter:
@@ -91,6 +91,8 @@ class AdapterCatalog:
 
         `origin`: `AdapterRecord.source`. Raises as `import_files`.
         """
+        settings = await self._inspection.settings(source, spec)  # refused before anything is copied
+        await refuse_too_large(name, settings, spec, self._engine.pool, self._config, field=None)
         async with self._importing:
             record = await self._commits.run(self._install(source, name, spec, origin))
         failpoint("api.before_reply")

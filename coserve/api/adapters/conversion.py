@@ -62,7 +62,7 @@ class Conversions:
         """Publish the converted adapter, and submit the job that distills it; durable when this returns. Cancelling it stops the
         computation.
 
-        Raises `AdapterNotFound`, `BaseMismatch`, `InvalidRequest`, `StorageError` leaves, `EngineUnavailable`, `HelperLost`; and as
+        Raises `AdapterNotFound`, `BaseMismatch`, `AdapterTooLarge`, `InvalidRequest`, `StorageError` leaves, `EngineUnavailable`, `HelperLost`; and as
         `JobManager.submit`: then nothing is published.
         """
         spec = self._engine.spec

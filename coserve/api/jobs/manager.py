@@ -214,7 +214,7 @@ class JobManager:
         and waits for the request that makes it. `show` is told how far a large corpus is.
 
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `ForbiddenPath`, `QueueFull`,
-        `StorageFull`, `JobTooLarge`, `IdempotencyMismatch` (another request had the key), `EngineUnavailable` (no engine has started yet, or the daemon stops).
+        `StorageFull`, `JobTooLarge`, `AdapterTooLarge`, `IdempotencyMismatch` (another request had the key), `EngineUnavailable` (no engine has started yet, or the daemon stops).
         """
         spec = self._engine.spec
         if key is not None and not (1 <= len(key) <= 128 and key.isascii() and key.isprintable()):
@@ -225,7 +225,9 @@ class JobManager:
             if made is None:
                 await self._registry(self._check_max_jobs)
                 async with self._stopping.interrupts():
-                    record, corpus = await self._submission.prepare(request, upload, spec, self._engine.memory, show)
+                    record, corpus = await self._submission.prepare(
+                        request, upload, spec, self._engine.pool, self._engine.memory, show
+                    )
                 record = msgspec.structs.replace(record, request_digests=digests)
                 # The job exists even if the client leaves now.
                 made = await self._commits.run(self._accept(request, record, corpus, key))

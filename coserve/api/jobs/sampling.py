@@ -17,7 +17,7 @@ from coserve.state.missing_samples import without_samples
 from coserve.state.records import JobRecord
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
-from coserve.types import ChatMessage, TrainingRequest
+from coserve.types import ChatMessage, JobSpec, TrainingRequest
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class JobSampler:
             training = record.spec.training
             wanted = [index for index in range(len(training.sample_prompts)) if index not in done]
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._sample_prompt(snapshot, index, training)) for index in wanted]
+                tasks = [group.create_task(self._sample_prompt(snapshot, index, record.spec)) for index in wanted]
             return all(task.result() for task in tasks)
         except CoserveError as error:
             self._record(JobNote(id=snapshot.id, message=without_samples(snapshot.step, error.message)))
@@ -78,9 +78,9 @@ class JobSampler:
             log.exception("job %s: internal error; no samples at step %d", snapshot.id, snapshot.step)
         return True
 
-    async def _sample_prompt(self, snapshot: JobSnapshot, index: int, training: TrainingRequest) -> bool:
+    async def _sample_prompt(self, snapshot: JobSnapshot, index: int, job: JobSpec) -> bool:
         """As `_sample`."""
-        request = sample_request(training, training.sample_prompts[index])
+        request = sample_request(job.training, job.training.sample_prompts[index])
         parts: list[str] = []
         finish: Finish | None = None
         try:
@@ -91,7 +91,9 @@ class JobSampler:
         except EngineUnavailable:
             return False
         except CoserveError as error:
-            what = without_samples(snapshot.step, error.message, index)
+            # The engine knows the snapshot by a ref of its own, the user the adapter by the job's name for it.
+            why = error.message.replace(str(snapshot.ref), job.adapter)
+            what = without_samples(snapshot.step, why, index)
             self._record(JobNote(id=snapshot.id, message=what))
             return True
         assert finish is not None, "a stream ends with a reason"

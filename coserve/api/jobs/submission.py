@@ -16,6 +16,7 @@ from coserve.admission.optimizers import check_optimizer
 from coserve.api.adapters.catalog import refuse_base_name
 from coserve.api.adapters.inspection import Inspection
 from coserve.api.adapters.lookup import find_adapter
+from coserve.api.adapters.size import refuse_too_large
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.prompts import check_generate, encode_prompt
 from coserve.api.http.parsing import local_path
@@ -32,7 +33,7 @@ from coserve.corpus.sources import is_dataset, is_jsonl
 from coserve.corpus.staging import PendingCorpus
 from coserve.corpus.tokenize import tokenize_rows
 from coserve.errors import InvalidRequest, RequestError
-from coserve.gpu_memory import MemoryModel
+from coserve.gpu_memory import MemoryModel, PoolShape
 from coserve.names import split_ref
 from coserve.offload.pool import HelperPool
 from coserve.pretrained.tokenizer import Tokenizer
@@ -70,6 +71,7 @@ class Submission:
         request: FinetuneRequest,
         upload: Path | None,
         spec: BaseSpec,
+        pool: PoolShape,
         memory: MemoryModel | None,
         show: Show = lambda _: None,
     ) -> tuple[JobRecord, PendingCorpus]:
@@ -77,7 +79,7 @@ class Submission:
         told how far a large corpus is.
 
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `AdapterBusy`, `BaseMismatch`,
-        `ForbiddenPath`, `JobTooLarge`.
+        `ForbiddenPath`, `JobTooLarge`, `AdapterTooLarge`.
         """
         refuse_base_name(request.adapter, spec, field="adapter")
         limit = self._config.micro_batch_tokens
@@ -93,6 +95,8 @@ class Submission:
             source, lora = await self._adapter_settings(request, spec)
         else:
             source, lora = None, _own_settings(request, earlier)
+        given = "lora" if request.continue_from is None else "continue_from"
+        await refuse_too_large(request.adapter, lora, spec, pool, self._config, field=given)
         teacher = await self._teacher(request, spec)
         corpus = await self._tokenize(request, self._source(request, upload), longest, show)
         try:

@@ -1,0 +1,52 @@
+"""Whether an adapter can ever be served from the page pool, which adapters and tokens' keys and values share. Pure: no torch, no files."""
+
+from __future__ import annotations
+
+import msgspec
+
+from coserve.admission.shapes import ITEMSIZE, lora_shapes
+from coserve.errors import AdapterTooLarge
+from coserve.gpu_memory import PoolShape
+from coserve.types import BaseSpec, LoraSettings
+
+
+def check_can_be_served(
+    adapter: str,
+    settings: LoraSettings,
+    base: BaseSpec,
+    pool: PoolShape,
+    *,
+    ranks: int,
+    fully_sharded: bool,
+    field: str | None,
+) -> None:
+    """Raises `AdapterTooLarge` for an adapter beside which the pool never has a page for tokens. `adapter`: its name, for the message.
+
+    `ranks`, `fully_sharded`: as `lora_shapes`, whose `InvalidRequest` it raises, too.
+    """
+    size = served_bytes(settings, base, ranks=ranks, fully_sharded=fully_sharded)
+    pages = -(-size // pool.page_bytes)
+    if not pool.has_room_beside(pages):
+        raise too_large(adapter, pages, pool, field=field)
+
+
+def served_bytes(settings: LoraSettings, base: BaseSpec, *, ranks: int, fully_sharded: bool) -> int:
+    """Bytes of an adapter on one GPU as generation has it, at least: matrices without what pads them to the width of a load.
+
+    One GPU has block-diagonal matrices with their zeros (`adapter_store.packing`).
+    """
+    if ranks == 1 and base.device.startswith("cuda"):
+        settings = msgspec.structs.replace(settings, bd_blocks=1, targets_bd_a=None, targets_bd_b=None)
+    shapes = lora_shapes(settings, base, ranks=ranks, fully_sharded=fully_sharded)
+    return sum(shape.a + shape.b for shape in shapes) * ITEMSIZE[base.dtype]
+
+
+def too_large(adapter: str, pages: int, pool: PoolShape, *, field: str | None = None) -> AdapterTooLarge:
+    """The error for the user, with the numbers. `pages`: of the adapter."""
+    least = (pages + 1) * pool.page_tokens
+    return AdapterTooLarge(
+        f"expected an adapter that leaves at least one page of the KV pool of {pool.pages} pages ({pool.tokens} tokens, {pool.bytes} "
+        f"bytes), got {adapter!r} of {pages} pages ({pages * pool.page_bytes} bytes): it can never be served; start the daemon with "
+        f"--kv-tokens {least} or more, or use an adapter of a smaller rank or with fewer targets",
+        field=field,
+    )
