@@ -6,7 +6,6 @@ Order: command line, then `COSERVE_<NAME>`, then the TOML file of `--config`, th
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 import os
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 from coserve.errors import ConfigError
-from coserve.hints import NEAR
 from coserve.options import grouped, option, parse_setting, read_settings, setting_path
 from coserve.processes import usable_cores
 
@@ -34,8 +32,6 @@ SECTIONS = {
 }
 """Where a section of the settings begins, in their order below, and its title."""
 
-OTHER_VARIABLES = ("COSERVE_URL", "COSERVE_DEBUG", "COSERVE_FAILPOINTS")
-"""Variables that are read elsewhere."""
 MIN_SECRET = 16
 """Characters of the shortest API key. A random key of 16 characters cannot be guessed over a network."""
 GPU_TARGETS = 1.0, 0.05
@@ -347,23 +343,6 @@ def load_config(given: Mapping[str, object], environ: Mapping[str, str] = os.env
             settings[name] = parse_setting(Config, name, text)
     settings |= given
     return Config(**settings)  # type: ignore[arg-type]  # names and types were checked above
-
-
-def misspelt_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """A warning for each `COSERVE_` variable that is no setting but is spelt nearly like one.
-
-    Others are left alone: Kubernetes injects names like COSERVE_SERVICE_HOST for a Service called coserve.
-    """
-    known = [f"COSERVE_{f.name.upper()}" for f in dataclasses.fields(Config)]
-    others = (
-        name for name in sorted(environ) if name.startswith("COSERVE_") and name not in (*known, *OTHER_VARIABLES)
-    )
-    found = []
-    for name in others:
-        setting = name.removeprefix("COSERVE_").lower()[:80]
-        near = difflib.get_close_matches(setting, [f.name for f in dataclasses.fields(Config)], n=1, cutoff=NEAR)
-        found += [f"{name} is no setting; did you mean COSERVE_{each.upper()}?" for each in near]
-    return found
 
 
 def setting_sources(given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> dict[str, str]:

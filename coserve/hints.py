@@ -163,8 +163,20 @@ def value_hint(field: str, value: object) -> str:
 
 def option_hint(option: str, options: Iterable[str]) -> str:
     """The same for an unknown option of the command line, or setting of a file: `"; did you mean '--learning-rate'?"`, or nothing."""
-    flags = {text.lstrip("-").replace("-", "_"): text for text in options}
-    name = option.lstrip("-").replace("-", "_")
+    return _setting_hint(
+        option.lstrip("-").replace("-", "_"), {text.lstrip("-").replace("-", "_"): text for text in options}
+    )
+
+
+def variable_hint(variable: str, settings: Iterable[str]) -> str:
+    """The same for an unknown environment variable: `"; did you mean 'COSERVE_MAX_RUNNING'?"`, or nothing."""
+    return _setting_hint(
+        variable.removeprefix("COSERVE_").lower(), {name: f"COSERVE_{name.upper()}" for name in settings}
+    )
+
+
+def _setting_hint(name: str, flags: dict[str, str]) -> str:
+    """`flags`: the settings' names, and each as a user gives it."""
     field, difference = OTHER_UNITS.get(name, ("", ""))
     if field in flags:
         return f"; {difference}: {flags[field]}"

@@ -7,7 +7,8 @@ import logging
 
 from coserve.cli.settings_options import settings_command
 from coserve.cli.status_lines import StatusLines
-from coserve.config import load_config, misspelt_variables
+from coserve.config import load_config
+from coserve.daemon.start_warnings import start_warnings
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +20,7 @@ def _serve(given: dict[str, object]) -> None:
     from coserve.logs.setup import LogSettings, set_up_logging
 
     set_up_logging("api", LogSettings.of(config))
-    for warning in misspelt_variables():
+    for warning in start_warnings(config, given):
         log.warning("%s", warning)
     asyncio.run(serve(config, report=StatusLines(config.host).show))
 

@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 
 from coserve import __version__
-from coserve.config import Config, load_config, misspelt_variables, sections, setting_sources
+from coserve.config import Config, load_config, sections, setting_sources
+from coserve.daemon.start_warnings import start_warnings
 
 SECRETS = ("api_key",)
 WIDTH = 100
@@ -21,9 +22,10 @@ WIDTH = 100
 def show_config(config: Annotated[Path | None, typer.Option(help="TOML file")] = None) -> None:
     """Print every setting with its value and where that comes from, as a TOML file for --config."""
     given: dict[str, object] = {} if config is None else {"config": config}
-    for warning in misspelt_variables():
+    loaded = load_config(given)
+    for warning in start_warnings(loaded, given):
         print(f"# {warning}")
-    for line in toml_lines(load_config(given), setting_sources(given)):
+    for line in toml_lines(loaded, setting_sources(given)):
         print(line)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 from collections.abc import Iterator
 
@@ -12,7 +13,10 @@ from coserve.cli.failures import FAILED
 from coserve.cli.settings_options import settings_command
 from coserve.cli.warm_progress import WarmProgress
 from coserve.config import load_config
+from coserve.daemon.start_warnings import start_warnings
 from coserve.warmup.key import SHAPE_SETTINGS
+
+log = logging.getLogger(__name__)
 
 SETTINGS = (
     *SHAPE_SETTINGS,
@@ -48,6 +52,8 @@ def _warm(given: dict[str, object]) -> None:
     from coserve.warmup import launch
 
     set_up_logging("warm", LogSettings.of(config))
+    for warning in start_warnings(config, given):
+        log.warning("%s", warning)
     with WarmProgress() as progress, _terminated_as_interrupted():
         launch.compile_ahead(config, progress.show)
     print(progress.summary())

@@ -119,7 +119,7 @@ def build_engine(
     if built is not None:
         built.wait()
     notes = (
-        _notes(base, generator, config) + pool.notes + training_notes + (() if training is None else (training.note,))
+        _notes(base, generator, parts) + pool.notes + training_notes + (() if training is None else (training.note,))
     )
     upgrade = None
     if start.compilation is not None:
@@ -161,9 +161,14 @@ def build_engine(
     return engine, ready
 
 
-def _notes(base: Base, generator: Generator, config: Config) -> tuple[str, ...]:
+def _notes(base: Base, generator: Generator, parts: EngineParts) -> tuple[str, ...]:
     """What a user should know of how this engine runs; shown in /health."""
-    notes = generator.notes
+    config, notes = parts.config, generator.notes
+    if config.batch_requests > parts.step_tokens:
+        most = f"at most {parts.step_tokens} requests run at once"
+        bound = f"{most}, below max_running: a step has no more tokens (step_tokens)"
+        log.warning("%s", bound)
+        notes += (bound,)
     if base.spec.context_note:
         log.warning("%s", base.spec.context_note)
         notes += (base.spec.context_note,)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import subprocess
 import sys
 import tomllib
@@ -15,7 +14,7 @@ from typer.testing import CliRunner
 from coserve import __version__
 from coserve.cli.app import app
 from coserve.cli.settings import toml_lines
-from coserve.config import Config, load_config, misspelt_variables, sections, setting_sources
+from coserve.config import Config, load_config, sections, setting_sources
 
 
 def shown(*args: str, columns: int = 80, **environ: str) -> str:
@@ -69,30 +68,6 @@ def test_help_loads_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_misspelt_variable_is_named_with_the_setting() -> None:
-    injected = {
-        "COSERVE_SERVICE_HOST": "10.0.0.1",
-        "COSERVE_SERVICE_PORT": "80",
-        "COSERVE_PORT_8000_TCP_ADDR": "10.0.0.1",
-    }
-    others = {"COSERVE_URL": "http://x", "COSERVE_MODEL": "m", "KV_TOKEN": "1", "COSERVE_DB_PORT": "1"} | injected
-    assert misspelt_variables(others) == []
-    assert misspelt_variables({"COSERVE_KV_TOKEN": "1"}) == [
-        "COSERVE_KV_TOKEN is no setting; did you mean COSERVE_KV_TOKENS?"
-    ]
-    text = shown("config", COSERVE_MAXQUEUE="1")
-    assert "# COSERVE_MAXQUEUE is no setting; did you mean COSERVE_MAX_QUEUE?" in text
-    assert tomllib.loads(text)["max_queue"] == 1024
-
-
-def test_serve_warns_of_a_misspelt_variable(tmp_path: Path) -> None:
-    environ = os.environ | {"COSERVE_LOG_FORMATT": "json"}
-    command = [sys.executable, "-m", "coserve.cli", "serve", "--model", str(tmp_path / "none"), "--port", "0"]
-    command += ["--data-dir", str(tmp_path / "data")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environ)
-    assert done.stderr.count("COSERVE_LOG_FORMATT is no setting; did you mean COSERVE_LOG_FORMAT?") == 1
 
 
 def test_version() -> None:

@@ -11,13 +11,16 @@ import msgspec
 import pytest
 
 from coserve.api.engine_client import EngineClient
+from coserve.config import Config
 from coserve.engine.starting import EndedAtStart, until_shutdown
 from coserve.engine.warming.client import WarmUpClient
 from coserve.engine.warming.upgrade import CAPTURING, LOADING, report_progress
+from coserve.engine.worker import build_engine
 from coserve.errors import UnsupportedBase
 from coserve.link import EngineWarming, FromEngine, LocalLink, Shutdown, ToEngine, local_pair
 from coserve.warmup.messages import Progress, WarmUpTask
 from coserve.warmup.parts import PROFILE
+from tests.support.real_server import bundled_base
 
 ENDS: dict[str, Callable[[LocalLink[ToEngine, FromEngine]], object]] = {
     "shutdown": lambda api: api.send(Shutdown()),
@@ -76,3 +79,14 @@ async def test_what_a_start_comes_to_is_passed_on_and_later_messages_are_not_los
         await until_shutdown(refused(), own)
     api.send(Shutdown())
     assert isinstance(await own.receive(), Shutdown)
+
+
+def test_a_batch_that_a_step_cannot_hold_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each running request takes a token of a step."""
+    for step_tokens, said in ((64, False), (32, True)):
+        caplog.clear()
+        config = Config(data_dir=tmp_path, max_running=64, step_tokens=step_tokens, kv_tokens=256)
+        _, ready = build_engine(bundled_base(), config, local_pair()[1])
+        lines = [f"at most {step_tokens} requests run at once, below max_running" in line for line in caplog.messages]
+        assert lines.count(True) == said
+        assert any("below max_running" in note for note in ready.notes) is said
