@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 SETTINGS = (
     *SHAPE_SETTINGS,
     "policy",
+    "inference_batch_size",
     "training_sm_share",
     "data_dir",
     "device",

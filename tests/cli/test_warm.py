@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from coserve.cli.warm_progress import REPEAT, WarmProgress
 from coserve.config import Config
 from coserve.errors import StartupError
 from coserve.warmup import launch
+from coserve.warmup.key import shape_key
 from tests.support.examples import sample
 
 INTERRUPTED = """
@@ -82,6 +84,17 @@ def test_the_settings_of_warm_are_those_of_serve(monkeypatch: pytest.MonkeyPatch
     assert (found.model, found.dtype, found.cache_dir) == ("some/model", "bfloat16", tmp_path)
     assert (found.page_tokens, found.port) == (32, 9)
     assert set(SETTINGS) < set(Config.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("policy", ["slack", "ets", "ts", "spatial"])
+def test_every_setting_that_decides_which_kernels_are_needed_is_an_option(policy: str) -> None:
+    before = Config(policy=policy)
+    for f in fields(Config):
+        value = getattr(before, f.name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            other = value / 2 if isinstance(value, float) else max(1, value - 1)
+            changed = replace(before, **{f.name: other})
+            assert f.name in SETTINGS or shape_key(changed) == shape_key(before), f.name
 
 
 def test_help_has_its_options_and_no_others() -> None:
