@@ -80,6 +80,9 @@ OPTION_ALIASES = {
     "block_size": "page_tokens",
     "max_cpu_loras": "max_adapters_resident",
     "enable_prefix_caching": "prefix_cache",
+    # text-generation-inference and SGLang
+    "max_concurrent_requests": "max_running",
+    "max_running_requests": "max_running",
 }
 """Other programs' names of options of the command line that are no fields of a request."""
 NEEDLESS_OPTIONS = {

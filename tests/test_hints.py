@@ -119,6 +119,7 @@ SERVE = tuple(f"--{field.name.replace('_', '-')}" for field in dataclasses.field
         (FINETUNE, "-r", "did you mean '--rank'?"), (FINETUNE, "--lora-r", "did you mean '--rank'?"),
         (FINETUNE, "--lora-alpha", "did you mean '--alpha'?"), (FINETUNE, "--target-modules", "did you mean '--targets'?"),
         (FINETUNE, "--epoch", "did you mean '--epochs'?"), (FINETUNE, "--batch-size", "counts a batch in tokens: --batch-tokens"),
+        (SERVE, "--max-running-requests", "did you mean '--max-running'?"), (SERVE, "--max-concurrent-requests", "did you mean '--max-running'?"),
         (SERVE, "--tensor-parallel-size", "did you mean '--tp'?"), (SERVE, "--enable-lora", "adapters of any number and rank"),
     ],
 )  # fmt: skip
