@@ -84,6 +84,12 @@ def rank_and_scaling(settings: LoraSettings, site: str) -> tuple[int, float]:
     return rank, alpha / (math.sqrt(rank) if settings.rslora else rank)
 
 
+def target_sites(settings: LoraSettings, base: BaseSpec) -> list[str]:
+    """The sites of an adapter, in the base's order. Nothing is checked."""
+    targets = base.default_targets if settings.targets is None else settings.targets
+    return [site for site in base.sites if targets_match(targets, site)]
+
+
 def resolve_targets(settings: LoraSettings, base: BaseSpec) -> list[str]:
     """The sites of a new adapter, in the base's order.
 
@@ -100,7 +106,7 @@ def resolve_targets(settings: LoraSettings, base: BaseSpec) -> list[str]:
             raise InvalidRequest(
                 f"expected targets among {available} (or whole site names), got {target[:80]!r}", field="targets"
             )
-    sites = [site for site in base.sites if targets_match(targets, site)]
+    sites = target_sites(settings, base)
     for field, patterns in (("rank_pattern", settings.rank_pattern), ("alpha_pattern", settings.alpha_pattern)):
         for pattern in patterns:
             try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from coserve.admission.shapes import ITEMSIZE, lora_shapes
+from coserve.adapters.targets import target_sites
+from coserve.admission.shapes import ITEMSIZE, shapes_at
 from coserve.errors import AdapterTooLarge
 from coserve.gpu_memory import PoolShape
 from coserve.types import BaseSpec, LoraSettings
@@ -20,9 +21,10 @@ def check_can_be_served(
     fully_sharded: bool,
     field: str | None,
 ) -> None:
-    """Raises `AdapterTooLarge` for an adapter beside which the pool never has a page for tokens. `adapter`: its name, for the message.
+    """Raises `AdapterTooLarge` for an adapter beside which the pool never has a page for tokens.
 
-    `ranks`, `fully_sharded`: as `lora_shapes`, whose `InvalidRequest` it raises, too.
+    `adapter`: its name, for the message; `settings`: valid ones, of a new adapter or an imported one; `ranks`, `fully_sharded`: as
+    `lora_shapes`.
     """
     size = served_bytes(settings, base, ranks=ranks, fully_sharded=fully_sharded)
     pages = -(-size // pool.page_bytes)
@@ -37,7 +39,7 @@ def served_bytes(settings: LoraSettings, base: BaseSpec, *, ranks: int, fully_sh
     """
     if ranks == 1 and base.device.startswith("cuda"):
         settings = msgspec.structs.replace(settings, bd_blocks=1, targets_bd_a=None, targets_bd_b=None)
-    shapes = lora_shapes(settings, base, ranks=ranks, fully_sharded=fully_sharded)
+    shapes = shapes_at(target_sites(settings, base), settings, base, ranks=ranks, fully_sharded=fully_sharded)
     return sum(shape.a + shape.b for shape in shapes) * ITEMSIZE[base.dtype]
 
 

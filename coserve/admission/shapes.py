@@ -59,8 +59,15 @@ def lora_shapes(
 
     Raises `InvalidRequest` as `resolve_targets`.
     """
+    return shapes_at(resolve_targets(settings, base), settings, base, ranks=ranks, fully_sharded=fully_sharded)
+
+
+def shapes_at(
+    sites: Iterable[str], settings: LoraSettings, base: BaseSpec, *, ranks: int = 1, fully_sharded: bool = False
+) -> tuple[SiteShape, ...]:
+    """As `lora_shapes`, for settings that were checked: an imported adapter's may be out of the ranges of new ones."""
     found = []
-    for name in resolve_targets(settings, base):
+    for name in sites:
         site, (rank, _) = base.sites[name], rank_and_scaling(settings, name)
         blocks = blocks_at(settings, name)
         (a, b) = (rows * columns for rows, columns in packed_shapes(site, rank, blocks))

@@ -43,6 +43,7 @@ def test_sizes_follow_ranks_targets_and_shards() -> None:
     assert size(LoraSettings(r=16, targets=BASE.default_targets[:1])) < whole
     assert size(LoraSettings(r=16), ranks=2, slora=True) == whole // 2
     assert whole // 2 < size(LoraSettings(r=16), ranks=2) < whole
+    assert size(LoraSettings(r=16 * 1024)) == 1024 * whole, "imported adapters may have any rank"
     blocks = LoraSettings(r=16, bd_blocks=2)
     assert size(blocks) < whole
     assert size(blocks, "cuda") == whole, "one GPU has the zeros between blocks, too"
