@@ -45,7 +45,8 @@ class FinetuneRequest(Wire, frozen=True, omit_defaults=True):
     earlier job and continues from the version that it publishes, or from the current one if it fails or is cancelled; other jobs begin
     beside it. `fork`: begin beside it, from the current version. `refuse`: 409."""
     teacher: AdapterRefText | None = None
-    """Distillation: learn this adapter's outputs at the rows' targets, not their tokens. Losses are then KL divergences from it."""
+    """Distillation: learn this adapter's outputs at the rows' targets, not their tokens. Losses are then KL divergences from it.
+    The base itself cannot be a teacher."""
     lora: LoraSettings | None = None
     training: TrainingRequest = TrainingRequest()
     metadata: Annotated[

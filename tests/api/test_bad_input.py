@@ -277,14 +277,18 @@ async def test_bodies_over_the_limit(api: Api) -> None:
 
 
 async def test_the_bases_name_for_an_adapter(api: Api) -> None:
-    for path, body in (
-        ("/generate", {"prompt": "x", "adapter": "fake"}),
-        ("/finetune", {"adapter": "a", "data": [{"text": "a b"}], "continue_from": "fake"}),
-        ("/finetune", {"adapter": "a", "data": [{"text": "a b"}], "teacher": "fake@1"}),
+    rows = [{"text": "a b"}]
+    teacher = "it cannot be a teacher; expected an adapter, as NAME or NAME@VERSION"
+    for path, body, says in (
+        ("/generate", {"prompt": "x", "adapter": "fake"}, "leave the field out"),
+        ("/finetune", {"adapter": "a", "data": rows, "continue_from": "fake"}, "leave the field out"),
+        ("/finetune", {"adapter": "a", "data": rows, "teacher": "fake"}, teacher),
+        ("/finetune", {"adapter": "a", "data": rows, "teacher": "fake@1"}, teacher),
+        ("/adapters/fake/convert", {"bd_blocks": 2}, "it has nothing to convert; expected an adapter"),
     ):
         refused = await api.refused(404, "adapter_not_found", "POST", path, json=body)
-        assert refused["message"] == "'fake' is the base itself: leave the field out"
-        assert refused["field"] in body
+        assert refused["message"] == f"'fake' is the base itself: {says}"
+        assert refused["field"] in (*body, "adapter")
 
 
 async def test_a_corpus_too_large_for_json_is_told_how_to_come(tmp_path: Path) -> None:

@@ -68,7 +68,8 @@ class Conversions:
         spec = self._engine.spec
         new = request.name or default_name(name, request.bd_blocks)
         refuse_base_name(new, spec, field="name")
-        record = await find_adapter(self._registry, name, version, spec, field="adapter")
+        no_source = "it has nothing to convert; expected an adapter"
+        record = await find_adapter(self._registry, name, version, spec, field="adapter", of_base=no_source)
         options = ConversionOptions(request.bd_blocks, request.rank, request.max_error)
         staging = self._folder.staging / f"convert-{secrets.token_hex(8)}"
         try:

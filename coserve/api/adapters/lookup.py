@@ -9,14 +9,23 @@ from coserve.types import BaseSpec
 
 
 async def find_adapter(
-    registry: RegistryThread, name: str, version: int | None, base: BaseSpec, *, field: str
+    registry: RegistryThread,
+    name: str,
+    version: int | None,
+    base: BaseSpec,
+    *,
+    field: str,
+    of_base: str = "leave the field out",
 ) -> AdapterRecord:
-    """One version, or the current one (None). Raises `AdapterNotFound` and `BaseMismatch`, which name `field`."""
+    """One version, or the current one (None). Raises `AdapterNotFound` and `BaseMismatch`, which name `field`.
+
+    `of_base`: what the message says to a user who gave the base's own name.
+    """
     try:
         record = await registry(lambda registry: registry.adapter(name, version))
     except AdapterNotFound as error:
         is_base = name.casefold() == base.name.casefold()
-        message = f"{name!r} is the base itself: leave the field out" if is_base else error.message
+        message = f"{name!r} is the base itself: {of_base}" if is_base else error.message
         raise AdapterNotFound(message, field=field) from None
     if record.base_fingerprint != base.fingerprint:
         raise BaseMismatch(f"adapter {record.ref} belongs to another base, {record.base_name!r}", field=field)

@@ -46,6 +46,7 @@ from coserve.types import BaseSpec, JobSpec, JobState, LoraSettings, Teacher, Tr
 
 SMALL_FILE = 64 << 10
 """Bytes of a file that is tokenised in a thread."""
+NO_TEACHER = "it cannot be a teacher; expected an adapter, as NAME or NAME@VERSION"
 
 
 class Submission:
@@ -175,7 +176,7 @@ class Submission:
         if request.teacher is None:
             return None
         name, version = split_ref(request.teacher)
-        record = await find_adapter(self._registry, name, version, spec, field="teacher")
+        record = await find_adapter(self._registry, name, version, spec, field="teacher", of_base=NO_TEACHER)
         return Teacher(ref=record.ref, digests=record.digests, rank=record.rank)
 
     async def _tokenize(
