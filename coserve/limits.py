@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Annotated, Final
 
 from msgspec import Meta
@@ -25,6 +26,9 @@ PAGE_SIZE: Final = 20
 
 MAX_SEED: Final = (1 << 62) - 1
 MAX_TOP_K: Final = (1 << 31) - 1
+
+LEAST_NORMAL: Final = 2.0**-126
+"""The least positive normal number of fp32. GPUs take smaller ones for 0."""
 
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
@@ -50,3 +54,8 @@ AuthorName = Annotated[str, Meta(max_length=64)]
 Seconds = Annotated[float, Meta(ge=0.001, le=3600)]
 LocalPath = Annotated[str, Meta(min_length=1, max_length=4096)]
 """A path under the daemon's `data_root`."""
+
+
+def below_one(value: float) -> bool:
+    """Whether `value` is at least 0, and below 1 after it was rounded to fp32. False for NaN."""
+    return 0 <= value < 1 and struct.unpack("f", struct.pack("f", value))[0] < 1

@@ -1,4 +1,5 @@
-"""msgspec's validation errors as ours: "expected X, got Y", with the field's path, the values allowed and likely names. Pure."""
+"""msgspec's validation errors as ours: "expected X, got Y", with the field's path, the values allowed and likely names; and a
+check of numbers that several requests have. Pure."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from msgspec.inspect import (
 
 from coserve.errors import InvalidRequest, UnknownField
 from coserve.hints import fields_of, hint, value_hint
+from coserve.limits import LEAST_NORMAL
 from coserve.names import NAME_RULE
 
 MAX_FIELD = 200
@@ -148,3 +150,10 @@ def _inside(info: Type, name: str | None) -> Iterator[Type]:
 def members(info: Type) -> tuple[Type, ...]:
     """The types of a union, or the one type."""
     return info.types if isinstance(info, UnionType) else (info,)
+
+
+def check_normal(value: float, *, field: str) -> None:
+    """Raises `InvalidRequest` for a value that is not 0 but would be in fp32, or not a normal number there."""
+    if 0 < abs(value) < LEAST_NORMAL:
+        expected = f"expected at least {LEAST_NORMAL:.3g}, the least normal fp32 number"
+        raise InvalidRequest(f"{expected}, got {value}", field=field)

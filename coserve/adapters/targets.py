@@ -14,8 +14,9 @@ import msgspec
 
 from coserve.adapters.bdlora import check_blocks
 from coserve.errors import InvalidRequest
-from coserve.limits import MAX_RANK
+from coserve.limits import MAX_RANK, below_one
 from coserve.types import BaseSpec, LoraSettings
+from coserve.validation import check_normal
 
 MAX_ALPHA = 1e9
 """Largest alpha of any adapter, new or imported: what is trained with it can be published and imported again."""
@@ -135,7 +136,9 @@ def _check_ranges(settings: LoraSettings) -> None:
             raise InvalidRequest(
                 f"{name}: expected a number above 0 and at most {MAX_ALPHA:.0e}, got {alpha}", field=name.split("[")[0]
             )
-    if not 0 <= settings.dropout < 1:
-        raise InvalidRequest(f"expected a dropout from 0 to below 1, got {settings.dropout}", field="dropout")
+        check_normal(alpha, field=name.split("[")[0])
+    check_normal(settings.dropout, field="dropout")
+    if not below_one(settings.dropout):
+        raise InvalidRequest(f"expected a dropout from 0 to below 1 (in fp32), got {settings.dropout}", field="dropout")
     if settings.init not in INITS:
         raise InvalidRequest(f"expected one of {', '.join(INITS)}", field="init")

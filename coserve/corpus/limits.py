@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from coserve.errors import InvalidRequest
+from coserve.limits import below_one
 from coserve.types import TrainingSettings
+from coserve.validation import check_normal
 
 MAX_STEPS = 1_000_000
 MAX_EPOCHS = 1000
@@ -19,6 +23,9 @@ def check_training(training: TrainingSettings) -> None:
     """Raises `InvalidRequest` with the field for settings that are invalid for any corpus."""
     if training.epochs is not None and training.steps is not None:
         raise InvalidRequest("expected epochs or steps, got both", field="training.steps")
+    for name, value in msgspec.structs.asdict(training).items():
+        if isinstance(value, float):
+            check_normal(value, field=f"training.{name}")
     at_least: dict[str, float] = {
         "steps": 1,
         "batch_tokens": 1,
@@ -56,9 +63,9 @@ def check_training(training: TrainingSettings) -> None:
             field="training.lora_plus_ratio",
         )
     for name in ("beta1", "beta2", "validation_split"):
-        if not 0 <= getattr(training, name) < 1:
-            got = getattr(training, name)
-            raise InvalidRequest(f"expected at least 0 and less than 1, got {got}", field=f"training.{name}")
+        got = getattr(training, name)
+        if not below_one(got):
+            raise InvalidRequest(f"expected at least 0 and, in fp32, less than 1, got {got}", field=f"training.{name}")
     if not 0 < training.eps <= 1:
         raise InvalidRequest(f"expected more than 0 and at most 1, got {training.eps}", field="training.eps")
     if training.optimizer.lion and training.eps != TrainingSettings().eps:
@@ -69,6 +76,7 @@ def check_training(training: TrainingSettings) -> None:
             field="training.neftune_alpha",
         )
     if training.loss is not None:
+        check_normal(training.loss.beta, field="training.loss.beta")
         if not 0 < training.loss.beta <= MAX_BETA:
             raise InvalidRequest(
                 f"expected more than 0 and at most {MAX_BETA}, got {training.loss.beta}", field="training.loss.beta"

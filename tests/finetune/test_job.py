@@ -13,7 +13,7 @@ from coserve.corpus.limits import MAX_EPOCHS, MAX_STEPS, check_training, longest
 from coserve.corpus.lr_schedule import learning_rate
 from coserve.corpus.packing import pack
 from coserve.errors import InvalidRequest
-from coserve.types import JobState, Schedule, TrainingSettings
+from coserve.types import DpoLoss, JobState, Schedule, TrainingSettings
 
 LENGTHS = st.lists(st.integers(2, 40), min_size=1, max_size=30)
 
@@ -139,6 +139,7 @@ BAD = [
     ("learning_rate", math.inf),
     ("warmup_steps", -1),
     ("beta1", 1.0),
+    ("beta1", 1 - 1e-9),
     ("beta2", -0.1),
     ("beta2", math.nan),
     ("eps", 0.0),
@@ -161,6 +162,34 @@ BAD = [
     ("seed", -1),
     ("seed", 2**62),
 ]
+
+
+TINY = 1e-320
+"""0 in fp32, of which the least normal number is about 1.18e-38."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["eps", "beta1", "beta2", "learning_rate", "weight_decay", "max_grad_norm", "lora_plus_ratio", "neftune_alpha", "sample_temperature"],
+)  # fmt: skip
+@pytest.mark.parametrize("value", [TINY, 1e-39, -TINY])
+def test_a_number_that_is_none_in_fp32(name: str, value: float) -> None:
+    training = msgspec.structs.replace(TrainingSettings(), **{name: value})
+    with pytest.raises(
+        InvalidRequest, match=r"expected at least 1\.18e-38, the least normal fp32 number, got"
+    ) as refused:
+        check_training(training)
+    assert refused.value.field == f"training.{name}"
+
+
+def test_a_beta_of_a_dpo_loss_that_is_none_in_fp32() -> None:
+    with pytest.raises(InvalidRequest, match="the least normal fp32 number") as refused:
+        check_training(msgspec.structs.replace(TrainingSettings(), loss=DpoLoss(type="dpo", beta=TINY)))
+    assert refused.value.field == "training.loss.beta"
+
+
+def test_numbers_at_the_ends_of_fp32() -> None:
+    check_training(msgspec.structs.replace(TrainingSettings(), eps=2.0**-126, beta1=1 - 2.0**-24, weight_decay=0.0))
 
 
 @pytest.mark.parametrize(("name", "value"), BAD)
