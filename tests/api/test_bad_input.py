@@ -276,6 +276,34 @@ async def test_bodies_over_the_limit(api: Api) -> None:
     assert MAX_JSON_BYTES >= 1 << 20
 
 
+PAD = " " * (64 << 10)
+"""White space: a body that is decoded in a helper process."""
+
+
+@pytest.mark.parametrize("pad", ["", PAD], ids=["small", "large"])
+async def test_a_field_twice(api: Api, pad: str) -> None:
+    """Which of its values counts differs between readers of JSON. OpenAI's API takes the last one."""
+    for path, body, name in (
+        ("/generate", '"prompt": "x", "max_tokens": 4, "max_tokens": 5', "max_tokens"),
+        ("/generate", '"prompt": "x", "logit_bias": {"1": 2, "1": 3}', "1"),
+        ("/finetune", '"adapter": "a", "data": [{"text": "a b", "text": "c d"}]', "text"),
+        (
+            "/finetune",
+            '"adapter": "a", "data": [{"text": "a b"}], "training": {"seed": 1, "steps": 1, "s\\u0065ed": 1}',
+            "seed",
+        ),
+        ("/adapters/a/rollback", '"version": 1, "version": 2', "version"),
+    ):
+        refused = await api.refused(400, BAD, "POST", path, data=f"{{{pad}{body}}}".encode())
+        assert (refused["field"], refused["message"]) == (name, f"field {name!r} twice in one object")
+    for path, body in (
+        ("/generate", '"inputs": "a b", "inputs": "x"'),
+        ("/v1/completions", '"model": "fake", "prompt": "x", "max_tokens": 4, "max_tokens": 5'),
+    ):
+        status, _ = await api.call("POST", path, data=f"{{{pad}{body}}}".encode())
+        assert status == 200
+
+
 async def test_the_bases_name_for_an_adapter(api: Api) -> None:
     rows = [{"text": "a b"}]
     teacher = "it cannot be a teacher; expected an adapter, as NAME or NAME@VERSION"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,26 +15,33 @@ from coserve.hints import UNSUPPORTED
 from coserve.limits import PAGE_LIMIT, PAGE_SIZE
 from coserve.names import NAME_RULE, is_adapter_ref, split_ref
 from coserve.state.durable import disk_errors
-from coserve.validation import explain
+from coserve.validation import MAX_FIELD, explain
 
 T = TypeVar("T")
 
 
 def decode_json(content: bytes, type: type[T]) -> T:
-    """`content` as `type`: no unknown field, no NaN, no infinity, no number in a text.
+    """`content` as `type`: no unknown field, no field twice, no NaN, no infinity, no number in a text.
 
     Raises `MalformedJson`, `UnknownField`, `InvalidRequest`; the last two name the field.
     """
+    value = decode_last(content, type)
+    _refuse_repeated(content)
+    return value
+
+
+def decode_last(content: bytes, type: type[T]) -> T:
+    """As `decode_json`, but of a field that comes twice the last value counts."""
     return _decoded(content, lambda: msgspec.json.decode(content, type=type), type)
 
 
 def decode_dialect(content: bytes, type: type[T]) -> T:
-    """As `decode_json`, for clients of other servers: an unknown field with an empty value is ignored.
+    """As `decode_last`, for clients of other servers: an unknown field with an empty value is ignored.
 
     Such clients send back fields that they received, and write `null`, `[]`, `{}` or `""` for what they leave out.
     """
     try:
-        return decode_json(content, type)
+        return decode_last(content, type)
     except UnknownField:
         pass
     value: object = _decoded(content, lambda: msgspec.json.decode(content), type)
@@ -57,6 +65,25 @@ def _decoded(content: bytes, decode: Callable[[], T], type: type[Any]) -> T:
         raise MalformedJson(f"the body is not JSON: {_why(error)}") from None
     except RecursionError:
         raise MalformedJson("the body is nested too deeply") from None
+
+
+def _refuse_repeated(content: bytes) -> None:
+    """Raises `InvalidRequest` for an object with a field twice. msgspec cannot tell, so `content`, which it has decoded, is read again."""
+    try:
+        json.loads(content.decode(), object_pairs_hook=_once, parse_int=bool, parse_float=bool)  # numbers do not matter
+    except RecursionError:
+        raise MalformedJson("the body is nested too deeply") from None
+
+
+def _once(pairs: list[tuple[str, object]]) -> None:
+    """One object. Its fields' values are not needed."""
+    if len({name for name, _ in pairs}) == len(pairs):
+        return
+    seen = set[str]()
+    for name, _ in pairs:
+        if name in seen:
+            raise InvalidRequest(f"field {name[:80]!r} twice in one object", field=name[:MAX_FIELD])
+        seen.add(name)
 
 
 def _untyped(content: bytes) -> object:

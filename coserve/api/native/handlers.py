@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 from coserve import __version__
 from coserve.api.generation.full_response import collect_native
 from coserve.api.http.bodies import BodyReader
-from coserve.api.http.parsing import decode_dialect, decode_json, page, ref_from_path
+from coserve.api.http.parsing import decode_dialect, decode_json, decode_last, page, ref_from_path
 from coserve.api.http.responses import NATIVE_ERRORS, error_response, json_response
 from coserve.api.http.sse import EventStream
 from coserve.api.http.uploads import UploadReader, is_upload
@@ -228,7 +228,7 @@ class _Probe(msgspec.Struct):
 
 def decode_generate(content: bytes) -> GenerateRequest | TgiRequest | RequestError:
     """A native request, or one of LoRAX and TGI, which has `inputs`. Errors in the latter are returned, not raised."""
-    if b'"inputs"' in content and decode_json(content, _Probe).inputs is not UNSET:
+    if b'"inputs"' in content and decode_last(content, _Probe).inputs is not UNSET:
         try:
             return decode_dialect(content, TgiRequest)
         except RequestError as error:
