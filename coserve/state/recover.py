@@ -12,9 +12,11 @@ from pathlib import Path
 
 import msgspec
 
+from coserve.errors import StorageError, StorageFailed
 from coserve.names import ADAPTER_FILES, CHECKPOINT_STATE
 from coserve.schemas import ErrorInfo
-from coserve.state.durable import remove_dir
+from coserve.state.durable import read_errors, remove_dir
+from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
 from coserve.state.records import JobRecord
 from coserve.state.registry import Registry
@@ -36,7 +38,10 @@ def recover(registry: Registry, folder: DataFolder) -> list[JobRecord]:
     jobs = [job for job in registry.unfinished() if _has_corpus(registry, folder, job)]
     _match_jobs(folder, {job.spec.id for job in jobs})
     for job in jobs:
-        drop_unrecorded_checkpoints(folder, job)
+        try:
+            drop_unrecorded_checkpoints(folder, job)
+        except StorageFailed as error:  # done again before the first engine gets the job, until it succeeds
+            log.warning("%s", error.message)
     return [_requeue(registry, job) for job in jobs]
 
 
@@ -44,10 +49,13 @@ def drop_unrecorded_checkpoints(folder: DataFolder, job: JobRecord) -> None:
     """Remove checkpoints of steps that the registry has not recorded. Call it when the engine that wrote them is gone.
 
     A job that resumed from one would lack those steps in its loss curve; so they run again. A checkpoint that was made before its own
-    step's evaluation has the metrics of that step, which the job reports when it goes on.
+    step's evaluation has the metrics of that step, which the job reports when it goes on. Raises `StorageError` where the machine cannot read
+    one now, or not delete it.
     """
     for step, path in folder.checkpoints(job.spec.id):
-        if step > job.step + _has_metrics(path):
+        if step > job.step + 1 or (
+            step == job.step + 1 and not _has_metrics(path, f"job {job.spec.id}: checkpoint {step}")
+        ):
             log.info("job %s: checkpoint %d removed: its metrics were lost", job.spec.id, step)
             remove_dir(path)
 
@@ -62,11 +70,16 @@ class _State(msgspec.Struct):
     progress: _Progress
 
 
-def _has_metrics(checkpoint: Path) -> bool:
+def _has_metrics(checkpoint: Path, name: str) -> bool:
+    """False, too, for a state that is missing or damaged: no job can resume from it. Raises `StorageError`."""
     try:
-        state = msgspec.json.decode((checkpoint / CHECKPOINT_STATE).read_bytes(), type=_State)
-    except (OSError, msgspec.DecodeError):
+        with read_errors():
+            failpoint("job.open")
+            state = msgspec.json.decode((checkpoint / CHECKPOINT_STATE).read_bytes(), type=_State)
+    except (FileNotFoundError, msgspec.DecodeError):
         return False
+    except StorageError as error:
+        raise type(error)(f"{name} cannot be read now: {error.message}") from error
     return state.progress.pending is not None
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from coserve.errors import DataFolderInUse, ForbiddenPath, StartupError
+from coserve.errors import DataFolderInUse, ForbiddenPath, StartupError, StorageError
 from coserve.state.durable import replace_dir, write_file
+from coserve.state.failpoints import armed
 from coserve.state.folder import DataFolder
-from coserve.state.recover import recover
+from coserve.state.recover import drop_unrecorded_checkpoints, recover
 from coserve.state.registry import Registry
 from coserve.types import AdapterRef, JobState
 from tests.support.records import import_adapter, make_adapter, make_job, make_metrics
@@ -144,6 +145,27 @@ def test_a_checkpoint_from_before_its_steps_evaluation_stays(
         (temp / "state.json").write_text(f'{{"job": "job-1", "progress": {{"step": {step}, "pending": {pending}}}}}')
     recover(registry, folder)
     assert bool(folder.checkpoints("job-1")) is kept
+
+
+@pytest.mark.parametrize("error", ["EACCES", "EIO"])
+def test_a_checkpoint_that_cannot_be_read_now_stays(
+    registry: Registry, folder: DataFolder, error: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The daemon starts, and looks again before the job does."""
+    lay_job(folder, registry, "job-1", 1)
+    registry.record_start("job-1", 10, 0)
+    registry.record_step("job-1", make_metrics(1, 10))
+    for step in (1, 2):
+        with replace_dir(folder.checkpoint("job-1", step), point="checkpoint") as temp:
+            (temp / "state.json").write_text('{"progress": {"pending": {"loss": 1.0}}}')
+    with armed(f"job.open={error}@1"):
+        (job,) = recover(registry, folder)
+    assert [step for step, _ in folder.checkpoints("job-1")] == [1, 2]
+    assert "job job-1: checkpoint 2 cannot be read now" in caplog.text
+    with armed(f"job.open={error}@1"), pytest.raises(StorageError, match="checkpoint 2 cannot be read now"):
+        drop_unrecorded_checkpoints(folder, job)
+    drop_unrecorded_checkpoints(folder, job)
+    assert [step for step, _ in folder.checkpoints("job-1")] == [1, 2]
 
 
 def test_a_job_without_its_corpus_fails(registry: Registry, folder: DataFolder) -> None:
