@@ -117,7 +117,7 @@ def load_profile(path: Path, key: Sequence[str]) -> Profile | None:
 
 def save_profile(path: Path, key: Sequence[str], profile: Profile) -> None:
     """Replace the saved profile. If the disk refuses it, the next start measures again."""
-    _save(path, _Saved(key=tuple(key), profile=profile))
+    _save(path, _Saved(key=tuple(key), profile=profile), "the next start measures the memory of steps again")
 
 
 def load_graph_bytes(path: Path, key: Sequence[str]) -> int | None:
@@ -128,7 +128,7 @@ def load_graph_bytes(path: Path, key: Sequence[str]) -> int | None:
 
 def save_graph_bytes(path: Path, key: Sequence[str], size: int) -> None:
     """Replace the saved size. If the disk refuses it, the next start plans with `plan.GRAPHS`."""
-    _save(path, _SavedGraphs(key=tuple(key), bytes=size))
+    _save(path, _SavedGraphs(key=tuple(key), bytes=size), "the next start assumes a size of CUDA graphs")
 
 
 def load_layer_costs(path: Path) -> TrainingCosts | None:
@@ -138,20 +138,25 @@ def load_layer_costs(path: Path) -> TrainingCosts | None:
 
 def save_layer_costs(path: Path, costs: TrainingCosts) -> None:
     """Replace the saved costs. If the disk refuses them, jobs are planned for the base's own layers."""
-    _save(path, costs)
+    _save(path, costs, "the memory of jobs is planned without compiled layers of training")
 
 
 def _load(path: Path, kind: type[T]) -> T | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError):
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is damaged"
+        log.warning("%s cannot be read, and counts as missing: %s", path, reason)
         return None
 
 
-def _save(path: Path, saved: Wire) -> None:
+def _save(path: Path, saved: Wire, otherwise: str) -> None:
+    """`otherwise`: what happens without the file."""
     temporary = path.with_name(f"{path.name}.new")
     try:
         temporary.write_bytes(msgspec.json.encode(saved))
         temporary.replace(path)
     except OSError as error:
-        log.warning("%s is not kept: %s", path.name, error.strerror)
+        log.warning("%s cannot be written (%s): %s", path, error.strerror, otherwise)

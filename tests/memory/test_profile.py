@@ -114,16 +114,23 @@ def test_a_disk_that_takes_nothing_costs_the_file_only(tmp_path: Path, caplog: p
     profile = Profile(no_grad=line, act=line, backward=line, job=1, costs=COSTS, error=0)
     save_profile(tmp_path / "nowhere" / "memory.json", (), profile)
     save_graph_bytes(tmp_path / "nowhere" / "graphs.json", (), 1)
-    assert caplog.text.count("not kept") == 2
+    save_layer_costs(tmp_path / "nowhere" / "layers.json", COSTS)
+    profiles, graphs, layers = caplog.messages
+    assert "memory.json cannot be written (No such file or directory): the next start measures" in profiles
+    assert "graphs.json cannot be written" in graphs
+    assert "layers.json cannot be written" in layers and "planned without compiled layers" in layers
 
 
-def test_the_memory_of_layers_is_kept_beside_their_kernels(tmp_path: Path) -> None:
+def test_the_memory_of_layers_is_kept_beside_their_kernels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "layers.json"
     assert load_layer_costs(path) is None
     save_layer_costs(path, COSTS)
     assert load_layer_costs(path) == COSTS
     path.write_bytes(b"{")
-    assert load_layer_costs(path) is None
+    assert load_layer_costs(path) is None and "it is damaged" in caplog.text
+    path.unlink()
+    path.mkdir()
+    assert load_layer_costs(path) is None and "Is a directory" in caplog.text
 
 
 def test_the_size_of_graphs_is_kept_for_the_same_conditions(tmp_path: Path) -> None:
