@@ -16,6 +16,7 @@ import torch
 
 from coserve.config import Config, config_to_json
 from coserve.engine.warming.client import WarmUpClient, layer_costs_path, level_costs_path
+from coserve.engine.warming.part_load import PartLoad
 from coserve.engine.warming.upgrade import Upgrade
 from coserve.errors import UnsupportedBase
 from coserve.generate.execution.start import Compilation
@@ -89,6 +90,16 @@ def make_upgrade(layers: Layers, warm: WarmUpClient | None) -> Upgrade:
     )
 
 
+async def load_after_the_warm_up(load: PartLoad, warm: WarmUp, parts: list[str]) -> None:
+    """`load` waits until the warm-up has ended, with these parts complete."""
+    ready = asyncio.create_task(load.ready())
+    await warm.client.catch_up()
+    assert not ready.done()
+    warm.tell(Progress(2, 2, parts, ended=True))
+    await ready
+    load.load()
+
+
 def keep_costs(folder: Path) -> None:
     task = WarmUpTask("{}", str(folder), {}, "shape", 1)
     for path, costs in ((layer_costs_path(task), COSTS), (level_costs_path(task), WITH_LEVELS)):
@@ -145,12 +156,7 @@ async def test_jobs_wait_for_the_memory_that_a_warm_up_has(fails_again: bool, tm
         first.load()
         assert not upgrade.may_train(make_spec())
         assert any("jobs wait until the warm-up has ended" in note for note in upgrade.notes)
-        again = asyncio.create_task(first.ready())
-        await warm.client.catch_up()
-        assert not again.done()
-        warm.tell(Progress(2, 2, parts, ended=True))
-        await again
-        first.load()
+        await load_after_the_warm_up(first, warm, parts)
         assert upgrade.may_train(make_spec())
         assert any("run operation by operation" in note for note in upgrade.notes) is fails_again
         assert not any("jobs wait" in note for note in upgrade.notes)
@@ -217,12 +223,7 @@ async def test_levels_that_find_no_memory_are_tried_again_after_the_warm_up(fail
         levels.load()
         assert any(NO_MEMORY in note for note in upgrade.notes)
         assert layers.done == ["compiled"], "what they are compiled from is needed again"
-        again = asyncio.create_task(levels.ready())
-        await warm.client.catch_up()
-        assert not again.done()
-        warm.tell(Progress(2, 2, parts, ended=True))
-        await again
-        levels.load()
+        await load_after_the_warm_up(levels, warm, parts)
         assert any(NO_MEMORY in note for note in upgrade.notes) is fails_again
         assert layers.done == ["compiled"] + ([] if fails_again else [WITH_LEVELS]) + ["forgotten"]
 
