@@ -18,6 +18,8 @@ from coserve.workloads.arrivals import Arrivals, Process, arrival_times
 SEED = 7
 RANK = 16
 ADAPTERS = 32
+FIRST_TOKEN = 1000
+"""Of random prompts: the smaller ones may be special."""
 SITES = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down")))
 
 
@@ -140,7 +142,7 @@ def closed_loop_requests(size: Size, adapters: int, run: str) -> list[LoadReques
     return [
         LoadRequest(
             index=i,
-            prompt=[chance.randrange(1000, vocab) for _ in range(size.prompt)],
+            prompt=[chance.randrange(FIRST_TOKEN, vocab) for _ in range(size.prompt)],
             max_tokens=size.output,
             adapter=f"a{i % adapters:02d}" if adapters else None,
         )
@@ -160,7 +162,7 @@ def poisson_requests(size: Size, rate: float) -> list[LoadRequest]:
     return [
         LoadRequest(
             index=i,
-            prompt=[chance.randrange(1000, vocab) for _ in range(length(size.median_in, size.longest_in))],
+            prompt=[chance.randrange(FIRST_TOKEN, vocab) for _ in range(length(size.median_in, size.longest_in))],
             max_tokens=length(size.median_out, size.longest_out),
             adapter=f"a{chance.randrange(ADAPTERS):02d}",
             at=at,

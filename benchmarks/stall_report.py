@@ -101,6 +101,12 @@ def metric_values(page: str, name: str) -> dict[tuple[tuple[str, str], ...], flo
     return found
 
 
+def trained_tokens(before: str, after: str) -> float:
+    """Tokens of fine-tuning between two Prometheus pages."""
+    name = "coserve_train_tokens_total"
+    return sum(metric_values(after, name).values()) - sum(metric_values(before, name).values())
+
+
 def stalls(before: str, after: str) -> dict[str, dict[str, Any]]:
     """Engine stalls between two Prometheus pages, by cause: count, seconds, and counts by upper bound in seconds."""
     found = defaultdict[str, dict[str, Any]](dict)
@@ -129,11 +135,11 @@ def allocations(before: str, after: str) -> dict[str, float]:
 
 
 def cost(checkpoints: Sequence[float], none: Sequence[float]) -> float | None:
-    """Share of the fine-tuning tokens a second that checkpoints take. `checkpoints`, `none`: seconds of equal jobs with and
-    without them. None where one of them is empty."""
-    if not checkpoints or not none:
+    """Share of the fine-tuning tokens a second that checkpoints take. `checkpoints`, `none`: tokens a second with and without them,
+    of equally many blocks. None where nothing was trained without them."""
+    if not checkpoints or not sum(none):
         return None
-    return round(1 - float(np.median(none)) / float(np.median(checkpoints)), 4)
+    return round(1 - float(np.mean(checkpoints)) / float(np.mean(none)), 4)
 
 
 def check_answers(samples: Sequence[Sample]) -> None:

@@ -8,7 +8,7 @@ Poisson arrivals over HTTP from processes of their own. Parts, in this order:
 
 start.cold  the compilers' caches are empty; requests come from the time on at which the daemon listens
 start.warm  the same caches again
-jobs.r5, jobs.r20  beside two jobs at a time that start, validate, checkpoint and publish, in turn with the same jobs without checkpoints
+jobs.r5, jobs.r20  beside two jobs at a time that start, validate, checkpoint and publish; then the same arrivals beside the same jobs without checkpoints
 churn       beside 64 imports, 200 cancelled requests and a reader that stops reading
 
 Parts after `start.cold` need its caches: name the same `--scratch` if it was an earlier command. Parts after `start.warm` share its daemon.
@@ -21,10 +21,8 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import json
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -35,7 +33,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.http_case import FULL, RANK, SEED, SMALL, Size, corpus, poisson_requests
+from benchmarks.http_case import FIRST_TOKEN, FULL, RANK, SEED, SMALL, Size, poisson_requests
 from benchmarks.http_daemon import LoadProcesses, daemon
 from benchmarks.http_load import LoadRequest
 from benchmarks.options import check_tiny, make_parser
@@ -43,6 +41,7 @@ from benchmarks.serving_http import hardware
 from benchmarks.serving_results import Results
 from benchmarks.stall_churn import churn
 from benchmarks.stall_data import Folders
+from benchmarks.stall_jobs import Block, training_jobs
 from benchmarks.stall_report import (
     FILE,
     allocations,
@@ -57,14 +56,12 @@ from benchmarks.stall_report import (
 )
 from coserve.client import Client
 from coserve.config import Config
-from coserve.errors import WrongJobState
-from coserve.schemas.jobs import JobEvent
-from coserve.types import JobState, TrainingSettings
+from coserve.types import TrainingSettings
 from coserve.workloads.replay import Sample
 
 PARTS = ("start.cold", "start.warm", "jobs.r5", "jobs.r20", "churn")
 RATE = 5.0
-SECONDS = {"start.cold": 75.0, "start.warm": 30.0, "jobs.r5": 40.0, "jobs.r20": 80.0, "churn": 30.0}
+SECONDS = {"start.cold": 75.0, "start.warm": 30.0, "jobs.r5": 80.0, "jobs.r20": 80.0, "churn": 30.0}
 """Of arrivals."""
 CLIENTS = 2
 LEAD = 0.3
@@ -73,6 +70,8 @@ TAIL = 15.0
 """Seconds kept for the last requests of a part, and for the daemon's end."""
 SLO = {"slo_ttft": 1.0, "slo_tpot": 0.04}
 ACTIVE_JOBS, JOB_STEPS, CHECKPOINT_STEPS, EVAL_STEPS = 2, 8, 3, 4
+BLOCKS = (CHECKPOINT_STEPS, 10 * JOB_STEPS, 10 * JOB_STEPS, CHECKPOINT_STEPS)
+"""Steps between checkpoints in each quarter of a part beside jobs; in this order a drift of the machine is the same for both kinds."""
 HEALTH_INTERVAL = 0.25
 WARM_PATIENCE = 150.0
 """Seconds that parts other than the starts wait until the engine is warm."""
@@ -189,28 +188,33 @@ class Stalls:
         self._put(f"{part}.max_gap_ms", row["max_gap_ms"], "ms", row | {"timeline": lines})
 
     def _beside_jobs(self, found: Daemon, rate: float, end: float) -> None:
-        """Pairs of jobs with and without checkpoints in turn. Latency is that of requests beside jobs with checkpoints."""
-        clients = LoadProcesses(CLIENTS)
-        with Client(found.url) as client, jobs(client, self._size, (CHECKPOINT_STEPS, 10 * JOB_STEPS)) as pairs:
-            seconds = self._seconds(f"jobs.r{rate:g}", end)
-            before, start = found.metrics(), time.monotonic() + LEAD
-            with ThreadPoolExecutor(1) as pool:
-                sent = pool.submit(clients.run, found.url, self._requests(rate, seconds, SLO), start=start)
-                time.sleep(max(0.0, start + seconds - time.monotonic()))
-                after = found.metrics()
-                samples = sent.result()
-        check_answers(samples)
-        complete = [pair for pair in pairs if pair.start >= start and pair.end <= start + seconds]
-        saving = [pair for pair in pairs if pair.checkpoint_steps == CHECKPOINT_STEPS]
-        beside = [s for s in samples if any(pair.start <= start + s.due <= pair.end for pair in saving)]
-        kinds = {
-            name: [round(pair.end - pair.start, 2) for pair in complete if (pair in saving) is wanted]
-            for name, wanted in (("checkpoints", True), ("none", False))
+        """Blocks with the same arrivals and lengths beside jobs with and without checkpoints. Latency is that of requests beside
+        jobs with checkpoints."""
+        seconds = self._seconds(f"jobs.r{rate:g}", end) / len(BLOCKS)
+        requests = self._requests(rate, seconds, SLO)
+        blocks = [
+            self._block(found, steps, other_prompts(requests, i, self._size), seconds) for i, steps in enumerate(BLOCKS)
+        ]
+        saving = [block for block in blocks if block.checkpoint_steps == CHECKPOINT_STEPS]
+        other = [block for block in blocks if block not in saving]
+        samples = [sample for block in saving for sample in block.samples]
+        check_answers([sample for block in blocks for sample in block.samples])
+        rates = {
+            name: [round(block.tokens_a_second(), 1) for block in kind]
+            for name, kind in (("checkpoints", saving), ("none", other))
         }
-        row = latency(beside) | {"seconds": seconds, "pair_seconds": kinds, "ft_cost": cost(**kinds)}
-        row |= {"all_requests": latency(samples), "stalls": stalls(before, after), "timeline": timeline(samples)}
-        row["allocations"] = allocations(before, after)
-        row["job_events"] = {str(pair.checkpoint_steps): pair.events for pair in complete}  # the last pair of each kind
+        row = latency(samples) | {"seconds": seconds, "finetune_tok_s": rates, "ft_cost": cost(**rates)}
+        row |= {"without_checkpoints": latency([sample for block in other for sample in block.samples])}
+        row["blocks"] = [
+            {
+                "checkpoint_steps": block.checkpoint_steps,
+                "stalls": stalls(block.before, block.after),
+                "allocations": allocations(block.before, block.after),
+                "timeline": timeline(block.samples),
+                "job_events": block.events,
+            }
+            for block in blocks
+        ]
         self._jobs[f"r{rate:g}"] = row
         for name, unit in (("max_gap_ms", "ms"), ("ttft_p99_ms", "ms"), ("ft_cost", "fraction")):
             about: dict[str, Any] = {at: each[name] for at, each in self._jobs.items()}
@@ -218,6 +222,34 @@ class Stalls:
                 about = {"rates": self._jobs}
             if (value := worst(self._jobs, name)) is not None:
                 self._put(f"stall.jobs.{name}", value, unit, about)
+
+    def _block(self, found: Daemon, steps: int, requests: Sequence[LoadRequest], seconds: float) -> Block:
+        """The requests beside jobs that checkpoint every `steps` steps."""
+        clients = LoadProcesses(CLIENTS)
+        with (
+            Client(found.url) as client,
+            training_jobs(client, self._size, self._settings(steps), ACTIVE_JOBS) as events,
+        ):
+            start = time.monotonic() + LEAD
+            with ThreadPoolExecutor(1) as pool:
+                sent = pool.submit(clients.run, found.url, requests, start=start)
+                time.sleep(max(0.0, start - time.monotonic()))
+                before, began = found.metrics(), time.monotonic()
+                time.sleep(max(0.0, start + seconds - time.monotonic()))
+                after, ended = found.metrics(), time.monotonic()
+                samples = sent.result()
+        return Block(steps, before, after, ended - began, samples, events)
+
+    def _settings(self, checkpoint_steps: int) -> TrainingSettings:
+        return TrainingSettings(
+            steps=JOB_STEPS,
+            batch_tokens=self._size.batch_tokens,
+            max_length=self._size.row_tokens,
+            validation_split=0.1,
+            eval_steps=EVAL_STEPS,
+            checkpoint_steps=checkpoint_steps,
+            seed=SEED,
+        )
 
     def _churn(self, found: Daemon, end: float) -> None:
         clients = LoadProcesses(CLIENTS)
@@ -250,6 +282,15 @@ class Stalls:
         self._results.put(key, value, unit, target(key), about=about)
 
 
+def other_prompts(requests: Sequence[LoadRequest], shift: int, size: Size) -> list[LoadRequest]:
+    """The same requests with other tokens, so that no prefix of an earlier prompt is found again."""
+    first, count = FIRST_TOKEN, size.config["vocab_size"] - FIRST_TOKEN
+    return [
+        msgspec.structs.replace(each, prompt=[first + (token - first + shift) % count for token in each.prompt])
+        for each in requests
+    ]
+
+
 def watch_warming(found: Daemon, sent: Future[list[Sample]]) -> tuple[float, bool]:
     """Seconds from the process's start until the engine is warm; if the load ends before that, until then, and False."""
     while not sent.done():
@@ -258,70 +299,6 @@ def watch_warming(found: Daemon, sent: Future[list[Sample]]) -> tuple[float, boo
             return asked - found.began, True
         time.sleep(HEALTH_INTERVAL)
     return time.monotonic() - found.began, found.warm()
-
-
-@dataclasses.dataclass(frozen=True)
-class JobPair:
-    """Jobs that began together, until the last one was published. Times are of the monotonic clock."""
-
-    checkpoint_steps: int
-    start: float
-    end: float
-    events: Sequence[Sequence[tuple[float, str]]]
-    """Of each job: seconds since its first event, and what it says."""
-
-
-@contextlib.contextmanager
-def jobs(client: Client, size: Size, checkpoint_steps: Sequence[int]) -> Iterator[list[JobPair]]:
-    """`ACTIVE_JOBS` jobs at a time, one pair after another, which take the `checkpoint_steps` in turn; yields the pairs, which grow.
-
-    Entered when a job has done two steps: the kernels are compiled.
-    """
-    training = TrainingSettings(
-        steps=JOB_STEPS,
-        batch_tokens=size.batch_tokens,
-        max_length=size.row_tokens,
-        validation_split=0.1,
-        eval_steps=EVAL_STEPS,
-        seed=SEED,
-    )
-    rows, stopping, begun, pairs = corpus(size), threading.Event(), threading.Event(), list[JobPair]()
-
-    def one(number: int, steps: int) -> list[tuple[float, str]]:
-        given = msgspec.to_builtins(msgspec.structs.replace(training, checkpoint_steps=steps))
-        job = client.finetune(f"trained-{number}", rows, lora={"r": RANK}, training=given)
-        seen = list[JobEvent]()
-        for event in job.events():
-            seen.append(event)
-            if event.state is JobState.FAILED:
-                raise SystemExit(f"job {job.id}: {event.message}")
-            if event.metrics is not None and event.metrics.step >= 2:
-                begun.set()
-            if stopping.is_set():
-                with contextlib.suppress(WrongJobState):  # it has ended meanwhile
-                    job.cancel()
-                break
-        return [(round(event.created_at - seen[0].created_at, 3), event.message) for event in seen]
-
-    def line(pool: ThreadPoolExecutor) -> None:
-        try:
-            for steps in itertools.cycle(checkpoint_steps):
-                start = time.monotonic()
-                events = list(pool.map(one, range(ACTIVE_JOBS), [steps] * ACTIVE_JOBS))
-                if stopping.is_set():
-                    return
-                pairs.append(JobPair(steps, start, time.monotonic(), events))
-        finally:
-            begun.set()  # a failure must not leave the other end waiting
-
-    with ThreadPoolExecutor(ACTIVE_JOBS + 1) as pool:
-        running = pool.submit(line, pool)
-        try:
-            begun.wait(120)
-            yield pairs
-        finally:
-            stopping.set()
-    running.result()
 
 
 def parse() -> argparse.Namespace:

@@ -14,6 +14,7 @@ from benchmarks.stall_report import (
     stalls,
     target,
     timeline,
+    trained_tokens,
     worst,
 )
 from coserve.workloads.replay import Sample
@@ -91,8 +92,9 @@ def test_failed_requests_are_no_result() -> None:
 
 
 def test_costs_and_targets() -> None:
-    assert cost([10.0, 30.0, 12.5], [12.0, 11.875]) == 0.045
-    assert cost([], [10.0]) is None is cost([10.0], [])  # not measured
+    assert cost([900.0, 1000.0], [980.0, 1020.0]) == 0.05
+    assert cost([], [10.0]) is None is cost([10.0], [0.0])  # not measured
+    assert trained_tokens("", AFTER) == 4096.0 and trained_tokens(AFTER, AFTER) == 0.0
     assert worst({"r5": {"max_gap_ms": 3.0}, "r20": {"max_gap_ms": 7.0}}, "max_gap_ms") == 7.0
     assert worst({"r5": {"ft_cost": 0.01}, "r20": {"ft_cost": None}}, "ft_cost") is None
     assert all(str(target(key)).startswith("<= ") for key in TARGETS)
