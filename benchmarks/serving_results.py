@@ -87,6 +87,12 @@ class Results:
         """Of all rows of the file."""
         return set(json.loads(self._path.read_text())["rows"]) if self._path.exists() else set()
 
+    def row(self, key: str) -> dict[str, Any] | None:
+        """The row of a key, if it is of the same commit."""
+        rows = json.loads(self._path.read_text())["rows"] if self._path.exists() else {}
+        found: dict[str, Any] | None = rows.get(key)
+        return found if found is not None and found["commit"] == self._commit else None
+
     def rows(self) -> list[dict[str, Any]]:
         """All rows of the file."""
         return list(json.loads(self._path.read_text())["rows"].values()) if self._path.exists() else []

@@ -107,7 +107,8 @@ class Stalls:
         self._size, self._folders, self._results, self._budget = size, folders, results, budget
         self._daemon: Daemon | None = None
         self._stack = contextlib.ExitStack()
-        self._jobs: dict[str, dict[str, Any]] = {}
+        earlier = results.row("stall.jobs.max_gap_ms")
+        self._jobs: dict[str, dict[str, Any]] = {} if earlier is None else earlier["rates"]
         self._zero = time.monotonic()
 
     def log(self, text: str) -> None:
