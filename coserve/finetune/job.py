@@ -83,8 +83,7 @@ class TrainingJob:
     def abandon(self) -> None:
         """Drop the unfinished optimizer step, which begins again. The job must have left its pass. After a part of an update the job
         cannot go on (`TrainingLoop.check_weights`), unless `TrainingLoop.finish_update` is called first: then the step counts."""
-        self._events.close()
-        self.loop.optimizer.zero_grad()
+        self._events.close()  # a step begins with gradients of 0, so those of this one may stay
         self.mid_step = False
         self._events = self.loop.run()
 
