@@ -16,7 +16,7 @@ from coserve.queues.turns import Turns
 from coserve.types import MicroStep
 
 NOTHING = InFlight()
-FORGET = 1000
+FORGET = 200
 """Steps after which times beside training are forgotten if none was measured: what was too slow then is tried again."""
 
 

@@ -8,6 +8,8 @@ from coserve.queues.policy import Decision, Overdue, Serve, Train, View, Wait
 
 LONGEST = MAX_SLICE / MAX_SLICES
 """Predicted seconds of the longest slice of several micro-steps: as long as `Slack`'s with all that are in flight."""
+BESIDE = 12e-3
+"""The same while steps run beside slices: a step with prompts is often too slow for that, and waits for all that are in flight."""
 TIMER = 1e-3
 """Seconds by which a timer may be late: the event loop counts milliseconds."""
 AHEAD = 5e-3
@@ -49,7 +51,7 @@ class Overlap:
             slack = begin - (now if overlapped else max(now, view.in_flight.until))
         fits = slack > 0 and slack >= micro_step
         if fits and launches:
-            longest = min(max(costs.overlapped, MIN_SLICE), LONGEST)
+            longest = BESIDE if overlapped else min(max(costs.overlapped, MIN_SLICE), LONGEST)
             return self._train(view, micro_steps_within(min(slack, longest), micro_step))
         if slices and slack > 0 and (fits or overlapped):
             return Wait(begin)
