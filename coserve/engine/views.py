@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from sys import maxsize
 from typing import Protocol
 
@@ -16,8 +16,13 @@ from coserve.queues.turns import Turns
 from coserve.types import MicroStep
 
 NOTHING = InFlight()
-FORGET = 200
-"""Steps after which times beside training are forgotten if none was measured: what was too slow then is tried again."""
+FORGET_ERRORS, FORGET = 200, 1000
+"""Steps after which errors of predicted times beside training, and then these times, are forgotten if none was measured: what seemed too
+slow for a margin of a few bad steps is tried again soon, what was too slow in the mean is not."""
+
+
+def _overlapped(kind: Hashable) -> bool:
+    return isinstance(kind, tuple) and bool(kind[1])
 
 
 class ReadyJobs(Protocol):
@@ -51,8 +56,10 @@ class Views:
         self._steps.add((shape.kind, overlapped), shape.features, seconds)
         self._alone = 0 if overlapped or not self._jobs.ready() else self._alone + 1
         if self._alone == FORGET:
-            self._steps.keep(lambda key: not (isinstance(key, tuple) and key[1]))
+            self._steps.keep(lambda kind: not _overlapped(kind))
             self._alone = 0
+        elif self._alone and self._alone % FORGET_ERRORS == 0:
+            self._steps.forget_errors(_overlapped)
 
     def headroom(self, reading: int) -> int:
         """How many more requests can be admitted. `reading`: as in `view`."""

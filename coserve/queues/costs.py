@@ -41,7 +41,7 @@ class Predictor:
     """
 
     def __init__(self, features: int, attainment: float = ATTAINMENT) -> None:
-        self._shape, self._risk = Regression(features), Risk(attainment)
+        self._shape, self._risk, self._attainment = Regression(features), Risk(attainment), attainment
         self._samples: deque[tuple[Sequence[float], float]] = deque(maxlen=WINDOW)
         self._level: float | None = None
 
@@ -68,6 +68,9 @@ class Predictor:
         expected = self._level * self._shape_of(features)
         return Prediction(expected, expected * self._risk.factor)
 
+    def forget_errors(self) -> None:
+        self._risk = Risk(self._attainment)
+
     def _shape_of(self, features: Sequence[float]) -> float:
         return self._shape.value(features) or 1.0
 
@@ -92,6 +95,12 @@ class Predictors:
             if predictor is not None and (found := predictor.predict(features)) is not None:
                 return found
         return UNKNOWN
+
+    def forget_errors(self, of: Callable[[Hashable], bool]) -> None:
+        """The margin of these kinds is as at the beginning; what is expected stays."""
+        for kind, predictor in self._by_kind.items():
+            if of(kind):
+                predictor.forget_errors()
 
     def keep(self, wanted: Callable[[Hashable], bool]) -> None:
         """Forget all kinds that are not `wanted`."""

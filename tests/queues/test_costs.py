@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from coserve.queues.costs import UNKNOWN, WINDOW, Predictor, Predictors
 from coserve.queues.regression import Regression
-from coserve.queues.risk import FIRST_GUESS, OUTLIER, Risk
+from coserve.queues.risk import FIRST_GUESS, LEAST_QUANTILE, OUTLIER, Risk
 from coserve.queues.shapes import STEP_FEATURES, StepShape
 
 seconds = st.floats(1e-4, 1.0)
@@ -136,14 +136,14 @@ def test_no_coefficient_is_below_zero(samples: list[tuple[float, float, float]])
     assert max(regression.value((1.0, a, b)) for a, b, _ in samples) < float("inf")
 
 
-@pytest.mark.parametrize("attainment", [0.9, 0.99, 0.995])
-def test_the_chosen_share_of_errors_is_within_the_factor(attainment: float) -> None:
+@pytest.mark.parametrize(("attainment", "share"), [(0.5, LEAST_QUANTILE), (0.99, 0.92), (0.995, 0.96)])
+def test_single_errors_exceed_the_factor_as_often_as_later_tokens_take_back(attainment: float, share: float) -> None:
     rng, risk, kept = random.Random(0), Risk(attainment), 0
     for number in range(6000):
         error = rng.lognormvariate(0.0, 0.2)
         kept += number >= 2000 and error <= risk.factor
         risk.add(error)
-    assert kept / 4000 == pytest.approx(attainment, abs=0.005)
+    assert kept / 4000 == pytest.approx(share, abs=0.01)
 
 
 def test_errors_of_another_time_are_forgotten() -> None:
@@ -155,7 +155,7 @@ def test_errors_of_another_time_are_forgotten() -> None:
 
 def test_few_errors_do_not_make_the_margin_narrow_and_a_single_one_does_not_make_it_wide() -> None:
     risk = Risk(0.995)
-    for error in [1.0] * 50 + [2.9] + [OUTLIER + 0.1] * 3:
+    for error in [1.0] * 10 + [2.9] + [OUTLIER + 0.1] * 3:
         risk.add(error)
     assert risk.factor == FIRST_GUESS
     for error in [1.0] * 900:

@@ -10,7 +10,9 @@ import pytest
 
 from coserve.engine.engine import Engine
 from coserve.link import EngineStopped, FromEngine, Generate, LocalLink, Shutdown, StartJob, ToEngine, Tokens
+from coserve.queues.costs import ATTAINMENT
 from coserve.queues.policies.overlap import Overlap
+from coserve.queues.risk import TAKEN_BACK
 from coserve.queues.shapes import StepShape
 from coserve.types import MicroStep, SamplingParams, Slo
 from tests.support.examples import sample
@@ -96,9 +98,9 @@ def test_a_step_beside_training_costs_less_than_one_in_turn(step_speed: float) -
 
 @pytest.mark.parametrize("tpot", sample([0.02, 0.05], 0.05))
 def test_where_a_step_beside_training_is_too_slow_they_take_turns(tpot: float) -> None:
-    """It would take 60 ms. The deadlines are kept, and training has most of the rest."""
+    """It would take 60 ms. The deadlines are kept but for those that the next tokens take back, and training has most of the rest."""
     seen = live(SharedGpu(0.1, 0.9), tpot)
-    assert seen.late < 0.02 and seen.first < 0.2
+    assert seen.late < TAKEN_BACK * (1 - ATTAINMENT) and seen.first < 0.2
     assert seen.training > 0.8 * (1 - STEP / tpot)
 
 
