@@ -147,7 +147,7 @@ def draw(rows: Rows, hardware: str, path: Path) -> None:
     left.axhline(1.0, color="black", linewidth=0.8)
     left.set(xlabel="requests/s", ylabel="efficiency", title="coserve")
     left.legend(fontsize=7)
-    for index, system in enumerate(("coserve", "vllm+peft")):
+    for index, system in enumerate((*ours(rows), "vllm+peft")):
         of = [row for rate in MAIN if (row := rows.get(f"{rate}.{system}"))]
         right.scatter(
             [row["finetune_tok_s"] for row in of], [row["in_slo"] for row in of], label=system, color=f"C{index}"

@@ -124,8 +124,8 @@ class Config:
     slo_batch_tpot: float = option(0.5, "the same for requests of the class batch: time per output token, in seconds")
     slo_attainment: float = option(
         0.995,
-        "'slack' and 'overlap': share of the predicted times of steps and slices that are kept, above 0 and at most 0.9999; more means fewer late tokens and less "
-        "training",
+        "'slack' and 'overlap': share of answers whose mean time per token is to be kept, above 0 and at most 0.9999; more means fewer late tokens and less "
+        "training. A single step may be slower than planned eight times as often: the next ones take it back",
     )
     shed: str = option(
         "explicit",

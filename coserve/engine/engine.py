@@ -95,7 +95,7 @@ class Engine:
         mark_step: Mark | None = None,
         memory_poll: float = STATS_INTERVAL,
     ) -> None:
-        """`attainment`: share of predicted times that the policy may rely on. `garbage` is collected while no request runs; None: by the
+        """`attainment`: share of answers that are to be in time. `garbage` is collected while no request runs; None: by the
         interpreter. `memory`: the GPU's, where jobs are admitted by it. `mark_training`: slices are only launched, and run beside generation,
         or `between_slices`; None: a slice has ended when the trainer returns. `mark_step`: the end of a step is an event, too; None: the engine
         waits for it. `memory_poll`: seconds between two looks at `memory` while a job waits for it."""

@@ -42,7 +42,7 @@ class Views:
         room: Callable[[], int] = lambda: maxsize, attainment: float = ATTAINMENT,
     ) -> None:  # fmt: skip
         """`step_tokens`: maximum number of tokens of a generation step; `room`: how many more requests the generator should be given
-        now; `attainment`: share of predictions that are kept."""
+        now; `attainment`: share of answers that are to be in time."""
         self._queue, self._running, self._jobs = queue, running, jobs
         self._max_running, self._step_tokens, self._room = max_running, step_tokens, room
         self._steps, self.slices, self.turns = Predictors(STEP_FEATURES, attainment), Slices(attainment), Turns()

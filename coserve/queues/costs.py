@@ -18,11 +18,11 @@ WINDOW = 5
 CLIP = 2.0
 """The shape learns from no sample more than so many times longer or shorter than predicted: outliers do not bend it."""
 ATTAINMENT = 0.995
-"""Share of predictions that may not be exceeded, unless the settings say otherwise."""
+"""Share of answers that are to be in time, unless the settings say otherwise."""
 
 
 class Prediction(NamedTuple):
-    """Seconds: what is expected, and what is exceeded as rarely as the attainment says."""
+    """Seconds: what is expected, and what is exceeded as rarely as the attainment asks for (`queues/risk.py`)."""
 
     expected: float
     most: float

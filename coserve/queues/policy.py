@@ -44,7 +44,7 @@ class Costs:
     """Predicted seconds; 0 while unknown."""
 
     serve: float
-    """Of the next generation step: a time that is exceeded as rarely as `slo_attainment` says."""
+    """Of the next generation step: a time that is exceeded as rarely as `slo_attainment` asks for (`queues/risk.py`)."""
     micro_step: float
     """Of a training micro-step, likewise."""
     decode: float = 0.0

@@ -21,7 +21,7 @@ class Slices:
     """Times are seconds on the caller's clock."""
 
     def __init__(self, attainment: float = ATTAINMENT) -> None:
-        """`attainment`: share of predictions that are kept."""
+        """`attainment`: share of answers that are to be in time."""
         self._costs = Predictors(2, attainment)
         self._jobs: tuple[str, ...] = ()
         self.waiting_since: float | None = None

@@ -22,7 +22,7 @@ class Slack:
     generation steps needed to meet it. A running request's target is the deadline of its next token. A waiting request's step
     begins `FIRST_TOKEN_WAIT` after its arrival, or earlier where its deadline asks for it. A request with a deadline of its last
     token is planned to have `max_tokens`, each in a decode step. Times of steps and micro-steps are such that they are
-    exceeded as rarely as `slo_attainment` says (`queues/costs.py`), so there is no other margin. Training uses at most the share
+    exceeded as rarely as `slo_attainment` asks for (`queues/risk.py`), so there is no other margin. Training uses at most the share
     `weight` of the time that any deadline gives: less weight, faster answers and less training. There is no slack while a request waits
     for a place in a full batch: paced by deadlines, places would become free too slowly, and the queue could grow without end.
 
