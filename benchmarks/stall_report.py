@@ -44,6 +44,12 @@ _SAMPLE_LINE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>[^}]*)\})?
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
+def key_of(key: str, policy: str | None) -> str:
+    """The key under a policy that is named."""
+    first, _, rest = key.partition(".")
+    return key if policy is None else f"{first}.{policy}.{rest}"
+
+
 def target(key: str) -> Target | None:
     return Target(TARGETS[key], most=True) if key in TARGETS else None
 

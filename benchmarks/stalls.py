@@ -1,6 +1,7 @@
 """Latency while the daemon starts, while jobs come and go, and beside imports and cancelled requests.
 
     python -m benchmarks.stalls --scratch /tmp/stalls --only start.cold --budget 150 --out benchmarks/results
+    python -m benchmarks.stalls --scratch /tmp/stalls --policy overlap --only jobs.r5,jobs.r20 --budget 110 --out benchmarks/results
     python -m benchmarks.stalls --tiny --out /tmp/tried
 
 The Llama-3.1-8B shape with random weights, 32 adapters of rank 16 that the data folder holds before the start, default settings;
@@ -12,7 +13,7 @@ jobs.r5, jobs.r20  beside two jobs at a time that start, validate, checkpoint an
 churn       beside 64 imports, 200 cancelled requests and a reader that stops reading
 
 Parts after `start.cold` need its caches: name the same `--scratch` if it was an earlier command. Parts after `start.warm` share its daemon.
-Each result is written as soon as its part is done; results of earlier runs stay.
+Each result is written as soon as its part is done; results of earlier runs stay. Keys of a `--policy` have its name after their first part, as in `stall.overlap.jobs.ft_cost`.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from benchmarks.stall_report import (
     allocations,
     check_answers,
     cost,
+    key_of,
     latency,
     stalls,
     summarize,
@@ -102,12 +104,15 @@ class Daemon:
 class Stalls:
     """The parts of the benchmark. Each writes its results."""
 
-    def __init__(self, size: Size, folders: Folders, results: Results, *, budget: float) -> None:
-        """`budget`: seconds of each part, without the time until the daemon is warm."""
-        self._size, self._folders, self._results, self._budget = size, folders, results, budget
+    def __init__(
+        self, size: Size, folders: Folders, results: Results, *, budget: float, policy: str | None = None
+    ) -> None:
+        """`budget`: seconds of each part, without the time until the daemon is warm; `policy`: None: the daemon's default."""
+        self._size, self._folders, self._results = size, folders, results
+        self._budget, self._policy = budget, policy
         self._daemon: Daemon | None = None
         self._stack = contextlib.ExitStack()
-        earlier = results.row("stall.jobs.max_gap_ms")
+        earlier = results.row(key_of("stall.jobs.max_gap_ms", policy))
         self._jobs: dict[str, dict[str, Any]] = {} if earlier is None else earlier["rates"]
         self._zero = time.monotonic()
 
@@ -140,6 +145,8 @@ class Stalls:
         if self._daemon is None:
             settings: dict[str, object] = {"model": self._folders.model, "data_dir": self._folders.data}
             settings |= {"data_root": self._folders.adapters, "load_format": "dummy", "device": self._size.device}
+            if self._policy is not None:
+                settings["policy"] = self._policy
             if "cache_dir" in {field.name for field in dataclasses.fields(Config)}:
                 settings["cache_dir"] = self._folders.caches / "coserve"
             began = time.monotonic()
@@ -280,7 +287,7 @@ class Stalls:
         return round(max(1.0, min(wanted, end - TAIL - time.monotonic())), 1)
 
     def _put(self, key: str, value: float, unit: str, about: dict[str, Any] | None = None) -> None:
-        self._results.put(key, value, unit, target(key), about=about)
+        self._results.put(key_of(key, self._policy), value, unit, target(key), about=about)
 
 
 def other_prompts(requests: Sequence[LoadRequest], shift: int, size: Size) -> list[LoadRequest]:
@@ -309,6 +316,7 @@ def parse() -> argparse.Namespace:
         "--scratch", type=Path, default=None, help="folder for base, adapters, data and caches; it is kept"
     )
     parser.add_argument("--budget", type=float, default=240.0, help="seconds of each part; its arrivals are cut to fit")
+    parser.add_argument("--policy", default=None, help="--policy of the daemon; default: the daemon's")
     options = parser.parse_args()
     check_tiny(parser, options)
     if unknown := set(options.only.split(",")) - set(PARTS):
@@ -342,7 +350,7 @@ def main() -> None:
             revision=options.commit,
             settings={"rank": RANK, "seconds": SECONDS, "slo": SLO, "jobs": jobs_about},
         )
-        run = Stalls(size, folders, results, budget=options.budget)
+        run = Stalls(size, folders, results, budget=options.budget, policy=options.policy)
         with contextlib.closing(run):
             for part in PARTS:
                 if part in options.only.split(","):

@@ -9,6 +9,7 @@ from benchmarks.stall_report import (
     allocations,
     check_answers,
     cost,
+    key_of,
     latency,
     metric_values,
     stalls,
@@ -105,3 +106,8 @@ def test_allocations_are_those_between_two_pages() -> None:
     before = "coserve_engine_cuda_alloc_total 7\ncoserve_engine_pinned_alloc_total 2\n"
     after = "coserve_engine_cuda_alloc_total 7\ncoserve_engine_pinned_alloc_total 5\ncoserve_engine_cuda_free_total 1\n"
     assert allocations(before, after) == {"cuda_alloc": 0, "cuda_free": 1, "cuda_alloc_retries": 0, "pinned_alloc": 3}
+
+
+def test_keys_name_a_policy_that_was_chosen() -> None:
+    assert key_of("stall.jobs.ft_cost", None) == "stall.jobs.ft_cost"
+    assert key_of("stall.jobs.ft_cost", "overlap") == "stall.overlap.jobs.ft_cost"
