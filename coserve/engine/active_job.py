@@ -54,6 +54,9 @@ class ActiveJob:
     """The message that ends the job, sent when none of its files is being written."""
     treatment: Treatment | None = None
     """How its micro-batches are computed; None: as planned."""
+    waits_for_pass: bool = False
+    """Its start found no memory, and is tried again, once, when the pass that is suspended has ended."""
+    waited_for_pass: bool = False
     saved_at_end: bool = False
     """Whether saving its state at a pause was tried."""
     resumes: bool = False

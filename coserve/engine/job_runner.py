@@ -126,6 +126,7 @@ class JobRunner:
         while True:
             while self._unsettled:
                 self._settle(self._unsettled.popleft())  # first: a job that ends leaves its place to the next one
+            self._start_after_pass()
             while len(self._active) < self._max_active and (spec := self._pending.first()) is not None:
                 if not self._admit(spec):
                     break  # nor do later ones start: a large job would wait for ever
@@ -297,9 +298,7 @@ class JobRunner:
             message = work.future.result()()
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
             starts = not (active.loaded or active.end or self._closed)
-            if starts and isinstance(error, JobOutOfMemory) and self._trainer.release_memory():
-                active.work = self._threads.start(active.spec)
-            else:
+            if not (starts and isinstance(error, JobOutOfMemory) and self._starts_again(active)):
                 self._fail(job, error)
             return
         finally:
@@ -319,6 +318,22 @@ class JobRunner:
                 if message is not None:
                     self._send(message)
                 self._settle(job)
+
+    def _starts_again(self, active: ActiveJob) -> bool:
+        """A start found no memory. Whether it is tried again: at once, or, a single time, after the suspended pass, which may hold some."""
+        if self._trainer.release_memory():
+            active.work = self._threads.start(active.spec)
+        elif not active.waited_for_pass:
+            active.waits_for_pass = active.waited_for_pass = self._suspended()
+        return active.work is not None or active.waits_for_pass
+
+    def _start_after_pass(self) -> None:
+        for active in [active for active in self._active.values() if active.waits_for_pass]:
+            if not self._suspended():
+                active.waits_for_pass, active.work = False, self._threads.start(active.spec)
+
+    def _suspended(self) -> bool:
+        return any(map(self._trainer.mid_batch, self._turns.ready()))
 
     # ---- finished, and the disk is full
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -27,7 +28,7 @@ from coserve.link import (
     ToEngine,
 )
 from tests.support.fake_ports import JobPlan
-from tests.support.job_scene import PLANS, Trouble, ask, ended, said, scene, start
+from tests.support.job_scene import PLANS, Scene, Trouble, ask, ended, said, scene, start
 
 
 async def test_requests_are_served_while_a_job_starts() -> None:
@@ -131,6 +132,64 @@ async def test_a_start_that_finds_no_memory_is_tried_again_where_some_can_be_rel
         at.api.send(start("two"))
         await at.until(said(JobSucceeded, "two"))
         assert isinstance(at.trainer, Releasing) and at.trainer.releases == 1
+
+
+@dataclass
+class HeldByAPass(Trouble):
+    """The pass of job `two` ends once memory was asked for, if `ends`; memory is there then, if `frees`."""
+
+    ends: bool = True
+    frees: bool = True
+    began: threading.Event = field(default_factory=threading.Event)
+    asked: threading.Event = field(default_factory=threading.Event)
+
+    def release_memory(self) -> bool:
+        self.asked.set()
+        return False
+
+    def advance(
+        self, job: str, micro_steps: int | None, others: Sequence[str] = (), shared_tokens: int | None = None
+    ) -> list[FromEngine]:
+        ends = self.ends and self.asked.is_set()
+        messages = super().advance(job, None if ends else 1, others, shared_tokens)
+        self.began.set()
+        if ends and self.frees:
+            self.operation = ""
+        return messages
+
+
+@asynccontextmanager
+async def start_beside_a_pass(*, frees: bool = True, ends: bool = True) -> AsyncIterator[Scene]:
+    """Job `one` starts while a pass of job `two` is suspended, and finds no memory."""
+    async with scene("load", JobOutOfMemory, kind=HeldByAPass) as at:
+        assert isinstance(at.trainer, HeldByAPass)
+        at.trainer.frees, at.trainer.ends = frees, ends
+        at.trainer.plans = at.trainer.plans | {"two": JobPlan(2, 1 << 20, 2, None)}
+        at.trainer.go.set()
+        at.api.send(start("two"))
+        assert await asyncio.to_thread(at.trainer.began.wait, 60)
+        at.api.send(start("one"))
+        assert await asyncio.to_thread(at.trainer.asked.wait, 60)
+        yield at
+
+
+@pytest.mark.parametrize(("frees", "end"), [(True, JobSucceeded), (False, JobFailed)])
+async def test_a_start_that_finds_no_memory_is_tried_again_after_the_pass_that_holds_some(
+    frees: bool, end: type[FromEngine]
+) -> None:
+    async with start_beside_a_pass(frees=frees) as at:
+        await at.until(said(end, "one"), said(JobSucceeded, "two"))
+        assert at.trainer.active == 0
+
+
+@pytest.mark.parametrize(("order", "end"), [(CancelJob(id="one"), JobCancelled), (PauseJob(id="one"), JobPaused)])
+async def test_a_start_that_waits_for_a_pass_can_be_ended(order: ToEngine, end: type[FromEngine]) -> None:
+    async with start_beside_a_pass(ends=False) as at:
+        at.api.send(order)
+        seen = await at.until(said(end, "one"))
+        assert not any(map(said(JobFailed, "one"), seen))
+        at.api.send(CancelJob(id="two"))
+        await at.until(said(JobCancelled, "two"))
 
 
 async def test_a_start_that_finds_no_memory_fails_where_none_can_be_released() -> None:
