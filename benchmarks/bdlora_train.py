@@ -1,35 +1,60 @@
-"""Optimizer steps of one LoRA, by the trainer's own parts."""
+"""Optimizer steps of one LoRA, by the trainer's own parts: compiled layers in CUDA graphs, as the daemon runs them."""
 
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import torch
 
 from coserve.finetune.init import new_adapter
+from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows
+from coserve.generate.execution.start import wake_compiler
+from coserve.kernels.gpu.capture import TRAINING_PRIORITY
+from coserve.kernels.gpu.graph_memory import GraphMemory
 from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base
-from coserve.model.lora import LoraBatch
+from coserve.model.layers import LayerCut
+from coserve.model.lora import KeptLora, LoraBatch
+from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.types import LoraSettings, TrainingSettings
 
 
-def train_steps(base: Base, rows: int, length: int, *, repeats: int, warm_ups: int) -> list[float]:
-    """Seconds of each step: forward and backward of one micro-batch, and AdamW's update. All ranks of the base call this."""
+def compiled_runner(base: Base) -> MicroBatchRunner:
+    """On a GPU of compiled layers, with graphs. All ranks of the base call this."""
+    if base.device.type != "cuda":
+        return MicroBatchRunner(base, recompute=False)
+    wake_compiler(base.device)
+    compiled = CompiledLayers(base, LayerCut(base))
+    compiled.compile()
+    compiled.forget_examples()
+    stream = torch.cuda.Stream(base.device, priority=TRAINING_PRIORITY)  # type: ignore[no-untyped-call]
+    make = partial(GraphMemory, stream)
+    if base.sharding is not None:
+        make = partial(make, held=base.sharding.mesh.traffic.held)
+    return MicroBatchRunner(base, recompute=False, compiled=compiled, graphs=LayerGraphs(compiled, make))
+
+
+def train_steps(
+    base: Base, runner: MicroBatchRunner, rows: int, length: int, *, repeats: int, warm_ups: int
+) -> list[float]:
+    """Seconds of each step: forward and backward of one micro-batch, and AdamW's update. All ranks of the base call this. The second step captures
+    the graphs."""
     settings = LoraSettings(r=16)
     start = new_adapter(settings, base.spec, seed=0, dtype=torch.float32, device=base.device)
     training = TrainingSettings(steps=1)
     optimizer = AdapterOptimizer(start, base.spec, training, base.dtype, base.device, base.partition(start))
-    runner, backend = MicroBatchRunner(base, recompute=False), choose_backend("auto", base.device, base.dtype)
+    backend, kept, found = choose_backend("auto", base.device, base.dtype), KeptLora(), []
     packed = _packed(base, rows, length)
-    lora = LoraBatch(Segments((0, packed.tokens), (0,)), (optimizer.weights(),), backend)
-    found = []
+    assert runner.padded_size(packed.tokens) == packed.tokens, "expected a size that is not filled up"
     for _ in range(warm_ups + repeats):
         began = time.perf_counter()
         optimizer.zero_grad()
+        lora = LoraBatch(Segments((0, packed.tokens), (0,)), (optimizer.weights(),), backend, kept=kept)
         sums_12 = run_to_end(runner.forward_backward(packed, lora, optimizer.trainable, optimizer.grads))
         norm = optimizer.divide_grads(packed.targets)
         loss = float(sums_12[0, 0])

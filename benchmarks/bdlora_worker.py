@@ -21,9 +21,10 @@ from benchmarks.bdlora_case import Sizes, make_adapter, make_base
 from benchmarks.bdlora_plan import BATCHES, SHAPES, STEP_TOKENS, Load, Shape, Strategy, Variant
 from benchmarks.bdlora_profile import profiled
 from benchmarks.bdlora_schedule import Schedule
-from benchmarks.bdlora_train import train_steps
+from benchmarks.bdlora_train import compiled_runner, train_steps
 from benchmarks.bdlora_warm import WarmTask, gemm_paths, rows_of, wait_for
 from coserve.errors import NonFiniteLoss
+from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.graph_sizes import graph_rank
@@ -66,6 +67,8 @@ class Model:
     executors: dict[object, StepExecutor] = field(default_factory=dict)
     traffic: dict[object, dict[str, float]] = field(default_factory=dict)
     """Collectives and bytes of a decode step, by executor and batch."""
+    runner: MicroBatchRunner | None = None
+    """Of optimizer steps, once there were some."""
     forwards: int = 0
     """Calls of the fused forward: a captured graph's count once."""
 
@@ -159,12 +162,14 @@ class Worker:
             wait_for(paths)
             fused.gemms = load_gemms(paths, fused.stacked, self._device) or GemmChoice()
         self._models[task.model] = own = self._model(shape, base, fused)
+        if task.train:
+            compiled_runner(base)
         with ProcessPoolExecutor(threads, get_context("fork")) as pool, compile_only(pool):
             for rank in task.classes:
                 self._warm_steps(task.model, rank)
             if task.train:
                 with suppress(NonFiniteLoss, AssertionError):  # kernels that were not launched wrote nothing
-                    train_steps(own.base, *self._rows(), repeats=1, warm_ups=0)
+                    train_steps(own.base, MicroBatchRunner(base, recompute=False), *self._rows(), repeats=1, warm_ups=0)
         self._synchronize()
 
     @torch.no_grad()
@@ -249,11 +254,16 @@ class Worker:
         """Seconds of optimizer steps of 8x512 tokens, a LoRA of rank 16 on all sites."""
         own = self._models[model]
         rows = self._rows()
+        runner = self._runner(own)
         self._align(own)
-        seconds = train_steps(own.base, *rows, repeats=repeats, warm_ups=1 if self._tiny else 2)
+        seconds = train_steps(own.base, runner, *rows, repeats=repeats, warm_ups=1 if self._tiny else 4)
         if not self._tiny:
             torch.cuda.empty_cache()
         return {"step_s": _spread(sorted(seconds)), "tokens": rows[0] * rows[1], "rank": 16}
+
+    def _runner(self, own: Model) -> MicroBatchRunner:
+        own.runner = own.runner or compiled_runner(own.base)
+        return own.runner
 
     def profile(self, model: str, variant: Variant, load: Load) -> dict[str, Any]:
         """Of decode steps; of the base's also of optimizer steps. On rank 0; the others run the same."""
@@ -263,9 +273,9 @@ class Worker:
             found = self._profiled(own, lambda: schedule.decode(load.batch, load.context, PROFILED), PROFILED + 1)
         self._finish(schedule)
         if variant.strategy is None:
-            rows = self._rows()
-            train_steps(own.base, *rows, repeats=1, warm_ups=0)
-            work = partial(train_steps, own.base, *rows, repeats=PROFILED_TRAIN, warm_ups=0)
+            rows, runner = self._rows(), self._runner(own)
+            train_steps(own.base, runner, *rows, repeats=1, warm_ups=2)
+            work = partial(train_steps, own.base, runner, *rows, repeats=PROFILED_TRAIN, warm_ups=0)
             found |= {"train": self._profiled(own, work, PROFILED_TRAIN, host=True)}
         return about | found
 

@@ -234,7 +234,10 @@ class EngineParts:
     def _layer_graphs(self, compiled: CompiledLayers | None, captures: torch.cuda.Stream | None) -> LayerGraphs | None:
         """None: layers run without. `captures`: the stream that graphs are captured on; None: training has the default stream."""
         device = self.base.device
-        if compiled is None or device.type != "cuda" or self.base.sharding is not None:
+        if compiled is None or device.type != "cuda":
             return None
         stream = captures or torch.cuda.Stream(device, priority=TRAINING_PRIORITY)  # type: ignore[no-untyped-call]
-        return LayerGraphs(compiled, partial(GraphMemory, stream))
+        if (sharding := self.base.sharding) is None:
+            return LayerGraphs(compiled, partial(GraphMemory, stream))
+        traffic = sharding.mesh.traffic
+        return LayerGraphs(compiled, partial(GraphMemory, stream, traffic.held))

@@ -10,6 +10,8 @@ from coserve.step_metrics import StepMetrics
 
 PEER_FAILED = "peer_failed"
 """Code of an outcome: the slice was aborted because another rank failed."""
+CAPTURE_FAILED = "capture_failed"
+"""Code of an outcome: layers could not be captured in CUDA graphs."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +34,20 @@ class Verdict:
     code: str = ""
     message: str = ""
     retry: bool = False
-    """All ranks may begin the optimizer step again with less memory (`Trainer.retry`)."""
+    """All ranks may begin the optimizer step again (`Trainer.retry`), with less memory or, where the code is `CAPTURE_FAILED`, without graphs."""
 
 
 def judge(outcomes: Sequence[Outcome]) -> Verdict:
     """`outcomes`: by rank.
 
-    The job may try again if all errors are lack of memory and no rank is further than the others: one that has updated its weights
-    cannot go back.
+    The job may try again if all errors are lack of memory, or captures that failed, and no rank is further than the others: one that has
+    updated its weights cannot go back.
     """
     own = [outcome for outcome in outcomes if outcome.code not in ("", PEER_FAILED)]
     if not own:
         assert not any(outcome.code for outcome in outcomes), "expected the error that other ranks have seen"
         return Verdict()
     together = len({outcome.position for outcome in outcomes}) == 1
-    memory = all(outcome.code == JobOutOfMemory.code for outcome in own)
-    return Verdict(own[0].code, own[0].message, retry=memory and together)
+    first = next((outcome for outcome in own if outcome.code == CAPTURE_FAILED), own[0])
+    curable = all(outcome.code in (JobOutOfMemory.code, CAPTURE_FAILED) for outcome in own)
+    return Verdict(first.code, first.message, retry=curable and together)

@@ -31,12 +31,13 @@ from coserve.finetune.init import new_adapter
 from coserve.finetune.job import TrainingJob
 from coserve.finetune.job_checkpoint import JobCheckpoints
 from coserve.finetune.layers.compiled import uncompiled
+from coserve.finetune.layers.graph_passes import CaptureFailed
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.loop import SliceTimer, TrainingLoop
 from coserve.finetune.lora_tensors import cast
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.outcome import PEER_FAILED, Outcome
+from coserve.finetune.outcome import CAPTURE_FAILED, PEER_FAILED, Outcome
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.passes.passes import TrainingPasses
 from coserve.finetune.passes.training_pass import TrainingPass
@@ -186,6 +187,8 @@ class Trainer:
         except Exception as error:
             if out_of_memory(error):
                 code, message = JobOutOfMemory.code, training.memory_message(error)
+            elif isinstance(error, CaptureFailed):
+                code, message = CAPTURE_FAILED, str(error)
             else:
                 code, message = failure_text(error)
                 log.error("job %s: %s", job, message, exc_info=None if isinstance(error, CoserveError) else error)
@@ -199,12 +202,20 @@ class Trainer:
             self._passes.settle(one)
         return Outcome(position, code, message, metrics)
 
-    def retry(self, job: str) -> list[FromEngine]:
-        """After an `attempt` in which memory ran out on some rank: every rank begins the optimizer step again with less. Empty: nothing
-        is left to lower."""
+    @property
+    def has_graphs(self) -> bool:
+        """CUDA graphs of layers hold memory."""
+        return self._graphs is not None and self._graphs.in_use
+
+    def retry(self, job: str, *, lower: bool, stop_graphs: str = "") -> list[FromEngine]:
+        """After an `attempt` that failed on some rank: every rank begins the optimizer step again, without the graphs that there are. `lower`: and with
+        less memory; empty: nothing is left to lower. `stop_graphs`: why there are none from now on."""
         training = self._jobs[job]
         self._passes.abandon(training)  # also where this rank's own slice succeeded
-        return self._passes.lower_memory(training)
+        self._passes.release_memory()
+        if self._graphs is not None and stop_graphs:
+            self._graphs.stop(stop_graphs)
+        return self._passes.lower_memory(training) if lower else []
 
     def limit(self, job: str, treatment: Treatment) -> None:
         """How the job's micro-batches are computed, as memory was planned."""

@@ -1,7 +1,8 @@
 """Ranks that run one slice of work, such as one of training, abort it together if one of them fails, for example for lack of memory.
 
 A rank that returned early would let the others wait for ever in the collectives that it does not begin. So within a slice each
-rank writes what it begins to a board in shared memory, ahead of each collective, and looks whether another rank has failed.
+rank writes what it begins to a board in shared memory, ahead of each collective (of a CUDA graph's, ahead of its launch), and looks whether another
+rank has failed.
 A rank that fails, or sees that another one did, begins no further collective of its own accord (`abort`); then it runs those
 that other ranks had begun already, with zeros (`finish_collectives`). Until one fails, a collective costs a few writes to memory.
 """
@@ -10,13 +11,13 @@ from __future__ import annotations
 
 import mmap
 import time
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from coserve.errors import EngineFault
-from coserve.parallel.mesh import Mesh, Traffic
+from coserve.parallel.mesh import Collective, Mesh, Traffic
 from coserve.ranks import BOARD_WORDS, board_bytes
 
 PAUSE = 0.0005
@@ -100,19 +101,18 @@ class Lockstep:
         finally:
             self._finishing = self._open = False
 
-    def announce(self, name: str, x: Tensor) -> None:
-        """A collective of a slice is about to begin. Raises `PeerFailed`."""
+    def announce(self, collectives: Sequence[Collective]) -> None:
+        """Collectives of a slice are about to begin, all of them or none. Raises `PeerFailed`: none is announced."""
         if not self._open:
             return
         if not self._finishing:
             self.check()
         begun = self._words[self._own + _COUNT]
-        if begun >= LOG:
+        if begun + len(collectives) > LOG:
             raise EngineFault(f"expected at most {LOG} collectives of a slice")
-        self._words[self._own + _FIRST + begun] = (x.numel() * len(_NAMES) + _NAMES.index(name)) * len(
-            _DTYPES
-        ) + _DTYPES.index(x.dtype)
-        self._words[self._own + _COUNT] = begun + 1
+        for place, (name, numbers, dtype) in enumerate(collectives, self._own + _FIRST + begun):
+            self._words[place] = (numbers * len(_NAMES) + _NAMES.index(name)) * len(_DTYPES) + _DTYPES.index(dtype)
+        self._words[self._own + _COUNT] = begun + len(collectives)
 
     def _is_over(self, at: int) -> bool:
         return self._words[at + _SLICE] == self._slice and self._words[at + _STATE] != RUNNING
@@ -135,6 +135,6 @@ class _AnnouncedTraffic(Traffic):
         super().__init__()
         self._lockstep = lockstep
 
-    def add(self, name: str, x: Tensor) -> None:
-        self._lockstep.announce(name, x)
-        super().add(name, x)
+    def begin(self, collectives: Sequence[Collective]) -> None:
+        self._lockstep.announce(collectives)
+        super().begin(collectives)

@@ -7,8 +7,10 @@ the same thing from them, a sampled token for one, agree without a message.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,18 +32,50 @@ def fits_one_shot(size: int, ranks: int) -> bool:
     return 0 < size <= ONE_SHOT_BYTES.get(ranks, 0) and size % ONE_SHOT_ALIGNMENT == 0
 
 
+class Collective(NamedTuple):
+    """What a rank contributes to one."""
+
+    name: str
+    numbers: int
+    """Elements of its tensor."""
+    dtype: torch.dtype
+
+
 @dataclass
 class Traffic:
-    """What a mesh has sent. A CUDA graph's collectives count when it is captured, not when it is replayed."""
+    """What a mesh has sent. A CUDA graph's collectives count when it is captured, and not when it is replayed, unless they were `held`."""
 
     calls: Counter[str] = field(default_factory=Counter)
     """By the name of the collective."""
     bytes: Counter[str] = field(default_factory=Counter)
     """Bytes of the tensor that a rank contributes, by the name of the collective."""
 
+    _held: list[Collective] | None = field(default=None, init=False)
+
     def add(self, name: str, x: Tensor) -> None:
-        self.calls[name] += 1
-        self.bytes[name] += x.numel() * x.element_size()
+        """A collective is about to begin."""
+        one = Collective(name, x.numel(), x.dtype)
+        if self._held is None:
+            self.begin([one])
+        else:
+            self._held.append(one)
+
+    def begin(self, collectives: Sequence[Collective]) -> None:
+        """These are about to begin, in this order."""
+        for name, numbers, dtype in collectives:
+            self.calls[name] += 1
+            self.bytes[name] += numbers * dtype.itemsize
+
+    @contextmanager
+    def held(self) -> Iterator[Callable[[], None]]:
+        """Around the capture of a CUDA graph: collectives inside do not begin. Call what it gives ahead of each launch of the graph, when all
+        of them do."""
+        found: list[Collective] = []
+        self._held = found
+        try:
+            yield lambda: self.begin(found)
+        finally:
+            self._held = None
 
     def clear(self) -> None:
         self.calls.clear()

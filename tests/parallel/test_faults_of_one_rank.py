@@ -86,7 +86,7 @@ def _train(mesh: Mesh, base: str, root: str, points: str, fails: tuple[int, ...]
             verdict = judge(everyone)
             if verdict.code:
                 verdicts.append(verdict)
-            if verdict.retry and trainer.retry(spec.id):
+            if verdict.retry and trainer.retry(spec.id, lower=True):
                 continue
             if verdict.code:
                 break

@@ -134,6 +134,12 @@ class RetryJob(Command, frozen=True):
     """See `Trainer.retry`."""
 
     job: str
+    lower: bool
+    stop_graphs: str
+
+
+class ReleaseMemory(Command, frozen=True):
+    """See `Trainer.release_memory`."""
 
 
 class LimitJob(Command, frozen=True):
@@ -188,6 +194,7 @@ AnyCommand = (
     | BeginJob
     | ForgetLoad
     | RetryJob
+    | ReleaseMemory
     | LimitJob
     | GatherJob
     | AbandonJob

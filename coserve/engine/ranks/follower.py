@@ -38,6 +38,7 @@ from coserve.engine.ranks.commands import (
     Prepare,
     PrepareJob,
     ReadAdapter,
+    ReleaseMemory,
     RetryJob,
     Stop,
 )
@@ -125,8 +126,10 @@ class Follower:
             case AdvanceJob():
                 outcome = self._parts.trainer.attempt(command.job, command.micro_steps)
                 self._commands.send(Answer(command.number, outcome.position, outcome.code, outcome.message))
-            case RetryJob(job):
-                self._parts.trainer.retry(job)
+            case RetryJob(job, lower, stop_graphs):
+                self._parts.trainer.retry(job, lower=lower, stop_graphs=stop_graphs)
+            case ReleaseMemory():
+                self._parts.trainer.release_memory()
             case LimitJob(job, treatment):
                 self._parts.trainer.limit(job, treatment)
             case GatherJob(job, weights_only):

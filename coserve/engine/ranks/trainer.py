@@ -20,11 +20,12 @@ from coserve.engine.ranks.commands import (
     LoadJob,
     PrepareJob,
     ReadAdapter,
+    ReleaseMemory,
     RetryJob,
 )
 from coserve.engine.ranks.followers import Followers, RankLost
 from coserve.errors import CoserveError, EngineFault, StorageError
-from coserve.finetune.outcome import Outcome, judge
+from coserve.finetune.outcome import CAPTURE_FAILED, Outcome, judge
 from coserve.finetune.publication import snapshot_without_memory, waiting_for_disk
 from coserve.finetune.trainer import Trainer
 from coserve.gpu_memory import TrainingCosts
@@ -104,8 +105,13 @@ class RankedTrainer:
             theirs = [Outcome(answer.value, answer.code, answer.message) for answer in answers.settle()]
         verdict = judge([own, *theirs])
         if verdict.retry:
-            self._followers.send(RetryJob(job))
-            if notes := self._local.retry(job):
+            stop_graphs = verdict.message if verdict.code == CAPTURE_FAILED else ""
+            lower = not (
+                stop_graphs or self._local.has_graphs
+            )  # rank 0 decides for all: the sizes of batches are to be the same
+            self._followers.send(RetryJob(job, lower, stop_graphs))
+            notes = self._local.retry(job, lower=lower, stop_graphs=stop_graphs)
+            if notes or not lower:
                 return notes
         if verdict.code:
             return [JobFailed(id=job, code=verdict.code, message=verdict.message)]
@@ -181,6 +187,7 @@ class RankedTrainer:
 
     def release_memory(self) -> bool:
         """See `Trainer.release_memory`."""
+        self._followers.send(ReleaseMemory())
         return self._local.release_memory()
 
     def abandon(self, job: str, *, finish_update: bool = False) -> None:

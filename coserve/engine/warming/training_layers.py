@@ -14,8 +14,6 @@ from coserve.model.training.compiled_layers import CompiledLayers
 
 log = logging.getLogger(__name__)
 
-WITHOUT_GRAPHS = "training: layers run without CUDA graphs: ranks share the base"
-
 
 def make_training_layers(
     parts: EngineParts, warm: WarmKernels | None, training: TrainingStream | None = None
@@ -24,9 +22,8 @@ def make_training_layers(
     time, and all of them have some or none has: an error that is one rank's alone ends it."""
     try:
         layers = parts.training_layers(warm, nullcontext if training is None else training.enter)
-        if parts.base.sharding is None:
-            return layers, ()
-        layers.compile()
+        if parts.base.sharding is not None:
+            layers.compile()
     except Exception as error:  # whatever a compiler raises that does not work
         if parts.base.sharding is not None and not isinstance(error, FailedTogether | UnsupportedBase):
             raise
@@ -35,7 +32,7 @@ def make_training_layers(
         note = training_note(error)
         log.warning("%s", note, exc_info=None if isinstance(error, FailedTogether | UnsupportedBase) else error)
         return None, (note,)
-    return layers, (WITHOUT_GRAPHS,)
+    return layers, ()
 
 
 def compile_layers(layers: CompiledLayers) -> str:

@@ -72,8 +72,13 @@ class LayerGraphs:
         return 0 if self._recorder is None else self._recorder.bytes
 
     def padded_size(self, tokens: int) -> int:
-        """Tokens of a batch that learns, once it is filled up for graphs."""
-        return padded(tokens, self._least_step) if self._compiled.ready and not self.notes else tokens
+        """Tokens of a batch that learns, once it is filled up for graphs: also where they are off, as another rank may have them."""
+        return padded(tokens, self._least_step) if self._compiled.ready else tokens
+
+    @property
+    def in_use(self) -> bool:
+        """There is a memory pool."""
+        return self._recorder is not None
 
     def release(self) -> bool:
         """Memory ran out, or a capture failed: free the pool. Returns whether memory was freed: that of a suspended pass is when the pass has
@@ -85,7 +90,7 @@ class LayerGraphs:
         self._without_left = self._batches_without
         self._releases += 1
         if self._releases == MOST_RELEASES:
-            self._stop(NO_MEMORY)
+            self.stop(NO_MEMORY)
         return freed
 
     def job_ended(self, *, last: bool) -> None:
@@ -137,7 +142,7 @@ class LayerGraphs:
             return None
         self._shapes[key], shape.used = shape, self._batches
         if shape.warm and not shape.attention.capturable:
-            self._stop("attention runs sequence by sequence")
+            self.stop("attention runs sequence by sequence")
             return None
         shape.load(inputs, lora)
         one = self._pass_of(shape, self._recorder)
@@ -147,7 +152,7 @@ class LayerGraphs:
     def _pass_of(self, shape: ShapeGraphs, recorder: Recorder) -> LayerPass:
         if shape.complete:
             return ReplayPass(shape)
-        return CapturePass(shape, recorder, self._stop) if shape.warm else WarmUpPass(shape, recorder)
+        return CapturePass(shape, recorder, self.stop) if shape.warm else WarmUpPass(shape, recorder)
 
     def _new(self, inputs: LayerInputs, lora: PreparedLora, first: int, levels: Sequence[Kept]) -> ShapeGraphs | None:
         if len(self._shapes) >= self._max_shapes:
@@ -163,7 +168,8 @@ class LayerGraphs:
             return None
         return ShapeGraphs(fixed, attention, own, partial(CompiledLayerPass, compiled, first, levels), first)
 
-    def _stop(self, reason: str) -> None:
+    def stop(self, reason: str) -> None:
+        """Have none from now on."""
         self.notes = (_note(reason),)
         log.warning("%s", self.notes[0])
         self._shapes.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -33,10 +33,15 @@ class Recorder(Protocol):
 class GraphMemory:
     """Implements `Recorder` with a CUDA graph for each function, in one memory pool of their own."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(
+        self,
+        stream: torch.cuda.Stream,
+        held: Callable[[], AbstractContextManager[Callable[[], None]]] = lambda: nullcontext(_nothing),
+    ) -> None:
         """`stream`: of the captures, and of nothing that other threads launch, which would be captured, too. Graphs keep its multiprocessors
-        and its priority; they run on the stream that is current then."""
-        self._pool, self._stream = torch.cuda.MemPool(), stream
+        and its priority; they run on the stream that is current then. `held` is entered around each capture; what it gives is called ahead of
+        each launch of that graph: see `Traffic.held` of ranks."""
+        self._pool, self._stream, self._held = torch.cuda.MemPool(), stream, held
 
     @property
     def bytes(self) -> int:
@@ -68,7 +73,16 @@ class GraphMemory:
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         graph = torch.cuda.CUDAGraph()
-        with captured(graph, self._pool.id, self._stream):
+        with self._held() as begins, captured(graph, self._pool.id, self._stream):
             found = run()
-        graph.replay()
-        return graph.replay, found
+
+        def replay() -> None:
+            begins()
+            graph.replay()
+
+        replay()
+        return replay, found
+
+
+def _nothing() -> None:
+    pass
