@@ -71,6 +71,8 @@ class Run:
                 found = self._call(item, item.model, item.variant, item.load, item.repeats, item.adapters)
             case "prefill":
                 found = self._call(item, item.model, item.variant, item.load, item.repeats)
+            case "messages":
+                found = self._call(item, item.model)
             case "profile":
                 found = self._call(item, item.model, item.variant, item.load)
             case _:

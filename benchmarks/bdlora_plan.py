@@ -102,7 +102,7 @@ def bd_rank(variant: Variant, shape: Shape, blocks: int) -> int:
 class Item:
     """One thing to measure."""
 
-    what: Literal["build", "generate", "decode", "prefill", "train", "profile", "drop"]
+    what: Literal["build", "generate", "decode", "prefill", "train", "profile", "messages", "drop"]
     model: str
     """The shape; with `@1` behind it the whole base on one GPU, rank 0's."""
     variant: Variant
@@ -113,7 +113,7 @@ class Item:
     """Different ones, which the sequences take in turn."""
 
 
-PARTS = ("target", "retention", "one_gpu", "profile", "large", "rest", "large_rest")
+PARTS = ("target", "retention", "one_gpu", "profile", "messages", "large", "rest", "large_rest")
 """In the order of importance. Each builds the bases that it needs and that are not there yet."""
 
 
@@ -150,6 +150,8 @@ class Plan:
                 rank = 128 if 128 in self.ranks else self.ranks[0]
                 some = (Variant(self.small), Variant(self.small, "bd", rank), Variant(self.small, "slora", rank))
                 return [Item("profile", self.small, one, self.loads[0]) for one in some]
+            case "messages":
+                return [Item("messages", self.small, Variant(self.small))]
             case "large":
                 return [] if self.large is None else self._large(self.large)
             case "rest":

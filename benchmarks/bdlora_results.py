@@ -45,6 +45,8 @@ def key_of(item: Item, size: int) -> str:
             return f"{start}.prefill_ms.{variant}.{load.prompt}"
         case "profile":
             return f"{start}.profile_ms.{variant}.b{load.batch}.c{load.context}"
+        case "messages":
+            return f"bdlora.all_reduce_us.tp{size}"
     return f"{start}.{item.what}_s"
 
 
@@ -59,7 +61,7 @@ def put(results: Results, item: Item, size: int, found: dict[str, Any], wall_s: 
         "lora_rank": variant.rank,
         "wall_s": wall_s,
     }
-    if item.what != "train":
+    if item.what not in ("train", "messages"):
         about |= {"batch": load.batch, "prompt": load.prompt}
     match item.what:
         case "generate":
@@ -74,6 +76,9 @@ def put(results: Results, item: Item, size: int, found: dict[str, Any], wall_s: 
         case "prefill":
             spread = found["prefill_ms"]
             value, unit, values = spread["median"], "ms", [spread["low"], spread["high"]]
+        case "messages":
+            times = found["us"]
+            value, unit, values = times.get("one_shot.8", 0.0), "us", list(times.values())[:1]
         case "profile":
             value, unit, values = found["step_ms"], "ms", [found["step_ms"]]
             about |= {"context": load.context}

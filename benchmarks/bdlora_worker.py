@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.bdlora_case import Sizes, make_adapter, make_base
+from benchmarks.bdlora_messages import all_reduce_us
 from benchmarks.bdlora_plan import BATCHES, SHAPES, STEP_TOKENS, Load, Shape, Strategy, Variant
 from benchmarks.bdlora_profile import profiled
 from benchmarks.bdlora_schedule import Schedule
@@ -260,6 +261,10 @@ class Worker:
         if not self._tiny:
             torch.cuda.empty_cache()
         return {"step_s": _spread(sorted(seconds)), "tokens": rows[0] * rows[1], "rank": 16}
+
+    def messages(self, _model: str) -> dict[str, Any]:
+        """How long all-reduces take, by method and KiB."""
+        return {"us": all_reduce_us(self._mesh)}
 
     def _runner(self, own: Model) -> MicroBatchRunner:
         own.runner = own.runner or compiled_runner(own.base)
