@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from coserve.parallel.mesh import GroupMesh, Mesh
+from coserve.parallel.push import PushSum
 
 SIZES_KIB = (8, 64, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 IN_GRAPH, REPLAYS = 10, 7
-METHODS = ("nccl", "one_shot", "two_shot")
 
 
 def all_reduce_us(mesh: Mesh) -> dict[str, float]:
-    """Microseconds of each `METHOD.KIB`: bf16, the median of replays. All ranks call this. Empty without GPUs."""
+    """Microseconds of each `METHOD.KIB`: bf16, the median of replays; sums are checked. All ranks call this. Empty without GPUs."""
     if not isinstance(mesh, GroupMesh) or not torch.cuda.is_available():
         return {}
     import torch.distributed._symmetric_memory as symmetric
@@ -27,28 +27,64 @@ def all_reduce_us(mesh: Mesh) -> dict[str, float]:
     buffer = symmetric.empty(SIZES_KIB[-1] * 512, dtype=torch.bfloat16, device=device)
     symmetric.rendezvous(buffer, mesh.group)
     name, group = mesh.group.group_name, mesh.group
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.min_ctas = options.config.max_ctas = 32
+    wide = dist.new_group(pg_options=options)
 
-    def nccl(x: Tensor) -> None:
+    def nccl(x: Tensor) -> Tensor:
         dist.all_reduce(x, group=group)
+        return x
 
-    def one_shot(x: Tensor) -> None:
-        torch.ops.symm_mem.one_shot_all_reduce_copy(buffer[: x.numel()], x, "sum", name)
+    def nccl_32(x: Tensor) -> Tensor:
+        dist.all_reduce(x, group=wide)
+        return x
 
-    def two_shot(x: Tensor) -> None:
-        own = buffer[: x.numel()].copy_(x)
-        torch.ops.symm_mem.two_shot_all_reduce_(own, "sum", name)
-        x.copy_(own)
+    def one_shot(x: Tensor) -> Tensor:
+        found: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer[: x.numel()], x, "sum", name)
+        return found
 
+    def two_shot(x: Tensor) -> Tensor:
+        own, out = buffer[: x.numel()].copy_(x), torch.empty_like(x)
+        torch.ops.symm_mem.two_shot_all_reduce_out(own, "sum", name, out)
+        return out
+
+    methods: dict[str, Callable[[Tensor], Tensor]] = {
+        "nccl": nccl,
+        "nccl_32": nccl_32,
+        "one_shot": one_shot,
+        "two_shot": two_shot,
+        "mesh": mesh.all_reduce,
+    }
+    for block in (1024, 2048, 4096, 8192, 16384):
+        methods[f"push_{block}"] = PushSum(group, device, most=16 << 20, block_bytes=block)
     found = dict[str, float]()
-    for kib in SIZES_KIB:
-        for method, run in zip(METHODS, (nccl, one_shot, two_shot), strict=True):
-            found[f"{method}.{kib}"] = _time(run, torch.randn(kib * 512, dtype=torch.bfloat16, device=device) * 1e-6)
+    for method, run in methods.items():
+        for kib in SIZES_KIB:
+            if not method.startswith("push") or kib <= 16384:
+                found[f"{method}.{kib}"] = _time(run, kib * 512, mesh, device)
     return found
 
 
-def _time(run: Callable[[Tensor], None], x: Tensor) -> float:
-    run(x)
+def _time(run: Callable[[Tensor], Tensor], numbers: int, mesh: Mesh, device: torch.device) -> float:
+    """Of one message, whose sum is checked first, in a graph replayed with other numbers, too."""
+    x = torch.zeros(numbers, dtype=torch.bfloat16, device=device)
+    run(x.clone())
     torch.cuda.synchronize()
+    graph, static = torch.cuda.CUDAGraph(), x.clone()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        sums = [run(static.clone()) for _ in range(3)]
+    for seed in range(20):
+        drawn = [
+            torch.randint(
+                -9, 9, (numbers,), generator=torch.Generator(device).manual_seed(100 * seed + rank), device=device
+            )
+            for rank in range(mesh.size)
+        ]
+        static.copy_(drawn[mesh.rank])
+        graph.replay()
+        right = torch.stack(drawn).sum(0)
+        for own in sums:
+            assert torch.equal(own.long(), right), "expected the sum"
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(IN_GRAPH):

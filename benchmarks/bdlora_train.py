@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,6 +22,8 @@ from coserve.model.base import Base
 from coserve.model.layers import LayerCut
 from coserve.model.lora import KeptLora, LoraBatch
 from coserve.model.training.compiled_layers import CompiledLayers
+from coserve.parallel.adapter import AdapterPartition
+from coserve.parallel.lora import Strategy
 from coserve.types import LoraSettings, TrainingSettings
 
 
@@ -47,7 +50,10 @@ def train_steps(
     settings = LoraSettings(r=16)
     start = new_adapter(settings, base.spec, seed=0, dtype=torch.float32, device=base.device)
     training = TrainingSettings(steps=1)
-    optimizer = AdapterOptimizer(start, base.spec, training, base.dtype, base.device, base.partition(start))
+    cut = None
+    if base.sharding is not None:  # the daemon's default strategy, whatever the base's is
+        cut = AdapterPartition.of(replace(base.sharding, strategy=Strategy.NFS), start.sites)
+    optimizer = AdapterOptimizer(start, base.spec, training, base.dtype, base.device, cut)
     backend, kept, found = choose_backend("auto", base.device, base.dtype), KeptLora(), []
     packed = _packed(base, rows, length)
     assert runner.padded_size(packed.tokens) == packed.tokens, "expected a size that is not filled up"

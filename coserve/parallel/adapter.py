@@ -79,23 +79,33 @@ class AdapterPartition:
         shared = list(self._shared(parts))
         if not shared:
             return
-        wholes = []
+        mesh, wholes = self.sharding.mesh, []
         for own, tensor in shared:
-            whole = tensor.new_zeros(own.rows.size, own.columns.size)
-            own.put(tensor, whole, self.sharding.mesh.rank)
+            whole = tensor
+            if own.holders < mesh.size:
+                whole = tensor.new_zeros(own.rows.size, own.columns.size)
+                own.put(tensor, whole, mesh.rank)
             wholes.append(whole)
-        flat = self.sharding.mesh.all_reduce(torch.cat([whole.view(-1) for whole in wholes]))
-        for (own, tensor), summed in zip(shared, torch.split(flat, [whole.numel() for whole in wholes]), strict=True):
-            whole = summed.view(own.rows.size, own.columns.size)
-            tensor.copy_(own.shard(whole, self.sharding.mesh.rank))
+        flat = mesh.all_reduce(torch.cat([whole.view(-1) for whole in wholes]))
+        summed = torch.split(flat, [whole.numel() for whole in wholes])
+        torch._foreach_copy_(
+            [tensor for _, tensor in shared],
+            [
+                own.shard(whole.view(own.rows.size, own.columns.size), mesh.rank)
+                for (own, _), whole in zip(shared, summed, strict=True)
+            ],
+        )
 
     @torch.no_grad()
     def norm(self, parts: Matrices) -> Tensor:
         """The Euclidean norm (fp64, scalar) of the whole matrices, each element counted once."""
+        by_holders: dict[int, list[Tensor]] = {}
+        for name, partition in self.pairs.items():
+            for own, tensor in zip((partition.a, partition.b), parts[name], strict=True):
+                by_holders.setdefault(own.holders, []).append(tensor)
         squares = [
-            tensor.double().square().sum() / own.holders
-            for name, partition in self.pairs.items()
-            for own, tensor in zip((partition.a, partition.b), parts[name], strict=True)
+            torch.stack(torch._foreach_norm(tensors)).double().square().sum() / holders
+            for holders, tensors in by_holders.items()
         ]
         return self.sharding.mesh.all_reduce(torch.stack(squares).sum()).sqrt()
 

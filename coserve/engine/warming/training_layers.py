@@ -11,8 +11,11 @@ from coserve.errors import UnsupportedBase
 from coserve.generate.execution.start import WarmKernels
 from coserve.model.agreement import FailedTogether
 from coserve.model.training.compiled_layers import CompiledLayers
+from coserve.parallel.lora import Strategy
 
 log = logging.getLogger(__name__)
+
+FULLY_SHARDED = "training: with lora_sharding slora, layers of jobs without bd_blocks run without CUDA graphs"
 
 
 def make_training_layers(
@@ -32,7 +35,8 @@ def make_training_layers(
         note = training_note(error)
         log.warning("%s", note, exc_info=None if isinstance(error, FailedTogether | UnsupportedBase) else error)
         return None, (note,)
-    return layers, ()
+    sharding = parts.base.sharding
+    return layers, (FULLY_SHARDED,) if sharding is not None and sharding.strategy is Strategy.SLORA else ()
 
 
 def compile_layers(layers: CompiledLayers) -> str:

@@ -1,0 +1,52 @@
+"""Memory of one-kernel all-reduces (`kernels.collectives.push_sum`) that the GPUs of one host share over NVLink."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from coserve.kernels.collectives.push_sum import push_sum
+
+
+class PushSum:
+    """Sums of up to `most` bytes, each block of the kernel those of `block_bytes`."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, most: int, block_bytes: int) -> None:
+        """All ranks call this at once. Raises `RuntimeError` where their GPUs cannot read each other's memory."""
+        self.most, self._block_bytes, self._rank = most, block_bytes, group.rank()
+        blocks, ranks = most // block_bytes, group.size()
+        self._own, self._buffers = shared_bytes(2 * ranks * most, group, device)
+        flags, self._flags_of_ranks = shared_bytes(4 * ranks * blocks, group, device)
+        self._flags = flags.view(torch.int32)
+        self._counts = torch.zeros(blocks, dtype=torch.int32, device=device)
+        torch.cuda.synchronize(device)
+        dist.barrier(group)  # all flags are zero
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' `x` (contiguous, of a floating dtype), in a new tensor."""
+        out = torch.empty_like(x)
+        push_sum(
+            x,
+            out,
+            self._own,
+            self._buffers,
+            self._flags,
+            self._flags_of_ranks,
+            self._counts,
+            self._rank,
+            self._block_bytes,
+        )
+        return out
+
+
+def shared_bytes(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Zeros (uint8) in memory that the other ranks may read and write, and the addresses (int64, N) of all ranks'. All ranks call this at once.
+    Raises `RuntimeError` where they cannot."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    own = symmetric.empty(size, dtype=torch.uint8, device=device)
+    handle = symmetric.rendezvous(own, group)
+    if handle.multicast_ptr:
+        raise RuntimeError("expected symmetric memory without multicast")
+    return own.zero_(), torch.tensor([*handle.buffer_ptrs], dtype=torch.int64, device=device)

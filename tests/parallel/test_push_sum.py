@@ -1,0 +1,67 @@
+"""The one-kernel all-reduce between processes that share memory, in Triton's interpreter: the same sums on all ranks, whoever comes first."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from coserve.kernels.collectives.push_sum import push_sum
+from coserve.parallel.mesh import Mesh
+from tests.support.ranks import Ranks
+
+BLOCK_BYTES, BLOCKS = 64, 5
+SIZES = (16, 80, 1, 33, 80, 16)
+"""Numbers; the last block is full or not."""
+
+
+def _sums(mesh: Mesh, folder: str, dtype: torch.dtype) -> list[list[float]]:
+    ranks, rank = mesh.size, mesh.rank
+    own_bytes, flag_bytes = 2 * ranks * BLOCKS * BLOCK_BYTES, 4 * ranks * BLOCKS
+    owns, flags = (
+        [torch.from_file(f"{folder}/{name}-{each}", shared=True, size=size, dtype=torch.uint8) for each in range(ranks)]
+        for name, size in (("own", own_bytes), ("flags", flag_bytes))
+    )
+    counts = torch.full((BLOCKS,), 2**31 - 4, dtype=torch.int32)  # they wrap around
+    flags[rank].view(torch.int32).fill_(2**31 - 4)
+    mesh.all_reduce(torch.zeros(1))
+    found, chance = [], random.Random(rank)
+    for number, size in enumerate(SIZES):
+        generator = torch.Generator().manual_seed(100 * number + rank)
+        x = torch.randint(-9, 9, (size * 4 // dtype.itemsize,), generator=generator).to(dtype)
+        out = torch.empty_like(x)
+        time.sleep(chance.random() / 20)
+        addresses = [torch.tensor([one.data_ptr() for one in each], dtype=torch.int64) for each in (owns, flags)]
+        push_sum(
+            x,
+            out,
+            owns[rank],
+            addresses[0],
+            flags[rank].view(torch.int32),
+            addresses[1],
+            counts,
+            rank,
+            BLOCK_BYTES,
+        )
+        found.append(out.tolist())
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_rank_has_the_sums(ranks: Ranks, tmp_path: Path, dtype: torch.dtype) -> None:
+    first, *others = ranks.run(_sums, str(tmp_path), dtype)
+    for number, size in enumerate(SIZES):
+        drawn = [
+            torch.randint(
+                -9,
+                9,
+                (size * 4 // dtype.itemsize,),
+                generator=torch.Generator().manual_seed(100 * number + rank),
+            )
+            for rank in range(1 + len(others))
+        ]
+        assert first[number] == torch.stack(drawn).sum(0).tolist()
+    assert all(other == first for other in others)
