@@ -59,7 +59,8 @@ class Run:
         key = bdlora_results.key_of(item, self._ranks.size)
         if key in self._done:
             return
-        if time.monotonic() > self._deadline or (item.model not in self._layers and not self._build(item)):
+        there = item.what == "messages" or item.model in self._layers
+        if time.monotonic() > self._deadline or not (there or self._build(item)):
             self.left.append(key)
             return
         self._done.add(key)
@@ -77,7 +78,7 @@ class Run:
                 found = self._call(item, item.model, item.variant, item.load)
             case _:
                 found = self._call(item, item.model, item.repeats)
-        found["layers"] = self._layers[item.model]
+        found["layers"] = self._layers.get(item.model, 0)
         bdlora_results.put(self._results, item, self._ranks.size, found, round(time.monotonic() - began, 2))
 
     def _build(self, item: Item) -> bool:

@@ -163,7 +163,8 @@ class Plan:
     def models(self, parts: Sequence[str]) -> list[str]:
         """The bases of these parts, in the order in which they are built. Of `smoke` all: a later run finds them compiled."""
         wanted = PARTS if "smoke" in parts else parts
-        return list(dict.fromkeys(item.model for part in wanted for item in self.items(part)))
+        items = [item for part in wanted for item in self.items(part)]
+        return list(dict.fromkeys(item.model for item in items if item.what != "messages"))
 
     def _variants(self, shape: str) -> list[Variant]:
         return [Variant(shape, strategy, rank) for rank in self.ranks for strategy in self.strategies]
