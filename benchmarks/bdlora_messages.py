@@ -55,13 +55,12 @@ def all_reduce_us(mesh: Mesh) -> dict[str, float]:
         "two_shot": two_shot,
         "mesh": mesh.all_reduce,
     }
-    for block in (1024, 2048, 4096, 8192, 16384):
-        methods[f"push_{block}"] = PushSum(group, device, most=16 << 20, block_bytes=block)
+    for block in (2048, 8192):
+        methods[f"push_{block}"] = PushSum(group, device, most=SIZES_KIB[-1] << 10, block_bytes=block)
     found = dict[str, float]()
     for method, run in methods.items():
         for kib in SIZES_KIB:
-            if not method.startswith("push") or kib <= 16384:
-                found[f"{method}.{kib}"] = _time(run, kib * 512, mesh, device)
+            found[f"{method}.{kib}"] = _time(run, kib * 512, mesh, device)
     return found
 
 

@@ -172,6 +172,8 @@ def _notes(base: Base, generator: Generator, parts: EngineParts) -> tuple[str, .
     if base.spec.context_note:
         log.warning("%s", base.spec.context_note)
         notes += (base.spec.context_note,)
+    if base.sharding is not None and base.sharding.mesh.note:
+        notes += (base.sharding.mesh.note,)
     if config.load_format == "dummy":
         notes += ("the base's weights are random (load_format dummy): its texts mean nothing",)
     if base.device.type == "cpu" and torch.get_num_threads() > EXACT_THREADS:

@@ -51,3 +51,20 @@ def judge(outcomes: Sequence[Outcome]) -> Verdict:
     first = next((outcome for outcome in own if outcome.code == CAPTURE_FAILED), own[0])
     curable = all(outcome.code in (JobOutOfMemory.code, CAPTURE_FAILED) for outcome in own)
     return Verdict(first.code, first.message, retry=curable and together)
+
+
+@dataclass(frozen=True)
+class Retry:
+    """How all ranks begin an optimizer step again."""
+
+    lower: bool
+    """With less memory; else without the graphs that there are."""
+    stop_graphs: str = ""
+    """Why there are no graphs from now on; empty: there may be."""
+
+
+def how_to_retry(verdict: Verdict, *, graphs: bool) -> Retry:
+    """Of a verdict to `retry`. `graphs`: graphs hold memory on rank 0, which decides for all ranks, so that their batches have the same sizes."""
+    if verdict.code == CAPTURE_FAILED:
+        return Retry(lower=False, stop_graphs=verdict.message)
+    return Retry(lower=not graphs)

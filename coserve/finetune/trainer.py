@@ -37,7 +37,7 @@ from coserve.finetune.loop import SliceTimer, TrainingLoop
 from coserve.finetune.lora_tensors import cast
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.outcome import CAPTURE_FAILED, PEER_FAILED, Outcome
+from coserve.finetune.outcome import CAPTURE_FAILED, PEER_FAILED, Outcome, Retry
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.passes.passes import TrainingPasses
 from coserve.finetune.passes.training_pass import TrainingPass
@@ -207,15 +207,15 @@ class Trainer:
         """CUDA graphs of layers hold memory."""
         return self._graphs is not None and self._graphs.in_use
 
-    def retry(self, job: str, *, lower: bool, stop_graphs: str = "") -> list[FromEngine]:
-        """After an `attempt` that failed on some rank: every rank begins the optimizer step again, without the graphs that there are. `lower`: and with
-        less memory; empty: nothing is left to lower. `stop_graphs`: why there are none from now on."""
+    def retry(self, job: str, how: Retry) -> list[FromEngine]:
+        """After an `attempt` that failed on some rank: every rank begins the optimizer step again. Empty: it needs less memory, and nothing is left to
+        lower, or there is nothing to tell."""
         training = self._jobs[job]
         self._passes.abandon(training)  # also where this rank's own slice succeeded
         self._passes.release_memory()
-        if self._graphs is not None and stop_graphs:
-            self._graphs.stop(stop_graphs)
-        return self._passes.lower_memory(training) if lower else []
+        if self._graphs is not None and how.stop_graphs:
+            self._graphs.stop(how.stop_graphs)
+        return self._passes.lower_memory(training) if how.lower else []
 
     def limit(self, job: str, treatment: Treatment) -> None:
         """How the job's micro-batches are computed, as memory was planned."""

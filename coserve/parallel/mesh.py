@@ -87,6 +87,8 @@ class Mesh:
 
     rank: int = 0
     size: int = 1
+    note: str = ""
+    """What an operator should know of how it sends."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()

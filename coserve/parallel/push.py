@@ -8,6 +8,9 @@ from torch import Tensor
 
 from coserve.kernels.collectives.push_sum import push_sum
 
+ALIGNMENT = 16
+"""Bytes of a vector that the kernel reads at once."""
+
 
 class PushSum:
     """Sums of up to `most` bytes, each block of the kernel those of `block_bytes`."""
@@ -16,15 +19,15 @@ class PushSum:
         """All ranks call this at once. Raises `RuntimeError` where their GPUs cannot read each other's memory."""
         self.most, self._block_bytes, self._rank = most, block_bytes, group.rank()
         blocks, ranks = most // block_bytes, group.size()
-        self._own, self._buffers = shared_bytes(2 * ranks * most, group, device)
-        flags, self._flags_of_ranks = shared_bytes(4 * ranks * blocks, group, device)
+        self._own, self._buffers = _shared_bytes(2 * ranks * most, group, device)
+        flags, self._flags_of_ranks = _shared_bytes(4 * ranks * blocks, group, device)
         self._flags = flags.view(torch.int32)
         self._counts = torch.zeros(blocks, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)
         dist.barrier(group)  # all flags are zero
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' `x` (contiguous, of a floating dtype), in a new tensor."""
+        """The sum of all ranks' `x` (contiguous, aligned, of a floating dtype, up to `most` bytes), in a new tensor."""
         out = torch.empty_like(x)
         push_sum(
             x,
@@ -40,7 +43,7 @@ class PushSum:
         return out
 
 
-def shared_bytes(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, Tensor]:
+def _shared_bytes(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, Tensor]:
     """Zeros (uint8) in memory that the other ranks may read and write, and the addresses (int64, N) of all ranks'. All ranks call this at once.
     Raises `RuntimeError` where they cannot."""
     import torch.distributed._symmetric_memory as symmetric

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 
 from coserve.cancellation import Cancellation
+from coserve.corpus.tokenized import Corpus
 from coserve.errors import JobOutOfMemory
 from coserve.finetune.layers.eager import EagerLayerPass
+from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.outcome import Outcome, Verdict, judge
+from coserve.finetune.outcome import CAPTURE_FAILED, Outcome, Verdict, how_to_retry, judge
 from coserve.finetune.passes import training_pass
 from coserve.model.layers import LayerCut
 from coserve.model.training.compiled_layers import CompiledLayers, CompiledPass
@@ -22,6 +24,7 @@ from coserve.model.training.running_pass import RunningPass
 from coserve.model.training.trace import interpreted
 from coserve.parallel.mesh import Mesh
 from tests.support.finetuning import Bench, job_spec, random_corpus
+from tests.support.layer_graphs import RepeatingRecorder
 from tests.support.lora_backends import GROUPED, SEGMENTED
 from tests.support.memory_faults import Point, out_of_memory, out_of_memory_at
 from tests.support.ranks import Ranks
@@ -40,6 +43,8 @@ POINTS: dict[str, tuple[Point, ...]] = {
     "after a forward": ((EagerLayerPass, "forward"),),
     "after a backward": ((EagerLayerPass, "backward"),),
 }
+CAPTURES = {"capture": RuntimeError("no capture"), "memory of a capture": torch.OutOfMemoryError("CUDA out of memory.")}
+"""What recordings of graphs raise."""
 SIZE = 2
 
 
@@ -56,6 +61,8 @@ class Trained(NamedTuple):
     """Of the points, on the rank that fails."""
     together: bool
     """Whether a collective after it all gives every rank the same."""
+    notes: tuple[str, ...]
+    """Of the trainer, at the end."""
 
 
 @pytest.fixture(scope="module")
@@ -63,21 +70,32 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_base(tmp_path_factory.mktemp("base"))
 
 
+def _corpus(points: str) -> Corpus:
+    """For graphs of batches that are alike."""
+    return random_corpus(lengths=(8,) * 10 if points in CAPTURES else (9, 5, 12, 3, 7, 8, 6, 11))
+
+
 def _train(mesh: Mesh, base: str, root: str, points: str, fails: tuple[int, ...], at: int) -> Trained:
     """Slices of a job as `RankedTrainer` and followers run them; what the points of rank 1 raise at calls `fails`."""
     loaded, layers, lora_backend = load(base, mesh), None, GROUPED
-    if points == "compiled":
+    if points in ("compiled", *CAPTURES):
         layers, lora_backend = CompiledLayers(loaded, LayerCut(loaded), interpreted), SEGMENTED
         layers.compile()
-    bench = Bench(loaded, Path(root), compiled=layers, lora_backend=lora_backend)
-    corpus = random_corpus(lengths=(9, 5, 12, 3, 7, 8, 6, 11))
-    spec = job_spec(corpus, steps=3, validation_split=0.3, eval_steps=2, bd_blocks=2)
+    own_captures = fails if points in CAPTURES and mesh.rank == at else ()
+    graphs = None
+    if layers is not None and points in CAPTURES:
+        recorder = RepeatingRecorder(lambda number: CAPTURES[points] if number in own_captures else None)
+        graphs = LayerGraphs(layers, lambda: recorder, least_step=8)
+    bench = Bench(loaded, Path(root), compiled=layers, graphs=graphs, lora_backend=lora_backend)
+    corpus = _corpus(points)
+    size = {"steps": 6, "r": 16} if graphs else {"steps": 3}
+    spec = job_spec(corpus, validation_split=0.3, eval_steps=2, bd_blocks=2, **size)
     trainer = bench.trainer
     trainer.load(spec, Cancellation())()
     losses, verdicts = list[float](), list[Verdict]()
     late = points.startswith("after")
     error = _once_others_ended if late else out_of_memory
-    own_points = POINTS[points] if mesh.rank == at else ()
+    own_points = POINTS.get(points, ()) if mesh.rank == at else ()
     with out_of_memory_at(own_points, lambda call: call in fails, after=late, error=error) as faults:
         while not trainer.finished(spec.id):
             own = trainer.attempt(spec.id, 2)
@@ -86,19 +104,23 @@ def _train(mesh: Mesh, base: str, root: str, points: str, fails: tuple[int, ...]
             verdict = judge(everyone)
             if verdict.code:
                 verdicts.append(verdict)
-            if verdict.retry and trainer.retry(spec.id, lower=True):
-                continue
+            if verdict.retry:
+                held = [False] * SIZE
+                dist.all_gather_object(held, trainer.has_graphs)
+                how = how_to_retry(verdict, graphs=held[0])
+                if trainer.retry(spec.id, how) or not how.lower:
+                    continue
             if verdict.code:
                 break
             losses += [] if own.metrics is None else [own.metrics.loss]
     trainer.drop(spec.id)
     same = mesh.all_reduce(torch.ones(3)).tolist() == [float(SIZE)] * 3
-    return Trained(losses, verdicts, faults.calls, same)
+    return Trained(losses, verdicts, faults.calls, same, trainer.notes)
 
 
 def train(ranks: Ranks, base: str, root: Path, points: str, *fails: int, at: int = 1) -> Trained:
     """On both ranks, which come to the same end."""
-    corpus = random_corpus(lengths=(9, 5, 12, 3, 7, 8, 6, 11))
+    corpus = _corpus(points)
     bench = Bench(load(base), root)
     bench.place(corpus, job_spec(corpus))
     found = ranks.run(_train, base, str(root), points, fails, at)
@@ -163,3 +185,24 @@ def test_an_update_that_fails_on_one_rank_ends_the_job(two: Ranks, base: str, tm
     found = train(two, base, tmp_path, "update", 1)
     assert len(found.losses) == 1
     assert [(one.code, one.retry) for one in found.verdicts] == [(JobOutOfMemory.code, False)]
+
+
+@pytest.mark.parametrize(
+    ("points", "code"),
+    [
+        ("capture", CAPTURE_FAILED),
+        pytest.param("memory of a capture", JobOutOfMemory.code, marks=pytest.mark.slow),
+    ],
+)
+def test_a_capture_that_fails_on_one_rank_costs_the_step_and_the_graphs_of_all(
+    two: Ranks, base: str, tmp_path: Path, points: str, code: str
+) -> None:
+    """And nothing else: batches keep their sizes."""
+    for name in ("clean", "fails"):
+        (tmp_path / name).mkdir()
+    expected = train(two, base, tmp_path / "clean", points)
+    assert not expected.verdicts and not expected.notes
+    found = train(two, base, tmp_path / "fails", points, 1)
+    assert [(one.code, one.retry) for one in found.verdicts] == [(code, True)]
+    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
+    assert [note for note in found.notes if "no capture" in note] == [*found.notes][: int(code == CAPTURE_FAILED)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from coserve.admission.treatment import Treatment
+from coserve.finetune.outcome import Retry
 from coserve.generate.execution.interface import StepInput
 from coserve.types import AdapterDigests, AdapterRef, JobSpec
 
@@ -134,8 +135,7 @@ class RetryJob(Command, frozen=True):
     """See `Trainer.retry`."""
 
     job: str
-    lower: bool
-    stop_graphs: str
+    how: Retry
 
 
 class ReleaseMemory(Command, frozen=True):

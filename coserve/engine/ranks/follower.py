@@ -126,8 +126,8 @@ class Follower:
             case AdvanceJob():
                 outcome = self._parts.trainer.attempt(command.job, command.micro_steps)
                 self._commands.send(Answer(command.number, outcome.position, outcome.code, outcome.message))
-            case RetryJob(job, lower, stop_graphs):
-                self._parts.trainer.retry(job, lower=lower, stop_graphs=stop_graphs)
+            case RetryJob(job, how):
+                self._parts.trainer.retry(job, how)
             case ReleaseMemory():
                 self._parts.trainer.release_memory()
             case LimitJob(job, treatment):

@@ -25,7 +25,7 @@ from coserve.engine.ranks.commands import (
 )
 from coserve.engine.ranks.followers import Followers, RankLost
 from coserve.errors import CoserveError, EngineFault, StorageError
-from coserve.finetune.outcome import CAPTURE_FAILED, Outcome, judge
+from coserve.finetune.outcome import Outcome, how_to_retry, judge
 from coserve.finetune.publication import snapshot_without_memory, waiting_for_disk
 from coserve.finetune.trainer import Trainer
 from coserve.gpu_memory import TrainingCosts
@@ -105,13 +105,10 @@ class RankedTrainer:
             theirs = [Outcome(answer.value, answer.code, answer.message) for answer in answers.settle()]
         verdict = judge([own, *theirs])
         if verdict.retry:
-            stop_graphs = verdict.message if verdict.code == CAPTURE_FAILED else ""
-            lower = not (
-                stop_graphs or self._local.has_graphs
-            )  # rank 0 decides for all: the sizes of batches are to be the same
-            self._followers.send(RetryJob(job, lower, stop_graphs))
-            notes = self._local.retry(job, lower=lower, stop_graphs=stop_graphs)
-            if notes or not lower:
+            how = how_to_retry(verdict, graphs=self._local.has_graphs)
+            self._followers.send(RetryJob(job, how))
+            notes = self._local.retry(job, how)
+            if notes or not how.lower:
                 return notes
         if verdict.code:
             return [JobFailed(id=job, code=verdict.code, message=verdict.message)]

@@ -1,0 +1,64 @@
+"""Collectives of a CUDA graph on ranks that run a slice: all of them begin when it is launched, or none does."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from coserve.model.agreement import FailedTogether, on_all_ranks
+from coserve.parallel.mesh import GroupMesh, Mesh
+from tests.support.ranks import Ranks
+
+CPU = torch.device("cpu")
+
+
+def _launched(mesh: Mesh, fails_first: bool) -> tuple[dict[str, int], bool]:
+    """Rank 1 fails before or after rank 0 launches a graph of two collectives, played here by the collectives themselves. What was counted, and whether
+    ranks are together after it."""
+    assert isinstance(mesh, GroupMesh)
+    own, parts = torch.ones(5), torch.ones(2, 7)
+
+    def work() -> None:
+        with mesh.traffic.held() as begins:
+            mesh.traffic.add("all_reduce", own)
+            mesh.traffic.add("all_gather", parts[0])
+        assert not mesh.traffic.calls, "nothing has begun"
+        if mesh.rank == 1:
+            time.sleep(0.0 if fails_first else 0.3)
+            raise ValueError("no graph")
+        time.sleep(0.3 if fails_first else 0.0)
+        begins()
+        dist.all_reduce(own, group=mesh.group)
+        dist.all_gather_into_tensor(parts.view(-1), torch.ones(7), group=mesh.group)
+
+    with pytest.raises(FailedTogether):
+        on_all_ranks(mesh, CPU, work)
+    counted = dict(mesh.traffic.calls)
+    return counted, mesh.all_reduce(torch.ones(3)).tolist() == [float(mesh.size)] * 3
+
+
+@pytest.mark.parametrize("fails_first", [True, False])
+def test_a_rank_that_fails_takes_part_in_all_that_another_has_launched(two: Ranks, fails_first: bool) -> None:
+    own, other = two.run(_launched, fails_first)
+    assert own[1] and other[1]
+    # The reports of ranks, and what rank 0 had launched, which rank 1 then runs with zeros.
+    launched = {"all_gather": 1} if fails_first else {"all_reduce": 1, "all_gather": 2}
+    assert own[0] == other[0] == launched
+
+
+def _counted(mesh: Mesh) -> list[dict[str, int]]:
+    found = []
+    with mesh.traffic.held() as begins:
+        mesh.traffic.add("all_reduce", torch.ones(4, dtype=torch.bfloat16))
+    for _ in range(2):
+        found.append(dict(mesh.traffic.calls) | {"bytes": mesh.traffic.bytes["all_reduce"]})
+        begins()
+    mesh.traffic.add("all_reduce", torch.ones(1))
+    return [*found, dict(mesh.traffic.calls) | {"bytes": mesh.traffic.bytes["all_reduce"]}]
+
+
+def test_each_launch_counts() -> None:
+    assert _counted(Mesh()) == [{"bytes": 0}, {"all_reduce": 1, "bytes": 8}, {"all_reduce": 3, "bytes": 20}]
