@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -56,12 +57,19 @@ def all_reduce_us(mesh: Mesh) -> dict[str, float]:
         "mesh": mesh.all_reduce,
     }
     for block in (2048, 8192):
-        methods[f"push_{block}"] = PushSum(group, device, most=SIZES_KIB[-1] << 10, block_bytes=block)
+        methods[f"push_{block}"] = partial(_sum, PushSum(group, device, most=SIZES_KIB[-1] << 10, block_bytes=block))
+    dist.barrier(group)
     found = dict[str, float]()
     for method, run in methods.items():
         for kib in SIZES_KIB:
             found[f"{method}.{kib}"] = _time(run, kib * 512, mesh, device)
     return found
+
+
+def _sum(push: PushSum, x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    push(x, out)
+    return out
 
 
 def _time(run: Callable[[Tensor], Tensor], numbers: int, mesh: Mesh, device: torch.device) -> float:

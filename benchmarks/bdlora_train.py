@@ -39,7 +39,9 @@ def compiled_runner(base: Base) -> MicroBatchRunner:
     make = partial(GraphMemory, stream)
     if base.sharding is not None:
         make = partial(make, held=base.sharding.mesh.traffic.held)
-    return MicroBatchRunner(base, recompute=False, compiled=compiled, graphs=LayerGraphs(compiled, make))
+    return MicroBatchRunner(
+        base, recompute=False, compiled=compiled, graphs=LayerGraphs(compiled, make, ranks=base.sharding is not None)
+    )
 
 
 def train_steps(

@@ -239,5 +239,4 @@ class EngineParts:
         stream = captures or torch.cuda.Stream(device, priority=TRAINING_PRIORITY)  # type: ignore[no-untyped-call]
         if (sharding := self.base.sharding) is None:
             return LayerGraphs(compiled, partial(GraphMemory, stream))
-        traffic = sharding.mesh.traffic
-        return LayerGraphs(compiled, partial(GraphMemory, stream, traffic.held))
+        return LayerGraphs(compiled, partial(GraphMemory, stream, sharding.mesh.traffic.held), ranks=True)

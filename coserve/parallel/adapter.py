@@ -98,7 +98,7 @@ class AdapterPartition:
 
     @torch.no_grad()
     def norm(self, parts: Matrices) -> Tensor:
-        """The Euclidean norm (fp64, scalar) of the whole matrices, each element counted once."""
+        """The Euclidean norm (fp64, scalar) of the whole matrices, each element counted once. Each matrix's own is computed in its dtype."""
         by_holders: dict[int, list[Tensor]] = {}
         for name, partition in self.pairs.items():
             for own, tensor in zip((partition.a, partition.b), parts[name], strict=True):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from coserve.parallel.mesh import GroupMesh, Mesh
-from coserve.parallel.symmetric import forbid_multicast, symmetric_mesh
+from coserve.parallel.symmetric import set_up_collectives, symmetric_mesh
 
 
 def join(rank: int, size: int, *, address: str, device: torch.device, timeout: float) -> Mesh:
@@ -24,7 +24,7 @@ def join(rank: int, size: int, *, address: str, device: torch.device, timeout: f
         return Mesh()
     cuda = device.type == "cuda"
     if cuda:
-        forbid_multicast()
+        set_up_collectives()
         device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group(
         "nccl" if cuda else "gloo",

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from coserve.errors import EngineFault
 from coserve.parallel.guard import NoPeers, SliceGuard
 
 _ALL_GATHER: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -23,12 +24,12 @@ _ALL_GATHER: Callable[..., object] = getattr(dist, "all_gather_single", dist.all
 
 
 ONE_SHOT_BYTES = {2: 1 << 20, 4: 1 << 20, 8: 1 << 18}
-"""Largest message of a one-shot all-reduce (`SymmetricMesh`), by ranks. Of eight ranks not measured."""
+"""Largest message whose sum takes a `SymmetricMesh` less time than an all-gather takes NCCL, by ranks. Of eight ranks not measured."""
 ONE_SHOT_ALIGNMENT = 16
 
 
 def fits_one_shot(size: int, ranks: int) -> bool:
-    """Whether `SymmetricMesh` sums `size` bytes in one kernel."""
+    """Whether a `SymmetricMesh` sums `size` bytes faster than NCCL gathers them."""
     return 0 < size <= ONE_SHOT_BYTES.get(ranks, 0) and size % ONE_SHOT_ALIGNMENT == 0
 
 
@@ -67,13 +68,25 @@ class Traffic:
             self.bytes[name] += numbers * dtype.itemsize
 
     @contextmanager
-    def held(self) -> Iterator[Callable[[], None]]:
-        """Around the capture of a CUDA graph: collectives inside do not begin. Call what it gives ahead of each launch of the graph, when all
-        of them do."""
+    def held(self) -> Iterator[Callable[[Callable[[], None]], None]]:
+        """Around the capture of a CUDA graph: collectives inside do not begin. What it gives launches the graph, with which all of them do. It
+        raises `EngineFault` where the launch of a graph with collectives fails: the other ranks wait for them."""
         found: list[Collective] = []
+
+        def launch(graph: Callable[[], None]) -> None:
+            self.begin(found)
+            try:
+                graph()
+            except RuntimeError as error:
+                if found:
+                    raise EngineFault(
+                        "a CUDA graph could not be launched, and other ranks wait for its sums"
+                    ) from error
+                raise
+
         self._held = found
         try:
-            yield lambda: self.begin(found)
+            yield launch
         finally:
             self._held = None
 
@@ -133,15 +146,15 @@ class GroupMesh(Mesh):
         self.rank, self.size = group.rank(), group.size()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        self.traffic.add("all_reduce", x)
         x = x.contiguous()
+        self.traffic.add("all_reduce", x)  # from here on the other ranks wait for this one: what may fail comes first
         dist.all_reduce(x, group=self.group)
         return x
 
     def all_gather_parts(self, x: Tensor) -> Tensor:
+        x, parts = x.contiguous(), x.new_empty((self.size, *x.shape))
         self.traffic.add("all_gather", x)
-        parts = x.new_empty((self.size, *x.shape))
-        _ALL_GATHER(parts.view(-1), x.contiguous().view(-1), group=self.group)
+        _ALL_GATHER(parts.view(-1), x.view(-1), group=self.group)
         return parts
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:

@@ -19,16 +19,15 @@ class PushSum:
         """All ranks call this at once. Raises `RuntimeError` where their GPUs cannot read each other's memory."""
         self.most, self._block_bytes, self._rank = most, block_bytes, group.rank()
         blocks, ranks = most // block_bytes, group.size()
-        self._own, self._buffers = _shared_bytes(2 * ranks * most, group, device)
-        flags, self._flags_of_ranks = _shared_bytes(4 * ranks * blocks, group, device)
+        self._own, self._buffers = _shared_bytes(2 * (ranks - 1) * most, group, device)
+        flags, self._flags_of_ranks = _shared_bytes(4 * (ranks - 1) * blocks, group, device)
         self._flags = flags.view(torch.int32)
         self._counts = torch.zeros(blocks, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)
-        dist.barrier(group)  # all flags are zero
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' `x` (contiguous, aligned, of a floating dtype, up to `most` bytes), in a new tensor."""
-        out = torch.empty_like(x)
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """Writes the sum of all ranks' `x` into `out` (both contiguous, aligned, of one floating dtype, up to `most` bytes). The first time, all ranks
+        must have made theirs: flags are zero then. Allocates nothing."""
         push_sum(
             x,
             out,
@@ -40,7 +39,6 @@ class PushSum:
             self._rank,
             self._block_bytes,
         )
-        return out
 
 
 def _shared_bytes(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -64,7 +64,7 @@ def _train(mesh: Mesh, folder: str, strategy: str, kind: Kind, layers: str) -> L
         compiled.compile()
     if compiled is not None and layers == "graphs":
         stream = torch.cuda.Stream(base.device, priority=TRAINING_PRIORITY)
-        graphs = LayerGraphs(compiled, lambda: GraphMemory(stream, mesh.traffic.held))
+        graphs = LayerGraphs(compiled, lambda: GraphMemory(stream, mesh.traffic.held), ranks=True)
     runner = MicroBatchRunner(base, recompute=False, compiled=compiled, graphs=graphs)
     whole = whole_adapter(base.spec, kind)
     settings = TrainingSettings(steps=STEPS, learning_rate=0.02)

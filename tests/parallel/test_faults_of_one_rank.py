@@ -85,7 +85,7 @@ def _train(mesh: Mesh, base: str, root: str, points: str, fails: tuple[int, ...]
     graphs = None
     if layers is not None and points in CAPTURES:
         recorder = RepeatingRecorder(lambda number: CAPTURES[points] if number in own_captures else None)
-        graphs = LayerGraphs(layers, lambda: recorder, least_step=8)
+        graphs = LayerGraphs(layers, lambda: recorder, least_step=8, ranks=True)
     bench = Bench(loaded, Path(root), compiled=layers, graphs=graphs, lora_backend=lora_backend)
     corpus = _corpus(points)
     size = {"steps": 6, "r": 16} if graphs else {"steps": 3}

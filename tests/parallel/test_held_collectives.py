@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from coserve.errors import EngineFault
 from coserve.model.agreement import FailedTogether, on_all_ranks
 from coserve.parallel.mesh import GroupMesh, Mesh
 from tests.support.ranks import Ranks
@@ -22,7 +23,11 @@ def _launched(mesh: Mesh, fails_first: bool) -> tuple[dict[str, int], bool]:
     own, parts = torch.ones(5), torch.ones(2, 7)
 
     def work() -> None:
-        with mesh.traffic.held() as begins:
+        def graph() -> None:
+            dist.all_reduce(own, group=mesh.group)
+            dist.all_gather_into_tensor(parts.view(-1), torch.ones(7), group=mesh.group)
+
+        with mesh.traffic.held() as launch:
             mesh.traffic.add("all_reduce", own)
             mesh.traffic.add("all_gather", parts[0])
         assert not mesh.traffic.calls, "nothing has begun"
@@ -30,9 +35,7 @@ def _launched(mesh: Mesh, fails_first: bool) -> tuple[dict[str, int], bool]:
             time.sleep(0.0 if fails_first else 0.3)
             raise ValueError("no graph")
         time.sleep(0.3 if fails_first else 0.0)
-        begins()
-        dist.all_reduce(own, group=mesh.group)
-        dist.all_gather_into_tensor(parts.view(-1), torch.ones(7), group=mesh.group)
+        launch(graph)
 
     with pytest.raises(FailedTogether):
         on_all_ranks(mesh, CPU, work)
@@ -51,14 +54,29 @@ def test_a_rank_that_fails_takes_part_in_all_that_another_has_launched(two: Rank
 
 def _counted(mesh: Mesh) -> list[dict[str, int]]:
     found = []
-    with mesh.traffic.held() as begins:
+    with mesh.traffic.held() as launch:
         mesh.traffic.add("all_reduce", torch.ones(4, dtype=torch.bfloat16))
     for _ in range(2):
         found.append(dict(mesh.traffic.calls) | {"bytes": mesh.traffic.bytes["all_reduce"]})
-        begins()
+        launch(lambda: None)
     mesh.traffic.add("all_reduce", torch.ones(1))
     return [*found, dict(mesh.traffic.calls) | {"bytes": mesh.traffic.bytes["all_reduce"]}]
 
 
 def test_each_launch_counts() -> None:
     assert _counted(Mesh()) == [{"bytes": 0}, {"all_reduce": 1, "bytes": 8}, {"all_reduce": 3, "bytes": 20}]
+
+
+def test_a_graph_with_collectives_that_cannot_be_launched_ends_the_engine() -> None:
+    """Without any, its error is the job's."""
+
+    def graph() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    traffic = Mesh().traffic
+    for collectives, error in ((0, torch.OutOfMemoryError), (1, EngineFault)):
+        with traffic.held() as launch:
+            for _ in range(collectives):
+                traffic.add("all_reduce", torch.ones(4))
+        with pytest.raises(error):
+            launch(graph)

@@ -20,7 +20,7 @@ SIZES = (16, 80, 1, 33, 80, 16)
 
 def _sums(mesh: Mesh, folder: str, dtype: torch.dtype) -> list[list[float]]:
     ranks, rank = mesh.size, mesh.rank
-    own_bytes, flag_bytes = 2 * ranks * BLOCKS * BLOCK_BYTES, 4 * ranks * BLOCKS
+    own_bytes, flag_bytes = 2 * (ranks - 1) * BLOCKS * BLOCK_BYTES, 4 * (ranks - 1) * BLOCKS
     owns, flags = (
         [torch.from_file(f"{folder}/{name}-{each}", shared=True, size=size, dtype=torch.uint8) for each in range(ranks)]
         for name, size in (("own", own_bytes), ("flags", flag_bytes))

@@ -98,8 +98,8 @@ class RankedTrainer:
     def advance(
         self, job: str, micro_steps: int | None, others: Sequence[str] = (), shared_tokens: int | None = None
     ) -> list[FromEngine]:
-        """See `Trainer.advance`; each job trains alone. An error of any rank ends the job alone, or begins its optimizer step again with less memory on
-        all ranks. Raises `EngineFault` alone."""
+        """See `Trainer.advance`; each job trains alone. An error of any rank ends the job alone, or begins its optimizer step again on all ranks, with
+        less memory or without graphs. Raises `EngineFault` alone."""
         with self._followers.asked(AdvanceJob(job=job, micro_steps=micro_steps)) as answers:
             own = self._local.attempt(job, micro_steps)
             theirs = [Outcome(answer.value, answer.code, answer.message) for answer in answers.settle()]

@@ -51,11 +51,12 @@ class LayerGraphs:
         evict_after: int = 64,
         batches_without: int = 64,
         least_step: int = LEAST_STEP,
+        ranks: bool = False,
     ) -> None:
         """`make` is called for a new memory pool. At most `max_shapes` shapes have graphs; those of one are dropped for another if the last
         `evict_after` batches had other shapes. After the pool was freed, the next `batches_without` batches run without graphs.
-        `least_step`: see `padded`."""
-        self._least_step = least_step
+        `least_step`: see `padded`. `ranks`: those of other ranks are to have the same batches, and graphs for the same ones."""
+        self._least_step, self._ranks = least_step, ranks
         self._compiled, self._make = compiled, make
         self._max_shapes, self._evict_after, self._batches_without = max_shapes, evict_after, batches_without
         self._shapes: dict[Hashable, ShapeGraphs] = {}
@@ -72,8 +73,8 @@ class LayerGraphs:
         return 0 if self._recorder is None else self._recorder.bytes
 
     def padded_size(self, tokens: int) -> int:
-        """Tokens of a batch that learns, once it is filled up for graphs: also where they are off, as another rank may have them."""
-        return padded(tokens, self._least_step) if self._compiled.ready else tokens
+        """Tokens of a batch that learns, once it is filled up for graphs."""
+        return padded(tokens, self._least_step) if self._compiled.ready and (self._ranks or not self.notes) else tokens
 
     @property
     def in_use(self) -> bool:
@@ -83,9 +84,9 @@ class LayerGraphs:
     def release(self) -> bool:
         """Memory ran out, or a capture failed: free the pool. Returns whether memory was freed: that of a suspended pass is when the pass has
         ended. The batch then runs again without graphs; if memory runs out again, its job is given less."""
-        if self._recorder is None:
+        if self._recorder is None and not self._ranks:
             return False
-        freed = not self._busy
+        freed = self._recorder is not None and not self._busy
         self._free()
         self._without_left = self._batches_without
         self._releases += 1

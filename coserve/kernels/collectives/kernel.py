@@ -24,36 +24,45 @@ def push_sum(
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`own`, `flags`: of this rank, (2, N, blocks, BLOCK) and (N, blocks); `buffers`, `flags_of_ranks`: addresses of all ranks' (N). `counts`: (blocks)."""
-    block = tl.program_id(0)
+    """`own`, `flags`: of this rank, (2, N - 1, blocks, BLOCK) and (N - 1, blocks), with a place for each other rank; `buffers`, `flags_of_ranks`: addresses
+    of all ranks' (N). `counts`: (blocks). A program has every so many blocks."""
     within = tl.arange(0, BLOCK)
-    at = block * BLOCK + within
-    mask = at < numbers
-    values = tl.load(x + at, mask=mask)
-    count = tl.load(counts + block) + 1
-    half = (count & 1).to(tl.int64) * RANKS
-    for rank in tl.static_range(RANKS):
-        if rank != RANK:
-            theirs = tl.load(buffers + rank).to(own.dtype)
-            tl.store(theirs + ((half + RANK) * block_count + block) * BLOCK + within, values, mask=mask)
-    tl.debug_barrier()  # every thread has written before one of them tells
-    for rank in tl.static_range(RANKS):
-        if rank != RANK:
-            theirs = tl.load(flags_of_ranks + rank).to(flags.dtype)
-            tl.atomic_xchg(theirs + RANK * block_count + block, count, sem="release", scope="sys")
-    for rank in tl.static_range(RANKS):
-        if rank != RANK:
-            flag = flags + rank * block_count + block
-            seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-            while seen - count < 0:  # counts may wrap around
+    used = tl.cdiv(numbers, BLOCK)
+    for block in range(tl.program_id(0), used, tl.num_programs(0)):
+        at = block * BLOCK + within
+        mask = at < numbers
+        values = tl.load(x + at, mask=mask)
+        count = tl.load(counts + block) + 1
+        half = (count & 1).to(tl.int64) * (RANKS - 1)
+        for rank in tl.static_range(RANKS):
+            if rank != RANK:
+                place = RANK - (rank < RANK)
+                theirs = tl.multiple_of(tl.load(buffers + rank).to(own.dtype), 16)
+                tl.store(theirs + ((half + place) * block_count + block) * BLOCK + within, values, mask=mask)
+        tl.debug_barrier()  # every thread has written before one of them tells
+        for rank in tl.static_range(RANKS):
+            if rank != RANK:
+                place = RANK - (rank < RANK)
+                theirs = tl.load(flags_of_ranks + rank).to(flags.dtype)
+                tl.atomic_xchg(theirs + place * block_count + block, count, sem="release", scope="sys")
+    for block in range(tl.program_id(0), used, tl.num_programs(0)):
+        at = block * BLOCK + within
+        mask = at < numbers
+        count = tl.load(counts + block) + 1
+        half = (count & 1).to(tl.int64) * (RANKS - 1)
+        for rank in tl.static_range(RANKS):
+            if rank != RANK:
+                flag = flags + (rank - (rank > RANK)) * block_count + block
                 seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-    tl.debug_barrier()
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    for rank in tl.static_range(RANKS):  # in the order of ranks: the same bits everywhere
-        if rank == RANK:
-            total += values.to(tl.float32)
-        else:
-            part = own + ((half + rank) * block_count + block) * BLOCK + within
-            total += tl.load(part, mask=mask, cache_modifier=".cg").to(tl.float32)  # not what L1 may still have
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
-    tl.store(counts + block, count)
+                while seen - count < 0:  # counts may wrap around
+                    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        tl.debug_barrier()
+        total = tl.zeros([BLOCK], dtype=tl.float32)
+        for rank in tl.static_range(RANKS):  # in the order of ranks: the same bits everywhere
+            if rank == RANK:
+                total += tl.load(x + at, mask=mask).to(tl.float32)
+            else:
+                part = own + ((half + (rank - (rank > RANK))) * block_count + block) * BLOCK + within
+                total += tl.load(part, mask=mask, cache_modifier=".cg").to(tl.float32)  # not what L1 may still have
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
+        tl.store(counts + block, count)

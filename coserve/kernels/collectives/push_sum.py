@@ -1,4 +1,4 @@
-"""An all-reduce in one kernel: each rank writes its numbers into the other ranks' memory, and adds up what was written into its own.
+"""A one-shot all-reduce in one kernel: each rank writes its numbers into the other ranks' memory, and adds up what was written into its own.
 
 A block of the kernel writes its part of x to all other ranks, then a flag behind it, waits for their flags, and adds up. Data goes over NVLink once and
 nobody waits at the end: buffers alternate, and a rank that has the flags of the next sum knows that the others have read those of this one. A block's place
@@ -17,6 +17,8 @@ from coserve.kernels.collectives import kernel
 from coserve.kernels.gpu.launcher import Launcher
 
 WARPS = 4
+MOST_PROGRAMS = 1024
+"""A GPU runs so many at once: programs that wait for those of other ranks need not wait for places."""
 
 
 _launch = Launcher(kernel.push_sum)
@@ -35,11 +37,19 @@ def push_sum(
 ) -> None:
     """Writes the sum of all ranks' `x` into `out`; both are contiguous, of one dtype and shape.
 
-    `own` (bytes): 2 · N · blocks · `block_bytes`, and `flags` (int32): N · blocks, zeros at first, in memory that the other ranks write to; `buffers`,
+    `own` (bytes): 2 · (N - 1) · blocks · `block_bytes`, and `flags` (int32): (N - 1) · blocks, zeros at first, in memory that the other ranks write to; `buffers`,
     `flags_of_ranks` (int64, N): the addresses of all ranks' `own` and `flags`; `counts` (int32): `blocks`, zeros at first.
     """
     ranks, blocks, block = buffers.numel(), counts.numel(), block_bytes // x.element_size()
     used = triton.cdiv(x.numel(), block)
     assert used <= blocks, f"expected at most {blocks * block} numbers, got {x.numel()}"
     tensors = [x, out, own.view(x.dtype), buffers, flags, flags_of_ranks, counts]
-    _launch((used, 1, 1), tensors, (x.numel(), blocks), RANK=rank, RANKS=ranks, BLOCK=block, num_warps=WARPS)
+    _launch(
+        (min(used, MOST_PROGRAMS), 1, 1),
+        tensors,
+        (x.numel(), blocks),
+        RANK=rank,
+        RANKS=ranks,
+        BLOCK=block,
+        num_warps=WARPS,
+    )

@@ -36,11 +36,11 @@ class GraphMemory:
     def __init__(
         self,
         stream: torch.cuda.Stream,
-        held: Callable[[], AbstractContextManager[Callable[[], None]]] = lambda: nullcontext(_nothing),
+        held: Callable[[], AbstractContextManager[Callable[[Callable[[], None]], None]]] = lambda: nullcontext(_call),
     ) -> None:
         """`stream`: of the captures, and of nothing that other threads launch, which would be captured, too. Graphs keep its multiprocessors
-        and its priority; they run on the stream that is current then. `held` is entered around each capture; what it gives is called ahead of
-        each launch of that graph: see `Traffic.held` of ranks."""
+        and its priority; they run on the stream that is current then. `held` is entered around each capture; what it gives launches that
+        graph: see `Traffic.held` of ranks."""
         self._pool, self._stream, self._held = torch.cuda.MemPool(), stream, held
 
     @property
@@ -73,16 +73,15 @@ class GraphMemory:
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         graph = torch.cuda.CUDAGraph()
-        with self._held() as begins, captured(graph, self._pool.id, self._stream):
+        with self._held() as launch, captured(graph, self._pool.id, self._stream):
             found = run()
 
         def replay() -> None:
-            begins()
-            graph.replay()
+            launch(graph.replay)
 
         replay()
         return replay, found
 
 
-def _nothing() -> None:
-    pass
+def _call(graph: Callable[[], None]) -> None:
+    graph()
