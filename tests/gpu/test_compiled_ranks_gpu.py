@@ -52,9 +52,9 @@ def two() -> Iterator[Ranks]:
         yield ranks
 
 
-def _train(mesh: Mesh, folder: str, strategy: str, kind: Kind, layers: str) -> Learned:
+def _train(mesh: Mesh, folder: str, strategy: str, kind: Kind, layers: str, dtype: str) -> Learned:
     """Steps on one batch. `layers`: the base's "own", "compiled", or "graphs" of those."""
-    base = load_base(folder, device="cuda", dtype="float32", mesh=mesh, strategy=strategy)
+    base = load_base(folder, device="cuda", dtype=dtype, mesh=mesh, strategy=strategy)
     compiled: CompiledLayers | None = None
     graphs: LayerGraphs | None = None
     if layers == "own":
@@ -87,9 +87,9 @@ def _train(mesh: Mesh, folder: str, strategy: str, kind: Kind, layers: str) -> L
     return Learned(losses, norms, calls, 0 if graphs is None else graphs.bytes)
 
 
-def _both(two: Ranks, folder: str, strategy: str, kind: Kind, layers: str) -> Learned:
+def _both(two: Ranks, folder: str, strategy: str, kind: Kind, layers: str, dtype: str = "float32") -> Learned:
     """Of rank 0; the other one learns the same."""
-    first, other = two.run(_train, folder, strategy, kind, layers)
+    first, other = two.run(_train, folder, strategy, kind, layers, dtype)
     assert (first.losses, first.norms, first.calls) == (other.losses, other.norms, other.calls)
     found: Learned = first
     return found
@@ -109,7 +109,8 @@ def test_compiled_layers_learn_and_send_what_the_layers_themselves_do(
 @pytest.mark.parametrize(("strategy", "kind"), STRATEGIES[:2])
 def test_graphs_of_compiled_layers_learn_the_same(two: Ranks, tmp_path: Path, strategy: str, kind: Kind) -> None:
     folder = save_base(tmp_path)
-    expected, found = (_both(two, folder, strategy, kind, layers) for layers in ("compiled", "graphs"))
-    assert found.losses == pytest.approx(expected.losses, rel=5e-3)
+    # in 16 bits, as attention is one kernel there
+    expected, found = (_both(two, folder, strategy, kind, layers, "bfloat16") for layers in ("compiled", "graphs"))
+    assert found.losses == pytest.approx(expected.losses, rel=2e-2)
     assert found.graphs > 0
     assert found.calls == expected.calls, "those of graphs count when they are launched"

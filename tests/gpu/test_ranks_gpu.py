@@ -42,3 +42,23 @@ def test_texts_and_losses_on_two_gpus_are_those_of_one(tmp_path: Path, compile: 
     assert states == ["ready", "ready"]
     assert together == alone
     assert losses == pytest.approx(alone_losses, rel=1e-3)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
+def test_jobs_on_two_gpus_run_their_layers_as_graphs(tmp_path: Path) -> None:
+    """In 16 bits, beside generation; a second job goes on with the graphs of the first."""
+    options = ("--tp", "2", "--device", "cuda", "--dtype", "bfloat16", "--compile", "before", "--kv-tokens", "16384")
+    with DaemonProcess(Path("bundled"), tmp_path, options=options) as daemon:
+        daemon.wait_ready()
+        losses = list[list[float]]()
+        for name in ("first", "second"):
+            _, job = daemon.call("POST", "/finetune", {**job_request(name), "lora": {"r": 16}})
+            text = daemon.call("POST", "/generate", {"prompt": PROMPTS[0], **GREEDY})[1]
+            events = list(daemon.events("GET", f"/finetune/{job['id']}/events"))
+            assert len(text["choices"][0]["token_ids"]) == 32
+            assert events[-1]["state"] == "succeeded", events[-1]
+            losses.append([event["metrics"]["loss"] for event in events if event["type"] == "metrics"])
+        assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+        health = daemon.call("GET", "/health")[1]
+        assert not [note for note in health["notes"] if "training" in note or "NCCL" in note], health["notes"]
+        assert daemon.stop() == 0
