@@ -28,7 +28,7 @@ from benchmarks.options import RESULTS, make_parser
 from benchmarks.serving_results import Results, Target
 from benchmarks.summary import entry, update_summary
 
-FILE, MEASURED = "bdlora_predicted.json", "bdlora.json"
+FILE, MEASURED = "bdlora_predicted.json", "bdlora_da60234.json"
 SIZES = (4, 8)
 RANKS = (16, 32, 64, 128, 256)
 BASE_MESSAGES, SLORA_MESSAGES = 2, 4

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from coserve.admission.optimizers import BEST, WEIGHTS, StateKind
+from coserve.errors import CoserveError, JobOutOfMemory, failure_text
+from coserve.finetune.layers.graph_passes import CaptureFailed
 from coserve.finetune.loop import Event, Events, SliceTimer, TrainingLoop
-from coserve.model.faults import memory_numbers
+from coserve.finetune.outcome import CAPTURE_FAILED
+from coserve.model.faults import memory_numbers, out_of_memory
 from coserve.model.lora import LoraWeights
 from coserve.step_metrics import StepMetrics
+
+log = logging.getLogger(__name__)
 
 
 class TrainingJob:
@@ -73,6 +79,16 @@ class TrainingJob:
         if note is not None:
             self.memory_note = note
         return note is not None
+
+    def failure(self, error: Exception) -> tuple[str, str]:
+        """Code and message of what a slice raised that several ranks run. Errors that end the job are logged."""
+        if out_of_memory(error):
+            return JobOutOfMemory.code, self.memory_message(error)
+        if isinstance(error, CaptureFailed):
+            return CAPTURE_FAILED, str(error)
+        code, message = failure_text(error)
+        log.error("job %s: %s", self.id, message, exc_info=None if isinstance(error, CoserveError) else error)
+        return code, message
 
     def memory_message(self, error: Exception) -> str:
         """For the user, of an error that says that memory ran out."""

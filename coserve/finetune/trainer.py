@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,23 +20,20 @@ from coserve.corpus.tokenized import Corpus
 from coserve.errors import (
     AdapterNotFound,
     CheckpointUnreadable,
-    CoserveError,
     EngineFault,
     InvalidRequest,
     JobOutOfMemory,
-    failure_text,
 )
 from coserve.finetune.init import new_adapter
 from coserve.finetune.job import TrainingJob
 from coserve.finetune.job_checkpoint import JobCheckpoints
 from coserve.finetune.layers.compiled import uncompiled
-from coserve.finetune.layers.graph_passes import CaptureFailed
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.loop import SliceTimer, TrainingLoop
 from coserve.finetune.lora_tensors import cast
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.outcome import CAPTURE_FAILED, PEER_FAILED, Outcome, Retry
+from coserve.finetune.outcome import PEER_FAILED, Outcome, Retry
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.passes.passes import TrainingPasses
 from coserve.finetune.passes.training_pass import TrainingPass
@@ -54,8 +50,6 @@ from coserve.parallel.lockstep import PeerFailed
 from coserve.state.folder import DataFolder
 from coserve.step_metrics import StepMetrics
 from coserve.types import AdapterDigests, AdapterRef, JobSpec, MicroStep
-
-log = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -184,14 +178,8 @@ class Trainer:
             raise
         except PeerFailed:
             code = PEER_FAILED
-        except Exception as error:
-            if out_of_memory(error):
-                code, message = JobOutOfMemory.code, training.memory_message(error)
-            elif isinstance(error, CaptureFailed):
-                code, message = CAPTURE_FAILED, str(error)
-            else:
-                code, message = failure_text(error)
-                log.error("job %s: %s", job, message, exc_info=None if isinstance(error, CoserveError) else error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
+            code, message = training.failure(error)
         # Here the error is gone, and with it the tensors that its traceback held.
         position = training.loop.position
         if code:

@@ -17,10 +17,9 @@ from coserve.parallel.push import ALIGNMENT, PushSum
 log = logging.getLogger(__name__)
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PUSHED_BYTES = {2: 32 << 20, 4: 1 << 20, 8: 1 << 18}
-"""Largest message of such an all-reduce, by ranks; a rank has 2 · (N - 1) times as much memory for it. On two GPUs it is faster than NCCL at all of these
-sizes (`bdlora.json`, all_reduce_us); of four and eight ranks, to which each sends its numbers N - 1 times, not measured."""
-BLOCK_BYTES = 4096
+PUSHED = {2: ((1 << 20, 2048), (32 << 20, 8192)), 4: ((1 << 20, 2048),), 8: ((1 << 18, 2048),)}
+"""Largest message and bytes of a block of such all-reduces, by ranks; a rank has 2 · (N - 1) times as much memory for each. On two GPUs these are the
+fastest, and faster than NCCL at all sizes (`bdlora.json`, all_reduce_us); of four and eight, where each sends its numbers N - 1 times, not measured."""
 
 
 def set_up_collectives() -> None:
@@ -38,16 +37,17 @@ class SymmetricMesh(GroupMesh):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """All ranks call this at once. Raises `RuntimeError` where their GPUs cannot read each other's memory."""
         super().__init__(group)
-        most = PUSHED_BYTES.get(self.size, 0)
         self._device = device
-        self._push = PushSum(group, device, most=most, block_bytes=BLOCK_BYTES) if most else None
+        self._pushes = [
+            PushSum(group, device, most=most, block_bytes=block) for most, block in PUSHED.get(self.size, ())
+        ]
 
     def one_shot(self, size: int) -> bool:
         return fits_one_shot(size, self.size)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        push = self._push
-        if push is None or x.dtype not in _DTYPES or not 0 < x.nbytes <= push.most:
+        push = next((push for push in self._pushes if x.nbytes <= push.most), None)
+        if push is None or x.dtype not in _DTYPES or not x.nbytes:
             return super().all_reduce(x)
         x = x.contiguous()
         x = x.clone() if x.data_ptr() % ALIGNMENT else x
@@ -57,16 +57,15 @@ class SymmetricMesh(GroupMesh):
         return out
 
     def compile(self) -> None:
-        """The kernel, for this process."""
-        for dtype in _DTYPES if self._push is not None else ():
-            x = torch.empty(64, dtype=dtype, device=self._device)
+        """The kernels, for this process."""
+        for dtype, push in itertools.product(_DTYPES, self._pushes):
+            x = torch.empty(push.most // dtype.itemsize, dtype=dtype, device=self._device)
             with compile_only(None):
-                self.all_reduce(x)
+                push(x, torch.empty_like(x))
 
     def works(self) -> bool:
         """Whether sums are right, of small and of large messages, twice. All ranks call this at once."""
-        most = 0 if self._push is None else self._push.most
-        for dtype, size, _ in itertools.product(_DTYPES, (64, most), range(2)):
+        for dtype, size, _ in itertools.product(_DTYPES, (64, *(push.most for push in self._pushes)), range(2)):
             numbers_K = torch.arange(size // dtype.itemsize, device=self._device) % 13
             found_K = self.all_reduce((numbers_K + self.rank).to(dtype))
             if not torch.equal(found_K.long(), self.size * numbers_K + sum(range(self.size))):

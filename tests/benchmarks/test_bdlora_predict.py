@@ -12,7 +12,7 @@ from benchmarks.bdlora_plan import SHAPES, STRATEGIES
 from benchmarks.bdlora_predict import RANKS, fit, held, predictions
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-ROWS: dict[str, dict[str, Any]] = json.loads((RESULTS / "bdlora.json").read_text())["rows"]
+ROWS: dict[str, dict[str, Any]] = json.loads((RESULTS / "bdlora_da60234.json").read_text())["rows"]
 SHAPE = SHAPES["8b"]
 
 
