@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from coserve.parallel.join import join
-from coserve.parallel.mesh import Mesh
+from coserve.parallel.mesh import GroupMesh, Mesh
+from coserve.parallel.symmetric import symmetric_mesh
 from tests.support.ranks import Ranks, rank_of
 
 
@@ -39,3 +40,15 @@ def test_one_rank_sends_nothing() -> None:
     mesh, x = join(0, 1, address="", device=torch.device("cpu"), timeout=1), torch.ones(3)
     assert mesh.all_reduce(x) is mesh.all_gather(x) is mesh.broadcast(x) is x
     assert (mesh.rank, mesh.size, dict(mesh.traffic.calls)) == (0, 1, {})
+
+
+def _without_shared_memory(mesh: Mesh) -> tuple[str, str, list[float]]:
+    assert isinstance(mesh, GroupMesh)
+    found = symmetric_mesh(mesh.group, torch.device("cpu"))
+    return type(found).__name__, found.note, found.all_reduce(torch.ones(2)).tolist()
+
+
+def test_ranks_whose_devices_share_no_memory_say_so(two: Ranks) -> None:
+    for kind, note, total in two.run(_without_shared_memory):
+        assert (kind, total) == ("GroupMesh", [2.0, 2.0])
+        assert note.startswith("ranks: NCCL alone sums up")
