@@ -98,6 +98,14 @@ def wait_until_alive(jobs: int) -> None:
         time.sleep(0.01)
 
 
+def test_memory_is_released_on_all_ranks(bases: list[Base], tmp_path: Path) -> None:
+    with on_two_ranks(bases, tmp_path) as jobs:
+        with mock.patch.object(jobs.benches[1].trainer, "release_memory") as released:
+            assert not jobs.ranked.release_memory(), "rank 0 has no graphs"
+            jobs.following.catch_up()
+        released.assert_called_once_with()
+
+
 def test_a_start_that_is_cancelled_after_its_end_leaves_no_memory(bases: list[Base], tmp_path: Path) -> None:
     before = len(alive(TrainingJob))
     with on_two_ranks(bases, tmp_path) as (ranked, following, spec, *_):
