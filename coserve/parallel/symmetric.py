@@ -21,6 +21,9 @@ PUSHED = {2: ((1 << 20, 2048), (32 << 20, 8192)), 4: ((1 << 20, 2048),), 8: ((1 
 """Largest message and bytes of a block of such all-reduces, by ranks; a rank has 2 · (N - 1) times as much memory for each. On two GPUs these are the
 fastest, and faster than NCCL at all sizes (`bdlora.json`, all_reduce_us); of four and eight, where each sends its numbers N - 1 times, not measured."""
 
+MULTIPLE = 16
+"""NCCL sums up messages whose numbers are no multiple of it: Triton would compile the kernel for them while the other ranks wait."""
+
 
 def set_up_collectives() -> None:
     """For this process and those that it starts: without NVLink multicast, and without buffers that NCCL registers while a graph is captured, as then
@@ -47,7 +50,7 @@ class SymmetricMesh(GroupMesh):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         push = next((push for push in self._pushes if x.nbytes <= push.most), None)
-        if push is None or x.dtype not in _DTYPES or not x.nbytes:
+        if push is None or x.dtype not in _DTYPES or not x.nbytes or x.numel() % MULTIPLE:
             return super().all_reduce(x)
         x = x.contiguous()
         x = x.clone() if x.data_ptr() % ALIGNMENT else x
