@@ -285,10 +285,9 @@ class Engine:
             self._measured = None
             return
         collected = self._step if self._generator.in_flight else None
-        seconds = costs.serve if decision.between else costs.overlapped
         with (
             self._stalls.during(self._running.step_kind()),
-            self._flight.step(began, seconds, between=decision.between) as self._step,
+            self._flight.step(began, costs.of(decision), between=decision.between) as self._step,
         ):
             results = self._generator.step()
         self._report_started()

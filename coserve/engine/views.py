@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from sys import maxsize
 from typing import Protocol
 
 from coserve.engine.running import RunningRequests
 from coserve.queues.costs import ATTAINMENT, Predictors
 from coserve.queues.inference import InferenceQueue
-from coserve.queues.policy import Costs, InFlight, View
+from coserve.queues.policy import Costs, InFlight, View, Waiting
 from coserve.queues.shapes import STEP_FEATURES, STEP_KINDS, StepShape
 from coserve.queues.slices import Slices
 from coserve.queues.turns import Turns
@@ -76,7 +77,6 @@ class Views:
             jobs = ()  # its micro-batch is suspended: no other job can begin one
         headroom = self.headroom(reading)
         waiting = self._queue.waiting(headroom)
-        step = self._running.next_step(waiting)._replace(alone=1)  # steps in flight are collected before a slice
         return View(
             waiting=waiting,
             queued=len(self._queue),
@@ -87,26 +87,37 @@ class Views:
             jobs=jobs,
             turn=self.turns.view(self._jobs.in_training),
             train_waiting_since=self.slices.waiting_since if jobs else None,
-            costs=self._costs(step, jobs, overlapped=in_flight.slices > 0),
+            costs=self._costs(waiting, jobs, overlapped=in_flight.slices > 0),
             in_flight=in_flight,
         )
 
-    def _costs(self, step: StepShape, jobs: tuple[str, ...], *, overlapped: bool) -> Costs:
+    def _costs(self, waiting: Sequence[Waiting], jobs: tuple[str, ...], *, overlapped: bool) -> Costs:
+        """`overlapped`: the next step runs beside training."""
         micro_step = 0.0
         if jobs:
             job = jobs[0]
             tokens = self._jobs.micro_batch_tokens(job)
             micro_step = self.slices.predict(job, self._jobs.next_micro_step(job), tokens).most
+        costs, self.step_seconds = self._step_costs(self._running.next_step(waiting), micro_step, overlapped=overlapped)
+        if not waiting:
+            return costs
+        running, _ = self._step_costs(self._running.next_step(()), micro_step, overlapped=overlapped)
+        return replace(costs, admitting_nobody=running)
+
+    def _step_costs(self, step: StepShape, micro_step: float, *, overlapped: bool) -> tuple[Costs, float]:
+        """And the step's expected seconds."""
+        step = step._replace(alone=1)  # steps in flight are collected before a slice
         decode = step._replace(prefill=0, pairs=0, alone=0)
         kinds = step.kind, *STEP_KINDS
         alone, slower = (
             self._steps.predict(step.features, *((kind, each) for kind in kinds for each in (where, not where)))
             for where in (False, True)
         )
-        self.step_seconds = slower.expected if overlapped else alone.expected
-        return Costs(
+        found = Costs(
             serve=alone.most,
             micro_step=micro_step,
             decode=self._steps.predict(decode.features, ("decode", False), ("decode", True)).expected,
             overlapped=max(alone.most, slower.most),
+            overlapped_mean=max(alone.expected, slower.expected),
         )
+        return found, slower.expected if overlapped else alone.expected

@@ -51,6 +51,16 @@ class Costs:
     """Expected of a generation step without prefill: over many of them, errors cancel out."""
     overlapped: float = 0.0
     """As `serve`, while the device computes training, too. `serve` where that was not measured."""
+    overlapped_mean: float = 0.0
+    """Expected of that step."""
+    admitting_nobody: Costs | None = None
+    """Of a step without the requests that wait; None: the same."""
+
+    def of(self, step: Serve) -> float:
+        """Of a step that admits all that wait, or nobody."""
+        if not step.admit and self.admitting_nobody is not None:
+            return self.admitting_nobody.of(step)
+        return self.serve if step.between else self.overlapped
 
 
 @dataclass(frozen=True, slots=True)

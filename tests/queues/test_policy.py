@@ -316,7 +316,7 @@ class TestOverlap:
         jobs: bool = True,
     ) -> View:
         """A request runs whose token is due; a step alone takes 6 ms, a micro-step 4 ms."""
-        costs = Costs(serve=0.006, micro_step=0.004, decode=0.005, overlapped=overlapped)
+        costs = Costs(serve=0.006, micro_step=0.004, decode=0.005, overlapped=overlapped, overlapped_mean=overlapped)
         found = view(jobs=("j",) if jobs else (), train_waiting_since=0.0)
         flight = InFlight(slices, until=until)
         return replace(found, running=(Due(due, window=window),), costs=costs, in_flight=flight)
@@ -340,6 +340,24 @@ class TestOverlap:
             busy = self.seen(1.0, window=window, slices=1, until=alone - 0.002)
             assert policy.decide(busy, 0.98) == Wait(pytest.approx(alone - 0.002 - AHEAD)), "another one ends too late"
             assert policy.decide(busy, alone - 0.002 - AHEAD + 1e-9) == Serve(0, between=True)
+
+    def with_prompt(self, due: float, arrived: float, *, mean: float, slices: int, until: float = 0.0) -> View:
+        """A request waits, too: a step with its prompt takes 20 ms alone, 30 beside training at most, `mean` as expected."""
+        found = self.seen(due, slices=slices, until=until)
+        costs = replace(found.costs, serve=0.02, overlapped=0.03, overlapped_mean=mean, admitting_nobody=found.costs)
+        return replace(found, waiting=(Request(arrived, 9.0),), queued=1, headroom=1, costs=costs)
+
+    def test_a_step_without_prompts_comes_first_where_one_with_them_cannot_run_beside_training(self) -> None:
+        begin, mean = 1.0 - 0.012 - TIMER, 0.048
+        assert self.policy.decide(self.with_prompt(1.0, begin, mean=mean, slices=2), begin + 1e-9) == Serve(0)
+        assert self.policy.decide(self.with_prompt(1.0, begin, mean=0.03, slices=2), begin + 1e-9) == Serve(1), "it can"
+
+    def test_prompts_are_not_held_back_for_long(self) -> None:
+        """A step with them takes its turn when the next tokens are due."""
+        alone = 1.0 - 0.02 - TIMER
+        long_ago = self.with_prompt(1.0, 0.9, mean=0.048, slices=1, until=alone - 0.001)
+        assert self.policy.decide(long_ago, alone - 0.001 - AHEAD + 1e-9) == Serve(1, between=True)
+        assert self.policy.decide(long_ago, 0.95) == Wait(pytest.approx(alone - 0.001 - AHEAD))
 
     def test_while_the_next_micro_step_needs_results_steps_are_paced_on(self) -> None:
         assert isinstance(self.policy.decide(self.seen(1.0, slices=1, jobs=False), 0.9), Wait)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from coserve.queues.policies.slack import MAX_SLICE, latest_start, micro_steps_within
+from dataclasses import replace
+
+from coserve.queues.policies.slack import FIRST_TOKEN_WAIT, MAX_SLICE, latest_start, micro_steps_within
 from coserve.queues.policies.spatial import MAX_SLICES, MIN_SLICE
 from coserve.queues.policy import Decision, Overdue, Serve, Train, View, Wait
 
@@ -12,6 +14,10 @@ BESIDE = 12e-3
 """The same while steps run beside slices: a step with prompts is often too slow for that, and waits for all that are in flight."""
 TIMER = 1e-3
 """Seconds by which a timer may be late: the event loop counts milliseconds."""
+HOLD = 0.05
+"""Seconds that prompts may wait for others while steps without them run beside training: one step with several takes less time from it."""
+TURN_WAIT = 0.12
+"""Seconds that a first token may wait where the step with its prompt takes time from training: until the next tokens of the batch are due."""
 AHEAD = 5e-3
 """Seconds before the device would be idle at which a step is launched that follows slices: its launch, and errors of their prediction."""
 
@@ -37,6 +43,8 @@ class Overlap:
         self._patience, self._weight, self._tpot, self._overlapped = patience, weight, tpot, overlapped
 
     def decide(self, view: View, now: float) -> Decision:
+        if view.running and view.waiting and self._holds_back(view, now):
+            view = _admitting_nobody(view)
         slices, costs, micro_step = view.in_flight.slices, view.costs, view.costs.micro_step
         admit, launches = len(view.waiting), bool(view.jobs) and slices < MAX_SLICES
         if not (view.running or admit):
@@ -47,7 +55,9 @@ class Overlap:
         if view.queued > admit:  # a full batch
             begin = slack = 0.0
         else:
-            begin = latest_start(view, costs.overlapped if overlapped else costs.serve, self._weight) - TIMER
+            serve = costs.overlapped if overlapped else costs.serve
+            wait = FIRST_TOKEN_WAIT if overlapped or not view.running else TURN_WAIT
+            begin = latest_start(view, serve, self._weight, wait) - TIMER
             slack = begin - (now if overlapped else max(now, view.in_flight.until))
         fits = slack > 0 and slack >= micro_step
         if fits and launches:
@@ -62,14 +72,33 @@ class Overlap:
             return self._train(view, 1, Overdue(micro_step, min(slack, 0.0)))
         return Serve(admit, between=not overlapped)
 
+    def _holds_back(self, view: View, now: float) -> bool:
+        """Whether the next step is one without the prompts that wait: it can run beside training, with them it could not, and they can wait longer."""
+        if not view.jobs or view.queued > len(view.waiting) or self._keeps_targets_overlapped(view):
+            return False
+        without = _admitting_nobody(view)
+        if not self._keeps_targets_overlapped(without):
+            return False
+        step = without.costs.overlapped
+        begin = max(now, latest_start(without, step, self._weight))
+        if min(each.arrived for each in view.waiting) + HOLD * self._weight <= begin:
+            return False
+        return begin + step <= latest_start(replace(view, running=()), view.costs.serve, self._weight, TURN_WAIT)
+
     def _keeps_targets_overlapped(self, view: View) -> bool:
         """Whether steps beside training leave time for a micro-step's launch, each time that a token is due."""
         costs = view.costs
         return self._overlapped and all(
-            due.steps * costs.overlapped + due.decodes * costs.decode + costs.micro_step + TIMER
+            due.steps * costs.overlapped_mean + due.decodes * costs.decode + costs.micro_step + TIMER
             <= due.window * self._weight
             for due in view.running
         )
 
     def _train(self, view: View, micro_steps: int, overdue: Overdue | None = None) -> Train:
         return Train(view.jobs[0], micro_steps, overdue, self._tpot)
+
+
+def _admitting_nobody(view: View) -> View:
+    """For a step that computes none of the prompts that wait."""
+    costs = view.costs.admitting_nobody or view.costs
+    return replace(view, waiting=(), queued=view.queued - len(view.waiting), costs=costs)

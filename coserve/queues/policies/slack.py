@@ -61,10 +61,10 @@ class Slack:
         return latest_start(view, view.costs.serve, self._weight) - now
 
 
-def latest_start(view: View, serve: float, weight: float) -> float:
+def latest_start(view: View, serve: float, weight: float, first_token_wait: float = FIRST_TOKEN_WAIT) -> float:
     """When the next generation step must begin if every target is to be kept, and a step takes `serve` seconds; `weight`: see
     `Slack`. At least one request waits or runs."""
-    decode, wait, step_tokens = view.costs.decode, FIRST_TOKEN_WAIT * weight, view.step_tokens
+    decode, wait, step_tokens = view.costs.decode, first_token_wait * weight, view.step_tokens
     tightest = min(
         [
             due.deadline
