@@ -142,6 +142,11 @@ class Config:
     train_patience: float = option(
         1.0, "'slack' and 'overlap': a job waits at most so long for its next slice, in seconds"
     )
+    train_floor: float = option(
+        0.05,
+        "'slack' and 'overlap': share of the time, from 0 to 0.5, that training has at least, in micro-steps between late tokens where targets leave no "
+        "time; 0: only what train_patience gives",
+    )
     overlap_steps: str = option(
         "beside",
         "'overlap': the device computes steps beside training where the targets allow it (beside), or in turns with slices that "
@@ -265,6 +270,8 @@ class Config:
             raise ConfigError(f"read_timeout: expected above 0, got {self.read_timeout}")
         if self.train_weight > 1:
             raise ConfigError(f"train_weight: expected 0 to 1, got {self.train_weight}")
+        if self.train_floor > 0.5:
+            raise ConfigError(f"train_floor: expected 0 to 0.5, got {self.train_floor}")
         if not 0 < self.slo_attainment <= 0.9999:
             raise ConfigError(f"slo_attainment: expected above 0 and at most 0.9999, got {self.slo_attainment}")
         if not 0 < self.training_sm_share < 1:

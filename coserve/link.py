@@ -221,7 +221,7 @@ class JobCancelled(Message, frozen=True):
 
 
 class Starving(msgspec.Struct, frozen=True):
-    """For `seconds`, training slices have run only because of `train_patience`. The last one was expected to take at most
+    """For `seconds`, training slices have run only because of `train_patience` or `train_floor`. The last one was expected to take at most
     `micro_step` seconds, and the slack was `slack` seconds (negative: a deadline had passed)."""
 
     seconds: float
@@ -279,7 +279,7 @@ class EngineStats(Message, frozen=True):
     """Reads and writes that are being retried, and work that runs in smaller parts since memory ran out; shown in /health."""
     batches: TrainingBatches = TrainingBatches()
     patience_slices: int = 0
-    """Fine-tuning slices so far that ran only because their job had waited for `train_patience`."""
+    """Fine-tuning slices so far that ran only because of `train_patience` or `train_floor`."""
     starving: Starving | None = None
     stalls: tuple[StallCounts, ...] = ()
     cuda_allocs: int = 0

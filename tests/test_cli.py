@@ -51,6 +51,7 @@ SETTINGS = [
     "shed",
     "train_weight",
     "train_patience",
+    "train_floor",
     "overlap_steps",
     "training_sm_share",
     "kv_tokens",

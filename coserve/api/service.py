@@ -272,5 +272,5 @@ def _starving(stats: EngineStats | None) -> tuple[str, ...]:
     if stats is None or (why := stats.starving) is None:
         return ()
     micro_step, slack = round(1000 * why.micro_step), round(1000 * why.slack)
-    since = f"for {why.seconds:.0f} s training has run only by train_patience"
+    since = f"for {why.seconds:.0f} s training has run only by train_patience and train_floor"
     return (f"{since}: a micro-step is predicted to take {micro_step} ms, the slack is {slack} ms",)

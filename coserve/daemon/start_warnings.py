@@ -23,6 +23,7 @@ POLICIES_OF = {
     "ts_unit": ("ts",),
     "train_weight": ("slack", "overlap"),
     "train_patience": ("slack", "overlap"),
+    "train_floor": ("slack", "overlap"),
     "overlap_steps": ("overlap",),
     "training_sm_share": ("spatial",),
 }

@@ -27,7 +27,7 @@ class Slices:
         self.waiting_since: float | None = None
         """See `View.train_waiting_since`."""
         self.by_patience = 0
-        """Slices so far that ran only because their job had waited for `train_patience`."""
+        """Slices so far that ran only because of `train_patience` or `train_floor`."""
         self._overdue_in_a_row = 0
         self._overdue: tuple[float, Train] | None = None
         """The last slice, if it was overdue, and when the first of the overdue ones in a row began to wait."""

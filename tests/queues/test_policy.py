@@ -273,10 +273,23 @@ def test_the_weight_of_training_is_a_share() -> None:
     seen = view([], [1.0], jobs=("j",), micro_step=0.01, train_waiting_since=0.0)
     seen = replace(seen, running=(Due(1.0, window=1.0),))
     for weight, decision in [(0.0, Serve(0)), (0.5, Serve(0)), (0.7, Train("j", 5))]:
-        policy = make_policy(Config(train_weight=weight, train_patience=9.0))
+        policy = make_policy(Config(train_weight=weight, train_patience=9.0, train_floor=0.0))
         assert policy.decide(seen, 0.5) == decision
     with pytest.raises(ConfigError, match="train_weight"):
         Config(train_weight=1.5)
+
+
+@pytest.mark.parametrize("name", ["slack", "overlap"])
+def test_training_has_a_floor(name: str) -> None:
+    """Late tokens stop it for nineteen times a micro-step, not for its patience."""
+    policy = make_policy(Config(policy=name, train_patience=9.0, train_floor=0.05))
+    late = view([], [0.0], jobs=("j",), micro_step=0.01, train_waiting_since=0.0)
+    assert policy.decide(late, 0.18) == Serve(0, between=name == "overlap")
+    assert policy.decide(late, 0.2) == Train("j", 1, Overdue(0.01, pytest.approx(-0.2, abs=2 * TIMER)))
+    unknown = view([], [0.0], jobs=("j",), train_waiting_since=0.0)
+    assert policy.decide(unknown, 1.0) == Serve(0, between=name == "overlap"), "the time of a micro-step is not known"
+    with pytest.raises(ConfigError, match="train_floor"):
+        Config(train_floor=0.6)
 
 
 class TestSpatial:

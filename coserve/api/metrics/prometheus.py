@@ -31,7 +31,11 @@ _TOTALS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("train_batches", "Batches of fine-tuning rows computed, of one job or of several", lambda s: s.batches.count),
     ("train_batch_rows", "Rows in those batches", lambda s: s.batches.rows),
     ("train_batch_jobs", "Jobs in those batches, each counted in every batch that it shared", lambda s: s.batches.jobs),
-    ("train_patience_slices", "Fine-tuning slices that ran only for train_patience", lambda s: s.patience_slices),
+    (
+        "train_patience_slices",
+        "Fine-tuning slices that ran only because of train_patience or train_floor",
+        lambda s: s.patience_slices,
+    ),
 )
 """Counters that an engine starts at zero."""
 

@@ -27,9 +27,10 @@ def make_policy(config: Config, *, tpot: float | None = None) -> Policy:
         case "overlap":
             return Overlap(
                 config.train_patience,
+                floor=config.train_floor,
                 weight=config.train_weight,
                 tpot=tpot,
                 overlapped=config.overlap_steps == "beside",
             )
         case _:
-            return Slack(config.train_patience, weight=config.train_weight, tpot=tpot)
+            return Slack(config.train_patience, floor=config.train_floor, weight=config.train_weight, tpot=tpot)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from coserve.queues.policies.slack import FIRST_TOKEN_WAIT, MAX_SLICE, latest_start, micro_steps_within
+from coserve.queues.policies.slack import FIRST_TOKEN_WAIT, MAX_SLICE, latest_start, micro_steps_within, overdue
 from coserve.queues.policies.spatial import MAX_SLICES, MIN_SLICE
 from coserve.queues.policy import Decision, Overdue, Serve, Train, View, Wait
 
@@ -32,15 +32,22 @@ class Overlap:
 
     Where a target between tokens is too short for a step beside training and a micro-step, or `overlapped` is false, they take turns without
     a pause: a slice is launched only if all in flight end before the next step must begin, and that step is computed after
-    them and before later ones. Weight, first tokens, patience and the full batch are as in `Slack`: a full batch launches nothing.
+    them and before later ones. Weight, patience, floor and the full batch are as in `Slack`: a full batch launches nothing.
     """
 
     def __init__(
-        self, patience: float, *, weight: float = 1.0, tpot: float | None = None, overlapped: bool = True
+        self,
+        patience: float,
+        *,
+        floor: float = 0.0,
+        weight: float = 1.0,
+        tpot: float | None = None,
+        overlapped: bool = True,
     ) -> None:
         """`tpot`: seconds between the tokens of a usual request."""
-        assert patience >= 0 and 0 <= weight <= 1, (patience, weight)
-        self._patience, self._weight, self._tpot, self._overlapped = patience, weight, tpot, overlapped
+        assert patience >= 0 and 0 <= floor < 1 and 0 <= weight <= 1, (patience, floor, weight)
+        self._patience, self._floor = patience, floor
+        self._weight, self._tpot, self._overlapped = weight, tpot, overlapped
 
     def decide(self, view: View, now: float) -> Decision:
         if view.running and view.waiting and self._holds_back(view, now):
@@ -67,8 +74,7 @@ class Overlap:
             return Wait(begin)
         if slices and not overlapped and view.in_flight.until - AHEAD > now:
             return Wait(view.in_flight.until - AHEAD)
-        since = view.train_waiting_since
-        if launches and not slices and since is not None and now - since >= self._patience:
+        if launches and not slices and overdue(view, now, self._patience, self._floor):
             return self._train(view, 1, Overdue(micro_step, min(slack, 0.0)))
         return Serve(admit, between=not overlapped)
 

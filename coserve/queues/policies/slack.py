@@ -27,15 +27,15 @@ class Slack:
     for a place in a full batch: paced by deadlines, places would become free too slowly, and the queue could grow without end.
 
     A training slice runs only if its predicted time fits into the slack. It has as many micro-steps as fit, at least one, at
-    most `MAX_MICRO_STEPS` and `MAX_SLICE` seconds. A job that has waited `patience` seconds gets one micro-step regardless
-    of deadlines, so training never starves. Without requests, training runs freely. Jobs share a batch only as far as its
+    most `MAX_MICRO_STEPS` and `MAX_SLICE` seconds. A job that has waited `patience` seconds, or so long that its next micro-step is the share
+    `floor` of the time, gets one micro-step regardless of deadlines, so training never starves. Without requests, training runs freely. Jobs share a batch only as far as its
     micro-steps take at most `tpot` seconds, so that they fit between the tokens of requests that come while it is computed.
     """
 
-    def __init__(self, patience: float, *, weight: float = 1.0, tpot: float | None = None) -> None:
+    def __init__(self, patience: float, *, floor: float = 0.0, weight: float = 1.0, tpot: float | None = None) -> None:
         """`tpot`: seconds between the tokens of a usual request."""
-        assert patience >= 0 and 0 <= weight <= 1, (patience, weight)
-        self._patience, self._weight, self._tpot = patience, weight, tpot
+        assert patience >= 0 and 0 <= floor < 1 and 0 <= weight <= 1, (patience, floor, weight)
+        self._patience, self._floor, self._weight, self._tpot = patience, floor, weight, tpot
 
     def decide(self, view: View, now: float) -> Decision:
         admit = len(view.waiting)
@@ -48,7 +48,7 @@ class Slack:
         full = view.queued > admit
         if not full and (slack := self._slack(view, now)) > 0 and slack >= micro_step:
             return self._train(view, micro_steps_within(min(slack, MAX_SLICE), micro_step))
-        if view.train_waiting_since is not None and now - view.train_waiting_since >= self._patience:
+        if overdue(view, now, self._patience, self._floor):
             slack = self._slack(view, now)
             return self._train(view, 1, Overdue(micro_step, min(slack, 0.0) if full else slack))
         return Serve(admit)
@@ -86,6 +86,15 @@ def latest_start(view: View, serve: float, weight: float, first_token_wait: floa
             end = each.arrived + weight * (each.end - each.arrived) - steps * serve - each.decodes * decode
         tightest = min(tightest, target, end)
     return tightest
+
+
+def overdue(view: View, now: float, patience: float, floor: float) -> bool:
+    """Whether training has waited `patience` seconds since its last slice, or so long that its next micro-step is the share `floor` of the time."""
+    since, micro_step = view.train_waiting_since, view.costs.micro_step
+    if since is None:
+        return False
+    longest = min(patience, micro_step * (1 / floor - 1)) if floor and micro_step else patience
+    return now - since >= longest
 
 
 def micro_steps_within(seconds: float, micro_step: float) -> int:
