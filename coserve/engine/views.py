@@ -115,6 +115,7 @@ class Views:
         )
         found = Costs(
             serve=alone.most,
+            serve_mean=alone.expected,
             micro_step=micro_step,
             decode=self._steps.predict(decode.features, ("decode", False), ("decode", True)).expected,
             overlapped=max(alone.most, slower.most),

@@ -7,6 +7,7 @@ always gives the same decision.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -51,8 +52,10 @@ class Costs:
     """Expected of a generation step without prefill: over many of them, errors cancel out."""
     overlapped: float = 0.0
     """As `serve`, while the device computes training, too. `serve` where that was not measured."""
-    overlapped_mean: float = 0.0
-    """Expected of that step."""
+    serve_mean: float = math.inf
+    """Expected of the step of `serve`; infinite while unknown."""
+    overlapped_mean: float = math.inf
+    """Expected of that of `overlapped`."""
     admitting_nobody: Costs | None = None
     """Of a step without the requests that wait; None: the same."""
 

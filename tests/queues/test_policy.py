@@ -348,7 +348,7 @@ class TestOverlap:
 
     def test_where_the_target_is_too_short_for_a_step_beside_training_they_take_turns(self) -> None:
         alone = 1.0 - 0.006 - TIMER
-        for policy, window in ((self.policy, 0.016), (Overlap(1.0, overlapped=False), 0.05)):
+        for policy, window in ((self.policy, 0.014), (Overlap(1.0, overlapped=False), 0.05)):
             assert policy.decide(self.seen(1.0, window=window), alone - 0.005) == Train("j", 1)
             busy = self.seen(1.0, window=window, slices=1, until=alone - 0.002)
             assert policy.decide(busy, 0.98) == Wait(pytest.approx(alone - 0.002 - AHEAD)), "another one ends too late"

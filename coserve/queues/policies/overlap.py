@@ -14,6 +14,8 @@ BESIDE = 12e-3
 """The same while steps run beside slices: a step with prompts is often too slow for that, and waits for all that are in flight."""
 TIMER = 1e-3
 """Seconds by which a timer may be late: the event loop counts milliseconds."""
+RESERVE = 0.1
+"""Of the time between tokens: steps run beside training where they take less than the rest of it as expected. It takes back what slower ones cost."""
 HOLD = 0.05
 """Seconds that prompts may wait for others while steps without them run beside training: one step with several takes less time from it."""
 TURN_WAIT = 0.12
@@ -30,9 +32,9 @@ class Overlap:
     are paced by the deadlines as in `Slack`: a step begins when the first deadline asks for it, by the time that a step takes beside
     training, or earlier where the device would be idle and no further micro-step fits before.
 
-    Where a target between tokens is too short for a step beside training and a micro-step, or `overlapped` is false, they take turns without
+    Where a target between tokens is too short for a step beside training, as expected, or `overlapped` is false, they take turns without
     a pause: a slice is launched only if all in flight end before the next step must begin, and that step is computed after
-    them and before later ones. Weight, patience, floor and the full batch are as in `Slack`: a full batch launches nothing.
+    them and before later ones. Where only a step with prompts is too slow, prompts wait a little while steps without them run beside training. Weight, patience, floor and the full batch are as in `Slack`: a full batch launches nothing.
     """
 
     def __init__(
@@ -62,9 +64,9 @@ class Overlap:
         if view.queued > admit:  # a full batch
             begin = slack = 0.0
         else:
-            serve = costs.overlapped if overlapped else costs.serve
+            most, mean = (costs.overlapped, costs.overlapped_mean) if overlapped else (costs.serve, costs.serve_mean)
             wait = FIRST_TOKEN_WAIT if overlapped or not view.running else TURN_WAIT
-            begin = latest_start(view, serve, self._weight, wait) - TIMER
+            begin = latest_start(view, most, mean, self._weight, wait) - TIMER
             slack = begin - (now if overlapped else max(now, view.in_flight.until))
         fits = slack > 0 and slack >= micro_step
         if fits and launches:
@@ -86,17 +88,18 @@ class Overlap:
         if not self._keeps_targets_overlapped(without):
             return False
         step = without.costs.overlapped
-        begin = max(now, latest_start(without, step, self._weight))
+        begin = max(now, latest_start(without, step, without.costs.overlapped_mean, self._weight))
         if min(each.arrived for each in view.waiting) + HOLD * self._weight <= begin:
             return False
-        return begin + step <= latest_start(replace(view, running=()), view.costs.serve, self._weight, TURN_WAIT)
+        only, costs = replace(view, running=()), view.costs
+        return begin + step <= latest_start(only, costs.serve, costs.serve_mean, self._weight, TURN_WAIT)
 
     def _keeps_targets_overlapped(self, view: View) -> bool:
-        """Whether steps beside training leave time for a micro-step's launch, each time that a token is due."""
+        """Whether steps beside training are as fast as tokens are due."""
         costs = view.costs
         return self._overlapped and all(
-            due.steps * costs.overlapped_mean + due.decodes * costs.decode + costs.micro_step + TIMER
-            <= due.window * self._weight
+            due.steps * costs.overlapped_mean + due.decodes * costs.decode + TIMER
+            <= (1 - RESERVE) * due.window * self._weight
             for due in view.running
         )
 

@@ -15,6 +15,11 @@ FIRST_TOKEN_WAIT = MAX_SLICE
 its prompt must be computed anyway, so to hold it back for longer gains nothing."""
 
 
+MOST_MARGIN = 0.25
+"""Of the time in which a token is due, for steps that take longer than expected. With a larger margin tokens would come so early that the next ones are due earlier, too
+(`Due.credit` is limited): more steps than the targets ask for. Later tokens take back what a slower step costs."""
+
+
 class Slack:
     """Training in the time that the deadlines of requests leave.
 
@@ -22,7 +27,7 @@ class Slack:
     generation steps needed to meet it. A running request's target is the deadline of its next token. A waiting request's step
     begins `FIRST_TOKEN_WAIT` after its arrival, or earlier where its deadline asks for it. A request with a deadline of its last
     token is planned to have `max_tokens`, each in a decode step. Times of steps and micro-steps are such that they are
-    exceeded as rarely as `slo_attainment` asks for (`queues/risk.py`), so there is no other margin. Training uses at most the share
+    exceeded as rarely as `slo_attainment` asks for (`queues/risk.py`), up to `MOST_MARGIN`, so there is no other margin. Training uses at most the share
     `weight` of the time that any deadline gives: less weight, faster answers and less training. There is no slack while a request waits
     for a place in a full batch: paced by deadlines, places would become free too slowly, and the queue could grow without end.
 
@@ -58,19 +63,21 @@ class Slack:
 
     def _slack(self, view: View, now: float) -> float:
         """Seconds that training may take from now. At least one request waits or runs."""
-        return latest_start(view, view.costs.serve, self._weight) - now
+        return latest_start(view, view.costs.serve, view.costs.serve_mean, self._weight) - now
 
 
-def latest_start(view: View, serve: float, weight: float, first_token_wait: float = FIRST_TOKEN_WAIT) -> float:
-    """When the next generation step must begin if every target is to be kept, and a step takes `serve` seconds; `weight`: see
-    `Slack`. At least one request waits or runs."""
+def latest_start(
+    view: View, serve: float, mean: float, weight: float, first_token_wait: float = FIRST_TOKEN_WAIT
+) -> float:
+    """When the next generation step must begin if every target is to be kept, and a step takes at most `serve` seconds, `mean` as expected;
+    `weight`: see `Slack`. At least one request waits or runs."""
     decode, wait, step_tokens = view.costs.decode, first_token_wait * weight, view.step_tokens
     tightest = min(
         [
             due.deadline
             - (1 - weight) * due.window
             - (due.credit if weight < 1 else 0.0)
-            - due.steps * serve
+            - min(due.steps * serve, due.steps * mean + MOST_MARGIN * due.window)
             - due.decodes * decode
             for due in view.running
         ],
