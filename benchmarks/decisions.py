@@ -78,7 +78,14 @@ class Case:
         for i in range(running):
             self._running.add(f"x{i}", Slo(ttft=2.0, tpot=0.2), deadline=1.0, prompt=256)
         self._tokens = [Tokens(id=f"x{i}", tokens=(1,), finished=None) for i in range(running)]
-        self._views = Views(self._queue, self._running, Jobs(jobs), max_running=BATCH, step_tokens=2048)
+        self._views = Views(
+            self._queue,
+            self._running,
+            Jobs(jobs),
+            max_running=BATCH,
+            step_tokens=2048,
+            beside=config.trains_concurrently,
+        )
         self._policy = make_policy(config)
 
     def _push(self) -> None:

@@ -123,7 +123,7 @@ class Engine:
         self._stopping = False
         self._views = Views(
             self._queue, self._running, self._jobs, max_running=max_running, step_tokens=step_tokens,
-            room=lambda: generator.room, attainment=attainment,
+            room=lambda: generator.room, attainment=attainment, beside=mark_training is not None,
         )  # fmt: skip
         self._reception = Reception(
             self._queue, self._running, self._views, send=link.send_all, cancel=generator.cancel

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from coserve.link import RequestFailed, Tokens
 from coserve.queues.policy import Due, Waiting
-from coserve.queues.shapes import StepKind, StepShape
+from coserve.queues.shapes import StepKind, StepShape, prompt_pairs
 from coserve.types import Slo
 
 CREDIT = 0.5
@@ -162,22 +162,24 @@ class RunningRequests:
     def next_step(self, waiting: Sequence[Waiting]) -> StepShape:
         """What the next step computes if `waiting` are admitted."""
         decodes = len(self._targets) - len(self._prefilling)
-        shape = StepShape(decodes, self._context, 0, 0, self._adapter_bytes)
         budget = self._step_tokens - decodes
+        prefill = pairs = 0
         for target in self._prefilling.values():
             if budget <= 0:
-                return shape
+                break
             if target.prefill:
                 tokens = min(target.prefill, budget)
-                shape = shape.and_prompt(tokens, target.context - target.prefill)
+                prefill += tokens
+                pairs += prompt_pairs(tokens, target.context - target.prefill)
                 budget -= tokens
         for each in waiting:
             if budget <= 0:
-                return shape
+                break
             tokens = min(each.tokens, budget)
-            shape = shape.and_prompt(tokens)
+            prefill += tokens
+            pairs += prompt_pairs(tokens)
             budget -= tokens
-        return shape
+        return StepShape(decodes, self._context, prefill, pairs, self._adapter_bytes)
 
     def view(self, collected: float | None = None) -> tuple[Due, ...]:
         """The first deadline for each number of steps and decodes, and each window. `collected`: a step in flight has computed the

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 from sys import maxsize
 from typing import Protocol
 
@@ -17,6 +16,12 @@ from coserve.queues.turns import Turns
 from coserve.types import MicroStep
 
 NOTHING = InFlight()
+_KINDS = {
+    (kind, beside): tuple((each, where) for each in (kind, *STEP_KINDS) for where in (beside, not beside))
+    for kind in STEP_KINDS
+    for beside in (False, True)
+}
+"""Kinds of measured steps by which one of a kind, beside training or not, is predicted, the best first."""
 FORGET_ERRORS, FORGET = 200, 1000
 """Steps after which errors of predicted times beside training, and then these times, are forgotten if none was measured: what seemed too
 slow for a margin of a few bad steps is tried again soon, what was too slow in the mean is not."""
@@ -40,14 +45,14 @@ class Views:
 
     def __init__(
         self, queue: InferenceQueue, running: RunningRequests, jobs: ReadyJobs, *, max_running: int, step_tokens: int,
-        room: Callable[[], int] = lambda: maxsize, attainment: float = ATTAINMENT,
+        room: Callable[[], int] = lambda: maxsize, attainment: float = ATTAINMENT, beside: bool = True,
     ) -> None:  # fmt: skip
         """`step_tokens`: maximum number of tokens of a generation step; `room`: how many more requests the generator should be given
-        now; `attainment`: share of answers that are to be in time."""
+        now; `attainment`: share of answers that are to be in time; `beside`: steps may run beside training, so what they take then is predicted, too."""
         self._queue, self._running, self._jobs = queue, running, jobs
         self._max_running, self._step_tokens, self._room = max_running, step_tokens, room
         self._steps, self.slices, self.turns = Predictors(STEP_FEATURES, attainment), Slices(attainment), Turns()
-        self._alone = 0
+        self._beside, self._alone = beside, 0
         """Steps in a row that no training ran beside, while jobs could train."""
         self.step_seconds = 0.0
         """Expected of the next generation step, when a view was last made."""
@@ -98,27 +103,25 @@ class Views:
             job = jobs[0]
             tokens = self._jobs.micro_batch_tokens(job)
             micro_step = self.slices.predict(job, self._jobs.next_micro_step(job), tokens).most
-        costs, self.step_seconds = self._step_costs(self._running.next_step(waiting), micro_step, overlapped=overlapped)
-        if not waiting:
-            return costs
-        running, _ = self._step_costs(self._running.next_step(()), micro_step, overlapped=overlapped)
-        return replace(costs, admitting_nobody=running)
+        nobody = None
+        if waiting and self._beside:
+            nobody = self._step_costs(self._running.next_step(()), micro_step, overlapped=overlapped)
+        return self._step_costs(self._running.next_step(waiting), micro_step, overlapped=overlapped, nobody=nobody)
 
-    def _step_costs(self, step: StepShape, micro_step: float, *, overlapped: bool) -> tuple[Costs, float]:
-        """And the step's expected seconds."""
+    def _step_costs(
+        self, step: StepShape, micro_step: float, *, overlapped: bool, nobody: Costs | None = None
+    ) -> Costs:
         step = step._replace(alone=1)  # steps in flight are collected before a slice
-        decode = step._replace(prefill=0, pairs=0, alone=0)
-        kinds = step.kind, *STEP_KINDS
-        alone, slower = (
-            self._steps.predict(step.features, *((kind, each) for kind in kinds for each in (where, not where)))
-            for where in (False, True)
-        )
-        found = Costs(
+        decode, kind, predict = step._replace(prefill=0, pairs=0, alone=0), step.kind, self._steps.predict
+        alone = predict(step.features, *_KINDS[kind, False])
+        beside = predict(step.features, *_KINDS[kind, True]) if self._beside else alone
+        self.step_seconds = beside.expected if overlapped else alone.expected
+        return Costs(
             serve=alone.most,
             serve_mean=alone.expected,
             micro_step=micro_step,
-            decode=self._steps.predict(decode.features, ("decode", False), ("decode", True)).expected,
-            overlapped=max(alone.most, slower.most),
-            overlapped_mean=max(alone.expected, slower.expected),
+            decode=predict(decode.features, *_KINDS["decode", False][:2]).expected,
+            overlapped=max(alone.most, beside.most),
+            overlapped_mean=max(alone.expected, beside.expected),
+            admitting_nobody=nobody,
         )
-        return found, slower.expected if overlapped else alone.expected

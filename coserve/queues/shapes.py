@@ -36,13 +36,17 @@ class StepShape(NamedTuple):
 
     def and_prompt(self, tokens: int, computed: int = 0) -> StepShape:
         """This and `tokens` tokens of a prompt whose first `computed` tokens are in the cache."""
-        pairs = tokens * computed + tokens * (tokens + 1) // 2
-        return self._replace(prefill=self.prefill + tokens, pairs=self.pairs + pairs)
+        return self._replace(prefill=self.prefill + tokens, pairs=self.pairs + prompt_pairs(tokens, computed))
 
     def __add__(self, other: object) -> StepShape:
         """Of steps that are measured together."""
         assert isinstance(other, StepShape), other
         return StepShape(*map(sum, zip(self, other, strict=True)))
+
+
+def prompt_pairs(tokens: int, computed: int = 0) -> int:
+    """`StepShape.pairs` of `tokens` tokens of a prompt whose first `computed` tokens are in the cache."""
+    return tokens * computed + tokens * (tokens + 1) // 2
 
 
 STEP_FEATURES = len(StepShape().features)
