@@ -80,6 +80,23 @@ def test_jobs_learn_what_they_learn_without(compiled: tuple[Base, CompiledLayers
     torch.testing.assert_close(torch.tensor(losses(found)), torch.tensor(losses(expected)), rtol=1e-4, atol=1e-5)
 
 
+def test_a_job_without_graphs_is_told(compiled: tuple[Base, CompiledLayers], tmp_path: Path) -> None:
+    """The kernels cannot read matrices of rank 4 where they are. Other jobs have graphs all the same."""
+    base, layers = compiled
+    recorder = RepeatingRecorder()
+    graphs = graphs_of(layers, recorder)
+    train(base, tmp_path / "small", layers, graphs, (job(0, steps=2, r=4),))
+    assert not recorder.recorded and not graphs.notes, "no job is left"
+    bench = Bench(base, tmp_path / "told", compiled=layers, graphs=graphs, lora_backend=SEGMENTED)
+    corpus, spec = job(0, r=4)
+    bench.start(bench.place(corpus, spec))
+    while not graphs.notes:
+        bench.trainer.advance(spec.id, 1)
+    assert "no multiple of 8" in graphs.notes[0]
+    graphs.job_ended(last=False)
+    assert graphs.notes, "it may be told of another job"
+
+
 @pytest.mark.slow
 def test_a_job_has_the_graphs_of_an_earlier_one_of_its_shape(
     compiled: tuple[Base, CompiledLayers], tmp_path: Path

@@ -35,6 +35,7 @@ from coserve.model.training.compiled_layers import CompiledLayers
 log = logging.getLogger(__name__)
 
 NO_MEMORY = "there is not enough memory"
+NOT_CAPTURED = "training: layers of jobs whose LoRA rank is no multiple of 8, as of an adapter's ranks by site, run without CUDA graphs"
 MOST_RELEASES = 3
 """Graphs are off after so many times that memory ran out, until no job is left."""
 
@@ -64,8 +65,17 @@ class LayerGraphs:
         self._recorder: Recorder | None = None
         self._batches = self._releases = self._without_left = 0
         self._running: weakref.ref[LayerPass] | None = None
-        self.notes: tuple[str, ...] = ()
-        """Why there are none, for an operator."""
+        self._stopped = ""
+        """Why there are none; empty: there may be."""
+        self._without: str | None = None
+        """The note of jobs that have none while others may."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why some jobs have none, or all, for an operator."""
+        if self._stopped:
+            return (_note(self._stopped),)
+        return () if self._without is None else (self._without,)
 
     @property
     def bytes(self) -> int:
@@ -74,7 +84,9 @@ class LayerGraphs:
 
     def padded_size(self, tokens: int) -> int:
         """Tokens of a batch that learns, once it is filled up for graphs."""
-        return padded(tokens, self._least_step) if self._compiled.ready and (self._ranks or not self.notes) else tokens
+        return (
+            padded(tokens, self._least_step) if self._compiled.ready and (self._ranks or not self._stopped) else tokens
+        )
 
     @property
     def in_use(self) -> bool:
@@ -101,7 +113,7 @@ class LayerGraphs:
             shape.lora.forget()
         if last:
             self._releases = self._without_left = 0
-            self.notes = () if self.notes == (_note(NO_MEMORY),) else self.notes
+            self._without, self._stopped = None, "" if self._stopped == NO_MEMORY else self._stopped
 
     def yield_memory(self) -> None:
         """Call it before a training batch that runs other layers than these, and needs the memory: frees the pool. Some batches then run
@@ -132,7 +144,10 @@ class LayerGraphs:
         if self._without_left:
             self._without_left -= 1
             return None
-        if self.notes or self._busy or not isinstance(inputs.attention, PackedAttention) or lora.structure is None:
+        if self._stopped or self._busy or not isinstance(inputs.attention, PackedAttention):
+            return None
+        if lora.structure is None:
+            self._tell_without()
             return None
         self._batches += 1
         if self._recorder is None:
@@ -171,9 +186,14 @@ class LayerGraphs:
 
     def stop(self, reason: str) -> None:
         """Have none from now on."""
-        self.notes = (_note(reason),)
-        log.warning("%s", self.notes[0])
+        self._stopped = reason
+        log.warning("%s", _note(reason))
         self._shapes.clear()
+
+    def _tell_without(self) -> None:
+        if self._without is None and not self._ranks:  # of ranks' jobs the warm-up tells
+            self._without = NOT_CAPTURED
+            log.warning("%s", NOT_CAPTURED)
 
 
 def _key(
