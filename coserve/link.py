@@ -281,6 +281,8 @@ class EngineStats(Message, frozen=True):
     patience_slices: int = 0
     """Fine-tuning slices so far that ran only because of `train_patience` or `train_floor`."""
     starving: Starving | None = None
+    train_speed_beside: float = 1.0
+    """Share of its speed that training has while a generation step runs beside it (`queues/beside.py`); 1 where none does."""
     stalls: tuple[StallCounts, ...] = ()
     cuda_allocs: int = 0
     cuda_frees: int = 0

@@ -368,7 +368,9 @@ class Engine:
         self._reports.send(now)
 
     def _slice_ended(self, ended: EndedSlice) -> None:
-        self._views.slices.ran(ended.decision, ended.kind, ended.micro_steps, ended.tokens, ended.seconds, ended.at)
+        self._views.slices.ran(
+            ended.decision, ended.kind, ended.micro_steps, ended.tokens, ended.seconds, ended.at, ended.beside
+        )
         self._reports.train_seconds += ended.seconds
 
     # ---- messages

@@ -102,6 +102,7 @@ def engine_stats(
         batches=jobs.batches,
         patience_slices=views.slices.by_patience,
         starving=views.slices.starving(now),
+        train_speed_beside=views.train_speed_beside,
         stalls=stalls.totals(),
         backlog=backlog,
         memory=None if memory is None else memory.use(generator.adapter_pages),

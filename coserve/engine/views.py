@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from sys import maxsize
 from typing import Protocol
 
 from coserve.engine.running import RunningRequests
+from coserve.queues.beside import SpeedBeside, Trials
 from coserve.queues.costs import ATTAINMENT, Predictors
 from coserve.queues.inference import InferenceQueue
 from coserve.queues.policy import Costs, InFlight, View, Waiting
@@ -54,6 +56,7 @@ class Views:
         self._steps, self.slices, self.turns = Predictors(STEP_FEATURES, attainment), Slices(attainment), Turns()
         self._beside, self._alone = beside, 0
         """Steps in a row that no training ran beside, while jobs could train."""
+        self._trials = Trials()
         self.step_seconds = 0.0
         """Expected of the next generation step, when a view was last made."""
 
@@ -61,11 +64,18 @@ class Views:
         """A generation step was measured; `overlapped`: while the device computed training."""
         self._steps.add((shape.kind, overlapped), shape.features, seconds)
         self._alone = 0 if overlapped or not self._jobs.ready() else self._alone + 1
+        self._trials.ran(shape.kind, beside=overlapped)
         if self._alone == FORGET:
             self._steps.keep(lambda kind: not _overlapped(kind))
+            self.slices.beside = SpeedBeside()
             self._alone = 0
         elif self._alone and self._alone % FORGET_ERRORS == 0:
             self._steps.forget_errors(_overlapped)
+
+    @property
+    def train_speed_beside(self) -> float:
+        """See `SpeedBeside`; 1 where steps and slices take turns."""
+        return self.slices.beside.share if self._beside else 1.0
 
     def headroom(self, reading: int) -> int:
         """How many more requests can be admitted. `reading`: as in `view`."""
@@ -116,12 +126,14 @@ class Views:
         alone = predict(step.features, *_KINDS[kind, False])
         beside = predict(step.features, *_KINDS[kind, True]) if self._beside else alone
         self.step_seconds = beside.expected if overlapped else alone.expected
+        measured = self._steps.knows((kind, False)) and not self._trials.due(kind)
         return Costs(
             serve=alone.most,
-            serve_mean=alone.expected,
+            serve_mean=alone.expected if measured else math.inf,
             micro_step=micro_step,
             decode=predict(decode.features, *_KINDS["decode", False][:2]).expected,
             overlapped=max(alone.most, beside.most),
             overlapped_mean=max(alone.expected, beside.expected),
+            train_beside=self.train_speed_beside,
             admitting_nobody=nobody,
         )

@@ -68,6 +68,10 @@ class Predictor:
         expected = self._level * self._shape_of(features)
         return Prediction(expected, expected * self._risk.factor)
 
+    @property
+    def known(self) -> bool:
+        return self._level is not None
+
     def forget_errors(self) -> None:
         self._risk = Risk(self._attainment)
 
@@ -95,6 +99,11 @@ class Predictors:
             if predictor is not None and (found := predictor.predict(features)) is not None:
                 return found
         return UNKNOWN
+
+    def knows(self, kind: Hashable) -> bool:
+        """Whether this kind itself was measured often enough."""
+        predictor = self._by_kind.get(kind)
+        return predictor is not None and predictor.known
 
     def forget_errors(self, of: Callable[[Hashable], bool]) -> None:
         """The margin of these kinds is as at the beginning; what is expected stays."""

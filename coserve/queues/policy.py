@@ -53,9 +53,11 @@ class Costs:
     overlapped: float = 0.0
     """As `serve`, while the device computes training, too. `serve` where that was not measured."""
     serve_mean: float = math.inf
-    """Expected of the step of `serve`; infinite while unknown."""
+    """Expected of the step of `serve`; infinite where no such step was measured, or none for long."""
     overlapped_mean: float = math.inf
     """Expected of that of `overlapped`."""
+    train_beside: float = 1.0
+    """Share of its speed that training has while a step runs beside it."""
     admitting_nobody: Costs | None = None
     """Of a step without the requests that wait; None: the same."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from coserve.link import Starving
+from coserve.queues.beside import SpeedBeside
 from coserve.queues.costs import ATTAINMENT, Prediction, Predictors
 from coserve.queues.policy import Train
 from coserve.types import MicroStep
@@ -23,6 +24,9 @@ class Slices:
     def __init__(self, attainment: float = ATTAINMENT) -> None:
         """`attainment`: share of answers that are to be in time."""
         self._costs = Predictors(2, attainment)
+        self._alone = Predictors(2, attainment)
+        """Of slices that no step ran beside, by kind."""
+        self.beside = SpeedBeside()
         self._jobs: tuple[str, ...] = ()
         self.waiting_since: float | None = None
         """See `View.train_waiting_since`."""
@@ -61,13 +65,26 @@ class Slices:
                 most = 0
         return None if most == math.inf else max(0, int(most))
 
-    def ran(self, decision: Train, kind: MicroStep, micro_steps: int, tokens: int, seconds: float, now: float) -> None:
-        """A slice of `micro_steps` micro-steps ended now, in a micro-batch of `tokens` tokens. Whole micro-batches mix kinds, so
-        their time is not learned."""
+    def ran(
+        self,
+        decision: Train,
+        kind: MicroStep,
+        micro_steps: int,
+        tokens: int,
+        seconds: float,
+        now: float,
+        beside: float = 0.0,
+    ) -> None:
+        """A slice of `micro_steps` micro-steps ended now, in a micro-batch of `tokens` tokens; generation steps ran for `beside` of its seconds. Whole
+        micro-batches mix kinds, so their time is not learned."""
         if decision.micro_steps is not None and micro_steps:
             features = 1.0, tokens
             for key in ((decision.job, kind), kind, ANY):
                 self._costs.add(key, features, seconds / micro_steps)
+            if not beside:
+                self._alone.add(kind, features, seconds / micro_steps)
+            elif alone := micro_steps * self._alone.predict(features, kind).expected:
+                self.beside.add(seconds, beside, alone)
         if decision.overdue is None:
             self._overdue, self._overdue_in_a_row = None, 0
         else:

@@ -326,10 +326,14 @@ class TestOverlap:
         slices: int = 0,
         until: float = 0.0,
         overlapped: float = 0.012,
+        beside: float = 0.8,
         jobs: bool = True,
     ) -> View:
         """A request runs whose token is due; a step alone takes 6 ms, a micro-step 4 ms."""
-        costs = Costs(serve=0.006, micro_step=0.004, decode=0.005, overlapped=overlapped, overlapped_mean=overlapped)
+        costs = Costs(
+            serve=0.006, micro_step=0.004, decode=0.005, overlapped=overlapped, serve_mean=0.006, overlapped_mean=overlapped,
+            train_beside=beside,
+        )  # fmt: skip
         found = view(jobs=("j",) if jobs else (), train_waiting_since=0.0)
         flight = InFlight(slices, until=until)
         return replace(found, running=(Due(due, window=window),), costs=costs, in_flight=flight)
@@ -353,6 +357,15 @@ class TestOverlap:
             busy = self.seen(1.0, window=window, slices=1, until=alone - 0.002)
             assert policy.decide(busy, 0.98) == Wait(pytest.approx(alone - 0.002 - AHEAD)), "another one ends too late"
             assert policy.decide(busy, alone - 0.002 - AHEAD + 1e-9) == Serve(0, between=True)
+
+    def test_a_step_that_costs_training_more_beside_it_takes_its_turn(self) -> None:
+        """It takes 12 ms beside training and 6 alone."""
+        late = 1.0 - 0.006
+        assert self.policy.decide(self.seen(1.0, slices=1, beside=0.51), late) == Serve(0)
+        assert self.policy.decide(self.seen(1.0, slices=1, beside=0.49), late) == Serve(0, between=True)
+        unknown = self.seen(1.0, slices=1)
+        unknown = replace(unknown, costs=replace(unknown.costs, serve_mean=math.inf))
+        assert self.policy.decide(unknown, late) == Serve(0, between=True), "none has been measured"
 
     def with_prompt(self, due: float, arrived: float, *, mean: float, slices: int, until: float = 0.0) -> View:
         """A request waits, too: a step with its prompt takes 20 ms alone, 30 beside training at most, `mean` as expected."""

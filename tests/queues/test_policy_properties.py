@@ -41,7 +41,7 @@ units: st.SearchStrategy[Unit] = st.sampled_from(("request", "batch"))
 def step_costs(draw: st.DrawFn) -> Costs:
     """A step that admits nobody takes at most as long."""
     serve, micro_step, decode, overlapped = (draw(costs) for _ in range(4))
-    found = Costs(serve, micro_step, decode, overlapped, draw(st.floats(0, overlapped)))
+    found = Costs(serve, micro_step, decode, overlapped, overlapped_mean=draw(st.floats(0, overlapped)))
     less = draw(st.none() | st.floats(0, 1))
     if less is None:
         return found

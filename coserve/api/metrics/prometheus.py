@@ -245,6 +245,11 @@ class EngineGauges(Collector):
             ("memory_peak_bytes", "The most GPU memory that torch has had", s.memory_peak if s else 0),
             ("engine_backlog_bytes", "Messages of the engine that the API process had not read", s.backlog if s else 0),
             ("adapters_resident", "Adapters in memory", len(s.resident) if s else 0),
+            (
+                "train_speed_beside_ratio",
+                "Training's speed while a generation step runs beside it, as a share of its speed alone",
+                s.train_speed_beside if s else 1.0,
+            ),
         )
         for name, text, value in gauges:
             yield GaugeMetricFamily(f"coserve_{name}", text, value=value)

@@ -21,7 +21,8 @@ Between = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class EndedSlice:
-    """`tokens`: of its micro-batch; `seconds`: from its launch, or the end of the work before, to its own end, `at`."""
+    """`tokens`: of its micro-batch; `seconds`: from its launch, or the end of the work before, to its own end, `at`; `beside`: those in which a generation
+    step ran beside it."""
 
     decision: Train
     kind: MicroStep
@@ -29,6 +30,7 @@ class EndedSlice:
     tokens: int
     seconds: float
     at: float
+    beside: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,9 @@ class LaunchedStep:
     """When it will have ended, as predicted; 0: not known."""
     done: Future[None] | None = None
     """None: its end is no event."""
+    began: float = 0.0
+    ended_at: float | None = None
+    """When its end came, if that is an event."""
 
     @property
     def ended(self) -> bool:
@@ -85,6 +90,8 @@ class SlicesInFlight:
         self._mark_step = mark_step
         self._works: deque[_Work] = deque()
         self._since_step, self._last_end, self._until = False, 0.0, 0.0
+        self._beside: deque[LaunchedStep] = deque()
+        """Steps that were launched beside slices, as far as slices may end that ran beside them."""
 
     @property
     def takes_turns(self) -> bool:
@@ -117,10 +124,17 @@ class SlicesInFlight:
             step = LaunchedStep(between=True, after=self._works[-1] if self._works else None)
         with self._between() if between else nullcontext():
             yield step
-        step.done = self._mark_step()
-        step.done.add_done_callback(lambda _: self._changed())
+        step.began, step.done = began, self._mark_step()
+
+        def end(_: Future[None]) -> None:
+            step.ended_at = self._clock()
+            self._changed()
+
+        step.done.add_done_callback(end)
         if between:
             self._give(None, began, seconds, step.done)
+        else:
+            self._beside.append(step)
         step.expected = self._until if between else began + seconds
 
     def _give(self, slice: _Slice | None, began: float, seconds: float, done: Future[None]) -> None:
@@ -153,10 +167,22 @@ class SlicesInFlight:
             if (error := ended.done.exception()) is not None:
                 raise EngineFault("the GPU does not work any more") from error
             if (own := ended.slice) is not None:
-                seconds = max(0.0, end - max(ended.began, self._last_end))
-                found.append(EndedSlice(own.decision, own.kind, own.micro_steps, own.tokens, seconds, end))
+                began = max(ended.began, self._last_end)
+                beside, seconds = self._seconds_beside(began, end), max(0.0, end - began)
+                found.append(EndedSlice(own.decision, own.kind, own.micro_steps, own.tokens, seconds, end, beside))
             self._last_end = end
             for work in self._works:  # earlier or later by as much
                 work.expected += end - ended.expected
             self._until += end - ended.expected
+        return found
+
+    def _seconds_beside(self, began: float, end: float) -> float:
+        """Seconds of a slice in which a step ran beside it; later slices begin at its end. Steps follow one another."""
+        while self._beside and (ended := self._beside[0].ended_at) is not None and ended <= began:
+            self._beside.popleft()
+        found, free = 0.0, began
+        for step in self._beside:
+            stop = end if step.ended_at is None else min(end, step.ended_at)
+            found += max(0.0, stop - max(free, step.began))
+            free = max(free, stop)
         return found

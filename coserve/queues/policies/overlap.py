@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from coserve.queues.policies.slack import FIRST_TOKEN_WAIT, MAX_SLICE, latest_start, micro_steps_within, overdue
@@ -58,7 +59,7 @@ class Overlap:
         admit, launches = len(view.waiting), bool(view.jobs) and slices < MAX_SLICES
         if not (view.running or admit):
             return self._train(view, micro_steps_within(LONGEST, micro_step)) if launches else Wait(None)
-        overlapped = self._keeps_targets_overlapped(view)
+        overlapped = self._runs_beside(view)
         if not (view.jobs or slices):
             return Serve(admit)
         if view.queued > admit:  # a full batch
@@ -82,10 +83,10 @@ class Overlap:
 
     def _holds_back(self, view: View, now: float) -> bool:
         """Whether the next step is one without the prompts that wait: it can run beside training, with them it could not, and they can wait longer."""
-        if not view.jobs or view.queued > len(view.waiting) or self._keeps_targets_overlapped(view):
+        if not view.jobs or view.queued > len(view.waiting) or self._runs_beside(view):
             return False
         without = _admitting_nobody(view)
-        if not self._keeps_targets_overlapped(without):
+        if not self._runs_beside(without):
             return False
         step = without.costs.overlapped
         begin = max(now, latest_start(without, step, without.costs.overlapped_mean, self._weight))
@@ -94,10 +95,14 @@ class Overlap:
         only, costs = replace(view, running=()), view.costs
         return begin + step <= latest_start(only, costs.serve, costs.serve_mean, self._weight, TURN_WAIT)
 
-    def _keeps_targets_overlapped(self, view: View) -> bool:
-        """Whether steps beside training are as fast as tokens are due."""
+    def _runs_beside(self, view: View) -> bool:
+        """Whether the next step is computed beside training: it takes less from training than one in turn does, as far as both were measured, and is as fast
+        as tokens are due."""
         costs = view.costs
-        return self._overlapped and all(
+        taken = costs.overlapped_mean * (1 - costs.train_beside)
+        if not self._overlapped or costs.serve_mean == math.inf or taken > costs.serve_mean:
+            return False
+        return all(
             due.steps * costs.overlapped_mean + due.decodes * costs.decode + TIMER
             <= (1 - RESERVE) * due.window * self._weight
             for due in view.running

@@ -1,0 +1,52 @@
+"""What is learned of training beside generation steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from coserve.queues.beside import ENOUGH, FIRST_GUESS, TRIAL_AFTER, TRIALS, SpeedBeside, Trials
+from coserve.queues.policy import Train
+from coserve.queues.slices import Slices
+from coserve.types import MicroStep
+
+
+@pytest.mark.parametrize("speed", [0.0, 0.5, 0.8, 1.0])
+def test_the_speed_of_training_beside_steps(speed: float) -> None:
+    """Slices of 10 ms alone, of which 4 ms are computed beside a step."""
+    found = SpeedBeside()
+    beside = 0.004 / speed if speed else 0.004
+    seconds = 0.006 + beside if speed else 0.014
+    for _ in range(ENOUGH - 1):
+        found.add(seconds, beside, 0.01)
+    assert found.share == FIRST_GUESS, "too few"
+    found.add(seconds, beside, 0.01)
+    assert found.share == pytest.approx(speed)
+
+
+def test_slices_without_steps_say_nothing_of_it() -> None:
+    found = SpeedBeside()
+    for _ in range(2 * ENOUGH):
+        found.add(0.01, 0.0, 0.01)
+    assert found.share == FIRST_GUESS
+
+
+def test_it_is_learned_from_slices_against_those_that_ran_alone() -> None:
+    slices = Slices()
+    for _ in range(2 * ENOUGH):
+        slices.ran(Train("j", 2), MicroStep.BACKWARD, 2, 4096, 0.016, now=0.0)
+        slices.ran(Train("j", 1), MicroStep.BACKWARD, 1, 4096, 0.012, now=0.0, beside=0.01)
+    assert slices.beside.share == pytest.approx(0.6, abs=0.01)
+
+
+def test_steps_of_a_kind_are_measured_in_turn_again() -> None:
+    trials = Trials()
+    for _ in range(TRIAL_AFTER - 1):
+        trials.ran("decode", beside=True)
+    assert not trials.due("decode")
+    trials.ran("prefill", beside=False)
+    trials.ran("decode", beside=True)
+    assert trials.due("decode") and not trials.due("prefill")
+    for _ in range(TRIALS):
+        assert trials.due("decode")
+        trials.ran("decode", beside=False)
+    assert not trials.due("decode")
