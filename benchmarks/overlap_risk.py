@@ -1,6 +1,7 @@
 """Attainment and training share of `overlap`: the real engine loop over a GPU in virtual time that computes steps and training at once.
 
     python -m benchmarks.overlap_risk --out benchmarks/results
+    python -m benchmarks.overlap_risk --speeds 0.35,0.5 --label slow_beside --out benchmarks/results
 
 Loads, requests and micro-steps are those of `slack_risk.py`. Steps take about as long as those of an 8B model on an H200 with 32 adapters (200 decodes
 11 ms, with the prompts of two requests 21), and beside training 2.4 times as long, while training has 0.8 of its speed. One step in twenty takes 1.2
@@ -75,10 +76,12 @@ def slower(rng: random.Random) -> float:
     return usual
 
 
-async def _play(requests: list[tuple[float, Generate]], seed: int) -> tuple[Recording, float, float]:
+async def _play(
+    requests: list[tuple[float, Generate]], seed: int, speeds: tuple[float, float]
+) -> tuple[Recording, float, float]:
     """What was sent, and shares of the arrivals' time: training, alone, and both at once."""
     loop, rng = asyncio.get_running_loop(), random.Random(seed)
-    gpu = SharedGpu(STEP_SPEED, TRAIN_SPEED)
+    gpu = SharedGpu(*speeds)
     generator = SharingGenerator(lambda shape: slower(rng) * step_seconds(shape), 1.5e-3, 2048, rng)
     generator.gpu = gpu
     spec = job_spec("j")
@@ -126,10 +129,11 @@ async def _play(requests: list[tuple[float, Generate]], seed: int) -> tuple[Reco
     return link, trained / SECONDS, (both[1] - both[0]) / SECONDS
 
 
-def point(rate: float, slo: Slo, seed: int) -> Point:
+def point(rate: float, slo: Slo, seed: int, speeds: tuple[float, float]) -> Point:
+    """`speeds` of a step and of training beside each other."""
     fake_ports.CONTEXT = 1 << 20
     requests = workload(rate, slo, seed)
-    link, training, beside = run_virtual(_play(requests, seed))
+    link, training, beside = run_virtual(_play(requests, seed, speeds))
     times = defaultdict[str, list[float]](list)
     for at, message in link.sent:
         if isinstance(message, Tokens):
@@ -147,14 +151,20 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--label", default="", help="part of the keys, to compare two commits")
     parser.add_argument("--seeds", type=int, default=2, help="runs of each load, with other requests and times")
+    parser.add_argument(
+        "--speeds",
+        default=f"{STEP_SPEED},{TRAIN_SPEED}",
+        help="of a step and of training, each beside the other, as shares",
+    )
     options = parser.parse_args()
-    settings = {"seconds": SECONDS, "lead": LEAD, "speeds": (STEP_SPEED, TRAIN_SPEED), "seeds": options.seeds}
+    step_speed, train_speed = (float(part) for part in options.speeds.split(","))
+    settings = {"seconds": SECONDS, "lead": LEAD, "speeds": (step_speed, train_speed), "seeds": options.seeds}
     results = Results(
         options.out, "overlap_risk.json", script="benchmarks.overlap_risk", hardware="any: virtual time", seed=0,
         revision=options.commit, settings=settings,
     )  # fmt: skip
     for load, (rate, slo) in LOADS.items():
-        points = [point(rate, slo, seed) for seed in range(options.seeds)]
+        points = [point(rate, slo, seed, (step_speed, train_speed)) for seed in range(options.seeds)]
         name = f"overlap_risk.{load}" + (f".{options.label}" if options.label else "")
         least = min(each.attainment for each in points)
         results.put(f"{name}.slo", round(least, 4), "share of requests in their targets, the worst run")
