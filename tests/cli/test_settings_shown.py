@@ -42,7 +42,7 @@ def test_help_of_serve_has_sections_types_choices_and_defaults(columns: int) -> 
     assert "--recompute / --no-recompute" in text and "[default: false]" in flat
 
 
-SHARES = "memory_fraction", "train_weight", "training_sm_share", "slo_attainment"
+SHARES = "memory_fraction", "train_floor", "train_weight", "training_sm_share", "slo_attainment"
 
 
 def test_numbers_have_units() -> None:
