@@ -34,6 +34,7 @@ from coserve.model.gemm_choice import GemmChoice, measure_gemms
 from coserve.model.groups import share_inputs
 from coserve.parallel.exchange import exchanges_of
 from coserve.parallel.modules import shard_of
+from coserve.parallel.residual import add_in_sums
 
 NOT_FUSED = "expected to run within FusedBase.forward"
 RECOMPILES = 64
@@ -61,13 +62,28 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]
 
     `sizes`: each site's O. Of row-parallel sites the output is the sum of all ranks' terms.
     """
+    return _summed_linear(x, weight, bias, sizes, group, None)
+
+
+def _linear_add(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], group: int, residual: Tensor
+) -> Tensor:
+    """`residual` (..., ΣO) + `_linear`, for row-parallel sites: their sum over the ranks adds it (`parallel.residual`)."""
+    return _summed_linear(x, weight, bias, sizes, group, residual)
+
+
+def _summed_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], group: int, residual: Tensor | None
+) -> Tensor:
     context = current.context
     assert context.fused is not None, NOT_FUSED
     sites = context.fused.groups[current.layer][group]
     y_TO = _local_linear(x.reshape(-1, x.shape[-1]), weight, bias, sizes, sites, context.fused, context.lora)
     shard = context.fused.summed.get(sites)
     if shard is not None:
-        y_TO = shard.sum(y_TO)
+        y_TO = shard.sum(y_TO, None if residual is None else residual.reshape(y_TO.shape))
+    else:
+        assert residual is None, "expected sites whose terms are summed over the ranks"
     return y_TO.view(*x.shape[:-1], y_TO.shape[1])
 
 
@@ -103,6 +119,12 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence
     return x.new_empty((*x.shape[:-1], sum(sizes)))
 
 
+def _linear_add_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], group: int, residual: Tensor
+) -> Tensor:
+    return _linear_fake(x, weight, bias, sizes, group)
+
+
 def _register() -> torch.library.Library:
     """The ops, by hand: `torch.library.custom_op` checks on every call what these few lines cannot do wrong."""
     ops = torch.library.Library("coserve", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -111,6 +133,7 @@ def _register() -> torch.library.Library:
     for name, schema, real, fake in (
         ("attend", attend, _attend, _attend_fake),
         ("linear", linear, _linear, _linear_fake),
+        ("linear_add", linear.replace(")", ", Tensor residual)", 1), _linear_add, _linear_add_fake),
     ):
         ops.define(name + schema)  # type: ignore[no-untyped-call]
         ops.impl(name, real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -177,12 +200,26 @@ class FusedBase:
         self.gemms = gemms
         forwards: list[Callable[..., object]] = [type(layer).forward for layer in base.layers]
         if compiled:
-            made = compiler(_inductor(options) if backend is None else backend)
+            made = compiler(self._with_residuals(_inductor(options) if backend is None else backend))
             # One function for all layers of a class, so that they share what is compiled.
             unique = {f: torch.compile(f, backend=made, dynamic=True, fullgraph=True) for f in dict.fromkeys(forwards)}
             forwards = [unique[forward] for forward in forwards]
         self._layers = Layers(base.layers, forwards)
         self._stubs = [self._stub(index) for index in range(len(base.layers))]
+
+    def _with_residuals(self, backend: Backend) -> Backend:
+        """`backend`, of layers whose sums over the ranks add the residual."""
+        groups = [group for layer in self.groups for group in layer]
+        adding = {group for group, shard in self._summed.items() if shard.mesh.adds_at_once}
+        sums = {group.index for group in groups if group in adding} - {
+            each.index for each in groups if each not in adding
+        }
+
+        def traced(module: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequence[object]]:
+            add_in_sums(module, sums)
+            return backend(module, inputs)
+
+        return traced if sums else backend
 
     @property
     def stacked(self) -> list[StackedWeights]:

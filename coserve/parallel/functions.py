@@ -23,12 +23,13 @@ def copy_to_ranks(x: Tensor, mesh: Mesh) -> Tensor:
     return out
 
 
-def sum_over_ranks(x: Tensor, mesh: Mesh) -> Tensor:
-    """The sum of the ranks' `x`; may overwrite it where no gradient is asked for. Back: the gradient, the same on every rank."""
+def sum_over_ranks(x: Tensor, mesh: Mesh, addend: Tensor | None = None) -> Tensor:
+    """The sum of the ranks' `x`, and of `addend`, the same on every rank; may overwrite `x` where no gradient is asked for. Back: the gradient, the
+    same on every rank."""
     if mesh.size == 1 or not _learns(x):
-        return mesh.all_reduce(x)
+        return mesh.all_reduce(x) if addend is None else mesh.all_reduce(x, addend)
     out: Tensor = _Sum.apply(x, mesh)  # type: ignore[no-untyped-call]
-    return out
+    return out if addend is None else out + addend
 
 
 def gather_columns(x: Tensor, mesh: Mesh) -> Tensor:

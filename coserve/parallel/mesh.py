@@ -26,6 +26,8 @@ _ALL_GATHER: Callable[..., object] = getattr(dist, "all_gather_single", dist.all
 ONE_SHOT_BYTES = {2: 1 << 20, 4: 1 << 20, 8: 1 << 18}
 """Largest message whose sum takes a `SymmetricMesh` less time than an all-gather takes NCCL, by ranks. Of eight ranks not measured."""
 ONE_SHOT_ALIGNMENT = 16
+ADDING_RANKS = {2}
+"""Numbers of ranks of which a `SymmetricMesh` sums messages of all steps by its own kernel, which adds an addend at once. NCCL would take a pass more."""
 
 
 def fits_one_shot(size: int, ranks: int) -> bool:
@@ -102,15 +104,18 @@ class Mesh:
     size: int = 1
     note: str = ""
     """What an operator should know of how it sends."""
+    adds_at_once: bool = True
+    """`all_reduce` adds an addend without a pass of its own, or there is no GPU that would wait for it."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
         self.guard: SliceGuard = NoPeers()
         """Keeps the ranks together in work that has collectives; those of an engine have a `Lockstep`."""
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' `x`; may be `x` itself, overwritten. Not differentiable: see `functions`."""
-        return x
+    def all_reduce(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+        """The sum of all ranks' `x`, and of `addend`, which has its shape and dtype and is the same on all of them; may be `x` itself, overwritten. Not
+        differentiable: see `functions`."""
+        return x if addend is None else x + addend
 
     def one_shot(self, size: int) -> bool:
         """Whether the all-reduce of `size` bytes is one kernel without rounds of messages. It takes half the time of any other
@@ -145,11 +150,11 @@ class GroupMesh(Mesh):
         self.group = group
         self.rank, self.size = group.rank(), group.size()
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
         x = x.contiguous()
         self.traffic.add("all_reduce", x)  # from here on the other ranks wait for this one: what may fail comes first
         dist.all_reduce(x, group=self.group)
-        return x
+        return x if addend is None else x.add_(addend)
 
     def all_gather_parts(self, x: Tensor) -> Tensor:
         x, parts = x.contiguous(), x.new_empty((self.size, *x.shape))
@@ -173,7 +178,7 @@ class LoneRank(Mesh):
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__()
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.adds_at_once = rank, size, size in ADDING_RANKS
 
     def one_shot(self, size: int) -> bool:
         return fits_one_shot(size, self.size)

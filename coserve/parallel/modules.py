@@ -28,9 +28,9 @@ class SiteShard:
     partition: SitePartition
     mesh: Mesh
 
-    def sum(self, y: Tensor) -> Tensor:
-        """The output, of this rank's term `y`, which may be overwritten."""
-        return sum_over_ranks(y, self.mesh)
+    def sum(self, y: Tensor, addend: Tensor | None = None) -> Tensor:
+        """The output, of this rank's term `y`, which may be overwritten, and `addend`, if there is one."""
+        return sum_over_ranks(y, self.mesh, addend)
 
 
 def shard_of(module: nn.Module) -> SiteShard | None:

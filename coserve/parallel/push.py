@@ -25,9 +25,9 @@ class PushSum:
         self._counts = torch.zeros(blocks, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)
 
-    def __call__(self, x: Tensor, out: Tensor) -> None:
-        """Writes the sum of all ranks' `x` into `out` (both contiguous, aligned, of one floating dtype, up to `most` bytes). The first time, all ranks
-        must have made theirs: flags are zero then. Allocates nothing."""
+    def __call__(self, x: Tensor, out: Tensor, addend: Tensor | None = None) -> None:
+        """Writes the sum of all ranks' `x`, and of `addend`, which is the same on all of them, into `out` (all contiguous, aligned, of one floating dtype, up
+        to `most` bytes). The first time, all ranks must have made theirs: flags are zero then. Allocates nothing."""
         push_sum(
             x,
             out,
@@ -38,6 +38,7 @@ class PushSum:
             self._counts,
             self._rank,
             self._block_bytes,
+            addend,
         )
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from coserve.kernels.gpu.launcher import compile_only
-from coserve.parallel.mesh import GroupMesh, fits_one_shot
+from coserve.parallel.mesh import ADDING_RANKS, GroupMesh, fits_one_shot
 from coserve.parallel.push import ALIGNMENT, PushSum
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class SymmetricMesh(GroupMesh):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """All ranks call this at once. Raises `RuntimeError` where their GPUs cannot read each other's memory."""
         super().__init__(group)
-        self._device = device
+        self._device, self.adds_at_once = device, self.size in ADDING_RANKS
         self._pushes = [
             PushSum(group, device, most=most, block_bytes=block) for most, block in PUSHED.get(self.size, ())
         ]
@@ -48,15 +48,14 @@ class SymmetricMesh(GroupMesh):
     def one_shot(self, size: int) -> bool:
         return fits_one_shot(size, self.size)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
         push = next((push for push in self._pushes if x.nbytes <= push.most), None)
         if push is None or x.dtype not in _DTYPES or not x.nbytes or x.numel() % MULTIPLE:
-            return super().all_reduce(x)
-        x = x.contiguous()
-        x = x.clone() if x.data_ptr() % ALIGNMENT else x
+            return super().all_reduce(x, addend)
+        x, addend = _readable(x), None if addend is None else _readable(addend)
         out = torch.empty_like(x)
         self.traffic.add("all_reduce", x)  # from here on the other ranks wait for this one: nothing may fail
-        push(x, out)
+        push(x, out, addend)
         return out
 
     def compile(self) -> None:
@@ -64,16 +63,23 @@ class SymmetricMesh(GroupMesh):
         for dtype, push in itertools.product(_DTYPES, self._pushes):
             x = torch.empty(push.most // dtype.itemsize, dtype=dtype, device=self._device)
             with compile_only(None):
-                push(x, torch.empty_like(x))
+                for addend in (None, x):
+                    push(x, torch.empty_like(x), addend)
 
     def works(self) -> bool:
-        """Whether sums are right, of small and of large messages, twice. All ranks call this at once."""
-        for dtype, size, _ in itertools.product(_DTYPES, (64, *(push.most for push in self._pushes)), range(2)):
+        """Whether sums are right, of small and of large messages, twice, the second time with an addend. All ranks call this at once."""
+        for dtype, size, more in itertools.product(_DTYPES, (64, *(push.most for push in self._pushes)), (0, 1)):
             numbers_K = torch.arange(size // dtype.itemsize, device=self._device) % 13
-            found_K = self.all_reduce((numbers_K + self.rank).to(dtype))
-            if not torch.equal(found_K.long(), self.size * numbers_K + sum(range(self.size))):
+            found_K = self.all_reduce((numbers_K + self.rank).to(dtype), numbers_K.to(dtype) if more else None)
+            if not torch.equal(found_K.long(), (self.size + more) * numbers_K + sum(range(self.size))):
                 return False
         return True
+
+
+def _readable(x: Tensor) -> Tensor:
+    """As the kernel reads it."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
 def symmetric_mesh(group: dist.ProcessGroup, device: torch.device) -> GroupMesh:
@@ -95,6 +101,7 @@ def symmetric_mesh(group: dist.ProcessGroup, device: torch.device) -> GroupMesh:
             own.traffic.clear()
             return own
         why = "its sums are wrong"
+    mesh.adds_at_once = False
     mesh.note = f"ranks: NCCL alone sums up, which takes longer for small messages: the all-reduce in one kernel does not work here: {why}"
     log.warning("%s", mesh.note)
     return mesh

@@ -36,17 +36,20 @@ def _all_reduces(mesh: Mesh) -> list[tuple[Tensor, Tensor]]:
         for rows in (1, 3, 64, 1024):
             x = torch.full((rows, 4096), 1.0 + mesh.rank, dtype=kind, device="cuda")
             found.append((mesh.all_reduce(x.clone()), torch.full_like(x, 3.0)))
+            found.append((mesh.all_reduce(x.clone(), torch.full_like(x, 10.0)), torch.full_like(x, 13.0)))
             graph, static = torch.cuda.CUDAGraph(), x.clone()
             mesh.all_reduce(static.clone())
             torch.cuda.synchronize()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 out = mesh.all_reduce(static.clone())
+                more = mesh.all_reduce(static.clone(), torch.full_like(static, 10.0))
                 gathered = mesh.all_gather(static)
             for factor in (1.0, 5.0):
                 static.copy_(x * factor)
                 graph.replay()
                 torch.cuda.synchronize()
                 found.append((out.clone(), torch.full_like(x, 3.0 * factor)))
+                found.append((more.clone(), torch.full_like(x, 3.0 * factor + 10.0)))
                 parts = [torch.full_like(x, (1.0 + rank) * factor) for rank in range(2)]
                 found.append((gathered.clone(), torch.cat(parts, 1)))
     return [(got.cpu(), expected.cpu()) for got, expected in found]

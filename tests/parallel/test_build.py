@@ -198,7 +198,8 @@ def test_the_labels_that_parts_predict() -> None:
             barrier.wait(10)
             return found
 
-        def all_reduce(self, x: Tensor) -> Tensor:
+        def all_reduce(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+            assert addend is None, "nothing is added to a head's sums"
             return self.all_gather(x[None], 0).sum(0)
 
     def of_rank(rank: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The fused forward of a rank's part: row-parallel sites are summed inside their op, and compiled layers stay few."""
+"""The fused forward of a rank's part: row-parallel sites are summed inside their op, with the residual, and compiled layers stay few."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def _adapters(base: Base) -> tuple[LoraWeights, ...]:
     return tuple(base.shard(whole_adapter(base.spec, kind)) for kind in (Kind(4), Kind(8, blocks=2)))
 
 
-def _fused(mesh: Mesh, folder: str) -> tuple[list[Tensor], int, dict[str, int]]:
-    """Logits of the base and of a mixed batch, with sites together and traced; graphs; collectives of one forward."""
+def _fused(mesh: Mesh, folder: str) -> tuple[list[Tensor], list[int], dict[str, int]]:
+    """Logits of the base and of a mixed batch, with sites together and traced; sums that add the residual in each graph; collectives of one forward."""
     base, graphs, found = load(folder, mesh), list[torch.fx.GraphModule](), list[Tensor]()
 
     def backend(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> object:
@@ -52,7 +52,8 @@ def _fused(mesh: Mesh, folder: str) -> tuple[list[Tensor], int, dict[str, int]]:
     )
     assert base.sharding is not None
     found.append(base.sharding.vocabulary.likeliest(part_of_vocabulary))
-    return found, len(graphs), dict(mesh.traffic.calls)
+    adds = [sum(node.target is torch.ops.coserve.linear_add for node in graph.graph.nodes) for graph in graphs]
+    return found, adds, dict(mesh.traffic.calls)
 
 
 @pytest.mark.slow
@@ -64,8 +65,9 @@ def test_a_fused_forward_has_the_logits_of_one_process(two: Ranks, family: str, 
     for lora in (None, LoraBatch(SEGMENTS, _adapters(base), GROUPED)):
         with torch.no_grad():
             expected.append(base.forward(TOKENS, POSITIONS, PackedAttention(BOUNDS), lora=lora, keep=None))
-    for found, graphs, _ in two.run(_fused, str(tmp_path)):
+    for found, adds, _ in two.run(_fused, str(tmp_path)):
         for got, want in zip(found, [*expected, *expected, expected[0]], strict=False):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
         assert torch.equal(found[-1], expected[0][[3, 15]].argmax(-1))
-        assert graphs <= 2, "layers of one kind share what is traced"
+        assert len(adds) <= 2, "layers of one kind share what is traced"
+        assert set(adds) == {2}, "attention's and the MLP's"

@@ -1,4 +1,5 @@
-"""The one-kernel all-reduce between processes that share memory, in Triton's interpreter: the same sums on all ranks, whoever comes first."""
+"""The one-kernel all-reduce between processes that share memory, in Triton's interpreter: the same sums on all ranks, whoever comes first, with
+and without something to add."""
 
 from __future__ import annotations
 
@@ -33,6 +34,7 @@ def _sums(mesh: Mesh, folder: str, dtype: torch.dtype) -> list[list[float]]:
         generator = torch.Generator().manual_seed(100 * number + rank)
         x = torch.randint(-9, 9, (size * 4 // dtype.itemsize,), generator=generator).to(dtype)
         out = torch.empty_like(x)
+        addend = torch.arange(x.numel()).remainder(7).to(dtype) if number % 2 else None
         time.sleep(chance.random() / 20)
         addresses = [torch.tensor([one.data_ptr() for one in each], dtype=torch.int64) for each in (owns, flags)]
         push_sum(
@@ -45,6 +47,7 @@ def _sums(mesh: Mesh, folder: str, dtype: torch.dtype) -> list[list[float]]:
             counts,
             rank,
             BLOCK_BYTES,
+            addend,
         )
         found.append(out.tolist())
     return found
@@ -63,5 +66,6 @@ def test_every_rank_has_the_sums(ranks: Ranks, tmp_path: Path, dtype: torch.dtyp
             )
             for rank in range(1 + len(others))
         ]
-        assert first[number] == torch.stack(drawn).sum(0).tolist()
+        addend = torch.arange(drawn[0].numel()).remainder(7) if number % 2 else 0
+        assert first[number] == (torch.stack(drawn).sum(0) + addend).tolist()
     assert all(other == first for other in others)

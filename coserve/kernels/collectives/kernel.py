@@ -18,13 +18,15 @@ def push_sum(
     flags,
     flags_of_ranks,
     counts,
+    addend,
     numbers,
     block_count,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ADDS: tl.constexpr,
 ):
-    """`own`, `flags`: of this rank, (2, N - 1, blocks, BLOCK) and (N - 1, blocks), with a place for each other rank; `buffers`, `flags_of_ranks`: addresses
+    """`addend`: as x, the same on all ranks; read if ADDS. `own`, `flags`: of this rank, (2, N - 1, blocks, BLOCK) and (N - 1, blocks), with a place for each other rank; `buffers`, `flags_of_ranks`: addresses
     of all ranks' (N). `counts`: (blocks). A program has every so many blocks."""
     within = tl.arange(0, BLOCK)
     used = tl.cdiv(numbers, BLOCK)
@@ -64,5 +66,7 @@ def push_sum(
             else:
                 part = own + ((half + (rank - (rank > RANK))) * block_count + block) * BLOCK + within
                 total += tl.load(part, mask=mask, cache_modifier=".cg").to(tl.float32)  # not what L1 may still have
+        if ADDS:
+            total += tl.load(addend + at, mask=mask).to(tl.float32)
         tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
         tl.store(counts + block, count)

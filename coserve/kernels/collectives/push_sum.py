@@ -34,8 +34,9 @@ def push_sum(
     counts: Tensor,
     rank: int,
     block_bytes: int,
+    addend: Tensor | None = None,
 ) -> None:
-    """Writes the sum of all ranks' `x` into `out`; both are contiguous, of one dtype and shape.
+    """Writes the sum of all ranks' `x`, and of `addend`, which is the same on all of them, into `out`; all are contiguous, of one dtype and shape.
 
     `own` (bytes): 2 · (N - 1) · blocks · `block_bytes`, and `flags` (int32): (N - 1) · blocks, zeros at first, in memory that the other ranks write to; `buffers`,
     `flags_of_ranks` (int64, N): the addresses of all ranks' `own` and `flags`; `counts` (int32): `blocks`, zeros at first.
@@ -43,7 +44,7 @@ def push_sum(
     ranks, blocks, block = buffers.numel(), counts.numel(), block_bytes // x.element_size()
     used = triton.cdiv(x.numel(), block)
     assert used <= blocks, f"expected at most {blocks * block} numbers, got {x.numel()}"
-    tensors = [x, out, own.view(x.dtype), buffers, flags, flags_of_ranks, counts]
+    tensors = [x, out, own.view(x.dtype), buffers, flags, flags_of_ranks, counts, x if addend is None else addend]
     _launch(
         (min(used, MOST_PROGRAMS), 1, 1),
         tensors,
@@ -51,5 +52,6 @@ def push_sum(
         RANK=rank,
         RANKS=ranks,
         BLOCK=block,
+        ADDS=addend is not None,
         num_warps=WARPS,
     )

@@ -160,11 +160,11 @@ class TracedRanks(LoneRank):
         super().__init__(rank, size)
         self._sums = 0
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
         """As `Mesh.all_reduce`, once for each call that is traced."""
         self._sums += 1
         found: Tensor = torch.ops.coserve.sum_ranks(x, self._sums - 1)
-        return found
+        return found if addend is None else found + addend
 
     def all_gather_parts(self, x: Tensor) -> Tensor:
         """Not in layers: LoRA terms are not traced."""

@@ -1,0 +1,65 @@
+"""Residual connections that the all-reduce before them adds: one kernel less at the end of a layer, and one pass less over its hidden states."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+
+import torch
+from torch.fx import GraphModule, Node
+
+
+def add_in_sums(module: GraphModule, sums: Collection[int]) -> int:
+    """Makes each `residual + coserve::linear(...)` of a traced layer a `coserve::linear_add`, where nothing else reads the linear's output.
+
+    `sums`: groups whose linear ends in a sum over the ranks. Returns how many there were.
+    """
+    graph, found = module.graph, 0
+    linear = torch.ops.coserve.linear
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in (linear, linear.default) or node.args[4] not in sums:
+            continue
+        output, add = node, _only_user(node)
+        while add is not None and _drops_nothing(add):
+            output, add = add, _only_user(add)
+        residual = None if add is None else _other(add, output)
+        if add is None or residual is None:
+            continue
+        with graph.inserting_before(add):
+            fused = graph.call_function(torch.ops.coserve.linear_add, (*node.args, residual), dict(node.kwargs))
+        fused.meta = dict(add.meta)
+        add.replace_all_uses_with(fused)
+        graph.erase_node(add)
+        while output is not node:
+            before = output.args[0]
+            assert isinstance(before, Node), "dropout of a tensor"
+            graph.erase_node(output)
+            output = before
+        graph.erase_node(node)
+        found += 1
+    if found:
+        graph.lint()
+        module.recompile()
+    return found
+
+
+def _only_user(node: Node) -> Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _drops_nothing(node: Node) -> bool:
+    """A dropout that is traced for inference: (x, p, training, inplace)."""
+    return node.target is torch.nn.functional.dropout and node.args[2:3] == (False,)
+
+
+def _other(add: Node, node: Node) -> Node | None:
+    """What `add` adds to `node`: a tensor of the same shape and dtype; None: it does something else."""
+    if add.op != "call_function" or add.target not in (operator.add, torch.add) or add.kwargs or len(add.args) != 2:
+        return None
+    other = add.args[1] if add.args[0] is node else add.args[0]
+    if not isinstance(other, Node) or other is node:
+        return None
+    own, value = node.meta.get("example_value"), other.meta.get("example_value")
+    if not (isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor)):
+        return None
+    return other if own.shape == value.shape and own.dtype == value.dtype else None
