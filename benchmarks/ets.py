@@ -176,6 +176,11 @@ def parse() -> argparse.Namespace:
         help=f"some of {', '.join(POLICIES)}; default: all, without a GPU all but spatial and overlap",
     )
     parser.add_argument("--backends", default=BACKENDS[0], help=f"some of {', '.join(BACKENDS)}")
+    parser.add_argument(
+        "--targets",
+        default=None,
+        help="TTFT and TPOT of the daemons in seconds, such as 0.1,0.012; default: by backend",
+    )
     parser.add_argument("--together", type=int, default=3, help="daemons that are started at a time, on each GPU")
     gpus.add_options(
         parser,
@@ -189,6 +194,9 @@ def parse() -> argparse.Namespace:
     options.only, options.backends = options.only.split(","), options.backends.split(",")
     policies = known_policies(gpu=not options.tiny)
     options.policies = list(policies) if options.policies is None else options.policies.split(",")
+    if options.targets is not None:
+        ttft, tpot = (float(part) for part in options.targets.split(","))
+        options.targets = ttft, tpot
     for name, known in (("only", PARTS), ("backends", BACKENDS), ("policies", policies)):
         gpus.check_names(parser, name, getattr(options, name), known)
     return options
@@ -197,9 +205,9 @@ def parse() -> argparse.Namespace:
 def measure_here(options: argparse.Namespace, chosen: Sequence[Cell], scratch: Path) -> None:
     sizes = TINY if options.tiny else PAPER
     settings = {name: value for name, value in vars(sizes).items() if name != "model"}
-    results = gpus.results_of(options, SCRIPT, FILE, SEED, settings | {"targets_s": TARGETS})
+    results = gpus.results_of(options, SCRIPT, FILE, SEED, settings | {"targets_s": options.targets or TARGETS})
     todo = [
-        system(policy, backend, (0.5, 0.1) if options.tiny else TARGETS[backend])
+        system(policy, backend, options.targets or ((0.5, 0.1) if options.tiny else TARGETS[backend]))
         for backend in options.backends
         for policy in options.policies
     ]
@@ -224,6 +232,7 @@ def main() -> None:
     chosen = [cell for cell in cells(tiny=options.tiny) if cell.part in options.only]
     common = ["--only", ",".join(options.only), "--backends", ",".join(options.backends)]
     common += ["--together", str(options.together)]
+    common += ["--targets", ",".join(map(str, options.targets))] if options.targets is not None else []
     hands = [[*common, "--policies", ",".join(hand)] for hand in gpus.deal(options.policies, options.gpus)]
     gpus.measure(options, partial(measure_here, options, chosen), SCRIPT, FILE, hands)
 
