@@ -211,4 +211,6 @@ class MemoryModel(Wire, frozen=True):
     pinned: int | None = None
     """Bytes of host memory for the state of all jobs; None: any number."""
     compiled: TrainingCosts | None = None
-    """Of compiled layers, for jobs that run them; None: there are none."""
+    """Of compiled layers, for jobs that run them; None: there are none, or they were not measured."""
+    graphs: bool = False
+    """Jobs run layers as CUDA graphs whether `compiled` is known or not: with ranks it is not."""

@@ -127,15 +127,16 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
     most = limit if spec.training.validation_split else min(limit, spec.training.batch_tokens + longest)
     most = max(longest, min(most, spec.tokens))
     dropout = spec.lora.dropout > 0
-    compiled = None if dropout or spec.teacher is not None else model.compiled
-    costs = compiled or model.costs
+    own_layers = dropout or spec.teacher is not None
+    compiled = None if own_layers else model.compiled
+    costs, graphs = compiled or model.costs, compiled is not None or (model.graphs and not own_layers)
     layers = lora_layers(costs, shapes, base.dtype, dropout=dropout)
 
     def shape(tokens: int) -> MicroBatchShape:
         return MicroBatchShape(
-            tokens if compiled is None else padded(tokens),
+            padded(tokens) if graphs else tokens,
             min(tokens, spec.target_tokens),
-            graphs=compiled is not None,
+            graphs=graphs,
             teacher=spec.teacher is not None,
             pairs=spec.training.loss is not None,
         )
@@ -172,7 +173,7 @@ def shared_bytes(model: MemoryModel, base: BaseSpec, jobs: Iterable[JobMemory], 
             before = sites.get(shape.name)
             sites[shape.name] = shape if before is None or before.rank < shape.rank else before
     compiled = None if dropout else model.compiled
-    costs, graphs = compiled or model.costs, compiled is not None
+    costs, graphs = compiled or model.costs, compiled is not None or (model.graphs and not dropout)
     layers = lora_layers(costs, sites.values(), base.dtype, dropout=dropout)
     recomputed = base.layers if model.recompute else 0
     batch = MicroBatchShape(padded(tokens) if graphs else tokens, tokens, recomputed, graphs=graphs)

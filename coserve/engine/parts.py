@@ -137,6 +137,7 @@ class EngineParts:
             ranks=config.tp,
             fully_sharded=config.lora_sharding == "slora",
             recompute=config.recompute,
+            graphs=config.tp > 1 and config.compile != "off",
             pinned=config.pinned_memory_bytes or int(PINNED_SHARE * usable_memory()),
         )
 

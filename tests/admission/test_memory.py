@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from coserve.admission.memory import GIB, READINGS, Hold, MemoryAdmission, Start, check_fits, too_large
+from coserve.admission.padding import MOST_SHAPES, padded
 from coserve.admission.shapes import flat_elements, job_state, lora_shapes
 from coserve.admission.treatment import Option, Treatment, job_memory, shared_bytes
 from coserve.errors import BY_CODE, JobTooLarge
@@ -111,6 +112,17 @@ def test_paged_moments_are_in_host_memory() -> None:
     assert (one.state.adapter, one.state.gradients) == (plain.state.adapter, plain.state.gradients)
     ranks = job_memory(spec(rank=64), BASE, msgspec.structs.replace(model, ranks=2), LIMIT)
     assert ranks.pinned == 2 * plain.pinned
+
+
+def test_graphs_of_ranks_are_counted() -> None:
+    """The costs of their compiled layers are not measured; the graphs' static tensors are there all the same, of as many tokens as a graph has."""
+    model = MemoryModel(costs=COSTS, training=GIB, ranks=2)
+    graphed = msgspec.structs.replace(model, graphs=True)
+    plain, graphs = (job_memory(spec(), BASE, each, LIMIT).options[0] for each in (model, graphed))
+    static = 3 * MOST_SHAPES * padded(plain.treatment.tokens) * BASE.hidden * 2
+    assert graphs.treatment == plain.treatment and graphs.activations - plain.activations >= static
+    dropout = msgspec.structs.replace(spec(), lora=LoraSettings(r=16, dropout=0.1))
+    assert job_memory(dropout, BASE, graphed, LIMIT) == job_memory(dropout, BASE, model, LIMIT), "it has no graphs"
 
 
 def test_jobs_wait_for_pinned_memory_and_are_refused_where_it_never_is_enough() -> None:
