@@ -1,4 +1,4 @@
-"""Cost of one scheduling decision: the engine's view of its queues, and the policy's answer.
+"""Cost of one scheduling decision: the engine's view of its queues, and the policy's answer, with learned times of steps and slices.
 
     python -m benchmarks.decisions --out benchmarks/results
 
@@ -25,9 +25,13 @@ from coserve.link import Generate, Tokens
 from coserve.queues.finetune import JobQueue
 from coserve.queues.inference import InferenceQueue
 from coserve.queues.policies.choice import make_policy
+from coserve.queues.policy import Train
+from coserve.queues.shapes import StepKind, StepShape
 from coserve.types import AdapterRef, MicroStep, SamplingParams, Slo
 
 WAITING, BATCH, JOBS, ADAPTERS, REPEATS = 1000, 64, 100, 32, 2000
+LEARNED = 2000
+"""Measured steps of each kind, and slices."""
 TARGET = Target(50.0, most=True)
 
 
@@ -87,6 +91,17 @@ class Case:
             beside=config.trains_concurrently,
         )
         self._policy = make_policy(config)
+        self._learn()
+
+    def _learn(self) -> None:
+        """Times of steps and slices, as after some minutes."""
+        for number in range(LEARNED):
+            shape = StepShape(number % 64, 300 * (number % 64), 256 * (number % 3 == 0))
+            for overlapped in (False, True):
+                self._views.step_took(shape, 0.006 + 1e-4 * (number % 7), overlapped=overlapped)
+            steps: list[tuple[float, StepKind | None]] = [(0.0, None), (0.004, "decode"), (0.004, "prefill")]
+            for beside, kind in steps:
+                self._views.slices.ran(Train("j0", 1), MicroStep.FORWARD, 1, 4096, 0.01 + beside / 4, 0.0, beside, kind)
 
     def _push(self) -> None:
         self._queue.push(request(next(self._numbers)), arrived=0.0, deadline=2.0)

@@ -41,6 +41,8 @@ class Generate(Message, frozen=True):
     """Only requests with the same salt share prefixes in the cache."""
     digests: AdapterDigests | None = None
     """Expected digests of the adapter's files, checked when they are read."""
+    arrived: float | None = None
+    """At the API, on this host's monotonic clock: its targets count from there, as a slice may be under way when it comes. None: from its receipt."""
 
 
 class CancelRequest(Message, frozen=True):

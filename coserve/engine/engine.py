@@ -286,8 +286,8 @@ class Engine:
             return
         collected = self._step if self._generator.in_flight else None
         with (
-            self._stalls.during(self._running.step_kind()),
-            self._flight.step(began, costs.of(decision), between=decision.between) as self._step,
+            self._stalls.during(kind := self._running.step_kind()),
+            self._flight.step(began, costs.of(decision), between=decision.between, kind=kind) as self._step,
         ):
             results = self._generator.step()
         self._report_started()
@@ -307,12 +307,12 @@ class Engine:
         the host's work begin when the one before them ends."""
         await self._pace()
         now, shape = self._clock(), self._generator.computed()
-        self._reports.serve_seconds += now - began
+        seconds = now - began
         if shape is not None and (since := self._measured) is not None:
-            self._views.step_took(
-                shape, now - self._flight.began(step, since), overlapped=self._flight.overlapped(step, since)
-            )
+            seconds = now - self._flight.began(step, since)
+            self._views.step_took(shape, seconds, overlapped=self._flight.overlapped(step, since))
             self._measured = now
+        self._reports.serve_seconds += seconds
         self._link.send_all(self._running.accept(results, now))
         self._reports.send(now)
 
@@ -369,8 +369,9 @@ class Engine:
 
     def _slice_ended(self, ended: EndedSlice) -> None:
         self._views.slices.ran(
-            ended.decision, ended.kind, ended.micro_steps, ended.tokens, ended.seconds, ended.at, ended.beside
-        )
+            ended.decision, ended.kind, ended.micro_steps, ended.tokens, ended.seconds, ended.at, ended.beside,
+            ended.beside_kind,
+        )  # fmt: skip
         self._reports.train_seconds += ended.seconds
 
     # ---- messages

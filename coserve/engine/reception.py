@@ -32,6 +32,7 @@ class Reception:
 
     def enqueue(self, request: Generate, now: float, *, reading: int) -> None:
         """`reading`: how many requests wait for their adapters to be read."""
+        now = now if request.arrived is None else min(now, request.arrived)
         try:
             displaced = self._queue.push(request, arrived=now, deadline=now + request.slo.ttft)
         except QueueFull as error:

@@ -196,7 +196,9 @@ class RunningRequests:
     def _see(self) -> _Seen:
         if self._seen is None:
             next_tokens: dict[float, tuple[float, float]] = {}
-            others: dict[tuple[int, int, float], float] = {}
+            others: dict[tuple[int, int, float, float, bool], float] = {}
+            launched: dict[tuple[int, int, float, float, bool], float] = {}
+            """First tokens that a step in flight computes."""
             window, earliest, oldest = (
                 0.0,
                 math.inf,
@@ -215,14 +217,16 @@ class RunningRequests:
                 else:
                     pending += target.prefill
                     steps = max(1, -(-pending // self._step_tokens))
-                    first = steps, 0, target.window
-                    others[first] = min(target.due, others.get(first, math.inf))
+                    first = steps, 0, target.window, 0.0, 0 < target.prefill < target.context
+                    of = others if target.prefill else launched
+                    of[first] = min(target.due, of.get(first, math.inf))
                 if target.end < math.inf:
-                    last = steps, max(0, target.left - 1), target.e2e
+                    last = steps, max(0, target.left - 1), target.e2e, 0.0, False
                     others[last] = min(target.end, others.get(last, math.inf))
             collected = tuple([Due(due, *about) for about, due in others.items()])
+            firsts = tuple([Due(due, *about) for about, due in launched.items()])
             nexts = tuple([Due(due, 1, 0, w, due - came - w) for w, (due, came) in next_tokens.items()])
-            self._seen = _Seen(collected + nexts, collected, nexts)
+            self._seen = _Seen(collected + firsts + nexts, collected, nexts)
         return self._seen
 
 

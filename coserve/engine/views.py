@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from sys import maxsize
 from typing import Protocol
 
@@ -12,7 +13,7 @@ from coserve.queues.beside import SpeedBeside, Trials
 from coserve.queues.costs import ATTAINMENT, Predictors
 from coserve.queues.inference import InferenceQueue
 from coserve.queues.policy import Costs, InFlight, View, Waiting
-from coserve.queues.shapes import STEP_FEATURES, STEP_KINDS, StepShape
+from coserve.queues.shapes import STEP_FEATURES, STEP_KINDS, StepKind, StepShape
 from coserve.queues.slices import Slices
 from coserve.queues.turns import Turns
 from coserve.types import MicroStep
@@ -24,13 +25,9 @@ _KINDS = {
     for beside in (False, True)
 }
 """Kinds of measured steps by which one of a kind, beside training or not, is predicted, the best first."""
-FORGET_ERRORS, FORGET = 200, 1000
-"""Steps after which errors of predicted times beside training, and then these times, are forgotten if none was measured: what seemed too
-slow for a margin of a few bad steps is tried again soon, what was too slow in the mean is not."""
-
-
-def _overlapped(kind: Hashable) -> bool:
-    return isinstance(kind, tuple) and bool(kind[1])
+FORGET: dict[StepKind, tuple[int, int]] = {"decode": (200, 1000), "prefill": (40, 200)}
+"""Steps of a kind in turn after which the margin of its time beside training is forgotten, and then the time itself, if none was measured beside
+training meanwhile: then it is tried again."""
 
 
 class ReadyJobs(Protocol):
@@ -54,8 +51,9 @@ class Views:
         self._queue, self._running, self._jobs = queue, running, jobs
         self._max_running, self._step_tokens, self._room = max_running, step_tokens, room
         self._steps, self.slices, self.turns = Predictors(STEP_FEATURES, attainment), Slices(attainment), Turns()
-        self._beside, self._alone = beside, 0
-        """Steps in a row that no training ran beside, while jobs could train."""
+        self._beside = beside
+        self._in_turn = Counter[StepKind]()
+        """Steps of a kind in a row that no training ran beside, while jobs could train."""
         self._trials = Trials()
         self.step_seconds = 0.0
         """Expected of the next generation step, when a view was last made."""
@@ -63,19 +61,28 @@ class Views:
     def step_took(self, shape: StepShape, seconds: float, *, overlapped: bool = False) -> None:
         """A generation step was measured; `overlapped`: while the device computed training."""
         self._steps.add((shape.kind, overlapped), shape.features, seconds)
-        self._alone = 0 if overlapped or not self._jobs.ready() else self._alone + 1
         self._trials.ran(shape.kind, beside=overlapped)
-        if self._alone == FORGET:
-            self._steps.keep(lambda kind: not _overlapped(kind))
-            self.slices.beside = SpeedBeside()
-            self._alone = 0
-        elif self._alone and self._alone % FORGET_ERRORS == 0:
-            self._steps.forget_errors(_overlapped)
+        if overlapped:
+            self._in_turn[shape.kind] = 0
+        elif self._jobs.ready():
+            self._in_turn[shape.kind] += 1
+            self._forget(shape.kind)
+
+    def _forget(self, kind: StepKind) -> None:
+        """What is known of such steps beside training, if that is long ago."""
+        (margin, all_of_it), steps, own = FORGET[kind], self._in_turn[kind], (kind, True)
+        if steps == all_of_it:
+            self._steps.keep(lambda key: key != own)
+            self.slices.beside[kind] = SpeedBeside()
+            self._in_turn[kind] = 0
+        elif steps % margin == 0:
+            self._steps.forget_errors(lambda key: key == own)
 
     @property
     def train_speed_beside(self) -> float:
-        """See `SpeedBeside`; 1 where steps and slices take turns."""
-        return self.slices.beside.share if self._beside else 1.0
+        """Training's speed beside a decode step, as a share of its speed alone; 1 until it is measured."""
+        speed = self.slices.beside["decode"]
+        return speed.share if speed.measured else 1.0
 
     def headroom(self, reading: int) -> int:
         """How many more requests can be admitted. `reading`: as in `view`."""
@@ -131,9 +138,9 @@ class Views:
             serve=alone.most,
             serve_mean=alone.expected if measured else math.inf,
             micro_step=micro_step,
-            decode=predict(decode.features, *_KINDS["decode", False][:2]).expected,
+            decode=predict(decode.features, *_KINDS["decode", False][:2]).mean,
             overlapped=max(alone.most, beside.most),
             overlapped_mean=max(alone.expected, beside.expected),
-            train_beside=self.train_speed_beside,
+            train_beside=self.slices.beside[kind].share if self._beside else 1.0,
             admitting_nobody=nobody,
         )

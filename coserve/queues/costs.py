@@ -22,13 +22,15 @@ ATTAINMENT = 0.995
 
 
 class Prediction(NamedTuple):
-    """Seconds: what is expected, and what is exceeded as rarely as the attainment asks for (`queues/risk.py`)."""
+    """Seconds: what is expected of most, what is exceeded as rarely as the attainment asks for (`queues/risk.py`), and the mean over many, slow ones
+    included."""
 
     expected: float
     most: float
+    mean: float
 
 
-UNKNOWN = Prediction(0.0, 0.0)
+UNKNOWN = Prediction(0.0, 0.0, 0.0)
 
 
 class Predictor:
@@ -66,7 +68,7 @@ class Predictor:
         if self._level is None:
             return None
         expected = self._level * self._shape_of(features)
-        return Prediction(expected, expected * self._risk.factor)
+        return Prediction(expected, expected * self._risk.factor, expected * self._risk.mean)
 
     @property
     def known(self) -> bool:

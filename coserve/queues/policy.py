@@ -31,13 +31,14 @@ class Waiting(Protocol):
 class Due(NamedTuple):
     """A deadline of a running request's next or last token: the generation steps that its next token takes, and the decode steps
     that follow until the deadline's token. `window`: seconds from which the deadline counted; `credit`: seconds that were added to it,
-    as earlier tokens came early (below 0: late)."""
+    as earlier tokens came early (below 0: late). `chunk`: of a first token, a part of whose prompt has been computed."""
 
     deadline: float
     steps: int = 1
     decodes: int = 0
     window: float = 0.0
     credit: float = 0.0
+    chunk: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Costs:
     micro_step: float
     """Of a training micro-step, likewise."""
     decode: float = 0.0
-    """Expected of a generation step without prefill: over many of them, errors cancel out."""
+    """Mean of generation steps without prefill, slow ones included: over many of them, other errors cancel out."""
     overlapped: float = 0.0
     """As `serve`, while the device computes training, too. `serve` where that was not measured."""
     serve_mean: float = math.inf

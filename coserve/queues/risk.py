@@ -34,14 +34,23 @@ class Risk:
         self._sorted: list[float] = []
         self._limit = max(WINDOW, 2 * self._enough)
         self.factor = FIRST_GUESS
+        self._sum = 0.0
+
+    @property
+    def mean(self) -> float:
+        """Of the errors in the window, at least 1."""
+        return max(1.0, self._sum / len(self._recent)) if self._recent else 1.0
 
     def add(self, error: float) -> None:
         """`error`: measured over predicted seconds."""
         error = min(error, OUTLIER)
         self._recent.append(error)
+        self._sum += error
         insort(self._sorted, error)
         if len(self._recent) > self._limit:
-            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+            oldest = self._recent.popleft()
+            self._sum -= oldest
+            del self._sorted[bisect_left(self._sorted, oldest)]
         count = len(self._sorted)
         if count >= self._enough:
             self.factor = self._sorted[math.ceil(count * self._quantile - 1e-9) - 1]

@@ -8,6 +8,7 @@ from coserve.link import Starving
 from coserve.queues.beside import SpeedBeside
 from coserve.queues.costs import ATTAINMENT, Prediction, Predictors
 from coserve.queues.policy import Train
+from coserve.queues.shapes import STEP_KINDS, StepKind
 from coserve.types import MicroStep
 
 ANY = "any"
@@ -25,8 +26,8 @@ class Slices:
         """`attainment`: share of answers that are to be in time."""
         self._costs = Predictors(2, attainment)
         self._alone = Predictors(2, attainment)
-        """Of slices that no step ran beside, by kind."""
-        self.beside = SpeedBeside()
+        """Of slices that no step ran beside, by job and kind."""
+        self.beside: dict[StepKind, SpeedBeside] = {kind: SpeedBeside() for kind in STEP_KINDS}
         self._jobs: tuple[str, ...] = ()
         self.waiting_since: float | None = None
         """See `View.train_waiting_since`."""
@@ -40,6 +41,7 @@ class Slices:
         """`jobs` can train now. The costs of other jobs are forgotten."""
         if jobs is not self._jobs and (known := frozenset(jobs)) != frozenset(self._jobs):
             self._costs.keep(lambda key: not isinstance(key, tuple) or key[0] in known)
+            self._alone.keep(lambda key: isinstance(key, tuple) and key[0] in known)
         self._jobs = jobs
         if not jobs:
             self.waiting_since = self._overdue = None
@@ -74,17 +76,19 @@ class Slices:
         seconds: float,
         now: float,
         beside: float = 0.0,
+        beside_kind: StepKind | None = None,
     ) -> None:
-        """A slice of `micro_steps` micro-steps ended now, in a micro-batch of `tokens` tokens; generation steps ran for `beside` of its seconds. Whole
-        micro-batches mix kinds, so their time is not learned."""
+        """A slice of `micro_steps` micro-steps ended now, in a micro-batch of `tokens` tokens; generation steps ran for `beside` of its seconds, all of
+        one kind or of several (None). Whole micro-batches mix kinds, so their time is not learned."""
         if decision.micro_steps is not None and micro_steps:
             features = 1.0, tokens
             for key in ((decision.job, kind), kind, ANY):
                 self._costs.add(key, features, seconds / micro_steps)
+            own = decision.job, kind
             if not beside:
-                self._alone.add(kind, features, seconds / micro_steps)
-            elif alone := micro_steps * self._alone.predict(features, kind).expected:
-                self.beside.add(seconds, beside, alone)
+                self._alone.add(own, features, seconds / micro_steps)
+            elif beside_kind is not None and (alone := micro_steps * self._alone.predict(features, own).expected):
+                self.beside[beside_kind].add(seconds, beside, alone)
         if decision.overdue is None:
             self._overdue, self._overdue_in_a_row = None, 0
         else:

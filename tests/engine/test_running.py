@@ -53,7 +53,7 @@ def test_the_first_deadline_of_each_kind_is_seen(batch: list[tuple[Request, int]
         assert running.step_kind() == "prefill"
         pending += 0 if one.has else one.prompt
         for due, *about in dues(one, came, now, pending):
-            steps, decodes, window, _ = about
+            steps, decodes, window, *_ = about
             key = int(steps), int(decodes), window
             expected[key] = min(due, expected.get(key, math.inf))
     running.accept([Tokens(id=f"r{i}", tokens=(1,) * one.has, finished=None) for i, (one, _) in enumerate(batch)], now)
@@ -76,6 +76,18 @@ def batch(*prompts: int, step_tokens: int = 100) -> RunningRequests:
 
 def token(id: str, finished: FinishReason | None = None) -> Tokens:
     return Tokens(id=id, tokens=(1,), finished=finished)
+
+
+def test_a_prompt_of_several_steps_is_seen_as_such_until_its_last_one_is_launched() -> None:
+    running = batch(250)
+    assert [due.chunk for due in running.view()] == [False]
+    for _ in range(2):
+        running.computed(100)
+        assert [due.chunk for due in running.view()] == [True]
+        assert running.view(collected=1.0) == running.view()
+    running.computed(50)
+    assert [due.chunk for due in running.view()] == [False]
+    assert running.view(collected=1.0) == (), "the step in flight computes its first token"
 
 
 def test_the_next_step_is_known_from_what_was_computed() -> None:

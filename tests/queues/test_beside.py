@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from coserve.queues.beside import ENOUGH, FIRST_GUESS, TRIAL_AFTER, TRIALS, SpeedBeside, Trials
+from coserve.queues.beside import ENOUGH, FIRST_GUESS, TRIAL_AFTER, TRIALS, WINDOW, SpeedBeside, Trials
 from coserve.queues.policy import Train
 from coserve.queues.slices import Slices
 from coserve.types import MicroStep
@@ -23,6 +25,15 @@ def test_the_speed_of_training_beside_steps(speed: float) -> None:
     assert found.share == pytest.approx(speed)
 
 
+@pytest.mark.parametrize("speed", [0.0, 1.0])
+def test_errors_of_short_overlaps_cancel_out(speed: float) -> None:
+    found, rng = SpeedBeside(), random.Random(0)
+    for _ in range(10 * WINDOW):
+        beside, alone = 0.001, 0.01 * rng.gauss(1.0, 0.03)
+        found.add(alone + beside * (1 - speed), beside, 0.01)
+    assert found.share == pytest.approx(speed, abs=0.1)
+
+
 def test_slices_without_steps_say_nothing_of_it() -> None:
     found = SpeedBeside()
     for _ in range(2 * ENOUGH):
@@ -34,8 +45,12 @@ def test_it_is_learned_from_slices_against_those_that_ran_alone() -> None:
     slices = Slices()
     for _ in range(2 * ENOUGH):
         slices.ran(Train("j", 2), MicroStep.BACKWARD, 2, 4096, 0.016, now=0.0)
-        slices.ran(Train("j", 1), MicroStep.BACKWARD, 1, 4096, 0.012, now=0.0, beside=0.01)
-    assert slices.beside.share == pytest.approx(0.6, abs=0.01)
+        slices.ran(Train("j", 1), MicroStep.BACKWARD, 1, 4096, 0.012, now=0.0, beside=0.01, beside_kind="decode")
+        slices.ran(Train("j", 1), MicroStep.BACKWARD, 1, 4096, 0.013, now=0.0, beside=0.01, beside_kind="prefill")
+        slices.ran(Train("j", 1), MicroStep.BACKWARD, 1, 4096, 0.9, now=0.0, beside=0.01, beside_kind=None)
+        slices.ran(Train("other", 1), MicroStep.BACKWARD, 1, 4096, 0.9, now=0.0, beside=0.01, beside_kind="decode")
+    assert slices.beside["decode"].share == pytest.approx(0.6, abs=0.01), "not of a job that was not measured alone"
+    assert slices.beside["prefill"].share == pytest.approx(0.5, abs=0.01)
 
 
 def test_steps_of_a_kind_are_measured_in_turn_again() -> None:

@@ -14,7 +14,7 @@ from coserve.queues.policies.choice import make_policy
 from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.inference_first import InferenceFirst
 from coserve.queues.policies.overlap import AHEAD, LONGEST, TIMER, Overlap
-from coserve.queues.policies.slack import MAX_MICRO_STEPS, MAX_SLICE, Slack
+from coserve.queues.policies.slack import DECODES, MAX_MICRO_STEPS, MAX_SLICE, Slack
 from coserve.queues.policies.spatial import MIN_SLICE, Spatial
 from coserve.queues.policies.temporal_sharing import TemporalSharing
 from coserve.queues.policy import Costs, Decision, Due, InFlight, Overdue, Serve, Train, Turn, View, Wait
@@ -199,7 +199,7 @@ class TestSlack:
 
     def test_steps_until_the_last_token_count(self) -> None:
         """Ten more tokens of 1/16 s each are due at 1 s: 1/8 s before, where the next step may bring a prompt."""
-        costs = Costs(serve=1 / 8, micro_step=1 / 64, decode=1 / 16)
+        costs = Costs(serve=1 / 8, micro_step=1 / 64, decode=1 / 16 / DECODES)
         asks = view(running=[9.0], jobs=("j",))
         for due, decision in [
             (Due(1.0, 1, 13), Train("j", 3)),
@@ -267,6 +267,16 @@ def test_adapters_take_turns_in_the_queue_but_under_the_papers_policies() -> Non
         False,
         False,
     ]
+
+
+@pytest.mark.parametrize("name", ["slack", "overlap"])
+def test_the_rest_of_a_prompt_waits_no_longer_than_a_prompt(name: str) -> None:
+    """Its first token is due in five seconds; a part of the prompt was computed in a step of its own."""
+    policy = make_policy(Config(policy=name, train_floor=0.0))
+    seen = view([], [], jobs=("j",), micro_step=0.01, train_waiting_since=0.0)
+    for chunk, decision in ((False, Train), (True, Serve)):
+        due = Due(5.0, 2, 0, 5.0, chunk=chunk)
+        assert isinstance(policy.decide(replace(seen, running=(due,)), 0.2), decision)
 
 
 def test_the_weight_of_training_is_a_share() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.inference_first import InferenceFirst
 from coserve.queues.policies.overlap import Overlap
-from coserve.queues.policies.slack import MAX_SLICE, Slack
+from coserve.queues.policies.slack import MAX_SLICE, MOST_MARGIN, Slack
 from coserve.queues.policies.spatial import MAX_SLICES, Spatial
 from coserve.queues.policies.temporal_sharing import TemporalSharing, Unit
 from coserve.queues.policy import Costs, Due, InFlight, Policy, Serve, Train, Turn, View, Wait
@@ -41,12 +41,19 @@ units: st.SearchStrategy[Unit] = st.sampled_from(("request", "batch"))
 def step_costs(draw: st.DrawFn) -> Costs:
     """A step that admits nobody takes at most as long."""
     serve, micro_step, decode, overlapped = (draw(costs) for _ in range(4))
-    found = Costs(serve, micro_step, decode, overlapped, overlapped_mean=draw(st.floats(0, overlapped)))
+    found = Costs(
+        serve, micro_step, decode, overlapped, overlapped_mean=draw(st.floats(0, overlapped)),
+        serve_mean=draw(st.floats(0, serve) | st.just(math.inf)), train_beside=draw(st.floats(0, 1)),
+    )  # fmt: skip
     less = draw(st.none() | st.floats(0, 1))
     if less is None:
         return found
     nobody = replace(
-        found, serve=less * serve, overlapped=less * overlapped, overlapped_mean=less * found.overlapped_mean
+        found,
+        serve=less * serve,
+        serve_mean=found.serve_mean if less == 0 else less * found.serve_mean,
+        overlapped=less * overlapped,
+        overlapped_mean=less * found.overlapped_mean,
     )
     return replace(found, admitting_nobody=nobody)
 
@@ -54,7 +61,7 @@ def step_costs(draw: st.DrawFn) -> Costs:
 @st.composite
 def views(draw: st.DrawFn, max_running: int = 8) -> View:
     running = tuple(
-        Due(t, draw(st.integers(1, 2)), draw(st.integers(0, 3)), draw(times))
+        Due(t, draw(st.integers(1, 2)), draw(st.integers(0, 3)), draw(times), chunk=draw(st.booleans()))
         for t in draw(st.lists(times, max_size=max_running))
     )
     arrivals = draw(st.lists(times, max_size=12))  # in whatever order they will be admitted
@@ -177,6 +184,11 @@ def test_slack_lets_no_job_wait_beyond_its_patience(patience: float, view: View,
         assert isinstance(decision, Train)
 
 
+def planned(due: Due, most: float, mean: float) -> float:
+    """Seconds of the steps to its next token."""
+    return min(due.steps * most, due.steps * mean + MOST_MARGIN * due.window)
+
+
 @given(times, views(), times)
 def test_overlap_launches_nothing_that_breaks_a_promise(patience: float, view: View, now: float) -> None:
     """While requests run, the launch of a slice ends before a step must begin, by the time that it takes beside training; or it is
@@ -186,9 +198,9 @@ def test_overlap_launches_nothing_that_breaks_a_promise(patience: float, view: V
         assert decision.micro_steps is not None
         seconds = decision.micro_steps * view.costs.micro_step
         step = view.costs.admitting_nobody or view.costs
-        alone = max(now, view.in_flight.until) + seconds + step.serve
-        overlapped = now + seconds + step.overlapped
         for due in view.running:
+            alone = max(now, view.in_flight.until) + seconds + planned(due, step.serve, step.serve_mean)
+            overlapped = now + seconds + planned(due, step.overlapped, step.overlapped_mean)
             assert min(alone, overlapped) <= due.deadline + 1e-9
 
 
@@ -207,8 +219,12 @@ def test_slack_breaks_no_promise_that_it_can_keep(view: View, now: float) -> Non
         steps = [math.ceil(each / view.step_tokens) for each in tokens]
         dues = [Due(each.deadline, count) for each, count in zip(view.waiting, steps, strict=True)]
         dues += [Due(each.end, count, each.decodes) for each, count in zip(view.waiting, steps, strict=True)]
-        for due in [*dues, *view.running]:
-            assert end + due.steps * view.costs.serve + due.decodes * view.costs.decode <= due.deadline + 1e-9
+        costs = view.costs
+        for due in dues:
+            assert end + due.steps * costs.serve + due.decodes * costs.decode <= due.deadline + 1e-9
+        for due in view.running:
+            steps_end = end + planned(due, costs.serve, costs.serve_mean)
+            assert steps_end + due.decodes * costs.decode <= due.deadline + 1e-9
 
 
 @given(times, views(), times)

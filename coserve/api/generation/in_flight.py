@@ -167,6 +167,7 @@ class InFlightRequests:
                     slo=slo,
                     cache_salt=request.cache_salt,
                     digests=digests,
+                    arrived=arrived,
                 )
             )
             self._states[sequence] = state

@@ -6,10 +6,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from coserve.errors import EngineFault
 from coserve.queues.policy import InFlight, Train
+from coserve.queues.shapes import StepKind
 from coserve.types import MicroStep
 
 Mark = Callable[[], Future[None]]
@@ -31,6 +33,8 @@ class EndedSlice:
     seconds: float
     at: float
     beside: float = 0.0
+    beside_kind: StepKind | None = None
+    """Of the steps beside it; None: there were none, or of both kinds."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,13 @@ class _Slice:
 
 
 @dataclass
+class _End:
+    """When some work ended; None: not yet. Apart from the work, so that what waits for it does not keep all work before in memory."""
+
+    at: float | None = None
+
+
+@dataclass
 class _Work:
     """What training's stream was given: a slice, or a step between two (None)."""
 
@@ -50,7 +61,11 @@ class _Work:
     expected: float
     """When it will have ended, as predicted."""
     done: Future[None]
-    ended: float | None = None
+    end: _End = field(default_factory=_End)
+
+    @property
+    def ended(self) -> float | None:
+        return self.end.at
 
 
 @dataclass
@@ -58,13 +73,14 @@ class LaunchedStep:
     """A generation step. `between` slices: it begins when `after`, the work before it, has ended (None: there is none)."""
 
     between: bool = False
-    after: _Work | None = None
+    after: _End | None = None
     expected: float = 0.0
     """When it will have ended, as predicted; 0: not known."""
     done: Future[None] | None = None
     """None: its end is no event."""
+    kind: StepKind = "decode"
     began: float = 0.0
-    ended_at: float | None = None
+    end: _End = field(default_factory=_End)
     """When its end came, if that is an event."""
 
     @property
@@ -91,7 +107,9 @@ class SlicesInFlight:
         self._works: deque[_Work] = deque()
         self._since_step, self._last_end, self._until = False, 0.0, 0.0
         self._beside: deque[LaunchedStep] = deque()
-        """Steps that were launched beside slices, as far as slices may end that ran beside them."""
+        """Steps that ran beside slices, as far as slices may end that ran beside them."""
+        self._last_step: LaunchedStep | None = None
+        """The last one that was launched beside slices, or while there were none."""
 
     @property
     def takes_turns(self) -> bool:
@@ -108,49 +126,49 @@ class SlicesInFlight:
         take `seconds` as predicted."""
         if self._mark is None:
             return
+        step = self._last_step
+        if step is not None and step.end.at is None and not (self._beside and self._beside[-1] is step):
+            self._beside.append(step)
         self._give(_Slice(decision, kind, micro_steps, tokens), began, seconds, self._mark())
         # The device was idle for results, which take the host little time: the next slice need not wait for a step.
         self._since_step = self._since_step or kind is not MicroStep.RESULT
 
     @contextmanager
-    def step(self, began: float, seconds: float, *, between: bool) -> Iterator[LaunchedStep]:
+    def step(self, began: float, seconds: float, *, between: bool, kind: StepKind = "decode") -> Iterator[LaunchedStep]:
         """A generation step is launched inside, which takes `seconds` as predicted."""
         self._since_step = False
-        step = LaunchedStep()
+        step = LaunchedStep(kind=kind)
         if self._mark_step is None:
             yield step
             return
         if between:
-            step = LaunchedStep(between=True, after=self._works[-1] if self._works else None)
+            step = LaunchedStep(kind=kind, between=True, after=self._works[-1].end if self._works else None)
         with self._between() if between else nullcontext():
             yield step
         step.began, step.done = began, self._mark_step()
 
-        def end(_: Future[None]) -> None:
-            step.ended_at = self._clock()
-            self._changed()
-
-        step.done.add_done_callback(end)
+        step.done.add_done_callback(partial(self._note_end, step.end))
         if between:
             self._give(None, began, seconds, step.done)
         else:
-            self._beside.append(step)
+            self._last_step = step
+            if any(work.slice is not None for work in self._works):
+                self._beside.append(step)
         step.expected = self._until if between else began + seconds
 
     def _give(self, slice: _Slice | None, began: float, seconds: float, done: Future[None]) -> None:
         self._until = max(began, self._until) + seconds
         work = _Work(slice, began, self._until, done)
         self._works.append(work)
+        done.add_done_callback(partial(self._note_end, work.end))
 
-        def end(_: Future[None]) -> None:
-            work.ended = self._clock()
-            self._changed()
-
-        work.done.add_done_callback(end)
+    def _note_end(self, end: _End, _: Future[None]) -> None:
+        end.at = self._clock()
+        self._changed()
 
     def began(self, step: LaunchedStep, since: float) -> float:
         """When the device could begin a step whose time counts from `since`."""
-        ended = None if step.after is None else step.after.ended
+        ended = None if step.after is None else step.after.at
         return since if ended is None else max(since, ended)
 
     def overlapped(self, step: LaunchedStep, since: float) -> bool:
@@ -168,21 +186,23 @@ class SlicesInFlight:
                 raise EngineFault("the GPU does not work any more") from error
             if (own := ended.slice) is not None:
                 began = max(ended.began, self._last_end)
-                beside, seconds = self._seconds_beside(began, end), max(0.0, end - began)
-                found.append(EndedSlice(own.decision, own.kind, own.micro_steps, own.tokens, seconds, end, beside))
+                beside, seconds = self._beside_in(began, end), max(0.0, end - began)
+                found.append(EndedSlice(own.decision, own.kind, own.micro_steps, own.tokens, seconds, end, *beside))
             self._last_end = end
             for work in self._works:  # earlier or later by as much
                 work.expected += end - ended.expected
             self._until += end - ended.expected
         return found
 
-    def _seconds_beside(self, began: float, end: float) -> float:
-        """Seconds of a slice in which a step ran beside it; later slices begin at its end. Steps follow one another."""
-        while self._beside and (ended := self._beside[0].ended_at) is not None and ended <= began:
+    def _beside_in(self, began: float, end: float) -> tuple[float, StepKind | None]:
+        """Seconds of a slice in which a step ran beside it, and the steps' kind; later slices begin at its end. Steps follow one another."""
+        while self._beside and (ended := self._beside[0].end.at) is not None and ended <= began:
             self._beside.popleft()
-        found, free = 0.0, began
+        found, free, kinds = 0.0, began, set[StepKind]()
         for step in self._beside:
-            stop = end if step.ended_at is None else min(end, step.ended_at)
-            found += max(0.0, stop - max(free, step.began))
+            stop = end if step.end.at is None else min(end, step.end.at)
+            if (seconds := stop - max(free, step.began)) > 0:
+                found += seconds
+                kinds.add(step.kind)
             free = max(free, stop)
-        return found
+        return found, kinds.pop() if len(kinds) == 1 else None

@@ -11,13 +11,13 @@ from coserve.queues.policy import Decision, Overdue, Serve, Train, View, Wait
 
 LONGEST = MAX_SLICE / MAX_SLICES
 """Predicted seconds of the longest slice of several micro-steps: as long as `Slack`'s with all that are in flight."""
-BESIDE = 12e-3
+LONGEST_BESIDE = 12e-3
 """The same while steps run beside slices: a step with prompts is often too slow for that, and waits for all that are in flight."""
 TIMER = 1e-3
 """Seconds by which a timer may be late: the event loop counts milliseconds."""
-RESERVE = 0.1
-"""Of the time between tokens: steps run beside training where they take less than the rest of it as expected. It takes back what slower ones cost."""
-HOLD = 0.05
+SPARE_SHARE = 0.1
+"""Of the time between tokens. A step runs beside training only if it takes less than the rest of it in the mean; this part absorbs slow ones."""
+PROMPT_HOLD = 0.05
 """Seconds that prompts may wait for others while steps without them run beside training: one step with several takes less time from it."""
 TURN_WAIT = 0.12
 """Seconds that a first token may wait where the step with its prompt takes time from training: until the next tokens of the batch are due."""
@@ -71,14 +71,14 @@ class Overlap:
             slack = begin - (now if overlapped else max(now, view.in_flight.until))
         fits = slack > 0 and slack >= micro_step
         if fits and launches:
-            longest = BESIDE if overlapped else min(max(costs.overlapped, MIN_SLICE), LONGEST)
+            longest = LONGEST_BESIDE if overlapped else min(max(costs.overlapped, MIN_SLICE), LONGEST)
             return self._train(view, micro_steps_within(min(slack, longest), micro_step))
         if slices and slack > 0 and (fits or overlapped):
             return Wait(begin)
         if slices and not overlapped and view.in_flight.until - AHEAD > now:
             return Wait(view.in_flight.until - AHEAD)
         if launches and not slices and overdue(view, now, self._patience, self._floor):
-            return self._train(view, 1, Overdue(micro_step, min(slack, 0.0)))
+            return self._train(view, 1, Overdue(micro_step, slack))
         return Serve(admit, between=not overlapped)
 
     def _holds_back(self, view: View, now: float) -> bool:
@@ -90,7 +90,7 @@ class Overlap:
             return False
         step = without.costs.overlapped
         begin = max(now, latest_start(without, step, without.costs.overlapped_mean, self._weight))
-        if min(each.arrived for each in view.waiting) + HOLD * self._weight <= begin:
+        if min(each.arrived for each in view.waiting) + PROMPT_HOLD * self._weight <= begin:
             return False
         only, costs = replace(view, running=()), view.costs
         return begin + step <= latest_start(only, costs.serve, costs.serve_mean, self._weight, TURN_WAIT)
@@ -104,7 +104,7 @@ class Overlap:
             return False
         return all(
             due.steps * costs.overlapped_mean + due.decodes * costs.decode + TIMER
-            <= (1 - RESERVE) * due.window * self._weight
+            <= (1 - SPARE_SHARE) * due.window * self._weight
             for due in view.running
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from coserve.queues.policy import Decision, Overdue, Serve, Train, View, Wait
+from coserve.queues.policy import Decision, Due, Overdue, Serve, Train, View, Wait
 
 MAX_SLICE = 0.05
 """Predicted seconds of the longest slice of several micro-steps. A request that arrives meanwhile waits at most that long."""
@@ -18,6 +18,9 @@ its prompt must be computed anyway, so to hold it back for longer gains nothing.
 MOST_MARGIN = 0.25
 """Of the time in which a token is due, for steps that take longer than expected. With a larger margin tokens would come so early that the next ones are due earlier, too
 (`Due.credit` is limited): more steps than the targets ask for. Later tokens take back what a slower step costs."""
+
+DECODES = 1.1
+"""Times their mean that the decode steps to a last token may take: the errors of so many cancel out but for a little."""
 
 
 class Slack:
@@ -71,12 +74,10 @@ def latest_start(
 ) -> float:
     """When the next generation step must begin if every target is to be kept, and a step takes at most `serve` seconds, `mean` as expected;
     `weight`: see `Slack`. At least one request waits or runs."""
-    decode, wait, step_tokens = view.costs.decode, first_token_wait * weight, view.step_tokens
+    decode, wait, step_tokens = DECODES * view.costs.decode, first_token_wait * weight, view.step_tokens
     tightest = min(
         [
-            due.deadline
-            - (1 - weight) * due.window
-            - (due.credit if weight < 1 else 0.0)
+            _due(due, weight, wait)
             - min(due.steps * serve, due.steps * mean + MOST_MARGIN * due.window)
             - due.decodes * decode
             for due in view.running
@@ -93,6 +94,13 @@ def latest_start(
             end = each.arrived + weight * (each.end - each.arrived) - steps * serve - each.decodes * decode
         tightest = min(tightest, target, end)
     return tightest
+
+
+def _due(due: Due, weight: float, wait: float) -> float:
+    """When a running request's token is to be there. A first token whose prompt is computed in several steps waits no longer for the next one than
+    others for their only one."""
+    target = due.deadline - (1 - weight) * due.window - (due.credit if weight < 1 else 0.0)
+    return min(target, due.deadline - due.window + wait) if due.chunk else target
 
 
 def overdue(view: View, now: float, patience: float, floor: float) -> bool:
