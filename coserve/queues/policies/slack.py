@@ -54,11 +54,11 @@ class Slack:
         if not serves:
             return self._train(view, micro_steps_within(MAX_SLICE, micro_step))
         full = view.queued > admit
-        if not full and (slack := self._slack(view, now)) > 0 and slack >= micro_step:
+        slack = 0.0 if full else self._slack(view, now)
+        if slack > 0 and slack >= micro_step:
             return self._train(view, micro_steps_within(min(slack, MAX_SLICE), micro_step))
         if overdue(view, now, self._patience, self._floor):
-            slack = self._slack(view, now)
-            return self._train(view, 1, Overdue(micro_step, min(slack, 0.0) if full else slack))
+            return self._train(view, 1, Overdue(micro_step, slack))
         return Serve(admit)
 
     def _train(self, view: View, micro_steps: int, overdue: Overdue | None = None) -> Train:
