@@ -19,7 +19,7 @@ from statistics import median
 
 from benchmarks.options import make_parser
 from benchmarks.serving_results import Results
-from benchmarks.slack_risk import LEAD, LOADS, MICRO_SECONDS, SECONDS, Recording, workload
+from benchmarks.slack_risk import LEAD, LOADS, MICRO_SECONDS, SECONDS, Recording, step_seconds, workload
 from coserve.engine.engine import Engine
 from coserve.link import (
     EngineStopped,
@@ -33,7 +33,6 @@ from coserve.link import (
     Tokens,
 )
 from coserve.queues.policies.overlap import Overlap
-from coserve.queues.shapes import StepShape
 from coserve.types import MicroStep, Slo
 from tests.support import fake_ports
 from tests.support.fake_gpu import FREE, Noise, job_always
@@ -44,6 +43,8 @@ from tests.support.virtual_clock import run_virtual
 
 STEP_SPEED, TRAIN_SPEED = 0.41, 0.8
 """Of each beside the other."""
+STEP = 5.5e-3, 4.5e-3, 2.4e-5
+"""See `step_seconds`."""
 SLOW, VERY_SLOW = (0.05, 1.2, 2.0), (0.01, 2.0, 4.0)
 """Share of the steps, and the range of factors by which they take longer."""
 
@@ -58,12 +59,6 @@ class Point:
     """Share of what training does alone."""
     beside: float
     """Share of the time in which both were computed."""
-
-
-def step_seconds(shape: StepShape) -> float:
-    fixed = 5.5e-3 if shape.prefill else 4.5e-3
-    rows = 2.4e-5 * shape.decodes + 2.5e-5 * shape.prefill
-    return fixed + rows + 2.5e-8 * shape.kv_tokens + 1e-9 * shape.pairs
 
 
 def slower(rng: random.Random) -> float:
@@ -82,7 +77,7 @@ async def _play(
     """What was sent, and shares of the arrivals' time: training, alone, and both at once."""
     loop, rng = asyncio.get_running_loop(), random.Random(seed)
     gpu = SharedGpu(*speeds)
-    generator = SharingGenerator(lambda shape: slower(rng) * step_seconds(shape), 1.5e-3, 2048, rng)
+    generator = SharingGenerator(lambda shape: slower(rng) * step_seconds(shape, *STEP), 1.5e-3, 2048, rng)
     generator.gpu = gpu
     spec = job_spec("j")
     trainer = SharingTrainer(Meter(), FREE, job_always(spec), rng, loop.time, gpu=gpu)

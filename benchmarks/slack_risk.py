@@ -68,9 +68,10 @@ class Point:
     """Share of what training does alone."""
 
 
-def step_seconds(shape: StepShape) -> float:
-    fixed = 6.5e-3 if shape.prefill else 5e-3
-    rows = 4e-5 * shape.decodes + 2.5e-5 * shape.prefill
+def step_seconds(shape: StepShape, prompts: float = 6.5e-3, decodes: float = 5e-3, a_decode: float = 4e-5) -> float:
+    """`prompts`, `decodes`: of a step with prompts, and without, besides what it computes; `a_decode`: of each sequence."""
+    fixed = prompts if shape.prefill else decodes
+    rows = a_decode * shape.decodes + 2.5e-5 * shape.prefill
     return fixed + rows + 2.5e-8 * shape.kv_tokens + 1e-9 * shape.pairs
 
 

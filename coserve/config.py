@@ -144,8 +144,8 @@ class Config:
     )
     train_floor: float = option(
         0.05,
-        "'slack' and 'overlap': share of the time, from 0 to 0.5, that training has at least, in micro-steps between late tokens where targets leave no "
-        "time; 0: only what train_patience gives",
+        "'slack' and 'overlap': share of the time, from 0 to 0.5, that training has at least, though tokens come late for it; 0: only what train_patience "
+        "gives",
     )
     overlap_steps: str = option(
         "beside",

@@ -102,6 +102,10 @@ class Predictors:
                 return found
         return UNKNOWN
 
+    def __len__(self) -> int:
+        """Kinds."""
+        return len(self._by_kind)
+
     def knows(self, kind: Hashable) -> bool:
         """Whether this kind itself was measured often enough."""
         predictor = self._by_kind.get(kind)

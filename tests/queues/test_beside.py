@@ -53,6 +53,19 @@ def test_it_is_learned_from_slices_against_those_that_ran_alone() -> None:
     assert slices.beside["prefill"].share == pytest.approx(0.5, abs=0.01)
 
 
+def test_what_a_job_takes_alone_is_known_after_it_was_not_ready_for_a_while() -> None:
+    """Its next step was prepared on a thread."""
+    slices = Slices()
+    for _ in range(2 * ENOUGH):
+        slices.ready(("j",), 0.0)
+        slices.ran(Train("j", 1), MicroStep.BACKWARD, 1, 4096, 0.008, now=0.0)
+    for _ in range(ENOUGH):
+        slices.ready((), 0.0)
+        slices.ready(("j",), 0.0)
+        slices.ran(Train("j", 1), MicroStep.BACKWARD, 1, 4096, 0.012, now=0.0, beside=0.01, beside_kind="decode")
+    assert slices.beside["decode"].share == pytest.approx(0.6, abs=0.01)
+
+
 def test_steps_of_a_kind_are_measured_in_turn_again() -> None:
     trials = Trials()
     for _ in range(TRIAL_AFTER - 1):
