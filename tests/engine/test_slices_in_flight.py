@@ -1,0 +1,61 @@
+"""Steps and slices in flight: seconds of a slice beside steps, and what is kept of steps that have ended."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from concurrent.futures import Future
+from contextlib import nullcontext
+
+import pytest
+
+from coserve.engine.spatial.slices_in_flight import SlicesInFlight
+from coserve.queues.policy import Train
+from coserve.types import MicroStep
+
+
+class Device:
+    """Marks are done when the test says so, at its time."""
+
+    def __init__(self) -> None:
+        self.now, self.marks = 0.0, list[Future[None]]()
+        self.flight = SlicesInFlight(self.mark, lambda: self.now, lambda: None, nullcontext, self.mark)
+
+    def mark(self) -> Future[None]:
+        self.marks.append(Future())
+        return self.marks[-1]
+
+    def end(self, which: int, at: float) -> None:
+        self.now = at
+        self.marks[which].set_result(None)
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_nothing_is_kept_of_steps_while_no_slice_is_in_flight(between: bool) -> None:
+    device, steps = Device(), list[weakref.ref[object]]()
+    for number in range(4):
+        with device.flight.step(float(number), 0.5, between=between) as step:
+            pass
+        device.end(number, number + 0.5)
+        device.flight.take_ended()
+        steps.append(weakref.ref(step))
+    del step
+    device.marks.clear()
+    gc.collect()
+    assert [found() for found in steps[:-1]] == [None] * 3
+
+
+@pytest.mark.parametrize("first", ["step", "slice"])
+def test_seconds_of_a_slice_beside_steps(first: str) -> None:
+    """A slice from 0 to 10 s and a step from 2 to 5, or a step under way until 5 when a slice begins at 2 and ends at 10."""
+    device = Device()
+    if first == "slice":
+        device.flight.launched(Train("j", 1), MicroStep.FORWARD, 1, 64, 0.0)
+    with device.flight.step(2.0 if first == "slice" else 0.0, 3.0, between=False, kind="prefill"):
+        pass
+    if first == "step":
+        device.flight.launched(Train("j", 1), MicroStep.FORWARD, 1, 64, 2.0)
+    device.end(1 if first == "slice" else 0, 5.0)
+    device.end(0 if first == "slice" else 1, 10.0)
+    (ended,) = device.flight.take_ended()
+    assert (ended.seconds, ended.beside, ended.beside_kind) == (10.0 if first == "slice" else 8.0, 3.0, "prefill")
