@@ -14,7 +14,7 @@ from coserve.queues.policies.choice import make_policy
 from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.inference_first import InferenceFirst
 from coserve.queues.policies.overlap import AHEAD, LONGEST, TIMER, Overlap
-from coserve.queues.policies.slack import DECODES, MAX_MICRO_STEPS, MAX_SLICE, Slack
+from coserve.queues.policies.slack import DECODE_MARGIN, MAX_MICRO_STEPS, MAX_SLICE, Slack
 from coserve.queues.policies.spatial import MIN_SLICE, Spatial
 from coserve.queues.policies.temporal_sharing import TemporalSharing
 from coserve.queues.policy import Costs, Decision, Due, InFlight, Overdue, Serve, Train, Turn, View, Wait
@@ -199,7 +199,7 @@ class TestSlack:
 
     def test_steps_until_the_last_token_count(self) -> None:
         """Ten more tokens of 1/16 s each are due at 1 s: 1/8 s before, where the next step may bring a prompt."""
-        costs = Costs(serve=1 / 8, micro_step=1 / 64, decode=1 / 16 / DECODES)
+        costs = Costs(serve=1 / 8, micro_step=1 / 64, decode=1 / 16 / DECODE_MARGIN)
         asks = view(running=[9.0], jobs=("j",))
         for due, decision in [
             (Due(1.0, 1, 13), Train("j", 3)),

@@ -19,8 +19,8 @@ MOST_MARGIN = 0.25
 """Of the time in which a token is due, for steps that take longer than expected. With a larger margin tokens would come so early that the next ones are due earlier, too
 (`Due.credit` is limited): more steps than the targets ask for. Later tokens take back what a slower step costs."""
 
-DECODES = 1.1
-"""Times their mean that the decode steps to a last token may take: the errors of so many cancel out but for a little."""
+DECODE_MARGIN = 1.1
+"""Factor of the mean time of the decode steps to a last token: over so many, errors cancel out but for a little."""
 
 
 class Slack:
@@ -74,7 +74,7 @@ def latest_start(
 ) -> float:
     """When the next generation step must begin if every target is to be kept, and a step takes at most `serve` seconds, `mean` as expected;
     `weight`: see `Slack`. At least one request waits or runs."""
-    decode, wait, step_tokens = DECODES * view.costs.decode, first_token_wait * weight, view.step_tokens
+    decode, wait, step_tokens = DECODE_MARGIN * view.costs.decode, first_token_wait * weight, view.step_tokens
     tightest = min(
         [
             _due(due, weight, wait)
