@@ -21,8 +21,6 @@ from torch import Tensor
 
 from coserve.kernels.attention.interface import Attention, AttentionParams
 from coserve.kernels.attention.packed import PackedAttention
-from coserve.kernels.gemm.gemv import adapter_shape, gemv
-from coserve.kernels.gpu.device import device_info
 from coserve.kernels.lora.exchange import Exchange
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.types import SiteGroup, StackedWeights
@@ -99,13 +97,6 @@ def _local_linear(
     """(T, ΣO): what this rank computes of it."""
     if lora is not None and not lora.changes(sites):
         lora = None
-    if x_TD.shape[0] == 1 and (shape := fused.gemms.gemv.get((x_TD.shape[1], *sizes))):
-        tables = None if lora is None else lora.decode_tables(sites)
-        if tables is not None:
-            processors = device_info(x_TD.device).multiprocessors
-            shape = adapter_shape(x_TD.shape[1], sizes, tables.R, processors, shape)
-        if lora is None or tables is not None:
-            return gemv(x_TD[0], weight, bias, sizes, tables, shape=shape).view(1, -1)
     output = fused.gemms.linear(x_TD, weight, bias)
     y_TO = output.y
     if lora is not None:

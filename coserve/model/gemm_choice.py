@@ -33,8 +33,8 @@ class GemmOutput:
 class GemmChoice:
     """Where our kernels are faster than torch's GEMM, and with which shapes; empty: nowhere."""
 
-    gemv: Mapping[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
-    """Shapes of our GEMV for one row, by inputs and each site's outputs."""
+    gemv: Mapping[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """Shapes of our GEMV for one row, by inputs and all outputs."""
     skinny: Mapping[tuple[int, int, int], Shape] = field(default_factory=dict)
     """Shapes of our skinny GEMM for 2 to 64 rows, by most rows, inputs and all outputs."""
     counters: Tensor | None = None
@@ -42,6 +42,9 @@ class GemmChoice:
 
     def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> GemmOutput:
         """(T, O): `x Wᵀ + bias`."""
+        if x_TD.shape[0] == 1 and (one := self.gemv.get((x_TD.shape[1], weight_OD.shape[0]))):
+            y_TO = gemv.gemv(x_TD[0], weight_OD, bias_O, one).view(1, -1)
+            return GemmOutput(y_TO, y_TO)
         if self.counters is not None and x_TD.stride(1) == 1:
             rows = skinny.rows_of(x_TD.shape[0])
             if rows and (shape := self.skinny.get((rows, x_TD.shape[1], weight_OD.shape[0]))):
@@ -53,9 +56,9 @@ class GemmChoice:
 def run_gemms(inputs: Iterable[StackedWeights], device: torch.device, rows: Sequence[int]) -> None:
     """Run each kernel that `measure_gemms` measures: see `gemv.run_each`."""
     kinds = _kinds(inputs)
-    for kind, found in kinds.items():
+    for found in kinds.values():
         if 1 in rows:
-            gemv.run_each(found[0], kind[1:])
+            gemv.run_each(found[0])
         for most in skinny.ROWS:
             if most in rows:
                 skinny.run_each(found[0], _counters(kinds, device), most)
@@ -70,7 +73,7 @@ def measure_gemms(
     if not kinds:
         return GemmChoice()
     counters = _counters(kinds, device)
-    one_row = {kind: gemv.fastest(found, kind[1:]) for kind, found in kinds.items()} if 1 in rows else {}
+    one_row = {(kind[0], len(found[0])): gemv.fastest(found) for kind, found in kinds.items()} if 1 in rows else {}
     more_rows = {
         (most, kind[0], len(found[0])): skinny.fastest(found, counters, most)
         for kind, found in kinds.items()
@@ -90,7 +93,7 @@ class SavedGemms(msgspec.Struct, frozen=True):
     rows: list[int]
     kinds: list[list[int]]
     """Inputs, then each site's outputs."""
-    gemv: list[tuple[list[int], tuple[int, int]]]
+    gemv: list[tuple[tuple[int, int], tuple[int, int]]]
     skinny: list[tuple[tuple[int, int, int], Shape]]
 
 
@@ -99,7 +102,7 @@ def save_gemms(path: Path, choice: GemmChoice, inputs: Iterable[StackedWeights],
     saved = SavedGemms(
         rows=list(rows),
         kinds=[list(kind) for kind in _kinds(inputs)],
-        gemv=[(list(kind), shape) for kind, shape in choice.gemv.items()],
+        gemv=list(choice.gemv.items()),
         skinny=list(choice.skinny.items()),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +115,7 @@ def load_gemms(paths: Iterable[Path], inputs: Iterable[StackedWeights], device: 
     """What these files chose together, without those that are missing or damaged or do not fit these weights; None if none is
     left."""
     kinds = _kinds(inputs)
-    one_row: dict[tuple[int, ...], tuple[int, int]] = {}
+    one_row: dict[tuple[int, int], tuple[int, int]] = {}
     more_rows: dict[tuple[int, int, int], Shape] = {}
     wide, fits = {(kind[0], len(found[0])) for kind, found in kinds.items()}, False
     for path in paths:
@@ -120,14 +123,14 @@ def load_gemms(paths: Iterable[Path], inputs: Iterable[StackedWeights], device: 
             saved = msgspec.json.decode(path.read_bytes(), type=SavedGemms)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             continue
-        known = all(shape in gemv.shapes_of(kind[0], kind[1:]) for kind, shape in saved.gemv) and all(
+        known = all(kind in wide and shape in gemv.shapes_of(kind[0]) for kind, shape in saved.gemv) and all(
             shape in skinny.SHAPES and rows in skinny.ROWS and (inputs_, outputs) in wide
             for (rows, inputs_, outputs), shape in saved.skinny
         )
         if not known or {tuple(kind) for kind in saved.kinds} != kinds.keys():
             continue
         fits = True
-        one_row |= {tuple(kind): shape for kind, shape in saved.gemv}
+        one_row |= dict(saved.gemv)
         more_rows |= dict(saved.skinny)
     if not fits:
         return None

@@ -200,7 +200,7 @@ def stacked() -> list[StackedWeights]:
 
 def test_gemms_are_loaded_from_the_files_that_fit(tmp_path: Path) -> None:
     paths = [tmp_path / "gemms" / f"{rows}.json" for rows in (1, 16)]
-    one_row = GemmChoice(gemv={(4096, 128, 128): (2, 4)})
+    one_row = GemmChoice(gemv={(4096, 256): (2, 4)})
     more = GemmChoice(skinny={(16, 4096, 256): SHAPES[0]})
     save_gemms(paths[0], one_row, stacked(), (1,))
     found = load_gemms(paths, stacked(), CPU)

@@ -14,6 +14,7 @@ from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.footprint import LoraFootprint
 from coserve.generate.execution.graph_sizes import decode_tile_capacities
 from coserve.generate.execution.slot_lora import StaticSlotLora
+from coserve.kernels.lora.segmented.slot_lora import SlotLora
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup
 from coserve.model.lora import LoraWeights
@@ -53,9 +54,9 @@ def test_a_capacity_holds_all_rows_and_none_before_it_does(lengths: list[int]) -
     needed = {rows: sum(-(-length // rows) for length in lengths) for rows in (8, 16)}
     assert capacity.tiles >= needed[capacity.rows]
     assert all(other.tiles < needed[other.rows] for other in lora.capacities[: lora.capacities.index(capacity)])
-    seen = lora.within(capacity).decode_tables(GROUP)
-    assert seen is not None
-    tiles = seen[0]
+    seen = lora.within(capacity)
+    assert isinstance(seen, SlotLora)
+    tiles = seen.plan.tiles
     assert tiles.rows == capacity.rows
     assert int(tiles.tiles[:, 1].sum()) == bounds[-1], "a row is in no tile"
     assert tiles.items.shape[0] == 2 * capacity.tiles
@@ -73,9 +74,9 @@ def test_a_step_after_one_of_other_tiles_is_loaded_again() -> None:
     one, three = Segments((0, 16), (placed[0],)), Segments((0, 1, 2, 3), tuple(placed))
     for segments in (one, three, one, three):
         capacity = lora.load(segments)
-        seen = lora.within(capacity).decode_tables(GROUP)
-        assert seen is not None
-        assert int(seen[0].tiles[:, 1].sum()) == segments.tokens
+        seen = lora.within(capacity)
+        assert isinstance(seen, SlotLora)
+        assert int(seen.plan.tiles.tiles[:, 1].sum()) == segments.tokens
 
 
 def test_block_diagonal_adapters_lie_in_slots_with_their_zeros() -> None:

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.kernels.gemm.gemv import gemv
 from coserve.kernels.lora.reference import lora_add
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, Slots, table_entries
-from coserve.kernels.lora.segmented.plan import DecodeTables, TilePlan
+from coserve.kernels.lora.segmented.plan import TilePlan
 from coserve.kernels.lora.segmented.sharded_slot_lora import ShardedPlan, ShardedSlotLora
 from coserve.kernels.lora.segmented.tiles import cut, upload
 from coserve.kernels.lora.segments import Segments
@@ -85,14 +84,16 @@ def test_two_halves_make_the_whole(own: int, decode: bool, zero_padded: bool) ->
 
 
 @pytest.mark.parametrize("case", sample(list(product(range(len(RANKS)), (True, False))), (1, False)), ids=str)
-def test_the_gemv_takes_both_halves(case: tuple[int, bool]) -> None:
+def test_two_halves_of_one_row(case: tuple[int, bool]) -> None:
+    """As it follows a GEMV: beside the end of the product."""
     slot, zero_padded = case
-    segments, x, weight = Segments((0, 1), (slot,)), torch.randn(1, INPUTS), torch.randn(sum(OUTPUTS), INPUTS) * 0.02
-    expected = torch.cat(_expected(segments, list(torch.split(x @ weight.T, OUTPUTS, 1)), x), 1)
-    plan, other = _plan(segments, 8, decode=True).whole, OneOfTwo(1, zero_padded)
+    segments, x = Segments((0, 1), (slot,)), torch.randn(1, INPUTS)
+    y = torch.randn(1, sum(OUTPUTS))
+    expected = torch.cat(_expected(segments, list(torch.split(y, OUTPUTS, 1)), x), 1)
+    plan, other = _plan(segments, 8, decode=True), OneOfTwo(1, zero_padded)
     for exchange in (other, how := OneOfTwo(0, zero_padded)):
         how.other = other.seen
-        slots = _slots(exchange.own)
-        tables = DecodeTables(plan.tiles, slots.table(0, 3), plan.R, exchange)
-        got = gemv(x[0], weight, None, OUTPUTS, tables, shape=(4, 4))
-    torch.testing.assert_close(got, expected[0], rtol=1e-4, atol=1e-4)
+        slots, got = _slots(exchange.own), y.clone()
+        lora = ShardedSlotLora({GROUP: slots.table(0, 3)}, {GROUP: exchange}, plan, frozenset({GROUP.index}))
+        lora.add_(GROUP, torch.split(got, OUTPUTS, 1), x, overlapped=True)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

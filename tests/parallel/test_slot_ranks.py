@@ -94,7 +94,7 @@ def _one_row(mesh: Mesh, folder: str, one_shot: bool) -> dict[int, Found]:
         assert isinstance(mesh, GroupMesh)
         mesh = OneShotMesh(mesh.group)
     fused, slots, placed = _placed(load(folder, mesh, "slora"))
-    kinds = [(own.weight.shape[1], *own.sizes) for own in fused.stacked]
+    kinds = [(own.weight.shape[1], own.weight.shape[0]) for own in fused.stacked]
     fused.gemms = GemmChoice(gemv=dict.fromkeys(kinds, (2, 4)))
     found = dict[int, Found]()
     for adapter in ONE_ROW:
@@ -140,7 +140,7 @@ def test_replicated_adapters_send_nothing(ranks: Ranks, folder: str) -> None:
 
 @pytest.mark.parametrize("one_shot", ONE_SHOT)
 def test_one_row_by_the_gemv(ranks: Ranks, folder: str, one_shot: bool) -> None:
-    """The collective lies between the GEMV's shrink and its product, which has the expand in it."""
+    """The shrink, the collective and the expand come after the GEMV."""
     expected = {adapter: _expected(folder, (0, 1), (adapter,)) for adapter in ONE_ROW}
     for found in ranks.run(_one_row, folder, one_shot):
         for adapter, (logits, calls) in found.items():

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from coserve.errors import ConfigError
 from coserve.kernels.gpu.device import interpreted
-from coserve.kernels.lora.segmented.plan import DecodeTables
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup, StackedWeights
 
@@ -97,10 +96,6 @@ class PreparedLora(ABC):
     def fixed(self) -> FixedLora:
         """A copy whose launches can be captured. Only with a `structure`."""
         raise NotImplementedError(f"{type(self).__name__} cannot be captured")
-
-    def decode_tables(self, group: SiteGroup) -> DecodeTables | None:
-        """For the GEMV of a step of one row; None: only `add` will do."""
-        return None
 
 
 class FixedLora(PreparedLora):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from coserve.kernels.lora.exchange import Exchange
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable, site_table
 from coserve.kernels.lora.segmented.block_sizes import PREFILL_BLOCKS, PrefillBlocks
 from coserve.kernels.lora.segmented.tiles import HostTiles, Tiles, base_only_tiles, cut, upload
@@ -49,17 +47,6 @@ class TilePlan:
     decode: bool
     prefill: PrefillBlocks = PREFILL_BLOCKS
     """Sizes of the prefill and training kernels."""
-
-
-class DecodeTables(NamedTuple):
-    """What the GEMV needs of a group of sites, in a step of one row."""
-
-    tiles: Tiles
-    """One tile at most."""
-    table: SiteTable
-    R: int
-    exchange: Exchange | None = None
-    """Of fully sharded pairs."""
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,9 @@ from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable
 from coserve.kernels.lora.segmented.launch_decode import decode
 from coserve.kernels.lora.segmented.launch_prefill import prefill_expand, prefill_shrink
-from coserve.kernels.lora.segmented.plan import DecodeTables, TilePlan
+from coserve.kernels.lora.segmented.plan import TilePlan
 from coserve.kernels.lora.segmented.tiles import HostTiles
 from coserve.kernels.lora.types import SiteGroup
-
-GEMV_ROWS = 8
-"""Most rows of the weight that a program of the GEMV reads (`gemv.SHAPES`): the outputs that a GPU adds begin and end there."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +74,6 @@ class ShardedSlotLora(PreparedLora):
         h = prefill_shrink(x_TD, plan, table, shards=exchange.shards)
         h = exchange.run(h[None, None])[:, 0]
         prefill_expand(ys, ys, h if exchange.shards > 1 else h[0], plan, table, shards=exchange.shards)
-
-    def decode_tables(self, group: SiteGroup) -> DecodeTables | None:
-        exchange = self._exchanges[group]
-        plan, outputs = self._plan_of(exchange), exchange.outputs or (0, 0)
-        if not plan.decode or any(edge % GEMV_ROWS for edge in outputs):
-            return None
-        return DecodeTables(plan.tiles, self._tables[group], plan.R, exchange)
 
     def _plan_of(self, exchange: Exchange) -> TilePlan:
         return self._plan.part if exchange.shards > 1 else self._plan.whole

@@ -9,7 +9,7 @@ from torch import Tensor
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.segmented import terms
 from coserve.kernels.lora.segmented.adapter_table import SiteTable
-from coserve.kernels.lora.segmented.plan import DecodeTables, TilePlan
+from coserve.kernels.lora.segmented.plan import TilePlan
 from coserve.kernels.lora.types import SiteGroup
 
 
@@ -22,7 +22,7 @@ class SlotLora(PreparedLora):
 
     def __init__(self, tables: Mapping[SiteGroup, SiteTable], plan: TilePlan, groups: frozenset[int]) -> None:
         """`groups`: indices, in any layer, of the groups of sites that the step's adapters change."""
-        self._tables, self._plan, self._groups = tables, plan, groups
+        self._tables, self.plan, self._groups = tables, plan, groups
 
     def changes(self, group: SiteGroup) -> bool:
         return group.index in self._groups
@@ -32,7 +32,4 @@ class SlotLora(PreparedLora):
         return list(ys)
 
     def add_(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, overlapped: bool = False) -> None:
-        terms.add_(ys, x_TD, self._plan, self._tables[group], overlapped=overlapped)
-
-    def decode_tables(self, group: SiteGroup) -> DecodeTables | None:
-        return DecodeTables(self._plan.tiles, self._tables[group], self._plan.R) if self._plan.decode else None
+        terms.add_(ys, x_TD, self.plan, self._tables[group], overlapped=overlapped)
