@@ -97,7 +97,7 @@ def _local_linear(
     """(T, ΣO): what this rank computes of it."""
     if lora is not None and not lora.changes(sites):
         lora = None
-    output = fused.gemms.linear(x_TD, weight, bias)
+    output = fused.gemms.linear(x_TD, weight, bias, before_shrink=lora is not None)
     y_TO = output.y
     if lora is not None:
         ys = torch.split(y_TO, list(sizes), 1)

@@ -36,19 +36,21 @@ class GemmChoice:
     gemv: Mapping[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """Shapes of our GEMV for one row, by inputs and all outputs."""
     skinny: Mapping[tuple[int, int, int], Shape] = field(default_factory=dict)
-    """Shapes of our skinny GEMM for 2 to 64 rows, by most rows, inputs and all outputs."""
+    """Shapes of our skinny GEMM for up to 64 rows, by most rows, inputs and all outputs."""
     counters: Tensor | None = None
     """`skinny.make_counters`."""
 
-    def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> GemmOutput:
-        """(T, O): `x Wᵀ + bias`."""
-        if x_TD.shape[0] == 1 and (one := self.gemv.get((x_TD.shape[1], weight_OD.shape[0]))):
-            y_TO = gemv.gemv(x_TD[0], weight_OD, bias_O, one).view(1, -1)
-            return GemmOutput(y_TO, y_TO)
-        if self.counters is not None and x_TD.stride(1) == 1:
-            rows = skinny.rows_of(x_TD.shape[0])
-            if rows and (shape := self.skinny.get((rows, x_TD.shape[1], weight_OD.shape[0]))):
+    def linear(
+        self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, *, before_shrink: bool = False
+    ) -> GemmOutput:
+        """(T, O): `x Wᵀ + bias`. `before_shrink`: LoRA's shrink of x follows, which takes less time beside the skinny GEMM than the GEMV saves."""
+        (rows, inputs), outputs = x_TD.shape, weight_OD.shape[0]
+        if self.counters is not None and x_TD.stride(1) == 1 and (rows > 1 or before_shrink):
+            most = skinny.rows_of(rows)
+            if most and (shape := self.skinny.get((most, inputs, outputs))):
                 return GemmOutput(*skinny.skinny_gemm(x_TD, weight_OD, bias_O, self.counters, shape))
+        if rows == 1 and (one := self.gemv.get((inputs, outputs))):
+            return GemmOutput(gemv.gemv(x_TD[0], weight_OD, bias_O, one).view(1, -1), None)
         return GemmOutput(functional.linear(x_TD, weight_OD, bias_O), None)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from coserve.kernels.gemm import gemv, skinny
 from coserve.kernels.lora.types import StackedWeights
-from coserve.model.gemm_choice import measure_gemms, run_gemms
+from coserve.model.gemm_choice import GemmChoice, measure_gemms, run_gemms
 
 CPU = torch.device("cpu")
 WEIGHTS = ((4096, (512, 128, 128)), (2048, (512,)), (4096, (1024, 1024)))
@@ -40,3 +40,22 @@ def test_all_kernels_that_are_measured_are_compiled_first(rows: int, monkeypatch
     found.clear()
     measure_gemms(stacked, CPU, (rows,))
     assert len(compiled) > 3 and found == compiled
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("before_shrink", [False, True])
+def test_a_row_before_a_shrink_goes_by_the_skinny_gemm(rows: int, before_shrink: bool) -> None:
+    """Which the shrink may overlap, as its workspace says."""
+    x, weight, bias = torch.randn(rows, 256), torch.randn(96, 256), torch.randn(96)
+    shapes = {(16, 256, 96): skinny.Shape(32, 128, 1, 4, 2)}
+    choice = GemmChoice({(256, 96): (2, 4)}, shapes, skinny.make_counters(96, CPU))
+    found = choice.linear(x, weight, bias, before_shrink=before_shrink)
+    torch.testing.assert_close(found.y, torch.nn.functional.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
+    assert (found.workspace is not None) == (before_shrink or rows > 1)
+
+
+def test_a_row_before_a_shrink_goes_by_the_gemv_where_the_skinny_gemm_is_slow() -> None:
+    x, weight = torch.randn(1, 256), torch.randn(96, 256)
+    found = GemmChoice({(256, 96): (2, 4)}).linear(x, weight, None, before_shrink=True)
+    torch.testing.assert_close(found.y, torch.nn.functional.linear(x, weight), rtol=1e-4, atol=1e-4)
+    assert found.workspace is None

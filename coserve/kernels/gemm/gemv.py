@@ -3,7 +3,7 @@
     project  y[n] = bias[n] + Σ_k W[n, k] x[k]
 
 A program issues the loads of all its weights before it waits for the preceding kernels (programmatic dependent launch). The next kernel may
-start once every program has waited: it finds x complete, and y not.
+start at once, so it must wait for this one before it reads anything.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
@@ -37,12 +37,13 @@ def project(
     BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of N)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     w = tl.load(w_ptr + n[:, None].to(tl.int64) * K + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(x_ptr + k, mask=k < K, other=0.0)
     y = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], 1)
     if BIAS:

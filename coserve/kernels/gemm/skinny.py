@@ -1,6 +1,6 @@
 """Skinny GEMM: a few rows through a linear site. Reading the weight is all the work.
 
-    y[m, n] = bias[n] + Σ_k x[m, k] W[n, k]        for 2 to 64 rows m, sums in fp32
+    y[m, n] = bias[n] + Σ_k x[m, k] W[n, k]        for up to 64 rows m, sums in fp32
 
 The weight is the left operand, so that its rows fill the tensor cores and x need not be padded to 64 rows. A program may
 start before the preceding kernel has ended (programmatic dependent launch), which saves most of a launch. The next kernel may
@@ -95,8 +95,8 @@ def project(
 
 
 def rows_of(rows: int) -> int | None:
-    """The entry of `ROWS` that serves so many rows; None: one row, or too many."""
-    return next((most for most in ROWS if most >= rows), None) if rows > 1 else None
+    """The entry of `ROWS` that serves so many rows; None: too many."""
+    return next((most for most in ROWS if most >= rows), None)
 
 
 def shapes_of(inputs: int, outputs: int, dtype: torch.dtype) -> list[Shape]:
@@ -116,13 +116,13 @@ def make_counters(outputs: int, device: torch.device) -> Tensor:
 def skinny_gemm(
     x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, counters: Tensor, shape: Shape
 ) -> tuple[Tensor, Tensor]:
-    """(T, O) in x's dtype: `x Wᵀ + bias` for 2 to 64 rows. D is a multiple of `shape.splits * shape.k`; x's rows are dense.
+    """(T, O) in x's dtype: `x Wᵀ + bias` for up to 64 rows. D is a multiple of `shape.splits * shape.k`; x's rows are dense.
 
     Also returns its workspace, still busy when the next kernel starts early: keep it until that kernel has its own memory.
     """
     (rows, inputs), outputs = x_TD.shape, weight_OD.shape[0]
     block, pdl = rows_of(rows), device_info(x_TD.device).early_launch
-    assert block is not None, f"expected 2 to {ROWS[-1]} rows, got {rows}"
+    assert block is not None, f"expected up to {ROWS[-1]} rows, got {rows}"
     assert x_TD.stride(1) == 1 and weight_OD.is_contiguous(), "expected dense rows"
     y = torch.empty(rows, outputs, dtype=x_TD.dtype, device=x_TD.device)
     parts = y

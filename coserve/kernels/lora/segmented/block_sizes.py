@@ -80,6 +80,8 @@ class PrefillBlocks:
 
 MANY_SHRINKS = 512
 """From this many programs on, each program of the decode shrink takes two steps of k: starting a program then costs more."""
+LONE_RANK, LONE_INPUTS = 64, 4096
+"""So do those of one tile of more ranks and as many inputs or more: the expand, which waits for all splits, then sums half as many."""
 FEW_EXPANDS = 512
 """Up to this many programs of 128 outputs, the decode expand uses smaller blocks, and so more programs, with more ranks each:
 time goes into waiting for loads. Beyond, programs hide each other's latency."""
@@ -92,7 +94,8 @@ PREFILL_BLOCKS = PrefillBlocks()
 def decode_blocks(inputs: int, outputs: tuple[int, ...], tiles: int, items: int, rows: int, R: int) -> DecodeBlocks:
     """The sizes for so many tiles, of so many rows each, at sites of so many inputs and outputs."""
     start = DecodeBlocks()
-    steps = 2 if items * len(outputs) * cdiv(inputs, start.k) > MANY_SHRINKS else 1
+    lone = tiles == 1 and R > LONE_RANK and inputs >= LONE_INPUTS
+    steps = 2 if lone or items * len(outputs) * cdiv(inputs, start.k) > MANY_SHRINKS else 1
     programs = tiles * sum(cdiv(width, 128) for width in outputs)
     if R <= RANK_BLOCK:
         o = 64 if programs <= FEW_EXPANDS else 128 if programs <= 2 * FEW_EXPANDS else 256
