@@ -184,7 +184,7 @@ class Config:
     max_adapters_resident: int = option(64, "adapters kept in host memory; idle ones beyond that stay on disk only")
     adapter_memory_bytes: int | None = option(
         None,
-        "host memory for idle adapters, in bytes; default: as many as max_adapters_resident says, whatever their size",
+        "host memory for idle adapters, in bytes, of all ranks together; default: as many as max_adapters_resident says, whatever their size",
     )
     pinned_memory_bytes: int | None = option(
         None,

@@ -15,8 +15,9 @@ from coserve.adapter_store.mirror import CopyMirror, NoMirror
 from coserve.adapter_store.packing import packed, packed_bytes
 from coserve.adapter_store.pages import Activated, AdapterPages
 from coserve.adapter_store.waiting import WaitingRequests
-from coserve.errors import AdapterBusy, AdapterNotFound
+from coserve.errors import AdapterBusy, AdapterNotFound, RequestOutOfMemory
 from coserve.memory.buffer import PageBuffer
+from coserve.model.faults import out_of_memory
 from coserve.model.lora import LoraWeights
 from coserve.queues.inference import Queued
 from coserve.state.retries import Backoff, Retries
@@ -187,6 +188,7 @@ class AdapterStore:
         """Forgets a deleted or temporary adapter: requests that wait for it fail, requests that acquired it keep it."""
         entry = self._entries.get(ref)
         if entry is None:
+            self._mirror.dropped(ref)
             return
         entry.deleted, entry.temporary = True, False
         if not entry.reading:
@@ -281,7 +283,12 @@ class AdapterStore:
             self._changed()
 
     def _read_files(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
-        return self.host_copy(self._load(ref, digests))
+        try:
+            return self.host_copy(self._load(ref, digests))
+        except Exception as error:
+            if out_of_memory(error):
+                raise RequestOutOfMemory(f"no host memory for adapter {ref}: {error}") from error
+            raise
 
     # ---- entries
 

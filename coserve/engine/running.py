@@ -51,6 +51,8 @@ class _Seen(NamedTuple):
     """As `dues`, but without the deadlines of next tokens, which a step in flight has computed."""
     next_tokens: tuple[Due, ...]
     """Those, the first for each window."""
+    launched: tuple[float, ...]
+    """Times between tokens of requests whose first token a step in flight computes."""
 
 
 class RunningRequests:
@@ -183,7 +185,7 @@ class RunningRequests:
 
     def view(self, collected: float | None = None) -> tuple[Due, ...]:
         """The first deadline for each number of steps and decodes, and each window. `collected`: a step in flight has computed the
-        next tokens of all that have had one, and they come at this time; the deadlines are those of the tokens after them."""
+        next tokens of all whose prompts it has computed, and they come at this time; the deadlines are those of the tokens after them."""
         seen = self._see()
         if collected is None:
             return seen.dues
@@ -191,6 +193,7 @@ class RunningRequests:
         for due in seen.next_tokens:
             deadline = _next(due.deadline, collected, due.window)
             later.append(Due(deadline, 1, 0, due.window, deadline - collected - due.window))
+        later += [Due(collected + tpot, 1, 0, tpot) for tpot in seen.launched]
         return tuple(later)
 
     def _see(self) -> _Seen:
@@ -204,7 +207,7 @@ class RunningRequests:
                 math.inf,
                 math.inf,
             )  # most have the same window: a decision waits for this loop
-            pending = 0
+            pending, tpots = 0, set[float]()
             for target in self._targets.values():
                 steps = 1
                 if target.decodes:
@@ -219,6 +222,8 @@ class RunningRequests:
                     steps = max(1, -(-pending // self._step_tokens))
                     first = steps, 0, target.window, 0.0, 0 < target.prefill < target.context
                     of = others if target.prefill else launched
+                    if not target.prefill and target.left > 1:
+                        tpots.add(target.tpot)
                     of[first] = min(target.due, of.get(first, math.inf))
                 if target.end < math.inf:
                     last = steps, max(0, target.left - 1), target.e2e, 0.0, False
@@ -226,7 +231,7 @@ class RunningRequests:
             collected = tuple([Due(due, *about) for about, due in others.items()])
             firsts = tuple([Due(due, *about) for about, due in launched.items()])
             nexts = tuple([Due(due, 1, 0, w, due - came - w) for w, (due, came) in next_tokens.items()])
-            self._seen = _Seen(collected + firsts + nexts, collected, nexts)
+            self._seen = _Seen(collected + firsts + nexts, collected, nexts, tuple(tpots))
         return self._seen
 
 

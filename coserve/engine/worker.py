@@ -87,7 +87,8 @@ def build_engine(
         "expected a stream for training where it runs beside generation"
     )
     parts = EngineParts(base, config)
-    budget = HostBudget(config.max_adapters_resident, config.adapter_memory_bytes)
+    limit = config.adapter_memory_bytes  # each rank has its part of every adapter
+    budget = HostBudget(config.max_adapters_resident, None if limit is None else limit // config.tp)
     read: Load = parts.read_adapter
     mirror: CopyMirror | None = None
     measured = None if followers is None else followers.ask(MeasurePool())
@@ -115,7 +116,7 @@ def build_engine(
         trainer = parts.make_trainer(store, training=training, compiled=training_layers)
     else:
         local = parts.make_trainer(store, gathering=partial(announce_gathering, followers), compiled=training_layers)
-        trainer = RankedTrainer(local, followers, parts.folder)
+        trainer = RankedTrainer(local, followers, parts.folder, lambda ref: store.state(ref).in_memory)
     if built is not None:
         built.wait()
     notes = (

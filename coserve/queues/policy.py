@@ -84,12 +84,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """Training slices that were launched and have not ended. Always empty where a slice has ended when the next decision is made."""
+    """Training slices that were launched. All have ended where slices and steps take turns."""
 
     slices: int = 0
     """Launched, and not yet done."""
     since_step: bool = False
-    """One was launched after the last generation step, not counting those that read results."""
+    """One was launched after the last generation step, not counting those that read results. It may have ended."""
     until: float = 0.0
     """When the device will have computed them, and the steps between them, as predicted."""
 

@@ -15,8 +15,8 @@ ANY = "any"
 """Micro-steps of all kinds together."""
 SIZED = MicroStep.BEGIN, MicroStep.FORWARD, MicroStep.BACKWARD
 """Kinds whose time grows with the micro-batch."""
-MOST_ALONE = 64
-"""Kinds of micro-steps of jobs whose times without steps are kept, those of jobs that cannot train now included."""
+MOST_KINDS = 64
+"""Kinds of micro-steps of jobs whose times are kept, those of jobs that cannot train now included."""
 SIZE = 1024.0
 """Tokens; the prediction is a line, so any two sizes tell it."""
 
@@ -40,11 +40,11 @@ class Slices:
         """The last slice, if it was overdue, and when the first of the overdue ones in a row began to wait."""
 
     def ready(self, jobs: tuple[str, ...], now: float) -> None:
-        """`jobs` can train now. The costs of other jobs are forgotten."""
+        """`jobs` can train now. The costs of other jobs are forgotten once there are many."""
         if jobs is not self._jobs and (known := frozenset(jobs)) != frozenset(self._jobs):
-            self._costs.keep(lambda key: not isinstance(key, tuple) or key[0] in known)
-            if len(self._alone) > MOST_ALONE:  # not at once: a job whose next step is prepared is back soon
-                self._alone.keep(lambda key: isinstance(key, tuple) and key[0] in known)
+            for times in (self._costs, self._alone):
+                if len(times) > MOST_KINDS:  # not at once: a job whose next step is prepared is back soon
+                    times.keep(lambda key: not isinstance(key, tuple) or key[0] in known)
         self._jobs = jobs
         if not jobs:
             self.waiting_since = self._overdue = None

@@ -192,7 +192,7 @@ def test_a_job_is_at_the_same_step_with_the_same_weights(tmp_path: Path) -> None
     following = Following(lambda _: FollowerParts(rank.kv, rank.executor, theirs.trainer, reads), start_thread)
     with suppress(EngineFault), following:
         local = bench.trainer
-        ranked = RankedTrainer(local, following.followers, bench.folder)
+        ranked = RankedTrainer(local, following.followers, bench.folder, bench.in_memory)
         cancellation = Cancellation()
         cancellation.cancel()
         theirs.place(corpus, spec)
@@ -246,7 +246,7 @@ def test_an_error_of_a_follower_in_a_slice_is_the_jobs_alone(
 
     theirs.base.layers[1].register_forward_pre_hook(fails)
     with Following(lambda _: FollowerParts(rank.kv, rank.executor, theirs.trainer, rank.read)) as following:
-        ranked = RankedTrainer(bench.trainer, following.followers, bench.folder)
+        ranked = RankedTrainer(bench.trainer, following.followers, bench.folder, bench.in_memory)
         ended = list[FromEngine]()
         for job in ("first", "second"):
             spec = bench.place(corpus, theirs.place(corpus, job_spec(corpus, job, steps=2)))

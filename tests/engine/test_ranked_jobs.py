@@ -81,7 +81,7 @@ def on_two_ranks(bases: list[Base], root: Path, start_thread: Callable[[], None]
     spec = bench.place(CORPUS, theirs.place(CORPUS, job_spec(CORPUS, sample_prompts=("a",), sample_steps=1)))
     with Following(lambda _: FollowerParts(kv, eager(base, kv), theirs.trainer, read), start_thread) as following:
         commands.append(following.followers.send)
-        ranked = RankedTrainer(bench.trainer, following.followers, bench.folder)
+        ranked = RankedTrainer(bench.trainer, following.followers, bench.folder, bench.in_memory)
         yield Jobs(ranked, following, spec, fail_reads, [bench, theirs], kv)
 
 
@@ -182,6 +182,28 @@ def test_a_rank_that_cannot_read_the_published_adapter_now_tries_again(bases: li
         waiting = JobWaiting(id=spec.id, message="waiting for the disk: no file descriptors")
         assert ranked.publication(spec.id)()() == waiting
         assert isinstance(ranked.publication(spec.id)()(), JobSucceeded)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_published_adapter_that_one_rank_has_no_memory_for_is_kept_by_none(
+    bases: list[Base], tmp_path: Path, rank: int
+) -> None:
+    def no_memory(weights: LoraWeights) -> LoraWeights:
+        raise MemoryError
+
+    with suppress(KeyError), on_two_ranks(bases, tmp_path) as jobs:
+        ranked, spec, bench = jobs.ranked, jobs.spec, jobs.benches[0]
+        ranked.load(spec, Cancellation())()
+        train(ranked, spec, lambda: ranked.finished(spec.id))
+        if rank:
+            jobs.fail_reads.append(MemoryError())
+        with mock.patch.object(bench.store, "host_copy", no_memory) if not rank else nullcontext():
+            message = ranked.publication(spec.id)()()
+        assert isinstance(message, JobSucceeded)
+        assert not bench.in_memory(message.ref)
+        jobs.following.followers.send(LoadIntoPages(message.ref, 0, 1, {}))
+        with pytest.raises(RankLost):
+            jobs.following.catch_up()
 
 
 def test_a_published_adapter_that_a_rank_finds_damaged_ends_the_engine(bases: list[Base], tmp_path: Path) -> None:

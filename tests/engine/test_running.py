@@ -87,7 +87,7 @@ def test_a_prompt_of_several_steps_is_seen_as_such_until_its_last_one_is_launche
         assert running.view(collected=1.0) == running.view()
     running.computed(50)
     assert [due.chunk for due in running.view()] == [False]
-    assert running.view(collected=1.0) == (), "the step in flight computes its first token"
+    assert running.view(collected=1.0) == (Due(1.5, 1, 0, 0.5),), "the step in flight computes its first token"
 
 
 def test_the_next_step_is_known_from_what_was_computed() -> None:
@@ -125,6 +125,14 @@ def test_tokens_in_flight_move_the_deadlines_of_the_next_tokens_alone() -> None:
     assert set(running.view()) == {Due(7.5, 1, 0, 0.5), Due(2.0, 1, 0, 2.0)}
     assert set(running.view(collected=7.5)) == {Due(8.0, 1, 0, 0.5), Due(2.0, 1, 0, 2.0)}
     assert set(running.view(collected=7.25)) == {Due(8.0, 1, 0, 0.5, 0.25), Due(2.0, 1, 0, 2.0)}
+
+
+def test_tokens_after_first_ones_in_flight_have_deadlines() -> None:
+    running = RunningRequests(100)
+    for id, tpot, tokens in (("a", 0.5, 9), ("b", 0.2, 9), ("c", 0.1, 1), ("d", 0.5, 9)):
+        running.add(id, Slo(ttft=1.0, tpot=tpot), deadline=1.0, prompt=10, tokens=tokens)
+    running.computed(40)
+    assert set(running.view(collected=7.0)) == {Due(7.5, 1, 0, 0.5), Due(7.2, 1, 0, 0.2)}, "one has no second token"
 
 
 def test_an_early_token_lends_its_time_to_the_next_ones_and_a_late_one_takes_it_from_them() -> None:

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import pytest
 
 from coserve.engine.spatial.slices_in_flight import SlicesInFlight
-from coserve.queues.policy import Train
+from coserve.queues.policy import InFlight, Train
 from coserve.types import MicroStep
 
 
@@ -59,3 +59,12 @@ def test_seconds_of_a_slice_beside_steps(first: str) -> None:
     device.end(0 if first == "slice" else 1, 10.0)
     (ended,) = device.flight.take_ended()
     assert (ended.seconds, ended.beside, ended.beside_kind) == (10.0 if first == "slice" else 8.0, 3.0, "prefill")
+
+
+def test_whether_a_slice_was_launched_after_the_last_step_is_known_where_they_take_turns() -> None:
+    flight = SlicesInFlight(None, lambda: 0.0, lambda: None)
+    for kind, seen in ((MicroStep.RESULT, False), (MicroStep.FORWARD, True), (MicroStep.RESULT, True)):
+        flight.launched(Train("j", 1), kind, 1, 64, 0.0)
+        assert flight.view() == InFlight(0, seen)
+    with flight.step(0.0, 0.1, between=False):
+        assert flight.view() == InFlight()

@@ -240,6 +240,13 @@ class TestSlack:
         decision = self.policy.decide(pressed, 11.0)
         assert decision == Train("j", 1, Overdue(micro_step=0.5, slack=0.0)), "a full batch has none"
 
+    def test_without_patience_slices_that_do_not_fit_and_steps_take_turns(self) -> None:
+        late = view([], [0.0], jobs=("j",), serve=0.1, micro_step=0.5, train_waiting_since=10.0)
+        for floor in (0.0, 0.5):
+            policy = Slack(patience=0.0, floor=floor)
+            assert isinstance(policy.decide(late, 10.5), Train)
+            assert policy.decide(replace(late, in_flight=InFlight(since_step=True)), 20.0) == Serve(0)
+
 
 def test_settings_choose_the_policy() -> None:
     assert isinstance(make_policy(Config(policy="ets")), Ets)

@@ -6,7 +6,7 @@ import pytest
 
 from coserve.link import Starving
 from coserve.queues.policy import Overdue, Train
-from coserve.queues.slices import Slices
+from coserve.queues.slices import MOST_KINDS, Slices
 from coserve.types import MicroStep
 
 LATE = Train("j", 1, Overdue(micro_step=0.21, slack=0.15))
@@ -57,8 +57,13 @@ def test_costs_are_those_of_one_micro_step_of_one_job_and_kind() -> None:
     assert expected(slices, "k", MicroStep.HEAD) == 0.3, "a job without samples begins with the others'"
     slices.ready(("j",), 0.0)
     slices.ready(("j", "k"), 0.0)
+    assert expected(slices, "k", MicroStep.FORWARD) == 0.8, "its next step was prepared meanwhile"
+    for other in range(MOST_KINDS):
+        run(slices, f"other-{other}", MicroStep.FORWARD, 0.2)
+    slices.ready(("j",), 0.0)
+    slices.ready(("j", "k"), 0.0)
     assert expected(slices, "j", MicroStep.FORWARD) == 0.1
-    assert expected(slices, "k", MicroStep.FORWARD) != 0.8, "what ended is forgotten"
+    assert expected(slices, "k", MicroStep.FORWARD) != 0.8, "of many, those that cannot train are forgotten"
 
 
 def test_whole_micro_batches_teach_nothing() -> None:

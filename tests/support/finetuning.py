@@ -172,6 +172,9 @@ class Bench:
     def _load_adapter(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
         return load_adapter(self.folder.adapter(ref), self.base.spec, device=self.base.device, dtype=self.base.dtype)
 
+    def in_memory(self, ref: AdapterRef) -> bool:
+        return self.store.state(ref).in_memory
+
     def place(self, corpus: Corpus, spec: JobSpec) -> JobSpec:
         corpus.save(self.folder.corpus(spec.id))
         return spec

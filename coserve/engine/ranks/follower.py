@@ -44,13 +44,14 @@ from coserve.engine.ranks.commands import (
 )
 from coserve.engine.ranks.page_tables import PageTables
 from coserve.engine.ranks.progress import Progress
-from coserve.errors import CoserveError, EngineFault
+from coserve.errors import CoserveError, EngineFault, InternalError, RequestOutOfMemory
 from coserve.finetune.trainer import Trainer
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput
 from coserve.link import JobStarted
 from coserve.memory.kv import KvCache
 from coserve.memory.pages import Span
 from coserve.model.agreement import FailedTogether
+from coserve.model.faults import out_of_memory
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, JobSpec
 
@@ -239,7 +240,8 @@ class Follower:
             except EngineFault as fault:  # rank 0 ends the engine
                 answer = Answer(number, code=ENGINE_FAULT, message=str(fault))
             except Exception as error:  # noqa: BLE001 - rank 0 tells what it means
-                answer = Answer(number, code="internal_error", message=f"{type(error).__name__}: {error}")
+                code = RequestOutOfMemory.code if out_of_memory(error) else InternalError.code
+                answer = Answer(number, code=code, message=f"{type(error).__name__}: {error}")
             self._commands.send(answer)
 
         threads.submit(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -24,7 +25,7 @@ from coserve.engine.ranks.commands import (
     RetryJob,
 )
 from coserve.engine.ranks.followers import Followers, RankLost
-from coserve.errors import CoserveError, EngineFault, StorageError
+from coserve.errors import CoserveError, EngineFault, RequestOutOfMemory, StorageError
 from coserve.finetune.outcome import Outcome, how_to_retry, judge
 from coserve.finetune.publication import snapshot_without_memory, waiting_for_disk
 from coserve.finetune.trainer import Trainer
@@ -45,12 +46,17 @@ from coserve.model.agreement import FailedTogether
 from coserve.state.folder import DataFolder
 from coserve.types import AdapterRef, JobSpec, MicroStep
 
+log = logging.getLogger(__name__)
+
 
 class RankedTrainer:
     """Implements `Trains` over the trainer of rank 0. Checkpoints and adapters are written by rank 0 alone."""
 
-    def __init__(self, local: Trainer, followers: Followers, folder: DataFolder) -> None:
-        self._local, self._followers, self._folder = local, followers, folder
+    def __init__(
+        self, local: Trainer, followers: Followers, folder: DataFolder, in_memory: Callable[[AdapterRef], bool]
+    ) -> None:
+        """`in_memory`: whether rank 0 has a copy of an adapter in memory."""
+        self._local, self._followers, self._folder, self._in_memory = local, followers, folder, in_memory
         self._specs = dict[str, JobSpec]()
 
     def load(self, spec: JobSpec, cancellation: Cancellation) -> Callable[[], JobStarted]:
@@ -121,7 +127,8 @@ class RankedTrainer:
             return self._local.checkpoint(job)
 
     def publication(self, job: str) -> Callable[[], Callable[[], JobSucceeded | JobWaiting]]:
-        """See `Trainer.publication`. Followers read the files that rank 0 wrote; `JobWaiting` also where one of them cannot now."""
+        """See `Trainer.publication`. Followers read the files that rank 0 wrote; `JobWaiting` also where one of them cannot now. Where any rank has no
+        host memory for its copy, none keeps one: the first request reads the files."""
         spec = self._specs[job]
         with gathered(job):
             write = self._local.publication(job)
@@ -129,16 +136,30 @@ class RankedTrainer:
 
         def run() -> Callable[[], JobSucceeded | JobWaiting]:
             publish = write()
-            if self._folder.adapter(ref).is_dir():  # else it waits for the disk
-                try:
-                    self._followers.ask(ReadAdapter(adapter=ref, digests=None)).wait()
-                except StorageError as error:
-                    self._followers.send(DropAdapterCopy(ref))  # of those that could
-                    waiting = waiting_for_disk(job, error)
-                    return lambda: waiting
-                except CoserveError as error:
-                    raise EngineFault(f"adapter {ref}, which was just written, cannot be read: {error}") from error
-            return publish
+            if not self._folder.adapter(ref).is_dir():  # it waits for the disk
+                return publish
+            try:
+                self._followers.ask(ReadAdapter(adapter=ref, digests=None)).wait()
+            except StorageError as error:
+                drop()  # of those that could
+                waiting = waiting_for_disk(job, error)
+                return lambda: waiting
+            except RequestOutOfMemory as error:
+                log.warning("job %s: %s: the first request reads the files", job, error)
+                drop()
+                return lambda: JobSucceeded(id=job, ref=ref)
+            except CoserveError as error:
+                raise EngineFault(f"adapter {ref}, which was just written, cannot be read: {error}") from error
+            return lambda: commit(publish)
+
+        def commit(publish: Callable[[], JobSucceeded | JobWaiting]) -> JobSucceeded | JobWaiting:
+            message = publish()
+            if not self._in_memory(ref):
+                drop()
+            return message
+
+        def drop() -> None:
+            self._followers.send(DropAdapterCopy(ref))
 
         return run
 

@@ -124,14 +124,14 @@ class SlicesInFlight:
     ) -> None:
         """A slice was launched: `micro_steps` micro-steps that began with one of this kind, in a micro-batch of `tokens` tokens, and
         take `seconds` as predicted."""
+        # The device was idle for results, which take the host little time: the next slice need not wait for a step.
+        self._since_step = self._since_step or kind is not MicroStep.RESULT
         if self._mark is None:
             return
         step = self._last_step
         if step is not None and step.end.at is None and not (self._beside and self._beside[-1] is step):
             self._beside.append(step)
         self._give(_Slice(decision, kind, micro_steps, tokens), began, seconds, self._mark())
-        # The device was idle for results, which take the host little time: the next slice need not wait for a step.
-        self._since_step = self._since_step or kind is not MicroStep.RESULT
 
     @contextmanager
     def step(self, began: float, seconds: float, *, between: bool, kind: StepKind = "decode") -> Iterator[LaunchedStep]:

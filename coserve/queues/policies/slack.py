@@ -104,9 +104,10 @@ def _due(due: Due, weight: float, wait: float) -> float:
 
 
 def overdue(view: View, now: float, patience: float, floor: float) -> bool:
-    """Whether training has waited `patience` seconds since its last slice, or so long that its next micro-step is the share `floor` of the time."""
+    """Whether training has waited `patience` seconds since its last slice, or so long that its next micro-step is the share `floor` of the time.
+    Never twice without a generation step between: a patience shorter than one would leave no time for requests."""
     since, micro_step = view.train_waiting_since, view.costs.micro_step
-    if since is None:
+    if since is None or view.in_flight.since_step:
         return False
     longest = min(patience, micro_step * (1 / floor - 1)) if floor and micro_step else patience
     return now - since >= longest
