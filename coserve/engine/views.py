@@ -136,11 +136,11 @@ class Views:
         measured = self._steps.knows((kind, False)) and not self._trials.due(kind)
         return Costs(
             serve=alone.most,
-            serve_mean=alone.expected if measured else math.inf,
+            serve_expected=alone.expected if measured else math.inf,
             micro_step=micro_step,
             decode=predict(decode.features, *_KINDS["decode", False][:2]).mean,
             overlapped=max(alone.most, beside.most),
-            overlapped_mean=max(alone.expected, beside.expected),
+            overlapped_expected=max(alone.expected, beside.expected),
             train_beside=self.slices.beside[kind].share if self._beside else 1.0,
             admitting_nobody=nobody,
         )

@@ -127,6 +127,10 @@ def plan_of(config: PretrainedConfig, ranks: int) -> Plan:
         raise UnsupportedBase(
             f"{family} has no plan for tensor parallelism; run it on one GPU, or one of {', '.join(PLANS)}"
         )
+    if ranks > 1 and getattr(text, "use_qk_norm", False):
+        raise UnsupportedBase(
+            f"{family}: use_qk_norm has a weight for each head, which is not sharded; run it on one GPU"
+        )
     heads = heads_of(config, ranks)
     sizes = {"query heads": heads.query, "features of the MLP": mlp_width(config), "hidden features": text.hidden_size}
     for name, size in sizes.items():

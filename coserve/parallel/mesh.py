@@ -118,8 +118,8 @@ class Mesh:
         return x if addend is None else x + addend
 
     def one_shot(self, size: int) -> bool:
-        """Whether the all-reduce of `size` bytes is one kernel without rounds of messages. It takes half the time of any other
-        collective, so that a sum of zero-padded parts is the fastest all-gather (`SymmetricMesh`)."""
+        """Whether a sum of zero-padded parts, `size` bytes in all, is a faster all-gather than the collective of that name
+        (`SymmetricMesh`)."""
         return False
 
     def all_gather_parts(self, x: Tensor) -> Tensor:

@@ -53,9 +53,9 @@ class Costs:
     """Mean of generation steps without prefill, slow ones included: over many of them, other errors cancel out."""
     overlapped: float = 0.0
     """As `serve`, while the device computes training, too. `serve` where that was not measured."""
-    serve_mean: float = math.inf
+    serve_expected: float = math.inf
     """Expected of the step of `serve`; infinite where no such step was measured, or none for long."""
-    overlapped_mean: float = math.inf
+    overlapped_expected: float = math.inf
     """Expected of that of `overlapped`."""
     train_beside: float = 1.0
     """Share of its speed that training has while a step runs beside it."""

@@ -50,6 +50,7 @@ def _parameters(base: Base) -> int:
             "number of key/value heads",
         ),
         ("phi3", {"num_key_value_heads": 1}, 2, "number of key/value heads"),
+        ("cohere", {"use_qk_norm": True}, 2, "use_qk_norm"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(

@@ -348,7 +348,7 @@ class TestOverlap:
     ) -> View:
         """A request runs whose token is due; a step alone takes 6 ms, a micro-step 4 ms."""
         costs = Costs(
-            serve=0.006, micro_step=0.004, decode=0.005, overlapped=overlapped, serve_mean=0.006, overlapped_mean=overlapped,
+            serve=0.006, micro_step=0.004, decode=0.005, overlapped=overlapped, serve_expected=0.006, overlapped_expected=overlapped,
             train_beside=beside,
         )  # fmt: skip
         found = view(jobs=("j",) if jobs else (), train_waiting_since=0.0)
@@ -381,13 +381,15 @@ class TestOverlap:
         assert self.policy.decide(self.seen(1.0, slices=1, beside=0.51), late) == Serve(0)
         assert self.policy.decide(self.seen(1.0, slices=1, beside=0.49), late) == Serve(0, between=True)
         unknown = self.seen(1.0, slices=1)
-        unknown = replace(unknown, costs=replace(unknown.costs, serve_mean=math.inf))
+        unknown = replace(unknown, costs=replace(unknown.costs, serve_expected=math.inf))
         assert self.policy.decide(unknown, late) == Serve(0, between=True), "none has been measured"
 
     def with_prompt(self, due: float, arrived: float, *, mean: float, slices: int, until: float = 0.0) -> View:
         """A request waits, too: a step with its prompt takes 20 ms alone, 30 beside training at most, `mean` as expected."""
         found = self.seen(due, slices=slices, until=until)
-        costs = replace(found.costs, serve=0.02, overlapped=0.03, overlapped_mean=mean, admitting_nobody=found.costs)
+        costs = replace(
+            found.costs, serve=0.02, overlapped=0.03, overlapped_expected=mean, admitting_nobody=found.costs
+        )
         return replace(found, waiting=(Request(arrived, 9.0),), queued=1, headroom=1, costs=costs)
 
     def test_a_step_without_prompts_comes_first_where_one_with_them_cannot_run_beside_training(self) -> None:

@@ -42,8 +42,8 @@ def step_costs(draw: st.DrawFn) -> Costs:
     """A step that admits nobody takes at most as long."""
     serve, micro_step, decode, overlapped = (draw(costs) for _ in range(4))
     found = Costs(
-        serve, micro_step, decode, overlapped, overlapped_mean=draw(st.floats(0, overlapped)),
-        serve_mean=draw(st.floats(0, serve) | st.just(math.inf)), train_beside=draw(st.floats(0, 1)),
+        serve, micro_step, decode, overlapped, overlapped_expected=draw(st.floats(0, overlapped)),
+        serve_expected=draw(st.floats(0, serve) | st.just(math.inf)), train_beside=draw(st.floats(0, 1)),
     )  # fmt: skip
     less = draw(st.none() | st.floats(0, 1))
     if less is None:
@@ -51,9 +51,9 @@ def step_costs(draw: st.DrawFn) -> Costs:
     nobody = replace(
         found,
         serve=less * serve,
-        serve_mean=found.serve_mean if less == 0 else less * found.serve_mean,
+        serve_expected=found.serve_expected if less == 0 else less * found.serve_expected,
         overlapped=less * overlapped,
-        overlapped_mean=less * found.overlapped_mean,
+        overlapped_expected=less * found.overlapped_expected,
     )
     return replace(found, admitting_nobody=nobody)
 
@@ -199,8 +199,8 @@ def test_overlap_launches_nothing_that_breaks_a_promise(patience: float, view: V
         seconds = decision.micro_steps * view.costs.micro_step
         step = view.costs.admitting_nobody or view.costs
         for due in view.running:
-            alone = max(now, view.in_flight.until) + seconds + planned(due, step.serve, step.serve_mean)
-            overlapped = now + seconds + planned(due, step.overlapped, step.overlapped_mean)
+            alone = max(now, view.in_flight.until) + seconds + planned(due, step.serve, step.serve_expected)
+            overlapped = now + seconds + planned(due, step.overlapped, step.overlapped_expected)
             assert min(alone, overlapped) <= due.deadline + 1e-9
 
 
@@ -223,7 +223,7 @@ def test_slack_breaks_no_promise_that_it_can_keep(view: View, now: float) -> Non
         for due in dues:
             assert end + due.steps * costs.serve + due.decodes * costs.decode <= due.deadline + 1e-9
         for due in view.running:
-            steps_end = end + planned(due, costs.serve, costs.serve_mean)
+            steps_end = end + planned(due, costs.serve, costs.serve_expected)
             assert steps_end + due.decodes * costs.decode <= due.deadline + 1e-9
 
 

@@ -65,7 +65,9 @@ class Overlap:
         if view.queued > admit:  # a full batch
             begin = slack = 0.0
         else:
-            most, mean = (costs.overlapped, costs.overlapped_mean) if overlapped else (costs.serve, costs.serve_mean)
+            most, mean = (
+                (costs.overlapped, costs.overlapped_expected) if overlapped else (costs.serve, costs.serve_expected)
+            )
             wait = FIRST_TOKEN_WAIT if overlapped or not view.running else TURN_WAIT
             begin = latest_start(view, most, mean, self._weight, wait) - TIMER
             slack = begin - (now if overlapped else max(now, view.in_flight.until))
@@ -89,21 +91,21 @@ class Overlap:
         if not self._runs_beside(without):
             return False
         step = without.costs.overlapped
-        begin = max(now, latest_start(without, step, without.costs.overlapped_mean, self._weight))
+        begin = max(now, latest_start(without, step, without.costs.overlapped_expected, self._weight))
         if min(each.arrived for each in view.waiting) + PROMPT_HOLD * self._weight <= begin:
             return False
         only, costs = replace(view, running=()), view.costs
-        return begin + step <= latest_start(only, costs.serve, costs.serve_mean, self._weight, TURN_WAIT)
+        return begin + step <= latest_start(only, costs.serve, costs.serve_expected, self._weight, TURN_WAIT)
 
     def _runs_beside(self, view: View) -> bool:
         """Whether the next step is computed beside training: it takes less from training than one in turn does, as far as both were measured, and is as fast
         as tokens are due."""
         costs = view.costs
-        taken = costs.overlapped_mean * (1 - costs.train_beside)
-        if not self._overlapped or costs.serve_mean == math.inf or taken > costs.serve_mean:
+        taken = costs.overlapped_expected * (1 - costs.train_beside)
+        if not self._overlapped or costs.serve_expected == math.inf or taken > costs.serve_expected:
             return False
         return all(
-            due.steps * costs.overlapped_mean + due.decodes * costs.decode + TIMER
+            due.steps * costs.overlapped_expected + due.decodes * costs.decode + TIMER
             <= (1 - SPARE_SHARE) * due.window * self._weight
             for due in view.running
         )

@@ -66,7 +66,7 @@ class Slack:
 
     def _slack(self, view: View, now: float) -> float:
         """Seconds that training may take from now. At least one request waits or runs."""
-        return latest_start(view, view.costs.serve, view.costs.serve_mean, self._weight) - now
+        return latest_start(view, view.costs.serve, view.costs.serve_expected, self._weight) - now
 
 
 def latest_start(
