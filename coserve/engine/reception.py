@@ -40,7 +40,11 @@ class Reception:
             return
         entry = self._queue.get(request.id)
         assert entry is not None, "it was queued"
-        retry = self._shedding.arrived(entry, self._views.headroom(reading), self._views.step_seconds, now, displaced)
+        views = self._views
+        retry = self._shedding.arrived(
+            entry, views.headroom(reading), views.step_seconds, now, displaced,
+            full=views.headroom(0) <= 0, decodes=self._running.most_decodes,
+        )  # fmt: skip
         if retry is not None:
             self._queue.cancel(request.id)
             self._refuse(request.id, _overloaded(retry))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from typing import NamedTuple
 
 from coserve.link import RequestFailed, Tokens
@@ -125,6 +126,12 @@ class RunningRequests:
         if target is not None:
             target.started = True
         return target is not None
+
+    def most_decodes(self, places: int) -> float:
+        """Most tokens until so many requests have ended; infinite where fewer run."""
+        if places > len(self._targets):
+            return math.inf
+        return nsmallest(places, (target.left for target in self._targets.values()))[-1]
 
     @property
     def started(self) -> int:

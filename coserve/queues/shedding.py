@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from heapq import heappop, heappush
 
 from coserve.queues.inference import RETRY_AT_LEAST, RETRY_AT_MOST, InferenceQueue, Queued
 
 MEMORY = 32
 """Admissions after which one counts 1/e of a new one, for the speed at which the batch takes requests."""
+
+HALF = 0.5
+"""Of the time from one admission to the next, which is left on average when a request arrives."""
 
 
 class Shedding:
@@ -17,7 +21,8 @@ class Shedding:
 
     While requests wait behind a full batch no training runs (`Slack`, `InferenceFirst`), so the speed at which the batch takes requests
     is that of inference alone; with `Spatial` it is that of inference beside training. A request whose turn would come after its deadline at that speed is late when it arrives; one that was
-    expected in time is late once a step that begins now would end after its deadline.
+    expected in time is late once a step that begins now would end after its deadline. The time since the last admission counts as that of one more, so the speed
+    is known before anybody who waited was admitted; nobody is late whose turn comes in time even if all running requests have all the tokens that they may.
     """
 
     def __init__(self, queue: InferenceQueue) -> None:
@@ -27,6 +32,8 @@ class Shedding:
         them wait no more."""
         self._last: float | None = None
         """When the last request was admitted; None if the queue has been empty since."""
+        self._admitted: float | None = None
+        """When the last request was admitted."""
         self._seconds = self._admissions = 0.0
 
     @property
@@ -34,8 +41,17 @@ class Shedding:
         """Expected seconds from one admission to the next while the batch is full; 0: not known."""
         return self._seconds / self._admissions if self._admissions else 0.0
 
+    def _wait(self, ahead: int, now: float) -> float:
+        """Expected seconds until a request is admitted behind a full batch and `ahead` others; 0: not known."""
+        gap, since = self.gap, 0.0 if self._admitted is None else now - self._admitted
+        if since > gap:
+            gap = (self._seconds + since) / (self._admissions + 1)
+        return (ahead + HALF) * gap
+
     def admitted(self, count: int, now: float) -> None:
         """The first `count` requests have joined the batch; others may wait behind it."""
+        if count:
+            self._admitted = now
         if count and self._last is not None:
             fading = (1 - 1 / MEMORY) ** count
             self._seconds = fading * self._seconds + now - self._last
@@ -46,12 +62,21 @@ class Shedding:
             self._last = now
 
     def arrived(
-        self, entry: Queued, headroom: int, step: float, now: float, displaced: Queued | None = None
+        self,
+        entry: Queued,
+        headroom: int,
+        step: float,
+        now: float,
+        displaced: Queued | None = None,
+        *,
+        full: bool = False,
+        decodes: Callable[[int], float] = lambda places: math.inf,
     ) -> float | None:
         """For a request that was just queued: seconds after which to try again, if it will be late; None if not.
 
         `headroom`: how many requests can be admitted now; `step`: expected seconds of a generation step; `displaced`: the request
-        that leaves the queue for it, if it will not be late.
+        that leaves the queue for it, if it will not be late. `full`: the batch is, whatever is being read for requests that will join it; `decodes`: most
+        steps until so many of its places are free.
         """
         if len(self._queue) == 1:
             self._last = None  # the time in which nobody waited tells nothing about the speed
@@ -61,9 +86,11 @@ class Shedding:
             return None
         waiting = len(self._queue) - (displaced is not None)
         ahead = self._ahead(message.id, displaced) - headroom if waiting > headroom else -1
-        late = now + ahead * self.gap + step - due
-        if self.gap and ahead >= 0 and late > 0:
-            return _bounded(late)
+        if ahead >= 0:
+            wait = self._wait(ahead, now) if full else (ahead + HALF) * self.gap
+            late = now + wait + step - due
+            if wait and late > 0 and now + (decodes(ahead + 1) + 1) * step > due:
+                return _bounded(late)
         heappush(self._deadlines, (due, message.id, ahead >= 0))
         return None
 
@@ -80,7 +107,7 @@ class Shedding:
             if waited or self._queue.get(id) is None:
                 late.append(id)
         ahead = self._queue.ahead_of(late) if late else {}
-        return {id: _bounded(ahead.get(id, 0) * self.gap) for id in late}
+        return {id: _bounded(self._wait(ahead.get(id, 0), now)) for id in late}
 
 
 def _bounded(seconds: float) -> float:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 from coserve.link import Generate
 from coserve.queues.inference import InferenceQueue, Queued
 from coserve.queues.shedding import Shedding
@@ -27,14 +30,22 @@ class Line:
                 self.queue.pop(1)
                 self.shedding.admitted(1, 0.5 * number)
 
-    def arrives(self, ttft: float, *, headroom: int = 0, shed: bool = True, e2e: float | None = None) -> float | None:
+    def arrives(
+        self,
+        ttft: float,
+        *,
+        headroom: int = 0,
+        shed: bool = True,
+        e2e: float | None = None,
+        decodes: Callable[[int], float] = lambda places: math.inf,
+    ) -> float | None:
         """At 2 s. One request waits already."""
         self.count += 1
         message = request(f"r{self.count}", ttft, shed=shed, e2e=e2e)
         self.queue.push(message, arrived=2.0, deadline=2.0 + ttft)
         entry = self.queue.get(message.id)
         assert entry is not None
-        return self.shedding.arrived(entry, headroom, 0.1, 2.0)
+        return self.shedding.arrived(entry, headroom, 0.1, 2.0, decodes=decodes)
 
     def late(self, now: float) -> list[str]:
         return list(self.shedding.expired(0.1, now))
@@ -67,6 +78,36 @@ def test_without_a_measured_speed_a_request_is_refused_once_it_is_late_and_not_b
     assert line.late(2.95) == ["r2"], "its answer would end too late"
     assert line.late(4.95) == ["r1"], "a step takes 0.1 s"
     assert line.late(9.0) == []
+
+
+def test_how_long_the_batch_has_taken_nobody_tells_its_speed() -> None:
+    """A batch full since 0 s, and requests with a target of 2 s, one a second."""
+    queue = InferenceQueue(9, fair=True)
+    shedding, refused = Shedding(queue), dict[str, float]()
+    shedding.admitted(4, 0.0)
+    for now in (1.0, 2.0, 3.0, 4.0):
+        for id, retry in shedding.expired(0.1, now).items():
+            queue.cancel(id)
+            refused[id] = retry
+        message = request(f"at {now}", 2.0)
+        queue.push(message, arrived=now, deadline=now + 2.0)
+        entry = queue.get(message.id)
+        assert entry is not None
+        retry = shedding.arrived(entry, 0, 0.1, now, full=True)
+        if retry is not None:
+            queue.cancel(message.id)
+            refused[message.id] = retry
+    assert list(refused) == ["at 2.0", "at 1.0", "at 4.0"], "those at 2 and 4 s when they arrive"
+    assert refused["at 1.0"] == 1.5, "half of the time in which nobody was admitted"
+
+
+def test_nobody_is_refused_who_is_admitted_in_time_at_the_latest() -> None:
+    line = Line()
+    assert [line.arrives(5.0) for _ in range(9)] == [None] * 9
+    assert line.arrives(2.0, decodes=lambda places: 19 if places == 11 else 99) is None, (
+        "the eleventh place is free after 19 steps"
+    )
+    assert line.arrives(2.0, decodes=lambda places: 20) is not None
 
 
 def test_idle_time_is_no_time_between_admissions() -> None:
