@@ -98,9 +98,12 @@ def summarize(out: Path, files: Sequence[Path]) -> None:
     (out / LOADS_FILE).write_text(json.dumps([one.record() for one in loads], indent=1) + "\n")
     (out / TABLE).write_text(table_2(loads))
     entries = {}
-    for key, (value, target, row, unit) in keys(rows, loads).items():
+    found = {key: (FILE, what) for key, what in keys(rows, loads).items()}
+    for key, (file_, (value, target, row, unit)) in (_runs_with_one_gpu(out, rows) | found).items():
         target_text = None if target is None else str(target)
-        entries[key] = entry(row, value=round(value, 4), unit=unit, target=target_text, script="bdlora.py", result=FILE)
+        entries[key] = entry(
+            row, value=round(value, 4), unit=unit, target=target_text, script="bdlora.py", result=file_
+        )
         print(key, round(value, 4), target_text or "", flush=True)
     update_summary(out, entries)
     if loads:
@@ -174,8 +177,22 @@ def _retention(rows: dict[str, dict[str, Any]], tp: int) -> dict[str, Key]:
     return found
 
 
+def _runs_with_one_gpu(out: Path, rows: dict[str, dict[str, Any]]) -> dict[str, tuple[str, Key]]:
+    """Keys of the last runs on one GPU and on all, of earlier results too, as a later run may have measured one of the two alone; with the file's name."""
+    found = dict[str, tuple[str, Key]]()
+    for path in sorted(out.glob("bdlora_*.json")):
+        content = json.loads(path.read_text())
+        for tp in {row["tp"] for row in rows.values() if row.get("tp", 1) > 1} if "rows" in content else ():
+            for key, what in _over_one_gpu(content["rows"], tp).items():
+                if key.endswith(f"_speedup.tp{tp}") and (
+                    key not in found or found[key][1][2]["date"] < what[2]["date"]
+                ):
+                    found[key] = path.name, what
+    return found
+
+
 def _over_one_gpu(rows: dict[str, dict[str, Any]], tp: int) -> dict[str, Key]:
-    """The base on all GPUs over the base on one, 8B; of the prompts the smaller speedup."""
+    """The base on all GPUs over the base on one, 8B, of one run; of the prompts the smaller speedup."""
     found = dict[str, Key]()
     kinds = {
         "decode": (("decode_ms.base.b1.c272",), 1.6),
@@ -186,7 +203,7 @@ def _over_one_gpu(rows: dict[str, dict[str, Any]], tp: int) -> dict[str, Key]:
         ratios = list[tuple[float, dict[str, Any]]]()
         for name in names:
             one, all_ = rows.get(f"bdlora.8b.tp1.{name}"), rows.get(f"bdlora.8b.tp{tp}.{name}")
-            if one is not None and all_ is not None:
+            if one is not None and all_ is not None and one["run"] == all_["run"]:
                 ratios.append((one["value"] / all_["value"], all_))
         if len(ratios) == len(names):
             value, row = min(ratios, key=lambda pair: pair[0])

@@ -142,7 +142,7 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_exit_status_is_that_of_the_conditions(
     peer: FakeOpenAI, tmp_path: Path, condition: str, status: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = f"bench --server openai --url {peer.url} --report {tmp_path} {OPTIONS}"
+    arguments = f"bench --server openai --url {peer.url} --report {tmp_path} {OPTIONS} --slo-ttft 30"
     assert command_line([*arguments.split(), "--fail-under", condition]) == status
     said = capfd.readouterr()
     if "more" in condition:
@@ -213,3 +213,137 @@ def test_a_trace_with_a_malformed_row_is_refused(tmp_path: Path, capsys: pytest.
     trace.write_text('{"timestamp": 0, "input_length": 1000000000000, "output_length": 3, "hash_ids": []}\n')
     assert command_line(["bench", "--trace", str(trace), "--no-run", "--save", str(tmp_path / "saved.jsonl")]) == 2
     assert "line 1: Expected `int` <= 4194304" in capsys.readouterr().err
+
+
+# ---- runs that measured nothing, and options that do nothing
+
+BURSTGPT = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,8,4,12,API\n"
+
+
+def bench(peer: FakeOpenAI, folder: Path, *more: str, options: str = OPTIONS) -> int:
+    arguments = f"bench --server openai --url {peer.url} --report {folder} {options}".split()
+    return command_line([*arguments, *more])
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_condition_on_what_was_not_measured_is_not_met(
+    peer: FakeOpenAI, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(peer, tmp_path, "--fail-under", "slo>=0.5", "--fail-under", "errors<=0") == 1
+    said = capfd.readouterr()
+    assert "slo>=0.5: not measured without a limit such as --slo-ttft, NOT met" in said.err
+    assert "errors<=0: 0, met" in said.err and "Goodput" not in said.out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--trace FILE --trace-model GPT-9", "expected at least one request in the trace, got none with --trace-model GPT-9, --duration 60"),
+        ("--trace FILE --trace-start 10", "--trace-start 10, --duration 60"),
+        ("--process poisson --rate 1e-9", "rate: expected at least one request, got none in 60 s at 1e-09 a second"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("save", [False, True])
+def test_a_workload_without_requests_is_refused(
+    tmp_path: Path, options: str, message: str, save: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "burst.csv").write_text(BURSTGPT)
+    saving = f" --no-run --save {tmp_path / 'saved.jsonl'}" if save else f" --report {tmp_path / 'report'}"
+    arguments = f"bench {options.replace('FILE', str(tmp_path / 'burst.csv'))}{saving}"
+    assert command_line(arguments.split()) == 2
+    said = capsys.readouterr()
+    assert message in said.err and len(said.err.splitlines()) == 1
+    assert not (tmp_path / "saved.jsonl").exists()
+
+
+def test_a_trace_of_ours_without_requests_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    save_trace(Trace(Scenario(), ()), path)
+    assert command_line(["bench", "--trace", str(path), "--fail-under", "errors<=0"]) == 2
+    assert "expected at least one request in the trace, got none (" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_run_without_an_answer_fails_and_says_why(
+    peer: FakeOpenAI, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    peer.status = 400
+    assert bench(peer, tmp_path) == 1
+    said = capfd.readouterr()
+    assert "coserve: no request was answered: invalid_request 3" in said.err
+    assert "failed: invalid_request 3: status 400: no" in said.out
+    report = msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=Report)
+    assert report.summary.error_messages == {"invalid_request": "status 400: no"}
+    assert {sample.message for sample in report.run.samples} == {"status 400: no"}
+    assert "status 400: no" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_both_classes_are_shown(peer: FakeOpenAI, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    given = "--batch-share 0.5 --slo-ttft 30 --slo-batch-tpot 40 --rate 40"
+    conditions = ("--fail-under", "slo_interactive>=0.99", "--fail-under", "slo_batch>=0.9")
+    assert bench(peer, tmp_path, *given.split(), *conditions) == 0
+    said = capfd.readouterr()
+    for shown in ("interactive (TTFT <= 30.0 s)", "batch (TPOT <= 40.0 s)", "Classes"):
+        assert shown in said.out
+    assert "slo_batch>=0.9: 1, met" in said.err
+    assert "batch (TPOT &lt;= 40.0 s)" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--cv 4 --exponent 2", "--cv has no effect: it needs --process gamma; --exponent has no effect"),
+        ("--route completions --server openai", "--route completions has no effect with --server openai"),
+        ("--rest drain --server openai", "--rest drain has no effect"),
+        ("--model base", "--model has no effect"),
+        ("--no-run --save FILE --fail-under slo>=1", "--fail-under has no effect with --no-run"),
+    ],
+)
+def test_an_option_without_effect_is_refused(
+    tmp_path: Path, options: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "saved.jsonl"
+    assert command_line(["bench", *options.replace("FILE", str(path)).split()]) == 2
+    said = capsys.readouterr().err
+    assert message in said and len(said.splitlines()) == 1 and not path.exists()
+
+
+def test_a_setting_without_effect_in_a_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, saved = tmp_path / "my.toml", tmp_path / "saved.jsonl"
+    file.write_text("cv = 3\nrate = 5\n")
+    assert command_line(["bench", "--workload", str(file), "--no-run", "--save", str(saved)]) == 0
+    said = capsys.readouterr()
+    assert said.err == f"{file}: cv has no effect: it needs --process gamma\n"
+    assert said.out == f"saved: {saved}\n"
+    assert command_line(f"bench --workload {file} --process gamma --no-run --save {saved}".split()) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("end", ["/v1", "/v1/", "/"])
+def test_the_base_url_of_openais_clients(peer: FakeOpenAI, tmp_path: Path, end: str) -> None:
+    peer.url += end
+    assert bench(peer, tmp_path) == 0 and len(peer.bodies) == 3
+    report = msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=Report)
+    assert report.summary.queue is not None, "/metrics is not below /v1"
+
+
+def test_a_server_of_another_kind_is_no_missing_adapter(
+    peer: FakeOpenAI, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    peer.url += "/elsewhere"
+    assert bench(peer, tmp_path) == 1
+    assert f"no OpenAI-style server answers at {peer.url}: status 404" in capfd.readouterr().err
+
+
+async def test_rows_that_are_cut_are_one_plain_line(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    scenario = Scenario(
+        duration=1.0, rate=4, finetune_period=0.5, finetune_rows=4, adapters=1, rank=(2,), max_tokens=2,
+        row_tokens=2, steps=1,
+    )  # fmt: skip
+    made = make_trace(scenario, bundled_prompts(), ROWS)
+    assert len((await run(api, made)).jobs) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "too long" in line]
+    assert len(lines) == 1 and lines[0].startswith("fine-tuning: ")
+    assert "UserWarning" not in lines[0] and ".py" not in lines[0]

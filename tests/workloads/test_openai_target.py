@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
+from aiohttp import web
 
 from coserve.workloads.gauges import read_snapshot
 from coserve.workloads.lengths import Lengths
@@ -78,6 +81,37 @@ def test_tokens_are_counted_as_the_server_counts_them(per_chunk: int, usage: str
 )
 def test_a_status_is_an_error_of_its_request(status: int, code: str) -> None:
     assert {sample.error for sample in play(FakeOpenAI(NAMES, status=status)).samples} == {code}
+
+
+@dataclass
+class Refusing(FakeOpenAI):
+    """Answers with `status` and the JSON `content`."""
+
+    content: dict[str, Any] = field(default_factory=dict)
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response(self.content, status=self.status)
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "code", "message"),
+    [
+        (429, {"error": {"code": "overloaded", "message": "too\nslow"}}, "overloaded", "status 429: too slow"),
+        (429, {"error": {"code": "rate_limit_exceeded", "message": "m"}}, "queue_full", "status 429: m"),
+        (429, {"error": {"code": 429, "message": "m"}}, "queue_full", "status 429: m"),
+        (429, {"detail": "m"}, "queue_full", 'status 429: {"detail": "m"}'),
+        (503, {"error": {"code": "out_of_memory", "message": "m"}}, "out_of_memory", "status 503: m"),
+        (404, {"error": {"code": "model_not_found", "message": "m"}}, "adapter_not_found", "status 404: m"),
+        (400, {"error": {"code": "overloaded", "message": "m"}}, "invalid_request", "status 400: m"),
+        (400, {"error": "[/b] \x1b[31m"}, "invalid_request", 'status 400: {"error": "[/b] \\u001b[31m"}'),
+    ],
+)
+def test_the_code_in_the_body_goes_before_that_of_the_status(
+    status: int, content: dict[str, Any], code: str, message: str
+) -> None:
+    run = play(Refusing(NAMES, status=status, content=content))
+    assert {(sample.error, sample.message) for sample in run.samples} == {(code, message)}
+    assert summarise(run).shed == (len(run.samples) if status == 429 else 0)
 
 
 def test_an_unknown_adapter_a_broken_stream_and_a_server_without_gauges() -> None:

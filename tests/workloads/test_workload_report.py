@@ -17,9 +17,12 @@ from coserve.workloads.report.conditions import parse_condition
 from coserve.workloads.report.files import Report, write_report
 from coserve.workloads.report.tables import (
     ADAPTER_HEADER,
+    CLASS_HEADER,
     LATENCY_HEADER,
     adapter_table,
+    class_table,
     duration_text,
+    failure_lines,
     latency_table,
     totals_table,
 )
@@ -211,3 +214,96 @@ def test_each_class_has_its_limits_and_shed_requests_are_missed() -> None:
     summary = summarise(run, slos=(0.3, 10.0))
     assert summary.slo_attainment == {"0.3": 0.0, "10": 0.5}
     assert parse_condition("shed<=2").holds(summary) and not parse_condition("shed<2").holds(summary)
+
+
+# ---- what was not measured
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "slo>=0.9", "slo_worst>=0", "slo_interactive>=0", "slo_batch>=0", "satisfaction>=0", "goodput>=0", "errors<=0", "shed<=0",
+        "requests_per_s>=0", "output_tok_s>=0", "finetune_tok_s>=0", "finetune_share>=0", "ttft_p99<=9", "lag_p99<=9",
+    ],
+)  # fmt: skip
+def test_without_requests_no_condition_holds(text: str) -> None:
+    for limits in (Limits(), Limits(ttft=1.0, batch_ttft=1.0)):
+        summary = summarise(EMPTY, limits=limits)
+        condition = parse_condition(text)
+        assert condition.value(summary) is None and not condition.holds(summary)
+
+
+@pytest.mark.parametrize("name", ["slo", "slo_worst", "goodput", "slo_interactive", "slo_batch"])
+def test_without_limits_nothing_is_in_them(name: str) -> None:
+    summary = summarise(FULL, limits=Limits(batch_ttft=1.0))
+    assert parse_condition(f"{name}>=0").value(summary) is None, "no request was of the class batch"
+    shown = text_of(totals_table(summary)) + text_of(adapter_table(summary))
+    assert "In the limits" not in shown and "Goodput" not in shown and "95.2%" in shown, "of SLO attainment"
+    assert "satisfied" in shown
+
+
+# ---- two classes
+
+
+def both() -> ReplayResult:
+    """Ten interactive requests, one of them failed, and as many batch ones; first tokens come after 0.5 s."""
+    samples = [msgspec.structs.replace(answered(i), slo_class="batch" if i % 2 else "interactive") for i in range(20)]
+    samples[0] = msgspec.structs.replace(answered(0, error="overloaded"), slo_class="interactive", message="[/b] full")
+    return msgspec.structs.replace(FULL, samples=tuple(samples))
+
+
+def test_both_classes_have_their_numbers() -> None:
+    summary = summarise(both(), limits=Limits(ttft=1.0, batch_ttft=0.1))
+    found = {each.slo_class: (each.requests, each.completed, each.attainment) for each in summary.classes}
+    assert found == {"interactive": (10, 9, 0.9), "batch": (10, 10, 0.0)}
+    assert all(each.ttft and each.ttft.p99 == pytest.approx(0.5) and each.tpot and each.e2e for each in summary.classes)
+    totals, classes = text_of(totals_table(summary), 80), text_of(class_table(summary), 80)
+    for shown in (
+        "In the limits ",
+        "interactive (TTFT <= 1.00 s)",
+        "90.0%",
+        "batch (TTFT <= 100 ms)",
+        "45.0%",
+        "Goodput ",
+    ):
+        assert shown in totals
+    for shown in (*CLASS_HEADER, "9/10", "10/10", "500 ms", "600 ms"):
+        assert shown in classes
+    assert all(len(line) <= 80 for line in classes.splitlines())
+    for text, holds in (
+        ("slo_interactive>=0.9", True),
+        ("slo_batch>=0.1", False),
+        ("slo_batch<=0", True),
+        ("slo>=0.45", True),
+    ):
+        assert parse_condition(text).holds(summary) is holds
+
+
+def test_a_class_without_limits_has_no_attainment() -> None:
+    summary = summarise(both(), limits=Limits(ttft=1.0))
+    assert summary.class_attainment("batch") is None and summary.has_limits
+    assert "batch (no limits)" in text_of(totals_table(summary))
+    only = msgspec.structs.replace(FULL, samples=tuple(each for each in both().samples if each.slo_class == "batch"))
+    assert "In the limits (TTFT <= 100 ms)" in text_of(totals_table(summarise(only, limits=Limits(batch_ttft=0.1))))
+
+
+def test_the_page_has_classes_and_failures(tmp_path: Path) -> None:
+    run = both()
+    *_, html = write_report(tmp_path, run, summarise(run, limits=Limits(ttft=1.0, batch_ttft=1.0)))
+    page = Parts()
+    page.feed(html.read_text())
+    for shown in ("Classes", "interactive", "9/10", "Failures", "first message", "[/b] full"):
+        assert shown in page.text
+
+
+def test_failures_are_shown_with_their_first_message() -> None:
+    samples = [answered(i, error="overloaded" if i else None) for i in range(4)]
+    samples[1:] = [msgspec.structs.replace(each, message=f"message {i}") for i, each in enumerate(samples[1:], 1)]
+    jobs = (msgspec.structs.replace(TRAINED, error="queue_full"),)
+    summary = summarise(msgspec.structs.replace(FULL, samples=tuple(samples), jobs=jobs))
+    assert list(failure_lines(summary)) == ["failed: overloaded 3: message 1", "failed: queue_full (jobs) 1"]
+
+
+def test_names_and_messages_are_no_markup() -> None:
+    samples = [msgspec.structs.replace(answered(i), adapter=f"{i}[/b][red]") for i in range(2)]
+    assert "1[/b][red]" in text_of(adapter_table(summarise(msgspec.structs.replace(FULL, samples=tuple(samples)))))
