@@ -44,6 +44,7 @@ class Reception:
         retry = self._shedding.arrived(
             entry, views.headroom(reading), views.step_seconds, now, displaced,
             full=views.headroom(0) <= 0, decodes=self._running.most_decodes,
+            answer=self._running.expected_decodes(request.sampling) * views.decode_seconds,
         )  # fmt: skip
         if retry is not None:
             self._queue.cancel(request.id)

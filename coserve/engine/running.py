@@ -11,8 +11,10 @@ from typing import NamedTuple
 from coserve.link import RequestFailed, Tokens
 from coserve.queues.policy import Due, Waiting
 from coserve.queues.shapes import StepKind, StepShape, prompt_pairs
-from coserve.types import Slo
+from coserve.types import SamplingParams, Slo
 
+MEMORY = 64
+"""Answers, about, that their mean length is of."""
 CREDIT = 0.5
 """Targets between tokens by which one that came early lets the next ones come later."""
 
@@ -42,6 +44,8 @@ class _Target:
     """It has had its first token."""
     came: float = 0.0
     """When its last token came."""
+    had: int = 0
+    """Tokens of its answer so far."""
 
 
 class _Seen(NamedTuple):
@@ -71,6 +75,8 @@ class RunningRequests:
         """How many requests use each adapter, and its bytes."""
         self._adapter_bytes = 0
         self._seen: _Seen | None = None
+        self._answers, self._mean_decodes = 0, 0.0
+        """How many answers the mean is of, and the mean of their decode steps."""
 
     def __len__(self) -> int:
         return len(self._targets)
@@ -127,6 +133,11 @@ class RunningRequests:
             target.started = True
         return target is not None
 
+    def expected_decodes(self, sampling: SamplingParams) -> float:
+        """Steps from the first to the last token of an answer: as many as it may have where no end token ends it, else as many as answers so far had."""
+        most = max(0, sampling.max_tokens - 1)
+        return most if sampling.ignore_eos else min(most, max(sampling.min_tokens - 1.0, self._mean_decodes))
+
     def most_decodes(self, places: int) -> float:
         """Most tokens until so many requests have ended; infinite where fewer run."""
         if places > len(self._targets):
@@ -148,12 +159,15 @@ class RunningRequests:
             if target is None:
                 continue
             if isinstance(message, RequestFailed) or message.finished is not None:
+                if isinstance(message, Tokens):
+                    self._answered(target.had + len(message.tokens))
                 self.remove(message.id)
             elif message.tokens:  # chunks of prompt scores have none
                 count = len(message.tokens)
                 target.due = _next(target.due if target.decodes else now, now, target.tpot)
                 target.window, target.came = target.tpot, now
                 target.left -= count
+                target.had += count
                 target.context += count
                 if target.decodes:
                     self._context += count
@@ -163,6 +177,10 @@ class RunningRequests:
                     del self._prefilling[message.id]
             wanted.append(message)
         return wanted
+
+    def _answered(self, tokens: int) -> None:
+        self._answers = min(self._answers + 1, MEMORY)
+        self._mean_decodes += (max(0, tokens - 1) - self._mean_decodes) / self._answers
 
     def step_kind(self) -> StepKind:
         """The kind of the next step."""

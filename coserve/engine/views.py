@@ -55,6 +55,8 @@ class Views:
         self._in_turn = Counter[StepKind]()
         """Steps of a kind in a row that no training ran beside, while jobs could train."""
         self._trials = Trials()
+        self.decode_seconds = 0.0
+        """Mean of a decode step, when a view was last made."""
         self.step_seconds = 0.0
         """Expected of the next generation step, when a view was last made."""
 
@@ -133,12 +135,13 @@ class Views:
         alone = predict(step.features, *_KINDS[kind, False])
         beside = predict(step.features, *_KINDS[kind, True]) if self._beside else alone
         self.step_seconds = beside.expected if overlapped else alone.expected
+        self.decode_seconds = predict(decode.features, *_KINDS["decode", False][:2]).mean
         measured = self._steps.knows((kind, False)) and not self._trials.due(kind)
         return Costs(
             serve=alone.most,
             serve_expected=alone.expected if measured else math.inf,
             micro_step=micro_step,
-            decode=predict(decode.features, *_KINDS["decode", False][:2]).mean,
+            decode=self.decode_seconds,
             overlapped=max(alone.most, beside.most),
             overlapped_expected=max(alone.expected, beside.expected),
             train_beside=self.slices.beside[kind].share if self._beside else 1.0,

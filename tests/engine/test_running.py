@@ -135,6 +135,21 @@ def test_tokens_after_first_ones_in_flight_have_deadlines() -> None:
     assert set(running.view(collected=7.0)) == {Due(7.5, 1, 0, 0.5), Due(7.2, 1, 0, 0.2)}, "one has no second token"
 
 
+def test_answers_are_expected_to_be_as_long_as_others_were() -> None:
+    running = batch(1, 1)
+    asked = SamplingParams(max_tokens=9)
+    assert running.expected_decodes(asked) == 0, "not known"
+    assert running.expected_decodes(SamplingParams(max_tokens=9, ignore_eos=True)) == 8
+    assert running.expected_decodes(SamplingParams(max_tokens=9, min_tokens=4)) == 3
+    for _ in range(3):
+        running.accept([token("r0")], 1.0)
+    running.accept([token("r0", FinishReason.STOP)], 1.0)
+    assert running.expected_decodes(asked) == 3
+    running.accept([token("r1"), token("r1", FinishReason.STOP)], 1.0)
+    assert running.expected_decodes(asked) == 2, "the mean of both"
+    assert running.expected_decodes(SamplingParams(max_tokens=2)) == 1
+
+
 def test_an_early_token_lends_its_time_to_the_next_ones_and_a_late_one_takes_it_from_them() -> None:
     running = batch(1)
     for at, due, credit in [

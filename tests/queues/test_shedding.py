@@ -38,6 +38,7 @@ class Line:
         shed: bool = True,
         e2e: float | None = None,
         decodes: Callable[[int], float] = lambda places: math.inf,
+        answer: float = 0.0,
     ) -> float | None:
         """At 2 s. One request waits already."""
         self.count += 1
@@ -45,7 +46,7 @@ class Line:
         self.queue.push(message, arrived=2.0, deadline=2.0 + ttft)
         entry = self.queue.get(message.id)
         assert entry is not None
-        return self.shedding.arrived(entry, headroom, 0.1, 2.0, decodes=decodes)
+        return self.shedding.arrived(entry, headroom, 0.1, 2.0, decodes=decodes, answer=answer)
 
     def late(self, now: float) -> list[str]:
         return list(self.shedding.expired(0.1, now))
@@ -99,6 +100,13 @@ def test_how_long_the_batch_has_taken_nobody_tells_its_speed() -> None:
             refused[message.id] = retry
     assert list(refused) == ["at 2.0", "at 1.0", "at 4.0"], "those at 2 and 4 s when they arrive"
     assert refused["at 1.0"] == 1.5, "half of the time in which nobody was admitted"
+
+
+def test_the_last_tokens_deadline_leaves_time_for_the_answer() -> None:
+    line = Line(measured=False)
+    assert line.arrives(9.0, e2e=3.0, answer=2.0) is None
+    assert line.late(2.85) == []
+    assert line.late(2.95) == ["r1"], "its first token would come at 3.05 s, and its last one 2 s later"
 
 
 def test_nobody_is_refused_who_is_admitted_in_time_at_the_latest() -> None:
