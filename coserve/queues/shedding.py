@@ -71,17 +71,18 @@ class Shedding:
         *,
         full: bool = False,
         decodes: Callable[[int], float] = lambda places: math.inf,
+        answer: float = 0.0,
     ) -> float | None:
         """For a request that was just queued: seconds after which to try again, if it will be late; None if not.
 
         `headroom`: how many requests can be admitted now; `step`: expected seconds of a generation step; `displaced`: the request
         that leaves the queue for it, if it will not be late. `full`: the batch is, whatever is being read for requests that will join it; `decodes`: most
-        steps until so many of its places are free.
+        steps until so many of its places are free. `answer`: expected seconds from its first token to its last.
         """
         if len(self._queue) == 1:
             self._last = None  # the time in which nobody waited tells nothing about the speed
         message, slo = entry.message, entry.message.slo
-        due = min(entry.deadline if slo.shed else math.inf, entry.end if slo.shed_e2e else math.inf)
+        due = min(entry.deadline if slo.shed else math.inf, entry.end - answer if slo.shed_e2e else math.inf)
         if due == math.inf:
             return None
         waiting = len(self._queue) - (displaced is not None)
@@ -89,8 +90,10 @@ class Shedding:
         if ahead >= 0:
             wait = self._wait(ahead, now) if full else (ahead + HALF) * self.gap
             late = now + wait + step - due
-            if wait and late > 0 and now + (decodes(ahead + 1) + 1) * step > due:
-                return _bounded(late)
+            if wait and late > 0:
+                most = decodes(ahead + 1)
+                if not step or most == math.inf or now + (most + 1) * step > due:
+                    return _bounded(late)
         heappush(self._deadlines, (due, message.id, ahead >= 0))
         return None
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from coserve.types import Wire
+from coserve.types import SloClass, Wire
 from coserve.workloads.replay import JobSample, Sample
 from coserve.workloads.scenario import Scenario
 
@@ -38,6 +38,12 @@ class Limits(Wire, frozen=True):
             batch_ttft=scenario.slo_batch_ttft,
             batch_tpot=scenario.slo_batch_tpot,
         )
+
+    def of_class(self, slo_class: SloClass | None) -> tuple[float | None, float | None, float | None]:
+        """TTFT, TPOT and E2E limits of the requests of a class. Requests without a class have those of interactive ones."""
+        if slo_class == "batch":
+            return self.batch_ttft, self.batch_tpot, None
+        return self.ttft, self.tpot, self.e2e
 
 
 class Spread(Wire, frozen=True):
@@ -74,10 +80,7 @@ def attains(sample: Sample, limits: Limits) -> bool:
     """Whether an answer is within the limits. An answer of one token has no TPOT and cannot exceed its limit."""
     if sample.error is not None:
         return False
-    own = (limits.ttft, limits.tpot, limits.e2e)
-    if sample.slo_class == "batch":
-        own = limits.batch_ttft, limits.batch_tpot, None
-    pairs = zip((ttft(sample), tpot(sample), e2e(sample)), own, strict=True)
+    pairs = zip((ttft(sample), tpot(sample), e2e(sample)), limits.of_class(sample.slo_class), strict=True)
     return all(value is None or limit is None or value <= limit for value, limit in pairs)
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from coserve.client.sse import events
 from coserve.errors import (
+    BY_CODE,
     AdapterNotFound,
     CoserveError,
     EngineUnavailable,
@@ -20,6 +21,7 @@ from coserve.errors import (
     QueueFull,
     Unauthorized,
     Unreachable,
+    error_from_code,
 )
 from coserve.workloads.gauges import Snapshot, read_snapshot
 from coserve.workloads.replay import JobUpdate, Usage
@@ -50,17 +52,30 @@ class _Chunk(msgspec.Struct):
     error: msgspec.Raw | None = None
 
 
+class _Error(msgspec.Struct):
+    """As OpenAI, coserve and vLLM send it; the code may be a name, a status or missing."""
+
+    code: str | int | None = None
+    message: str | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error
+
+
 class OpenAITarget:
     """Sends prompts as streamed completions; `model` is the adapter's name (with `prefix`), or `model` for the base.
 
     Every chunk's tokens are counted by the server's running usage where it sends one (`continuous_usage_stats`), else a chunk counts as
-    one token and the usage at the end corrects the sum. Open it as `async with`.
+    one token and the usage at the end corrects the sum. `url` may end with `/v1`, as the base URL of OpenAI's clients does. Open it
+    as `async with`.
     """
 
     def __init__(
         self, url: str, *, model: str, key: str | None = None, temperature: float = 0.0, prefix: str = ""
     ) -> None:
-        self._url, self._temperature, self._prefix = url.rstrip("/"), temperature, prefix
+        self._url = url.rstrip("/").removesuffix("/v1").rstrip("/")
+        self._temperature, self._prefix = temperature, prefix
         self.model = model
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._decoder = msgspec.json.Decoder(_Chunk)
@@ -136,7 +151,7 @@ class OpenAITarget:
         except msgspec.MsgspecError as error:
             raise InternalError(f"expected a chunk of a completion, got {data[:80]!r}") from error
         if chunk.error is not None:
-            raise InternalError(f"the stream ended with an error: {bytes(chunk.error)[:200]!r}")
+            raise _stream_error(bytes(chunk.error))
         return chunk
 
     def _new_tokens(self, chunk: _Chunk, counted: int) -> int:
@@ -163,7 +178,7 @@ class OpenAITarget:
             async with self._http.get(f"{self._url}/v1/models") as response:
                 await _check(response)
                 found = msgspec.json.decode(await response.read(), type=_Models)
-        except (aiohttp.ClientError, msgspec.MsgspecError) as error:
+        except (aiohttp.ClientError, msgspec.MsgspecError, AdapterNotFound) as error:  # 404: another kind of server
             raise Unreachable(f"no OpenAI-style server answers at {self._url}: {error}") from error
         return [model.id for model in found.data]
 
@@ -187,9 +202,31 @@ class _Models(msgspec.Struct):
 
 
 async def _check(response: aiohttp.ClientResponse) -> None:
-    """Raises the error that a status stands for."""
+    """Raises the error that the body's code names if that has the response's status, else the one that the status stands for."""
     if response.status < 300:
         return
-    text = re.sub(r"\s+", " ", (await response.text())[:200])
+    content = await response.read()
+    found = _error_in(content)
+    text = re.sub(r"\s+", " ", found.message or content[:200].decode(errors="replace"))
+    message = f"status {response.status}: {text}"
+    named = BY_CODE.get(str(found.code))
+    if named is not None and named.status == response.status:
+        raise error_from_code(named.code, message)
     kind = _ERRORS.get(response.status, InvalidRequest if response.status < 500 else InternalError)
-    raise kind(f"status {response.status}: {text}")
+    raise kind(message)
+
+
+def _error_in(content: bytes) -> _Error:
+    """Without code and message for a body of another form."""
+    try:
+        return msgspec.json.decode(content, type=_ErrorBody).error
+    except msgspec.MsgspecError:
+        return _Error()
+
+
+def _stream_error(content: bytes) -> CoserveError:
+    """The error at the end of a stream: the one that its code names, else `InternalError`."""
+    found = _error_in(b'{"error": ' + content + b"}")
+    if str(found.code) in BY_CODE:
+        return error_from_code(str(found.code), found.message or "the stream ended with an error")
+    return InternalError(f"the stream ended with an error: {content[:200].decode(errors='replace')}")

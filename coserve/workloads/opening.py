@@ -12,7 +12,8 @@ from coserve.workloads.bundled import bundled_prompts, bundled_rows
 from coserve.workloads.recordings import format_of, open_source
 from coserve.workloads.scenario import Scenario, TraceFormat, make_scenario
 from coserve.workloads.synthesis import make_trace
-from coserve.workloads.trace import Trace, load_trace
+from coserve.workloads.trace import PromptArrival, Trace, load_trace
+from coserve.workloads.unused import unused_settings
 
 BESIDE_A_TRACE = {
     "trace",
@@ -25,6 +26,8 @@ BESIDE_A_TRACE = {
     "slos",
 }
 """The settings that do not change what is sent: they may be given with a trace that has settings of its own."""
+FILTERS = ("trace_model", "trace_start", "trace_speed", "trace_rate", "duration")
+"""The settings that choose requests of a recording."""
 
 
 def open_workload(given: Mapping[str, object]) -> Trace:
@@ -33,13 +36,46 @@ def open_workload(given: Mapping[str, object]) -> Trace:
     Raises `InvalidRequest` for settings that contradict each other, `MalformedRow` for a file of no known format.
     """
     scenario = make_scenario(given)
-    if scenario.trace is not None:
-        found = scenario.trace_format
-        found = format_of(Path(scenario.trace)) if found is TraceFormat.AUTO else found
-        if found is TraceFormat.COSERVE:
-            return _with_limits(load_trace(Path(scenario.trace)), given)
+    if scenario.trace is not None and _format(scenario) is TraceFormat.COSERVE:
+        return _with_limits(load_trace(Path(scenario.trace)), given)
     trace = make_trace(scenario, bundled_prompts(), bundled_rows(scenario.row_tokens), open_source(scenario))
     return Trace(_without_folders(scenario), trace.arrivals)
+
+
+def unused(given: Mapping[str, object]) -> dict[str, str]:
+    """The settings that change nothing, each with what it needs (`unused.unused_settings`); those beside a trace of ours are
+    `open_workload`'s to refuse. Raises as `open_workload`.
+    """
+    scenario = make_scenario(given)
+    found = _format(scenario)
+    return {} if found is TraceFormat.COSERVE else unused_settings(given, scenario, found)
+
+
+def check_requests(trace: Trace, given: Mapping[str, object]) -> None:
+    """Raises `InvalidRequest` if the workload of `given` has no request, and what reading it raises."""
+    if any(isinstance(arrival, PromptArrival) for arrival in trace.arrivals):
+        return
+    scenario = trace.scenario
+    if "trace" not in given:
+        asked = f"in {scenario.duration:g} s at {scenario.rate:g} a second"
+        raise InvalidRequest(f"expected at least one request, got none {asked}", field="rate")
+    expected = "expected at least one request in the trace, got none"
+    if _format(make_scenario(given)) is TraceFormat.COSERVE:
+        raise InvalidRequest(expected, field="trace")
+    names = [name for name in FILTERS if name in given or name == "duration"]
+    options = [f"--{name.replace('_', '-')} {_value_text(getattr(scenario, name))}" for name in names]
+    raise InvalidRequest(f"{expected} with {', '.join(options)}", field="trace")
+
+
+def _value_text(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _format(scenario: Scenario) -> TraceFormat | None:
+    """Of the trace file; None: there is none."""
+    if scenario.trace is None:
+        return None
+    return format_of(Path(scenario.trace)) if scenario.trace_format is TraceFormat.AUTO else scenario.trace_format
 
 
 def _with_limits(trace: Trace, given: Mapping[str, object]) -> Trace:

@@ -21,6 +21,8 @@ from coserve.workloads.trace import FinetuneArrival, PromptArrival, Trace
 
 REQUEST_TIMEOUT = 600.0
 """Seconds."""
+MESSAGE_LENGTH = 300
+"""Characters of an error message that are kept."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class Sample(Wire, frozen=True):
     finished: float
     error: str | None = None
     """Error code; `finished` is then the time of the error."""
+    message: str | None = None
+    """The error's own words."""
     prompt_tokens: int | None = None
     """None: the server did not say."""
     slo_class: SloClass | None = None
@@ -101,6 +105,7 @@ class JobSample(Wire, frozen=True):
     state: JobState | None
     """The last one reported."""
     error: str | None = None
+    message: str | None = None
 
 
 class ReplayResult(Wire, frozen=True):
@@ -176,6 +181,10 @@ class _Watched:
     trained: list[tuple[float, int]] = field(default_factory=list)
     state: JobState | None = None
     error: str | None = None
+    message: str | None = None
+
+    def fail(self, failure: CoserveError | OSError) -> None:
+        self.error, self.message = _failure(failure)
 
     def sample(self) -> JobSample:
         return JobSample(
@@ -188,6 +197,7 @@ class _Watched:
             trained=tuple(self.trained),
             state=self.state,
             error=self.error,
+            message=self.message,
         )
 
 
@@ -206,7 +216,8 @@ class _Recorder:
         return asyncio.get_running_loop().time() - self.start
 
     async def generate(self, arrival: PromptArrival) -> None:
-        sent, times, tokens, error = self.now(), list[float](), 0, None
+        sent, times, tokens = self.now(), list[float](), 0
+        error = message = None
         usage: Usage | None = None
         try:
             async with asyncio.timeout(self.request_timeout):
@@ -217,9 +228,11 @@ class _Recorder:
                         times.append(self.now())
                         tokens += new
         except (CoserveError, OSError) as failure:  # TimeoutError is an OSError
-            error = _code(failure)
+            error, message = _failure(failure)
         if usage is not None and times:
             tokens = usage.output_tokens
+        if error is None and not tokens:
+            error, message = "no_tokens", "the answer has no tokens"
         sample = Sample(
             index=arrival.index,
             adapter=arrival.adapter,
@@ -228,7 +241,8 @@ class _Recorder:
             times=tuple(times),
             tokens=tokens,
             finished=self.now(),
-            error=error if error or tokens else "no_tokens",
+            error=error,
+            message=message,
             prompt_tokens=None if usage is None else usage.prompt_tokens,
             slo_class=arrival.slo_class,
         )
@@ -240,7 +254,7 @@ class _Recorder:
         try:
             watched.job = await self.target.submit(arrival)
         except (CoserveError, OSError) as failure:
-            watched.error = _code(failure)
+            watched.fail(failure)
             self._complete(watched)
             return
         watch = watching.create_task(self._watch(watched, watched.job))
@@ -255,7 +269,7 @@ class _Recorder:
                 if progress.tokens:
                     watched.trained.append((self.now(), progress.tokens))
         except (CoserveError, OSError) as failure:
-            watched.error = _code(failure)
+            watched.fail(failure)
 
     def _complete(self, watched: _Watched) -> None:
         self.jobs.append(watched.sample())
@@ -287,7 +301,13 @@ class _Recorder:
                 continue
 
 
-def _code(failure: CoserveError | OSError) -> str:
+def _failure(failure: CoserveError | OSError) -> tuple[str, str]:
+    """Code and message, which is one line of printable characters."""
     if isinstance(failure, CoserveError):
-        return failure.code
-    return "timeout" if isinstance(failure, TimeoutError) else "connection"
+        code, text = failure.code, str(failure)
+    elif isinstance(failure, TimeoutError):
+        code, text = "timeout", str(failure) or "no answer in time"
+    else:
+        code, text = "connection", str(failure) or type(failure).__name__
+    line = " ".join("".join(c if c.isprintable() else " " for c in text[: 2 * MESSAGE_LENGTH]).split())
+    return code, line[:MESSAGE_LENGTH]

@@ -129,7 +129,7 @@ class Scenario:
     finetune_period: float = option(20.0, "bursts: seconds from one burst to the next, the first at 0")
     finetune_rows: int = option(512, "bursts: most rows of a burst, 0 for none; always: rows of a job")
     finetune_jobs: int = option(16, "always: jobs, all there at the start")
-    row_tokens: int | None = option(None, "always: tokens of each row (longer texts are cut)")
+    row_tokens: int | None = option(None, "tokens of each row (longer texts are cut)")
     steps: int | None = option(None, "optimizer steps of a job, instead of --epochs")
     epochs: float = option(1.0, "passes of a job over its rows")
     batch_tokens: int = option(2048, "tokens of an optimizer step")

@@ -7,10 +7,10 @@ fine-tuning tokens a second as in the ETS paper (section 5.2.3, table 5.2).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from coserve.errors import Overloaded, QueueFull
-from coserve.types import JobState, Wire
+from coserve.types import JobState, SloClass, Wire
 from coserve.workloads.gauges import Snapshot
 from coserve.workloads.metrics import (
     SATISFACTION_LIMIT,
@@ -28,7 +28,9 @@ from coserve.workloads.metrics import (
     trained_until,
     ttft,
 )
-from coserve.workloads.replay import ReplayResult, Sample
+from coserve.workloads.replay import JobSample, ReplayResult, Sample
+
+CLASSES: tuple[SloClass, ...] = ("interactive", "batch")
 
 
 class AdapterSummary(Wire, frozen=True):
@@ -39,6 +41,18 @@ class AdapterSummary(Wire, frozen=True):
     completed: int
     attainment: float
     satisfaction: float
+    ttft: Spread | None
+    tpot: Spread | None
+    e2e: Spread | None
+
+
+class ClassSummary(Wire, frozen=True):
+    """The requests of one class, against the limits of that class. Requests without a class count as interactive."""
+
+    slo_class: SloClass
+    requests: int
+    completed: int
+    attainment: float
     ttft: Spread | None
     tpot: Spread | None
     e2e: Spread | None
@@ -70,7 +84,7 @@ class Summary(Wire, frozen=True):
     output_throughput: float
     limits: Limits
     attainment: float
-    """Share of all requests within every limit, 0 to 1."""
+    """Share of all requests within every limit, 0 to 1. Without a limit it is the share answered (`has_limits`)."""
     goodput: float
     satisfaction: float
     """S-LoRA's user satisfaction, the mean over all requests, 0 to 1."""
@@ -97,6 +111,26 @@ class Summary(Wire, frozen=True):
     """Tokens a second of fine-tuning alone: given, or measured before the arrival window."""
     finetune_share: float | None
     """Of its peak, inside the arrival window."""
+    classes: tuple[ClassSummary, ...] = ()
+    """Of which requests were sent."""
+    error_messages: dict[str, str] = {}
+    """The first message of each code in `errors`."""
+    job_error_messages: dict[str, str] = {}
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether a limit applies to a class that was sent: without one, attainment and goodput say nothing."""
+        return any(self.limits_of(each.slo_class) for each in self.classes)
+
+    def limits_of(self, slo_class: SloClass) -> dict[str, float]:
+        """The limits of a class in seconds, by the name of their latency."""
+        pairs = zip(("TTFT", "TPOT", "E2E"), self.limits.of_class(slo_class), strict=True)
+        return {name: limit for name, limit in pairs if limit is not None}
+
+    def class_attainment(self, slo_class: SloClass) -> float | None:
+        """None: no request of the class was sent, or it has no limits."""
+        found = [each.attainment for each in self.classes if each.slo_class == slo_class]
+        return found[0] if found and self.limits_of(slo_class) else None
 
     @property
     def shed(self) -> int:
@@ -158,6 +192,9 @@ def summarise(
         finetune_window_throughput=in_window,
         finetune_peak=peak,
         finetune_share=in_window / peak if peak else None,
+        classes=_classes(run.samples, limits),
+        error_messages=_first_messages(run.samples),
+        job_error_messages=_first_messages(run.jobs),
     )
 
 
@@ -185,6 +222,37 @@ def _adapter(name: str | None, samples: Sequence[Sample], limits: Limits) -> Ada
         tpot=spread(_values(good, tpot)),
         e2e=spread(_values(good, e2e)),
     )
+
+
+def _classes(samples: Sequence[Sample], limits: Limits) -> tuple[ClassSummary, ...]:
+    found = []
+    for slo_class in CLASSES:
+        own = [sample for sample in samples if (sample.slo_class or "interactive") == slo_class]
+        if own:
+            found.append(_class(slo_class, own, limits))
+    return tuple(found)
+
+
+def _class(slo_class: SloClass, samples: Sequence[Sample], limits: Limits) -> ClassSummary:
+    good = [sample for sample in samples if sample.error is None]
+    return ClassSummary(
+        slo_class=slo_class,
+        requests=len(samples),
+        completed=len(good),
+        attainment=attainment(samples, limits),
+        ttft=spread(_values(good, ttft)),
+        tpot=spread(_values(good, tpot)),
+        e2e=spread(_values(good, e2e)),
+    )
+
+
+def _first_messages(samples: Iterable[Sample | JobSample]) -> dict[str, str]:
+    """By error code."""
+    found: dict[str, str] = {}
+    for sample in samples:
+        if sample.error is not None and sample.message:
+            found.setdefault(sample.error, sample.message)
+    return found
 
 
 def _queue(snapshots: Sequence[Snapshot]) -> Queue:

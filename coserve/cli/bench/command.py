@@ -11,17 +11,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from coserve.cli.bench.checks import check_options, check_settings
 from coserve.cli.bench.run import Route, Server, ServerKind, run_bench
 from coserve.cli.common import DEFAULT_URL, Key, Url
 from coserve.cli.failures import FAILED, usage_errors
 from coserve.cli.settings_help import SettingsCommand
 from coserve.cli.settings_options import settings_command
 from coserve.errors import MalformedRow
-from coserve.workloads.opening import open_workload
+from coserve.workloads.opening import check_requests, open_workload
 from coserve.workloads.replay import ReplayResult, Rest
 from coserve.workloads.report.conditions import Condition, parse_condition
 from coserve.workloads.report.files import check_folder, write_report
-from coserve.workloads.report.tables import adapter_table, latency_table, totals_table
+from coserve.workloads.report.tables import adapter_table, class_table, failure_lines, latency_table, totals_table
 from coserve.workloads.scenario import Scenario, given_settings, sections
 from coserve.workloads.summary import Summary, summarise
 from coserve.workloads.trace import save_trace
@@ -88,12 +89,18 @@ def _bench(
         raise typer.BadParameter("--no-run needs --save")
     with usage_errors():
         conditions = [parse_condition(text) for text in fail_under or ()]
-        trace = open_workload(given_settings(given, workload))
+        check_options(run=run, conditions=bool(conditions), server=server, route=route, model=model, rest=rest)
+        settings = given_settings(given, workload)
+        trace = open_workload(settings)
+        check_settings(settings, given, workload)
+    with usage_errors(), usage_errors(MalformedRow):
+        check_requests(trace, settings)
     if run:
         check_folder(report)
     if save is not None:
         with usage_errors(MalformedRow):
             save_trace(trace, save)
+        print(f"saved: {save}")
     if not run:
         return
     where = Server(
@@ -109,7 +116,11 @@ def _bench(
         result = asyncio.run(run_bench(trace, rest, where))
     summary = summarise(result, peak=peak)
     _print_report(report, result, summary, server)
-    if not _all_hold(conditions, summary):
+    held = _all_hold(conditions, summary)
+    if not summary.completed:
+        errors = ", ".join(f"{code} {times}" for code, times in sorted(summary.errors.items()))
+        print(f"coserve: no request was answered: {errors}", file=sys.stderr)
+    if not held or not summary.completed:
         raise typer.Exit(FAILED)
 
 
@@ -126,6 +137,10 @@ def _print_report(folder: Path, run: ReplayResult, summary: Summary, server: str
     console.print(totals_table(summary))
     if len(summary.adapters) > 1:
         console.print(adapter_table(summary))
+    if len(summary.classes) > 1:
+        console.print(class_table(summary))
+    for line in failure_lines(summary):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     print("saved:", *write_report(folder, run, summary, server))
 
 
@@ -133,7 +148,7 @@ def _all_hold(conditions: list[Condition], summary: Summary) -> bool:
     """Print what each condition came to, on standard error."""
     for condition in conditions:
         value = condition.value(summary)
-        found = "not measured" if value is None else f"{value:.6g}"
+        found = f"not measured{condition.lacks(summary)}" if value is None else f"{value:.6g}"
         print(f"{condition.text}: {found}, {'met' if condition.holds(summary) else 'NOT met'}", file=sys.stderr)
     return all(condition.holds(summary) for condition in conditions)
 

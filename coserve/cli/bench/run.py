@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import secrets
 import sys
-from contextlib import AsyncExitStack
+import warnings
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TextIO
 
 from coserve.cli.bench.progress import BenchProgress, CountedTarget, shown
 from coserve.client import AsyncClient
@@ -54,7 +57,34 @@ async def run_bench(trace: Trace, rest: Rest, server: Server) -> ReplayResult:
     totals = count(trace)
     if server.kind is ServerKind.OPENAI:
         return await _on_any_server(trace, totals, server)
-    return await _on_coserve(trace, totals, rest, server)
+    with _plain_warnings():
+        return await _on_coserve(trace, totals, rest, server)
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Print the SDK's first warning, about rows that were cut, as a line of text; the other jobs' are like it."""
+    said, plain = False, warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        nonlocal said
+        if category is not UserWarning:
+            plain(message, category, filename, lineno, file, line)
+        elif not said:
+            said = True
+            print(f"fine-tuning: {message}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = show
+        yield
 
 
 async def _on_any_server(trace: Trace, totals: Totals, server: Server) -> ReplayResult:

@@ -21,24 +21,28 @@ def _latency(name: str, part: str, summary: Summary) -> float | None:
 
 
 NUMBERS: dict[str, Callable[[Summary], float | None]] = {
-    "slo": lambda summary: summary.attainment,
-    "slo_worst": lambda summary: summary.worst_attainment,
-    "satisfaction": lambda summary: summary.satisfaction,
-    "goodput": lambda summary: summary.goodput,
-    "errors": lambda summary: summary.requests - summary.completed,
-    "shed": lambda summary: summary.shed,
-    "requests_per_s": lambda summary: summary.request_throughput,
-    "output_tok_s": lambda summary: summary.output_throughput,
-    "finetune_tok_s": lambda summary: summary.finetune_window_throughput,
-    "finetune_share": lambda summary: summary.finetune_share,
+    "slo": lambda summary: summary.attainment if summary.has_limits else None,
+    "slo_worst": lambda summary: summary.worst_attainment if summary.has_limits else None,
+    "slo_interactive": lambda summary: summary.class_attainment("interactive"),
+    "slo_batch": lambda summary: summary.class_attainment("batch"),
+    "satisfaction": lambda summary: summary.satisfaction if summary.requests else None,
+    "goodput": lambda summary: summary.goodput if summary.has_limits else None,
+    "errors": lambda summary: summary.requests - summary.completed if summary.requests else None,
+    "shed": lambda summary: summary.shed if summary.requests else None,
+    "requests_per_s": lambda summary: summary.request_throughput if summary.requests else None,
+    "output_tok_s": lambda summary: summary.output_throughput if summary.requests else None,
+    "finetune_tok_s": lambda summary: summary.finetune_window_throughput if summary.jobs else None,
+    "finetune_share": lambda summary: summary.finetune_share if summary.jobs else None,
 } | {
     f"{name}_{part}": partial(_latency, name, part)
     for name in ("ttft", "tpot", "itl", "e2e", "lag")
     for part in ("mean", "p50", "p90", "p95", "p99")
 }
 """The numbers that conditions name; None: not measured."""
-SHARES = ("slo", "slo_worst", "satisfaction")
+SHARES = ("slo", "slo_worst", "slo_interactive", "slo_batch", "satisfaction")
 """Those that are never above 1."""
+LIMITED = ("slo", "slo_worst", "goodput")
+"""Those that are measured against limits."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,12 @@ class Condition:
     def value(self, summary: Summary) -> float | None:
         """None: not measured."""
         return NUMBERS[self.name](summary)
+
+    def lacks(self, summary: Summary) -> str:
+        """Why a number was not measured, where a setting is missing."""
+        if self.name in LIMITED and summary.requests and not summary.has_limits:
+            return " without a limit such as --slo-ttft"
+        return ""
 
     def holds(self, summary: Summary) -> bool:
         """A number that was not measured meets no condition."""

@@ -12,7 +12,17 @@ from coserve.types import Wire
 from coserve.workloads.replay import ReplayResult
 from coserve.workloads.report.page import page
 from coserve.workloads.report.plot import plot_png
-from coserve.workloads.report.tables import ADAPTER_HEADER, LATENCY_HEADER, adapter_rows, latency_rows, totals_rows
+from coserve.workloads.report.tables import (
+    ADAPTER_HEADER,
+    CLASS_HEADER,
+    FAILURE_HEADER,
+    LATENCY_HEADER,
+    adapter_rows,
+    class_rows,
+    failure_rows,
+    latency_rows,
+    totals_rows,
+)
 from coserve.workloads.summary import Summary
 
 
@@ -46,6 +56,8 @@ def write_report(folder: Path, run: ReplayResult, summary: Summary, server: str 
     tables: dict[str, list[tuple[str, ...]]] = {
         "Latency of the requests": [LATENCY_HEADER, *latency_rows(summary)],
         "Totals": list(totals_rows(summary)),
+        "Classes": [CLASS_HEADER, *class_rows(summary)] if len(summary.classes) > 1 else [],
+        "Failures": [FAILURE_HEADER, *failures] if (failures := list(failure_rows(summary))) else [],
         "Adapters": [ADAPTER_HEADER, *adapter_rows(summary)],
     }
     html.write_text(page(run, server, tables, picture), encoding="utf-8")

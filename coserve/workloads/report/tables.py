@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
+from coserve.types import SloClass
 from coserve.workloads.metrics import Spread
 from coserve.workloads.summary import Summary
 
@@ -15,6 +17,8 @@ SHOWN_ADAPTERS = 8
 """Rows of the table of adapters on a terminal."""
 LATENCY_HEADER = ("", "mean", "p50", "p90", "p95", "p99")
 ADAPTER_HEADER = ("adapter", "answered", "good", "satisfied", "TTFT p50", "TTFT p99", "TPOT p50", "E2E p99")
+CLASS_HEADER = ("class", "answered", "good", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "E2E p99")
+FAILURE_HEADER = ("error", "how often", "first message")
 
 
 def latency_table(summary: Summary) -> Table:
@@ -57,17 +61,16 @@ def totals_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "Requests answered", f"{summary.completed} of {summary.requests}"
     for code, count in sorted(summary.errors.items()):
         yield f"  failed: {code}", str(count)
-    limits = _limits_text(summary)
-    if limits:
-        yield f"In the limits{limits}", f"{summary.attainment:.1%}"
-        if len(summary.adapters) > 1:
-            yield "  of the worst adapter", f"{summary.worst_attainment:.1%}"
+    if summary.has_limits:
+        yield from _limits_rows(summary)
     if summary.e2e is not None:
         yield "Inference latency, mean", duration_text(summary.e2e.mean)
-    for slo, share in summary.slo_attainment.items():
-        yield f"SLO attainment, {slo} s", f"{share:.1%}"
-    yield "User satisfaction (S-LoRA)", f"{summary.satisfaction:.3f}"
-    yield f"Goodput{limits}", f"{summary.goodput:.2f} requests/s"
+    if summary.requests:
+        for slo, share in summary.slo_attainment.items():
+            yield f"SLO attainment, {slo} s", f"{share:.1%}"
+        yield "User satisfaction (S-LoRA)", f"{summary.satisfaction:.3f}"
+    if summary.has_limits:
+        yield f"Goodput{_only_limits(summary)}", f"{summary.goodput:.2f} requests/s"
     yield "Request throughput", f"{summary.request_throughput:.2f} requests/s"
     yield "Output throughput", f"{summary.output_throughput:.0f} tokens/s"
     yield "Fine-tuning throughput", f"{summary.finetune_throughput:.0f} tokens/s"
@@ -101,10 +104,59 @@ def _queue_rows(summary: Summary) -> Iterator[tuple[str, str]]:
             yield f"Memory, {name}, most", f"{size / 2**30:.2f} GiB"
 
 
-def _limits_text(summary: Summary) -> str:
-    limits = (("TTFT", summary.limits.ttft), ("TPOT", summary.limits.tpot), ("E2E", summary.limits.e2e))
-    parts = [f"{name} <= {duration_text(limit)}" for name, limit in limits if limit is not None]
+def _limits_rows(summary: Summary) -> Iterator[tuple[str, str]]:
+    yield f"In the limits{_only_limits(summary)}", f"{summary.attainment:.1%}"
+    if len(summary.classes) > 1:
+        for each in summary.classes:
+            share = summary.class_attainment(each.slo_class)
+            limits = _limits_text(summary, each.slo_class) or " (no limits)"
+            yield f"  {each.slo_class}{limits}", "-" if share is None else f"{share:.1%}"
+    if len(summary.adapters) > 1:
+        yield "  of the worst adapter", f"{summary.worst_attainment:.1%}"
+
+
+def _only_limits(summary: Summary) -> str:
+    """The limits where all requests have the same ones."""
+    return _limits_text(summary, summary.classes[0].slo_class) if len(summary.classes) == 1 else ""
+
+
+def _limits_text(summary: Summary, slo_class: SloClass) -> str:
+    parts = [f"{name} <= {duration_text(limit)}" for name, limit in summary.limits_of(slo_class).items()]
     return f" ({', '.join(parts)})" if parts else ""
+
+
+def class_table(summary: Summary) -> Table:
+    return _table("Classes", CLASS_HEADER, class_rows(summary))
+
+
+def class_rows(summary: Summary) -> Iterator[tuple[str, ...]]:
+    for each in summary.classes:
+        share = summary.class_attainment(each.slo_class)
+        yield (
+            each.slo_class,
+            f"{each.completed}/{each.requests}",
+            "-" if share is None else f"{share:.1%}",
+            *_parts((each.ttft, "p50"), (each.ttft, "p99"), (each.tpot, "p50"), (each.tpot, "p99"), (each.e2e, "p99")),
+        )
+
+
+def _parts(*wanted: tuple[Spread | None, str]) -> Iterator[str]:
+    for values, part in wanted:
+        yield "-" if values is None else duration_text(getattr(values, part))
+
+
+def failure_rows(summary: Summary) -> Iterator[tuple[str, str, str]]:
+    """Failed requests, then failed jobs: code, how often, the first message."""
+    for code, count in sorted(summary.errors.items()):
+        yield code, str(count), summary.error_messages.get(code, "")
+    for code, count in sorted(summary.job_errors.items()):
+        yield f"{code} (jobs)", str(count), summary.job_error_messages.get(code, "")
+
+
+def failure_lines(summary: Summary) -> Iterator[str]:
+    """`failed: invalid_request 10: prompt: expected ...`, for the terminal."""
+    for code, count, message in failure_rows(summary):
+        yield f"failed: {code} {count}{message and f': {message}'}"
 
 
 def adapter_table(summary: Summary) -> Table:
@@ -120,12 +172,9 @@ def adapter_rows(summary: Summary) -> Iterator[tuple[str, ...]]:
         yield (
             "the base" if each.adapter is None else each.adapter,
             f"{each.completed}/{each.requests}",
-            f"{each.attainment:.1%}",
+            f"{each.attainment:.1%}" if summary.has_limits else "-",
             f"{each.satisfaction:.3f}",
-            *(
-                "-" if values is None else duration_text(getattr(values, part))
-                for values, part in ((each.ttft, "p50"), (each.ttft, "p99"), (each.tpot, "p50"), (each.e2e, "p99"))
-            ),
+            *_parts((each.ttft, "p50"), (each.ttft, "p99"), (each.tpot, "p50"), (each.e2e, "p99")),
         )
 
 
@@ -137,5 +186,5 @@ def _table(title: str, header: tuple[str, ...] | None, rows: Iterator[tuple[str,
     for i, name in enumerate(header or ("", "")):
         table.add_column(name, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # names and messages are no markup
     return table
