@@ -21,6 +21,8 @@ POLICIES_OF = {
     "inference_delay": ("ets", "ts"),
     "ts_n": ("ts",),
     "ts_unit": ("ts",),
+    "slo_attainment": ("slack", "overlap"),
+    "shed": ("slack", "inference-first", "spatial", "overlap"),
     "train_weight": ("slack", "overlap"),
     "train_patience": ("slack", "overlap"),
     "train_floor": ("slack", "overlap"),
@@ -28,6 +30,8 @@ POLICIES_OF = {
     "training_sm_share": ("spatial",),
 }
 """Settings that only some policies read."""
+OF_A_GPU = ("memory_fraction", "compile", "pinned_memory_bytes")
+"""Settings without effect on a CPU."""
 
 
 def start_warnings(config: Config, given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -58,6 +62,12 @@ def _without_effect(config: Config, sources: Mapping[str, str]) -> Iterator[str]
     for name, policies in POLICIES_OF.items():
         if name in given and config.policy not in policies:
             yield f"{name} has no effect with policy {config.policy!r}, only with {' or '.join(policies)}"
+    if config.device == "cpu":
+        yield from (f"{name} has no effect on a CPU" for name in OF_A_GPU if name in given)
+    if "lora_sharding" in given and config.tp == 1:
+        yield "lora_sharding has no effect on one GPU, only with tp above 1"
+    if {"memory_fraction", "kv_tokens"} <= given and config.kv_tokens is not None:
+        yield "memory_fraction has no effect with kv_tokens"
     if config.policy not in POLICIES_OF["inference_batch_size"]:
         return
     size, most = config.inference_batch_size, config.max_running

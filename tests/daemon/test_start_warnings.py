@@ -73,7 +73,16 @@ def test_settings_of_single_policies_are_settings_with_policies() -> None:
     for name, policies in POLICIES_OF.items():
         value = getattr(Config(), name)
         assert warnings(policy=policies[0], **{name: value}) == []
-        assert len(warnings(policy="inference-first", **{name: value})) == 1
+        other = next(one for one in ("inference-first", "ets") if one not in policies)
+        assert len(warnings(policy=other, **{name: value})) == 1
+
+
+def test_settings_that_others_make_useless() -> None:
+    assert warnings(lora_sharding="slora") == ["lora_sharding has no effect on one GPU, only with tp above 1"]
+    assert warnings(lora_sharding="slora", tp=2) == warnings(memory_fraction=0.5) == warnings(compile="off") == []
+    assert warnings(memory_fraction=0.5, kv_tokens=64) == ["memory_fraction has no effect with kv_tokens"]
+    found = warnings(device="cpu", compile="off", pinned_memory_bytes=1 << 20)
+    assert found == ["compile has no effect on a CPU", "pinned_memory_bytes has no effect on a CPU"]
 
 
 def test_config_shows_them_as_comments() -> None:
