@@ -53,10 +53,13 @@ class DeviceMemory:
         graphs: GraphSizes,
         graphs_done: Callable[[int], None] = lambda size: None,
         clock: Callable[[], float] = time.monotonic,
+        taken_elsewhere: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`graphs_done` is called with the size of all graphs, whenever none is missing and it has grown. `clock` gives seconds."""
+        """`graphs_done` is called with the size of all graphs, whenever none is missing and it has grown. `clock` gives seconds. `taken_elsewhere`: the most
+        bytes that others than a rank's allocator have taken since the start on a GPU of another rank."""
         self._admission, self._fixed, self._read, self._graphs = admission, fixed, read, graphs
         self._graphs_done, self._reported_graphs, self._clock = graphs_done, 0, clock
+        self._taken_elsewhere = taken_elsewhere
         self.planned = fixed.planned
         """Bytes that torch should never need more than; 0 without a plan."""
         self._asked: str | None = None
@@ -70,7 +73,9 @@ class DeviceMemory:
         self._own = min(self._own, reading.outside)
         fixed, graphs = self._fixed, self._graphs
         size = graphs.size if graphs.complete else max(graphs.size, fixed.graphs)
-        self._admission.available(reading.free + reading.reserved - fixed.held - size - fixed.step, self._clock())
+        more = max(0, self._taken_elsewhere() - (reading.outside - self._own))
+        available = reading.free + reading.reserved - more - fixed.held - size - fixed.step
+        self._admission.available(available, self._clock())
         if graphs.complete and graphs.size > self._reported_graphs:  # later ones are of other ranks
             self._reported_graphs = graphs.size
             self._graphs_done(graphs.size)

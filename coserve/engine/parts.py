@@ -141,8 +141,9 @@ class EngineParts:
             pinned=config.pinned_memory_bytes or int(PINNED_SHARE * usable_memory()),
         )
 
-    def device_memory(self, pool: PoolSize) -> DeviceMemory | None:
-        """The GPU's memory, by which jobs are admitted; None without a plan. Call it once the page pool is allocated."""
+    def device_memory(self, pool: PoolSize, taken_elsewhere: Callable[[], int] = lambda: 0) -> DeviceMemory | None:
+        """The GPU's memory, by which jobs are admitted; None without a plan. Call it once the page pool is allocated. `taken_elsewhere`: see
+        `DeviceMemory`."""
         model, plan, base, config = self.memory_model(pool), pool.plan, self.base, self.config
         if model is None or plan is None:
             return None
@@ -157,7 +158,9 @@ class EngineParts:
             planned=pool.loaded + plan.set_aside,
         )
         admission = MemoryAdmission(model, base.spec, config.micro_batch_tokens)
-        return DeviceMemory(admission, fixed, self._read_device, self.graph_bytes, self._keep_graphs)
+        return DeviceMemory(
+            admission, fixed, self._read_device, self.graph_bytes, self._keep_graphs, taken_elsewhere=taken_elsewhere
+        )
 
     def _read_device(self) -> Reading:
         with contained(self.base.device):  # a GPU that has failed is no fault of the job that asks for memory

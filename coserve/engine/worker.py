@@ -28,6 +28,7 @@ from coserve.engine.ranks.adapters import FollowersCopies, load_on_all
 from coserve.engine.ranks.commands import BuildEngine, MeasurePool
 from coserve.engine.ranks.executor import RankedExecutor
 from coserve.engine.ranks.followers import Answers, Followers
+from coserve.engine.ranks.memory import FollowersMemory
 from coserve.engine.ranks.own_rank import OwnRank
 from coserve.engine.ranks.serve import load_ranked_base, watched
 from coserve.engine.ranks.trainer import RankedTrainer, announce_gathering
@@ -144,7 +145,7 @@ def build_engine(
         max_active_jobs=config.max_active_jobs,
         step_tokens=parts.step_tokens,
         clock=time.monotonic,
-        memory=parts.device_memory(pool),
+        memory=parts.device_memory(pool, (lambda: 0) if followers is None else FollowersMemory(followers).taken),
         garbage=garbage,
         upgrade=upgrade,
         mark_training=None if training is None else training.mark,

@@ -349,3 +349,17 @@ def test_what_others_give_back_counts_after_seconds_however_often_the_device_is_
         now += 1.0
         own.refresh()
     assert admission.limit == before + 5 * GIB
+
+
+def test_what_others_take_on_another_ranks_gpu_counts_beyond_what_they_took_here() -> None:
+    now, elsewhere = 0.0, 0
+    device = Device(Reading(total=80 * GIB, free=10 * GIB, reserved=28 * GIB, allocated=HELD, peak=HELD))
+    admission = MemoryAdmission(MemoryModel(costs=COSTS, training=16 * GIB), BASE, LIMIT)
+    own = DeviceMemory(admission, FIXED, device.read, Graphs(), clock=lambda: now, taken_elsewhere=lambda: elsewhere)
+    before = admission.limit
+    elsewhere = 3 * GIB
+    own.refresh()
+    assert admission.limit == before - 3 * GIB
+    device.reading = replace(device.reading, free=device.reading.free - GIB)
+    own.refresh()
+    assert admission.limit == before - 3 * GIB, "of which one was taken here, too"

@@ -19,12 +19,23 @@ from coserve.engine.ranks.progress import Progress
 class Following:
     """Rank 0's end, and one follower that executes what is sent there; a context."""
 
-    def __init__(self, build: Callable[[int], FollowerParts], start_thread: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        build: Callable[[int], FollowerParts],
+        start_thread: Callable[[], None] = lambda: None,
+        outside: Callable[[], int] = lambda: 0,
+    ) -> None:
         ours, theirs = socket.socketpair()
         self.followers = Followers([ours], Progress())
         commands = Channel[Answer, AnyCommand](theirs, msgspec.msgpack.Decoder(AnyCommand))
         self.follower = Follower(
-            commands, Progress(), measure_pool=lambda: 64, build=build, jobs=2, start_thread=start_thread
+            commands,
+            Progress(),
+            measure_pool=lambda: 64,
+            build=build,
+            jobs=2,
+            start_thread=start_thread,
+            outside=outside,
         )
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._follow, args=(commands,))

@@ -149,6 +149,10 @@ class LimitJob(Command, frozen=True):
     treatment: Treatment
 
 
+class ReadDevice(Question, frozen=True, kw_only=True):
+    """Answer with the bytes of this rank's GPU that others than its allocator have taken since its first answer."""
+
+
 class GatherJob(Command, frozen=True):
     """See `Trainer.gather`."""
 
@@ -182,7 +186,7 @@ class Stop(Command, frozen=True):
     """The engine ends."""
 
 
-AnyQuestion = MeasurePool | BuildEngine | ReadAdapter | LoadJob | PrepareJob | AdvanceJob | CopySnapshot
+AnyQuestion = MeasurePool | BuildEngine | ReadDevice | ReadAdapter | LoadJob | PrepareJob | AdvanceJob | CopySnapshot
 AnyCommand = (
     AnyQuestion
     | Launch

@@ -38,6 +38,7 @@ from coserve.engine.ranks.commands import (
     Prepare,
     PrepareJob,
     ReadAdapter,
+    ReadDevice,
     ReleaseMemory,
     RetryJob,
     Stop,
@@ -81,11 +82,14 @@ class Follower:
         build: Callable[[int], FollowerParts],
         jobs: int,
         start_thread: Callable[[], None] = lambda: None,
+        outside: Callable[[], int] = lambda: 0,
     ) -> None:
         """`measure_pool`: tokens that the page pool could hold; `build`: makes the parts, with a pool of so many tokens. `jobs`: most
-        that are loaded at once. `start_thread` is called first on each thread that reads adapters or loads jobs."""
+        that are loaded at once. `start_thread` is called first on each thread that reads adapters or loads jobs. `outside`: bytes of the GPU that
+        are taken, but not by this process's allocator."""
         self._commands, self._measure_pool, self._build = commands, measure_pool, build
-        self._progress = progress
+        self._progress, self._outside = progress, outside
+        self._least_outside: int | None = None
         self._built: FollowerParts | None = None
         self._readers = ThreadPoolExecutor(READERS, "adapters", start_thread)
         self._threads = ThreadPoolExecutor(2 * jobs, "jobs", start_thread)
@@ -154,6 +158,8 @@ class Follower:
                 self._prepare_job(command)
             case MeasurePool():
                 self._commands.send(Answer(command.number, self._measure_pool()))
+            case ReadDevice():
+                self._commands.send(Answer(command.number, self._taken()))
             case BuildEngine():
                 self._built = self._build(command.tokens)
                 self._commands.send(Answer(command.number))
@@ -166,6 +172,11 @@ class Follower:
     def _parts(self) -> FollowerParts:
         assert self._built is not None, "expected `BuildEngine` first"
         return self._built
+
+    def _taken(self) -> int:
+        now = self._outside()
+        self._least_outside = now if self._least_outside is None else min(now, self._least_outside)
+        return now - self._least_outside
 
     # ---- generation
 

@@ -44,6 +44,11 @@ class Answers:
     def fail(self, error: Exception) -> None:
         self._future.set_exception(error)
 
+    @property
+    def complete(self) -> bool:
+        """All of them are there, or never will be: `wait` does not block."""
+        return self._future.done()
+
     def settle(self) -> list[Answer]:
         """Wait for all of them, whatever they say; by rank. Raises `RankLost`."""
         return self._future.result()

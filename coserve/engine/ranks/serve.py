@@ -31,6 +31,7 @@ from coserve.errors import ConfigError, EngineFault, StartupError
 from coserve.garbage import freeze_heap
 from coserve.logs.format import log_event
 from coserve.logs.setup import LogSettings, set_up_logging
+from coserve.memory.allocator import read_device
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, load_base
 from coserve.model.lora import LoraWeights
@@ -132,6 +133,7 @@ def _make_follower(base: Base, config: Config, rank: OwnRank, warm_up: WarmUpTas
         build=build,
         jobs=config.max_active_jobs,
         start_thread=partial(_use, base.device),
+        outside=lambda: read_device(base.device).outside if base.device.type == "cuda" else 0,
     )
 
 
