@@ -12,8 +12,8 @@ import random
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 
-from coserve.errors import InvalidRequest
 from coserve.types import Wire
+from coserve.workloads.bounds import ARRIVALS, check_bounds
 
 
 class Process(StrEnum):
@@ -53,14 +53,12 @@ class Arrivals(Wire, frozen=True):
     ramp_rate: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("rate", "cv", "on_seconds", "off_seconds"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise InvalidRequest(f"expected a number above 0, got {getattr(self, name)}", field=f"arrivals.{name}")
-        for name in ("off_rate", "ramp_rate"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise InvalidRequest(
-                    f"expected a number of at least 0, got {getattr(self, name)}", field=f"arrivals.{name}"
-                )
+        check_bounds({name: getattr(self, name) for name in ARRIVALS}, ARRIVALS, "arrivals.")
+
+    def most_expected(self, duration: float) -> float:
+        """No less than the expected arrivals in so many seconds."""
+        rates = {Pattern.STEADY: 0.0, Pattern.ON_OFF: self.off_rate, Pattern.RAMP: self.ramp_rate}
+        return max(self.rate, rates[self.pattern]) * duration
 
 
 def arrival_times(
@@ -75,7 +73,7 @@ def arrival_times(
     when = _inverse(arrivals, duration)
     for unit in _unit_times(arrivals, rng, shifted=share is not None):
         time = when(unit / (share or 1.0))
-        if time >= duration:
+        if not time < duration:  # also NaN, of a share so small that the time overflows
             return
         yield time
 

@@ -67,6 +67,17 @@ def check_requests(trace: Trace, given: Mapping[str, object]) -> None:
     raise InvalidRequest(f"{expected} with {', '.join(options)}", field="trace")
 
 
+def check_save(path: Path, given: Mapping[str, object]) -> None:
+    """Raises `InvalidRequest` if the trace would replace a recording that the workload of `given` is made of."""
+    scenario = make_scenario(given)
+    recordings = {"prompts": scenario.prompts}
+    if _format(scenario) is not TraceFormat.COSERVE:
+        recordings["trace"] = scenario.trace
+    for name, recording in recordings.items():
+        if recording is not None and path.exists() and Path(recording).exists() and path.samefile(recording):
+            raise InvalidRequest(f"expected another file than the recording of --{name}", field="save")
+
+
 def _value_text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 

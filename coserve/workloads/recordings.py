@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from typing import NamedTuple
 from coserve.errors import InvalidRequest, MalformedRow
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.workloads.formats.burstgpt import TIME, read_burstgpt
-from coserve.workloads.formats.lines import Recorded, unreadable
+from coserve.workloads.formats.lines import Recorded, naming, unreadable
 from coserve.workloads.formats.mooncake import read_mooncake
 from coserve.workloads.formats.sharegpt import read_sharegpt
 from coserve.workloads.scenario import Scenario, TraceFormat
@@ -72,7 +73,7 @@ def format_of(path: Path) -> TraceFormat:
     """By the file's beginning. Raises `MalformedRow`, `InvalidRequest` for no file."""
     try:
         with path.open("rb") as file:
-            start = file.read(BEGINNING).lstrip().partition(b"\n")[0]
+            start = file.read(BEGINNING).removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")[0]
     except OSError as error:
         raise unreadable(error) from error
     if TIME.encode() in start.split(b",")[0] or b"," + TIME.encode() in start:
@@ -86,10 +87,9 @@ def format_of(path: Path) -> TraceFormat:
     ):
         if start.startswith(b"{") and key in start:
             return found
-    raise MalformedRow(
-        f"expected a trace of coserve, BurstGPT, Mooncake or ShareGPT, got {start[:40].decode(errors='replace')!r}",
-        line=1,
-    )
+    got = start[:40].decode(errors="replace")
+    with naming(path):
+        raise MalformedRow(f"expected a trace of coserve, BurstGPT, Mooncake or ShareGPT, got {got!r}", line=1)
 
 
 def _window(scenario: Scenario, read: Callable[[], Iterator[Recorded]]) -> Iterator[Recorded]:

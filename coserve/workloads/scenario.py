@@ -7,7 +7,6 @@ the ETS paper (section 5.2.1, table 5.1): a prompt every 0.1 s, and every 20 s u
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from coserve.errors import InvalidRequest
+from coserve.names import NAME_RULE, is_name
 from coserve.options import grouped, option, parse_setting, read_settings
 from coserve.types import TrainingSettings
 from coserve.workloads.arrivals import Arrivals, Pattern, Process
+from coserve.workloads.bounds import SETTINGS, check_bounds
 from coserve.workloads.lengths import FIRST_ID, Lengths
 from coserve.workloads.popularity import Popularity, Shape
 from coserve.workloads.presets import PRESETS
@@ -149,52 +150,17 @@ class Scenario:
     )
 
     def __post_init__(self) -> None:
-        for name in ("duration", "finetune_period", "trace_speed", "median_prompt_tokens", "median_tokens"):
-            self._check(name, above=0.0)
-        for name in ("lead", "trace_start", "length_sigma", "temperature", "exponent"):
-            self._check(name, least=0.0)
-        for name in (
-            "trace_rate",
-            "slo_ttft",
-            "slo_tpot",
-            "slo_e2e",
-            "slo_batch_ttft",
-            "slo_batch_tpot",
-            "epochs",
-            "learning_rate",
-        ):
-            if getattr(self, name) is not None:
-                self._check(name, above=0.0)
-        for name, low in (("finetune_rows", 0), ("finetune_jobs", 0), ("adapters", 0), ("vocab", FIRST_ID + 1)):
-            self._check(name, least=low)
-        for name in (
-            "min_tokens",
-            "max_tokens",
-            "min_prompt_tokens",
-            "max_prompt_tokens",
-            "batch_tokens",
-            "checkpoint_steps",
-        ):
-            self._check(name, least=1)
-        for name in ("steps", "row_tokens", "max_total_tokens"):
-            if getattr(self, name) is not None:
-                self._check(name, least=1)
-        if not 0 <= self.batch_share <= 1:
-            raise InvalidRequest(f"expected 0 to 1, got {self.batch_share}", field="batch_share")
-        if not self.rank or min(self.rank) < 1:
-            raise InvalidRequest(f"expected ranks of at least 1, got {self.rank}", field="rank")
+        check_bounds({name: getattr(self, name) for name in SETTINGS}, SETTINGS)
+        if not self.rank:
+            raise InvalidRequest("expected at least one rank, got none", field="rank")
+        last = self._adapter_name(max(self.adapters - 1, 0))
+        if not is_name(last):
+            raise InvalidRequest(f"expected {NAME_RULE}, got {last[:80]!r}", field="adapter_prefix")
         if self.output_lengths is Lengths.TEXTS:
             raise InvalidRequest("expected uniform or lognormal, got texts", field="output_lengths")
         if self.preset is not None and self.preset not in PRESETS:
             raise InvalidRequest(f"expected one of {', '.join(PRESETS)}, got {self.preset!r}", field="preset")
         _ = self.arrivals, self.distribution  # their values are checked when they are made
-
-    def _check(self, name: str, *, above: float | None = None, least: float | None = None) -> None:
-        value = getattr(self, name)
-        if above is not None and not (math.isfinite(value) and value > above):
-            raise InvalidRequest(f"expected a number above {above:g}, got {value}", field=name)
-        if least is not None and not (math.isfinite(value) and value >= least):
-            raise InvalidRequest(f"expected at least {least:g}, got {value}", field=name)
 
     @property
     def arrivals(self) -> Arrivals:
@@ -220,7 +186,10 @@ class Scenario:
     @property
     def adapter_names(self) -> list[str]:
         """The most popular one first."""
-        return [f"{self.adapter_prefix}-{i:02d}" for i in range(self.adapters)]
+        return [self._adapter_name(i) for i in range(self.adapters)]
+
+    def _adapter_name(self, adapter: int) -> str:
+        return f"{self.adapter_prefix}-{adapter:02d}"
 
     def rank_of(self, adapter: int) -> int:
         return self.rank[adapter % len(self.rank)]

@@ -1,4 +1,4 @@
-"""Makes the arrivals of a scenario, one after another: nothing but the fine-tuning rows is kept in memory."""
+"""Makes the arrivals of a scenario, one after another: none is kept in memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from coserve.errors import EmptyCorpus, InvalidRequest
 from coserve.types import SloClass
 from coserve.workloads.arrivals import arrival_times
+from coserve.workloads.bounds import MAX_REQUESTS, MAX_TRAINING_ROWS, check_total
 from coserve.workloads.formats.lines import Recorded
 from coserve.workloads.lengths import Lengths, block_tokens, draw_length, random_tokens
 from coserve.workloads.popularity import choices, shares
@@ -31,16 +32,34 @@ def make_trace(
     source = source or Source()
     if scenario.prompt_lengths is Lengths.TEXTS and not prompts and not source.has_contents:
         raise InvalidRequest("expected at least one prompt", field="prompts")
-    jobs: list[FinetuneArrival] = []
-    if scenario.adapters and scenario.finetune_rows and scenario.finetune is not Finetuning.OFF:
-        if not rows:
-            raise EmptyCorpus("expected at least one row to fine-tune on")
-        jobs = _bursts(scenario, rows) if scenario.finetune is Finetuning.BURSTS else _jobs(scenario, rows)
+    trains = scenario.adapters and scenario.finetune_rows and scenario.finetune is not Finetuning.OFF
+    if trains and not rows:
+        raise EmptyCorpus("expected at least one row to fine-tune on")
+    _check_requests(scenario, source)
+    if trains:
+        _check_rows(scenario)
 
     def arrivals() -> Iterator[Arrival]:
+        jobs = _finetunes(scenario, rows) if trains else iter(())
         return heapq.merge(_prompts(scenario, prompts, source), jobs, key=lambda arrival: arrival.at)
 
     return Trace(scenario=scenario, arrivals=Repeatable(arrivals))
+
+
+def _check_requests(scenario: Scenario, source: Source) -> None:
+    """Raises `InvalidRequest` for more than can be made."""
+    if source.recorded is None:
+        check_total(scenario.arrivals.most_expected(scenario.duration), MAX_REQUESTS, "requests", "duration")
+    elif scenario.trace_rate is not None:
+        check_total(scenario.trace_rate * scenario.duration, MAX_REQUESTS, "requests", "trace_rate")
+
+
+def _check_rows(scenario: Scenario) -> None:
+    """Raises `InvalidRequest` for more than can be made."""
+    if scenario.finetune is Finetuning.BURSTS:
+        check_total(_burst_count(scenario) * scenario.finetune_rows, MAX_TRAINING_ROWS, "rows", "finetune_period")
+    else:
+        check_total(scenario.finetune_jobs * scenario.finetune_rows, MAX_TRAINING_ROWS, "rows", "finetune_jobs")
 
 
 def _prompts(scenario: Scenario, prompts: Sequence[str], source: Source) -> Iterator[PromptArrival]:
@@ -112,37 +131,32 @@ def _adapters(scenario: Scenario) -> Iterator[int]:
     return choices(scenario.distribution, scenario.adapters, random.Random(f"{scenario.seed}/adapters"))
 
 
-def _bursts(scenario: Scenario, rows: Sequence[dict[str, Any]]) -> list[FinetuneArrival]:
+def _finetunes(scenario: Scenario, rows: Sequence[dict[str, Any]]) -> Iterator[FinetuneArrival]:
+    return _bursts(scenario, rows) if scenario.finetune is Finetuning.BURSTS else _jobs(scenario, rows)
+
+
+def _burst_count(scenario: Scenario) -> int:
+    return math.ceil(scenario.window[1] / scenario.finetune_period)
+
+
+def _bursts(scenario: Scenario, rows: Sequence[dict[str, Any]]) -> Iterator[FinetuneArrival]:
     """Every `finetune_period` from the start until the end of the arrival window; a burst's rows of one adapter are one job."""
     rng = random.Random(f"{scenario.seed}/finetune")
     adapter = choices(scenario.distribution, scenario.adapters, rng)
-    jobs: list[FinetuneArrival] = []
-    for burst in range(math.ceil(scenario.window[1] / scenario.finetune_period)):
+    names, index = scenario.adapter_names, itertools.count()
+    for burst in range(_burst_count(scenario)):
         batches: dict[int, list[dict[str, Any]]] = {}
         for _ in range(rng.randint(1, scenario.finetune_rows)):
             batches.setdefault(next(adapter), []).append(rng.choice(rows))
-        jobs += [
-            FinetuneArrival(
-                at=burst * scenario.finetune_period,
-                index=len(jobs) + i,
-                adapter=scenario.adapter_names[chosen],
-                rows=tuple(batch),
-            )
-            for i, (chosen, batch) in enumerate(batches.items())
-        ]
-    return jobs
+        for chosen, batch in batches.items():
+            at = burst * scenario.finetune_period
+            yield FinetuneArrival(at=at, index=next(index), adapter=names[chosen], rows=tuple(batch))
 
 
-def _jobs(scenario: Scenario, rows: Sequence[dict[str, Any]]) -> list[FinetuneArrival]:
+def _jobs(scenario: Scenario, rows: Sequence[dict[str, Any]]) -> Iterator[FinetuneArrival]:
     """`finetune_jobs` jobs at the start, the adapters in turn."""
     rng = random.Random(f"{scenario.seed}/finetune")
     names = scenario.adapter_names
-    return [
-        FinetuneArrival(
-            at=0.0,
-            index=i,
-            adapter=names[i % len(names)],
-            rows=tuple(rng.choice(rows) for _ in range(scenario.finetune_rows)),
-        )
-        for i in range(scenario.finetune_jobs)
-    ]
+    for i in range(scenario.finetune_jobs):
+        chosen = tuple(rng.choice(rows) for _ in range(scenario.finetune_rows))
+        yield FinetuneArrival(at=0.0, index=i, adapter=names[i % len(names)], rows=chosen)

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import aclosing
+from typing import Any
 
 from coserve.client import AsyncClient, AsyncJobHandle, RetryPolicy
-from coserve.errors import AdapterBusy, AdapterNotFound, CoserveError, InvalidRequest
+from coserve.errors import (
+    AdapterBusy,
+    AdapterNotFound,
+    CoserveError,
+    InvalidRequest,
+    JobNotFound,
+    Unreachable,
+    WrongJobState,
+)
+from coserve.names import NAME_RULE, is_adapter_ref
 from coserve.schemas import JobEvent
 from coserve.types import LoraSettings, TrainingSettings
 from coserve.workloads.gauges import Snapshot, read_snapshot
@@ -19,6 +29,8 @@ from coserve.workloads.trace import FinetuneArrival, PromptArrival
 NO_RETRIES = RetryPolicy(attempts=1)
 """For the client of a replay: a refusal is a result, and retries would change the load."""
 DELETE_ATTEMPTS = 6
+SUBMISSION_WAIT = 30.0
+"""Seconds that `clean_up` waits for the answers to submissions under way."""
 PREPARED_AT_ONCE = 64
 """Adapters that are made at a time: the daemon's queue of jobs is bounded."""
 SEED_ROW = {"text": "A first row, so that the adapter exists."}
@@ -32,11 +44,28 @@ class DaemonTarget:
     """
 
     def __init__(
-        self, client: AsyncClient, scenario: Scenario, *, prefix: str = "", completions: OpenAITarget | None = None
+        self,
+        client: AsyncClient,
+        scenario: Scenario,
+        *,
+        prefix: str = "",
+        completions: OpenAITarget | None = None,
+        prepared_at_once: int = PREPARED_AT_ONCE,
+        submission_wait: float = SUBMISSION_WAIT,
     ) -> None:
+        self._prepared_at_once, self._submission_wait = prepared_at_once, submission_wait
         self._client, self._scenario, self._prefix, self._completions = client, scenario, prefix, completions
         self._jobs: dict[str, AsyncJobHandle] = {}
         self._touched: set[str] = set()
+        self._submissions: dict[asyncio.Task[AsyncJobHandle], str] = {}
+        """Those under way, with the adapter's name. A caller that is cancelled leaves its submission to `clean_up`."""
+        self._unsure: set[str] = set()
+        """Adapters of jobs that the daemon may still have."""
+
+    @property
+    def made(self) -> list[str]:
+        """The adapters that `prepare` created or began to create, by name."""
+        return sorted(self._touched)
 
     def served_name(self, adapter: str) -> str:
         """The adapter's name on the daemon."""
@@ -45,17 +74,27 @@ class DaemonTarget:
     async def prepare(self, names: Iterable[str] = ()) -> int:
         """Create the scenario's adapters, and those of other `names`, that the daemon lacks; returns how many.
 
-        Raises `CoserveError` leaves of the client, and `InvalidRequest` for an existing adapter of another rank.
+        Raises `CoserveError` leaves of the client, and `InvalidRequest` for an existing adapter of another rank or a name that, with the
+        prefix, none can have.
         """
         ranks = {name: self._scenario.rank_of(i) for i, name in enumerate(self._scenario.adapter_names)}
         ranks |= {name: self._scenario.rank_of(i) for i, name in enumerate(names) if name not in ranks}
-        limit = asyncio.Semaphore(PREPARED_AT_ONCE)
+        for name in map(self.served_name, ranks):
+            if not is_adapter_ref(name):
+                raise InvalidRequest(f"expected {NAME_RULE}, got {name[:80]!r}", field="prefix")
+        limit = asyncio.Semaphore(self._prepared_at_once)
 
         async def ensure(name: str, rank: int) -> bool:
             async with limit:
                 return await self._ensure(self.served_name(name), rank)
 
-        return sum(await asyncio.gather(*(ensure(name, rank) for name, rank in ranks.items())))
+        tasks = [asyncio.ensure_future(ensure(name, rank)) for name, rank in ranks.items()]
+        try:
+            return sum(await asyncio.gather(*tasks))
+        finally:  # after a failure the others end too: none may be made during `clean_up`
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _ensure(self, name: str, rank: int) -> bool:
         try:
@@ -63,8 +102,8 @@ class DaemonTarget:
         except AdapterNotFound:
             settings = LoraSettings(r=rank, targets=self._scenario.targets or None)
             self._touched.add(name)
-            job = await self._client.finetune(name, [SEED_ROW], lora=settings, training=TrainingSettings(steps=1))
-            self._jobs[job.id] = job
+            training = TrainingSettings(steps=1)
+            job = await self._submitted(name, self._client.finetune(name, [SEED_ROW], lora=settings, training=training))
             await job.wait(progress=False)
             return True
         if adapter.rank != rank:
@@ -96,9 +135,23 @@ class DaemonTarget:
         return read_snapshot(await self._client.metrics(), at)
 
     async def submit(self, arrival: FinetuneArrival) -> str:
-        job = await self.start(arrival)
-        self._jobs[job.id] = job
-        return job.id
+        return (await self._submitted(self.served_name(arrival.adapter), self.start(arrival))).id
+
+    async def _submitted(self, name: str, submission: Coroutine[Any, Any, AsyncJobHandle]) -> AsyncJobHandle:
+        """The job of a submission, which goes on if the caller is cancelled: the daemon may have accepted it already."""
+        task = asyncio.ensure_future(submission)
+        self._submissions[task] = name
+        task.add_done_callback(self._answered)
+        return await asyncio.shield(task)
+
+    def _answered(self, task: asyncio.Task[AsyncJobHandle]) -> None:
+        name = self._submissions.pop(task)
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or (isinstance(error, Unreachable) and error.sent):
+            self._unsure.add(name)
+        elif error is None:
+            job = task.result()
+            self._jobs[job.id] = job
 
     async def start(self, arrival: FinetuneArrival) -> AsyncJobHandle:
         """Submit the job of an arrival."""
@@ -122,16 +175,25 @@ class DaemonTarget:
 
     async def clean_up(self) -> list[str]:
         """Cancel this target's running jobs and delete the adapters that `prepare` created; returns the names of those that
-        could not be deleted.
+        could not be deleted, or whose job may still run.
         """
+        if self._submissions:
+            _, late = await asyncio.wait(set(self._submissions), timeout=self._submission_wait)
+            for submission in late:
+                submission.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
         await asyncio.gather(*(self._end(job) for job in self._jobs.values()))
-        names = sorted(self._touched)
-        gone = await asyncio.gather(*(self._delete(name) for name in names))
-        return [name for name, deleted in zip(names, gone, strict=True) if not deleted]
+        gone = await asyncio.gather(*(self._delete(name) for name in self.made))
+        kept = {name for name, deleted in zip(self.made, gone, strict=True) if not deleted}
+        return sorted(kept | (self._unsure & self._touched))
 
     async def _end(self, job: AsyncJobHandle) -> None:
-        with suppress(CoserveError):  # mostly: it has ended
-            await job.cancel()
+        try:
+            ended = (await job.cancel()).state.terminal
+        except CoserveError as error:
+            ended = isinstance(error, WrongJobState | JobNotFound)
+        if not ended:
+            self._unsure.add(job.info.adapter)
 
     async def _delete(self, name: str) -> bool:
         for attempt in range(DELETE_ATTEMPTS):

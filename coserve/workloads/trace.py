@@ -8,46 +8,55 @@ arrival, ordered by `at`, the seconds after the start:
     {"type":"finetune","at":20.0,"index":0,"adapter":"load-03","rows":[{"text":"..."}]}
 
 `prompt` is a text or token ids; `adapter` null is the base; an answer has exactly `max_tokens` tokens. A prompt may have a
-`slo_class`, "interactive" or "batch".
+`slo_class`, "interactive" or "batch". A value that no server can take is refused when the trace is read.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from coserve.errors import InvalidRequest, MalformedRow
+from coserve.limits import MAX_ROWS, Seed, TokenId
+from coserve.names import AdapterName, AdapterRefText
 from coserve.types import SloClass, Wire
-from coserve.workloads.formats.lines import read_lines
+from coserve.validation import explain
+from coserve.workloads.bounds import MAX_SECONDS
+from coserve.workloads.formats.lines import MAX_TOKENS, naming, read_lines
 from coserve.workloads.scenario import Scenario
 
 T = TypeVar("T")
 VERSION = 1
+Time = Annotated[float, Meta(ge=0, le=2 * MAX_SECONDS)]
+"""Of a lead and a window."""
 
 
 class PromptArrival(Wire, frozen=True, tag="prompt", omit_defaults=True):
     """A generation request that comes at `at`."""
 
-    at: float
+    at: Time
     index: int
-    adapter: str | None
-    prompt: str | tuple[int, ...]
-    max_tokens: int
-    seed: int
+    adapter: AdapterRefText | None
+    prompt: Annotated[str, Meta(min_length=1)] | Annotated[tuple[TokenId, ...], Meta(min_length=1)]
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    seed: Seed
     slo_class: SloClass | None = None
 
 
 class FinetuneArrival(Wire, frozen=True, tag="finetune"):
     """A fine-tuning job that comes at `at`."""
 
-    at: float
+    at: Time
     index: int
-    adapter: str
-    rows: tuple[dict[str, Any], ...]
+    adapter: AdapterName
+    rows: Annotated[tuple[dict[str, Any], ...], Meta(min_length=1, max_length=MAX_ROWS)]
 
 
 Arrival = PromptArrival | FinetuneArrival
@@ -56,6 +65,9 @@ Arrival = PromptArrival | FinetuneArrival
 class _Header(Wire, frozen=True, tag="workload"):
     version: int
     scenario: Scenario
+
+
+_RAW = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 @dataclass(frozen=True)
@@ -106,10 +118,14 @@ def count(trace: Trace) -> Totals:
 
 
 def save_trace(trace: Trace, path: Path) -> None:
-    """Raises `InvalidRequest` where nothing can be written."""
+    """The file is complete or not there: what was at `path` is replaced at the end, and stays after a failure. So `path` may be the
+    file that `trace` is read from.
+
+    Raises `InvalidRequest` where nothing can be written, and what reading the trace raises.
+    """
     encode = msgspec.json.Encoder().encode
     try:
-        with path.open("wb") as file:
+        with _replacing(path) as file:
             file.write(encode(_Header(version=VERSION, scenario=trace.scenario)) + b"\n")
             for arrival in trace.arrivals:
                 file.write(encode(arrival) + b"\n")
@@ -117,24 +133,50 @@ def save_trace(trace: Trace, path: Path) -> None:
         raise InvalidRequest(f"cannot write the trace to {str(path)!r}: {error.strerror}", field="save") from error
 
 
+@contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file beside `path` that takes its place once it is complete. A pipe or a device is written to as it is."""
+    target = path.resolve()
+    if target.exists() and not target.is_file():
+        with target.open("wb") as file:
+            yield file
+        return
+    beside = target.with_name(f".coserve-{secrets.token_hex(8)}.tmp")
+    try:
+        with beside.open("xb") as file:
+            yield file
+        beside.replace(target)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
 def load_trace(path: Path) -> Trace:
     """A trace whose arrivals are read from the file when they are iterated.
 
-    Raises `MalformedRow` (with the line) for a wrong first line, and so does the iteration for any other line that `save_trace`
-    does not write; `InvalidRequest` for no file.
+    Raises `MalformedRow` (with the file and the line) for a wrong first line, and so does the iteration for any other line that
+    `save_trace` does not write; `InvalidRequest` for no file.
     """
-    _, first = next(read_lines(path), (1, b""))
-    if not first:
-        raise MalformedRow("expected a workload, got an empty file", line=1)
-    header = _decode(first, msgspec.json.Decoder(dict[str, msgspec.Raw]), 1)
-    _refuse_unknown_settings(header)
-    scenario = _decode(first, msgspec.json.Decoder(_Header), 1).scenario
+    with naming(path):
+        _, first = next(read_lines(path), (1, b""))
+        if not first:
+            raise MalformedRow("expected a workload, got an empty file", line=1)
+        header = _decode(first, _RAW, 1)
+        _refuse_unknown_version(header)
+        _refuse_unknown_settings(header)
+        scenario = _decode(first, msgspec.json.Decoder(_Header), 1).scenario
     return Trace(scenario=scenario, arrivals=Repeatable(lambda: _arrivals(path)))
+
+
+def _refuse_unknown_version(header: dict[str, msgspec.Raw]) -> None:
+    found = bytes(header.get("version", b"1")).decode(errors="replace")
+    if found != str(VERSION):
+        raise MalformedRow(f"expected a workload of version {VERSION}, got version {found[:40]}", line=1)
 
 
 def _refuse_unknown_settings(header: dict[str, msgspec.Raw]) -> None:
     known = {f.name for f in fields(Scenario)}
-    for name in _decode(bytes(header.get("scenario", b"{}")), msgspec.json.Decoder(dict[str, msgspec.Raw]), 1):
+    for name in _decode(bytes(header.get("scenario", b"{}")), _RAW, 1):
         if name not in known:
             raise MalformedRow(f"expected settings of a workload, got {name!r}", line=1)
 
@@ -142,20 +184,23 @@ def _refuse_unknown_settings(header: dict[str, msgspec.Raw]) -> None:
 def _arrivals(path: Path) -> Iterator[Arrival]:
     decoder: msgspec.json.Decoder[Arrival] = msgspec.json.Decoder(Arrival)
     before = 0.0
-    for number, line in read_lines(path):
-        if number == 1:
-            continue
-        arrival = _decode(line, decoder, number)
-        if arrival.at < before:
-            raise MalformedRow(f"expected arrivals in order of time, got {arrival.at} after {before}", line=number)
-        before = arrival.at
-        yield arrival
+    with naming(path):
+        for number, line in read_lines(path):
+            if number == 1:
+                continue
+            arrival = _decode(line, decoder, number)
+            if arrival.at < before:
+                raise MalformedRow(f"expected arrivals in order of time, got {arrival.at} after {before}", line=number)
+            before = arrival.at
+            yield arrival
 
 
 def _decode(line: bytes, decoder: msgspec.json.Decoder[T], number: int) -> T:
     try:
         return decoder.decode(line)
-    except msgspec.MsgspecError as error:
+    except msgspec.ValidationError as error:
+        raise MalformedRow(str(explain(error, msgspec.json.decode(line), PromptArrival)), line=number) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise MalformedRow(str(error), line=number) from error
     except InvalidRequest as error:  # a scenario that cannot be
         raise MalformedRow(str(error), line=number) from error

@@ -18,7 +18,7 @@ TRAINING = ("row_tokens", "steps", "epochs", "batch_tokens", "learning_rate", "c
 JOBS = ("finetune_period", "finetune_jobs", *TRAINING)
 
 
-class _Rule(NamedTuple):
+class Rule(NamedTuple):
     """The settings `names` have an effect only if `met`; `needs` says what they need."""
 
     names: tuple[str, ...]
@@ -26,10 +26,15 @@ class _Rule(NamedTuple):
     needs: str
 
 
+def all_rules(scenario: Scenario, trace: TraceFormat | None) -> list[Rule]:
+    """Of every setting that depends on others."""
+    rules = [*_arrival_rules(scenario, trace), *_content_rules(scenario, trace)]
+    return [*rules, *_job_rules(scenario), *_class_rules(scenario)]
+
+
 def unused_settings(given: Iterable[str], scenario: Scenario, trace: TraceFormat | None) -> dict[str, str]:
     """The settings among `given` that change nothing, each with what it needs. `trace`: the format of the scenario's trace file."""
-    rules = [*_arrival_rules(scenario, trace), *_content_rules(scenario, trace), *_job_rules(scenario)]
-    rules += _class_rules(scenario)
+    rules = all_rules(scenario, trace)
     found: dict[str, str] = {}
     for name in given:
         needs = [rule.needs for rule in rules if name in rule.names and not rule.met]
@@ -38,61 +43,57 @@ def unused_settings(given: Iterable[str], scenario: Scenario, trace: TraceFormat
     return found
 
 
-def _arrival_rules(s: Scenario, trace: TraceFormat | None) -> list[_Rule]:
+def _arrival_rules(s: Scenario, trace: TraceFormat | None) -> list[Rule]:
     recorded = trace in (TraceFormat.BURSTGPT, TraceFormat.MOONCAKE)
     falling = s.popularity in (Shape.POWER_LAW, Shape.SKEWED)
     return [
-        _Rule(TIMES, not recorded, "requests come at the trace's times"),
-        _Rule(("cv",), s.process is Process.GAMMA, "it needs --process gamma"),
-        _Rule(("on_seconds", "off_seconds", "off_rate"), s.pattern is Pattern.ON_OFF, "it needs --pattern on_off"),
-        _Rule(("ramp_rate",), s.pattern is Pattern.RAMP, "it needs --pattern ramp"),
-        _Rule(ADAPTERS, s.adapters > 0, "it needs --adapters above 0"),
-        _Rule(("exponent",), falling, "it needs --popularity power_law or skewed"),
-        _Rule(("trace_format",), trace is not None, "it needs --trace"),
-        _Rule(
-            ("trace_start", "trace_speed", "trace_rate"), recorded, "it needs a BurstGPT or Mooncake file as --trace"
-        ),
-        _Rule(("trace_model",), trace is TraceFormat.BURSTGPT, "it needs a BurstGPT file as --trace"),
+        Rule(TIMES, not recorded, "requests come at the trace's times"),
+        Rule(("cv",), s.process is Process.GAMMA, "it needs --process gamma"),
+        Rule(("on_seconds", "off_seconds", "off_rate"), s.pattern is Pattern.ON_OFF, "it needs --pattern on_off"),
+        Rule(("ramp_rate",), s.pattern is Pattern.RAMP, "it needs --pattern ramp"),
+        Rule(ADAPTERS, s.adapters > 0, "it needs --adapters above 0"),
+        Rule(("exponent",), falling, "it needs --popularity power_law or skewed"),
+        Rule(("trace_format",), trace is not None, "it needs --trace"),
+        Rule(("trace_start", "trace_speed", "trace_rate"), recorded, "it needs a BurstGPT or Mooncake file as --trace"),
+        Rule(("trace_model",), trace is TraceFormat.BURSTGPT, "it needs a BurstGPT file as --trace"),
     ]
 
 
-def _content_rules(s: Scenario, trace: TraceFormat | None) -> list[_Rule]:
+def _content_rules(s: Scenario, trace: TraceFormat | None) -> list[Rule]:
     recorded = trace in (TraceFormat.BURSTGPT, TraceFormat.MOONCAKE)
     conversations = s.prompts is not None or trace is TraceFormat.SHAREGPT
     drawn = not recorded and not conversations
     made = s.prompt_lengths is not Lengths.TEXTS
     shapes = (s.prompt_lengths, s.output_lengths)
     return [
-        _Rule(PROMPTS, drawn, "prompts have the lengths of the file"),
-        _Rule(PROMPTS[1:], made, "it needs --prompt-lengths uniform or lognormal"),
-        _Rule(("median_prompt_tokens",), s.prompt_lengths is Lengths.LOGNORMAL, "it needs --prompt-lengths lognormal"),
-        _Rule(OUTPUTS, drawn, "answers have the lengths of the file"),
-        _Rule(("median_tokens",), s.output_lengths is Lengths.LOGNORMAL, "it needs --output-lengths lognormal"),
-        _Rule(
-            ("length_sigma",), Lengths.LOGNORMAL in shapes, "it needs --prompt-lengths or --output-lengths lognormal"
-        ),
-        _Rule(("vocab",), not conversations and (recorded or made), "it needs --prompt-lengths uniform or lognormal"),
-        _Rule(("max_total_tokens", "tokenizer"), conversations, "it needs a ShareGPT file as --prompts or --trace"),
+        Rule(PROMPTS, drawn, "prompts have the lengths of the file"),
+        Rule(PROMPTS[1:], made, "it needs --prompt-lengths uniform or lognormal"),
+        Rule(("median_prompt_tokens",), s.prompt_lengths is Lengths.LOGNORMAL, "it needs --prompt-lengths lognormal"),
+        Rule(OUTPUTS, drawn, "answers have the lengths of the file"),
+        Rule(("median_tokens",), s.output_lengths is Lengths.LOGNORMAL, "it needs --output-lengths lognormal"),
+        Rule(("length_sigma",), Lengths.LOGNORMAL in shapes, "it needs --prompt-lengths or --output-lengths lognormal"),
+        Rule(("vocab",), not conversations and (recorded or made), "it needs --prompt-lengths uniform or lognormal"),
+        Rule(("max_total_tokens", "tokenizer"), conversations, "it needs a ShareGPT file as --prompts or --trace"),
     ]
 
 
-def _job_rules(s: Scenario) -> list[_Rule]:
+def _job_rules(s: Scenario) -> list[Rule]:
     off = s.finetune is Finetuning.OFF
     rows = s.finetune_rows > 0
     return [
-        _Rule(("finetune",), s.adapters > 0 or off, "it needs --adapters above 0"),
-        _Rule(("finetune_rows", *JOBS), s.adapters > 0 or not rows, "it needs --adapters above 0"),
-        _Rule(("finetune_rows",), not off or not rows, "it needs --finetune bursts or always"),
-        _Rule(JOBS, not off, "it needs --finetune bursts or always"),
-        _Rule(JOBS, rows, "it needs --finetune-rows above 0"),
-        _Rule(("finetune_period",), s.finetune is Finetuning.BURSTS, "it needs --finetune bursts"),
-        _Rule(("finetune_jobs",), s.finetune is Finetuning.ALWAYS, "it needs --finetune always"),
-        _Rule(("epochs",), s.steps is None, f"jobs end after --steps {s.steps}"),
+        Rule(("finetune",), s.adapters > 0 or off, "it needs --adapters above 0"),
+        Rule(("finetune_rows", *JOBS), s.adapters > 0 or not rows, "it needs --adapters above 0"),
+        Rule(("finetune_rows",), not off or not rows, "it needs --finetune bursts or always"),
+        Rule(JOBS, not off, "it needs --finetune bursts or always"),
+        Rule(JOBS, rows, "it needs --finetune-rows above 0"),
+        Rule(("finetune_period",), s.finetune is Finetuning.BURSTS, "it needs --finetune bursts"),
+        Rule(("finetune_jobs",), s.finetune is Finetuning.ALWAYS, "it needs --finetune always"),
+        Rule(("epochs",), s.steps is None, f"jobs end after --steps {s.steps}"),
     ]
 
 
-def _class_rules(s: Scenario) -> list[_Rule]:
+def _class_rules(s: Scenario) -> list[Rule]:
     return [
-        _Rule(("slo_batch_ttft", "slo_batch_tpot"), s.batch_share > 0, "it needs --batch-share above 0"),
-        _Rule(("slo_tpot", "slo_e2e"), s.batch_share < 1, "it needs --batch-share below 1"),
+        Rule(("slo_batch_ttft", "slo_batch_tpot"), s.batch_share > 0, "it needs --batch-share above 0"),
+        Rule(("slo_tpot", "slo_e2e"), s.batch_share < 1, "it needs --batch-share below 1"),
     ]

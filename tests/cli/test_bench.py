@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from coserve.cli.app import run as command_line
+from coserve.cli.bench import run as bench_run
 from coserve.cli.bench.progress import BenchProgress
 from coserve.cli.bench.run import Route, Server, ServerKind, run_bench
 from coserve.errors import MalformedRow
@@ -80,6 +81,30 @@ async def test_ctrl_c_cleans_up(api: Api) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     await nothing_is_left(api)
+
+
+async def test_ctrl_c_while_the_adapters_are_made_cleans_up(api: Api) -> None:
+    """At any time: before, while and after the first jobs are submitted."""
+    for delay in (0.0, 0.01, 0.03, 0.06, 0.1):
+        task = asyncio.create_task(run(api, trace(4, duration=60.0)))
+        await asyncio.sleep(delay)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0.2)
+        await nothing_is_left(api)
+
+
+async def test_adapters_are_named_if_the_clean_up_is_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
+    class Stuck:
+        made = ("bench-a", "bench-b")
+
+        async def clean_up(self) -> list[str]:
+            raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        await bench_run.clean_up(Stuck())  # type: ignore[arg-type]
+    assert "could not delete bench-a, bench-b: " in capsys.readouterr().err
 
 
 async def test_a_failure_cleans_up(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def test_gaps_have_the_mean_and_the_variation_asked_for(process: Process, cv: fl
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["rate", "cv"])
 def test_impossible_processes_are_refused(name: str, value: float) -> None:
-    with pytest.raises(InvalidRequest, match="expected a number above 0") as caught:
+    with pytest.raises(InvalidRequest, match=r"expected at (least|most)") as caught:
         Arrivals(**{name: value})
     assert caught.value.field == f"arrivals.{name}"
 

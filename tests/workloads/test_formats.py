@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import tracemalloc
 from collections import Counter
@@ -72,7 +73,9 @@ def test_sharegpt(tmp_path: Path, layout: Callable[[list[Any]], str]) -> None:
         (read_burstgpt, HEADER + f"5,x,1{'0' * 5000},1,2,y\n", 2, "Request tokens: expected at most 4194304 tokens, got 1000"),
         (read_burstgpt, HEADER + "5,x,1\n", 2, "expected 6 fields, got 3"),
         (read_burstgpt, HEADER + "5,x,1,1,2,y\n4,x,1,1,2,y\n", 3, "expected times in order, got 4 after 5"),
-        (read_burstgpt, HEADER.encode() + b"5,\xff,1,1,2,y\n", 1, "UTF-8"),
+        (read_burstgpt, HEADER.encode() + b"5,x,1,1,2,y\n5,\xff,1,1,2,y\n", 3, "trace, line 3: expected UTF-8"),
+        (read_mooncake, b'{"timestamp": 0, "input_length": 1, "output_length": 1}\n{"\xff": 0}\n', 2, "trace, line 2: "),
+        (read_sharegpt, '[{"conversations": []},\n{"conversations": [{"from": "human", "value": "\\ud800"}, {"from": "gpt", "value": "x"}]}]', 2, "trace, line 2: expected text, got half of a surrogate pair"),
         (read_mooncake, '{"timestamp": 0, "input_length": 1, "output_length": 1}\nnonsense\n', 2, "malformed"),
         (read_mooncake, '{"timestamp": 0, "input_length": "1", "output_length": 1}', 1, "Expected `int`, got `str`"),
         (read_mooncake, '{"timestamp": 0, "input_length": 0, "output_length": 1}', 1, "Expected `int` >= 1"),
@@ -88,7 +91,8 @@ def test_sharegpt(tmp_path: Path, layout: Callable[[list[Any]], str]) -> None:
         (read_sharegpt, '[{"conversations": [', 1, "expected a JSON object"),
         (read_sharegpt, "[] []", 1, "expected nothing after the array"),
         (read_sharegpt, '{"conversations": []}\n"x"', 2, "expected an object"),
-        (read_sharegpt, b'[{"conversations": []},\n\xff]', 1, "expected UTF-8"),
+        (read_sharegpt, b'[{"conversations": []},\n\xff]', 2, "trace, line 2: expected UTF-8"),
+        (read_sharegpt, b"[" + b'{"conversations": []},\n' * 50_000 + b"\xff]", 50_001, "expected UTF-8"),
         (read_sharegpt, "[" * 100_000, 1, "expected an object"),
     ],
 )  # fmt: skip
@@ -141,6 +145,18 @@ def test_an_object_without_an_end_takes_bounded_memory(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_formats_are_told_apart(tmp_path: Path, content: str, found: TraceFormat) -> None:
     assert format_of(write(tmp_path, content)) is found
+    assert format_of(write(tmp_path, codecs.BOM_UTF8 + content.encode())) is found
+
+
+@pytest.mark.parametrize(
+    ("read", "content"),
+    [(read_burstgpt, BURSTGPT), (read_mooncake, MOONCAKE), (read_sharegpt, json.dumps([TALK]))],
+)
+def test_a_byte_order_mark_is_no_part_of_the_file(
+    tmp_path: Path, read: Callable[[Path], Iterator[object]], content: str
+) -> None:
+    marked = list(read(write(tmp_path, codecs.BOM_UTF8 + content.encode())))
+    assert marked == list(read(write(tmp_path, content))) != []
 
 
 def test_a_long_file_of_one_line_is_told_by_its_beginning(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Scenarios become traces; traces survive a file."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from coserve.workloads.openai_target import OpenAITarget
 from coserve.workloads.popularity import Shape
 from coserve.workloads.scenario import Finetuning, Scenario
 from coserve.workloads.synthesis import make_trace
-from coserve.workloads.trace import Trace, count, load_trace, save_trace
+from coserve.workloads.trace import Arrival, Repeatable, Trace, count, load_trace, save_trace
 
 PROMPTS = ["one", "two", "three"]
 ROWS = [{"text": "a row"}, {"prompt": "p", "completion": " c"}]
@@ -167,6 +168,100 @@ def test_a_damaged_trace_is_refused_with_its_line(tmp_path: Path, content: bytes
     with pytest.raises(MalformedRow) as caught:
         list(load_trace(path).arrivals)
     assert caught.value.line == line
+
+
+JOB = b'{"type":"finetune","at":0,"index":0,"adapter":"a","rows":[{"text":"x"}]}\n'
+SOUND = PROMPT % 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (b'"max_tokens":1', b'"max_tokens":0', "max_tokens: expected int >= 1, got 0"),
+        (b'"max_tokens":1', b'"max_tokens":-5', "max_tokens: expected int >= 1"),
+        (b'"max_tokens":1', b'"max_tokens":1000000000', "max_tokens: expected int <= 4194304"),
+        (b'"seed":0', b'"seed":-1', "seed: expected int >= 0"),
+        (b'"seed":0', b'"seed":4611686018427387904', "seed: expected int <= "),
+        (b'"prompt":"x"', b'"prompt":""', "prompt: expected str of length >= 1"),
+        (b'"prompt":"x"', b'"prompt":[]', "prompt: expected array of length >= 1"),
+        (b'"prompt":"x"', b'"prompt":[3,-1]', "prompt[1]: expected int >= 0"),
+        (b'"prompt":"x"', b'"prompt":[2147483648]', "prompt[0]: expected int <= 2147483647"),
+        (b'"prompt":"x"', b'"prompt":"\xff"', "can't decode"),
+        (b'"adapter":null', b'"adapter":"../x"', "adapter: expected a name"),
+        (b'"adapter":null', b'"adapter":""', "adapter: expected a name"),
+        (b'"at":0', b'"at":-1', "at: expected float >= 0"),
+        (b'"at":0', b'"at":1e300', "at: expected float <= "),
+    ],
+)
+def test_a_prompt_that_no_server_can_take_is_refused(tmp_path: Path, before: bytes, after: bytes, message: str) -> None:
+    check_refused(tmp_path, SOUND.replace(before, after), message)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (b'[{"text":"x"}]', b"[]", "rows: expected array of length >= 1"),
+        (b'"adapter":"a"', '"adapter":"\u00fc"'.encode(), "adapter: expected a name"),
+        (b'"adapter":"a"', b'"adapter":"a@2"', "adapter: expected a name"),
+    ],
+)
+def test_a_job_that_no_server_can_take_is_refused(tmp_path: Path, before: bytes, after: bytes, message: str) -> None:
+    check_refused(tmp_path, JOB.replace(before, after), message)
+
+
+def check_refused(folder: Path, line: bytes, message: str) -> None:
+    path = folder / "trace.jsonl"
+    path.write_bytes(HEADER + SOUND + JOB)
+    assert len(list(load_trace(path).arrivals)) == 2
+    path.write_bytes(HEADER + SOUND + line)
+    with pytest.raises(MalformedRow) as caught:
+        list(load_trace(path).arrivals)
+    said = str(caught.value)
+    assert said.startswith("trace.jsonl, line 3: ") and message in said
+    assert str(folder) not in said
+
+
+@pytest.mark.parametrize("version", [b"2", b"0", b'"1"', b" 2 "])
+def test_a_trace_of_another_version_is_refused(tmp_path: Path, version: bytes) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b'{"type":"workload","version":%s,"scenario":{"new_setting":1}}\n' % version)
+    expected = f"trace.jsonl, line 1: expected a workload of version 1, got version {version.decode().strip()}"
+    with pytest.raises(MalformedRow) as caught:
+        load_trace(path)
+    assert str(caught.value) == expected
+
+
+# ---- saving
+
+
+def test_a_trace_is_saved_over_the_file_that_it_is_read_from(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    save_trace(make_trace(Scenario(), PROMPTS, ROWS), path)
+    before = path.read_bytes()
+    save_trace(load_trace(path), path)
+    assert path.read_bytes() == before and [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_a_save_that_fails_leaves_the_earlier_file(tmp_path: Path, failure: BaseException) -> None:
+    def arrivals() -> Iterator[Arrival]:
+        yield from make_trace(Scenario(), PROMPTS, ROWS).arrivals
+        raise failure
+
+    path = tmp_path / "t.jsonl"
+    path.write_text("good")
+    with pytest.raises((KeyboardInterrupt, InvalidRequest)):
+        save_trace(Trace(Scenario(), Repeatable(arrivals)), path)
+    assert path.read_text() == "good" and [*tmp_path.iterdir()] == [path]
+
+
+def test_a_trace_is_saved_through_a_link_and_into_a_device(tmp_path: Path) -> None:
+    trace = Trace(Scenario(), ())
+    (tmp_path / "link").symlink_to(tmp_path / "t.jsonl")
+    save_trace(trace, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and [*load_trace(tmp_path / "t.jsonl").arrivals] == []
+    save_trace(trace, Path("/dev/null"))
+    assert Path("/dev/null").is_char_device()
 
 
 def test_a_trace_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from coserve.options import parse_setting
 from coserve.workloads.presets import PRESETS
 from coserve.workloads.scenario import Scenario, TraceFormat, make_scenario
-from coserve.workloads.unused import unused_settings
+from coserve.workloads.unused import all_rules, unused_settings
 
 ALWAYS = {"preset", "seed", "duration", "lead", "temperature", "batch_share", "slo_ttft", "slos", "trace", "prompts"}
 """Settings that always have an effect."""
@@ -104,11 +104,7 @@ def test_presets_have_no_setting_without_effect(name: str) -> None:
 
 def test_every_setting_is_known() -> None:
     """A new setting is in a rule, or in `ALWAYS`."""
-    from coserve.workloads import unused as module
-
-    s, formats = Scenario(), (None, *TraceFormat)
-    rules = [rule for trace in formats for rule in (*module._arrival_rules(s, trace), *module._content_rules(s, trace))]
-    rules += [*module._job_rules(s), *module._class_rules(s)]
-    ruled = {name for rule in rules for name in rule.names}
+    formats = (None, *TraceFormat)
+    ruled = {name for trace in formats for rule in all_rules(Scenario(), trace) for name in rule.names}
     assert {f.name for f in fields(Scenario)} == ruled | ALWAYS | {"adapters"}
     assert not ruled & ALWAYS

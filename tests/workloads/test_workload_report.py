@@ -145,7 +145,7 @@ class Parts(HTMLParser):
 def test_the_page_asks_for_nothing_else(tmp_path: Path) -> None:
     run = msgspec.structs.replace(
         FULL,
-        scenario=Scenario(preset="ets-5.1", adapter_prefix="<script src=//evil>", slo_ttft=1.0),
+        scenario=Scenario(preset="ets-5.1", trace_model="<script src=//evil>", slo_ttft=1.0),
         snapshots=(Snapshot(at=0.0, waiting=1.0, running=2.0, cache=0.1, memory={"peak": 2.0**30}), Snapshot(at=1.0)),
     )
     *_, html = write_report(tmp_path, run, summarise(run), "vLLM <1>")

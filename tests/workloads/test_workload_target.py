@@ -2,12 +2,13 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Awaitable
 
 import msgspec
 import pytest
 
 from coserve.client import AsyncClient, MockTransport, Request, Response
-from coserve.errors import InvalidRequest, QueueFull
+from coserve.errors import InvalidRequest, QueueFull, Unreachable
 from coserve.schemas import Adapter, ErrorBody, ErrorInfo, GenerateChunk, Job, JobEvent
 from coserve.step_metrics import StepMetrics
 from coserve.types import JobState, LoraSettings, TrainingSettings
@@ -195,3 +196,87 @@ def test_what_keeps_the_adapters_from_being_made_is_raised_as_it_is() -> None:
 def test_an_adapter_of_another_rank_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="expected load-00 to be of rank 4, got 8"):
         play(FakeDaemon({"load-00": 8}))
+
+
+# ---- interrupted while the adapters are made
+
+
+class SlowDaemon(FakeDaemon):
+    """Holds each answer to `POST /finetune` until `answer` is set. A job is there from then on, and publishes unless cancelled."""
+
+    def __init__(self, *, refused: str = "", broken: bool = False) -> None:
+        super().__init__({})
+        self.asked, self.answer = asyncio.Event(), asyncio.Event()
+        self.refused, self.broken = refused, broken
+        self.cancelled: set[str] = set()
+
+    def __call__(self, request: Request) -> Response | Awaitable[Response]:  # type: ignore[override]
+        match request.method, request.path.strip("/").split("/"):
+            case "POST", ["finetune"]:
+                return self.held(request)
+            case "POST", ["finetune", id, "cancel"]:
+                self.cancelled.add(id)
+                return json(job(id, self.adapters[id], JobState.CANCELLED))
+            case "DELETE", ["adapters", name]:
+                return json(ErrorBody(error=ErrorInfo(code="adapter_not_found", message=name)), 404)
+        return super().__call__(request)
+
+    async def held(self, request: Request) -> Response:
+        self.asked.set()
+        assert isinstance(request.body, bytes)
+        if self.refused and self.refused in msgspec.json.decode(request.body)["adapter"]:
+            return json(ErrorBody(error=ErrorInfo(code="queue_full", message="full")), 429)
+        await self.answer.wait()
+        if self.broken:
+            raise Unreachable("the connection broke", sent=True)
+        return self.finetune(request)
+
+
+async def interrupted(daemon: SlowDaemon, *, answered: bool = True) -> list[str]:
+    """Cancel `prepare` while its submissions are under way; what `clean_up` could not delete."""
+    async with AsyncClient(transport=MockTransport(daemon), retry=NO_RETRIES) as client:
+        target = DaemonTarget(client, SCENARIO, prefix="bench-", submission_wait=5.0 if answered else 0.05)
+        preparing = asyncio.create_task(target.prepare())
+        await daemon.asked.wait()
+        await asyncio.sleep(0.01)
+        preparing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await preparing
+        if answered:
+            asyncio.get_running_loop().call_later(0.05, daemon.answer.set)
+        kept = await target.clean_up()
+        daemon.answer.set()
+        await asyncio.sleep(0.01)
+        return kept
+
+
+async def test_jobs_submitted_as_the_run_is_interrupted_are_cancelled() -> None:
+    daemon = SlowDaemon()
+    assert await interrupted(daemon) == []
+    assert set(daemon.adapters.values()) == {"bench-load-00", "bench-load-01"}
+    assert daemon.cancelled == set(daemon.adapters)
+
+
+async def test_adapters_of_jobs_that_may_be_there_are_named() -> None:
+    names = ["bench-load-00", "bench-load-01"]
+    assert await interrupted(SlowDaemon(broken=True)) == names
+    assert await interrupted(SlowDaemon(), answered=False) == names
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+async def test_after_a_refusal_no_other_adapter_is_left(at_once: int) -> None:
+    daemon = SlowDaemon(refused="load-00")
+    async with AsyncClient(transport=MockTransport(daemon), retry=NO_RETRIES) as client:
+        target = DaemonTarget(client, SCENARIO, prefix="bench-", prepared_at_once=at_once)
+        with pytest.raises(QueueFull):
+            await target.prepare()
+        asyncio.get_running_loop().call_later(0.05, daemon.answer.set)
+        assert await target.clean_up() == []
+        await asyncio.sleep(0.1)
+    assert daemon.cancelled == set(daemon.adapters)
+
+
+async def test_a_name_that_no_adapter_can_have_is_refused() -> None:
+    async with AsyncClient(transport=MockTransport(FakeDaemon({})), retry=NO_RETRIES) as client:
+        with pytest.raises(InvalidRequest, match=r"prefix: expected a name of .*, got 'ü/load-00'"):
+            await DaemonTarget(client, SCENARIO, prefix="ü/").prepare()

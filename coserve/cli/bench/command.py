@@ -18,7 +18,7 @@ from coserve.cli.failures import FAILED, usage_errors
 from coserve.cli.settings_help import SettingsCommand
 from coserve.cli.settings_options import settings_command
 from coserve.errors import MalformedRow
-from coserve.workloads.opening import check_requests, open_workload
+from coserve.workloads.opening import check_requests, check_save, open_workload
 from coserve.workloads.replay import ReplayResult, Rest
 from coserve.workloads.report.conditions import Condition, parse_condition
 from coserve.workloads.report.files import check_folder, write_report
@@ -87,13 +87,14 @@ def _bench(
     """
     if not run and save is None:
         raise typer.BadParameter("--no-run needs --save")
-    with usage_errors():
+    with usage_errors(), usage_errors(MalformedRow):
         conditions = [parse_condition(text) for text in fail_under or ()]
         check_options(run=run, conditions=bool(conditions), server=server, route=route, model=model, rest=rest)
         settings = given_settings(given, workload)
         trace = open_workload(settings)
         check_settings(settings, given, workload)
-    with usage_errors(), usage_errors(MalformedRow):
+        if save is not None:
+            check_save(save, settings)
         check_requests(trace, settings)
     if run:
         check_folder(report)

@@ -128,7 +128,7 @@ async def _on_coserve(trace: Trace, totals: Totals, rest: Rest, server: Server) 
                 return await _replay(trace, target, target.probe, rest, server, progress)
         finally:
             if rest is not Rest.LEAVE:
-                await _clean_up(target)
+                await clean_up(target)
 
 
 def _completions(trace: Trace, server: Server, prefix: str, model: str) -> OpenAITarget:
@@ -149,8 +149,11 @@ async def _replay(
     )
 
 
-async def _clean_up(target: DaemonTarget) -> None:
+async def clean_up(target: DaemonTarget) -> None:
     print("deleting the adapters of this run", file=sys.stderr)
-    kept = await target.clean_up()
-    if kept:
-        print(f"could not delete {', '.join(kept)}: coserve adapters delete NAME", file=sys.stderr)
+    kept = target.made
+    try:
+        kept = await target.clean_up()
+    finally:  # also after another Ctrl-C
+        if kept:
+            print(f"could not delete {', '.join(kept)}: coserve adapters delete NAME", file=sys.stderr)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from coserve.errors import MalformedRow
-from coserve.workloads.formats.lines import MAX_TOKENS, Recorded, check_order, unreadable
+from coserve.workloads.formats.lines import MAX_TOKENS, Recorded, check_order, naming, not_utf8, unreadable
 
 TIME, MODEL, PROMPT, OUTPUT = "Timestamp", "Model", "Request tokens", "Response tokens"
 
@@ -22,12 +22,14 @@ TIME, MODEL, PROMPT, OUTPUT = "Timestamp", "Model", "Request tokens", "Response 
 def read_burstgpt(path: Path, model: str | None = None) -> Iterator[Recorded]:
     """The requests of `model` (None: of all models). Raises `MalformedRow` with the line, `InvalidRequest` for no file."""
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with naming(path), path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file)
             try:
                 yield from _rows(reader, model)
-            except (csv.Error, UnicodeDecodeError) as error:
-                raise MalformedRow(f"expected CSV in UTF-8, got {error}", line=reader.line_num + 1) from error
+            except csv.Error as error:
+                raise MalformedRow(f"expected CSV, got {error}", line=reader.line_num + 1) from error
+            except UnicodeDecodeError as error:
+                raise not_utf8(path, error) from error
     except OSError as error:
         raise unreadable(error) from error
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from coserve.errors import MalformedRow
-from coserve.workloads.formats.lines import unreadable
+from coserve.workloads.formats.lines import naming, not_utf8, unreadable
 
 CHUNK = 1 << 18
 MAX_OBJECT = 1 << 24
@@ -26,14 +26,12 @@ def read_objects(
     Raises `MalformedRow` (with the line) for anything but objects, `InvalidRequest` for no file.
     """
     try:
-        with path.open(encoding="utf-8") as file:
+        with naming(path), path.open(encoding="utf-8-sig") as file:
             reader = _Reader(file, chunk, max_object)
             try:
                 yield from reader.objects()
             except UnicodeDecodeError as error:
-                raise MalformedRow(
-                    f"expected UTF-8, got {error.reason}", line=reader.line_at(reader.position)
-                ) from error
+                raise not_utf8(path, error) from error
     except OSError as error:
         raise unreadable(error) from error
 

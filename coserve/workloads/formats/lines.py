@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +30,8 @@ class Recorded(NamedTuple):
 def read_lines(path: Path, max_line: int = MAX_LINE) -> Iterator[tuple[int, bytes]]:
     """Numbers, from 1, and contents of the lines that are not blank, without their ends.
 
-    Raises `InvalidRequest` for no file, `MalformedRow` for a line of more than `max_line` bytes.
+    A byte order mark at the beginning is left out. Raises `InvalidRequest` for no file, `MalformedRow` for a line of more than
+    `max_line` bytes.
     """
     try:
         with path.open("rb") as file:
@@ -37,10 +40,38 @@ def read_lines(path: Path, max_line: int = MAX_LINE) -> Iterator[tuple[int, byte
                 number += 1
                 if len(line) == max_line and not line.endswith(b"\n"):
                     raise MalformedRow(f"expected at most {max_line} bytes, got more", line=number)
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 if line.strip():
                     yield number, line.rstrip(b"\r\n")
     except OSError as error:
         raise unreadable(error) from error
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Put the file's name, without its folder, into each `MalformedRow`."""
+    try:
+        yield
+    except MalformedRow as error:
+        where = f"{path.name}, " if error.line is not None else f"{path.name}: "
+        named = MalformedRow(where + error.message)
+        named.line = error.line
+        raise named from error
+
+
+def not_utf8(path: Path, error: UnicodeDecodeError) -> MalformedRow:
+    """The error for a file with bytes that are no UTF-8, with the line of the first: a reader of text is ahead of what it returned."""
+    decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 18):
+            try:
+                decoder.decode(chunk)
+            except UnicodeDecodeError as found:
+                line += found.object.count(b"\n", 0, found.start)
+                break
+            line += chunk.count(b"\n")
+    return MalformedRow(f"expected UTF-8, got {error.reason}", line=line)
 
 
 def unreadable(error: OSError) -> InvalidRequest:

@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 
 from coserve.errors import MalformedRow
-from coserve.workloads.formats.lines import MAX_TOKENS, Recorded, check_order, read_lines
+from coserve.workloads.formats.lines import MAX_TOKENS, Recorded, check_order, naming, read_lines
 
 _Tokens = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 
@@ -29,12 +29,13 @@ class _Line(msgspec.Struct):
 def read_mooncake(path: Path) -> Iterator[Recorded]:
     """Raises `MalformedRow` with the line, `InvalidRequest` for no file."""
     decoder, before = msgspec.json.Decoder(_Line), 0.0
-    for number, line in read_lines(path):
-        try:
-            found = decoder.decode(line)
-        except msgspec.MsgspecError as error:
-            raise MalformedRow(str(error), line=number) from error
-        at = found.timestamp / 1000
-        check_order(at, before, number)
-        before = at
-        yield Recorded(at, found.input_length, found.output_length, found.hash_ids)
+    with naming(path):
+        for number, line in read_lines(path):
+            try:
+                found = decoder.decode(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                raise MalformedRow(str(error), line=number) from error
+            at = found.timestamp / 1000
+            check_order(at, before, number)
+            before = at
+            yield Recorded(at, found.input_length, found.output_length, found.hash_ids)

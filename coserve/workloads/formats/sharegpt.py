@@ -16,6 +16,7 @@ import msgspec
 
 from coserve.errors import MalformedRow
 from coserve.workloads.formats.json_stream import read_objects
+from coserve.workloads.formats.lines import naming
 
 HUMANS, MODELS = ("human", "user"), ("gpt", "assistant", "chatgpt")
 
@@ -35,9 +36,10 @@ class _Record(msgspec.Struct):
 
 
 def read_sharegpt(path: Path) -> Iterator[Conversation]:
-    """Raises `MalformedRow` with the line at which a conversation begins, `InvalidRequest` for no file."""
+    """Raises `MalformedRow` with the file and the line at which a conversation begins, `InvalidRequest` for no file."""
     for line, content in read_objects(path):
-        turns = _turns(content, line)
+        with naming(path):
+            turns = _turns(content, line)
         if len(turns) > 1 and turns[0].speaker in HUMANS and turns[1].speaker in MODELS:
             prompt, answer = turns[0].value, turns[1].value
             if prompt.strip() and answer.strip():
@@ -46,6 +48,10 @@ def read_sharegpt(path: Path) -> Iterator[Conversation]:
 
 def _turns(content: dict[str, Any], line: int) -> list[_Turn]:
     try:
-        return msgspec.convert(content, _Record).conversations
+        turns = msgspec.convert(content, _Record).conversations
+        msgspec.json.encode(turns[:2])  # raises for text that UTF-8, and so the tokenizer, cannot hold
     except msgspec.ValidationError as error:
         raise MalformedRow(str(error), line=line) from error
+    except UnicodeEncodeError as error:
+        raise MalformedRow("expected text, got half of a surrogate pair", line=line) from error
+    return turns
