@@ -34,6 +34,8 @@ SECTIONS = {
 
 MIN_SECRET = 16
 """Characters of the shortest API key. A random key of 16 characters cannot be guessed over a network."""
+MIN_READ_TIMEOUT, MAX_READ_TIMEOUT = 0.1, 86400.0
+"""Seconds. A shorter one closes connections of clients that are not slow; a socket takes no deadline beyond 24 days."""
 GPU_TARGETS = 1.0, 0.05
 CPU_TARGETS = 2.0, 0.2
 """TTFT and TPOT in seconds of interactive requests, where the settings leave them open."""
@@ -222,7 +224,7 @@ class Config:
     max_body_bytes: int = option(64 << 20, "largest request body, in bytes")
     read_timeout: float = option(
         30.0,
-        "deadline in seconds: for a request's headers, between parts of its body, and for a reader to take more of an answer",
+        "deadline in seconds, 0.1 to 86400: for a request's headers, between parts of its body, and for a reader to take more of an answer",
     )
 
     log_level: str = option("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
@@ -266,8 +268,10 @@ class Config:
                 raise ConfigError(f"{f.name}: expected a finite number of at least 0, got {value}")
         if self.tp not in (1, 2, 4, 8):
             raise ConfigError(f"tp: expected 1, 2, 4 or 8, got {self.tp}")
-        if not self.read_timeout > 0:
-            raise ConfigError(f"read_timeout: expected above 0, got {self.read_timeout}")
+        if not MIN_READ_TIMEOUT <= self.read_timeout <= MAX_READ_TIMEOUT:
+            raise ConfigError(
+                f"read_timeout: expected {MIN_READ_TIMEOUT} to {MAX_READ_TIMEOUT:.0f}, got {self.read_timeout}"
+            )
         if self.train_weight > 1:
             raise ConfigError(f"train_weight: expected 0 to 1, got {self.train_weight}")
         if self.train_floor > 0.5:

@@ -50,7 +50,7 @@ class RankInfo(Wire, frozen=True):
 
     rank: int
     state: Literal["starting", "ready", "lost"]
-    """`lost`: the engine ended because of it, and is being started again."""
+    """`lost`: the engine ends because of it; `starting`: also while it is being started again."""
     silent: float
     """Seconds since it was last heard of."""
     behind: int

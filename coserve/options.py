@@ -81,8 +81,12 @@ def read_settings(settings: type[DataclassInstance], path: Path, flag: str = "co
     hints = get_type_hints(settings)
     names = {f.name for f in dataclasses.fields(settings)}
     found: dict[str, object] = {}
+    spelled: dict[str, str] = {}
     for key, value in content.items():
         name = key.replace("-", "_")
+        if name in spelled:
+            raise ConfigError(f"{flag}: expected each setting once, got {spelled[name]!r} and {key!r} in {path}")
+        spelled[name] = key
         if name not in names:
             raise ConfigError(f"{flag}: unknown setting {key!r} in {path}{option_hint(key, sorted(names))}")
         found[name] = parse_setting(settings, name, _setting_text(name, hints[name], value))

@@ -34,6 +34,9 @@ class StepMetrics(Wire, frozen=True):
     valid_loss: float | None = None
     valid_loss_before: float | None = None
     """Before the first step; of jobs with a teacher and validation rows."""
+    best_valid_loss: float | None = None
+    """The smallest one so far, with a teacher the one before the first step included: of the weights that are published. Of jobs with
+    early stopping."""
     tokens_per_second: float | None = None
     """`tokens` by `seconds`; None if no time was measured."""
     token_accuracy: float | None = None

@@ -155,6 +155,7 @@ def test_a_kubernetes_service_called_coserve_does_not_set_the_port() -> None:
         ({"port": 70000}, {}, "port: expected 0 to 65535"),
         ({"max_queue": 0}, {}, "max_queue: expected at least 1"),
         ({"micro_batch_tokens": 1}, {}, "micro_batch_tokens: expected at least 2"),
+        ({"read_timeout": 1e308}, {}, r"^read_timeout: expected 0.1 to 86400, got 1e\+308$"),
         ({"host": "0.0.0.0"}, {}, "not loopback; set api_key"),
         ({"config": "/nonexistent.toml"}, {}, "^config: cannot read /nonexistent.toml: No such file or directory$"),
     ],
@@ -172,6 +173,14 @@ def test_an_unknown_key_of_the_file_is_refused(tmp_path: Path, key: str, hint: s
     file = tmp_path / "coserve.toml"
     file.write_text(f"{key} = 1\n")
     with pytest.raises(ConfigError, match=re.escape(f"unknown setting {key!r} in {file}{hint}") + "$"):
+        load_config({"config": file}, {})
+
+
+def test_a_setting_twice_in_the_file_is_refused_with_both_spellings(tmp_path: Path) -> None:
+    file = tmp_path / "coserve.toml"
+    file.write_text("train-floor = 0.1\ntrain_floor = 0.2\n")
+    told = f"config: expected each setting once, got 'train-floor' and 'train_floor' in {file}"
+    with pytest.raises(ConfigError, match=f"^{re.escape(told)}$"):
         load_config({"config": file}, {})
 
 

@@ -36,7 +36,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "trust_remote_code": (*BLANK, "maybe"),
     "max_body_bytes": (*BLANK, "0", "-1", "1e6", "inf"),
     "max_connections": (*BLANK, "0", "-1", "1e6"),
-    "read_timeout": (*BLANK, "0", "-1", "nan", "inf"),
+    "read_timeout": (*BLANK, "0", "-1", "nan", "inf", "5e-324", "0.09", "86401", "2147484", "1e10", "1e308"),
     "port": (*BLANK, "-1", "70000"),
 }
 CASES = [(name, value) for name, values in REFUSED.items() for value in values]

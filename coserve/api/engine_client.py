@@ -76,8 +76,11 @@ class EngineClient:
 
     @property
     def rank_states(self) -> tuple[RankInfo, ...]:
-        """Of each process of the engine; empty if it is one process."""
-        return () if self.ranks is None else self.ranks.states()
+        """Of each process of the engine, or of the one that is started in its place; empty if it is one process."""
+        states = () if self.ranks is None else self.ranks.states()
+        if self.alive or not self.troubles:
+            return states
+        return tuple(RankInfo(rank=each.rank, state="starting", silent=0.0, behind=0) for each in states)
 
     @property
     def spec(self) -> BaseSpec:

@@ -12,7 +12,14 @@ import typer
 
 from coserve.cli.app import PLAIN, CommandGroup
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, json_text, say_if_starting, say_more
-from coserve.cli.distillation import LOSSLESS, output_errors, read_rows, start_distillation
+from coserve.cli.distillation import (
+    LOSSLESS,
+    delete_unused,
+    output_errors,
+    read_rows,
+    result_lines,
+    start_distillation,
+)
 from coserve.cli.job_table import age, columns
 from coserve.cli.jobs import follow_job
 from coserve.errors import CoserveError
@@ -49,17 +56,17 @@ def list_adapters(
 
 
 @adapters_app.command("show")
-def show_adapter(name: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
-    """Show an adapter as JSON."""
+def show_adapter(name: str, as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """Show an adapter as JSON, on a terminal indented unless --json is given."""
     with connect(url, key) as client:
-        print(json_text(client.adapter(name), sys.stdout.isatty()))
+        print(json_text(client.adapter(name), sys.stdout.isatty() and not as_json))
 
 
 @adapters_app.command("import")
-def import_adapter(name: str, folder: Path, url: Url = DEFAULT_URL, key: Key = None) -> None:
+def import_adapter(name: str, folder: Path, as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """Upload a folder of PEFT files as the next version of NAME."""
     with connect(url, key) as client:
-        _show_adapter(client.import_adapter(name, folder), False)
+        _show_adapter(client.import_adapter(name, folder), as_json)
 
 
 @adapters_app.command("download")
@@ -70,20 +77,25 @@ def download_adapter(name: str, folder: Path, url: Url = DEFAULT_URL, key: Key =
 
 
 @adapters_app.command("delete")
-def delete_adapter(name: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
+def delete_adapter(name: str, as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """Delete one version of an adapter (NAME@VERSION), or all of them (NAME)."""
     with connect(url, key) as client:
         gone = client.delete_adapter(name)
-        print(f"deleted {', '.join(f'{gone.id}@{version}' for version in gone.versions)}")
-        if gone.current_ref is not None:
-            print(f"{gone.id} now means {gone.current_ref}")
+    if as_json:
+        print(json_text(gone, False))
+        return
+    print(f"deleted {', '.join(f'{gone.id}@{version}' for version in gone.versions)}")
+    if gone.current_ref is not None:
+        print(f"{gone.id} now means {gone.current_ref}")
 
 
 @adapters_app.command("rollback")
-def roll_back_adapter(name: str, version: int, url: Url = DEFAULT_URL, key: Key = None) -> None:
+def roll_back_adapter(
+    name: str, version: int, as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None
+) -> None:
     """Make an older VERSION the current one of NAME, until a newer one is published."""
     with connect(url, key) as client:
-        _show_adapter(client.rollback_adapter(name, version), False)
+        _show_adapter(client.rollback_adapter(name, version), as_json)
 
 
 @adapters_app.command("convert")
@@ -99,7 +111,10 @@ def convert_adapter(
             help="most of the update's norm that may be lost, 0 to 1", show_default="0.05, or no bound for --rank"
         ),
     ] = None,
-    new_name: Annotated[str | None, typer.Option("--name", help="of the new adapter", show_default="NAME-bdN")] = None,
+    new_name: Annotated[
+        str | None,
+        typer.Option("--name", help="of the new adapter", show_default="NAME-bdN; NAME-lora for one block"),
+    ] = None,
     rows: Annotated[
         str | None,
         typer.Option(
@@ -124,27 +139,28 @@ def convert_adapter(
         data = None if rows is None else read_rows(client, rows)
         if max_output_error is not None and rank is None:
             rank = -(-client.adapter(name).rank // bd_blocks) * bd_blocks
+        missed: list[str] = []
         while True:
             done = client.convert_adapter(name, bd_blocks, rank=rank, max_error=max_error, name=new_name)
             _show_conversion(done, as_json)
             if data is None or done.error < LOSSLESS:
-                return
+                break
             try:
                 started = start_distillation(client, done, data)
             except CoserveError:  # rows that cannot be trained on, above all: what was converted for them goes
                 client.delete_adapter(done.adapter.ref)
                 raise
             job = follow_job(started, as_json)
-            before, after = output_errors(job)
             if not as_json:
-                print(
-                    f"{job.result}  output error {before:.4g} before, {after:.4g} after (nats a token, from {job.teacher})"
-                )
-                if after >= before:
-                    print(f"no improvement; to undo it: coserve adapters rollback {job.adapter} {job.version - 1}")
+                print("\n".join(result_lines(job)))
+            _, after = output_errors(job)
             if max_output_error is None or after <= max_output_error:
-                return
+                break
+            missed += [done.adapter.ref, f"{job.adapter}@{job.version}"]
             rank = 2 * done.rank
+        deleted = delete_unused(client, missed)
+    if deleted and not as_json:
+        print(f"deleted {', '.join(deleted)}: beyond --max-output-error")
 
 
 def _show_conversion(done: ConvertedAdapter, as_json: bool) -> None:

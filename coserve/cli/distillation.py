@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import typer
 
 from coserve.client import Client, JobHandle
+from coserve.errors import AdapterBusy, AdapterNotFound
 from coserve.schemas import ConvertedAdapter, Job
 from coserve.workloads.bundled import bundled_prompts
 
@@ -16,6 +18,8 @@ GENERATIONS = "generations"
 """The value of `--distill` that stands for no file."""
 HELD_OUT = 0.1
 """Share of the rows on which the output error is measured."""
+PATIENCE = 3
+"""Measurements without improvement after which the training ends. The best weights are published, those before the first step included."""
 CHOICES, TOKENS, REQUESTS = 8, 64, 8
 """Continuations of each prompt, their most tokens, and how many prompts are continued at a time."""
 LOSSLESS = 1e-6
@@ -50,12 +54,29 @@ def start_distillation(client: Client, converted: ConvertedAdapter, rows: Rows) 
         file=rows if isinstance(rows, Path) else None,
         continue_from=made.ref,
         teacher=made.source.removeprefix("convert:"),
-        training={"validation_split": HELD_OUT},
+        training={"validation_split": HELD_OUT, "early_stopping_patience": PATIENCE},
     )
 
 
 def output_errors(job: Job) -> tuple[float, float]:
-    """Before and after a distillation: the mean divergence from the teacher on the rows held out, in nats a token."""
+    """Before a distillation, and of what it has published: the mean divergence from the teacher on the rows held out, in nats a token."""
     metrics = job.metrics
-    assert metrics is not None and metrics.valid_loss is not None and metrics.valid_loss_before is not None, job
-    return metrics.valid_loss_before, metrics.valid_loss
+    assert metrics is not None and metrics.best_valid_loss is not None and metrics.valid_loss_before is not None, job
+    return metrics.valid_loss_before, metrics.best_valid_loss
+
+
+def result_lines(job: Job) -> list[str]:
+    """What has come of it."""
+    before, after = output_errors(job)
+    lines = [f"{job.result}  output error {before:.4g} before, {after:.4g} after (nats a token, from {job.teacher})"]
+    return lines if after < before else [*lines, f"no improvement: {job.result} has the weights of {job.continue_from}"]
+
+
+def delete_unused(client: Client, refs: list[str]) -> list[str]:
+    """Delete these versions, but for those that are in use; return which are deleted."""
+    deleted = []
+    for ref in refs:
+        with contextlib.suppress(AdapterBusy, AdapterNotFound):
+            client.delete_adapter(ref)
+            deleted.append(ref)
+    return deleted

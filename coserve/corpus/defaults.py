@@ -5,7 +5,8 @@ The rules and their sources (docs/decisions.md has the measurements):
 - `learning_rate`: the best rate for LoRA is about ten times that of full fine-tuning, depends little on the rank, and
   falls with the base's width (Thinking Machines, "LoRA Without Regret", 2025): `5e-4 * 2048 / hidden`.
   A DPO loss gets a twentieth of it, as in TRL, whose defaults are 1e-6 for DPO and 2e-5 for fine-tuning. Lion gets a third: its
-  authors advise rates 3 to 10 times lower than AdamW's (Chen et al. 2023, section 5).
+  authors advise rates 3 to 10 times lower than AdamW's (Chen et al. 2023, section 5). An adapter that is trained on toward a teacher gets a
+  quarter: it is near the teacher already, and the full rate moves it away first.
 - `beta2`: 0.999, and 0.99 with Lion (the same section).
 - `batch_tokens`: large batches hurt LoRA more than full fine-tuning (same source), and a small corpus in large batches has
   too few steps. So an epoch has about 16 steps, and a batch 64 to 8192 tokens. If less than a quarter of the tokens are
@@ -39,15 +40,24 @@ DPO_SHARE = 20
 """The learning rate of a DPO loss is so many times lower."""
 LION_SHARE = 3
 """So is Lion's."""
+DISTILLATION_SHARE = 4
+"""So is that of an adapter that is trained on toward a teacher."""
 BETA2, LION_BETA2 = 0.999, 0.99
 
 
 def choose_training(
-    request: TrainingRequest, *, rows: int, tokens: int, hidden: int, targets: int | None = None
+    request: TrainingRequest,
+    *,
+    rows: int,
+    tokens: int,
+    hidden: int,
+    targets: int | None = None,
+    distills: bool = False,
 ) -> tuple[TrainingSettings, tuple[str, ...]]:
     """Replace every "auto"; return the settings and the names of the fields that were chosen.
 
-    `rows`, `tokens` and `targets` (target tokens; None: all) count the corpus once; `hidden` is the base's hidden size.
+    `rows`, `tokens` and `targets` (target tokens; None: all) count the corpus once; `hidden` is the base's hidden size;
+    `distills`: a trained adapter learns on from a teacher.
     Explicit values stay, and the others follow them: with an explicit batch size, epochs are chosen by its steps. Raises `InvalidRequest`
     for `lora_plus_ratio` without a learning rate: the rule is one for A and B alike.
     """
@@ -60,6 +70,7 @@ def choose_training(
                 field="training.lora_plus_ratio",
             )
         share = (1 if request.loss is None else DPO_SHARE) * (LION_SHARE if request.optimizer.lion else 1)
+        share *= DISTILLATION_SHARE if distills else 1
         rate = float(f"{choose_learning_rate(hidden) / share:.1e}")
         chosen.append("learning_rate")
     if batch == "auto":

@@ -267,15 +267,17 @@ class TrainingLoop:
 
     def _evaluation_is_due(self) -> bool:
         step = self.progress.step
-        return bool(self._validation_rows) and (
-            step % self.spec.training.eval_steps == 0 or step == self.plan.total_steps
-        )
+        due = step % self.spec.training.eval_steps == 0 or step == self.plan.total_steps
+        return due and bool(self._validation_rows)
 
     def _evaluate_start(self) -> Events:
-        """Keep the validation loss before the first step, unless an abandoned attempt at that step has."""
+        """Keep the validation loss before the first step, unless an abandoned attempt at that step has; with early stopping, the weights too."""
         if self.progress.valid_loss_before is None:
             loss, *_ = yield from self._validation()
-            self.progress = msgspec.structs.replace(self.progress, valid_loss_before=loss)
+            best = None if self.spec.training.early_stopping_patience is None else loss
+            if best is not None:
+                self.optimizer.keep_best()
+            self.progress = msgspec.structs.replace(self.progress, valid_loss_before=loss, best_valid_loss=best)
             yield Boundary.MICRO_BATCH
 
     def _evaluate_step(self) -> Events:
@@ -339,16 +341,14 @@ class TrainingLoop:
         self.progress = msgspec.structs.replace(
             self.progress, best_valid_loss=best, evaluations_without_gain=stale, pending=None
         )
-        return metrics
+        return msgspec.structs.replace(metrics, best_valid_loss=best)
 
     def _check_finite(self, value: float, name: str) -> None:
         if not math.isfinite(value):
             when, advice = f"at step {self.progress.step}", "try a lower learning rate"
             if self.progress.step == 0 and self.spec.init_from is not None:
-                when, advice = (
-                    "before the first update",
-                    f"continue_from names {self.spec.init_from}: its weights are too large",
-                )
+                when = "before the first update"
+                advice = f"continue_from names {self.spec.init_from}: its weights are too large"
             raise NonFiniteLoss(f"the {name} is not finite {when}; {advice}")
 
     def _computed(self, rows: tuple[int, ...], place: int | None) -> _Asking:

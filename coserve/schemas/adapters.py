@@ -61,7 +61,8 @@ class Distillation(Wire, frozen=True, omit_defaults=True):
 
     data: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_ROWS, description=ROWS)]
     training: TrainingRequest = TrainingRequest()
-    """With `validation_split` the job's metrics have the output error before and after."""
+    """With `validation_split` the job's metrics have the output error before and after; with `early_stopping_patience` too, the job publishes
+    the best weights that it has measured, those before its first step included."""
 
 
 class ConvertRequest(Wire, frozen=True, omit_defaults=True):

@@ -101,7 +101,7 @@ class Job(Wire, frozen=True):
     waiting: str | None = None
     """What a job waits for: `waiting for space` once all its steps are done and the disk is full; `waiting for memory`, with the
     numbers, while it is in line and does not fit beside the jobs that train; an earlier job of its adapter, from whose version it
-    continues (`on_conflict`), and whether that one is paused."""
+    continues (`on_conflict`), and whether that one is paused; a daemon that can train it, with another `--tp` or base."""
     rows_cut: int = 0
     """Rows that lost a part: they were longer than `training.max_length`, the base's context or `micro_batch_tokens`."""
     auto: list[str] = []

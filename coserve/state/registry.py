@@ -258,7 +258,7 @@ class Registry(AdapterTable):
         return frozenset(sample.prompt for sample in found)
 
     def record_waiting(self, id: str, message: str) -> JobRecord:
-        """A running job waits for the disk, or one in line for memory. Raises `JobNotFound`, `WrongJobState`."""
+        """A running job waits for the disk, or one in line for memory or for another daemon. Raises `JobNotFound`, `WrongJobState`."""
         with self._transaction():
             record = self.job(id)
             if record.state not in (JobState.RUNNING, JobState.QUEUED):
@@ -321,7 +321,7 @@ class Registry(AdapterTable):
             refs = [record.ref for record in self.versions(id)]
             for job in self.unfinished():
                 if job.spec.adapter == id or any(ref.id == id for ref in job.spec.sources):
-                    raise AdapterBusy(f"adapter {id!r} is in use by job {job.spec.id}", field="adapter")
+                    raise AdapterBusy(f"adapter {id!r} is in use by {job.spec.id}", field="adapter")
             self._db.execute("DELETE FROM adapters WHERE id = ?", (id,))
             self._db.execute("DELETE FROM current WHERE id = ?", (id,))
             self._log_on_commit("adapter deleted", adapter=id, versions=", ".join(str(ref.version) for ref in refs))
@@ -335,6 +335,6 @@ class Registry(AdapterTable):
             for job in self.unfinished():
                 awaited = None if job.after is None else self.predecessor(job).result
                 if ref == awaited or ref in job.spec.sources:
-                    raise AdapterBusy(f"adapter {ref} is in use by job {job.spec.id}", field="adapter")
+                    raise AdapterBusy(f"adapter {ref} is in use by {job.spec.id}", field="adapter")
             self._remove_version(ref)
             self._log_on_commit("adapter deleted", adapter=ref.id, versions=str(ref.version))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from coserve.adapters.tensorfile import TensorFile, read_json
+from coserve.corpus.defaults import choose_learning_rate
 from coserve.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.types import AdapterRef
 from tests.support.api_server import Api
@@ -161,6 +162,7 @@ async def test_a_conversion_may_submit_the_job_that_distills_it(api: Api) -> Non
         "poet@1",
         2,
     )
+    assert job["training"]["learning_rate"] == pytest.approx(choose_learning_rate(api.base.hidden) / 4, rel=0.05)
     refused = body | {"name": "other", "distill": distill | {"data": [{"text": "a b"}, {"nothing": "x"}]}}
     status, answer = await api.call("POST", "/adapters/poet/convert", json=refused)
     assert status in (400, 422), answer

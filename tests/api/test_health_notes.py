@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from coserve.health import RankInfo
 from coserve.link import EngineNotes, Generate, Starving
 from tests.support.api_server import Api, serve_api
 from tests.support.real_server import bundled_base, serve_real
@@ -40,6 +41,33 @@ async def test_training_that_starves_is_explained(tmp_path: Path) -> None:
         "for 12 s training has run only by train_patience and train_floor: a micro-step is predicted to take 210 ms, the slack is 150 ms"
     )
     assert "coserve_train_patience_slices_total 7.0" in page
+
+
+class _OneLost:
+    """Two processes of an engine, of which one was killed."""
+
+    loss = "rank 1 of 2 was killed by SIGKILL"
+
+    def states(self) -> tuple[RankInfo, ...]:
+        return RankInfo(0, "ready", silent=3.0, behind=0), RankInfo(1, "lost", silent=4.0, behind=2)
+
+
+async def test_processes_that_are_started_again_are_starting(tmp_path: Path) -> None:
+    async def states(api: Api) -> list[tuple[str, float, int]]:
+        _, health = await api.call("GET", "/health")
+        return [(each["state"], each["silent"], each["behind"]) for each in health["ranks"]]
+
+    lost = asyncio.Event()
+    async with serve_api(tmp_path, tp=2) as api:
+        api.service.engine.ranks = _OneLost()
+        assert await states(api) == [("ready", 3.0, 0), ("lost", 4.0, 2)]
+        with api.service.engine.watched(lost.set):
+            await api.engine.die()
+            await lost.wait()
+        api.service.engine_failed("rank 1 of 2 was killed", started=True)
+        assert await states(api) == [("starting", 0.0, 0)] * 2
+        await api.start_engine()
+        assert await states(api) == []
 
 
 async def test_an_engine_that_has_work_and_says_nothing_is_told(tmp_path: Path) -> None:

@@ -367,7 +367,8 @@ async def test_another_base_leaves_a_job_alone(tmp_path: Path) -> None:
         await api.start_engine()
         await api.works()
         assert not [message for message in api.engine.told if isinstance(message, StartJob)]
-        assert (await api.call("GET", f"/finetune/{job['id']}"))[1]["state"] == "queued"
+        _, shown = await api.call("GET", f"/finetune/{job['id']}")
+        assert (shown["state"], shown["waiting"]) == ("queued", "needs another base; this daemon has fake")
 
 
 async def test_before_the_first_engine_nothing_is_taken(tmp_path: Path) -> None:

@@ -59,9 +59,12 @@ def test_a_conversion_prints_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
-def test_help_shows_defaults_that_the_daemon_chooses() -> None:
-    for command, shown in (("finetune", "twice the rank"), ("adapters convert", "NAME-bdN")):
-        assert shown in " ".join(CliRunner().invoke(app, [*command.split(), "--help"]).output.split())
+@pytest.mark.parametrize(
+    ("command", "shown"), [("finetune", "twice the rank"), ("adapters convert", "NAME-bdN; NAME-lora for one block")]
+)
+def test_help_shows_defaults_that_the_daemon_chooses(command: str, shown: str) -> None:
+    output = CliRunner().invoke(app, [*command.split(), "--help"]).output
+    assert "".join(shown.split()) in "".join(output.split()), "wherever lines break"
 
 
 def test_a_list_has_columns_with_headers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,3 +85,23 @@ def test_a_deletion_names_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     client = SimpleNamespace(delete_adapter=lambda _: gone)
     monkeypatch.setattr(adapters, "connect", lambda *_: nullcontext(client))
     assert CliRunner().invoke(app, ["adapters", "delete", "po@1"]).output == "deleted po@1, po@3\npo now means po@2\n"
+
+
+GONE = DeletedAdapter(id="poet-bd4", versions=[1])
+
+
+@pytest.mark.parametrize(
+    ("command", "call", "answer"),
+    [
+        (("show", "poet-bd4"), "adapter", ADAPTER),
+        (("import", "poet-bd4", "folder"), "import_adapter", ADAPTER),
+        (("rollback", "poet-bd4", "1"), "rollback_adapter", ADAPTER),
+        (("delete", "poet-bd4"), "delete_adapter", GONE),
+    ],
+)
+def test_json_is_the_answer_on_one_line(
+    monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], call: str, answer: Adapter | DeletedAdapter
+) -> None:
+    monkeypatch.setattr(adapters, "connect", lambda *_: nullcontext(SimpleNamespace(**{call: lambda *_: answer})))
+    result = CliRunner().invoke(app, ["adapters", *command, "--json"])
+    assert (result.exit_code, result.output) == (0, msgspec.json.encode(answer).decode() + "\n")

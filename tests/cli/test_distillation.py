@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from coserve.cli import adapters
 from coserve.cli.app import app
-from coserve.errors import InvalidRequest
+from coserve.errors import AdapterBusy, InvalidRequest
 from coserve.schemas import Adapter, ConvertedAdapter, Job
 from coserve.step_metrics import StepMetrics
 from coserve.types import JobState
@@ -31,12 +31,19 @@ class Daemon:
     after: dict[int, float]
     calls: list[Any] = field(default_factory=list)
     state: JobState = JobState.SUCCEEDED
+    deleted: list[str] = field(default_factory=list)
+    busy: str | None = None
 
     def adapter(self, ref: str) -> Any:
         return SimpleNamespace(rank=14)
 
     def generate(self, prompt: str, **options: Any) -> Any:
         return SimpleNamespace(choices=[SimpleNamespace(text=" once"), SimpleNamespace(text=" ")])
+
+    def delete_adapter(self, ref: str) -> None:
+        if ref == self.busy:
+            raise AdapterBusy(f"adapter {ref} is in use", field="id")
+        self.deleted.append(ref)
 
     def convert_adapter(self, source: str, blocks: int, **options: Any) -> ConvertedAdapter:
         rank = options["rank"] or 8
@@ -67,11 +74,11 @@ class Daemon:
         rank, version = self.calls[-2][1], 2 * len(self.calls) - 1
         metrics = StepMetrics(
             step=9, total_steps=9, epoch=1.0, loss=0.1, learning_rate=0.0, grad_norm=1.0, tokens=9, target_tokens=9,
-            seconds=1.0, valid_loss=self.after[rank], valid_loss_before=0.5,
+            seconds=1.0, valid_loss=self.after[rank] + 0.1, valid_loss_before=0.5, best_valid_loss=self.after[rank],
         )  # fmt: skip
         ended: Job = msgspec.structs.replace(
             job(self.state), adapter=adapter, version=version, result=f"{adapter}@{version}", metrics=metrics,
-            teacher=options["teacher"],
+            teacher=options["teacher"], continue_from=options["continue_from"],
         )  # fmt: skip
         return SimpleNamespace(id="job-1", info=ended, wait=lambda: ended)
 
@@ -96,28 +103,34 @@ def test_the_converted_adapter_learns_from_its_source(monkeypatch: pytest.Monkey
         "finetune",
         "bard",
         None,
-        {"file": rows, "continue_from": "bard@2", "teacher": "poet@2", "training": {"validation_split": 0.1}},
+        {
+            "file": rows,
+            "continue_from": "bard@2",
+            "teacher": "poet@2",
+            "training": {"validation_split": 0.1, "early_stopping_patience": 3},
+        },
     )
     assert result.exit_code == 0, result.output
     assert result.output.splitlines()[-1] == "bard@3  output error 0.5 before, 0.1 after (nats a token, from poet@2)"
 
 
-def test_a_distillation_without_improvement_says_how_to_undo_it(monkeypatch: pytest.MonkeyPatch, rows: Path) -> None:
-    result = invoke(monkeypatch, Daemon({8: 0.7}), "--distill", str(rows))
-    assert result.output.splitlines()[-1] == "no improvement; to undo it: coserve adapters rollback bard 2"
+def test_a_distillation_without_improvement_says_that_the_weights_are_those_before(
+    monkeypatch: pytest.MonkeyPatch, rows: Path
+) -> None:
+    result = invoke(monkeypatch, Daemon({8: 0.5}), "--distill", str(rows))
+    assert result.output.splitlines()[-1] == "no improvement: bard@3 has the weights of bard@2"
 
 
 def test_rows_that_are_refused_leave_no_adapter_behind(monkeypatch: pytest.MonkeyPatch, rows: Path) -> None:
-    daemon, deleted = Daemon({8: 0.1}), list[str]()
+    daemon = Daemon({8: 0.1})
 
     def refuse(*args: Any, **options: Any) -> None:
         raise InvalidRequest("line 1: expected a completion", field="rows")
 
     monkeypatch.setattr(daemon, "finetune", refuse)
-    monkeypatch.setattr(daemon, "delete_adapter", deleted.append, raising=False)
     result = invoke(monkeypatch, daemon, "--distill", str(rows))
     assert result.exit_code != 0
-    assert deleted == ["bard@2"]
+    assert daemon.deleted == ["bard@2"]
 
 
 def test_generations_are_the_bases(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,10 +164,21 @@ def test_the_rank_is_doubled_until_the_bound_is_kept(
     assert len([call for call in daemon.calls if call[0] == "finetune"]) == len(after)
 
 
+@pytest.mark.parametrize(("busy", "deleted"), [(None, ["bard@2", "bard@3"]), ("bard@3", ["bard@2"])])
+def test_versions_that_miss_the_bound_are_deleted_once_one_keeps_it(
+    monkeypatch: pytest.MonkeyPatch, rows: Path, busy: str | None, deleted: list[str]
+) -> None:
+    daemon = Daemon({16: 0.2, 32: 0.05}, busy=busy)
+    result = invoke(monkeypatch, daemon, "--distill", str(rows), "--max-output-error", "0.1")
+    assert result.exit_code == 0, result.output
+    assert daemon.deleted == deleted
+    assert result.output.splitlines()[-1] == f"deleted {', '.join(deleted)}: beyond --max-output-error"
+
+
 def test_json_has_the_conversion_and_the_job(monkeypatch: pytest.MonkeyPatch, rows: Path) -> None:
     result = invoke(monkeypatch, Daemon({8: 0.1}), "--distill", str(rows), "--json")
     done, ended = map(json.loads, result.output.splitlines())
-    assert (done["rank"], ended["metrics"]["valid_loss_before"], ended["metrics"]["valid_loss"]) == (8, 0.5, 0.1)
+    assert (done["rank"], ended["metrics"]["valid_loss_before"], ended["metrics"]["best_valid_loss"]) == (8, 0.5, 0.1)
 
 
 def test_a_cancelled_distillation_is_a_failure_to_the_shell(monkeypatch: pytest.MonkeyPatch, rows: Path) -> None:

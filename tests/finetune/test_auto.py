@@ -74,6 +74,14 @@ def test_explicit_values_win() -> None:
     assert auto == ()
 
 
+def test_an_adapter_that_is_distilled_on_has_a_lower_rate() -> None:
+    usual, distilled = (
+        choose_training(TrainingRequest(), rows=5, tokens=100, hidden=2048, distills=distills)[0]
+        for distills in (False, True)
+    )
+    assert (usual.learning_rate, distilled.learning_rate) == (5e-4, 1.3e-4)
+
+
 def test_steps_stand_in_for_epochs() -> None:
     training, auto = choose_training(TrainingRequest(epochs="auto", steps=7), rows=5, tokens=100, hidden=64)
     assert (training.epochs, training.steps) == (None, 7)

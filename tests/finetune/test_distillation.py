@@ -156,6 +156,36 @@ def test_the_divergence_before_is_measured_once_however_the_job_is_interrupted(b
     ]
 
 
+def test_a_worse_adapter_is_not_published(base: Base, tmp_path: Path) -> None:
+    bench = Bench(base, tmp_path)
+    worse = DISTILL | {"learning_rate": 1.0, "eval_steps": 1, "early_stopping_patience": 2}
+    spec = bench.place(CORPUS, job_spec(CORPUS, teacher=converted(bench), **worse))
+    metrics = metrics_of(bench.train(spec))
+    before, last = metrics[0].valid_loss_before, metrics[-1].valid_loss
+    assert before is not None and last is not None and last > before
+    assert [one.best_valid_loss for one in metrics] == [before, before], "two evaluations without a gain"
+    start, result = (
+        load_adapter(bench.folder.adapter(AdapterRef("student", version)), base.spec, device="cpu", dtype=torch.float32)
+        for version in (1, 2)
+    )
+    for site, pair in start.sites.items():
+        assert torch.equal(pair.a_RD, result.sites[site].a_RD) and torch.equal(pair.b_OR, result.sites[site].b_OR)
+
+
+def test_a_better_adapter_is_published_and_its_loss_told(base: Base, tmp_path: Path) -> None:
+    bench = Bench(base, tmp_path)
+    spec = bench.place(
+        CORPUS,
+        job_spec(
+            CORPUS, teacher=converted(bench), **(DISTILL | {"steps": 3, "eval_steps": 1}), early_stopping_patience=3
+        ),
+    )
+    metrics = metrics_of(bench.train(spec))
+    losses = [one.valid_loss for one in metrics if one.valid_loss is not None]
+    assert metrics[0].valid_loss_before is not None
+    assert metrics[-1].best_valid_loss == min(metrics[0].valid_loss_before, *losses)
+
+
 def test_a_job_without_a_teacher_is_not_measured_before(base: Base, tmp_path: Path) -> None:
     bench = Bench(base, tmp_path)
     spec = bench.place(CORPUS, job_spec(CORPUS, steps=1, validation_split=0.25))

@@ -217,7 +217,7 @@ def test_what_a_waiting_job_continues_from_is_not_deleted(registry: Registry) ->
     registry.record_start("job-1", 3, 0)
     registry.succeed("job-1", make_adapter(source="job:job-1"))
     for ended in ("job-2", "job-3"):
-        with pytest.raises(AdapterBusy, match="job-"):
+        with pytest.raises(AdapterBusy, match=r"in use by job-"):
             registry.delete_version(AdapterRef("poet", 1))
         registry.set_state(ended, JobState.CANCELLED)
     registry.delete_version(AdapterRef("poet", 1))

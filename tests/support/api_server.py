@@ -73,8 +73,9 @@ class Api:
         first = asyncio.Event()
         with self.service.engine.watched(first.set):
             await self.service.attach(ours, self.engine.ready)
-            first.clear()
-            await first.wait()  # the first report of its warm-up
+            while self.service.engine.warmup is None:  # until the first report of its warm-up
+                first.clear()
+                await first.wait()
 
     def _reply(self, request: Generate) -> Iterable[int]:
         return self.reply

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from coserve.admission.ranks import unmet_need
 from coserve.api.adapters.inspection import Inspection
 from coserve.api.engine_client import EngineClient
 from coserve.api.jobs.chain import Decision, JobChain
@@ -27,7 +28,7 @@ from coserve.api.jobs.views import JobViews
 from coserve.api.stopping import Stopping
 from coserve.config import Config
 from coserve.corpus.staging import PendingCorpus
-from coserve.errors import EngineUnavailable, InvalidRequest, QueueFull, WrongJobState
+from coserve.errors import CoserveError, EngineUnavailable, InvalidRequest, QueueFull, WrongJobState
 from coserve.link import CancelJob, PauseJob, ResumeJob, StartJob
 from coserve.offload.pool import HelperPool
 from coserve.pretrained.tokenizer import Tokenizer
@@ -109,10 +110,8 @@ class JobManager:
             for record in records:
                 if record.after is not None:
                     self._begin(self._follow(record.spec.id))  # its predecessor may have ended when there was no engine
-                elif record.base_fingerprint == self._engine.spec.fingerprint:
-                    self._start(record)
                 else:
-                    log.warning("job %s waits for another base than this one", record.spec.id)
+                    await self._start_if_possible(record)
         self._recorder.watchers.notify_all()
 
     def _died(self, record: JobRecord) -> Deaths:
@@ -152,6 +151,30 @@ class JobManager:
         with suppress(EngineUnavailable):
             self._engine.send(StartJob(spec=spec, paused=paused))
             self._started.add(spec.id)
+
+    async def _start_if_possible(self, record: JobRecord) -> JobRecord:
+        """Start an accepted job, or let it wait for a daemon that can train it: its record says what it needs."""
+        need = await self._unmet_need(record)
+        if need is None:
+            self._start(record)
+            return record
+        log.warning("job %s waits: it %s", record.spec.id, need)
+        if record.state is not JobState.QUEUED:
+            return record
+        try:
+            return await self._registry.with_reserve(lambda registry: registry.record_waiting(record.spec.id, need))
+        except CoserveError as error:
+            log.warning("job %s: %s", record.spec.id, error.message)
+            return record
+
+    async def _unmet_need(self, record: JobRecord) -> str | None:
+        """What a job needs that this daemon does not have; None: nothing, or it is not known yet."""
+        if self._engine.ready is None or record.after is not None or record.state.terminal:
+            return None
+        base = self._engine.spec
+        if record.base_fingerprint != base.fingerprint:
+            return f"needs another base; this daemon has {base.name}"
+        return await asyncio.to_thread(unmet_need, record.spec, base, ranks=self._config.tp)
 
     async def close(self) -> None:
         """Wait for changes in progress. Jobs that wait for others go on waiting."""
@@ -196,7 +219,7 @@ class JobManager:
             if record is None:
                 return False
             if record.spec.id not in self._started:
-                self._start(record)
+                await self._start_if_possible(record)
             self._recorder.watchers.notify(record.spec.id)  # it may have ended instead
             return True
 
@@ -311,8 +334,8 @@ class JobManager:
             if id in self._started:
                 with suppress(EngineUnavailable):
                     self._engine.send(ResumeJob(id=id))
-            elif record.base_fingerprint == self._engine.spec.fingerprint:
-                self._start(record)
+            else:
+                record = await self._start_if_possible(record)
         return record
 
     async def _transition(self, id: str, wanted: JobState, message: PauseJob | CancelJob) -> Job:

@@ -13,6 +13,7 @@ from typing import Any
 from coserve.adapters.targets import resolve_targets
 from coserve.admission.memory import check_fits
 from coserve.admission.optimizers import check_optimizer
+from coserve.admission.ranks import check_ranks
 from coserve.api.adapters.catalog import refuse_base_name
 from coserve.api.adapters.inspection import Inspection
 from coserve.api.adapters.lookup import find_adapter
@@ -96,7 +97,10 @@ class Submission:
             source, lora = await self._adapter_settings(request, spec)
         else:
             source, lora = None, _own_settings(request, earlier)
-        given = "lora" if request.continue_from is None else "continue_from"
+        given, blocks = "continue_from", "continue_from"
+        if request.continue_from is None:
+            given, blocks = "lora", "lora.bd_blocks"
+        await asyncio.to_thread(check_ranks, lora, spec, ranks=self._config.tp, field=blocks)
         await refuse_too_large(request.adapter, lora, spec, pool, self._config, field=given)
         teacher = await self._teacher(request, spec)
         corpus = await self._tokenize(request, self._source(request, upload), longest, show)
@@ -107,6 +111,7 @@ class Submission:
                 tokens=corpus.token_count,
                 targets=corpus.target_tokens,
                 hidden=spec.hidden,
+                distills=teacher is not None and source is not None,
             )
             lengths = await asyncio.to_thread(corpus.read_lengths)
             plan = await asyncio.to_thread(BatchPlan, lengths, training, limit)

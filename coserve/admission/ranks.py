@@ -1,0 +1,64 @@
+"""Whether a job can train with a base that several GPUs share. Pure: no torch, no files."""
+
+from __future__ import annotations
+
+from coserve.adapters.bdlora import ParallelStyle, blocks_at, parallel_style
+from coserve.adapters.targets import target_sites
+from coserve.admission.optimizers import check_optimizer
+from coserve.errors import InvalidRequest
+from coserve.types import BaseSpec, JobSpec, LoraSettings
+
+
+def blocks_fit(settings: LoraSettings, base: BaseSpec, ranks: int) -> bool:
+    """Whether each of `ranks` GPUs can hold whole blocks of an adapter, or a part of one block, at each of its sites.
+
+    Where it is true, `parallel.lora.partition_pair` keeps the blocks of every pair. It also keeps some others where several GPUs share a
+    key/value head, which is not known here.
+    """
+    if ranks == 1 or settings.bd_blocks == 1:
+        return True
+    return all(_fit(site, blocks_at(settings, site), ranks) for site in target_sites(settings, base))
+
+
+def _fit(site: str, blocks: tuple[int, int], ranks: int) -> bool:
+    """`blocks`: of A and of B; 1: dense."""
+    in_a, in_b = blocks
+    if blocks == (1, 1):
+        return True
+    match parallel_style(site):
+        case ParallelStyle.COLUMN:
+            return in_a == 1 and _divide(in_b, ranks)
+        case ParallelStyle.ROW:
+            return in_b == 1 and _divide(in_a, ranks)
+        case None:  # a fused projection
+            return False
+
+
+def _divide(blocks: int, ranks: int) -> bool:
+    return blocks % ranks == 0 or ranks % blocks == 0
+
+
+def check_ranks(settings: LoraSettings, base: BaseSpec, *, ranks: int, field: str) -> None:
+    """Raises `InvalidRequest` for an adapter that cannot be trained on so many GPUs. `field`: what chose it."""
+    if blocks_fit(settings, base, ranks):
+        return
+    blocks = settings.bd_blocks
+    if _divide(blocks, ranks):
+        raise InvalidRequest(
+            f"with --tp {ranks} only B of column-parallel sites and A of row-parallel ones can be block-diagonal",
+            field=field,
+        )
+    raise InvalidRequest(
+        f"expected bd_blocks that {ranks} GPUs (--tp {ranks}) divide, or that divide them, got {blocks}", field=field
+    )
+
+
+def unmet_need(job: JobSpec, base: BaseSpec, *, ranks: int) -> str | None:
+    """What an accepted job needs that this daemon does not have; None: it can train. `ranks`: GPUs that share the base."""
+    if not blocks_fit(job.lora, base, ranks):
+        return f"needs a --tp that its {job.lora.bd_blocks} blocks fit; this daemon has {ranks}"
+    try:
+        check_optimizer(job.training.optimizer, ranks=ranks)
+    except InvalidRequest as error:
+        return f"needs another daemon: {error.message}"
+    return None
