@@ -14,7 +14,7 @@ from coserve.adapter_store.entry import State
 from coserve.adapter_store.host import HostBudget
 from coserve.adapter_store.mirror import NoMirror
 from coserve.adapter_store.store import AdapterStore
-from coserve.errors import AdapterBusy, AdapterNotFound
+from coserve.errors import AdapterBusy, AdapterNotFound, RequestOutOfMemory
 from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate
 from coserve.memory.buffer import ALIGNMENT, PageBuffer
@@ -86,9 +86,9 @@ async def test_a_copy_that_was_read_elsewhere_goes_when_the_read_fails_here(wait
         store.notify(changed.set)
         assert not store.ready(queued("r", REFS[0]))
         await changed.wait()
-        assert [type(error) for _, error in store.failed()] == [MemoryError]
+        assert [type(error) for _, error in store.failed()] == [RequestOutOfMemory]
     else:
-        with pytest.raises(MemoryError):
+        with pytest.raises(RequestOutOfMemory, match="no host memory for adapter a@1"):
             store.acquire(REFS[0])
     assert set(mirror.gone) == {REFS[0]}
 

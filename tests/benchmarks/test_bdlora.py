@@ -69,12 +69,16 @@ def test_keys_of_retention_and_of_one_gpu() -> None:
         "bdlora.8b.tp2.train_s": row("train", 0.2),
         "bdlora.8b.tp1.train_s": row("train", 0.3) | {"tp": 1},
     }
+    for one in rows.values():
+        one["run"] = "2026-01-01"
     found = {key: value for key, (value, *_) in keys(rows, loads_of(rows)).items()}
     assert found["bd.retention.tp2"] == pytest.approx(0.8)
     assert found["tp.decode_speedup.tp2"] == pytest.approx(1.8)
     assert found["tp.decode_tok_s.tp2"] == pytest.approx(400.0)
     assert found["tp.finetune_speedup.tp2"] == pytest.approx(1.5)
     assert "tp.prefill_speedup.tp2" not in found
+    rows["bdlora.8b.tp1.train_s"]["run"] = "2026-01-02"
+    assert "tp.finetune_speedup.tp2" not in keys(rows, loads_of(rows)), "of two runs"
 
 
 @pytest.mark.slow
