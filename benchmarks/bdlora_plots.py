@@ -28,7 +28,8 @@ def draw(loads: Sequence[Measured], folder: Path) -> None:
     for shape, tp in sorted({(one.shape, one.tp) for one in loads if one.tp > 1}):
         own = [one for one in loads if (one.shape, one.tp) == (shape, tp)]
         ranks = {load: {one.lora_rank for one in own if one.load == load} - {0} for load in {one.load for one in own}}
-        own = [one for one in own if len(ranks[one.load]) > 1]  # a point is no curve
+        if any(len(found) > 1 for found in ranks.values()):  # else there are points alone, and no curves
+            own = [one for one in own if len(ranks[one.load]) > 1]
         _figure_5(own, f"{shape}, {tp} GPUs", folder / f"bdlora_figure_5_{shape}_tp{tp}.png")
         _figure_1(own, f"{shape}, {tp} GPUs", folder / f"bdlora_figure_1_{shape}_tp{tp}.png")
 
