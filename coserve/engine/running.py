@@ -13,8 +13,8 @@ from coserve.queues.policy import Due, Waiting
 from coserve.queues.shapes import StepKind, StepShape, prompt_pairs
 from coserve.types import SamplingParams, Slo
 
-MEMORY = 64
-"""Answers, about, that their mean length is of."""
+ANSWERS = 64
+"""How many of the last answers, about, the mean length is of."""
 CREDIT = 0.5
 """Targets between tokens by which one that came early lets the next ones come later."""
 
@@ -179,7 +179,7 @@ class RunningRequests:
         return wanted
 
     def _answered(self, tokens: int) -> None:
-        self._answers = min(self._answers + 1, MEMORY)
+        self._answers = min(self._answers + 1, ANSWERS)
         self._mean_decodes += (max(0, tokens - 1) - self._mean_decodes) / self._answers
 
     def step_kind(self) -> StepKind:

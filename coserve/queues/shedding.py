@@ -11,8 +11,8 @@ from coserve.queues.inference import RETRY_AT_LEAST, RETRY_AT_MOST, InferenceQue
 MEMORY = 32
 """Admissions after which one counts 1/e of a new one, for the speed at which the batch takes requests."""
 
-HALF = 0.5
-"""Of the time from one admission to the next, which is left on average when a request arrives."""
+LEFT_ON_ARRIVAL = 0.5
+"""Share of the time from one admission to the next that is left on average when a request arrives."""
 
 
 class Shedding:
@@ -31,9 +31,9 @@ class Shedding:
         """Of requests that may be shed and have not expired, with their ids, and whether they had to wait for a place: a heap. Some of
         them wait no more."""
         self._last: float | None = None
-        """When the last request was admitted; None if the queue has been empty since."""
+        """From when the time to the next admission is measured: the last one, or when somebody began to wait; None: nobody waits."""
         self._admitted: float | None = None
-        """When the last request was admitted."""
+        """When the last request was admitted, whoever has waited since."""
         self._seconds = self._admissions = 0.0
 
     @property
@@ -46,7 +46,7 @@ class Shedding:
         gap, since = self.gap, 0.0 if self._admitted is None else now - self._admitted
         if since > gap:
             gap = (self._seconds + since) / (self._admissions + 1)
-        return (ahead + HALF) * gap
+        return (ahead + LEFT_ON_ARRIVAL) * gap
 
     def admitted(self, count: int, now: float) -> None:
         """The first `count` requests have joined the batch; others may wait behind it."""
@@ -88,7 +88,7 @@ class Shedding:
         waiting = len(self._queue) - (displaced is not None)
         ahead = self._ahead(message.id, displaced) - headroom if waiting > headroom else -1
         if ahead >= 0:
-            wait = self._wait(ahead, now) if full else (ahead + HALF) * self.gap
+            wait = self._wait(ahead, now) if full else (ahead + LEFT_ON_ARRIVAL) * self.gap
             late = now + wait + step - due
             if wait and late > 0:
                 most = decodes(ahead + 1)

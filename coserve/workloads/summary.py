@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from msgspec.structs import asdict
+
 from coserve.errors import Overloaded, QueueFull
 from coserve.types import JobState, SloClass, Wire
 from coserve.workloads.gauges import Snapshot
@@ -33,29 +35,28 @@ from coserve.workloads.replay import JobSample, ReplayResult, Sample
 CLASSES: tuple[SloClass, ...] = ("interactive", "batch")
 
 
-class AdapterSummary(Wire, frozen=True):
+class Group(Wire, frozen=True, kw_only=True):
+    """Some of the requests."""
+
+    requests: int
+    completed: int
+    attainment: float
+    ttft: Spread | None
+    tpot: Spread | None
+    e2e: Spread | None
+
+
+class AdapterSummary(Group, frozen=True, kw_only=True):
     """The requests of one adapter; `adapter` None is the base."""
 
     adapter: str | None
-    requests: int
-    completed: int
-    attainment: float
     satisfaction: float
-    ttft: Spread | None
-    tpot: Spread | None
-    e2e: Spread | None
 
 
-class ClassSummary(Wire, frozen=True):
+class ClassSummary(Group, frozen=True, kw_only=True):
     """The requests of one class, against the limits of that class. Requests without a class count as interactive."""
 
     slo_class: SloClass
-    requests: int
-    completed: int
-    attainment: float
-    ttft: Spread | None
-    tpot: Spread | None
-    e2e: Spread | None
 
 
 class Queue(Wire, frozen=True):
@@ -211,13 +212,16 @@ def _adapters(samples: Sequence[Sample], limits: Limits) -> tuple[AdapterSummary
 
 
 def _adapter(name: str | None, samples: Sequence[Sample], limits: Limits) -> AdapterSummary:
+    satisfied = mean_satisfaction(samples, limits.ttft or SATISFACTION_LIMIT)
+    return AdapterSummary(adapter=name, satisfaction=satisfied, **asdict(_group(samples, limits)))
+
+
+def _group(samples: Sequence[Sample], limits: Limits) -> Group:
     good = [sample for sample in samples if sample.error is None]
-    return AdapterSummary(
-        adapter=name,
+    return Group(
         requests=len(samples),
         completed=len(good),
         attainment=attainment(samples, limits),
-        satisfaction=mean_satisfaction(samples, limits.ttft or SATISFACTION_LIMIT),
         ttft=spread(_values(good, ttft)),
         tpot=spread(_values(good, tpot)),
         e2e=spread(_values(good, e2e)),
@@ -229,21 +233,8 @@ def _classes(samples: Sequence[Sample], limits: Limits) -> tuple[ClassSummary, .
     for slo_class in CLASSES:
         own = [sample for sample in samples if (sample.slo_class or "interactive") == slo_class]
         if own:
-            found.append(_class(slo_class, own, limits))
+            found.append(ClassSummary(slo_class=slo_class, **asdict(_group(own, limits))))
     return tuple(found)
-
-
-def _class(slo_class: SloClass, samples: Sequence[Sample], limits: Limits) -> ClassSummary:
-    good = [sample for sample in samples if sample.error is None]
-    return ClassSummary(
-        slo_class=slo_class,
-        requests=len(samples),
-        completed=len(good),
-        attainment=attainment(samples, limits),
-        ttft=spread(_values(good, ttft)),
-        tpot=spread(_values(good, tpot)),
-        e2e=spread(_values(good, e2e)),
-    )
 
 
 def _first_messages(samples: Iterable[Sample | JobSample]) -> dict[str, str]:
