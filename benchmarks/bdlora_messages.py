@@ -11,10 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from coserve.kernels.collectives.push_sum import PushShape
 from coserve.parallel.mesh import GroupMesh, Mesh
 from coserve.parallel.push import PushSum
 
 SIZES_KIB = (8, 64, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+PUSH_SHAPES = {
+    "push_2048": PushShape(2048),
+    "push_8192": PushShape(8192),
+    "push_8192_split": PushShape(8192, pushers=512, adders=512),
+}
 IN_GRAPH, REPLAYS = 10, 7
 
 
@@ -56,8 +62,8 @@ def all_reduce_us(mesh: Mesh) -> dict[str, float]:
         "two_shot": two_shot,
         "mesh": mesh.all_reduce,
     }
-    for block in (2048, 8192):
-        methods[f"push_{block}"] = partial(_sum, PushSum(group, device, most=SIZES_KIB[-1] << 10, block_bytes=block))
+    for name_of_shape, shape in PUSH_SHAPES.items():
+        methods[name_of_shape] = partial(_sum, PushSum(group, device, most=SIZES_KIB[-1] << 10, shape=shape))
     dist.barrier(group)
     found = dict[str, float]()
     for method, run in methods.items():

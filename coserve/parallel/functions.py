@@ -65,13 +65,13 @@ class _Copy(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401 - torch's own signature
-        return ctx.mesh.all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
+        return ctx.mesh.sum_apart(gradient), None
 
 
 class _Sum(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:  # noqa: ANN401 - torch's own signature
-        return mesh.all_reduce(x.clone(memory_format=torch.contiguous_format))
+        return mesh.sum_apart(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401 - torch's own signature
@@ -88,5 +88,5 @@ class _Gather(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401 - torch's own signature
         mesh = ctx.mesh
         if ctx.sums:
-            gradient = mesh.all_reduce(gradient.clone(memory_format=torch.contiguous_format))
+            gradient = mesh.sum_apart(gradient)
         return gradient.chunk(mesh.size, -1)[mesh.rank], None, None

@@ -117,6 +117,10 @@ class Mesh:
         differentiable: see `functions`."""
         return x if addend is None else x + addend
 
+    def sum_apart(self, x: Tensor) -> Tensor:
+        """As `all_reduce`, in memory of its own: `x` stays as it is."""
+        return self.all_reduce(x.clone(memory_format=torch.contiguous_format))
+
     def one_shot(self, size: int) -> bool:
         """Whether a sum of zero-padded parts, `size` bytes in all, is a faster all-gather than the collective of that name
         (`SymmetricMesh`)."""

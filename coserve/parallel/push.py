@@ -6,23 +6,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from coserve.kernels.collectives.push_sum import push_sum
+from coserve.kernels.collectives.push_sum import PushShape, push_sum
 
 ALIGNMENT = 16
 """Bytes of a vector that the kernel reads at once."""
 
 
 class PushSum:
-    """Sums of up to `most` bytes, each block of the kernel those of `block_bytes`."""
+    """Sums of up to `most` bytes, by kernels of one shape."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, most: int, block_bytes: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, most: int, shape: PushShape) -> None:
         """All ranks call this at once. Raises `RuntimeError` where their GPUs cannot read each other's memory."""
-        self.most, self._block_bytes, self._rank = most, block_bytes, group.rank()
-        blocks, ranks = most // block_bytes, group.size()
+        self.most, self._shape, self._rank = most, shape, group.rank()
+        blocks, ranks = most // shape.block_bytes, group.size()
         self._own, self._buffers = _shared_bytes(2 * (ranks - 1) * most, group, device)
         flags, self._flags_of_ranks = _shared_bytes(4 * (ranks - 1) * blocks, group, device)
         self._flags = flags.view(torch.int32)
-        self._counts = torch.zeros(blocks, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(2 * blocks, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)
 
     def __call__(self, x: Tensor, out: Tensor, addend: Tensor | None = None) -> None:
@@ -37,7 +37,7 @@ class PushSum:
             self._flags_of_ranks,
             self._counts,
             self._rank,
-            self._block_bytes,
+            self._shape,
             addend,
         )
 

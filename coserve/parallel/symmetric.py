@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from coserve.kernels.collectives.push_sum import PushShape
 from coserve.kernels.gpu.launcher import compile_only
 from coserve.parallel.mesh import ADDING_RANKS, GroupMesh, fits_one_shot
 from coserve.parallel.push import ALIGNMENT, PushSum
@@ -17,8 +18,9 @@ from coserve.parallel.push import ALIGNMENT, PushSum
 log = logging.getLogger(__name__)
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PUSHED = {2: ((1 << 20, 2048), (32 << 20, 8192)), 4: ((1 << 20, 2048),), 8: ((1 << 18, 2048),)}
-"""Largest message and bytes of a block of such all-reduces, by ranks; a rank has 2 · (N - 1) times as much memory for each. On two GPUs these are the
+_SMALL, _LARGE = PushShape(2048), PushShape(8192, pushers=512, adders=512)
+PUSHED = {2: ((1 << 20, _SMALL), (32 << 20, _LARGE)), 4: ((1 << 20, _SMALL),), 8: ((1 << 18, _SMALL),)}
+"""Largest message and the kernel's shape of such all-reduces, by ranks; a rank has 2 · (N - 1) times as much memory for each. On two GPUs these are the
 fastest, and faster than NCCL at all sizes (`bdlora.json`, all_reduce_us); of four and eight, where each sends its numbers N - 1 times, not measured."""
 
 MULTIPLE = 16
@@ -41,22 +43,28 @@ class SymmetricMesh(GroupMesh):
         """All ranks call this at once. Raises `RuntimeError` where their GPUs cannot read each other's memory."""
         super().__init__(group)
         self._device, self.adds_at_once = device, self.size in ADDING_RANKS
-        self._pushes = [
-            PushSum(group, device, most=most, block_bytes=block) for most, block in PUSHED.get(self.size, ())
-        ]
+        self._pushes = [PushSum(group, device, most=most, shape=shape) for most, shape in PUSHED.get(self.size, ())]
 
     def one_shot(self, size: int) -> bool:
         return fits_one_shot(size, self.size)
 
     def all_reduce(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
-        push = next((push for push in self._pushes if x.nbytes <= push.most), None)
-        if push is None or x.dtype not in _DTYPES or not x.nbytes or x.numel() % MULTIPLE:
+        push = self._push_of(x)
+        if push is None:
             return super().all_reduce(x, addend)
         x, addend = _readable(x), None if addend is None else _readable(addend)
         out = torch.empty_like(x)
         self.traffic.add("all_reduce", x)  # from here on the other ranks wait for this one: nothing may fail
         push(x, out, addend)
         return out
+
+    def sum_apart(self, x: Tensor) -> Tensor:
+        return super().sum_apart(x) if self._push_of(x) is None else self.all_reduce(x)
+
+    def _push_of(self, x: Tensor) -> PushSum | None:
+        if x.dtype not in _DTYPES or not x.nbytes or x.numel() % MULTIPLE:
+            return None
+        return next((push for push in self._pushes if x.nbytes <= push.most), None)
 
     def compile(self) -> None:
         """The kernels, for this process."""

@@ -10,23 +10,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from coserve.kernels.collectives.push_sum import push_sum
+from coserve.kernels.collectives.push_sum import PushShape, push_sum
 from coserve.parallel.mesh import Mesh
 from tests.support.ranks import Ranks
 
 BLOCK_BYTES, BLOCKS = 64, 5
+SHAPES = [
+    PushShape(BLOCK_BYTES),
+    PushShape(BLOCK_BYTES, pushers=2, adders=3),
+    PushShape(BLOCK_BYTES, pushers=9, adders=7),
+]
 SIZES = (16, 80, 1, 33, 80, 16)
 """Numbers; the last block is full or not."""
 
 
-def _sums(mesh: Mesh, folder: str, dtype: torch.dtype) -> list[list[float]]:
+def _sums(mesh: Mesh, folder: str, dtype: torch.dtype, shape: PushShape) -> list[list[float]]:
     ranks, rank = mesh.size, mesh.rank
     own_bytes, flag_bytes = 2 * (ranks - 1) * BLOCKS * BLOCK_BYTES, 4 * (ranks - 1) * BLOCKS
     owns, flags = (
         [torch.from_file(f"{folder}/{name}-{each}", shared=True, size=size, dtype=torch.uint8) for each in range(ranks)]
         for name, size in (("own", own_bytes), ("flags", flag_bytes))
     )
-    counts = torch.full((BLOCKS,), 2**31 - 4, dtype=torch.int32)  # they wrap around
+    counts = torch.full((2 * BLOCKS,), 2**31 - 4, dtype=torch.int32)  # they wrap around
     flags[rank].view(torch.int32).fill_(2**31 - 4)
     mesh.all_reduce(torch.zeros(1))
     found, chance = [], random.Random(rank)
@@ -46,7 +51,7 @@ def _sums(mesh: Mesh, folder: str, dtype: torch.dtype) -> list[list[float]]:
             addresses[1],
             counts,
             rank,
-            BLOCK_BYTES,
+            shape,
             addend,
         )
         found.append(out.tolist())
@@ -54,8 +59,9 @@ def _sums(mesh: Mesh, folder: str, dtype: torch.dtype) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_rank_has_the_sums(ranks: Ranks, tmp_path: Path, dtype: torch.dtype) -> None:
-    first, *others = ranks.run(_sums, str(tmp_path), dtype)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.pushers}+{shape.adders}")
+def test_every_rank_has_the_sums(ranks: Ranks, tmp_path: Path, dtype: torch.dtype, shape: PushShape) -> None:
+    first, *others = ranks.run(_sums, str(tmp_path), dtype, shape)
     for number, size in enumerate(SIZES):
         drawn = [
             torch.randint(

@@ -82,13 +82,14 @@ class RunningPass:
         return self._attention.gradients(qkv, out_THD, dout_THD, self._sums.pop(layer, None), params)
 
     def sum_ranks(self, place: int, x: Tensor) -> Tensor:
-        own = x.clone(memory_format=torch.contiguous_format)
-        return own if place in self._unread_sums else self.summed(f"inputs {place}", own)
+        if place in self._unread_sums:
+            return x.clone(memory_format=torch.contiguous_format)
+        return self.summed(f"inputs {place}", x, apart=True)
 
-    def summed(self, what: str, x: Tensor) -> Tensor:
-        """The sum of all ranks' `x`, which may be overwritten. `what`: it is of a layer."""
+    def summed(self, what: str, x: Tensor, *, apart: bool = False) -> Tensor:
+        """The sum of all ranks' `x`, which may be overwritten unless `apart`. `what`: it is of a layer."""
         assert self._mesh is not None, "expected the ranks' mesh"
-        return self._mesh.all_reduce(x)
+        return self._mesh.sum_apart(x) if apart else self._mesh.all_reduce(x)
 
 
 class AlonePass(RunningPass):
@@ -101,6 +102,6 @@ class AlonePass(RunningPass):
         self.collectives: list[str] = []
         """What would have been summed, in order."""
 
-    def summed(self, what: str, x: Tensor) -> Tensor:
+    def summed(self, what: str, x: Tensor, *, apart: bool = False) -> Tensor:
         self.collectives.append(what)
-        return x
+        return x.clone(memory_format=torch.contiguous_format) if apart else x
