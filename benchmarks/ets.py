@@ -3,6 +3,7 @@
     python -m benchmarks.ets --only table --out benchmarks/results              (about 10 minutes on one GPU)
     python -m benchmarks.ets --only table,figure,rates --gpus 6 --out /tmp/ets  (a policy a GPU)
     python -m benchmarks.ets --backends block_sparse --policies ets,ts10,slack --only table --out benchmarks/results
+    python -m benchmarks.ets --only figure,rates --cells rows4096,x16 --policies slack,ets,ts5 --out benchmarks/results
     python -m benchmarks.ets --publish [FOLDER/ets.json ...]     (takes these in, draws, puts the keys in summary.json)
     python -m benchmarks.ets --tiny --only table --policies ets,slack --out /tmp/tried
 
@@ -181,6 +182,7 @@ def parse() -> argparse.Namespace:
         default=None,
         help="TTFT and TPOT of the daemons in seconds, such as 0.1,0.012; default: by backend",
     )
+    parser.add_argument("--cells", default="", help="names of cells of these parts, such as rows4096,x16; default: all")
     parser.add_argument("--together", type=int, default=3, help="daemons that are started at a time, on each GPU")
     gpus.add_options(
         parser,
@@ -194,6 +196,8 @@ def parse() -> argparse.Namespace:
     options.only, options.backends = options.only.split(","), options.backends.split(",")
     policies = known_policies(gpu=not options.tiny)
     options.policies = list(policies) if options.policies is None else options.policies.split(",")
+    options.cells = [name for name in options.cells.split(",") if name]
+    gpus.check_names(parser, "cells", options.cells, sorted({cell.name for cell in cells(tiny=options.tiny)}))
     if options.targets is not None:
         ttft, tpot = (float(part) for part in options.targets.split(","))
         options.targets = ttft, tpot
@@ -229,8 +233,13 @@ def main() -> None:
             merge_results(file)
         publish()
         return
-    chosen = [cell for cell in cells(tiny=options.tiny) if cell.part in options.only]
-    common = ["--only", ",".join(options.only), "--backends", ",".join(options.backends)]
+    chosen = [
+        cell
+        for cell in cells(tiny=options.tiny)
+        if cell.part in options.only and (not options.cells or cell.name in options.cells)
+    ]
+    common = ["--cells", ",".join(options.cells)]
+    common += ["--only", ",".join(options.only), "--backends", ",".join(options.backends)]
     common += ["--together", str(options.together)]
     common += ["--targets", ",".join(map(str, options.targets))] if options.targets is not None else []
     hands = [[*common, "--policies", ",".join(hand)] for hand in gpus.deal(options.policies, options.gpus)]

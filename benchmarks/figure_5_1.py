@@ -1,6 +1,6 @@
 """Figure 5.1 of the ETS paper, end to end: throughput of GPT-2 medium over the number of adapters and the batch size.
 
-    python -m benchmarks.figure_5_1 --out benchmarks/results [--budget 500] [--ways segmented,...] [--axes batch]
+    python -m benchmarks.figure_5_1 --out benchmarks/results [--budget 500] [--ways segmented,...] [--axes batch] [--tasks finetuning]
     python -m benchmarks.figure_5_1 --plot [FOLDER/figure_5_1.json]     (draws the committed result, with this one in it)
     TRITON_INTERPRET=1 python -m benchmarks.figure_5_1 --tiny --out /tmp/tried
 
@@ -45,6 +45,7 @@ from benchmarks.figure_5_1_shape import (
     Shape,
 )
 from benchmarks.figure_5_1_trainer import trained_jobs
+from benchmarks.gpus import check_names
 from benchmarks.options import check_tiny, make_parser
 from benchmarks.serving_results import Results, merge_results
 from coserve.adapter_store.host import HostBudget
@@ -216,7 +217,9 @@ Point = tuple[str, str, int, int]
 """Task, method, sequences, adapters."""
 
 
-def points(shape: Shape, methods: Sequence[str], axes: Sequence[str]) -> Iterator[list[Point]]:
+def points(
+    shape: Shape, methods: Sequence[str], axes: Sequence[str], tasks: Sequence[str] = TASKS
+) -> Iterator[list[Point]]:
     """The points that one generator, or one kind of training, serves: axis by axis, method by method."""
     ends_first = (shape.counts[0], shape.counts[-1], *shape.counts[1:-1])  # the flatness is between the ends
     of = {
@@ -225,7 +228,7 @@ def points(shape: Shape, methods: Sequence[str], axes: Sequence[str]) -> Iterato
     }
     for axis in (of[name] for name in axes):
         for method in methods:
-            for task in TASKS:
+            for task in tasks:
                 if (task, method) not in NOT_MEASURED:
                     most = shape.naive_most if method == "naive" else max(shape.counts)
                     yield [(task, method, batch, adapters) for batch, adapters in axis if max(batch, adapters) <= most]
@@ -248,9 +251,15 @@ def calls(
 
 
 def measure_all(
-    base: Base, shape: Shape, methods: Sequence[str], axes: Sequence[str], results: Results, deadline: float
+    base: Base,
+    shape: Shape,
+    methods: Sequence[str],
+    axes: Sequence[str],
+    tasks: Sequence[str],
+    results: Results,
+    deadline: float,
 ) -> None:
-    for group in points(shape, methods, axes):
+    for group in points(shape, methods, axes, tasks):
         generator = None
         gc.collect()  # the group before had pages and graphs of its own
         gc.freeze()  # as the engine does
@@ -286,6 +295,7 @@ def main() -> None:
     )
     parser.add_argument("--ways", default=",".join(METHODS))
     parser.add_argument("--axes", default=",".join(AXES))
+    parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no point is begun")
     given = parser.parse_args()
     if given.plot is not None:
@@ -293,11 +303,10 @@ def main() -> None:
             merge_results(file)
         publish()
         return
-    methods, axes = given.ways.split(","), given.axes.split(",")
-    if unknown := set(methods) - set(METHODS):
-        parser.error(f"--ways: expected some of {', '.join(METHODS)}, got {', '.join(sorted(unknown))}")
-    if unknown := set(axes) - set(AXES):
-        parser.error(f"--axes: expected some of {', '.join(AXES)}, got {', '.join(sorted(unknown))}")
+    methods, axes, tasks = given.ways.split(","), given.axes.split(","), given.tasks.split(",")
+    check_names(parser, "ways", methods, METHODS)
+    check_names(parser, "axes", axes, AXES)
+    check_names(parser, "tasks", tasks, TASKS)
     check_tiny(parser, given)
     deadline, shape = time.monotonic() + given.budget, TINY if given.tiny else PAPER
     results = Results(
@@ -310,7 +319,7 @@ def main() -> None:
         settings=vars(shape) | {"ranks": RANKS},
     )
     base = make_base(shape)
-    measure_all(base, shape, methods, axes, results, deadline)
+    measure_all(base, shape, methods, axes, tasks, results, deadline)
     print(json.dumps({key: value for key, (value, _) in flatness(results.rows(), shape).items()}, indent=1))
 
 
