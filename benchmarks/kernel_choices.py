@@ -139,7 +139,7 @@ def beside_part(results: Results) -> None:
         ]
         counters = skinny.make_counters(max(len(weight) for weight in weights), cases.DEVICE)
         shapes = {
-            weight.shape: skinny.fastest([w for w in weights if w.shape == weight.shape], counters, rows).beside_shrink
+            weight.shape: skinny.fastest([w for w in weights if w.shape == weight.shape], counters, rows)
             for weight in weights[: len(MODELS[0].groups)]
         }
         tile = 16 if adapters == 1 else 8

@@ -39,18 +39,15 @@ class GemmChoice:
     """Shapes of our skinny GEMM for up to 64 rows, by most rows, inputs and all outputs."""
     counters: Tensor | None = None
     """`skinny.make_counters`."""
-    beside_shrink: Mapping[tuple[int, int, int], Shape] = field(default_factory=dict)
-    """As `skinny`, for rows that LoRA's shrink reads as well: it takes less time beside our GEMM than behind torch's, even where ours is a little slower."""
 
     def linear(
         self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, *, before_shrink: bool = False
     ) -> GemmOutput:
-        """(T, O): `x Wᵀ + bias`. `before_shrink`: LoRA's shrink of x follows, which takes less time beside the skinny GEMM than the GEMV, or torch's GEMM, saves."""
+        """(T, O): `x Wᵀ + bias`. `before_shrink`: LoRA's shrink of x follows, which takes less time beside the skinny GEMM than the GEMV saves."""
         (rows, inputs), outputs = x_TD.shape, weight_OD.shape[0]
         if self.counters is not None and x_TD.stride(1) == 1 and (rows > 1 or before_shrink):
             most = skinny.rows_of(rows)
-            shapes = self.beside_shrink if before_shrink else self.skinny
-            if most and (shape := shapes.get((most, inputs, outputs))):
+            if most and (shape := self.skinny.get((most, inputs, outputs))):
                 return GemmOutput(*skinny.skinny_gemm(x_TD, weight_OD, bias_O, self.counters, shape))
         if rows == 1 and (one := self.gemv.get((inputs, outputs))):
             return GemmOutput(gemv.gemv(x_TD[0], weight_OD, bias_O, one).view(1, -1), None)
@@ -87,9 +84,8 @@ def measure_gemms(
     }
     return GemmChoice(
         {kind: shape for kind, shape in one_row.items() if shape is not None},
-        {kind: shapes.alone for kind, shapes in more_rows.items() if shapes.alone is not None},
+        {kind: shape for kind, shape in more_rows.items() if shape is not None},
         counters,
-        {kind: shapes.beside_shrink for kind, shapes in more_rows.items() if shapes.beside_shrink is not None},
     )
 
 
@@ -101,7 +97,6 @@ class SavedGemms(msgspec.Struct, frozen=True):
     """Inputs, then each site's outputs."""
     gemv: list[tuple[tuple[int, int], tuple[int, int]]]
     skinny: list[tuple[tuple[int, int, int], Shape]]
-    beside_shrink: list[tuple[tuple[int, int, int], Shape]]
 
 
 def save_gemms(path: Path, choice: GemmChoice, inputs: Iterable[StackedWeights], rows: Sequence[int]) -> None:
@@ -111,7 +106,6 @@ def save_gemms(path: Path, choice: GemmChoice, inputs: Iterable[StackedWeights],
         kinds=[list(kind) for kind in _kinds(inputs)],
         gemv=list(choice.gemv.items()),
         skinny=list(choice.skinny.items()),
-        beside_shrink=list(choice.beside_shrink.items()),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
@@ -125,7 +119,6 @@ def load_gemms(paths: Iterable[Path], inputs: Iterable[StackedWeights], device: 
     kinds = _kinds(inputs)
     one_row: dict[tuple[int, int], tuple[int, int]] = {}
     more_rows: dict[tuple[int, int, int], Shape] = {}
-    beside_shrink: dict[tuple[int, int, int], Shape] = {}
     wide, fits = {(kind[0], len(found[0])) for kind, found in kinds.items()}, False
     for path in paths:
         try:
@@ -134,17 +127,16 @@ def load_gemms(paths: Iterable[Path], inputs: Iterable[StackedWeights], device: 
             continue
         known = all(kind in wide and shape in gemv.shapes_of(kind[0]) for kind, shape in saved.gemv) and all(
             shape in skinny.SHAPES and rows in skinny.ROWS and (inputs_, outputs) in wide
-            for (rows, inputs_, outputs), shape in (*saved.skinny, *saved.beside_shrink)
+            for (rows, inputs_, outputs), shape in saved.skinny
         )
         if not known or {tuple(kind) for kind in saved.kinds} != kinds.keys():
             continue
         fits = True
         one_row |= dict(saved.gemv)
         more_rows |= dict(saved.skinny)
-        beside_shrink |= dict(saved.beside_shrink)
     if not fits:
         return None
-    return GemmChoice(one_row, more_rows, _counters(kinds, device), beside_shrink) if kinds else GemmChoice()
+    return GemmChoice(one_row, more_rows, _counters(kinds, device)) if kinds else GemmChoice()
 
 
 def _kinds(inputs: Iterable[StackedWeights]) -> dict[tuple[int, ...], list[Tensor]]:
