@@ -49,8 +49,9 @@ from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.types import MicroStep
 
-LOGITS_BYTES = 512 << 20
-"""Of the logits computed at once, in the base's dtype. They become their own gradient, so there is no second tensor of their size."""
+LOGITS_BYTES = 128 << 20
+"""Of the logits computed at once, in the base's dtype: a micro-step of the head takes about as long as one of a layer, so that it fits between the tokens of requests
+as well (512 targets of 128,256 tokens; larger chunks are no faster). They become their own gradient, so there is no second tensor of their size."""
 TILE = 128
 """Rows of a GEMM's tile: chunks of more targets have a multiple of it."""
 

@@ -28,7 +28,7 @@ from coserve.model.dropout import DropoutSpec
 from coserve.model.forward_context import current
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.types import LoraSettings, TrainingSettings
+from coserve.types import LoraSettings, MicroStep, TrainingSettings
 from tests.support.examples import sample
 from tests.support.finetuning import CPU, SETTINGS, random_corpus, started, tiny_base
 from tests.support.lora_backends import GROUPED, SEGMENTED
@@ -209,6 +209,16 @@ def test_small_micro_steps_of_the_head_change_nothing() -> None:
     assert total == pytest.approx(parts, abs=1e-4)
     for one, other in zip(whole, split, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_wide_head_has_micro_steps_as_short_as_those_of_layers() -> None:
+    """With 128,256 tokens, 300 targets' logits in fp32 are two micro-steps: one of all took longer than a token may, so that training waited beside requests."""
+    base = wrap_base(tiny_model("llama", vocab_size=128_256, hidden_size=16), name="wide")
+    corpus = random_corpus(lengths=(301,), learned=2.0)
+    optimizer, runner = started(base), MicroBatchRunner(base, recompute=False)
+    rows = pack_rows(corpus, [0], CPU)
+    kinds = list(runner.forward_backward(rows, batch(optimizer, rows), optimizer.trainable, optimizer.grads))
+    assert rows.targets == 300 and kinds.count(MicroStep.HEAD) == 2, kinds
 
 
 def test_inference_between_the_micro_steps_changes_nothing() -> None:
