@@ -66,6 +66,14 @@ def signal_child(process: asyncio.subprocess.Process, number: signal.Signals) ->
             os.kill(process.pid, number)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, as by SIGSTOP. False if there is none, or on another system than Linux."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False
+
+
 def _command(module: str, end: socket.socket, *arguments: str) -> list[str]:
     return [sys.executable, "-m", module, str(end.fileno()), *arguments]
 

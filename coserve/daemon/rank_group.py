@@ -27,9 +27,10 @@ from coserve.daemon.supervisor import how_ended
 from coserve.errors import CoserveError, EngineUnavailable, error_from_code
 from coserve.health import RankInfo
 from coserve.logs.format import log_event
-from coserve.processes import signal_child, start_child
+from coserve.processes import is_stopped, signal_child, start_child
 from coserve.ranks import (
     HEARTBEAT,
+    SILENCE,
     Heartbeat,
     RankFailed,
     RankPlace,
@@ -207,6 +208,7 @@ class RankGroup:
             await asyncio.sleep(HEARTBEAT)
             for rank in self._ranks:
                 rank.watched.look()
+                rank.watched.stopped = rank.watched.silent > SILENCE and is_stopped(rank.process.pid)
             found = find_loss([rank.watched for rank in self._ranks])
             if found is not None:
                 watched, how = found

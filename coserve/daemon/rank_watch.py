@@ -22,6 +22,8 @@ class WatchedRank:
     """See `Heartbeat`."""
     without_loads: int = 1 << 30
     """Heartbeats since it last loaded or compiled code."""
+    stopped: bool = False
+    """Its process does not run, as after SIGSTOP: a rank that starts may be silent for long only while it does."""
     looks: int = 0
     """Since its last report. Looks are counted and not seconds: while the daemon was stopped itself, no rank was silent."""
 
@@ -51,7 +53,7 @@ def find_loss(ranks: Sequence[WatchedRank]) -> tuple[WatchedRank, str] | None:
     a rank loads or compiles code, the others may wait for that.
     """
     for rank in ranks:
-        limit = SILENCE if rank.ready else START_SILENCE
+        limit = SILENCE if rank.ready or rank.stopped else START_SILENCE
         if rank.silent > limit:
             return rank, f"did not answer for {limit:.0f} s"
     if any(rank.late > HANG for rank in ranks) and not any(rank.loads for rank in ranks):

@@ -60,6 +60,13 @@ def test_a_rank_that_starts_may_be_silent_for_longer() -> None:
     assert START_SILENCE <= seconds <= START_SILENCE + 2 * HEARTBEAT
 
 
+def test_a_rank_that_is_stopped_while_it_starts_is_lost_as_soon_as_one_that_was_ready() -> None:
+    watched = Watched()
+    watched.ranks[1].ready, watched.ranks[1].stopped = False, True
+    seconds, loss = watched.seconds_until_lost(silent=(1,))
+    assert seconds <= 10.0 and loss == f"rank 1 did not answer for {SILENCE:.0f} s"
+
+
 def test_a_follower_far_behind_rank_0_lives_while_it_makes_progress() -> None:
     """Rank 0 has finished all commands; the other is in a long one, which goes on."""
     watched, begun = Watched(), 0

@@ -182,6 +182,25 @@ def test_a_rank_that_is_lost_ends_its_requests_and_all_ranks_are_started_again(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_while_it_starts_is_told_of_and_all_are_started_again(
+    model: Path, tmp_path: Path, rank: int
+) -> None:
+    with DaemonProcess(model, tmp_path / "data", options=("--tp", "2", "--log-format", "json")) as daemon:
+        while not any(one["message"] == "rank starts" and one["rank"] == rank for one in daemon.entries()):
+            time.sleep(0.01)
+        stopped = pid_of(daemon, rank)
+        os.kill(stopped, signal.SIGSTOP)
+        began, loss = time.monotonic(), f"rank {rank} of 2 did not answer for 6 s"
+        while loss not in daemon.log.read_text():
+            assert time.monotonic() - began < LIMIT
+            time.sleep(0.1)
+        daemon.wait_ready()
+        assert pid_of(daemon, rank) != stopped
+        assert daemon.stop() == 0
+
+
+@pytest.mark.slow
 def test_texts_on_four_ranks_are_those_of_one_process(model: Path, expected: list[list[int]], tmp_path: Path) -> None:
     """Two key/value heads for four ranks."""
     with DaemonProcess(model, tmp_path / "data", options=("--tp", "4", "--lora-sharding", "slora")) as daemon:
