@@ -356,7 +356,7 @@ class Engine:
             shared_tokens = self._views.slices.tokens_within(decision.max_micro_step) if begins else None
             suspended = self._jobs.advance(job, decision.micro_steps, shared_tokens)
         micro_steps = self._jobs.micro_steps_done
-        tokens = self._jobs.micro_batch_tokens(job) if suspended else tokens
+        tokens = self._jobs.slice_tokens if suspended else tokens  # the job itself may have failed
         expected = micro_steps * self._views.slices.predict(job, kind, tokens).expected
         self._flight.launched(decision, kind, micro_steps, tokens, began, expected)
         self._views.turns.trained(job, suspended=suspended)

@@ -66,6 +66,8 @@ class JobRunner:
         self._pending = JobLine(may_start, self._memory.left_line)
         self._paused: dict[str, JobSpec] = {}
         self._closed = False
+        self.slice_tokens = 0
+        """Of the micro-batch of the last slice; 0: no job of it is left."""
 
     @property
     def troubles(self) -> tuple[str, ...]:
@@ -172,6 +174,7 @@ class JobRunner:
             else:
                 self._send(message)
         trained = [each for each in self._trainer.trained if each in self._turns]  # one that has failed is not
+        self.slice_tokens = next((self._trainer.micro_batch_tokens(each) for each in trained), 0)
         if any(map(self._trainer.mid_batch, trained)):
             self._turns.put_first(trained)
             return True
