@@ -292,7 +292,7 @@ class Engine:
             results = self._generator.step()
         self._report_started()
         failpoint("generate.mid_stream")
-        self._running.computed(self._generator.launched_prefill())
+        self._running.computed(self._generator.launched_prompts())
         await self._accept(results, began, collected or self._step)
 
     async def _collect(self) -> None:

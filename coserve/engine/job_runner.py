@@ -66,8 +66,7 @@ class JobRunner:
         self._pending = JobLine(may_start, self._memory.left_line)
         self._paused: dict[str, JobSpec] = {}
         self._closed = False
-        self.slice_tokens = 0
-        """Of the micro-batch of the last slice; 0: no job of it is left."""
+        self.slice_tokens = 0  # of the last slice's micro-batch; 0: no job of it is left
 
     @property
     def troubles(self) -> tuple[str, ...]:
@@ -134,9 +133,7 @@ class JobRunner:
                     break  # nor do later ones start: a large job would wait for ever
             for job, found in self._memory.changes():
                 self._memory.limit(self._active[job], found)
-            works = [
-                job for job, active in self._active.items() if active.work is not None and active.work.future.done()
-            ]
+            works = [job for job, each in self._active.items() if each.work is not None and each.work.future.done()]
             for job in works:
                 self._collect_work(job)
             writes = [job for job, active in self._active.items() if active.write is not None and active.write.done()]

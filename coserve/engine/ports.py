@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from coserve.admission.memory import Hold, Start
@@ -63,8 +63,8 @@ class Generates(Protocol):
         """How many more requests may be added so that few wait for pages."""
         ...
 
-    def launched_prefill(self) -> int:
-        """Tokens of prompts in the step that was launched last."""
+    def launched_prompts(self) -> Mapping[str, int]:
+        """The requests of whose prompts the step that was launched last computes something, and the tokens that each has left after it."""
         ...
 
     def computed(self) -> StepShape | None:

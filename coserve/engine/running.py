@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from typing import NamedTuple
@@ -29,7 +29,7 @@ class _Target:
     context: int
     """Tokens of its prompt, and of its answer so far."""
     prefill: int
-    """Those of the prompt that are to be computed, as far as is known."""
+    """Those of the prompt that are to be computed; before a step computes some, as far as is known: others may be in the prefix cache."""
     adapter: Hashable
     end: float
     """When its last token is due."""
@@ -111,15 +111,12 @@ class RunningRequests:
                 self._adapter_bytes -= size
         return True
 
-    def computed(self, prefill: int) -> None:
-        """A step with so many tokens of prompts was launched."""
-        for target in self._prefilling.values():
-            if prefill <= 0:
-                return
-            done = min(prefill, target.prefill)
-            target.prefill -= done
-            prefill -= done
-            self._seen = None
+    def computed(self, left: Mapping[str, int]) -> None:
+        """A step was launched that computes something of these requests' prompts; `left`: tokens of each that are to be computed after it."""
+        for id, tokens in left.items():
+            if (target := self._prefilling.get(id)) is not None:
+                target.prefill = tokens
+                self._seen = None
 
     def waits_for_pages(self, id: str) -> bool:
         """The generator has it, and has never scheduled it."""
@@ -245,7 +242,7 @@ class RunningRequests:
                 else:
                     pending += target.prefill
                     steps = max(1, -(-pending // self._step_tokens))
-                    first = steps, 0, target.window, 0.0, 0 < target.prefill < target.context
+                    first = steps, 0, target.window, 0.0, target.prefill > 0
                     of = others if target.prefill else launched
                     if not target.prefill and target.left > 1:
                         tpots.add(target.tpot)

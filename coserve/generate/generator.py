@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -74,7 +74,7 @@ class Generator:
         self._failed_alone: int | None = None
         """Number of a sequence for one token of which there was no memory, a step ago."""
         self._computed: StepShape | None = None
-        self._launched_prefill = 0
+        self._launched_prompts = dict[str, int]()
         self._failed: list[RequestFailed] = []
         """Requests that ended at a launch, not yet reported."""
         self._sequences: dict[str, SequenceState] = {}
@@ -201,9 +201,9 @@ class Generator:
         """A step was launched whose tokens have not been collected."""
         return bool(self._in_flight)
 
-    def launched_prefill(self) -> int:
-        """Tokens of prompts in the step that was launched last."""
-        return self._launched_prefill
+    def launched_prompts(self) -> Mapping[str, int]:
+        """The requests of whose prompts the step that was launched last computes something, and the tokens that each has left after it."""
+        return self._launched_prompts
 
     def computed(self) -> StepShape | None:
         """What the steps computed that were collected since the last call; None: there were none."""
@@ -218,7 +218,7 @@ class Generator:
         the tokens are those of the step before.
         """
         shares = self._scheduler.plan()
-        self._launched_prefill = 0
+        self._launched_prompts = dict[str, int]()
         launched = self._launch(shares) if shares else []
         messages = self.collect()
         for launch in launched:
@@ -259,8 +259,10 @@ class Generator:
             found.append(
                 LaunchedShares(own, parts, samples, step_shape(parts, self._store.size, alone=not self._in_flight))
             )
-        self._launched_prefill = sum(own.shape.prefill for own in found)
         for share in shares:
+            prompt = len(share.sequence.request.prompt)
+            if share.sequence.computed < prompt:
+                self._launched_prompts[share.sequence.id] = max(0, prompt - share.sequence.computed - share.tokens)
             share.sequence.computed += share.tokens
             share.sequence.in_flight += share.sequence.number in samples
         return found

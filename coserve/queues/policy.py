@@ -31,14 +31,14 @@ class Waiting(Protocol):
 class Due(NamedTuple):
     """A deadline of a running request's next or last token: the generation steps that its next token takes, and the decode steps
     that follow until the deadline's token. `window`: seconds from which the deadline counted; `credit`: seconds that were added to it,
-    as earlier tokens came early (below 0: late). `chunk`: of a first token, a part of whose prompt has been computed."""
+    as earlier tokens came early (below 0: late). `prompt`: of a first token whose prompt is still to be computed, or a part of it."""
 
     deadline: float
     steps: int = 1
     decodes: int = 0
     window: float = 0.0
     credit: float = 0.0
-    chunk: bool = False
+    prompt: bool = False
 
 
 @dataclass(frozen=True, slots=True)

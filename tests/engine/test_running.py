@@ -80,23 +80,23 @@ def token(id: str, finished: FinishReason | None = None) -> Tokens:
 
 def test_a_prompt_of_several_steps_is_seen_as_such_until_its_last_one_is_launched() -> None:
     running = batch(250)
-    assert [due.chunk for due in running.view()] == [False]
-    for _ in range(2):
-        running.computed(100)
-        assert [due.chunk for due in running.view()] == [True]
+    assert [due.prompt for due in running.view()] == [True]
+    for left in (150, 50):
+        running.computed({"r0": left})
+        assert [due.prompt for due in running.view()] == [True]
         assert running.view(collected=1.0) == running.view()
-    running.computed(50)
-    assert [due.chunk for due in running.view()] == [False]
+    running.computed({"r0": 0})
+    assert [due.prompt for due in running.view()] == [False]
     assert running.view(collected=1.0) == (Due(1.5, 1, 0, 0.5),), "the step in flight computes its first token"
 
 
 def test_the_next_step_is_known_from_what_was_computed() -> None:
     running = batch(30, 90, 5)
     assert running.next_step(()) == StepShape(adapter_bytes=20).and_prompt(30).and_prompt(70)
-    running.computed(100)
+    running.computed({"r0": 0, "r1": 20})
     running.accept([token("r0")], 0.0)
     assert running.next_step(()) == StepShape(1, 31, 0, 0, 20).and_prompt(20, 70).and_prompt(5)
-    running.computed(25)
+    running.computed({"r1": 0, "r2": 0})
     assert running.next_step(()) == StepShape(1, 31, 0, 0, 20), "their first tokens are in flight"
     running.accept([token("r0"), token("r1"), token("r2")], 0.1)
     assert running.next_step(()) == StepShape(3, 32 + 91 + 6, 0, 0, 20)
@@ -115,23 +115,23 @@ def generate(prompt: int) -> Generate:
 def test_a_prompt_under_way_takes_fewer_steps() -> None:
     running = batch(250)
     assert [due.steps for due in running.view()] == [3]
-    running.computed(100)
+    running.computed({"r0": 150})
     assert [due.steps for due in running.view()] == [2]
 
 
 def test_tokens_in_flight_move_the_deadlines_of_the_next_tokens_alone() -> None:
     running = batch(1, 1)
     running.accept([token("r0")], 7.0)
-    assert set(running.view()) == {Due(7.5, 1, 0, 0.5), Due(2.0, 1, 0, 2.0)}
-    assert set(running.view(collected=7.5)) == {Due(8.0, 1, 0, 0.5), Due(2.0, 1, 0, 2.0)}
-    assert set(running.view(collected=7.25)) == {Due(8.0, 1, 0, 0.5, 0.25), Due(2.0, 1, 0, 2.0)}
+    assert set(running.view()) == {Due(7.5, 1, 0, 0.5), Due(2.0, 1, 0, 2.0, prompt=True)}
+    assert set(running.view(collected=7.5)) == {Due(8.0, 1, 0, 0.5), Due(2.0, 1, 0, 2.0, prompt=True)}
+    assert set(running.view(collected=7.25)) == {Due(8.0, 1, 0, 0.5, 0.25), Due(2.0, 1, 0, 2.0, prompt=True)}
 
 
 def test_tokens_after_first_ones_in_flight_have_deadlines() -> None:
     running = RunningRequests(100)
     for id, tpot, tokens in (("a", 0.5, 9), ("b", 0.2, 9), ("c", 0.1, 1), ("d", 0.5, 9)):
         running.add(id, Slo(ttft=1.0, tpot=tpot), deadline=1.0, prompt=10, tokens=tokens)
-    running.computed(40)
+    running.computed(dict.fromkeys("abcd", 0))
     assert set(running.view(collected=7.0)) == {Due(7.5, 1, 0, 0.5), Due(7.2, 1, 0, 0.2)}, "one has no second token"
 
 

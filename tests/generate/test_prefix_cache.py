@@ -254,3 +254,17 @@ def test_a_small_pool_full_of_old_pages_takes_what_fits_exactly() -> None:
         run(gen, request(f"r{i}", text(30, i)))
     whole = request("whole", text(33, 99), max_tokens=32)
     assert run(gen, whole) == run(make(llama(), cached=False), whole)
+
+
+def test_what_a_step_leaves_of_prompts_is_told_without_cached_tokens() -> None:
+    generator = make(wrap_base(tiny_model("llama"), name="llama"), step_tokens=8)
+    prompt = text(20)
+    for name, left in (("first", [12, 4, 0]), ("again", [0])):  # 16 tokens are found; a step computes 8
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        generator.add(Generate(id=name, prompt=prompt, sampling=sampling, adapter=None, slo=Slo(ttft=1.0, tpot=1.0)))
+        told = list[dict[str, int]]()
+        while generator.running:
+            generator.step()
+            told.append(dict(generator.launched_prompts()))
+        assert told[: len(left)] == [{name: each} for each in left]
+        assert not any(told[len(left) :])

@@ -49,15 +49,11 @@ class OverlappedGenerator(FakeGenerator):
         self._launched_steps: list[tuple[Callable[[], None], list[Tokens | RequestFailed], StepShape]] = []
         self._free_at = 0.0
         self._collected: StepShape | None = None
-        self._prefill = 0
         self.longest_prompt = 0
 
     @property
     def in_flight(self) -> bool:  # type: ignore[override]
         return bool(self._launched_steps)
-
-    def launched_prefill(self) -> int:
-        return self._prefill
 
     def computed(self) -> StepShape | None:
         computed, self._collected = self._collected, None
@@ -66,14 +62,13 @@ class OverlappedGenerator(FakeGenerator):
     def step(self) -> list[Tokens | RequestFailed]:
         loop = _loop()
         loop.block(self._host)
-        self._prefill = 0
+        self._launched_prompts = {}
         launched = None
         if self._sequences:
             results = super().step()
             shape = super().computed()
             assert shape is not None
             shape = shape._replace(alone=int(not self._launched_steps))
-            self._prefill = shape.prefill
             launched = self.compute(self._seconds(shape)), results, shape
         found = self.collect()
         if launched is not None:

@@ -105,13 +105,14 @@ class FakeGenerator:
         """Tokens, in all steps."""
         self.read: Callable[[], None] = lambda: None
         self._lost = False
+        self._launched_prompts = dict[str, int]()
         self._shape: StepShape | None = None
 
     in_flight = False
     room = 1 << 20
 
-    def launched_prefill(self) -> int:
-        return 0 if self._shape is None else self._shape.prefill
+    def launched_prompts(self) -> dict[str, int]:
+        return self._launched_prompts
 
     def computed(self) -> StepShape | None:
         shape, self._shape = self._shape, None
@@ -156,6 +157,7 @@ class FakeGenerator:
     def step(self) -> list[Tokens | RequestFailed]:
         assert not self.blocked, "a step that can compute nothing"
         budget, results, shape = self._step_tokens, list[Tokens | RequestFailed](), StepShape()
+        self._launched_prompts = {}
         self._preempt_one()
         for sequence in sorted(self._sequences.values(), key=lambda s: s.to_prefill > 0):  # decodes first; stable
             if budget == 0:
@@ -168,6 +170,8 @@ class FakeGenerator:
                 shape += StepShape(1, context)
             budget -= max(chunk, 1)
             sequence.to_prefill -= chunk
+            if chunk:
+                self._launched_prompts[sequence.request.id] = sequence.to_prefill
             if sequence.to_prefill == 0:
                 results.append(self._next(sequence))
         self._shape, spent = shape, self._step_tokens - budget

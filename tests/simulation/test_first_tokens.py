@@ -1,0 +1,44 @@
+"""First tokens beside training: a request is answered as soon as one in the queue would be, wherever its prompt waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from coserve.link import Generate, StartJob, Tokens
+from coserve.queues.policies.overlap import Overlap
+from coserve.queues.policies.slack import Slack
+from coserve.queues.policy import Policy
+from coserve.types import AdapterRef, SamplingParams, Slo
+from tests.support.fake_ports import JobPlan, Prices
+from tests.support.scenario import Scenario, job_spec, play
+
+COLD = 0.01
+"""Seconds in which an adapter is read."""
+WAIT, STEP = 0.12, 0.05
+"""Most that a first token may wait for the batch's next step, and more than a step and a slice take."""
+TIMES = (2.0, 72.0, 142.0)
+
+
+@pytest.mark.parametrize("ttft", [1.0, 60.0])
+@pytest.mark.parametrize("policy", [Slack(1.0, floor=0.05), Overlap(1.0, floor=0.05)], ids=["slack", "overlap"])
+def test_a_request_whose_adapter_is_read_waits_no_longer_than_others(policy: Policy, ttft: float) -> None:
+    """It joins the batch without having been in the queue again."""
+    script = [(0.0, StartJob(spec=job_spec("j0"))), *((at, request(number, ttft)) for number, at in enumerate(TIMES))]
+    played = play(
+        Scenario(
+            seed=1, policy=policy, script=tuple(script), plans={"j0": JobPlan(1000, 64, 1000, None)},
+            prices=Prices(step=0.01, token=1e-4, micro_step=0.004, spikes=0.0), max_running=8, max_queue=100, fair=True,
+            max_active_jobs=1, step_tokens=256, chaos=0.0, patience=1.0, delay=0.0, cold=COLD,
+            share=0.5 if isinstance(policy, Overlap) else None,
+        )
+    )  # fmt: skip
+    for number in range(len(TIMES)):
+        first = next(at for at, message in played.of(f"r{number}") if isinstance(message, Tokens))
+        assert first - played.sent[f"r{number}"] <= COLD + WAIT + STEP
+
+
+def request(number: int, ttft: float) -> Generate:
+    return Generate(
+        id=f"r{number}", prompt=(1, 2, 3), sampling=SamplingParams(max_tokens=4, seed=number), adapter=AdapterRef(f"a{number}", 1),
+        slo=Slo(ttft=ttft, tpot=0.05),
+    )  # fmt: skip
