@@ -142,7 +142,8 @@ class Config:
         "less training",
     )
     train_patience: float = option(
-        1.0, "'slack' and 'overlap': a job waits at most so long for its next slice, in seconds"
+        1.0,
+        "'slack' and 'overlap': training waits at most so long for its next slice, in seconds; jobs take turns by whole micro-batches",
     )
     train_floor: float = option(
         0.05,

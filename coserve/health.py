@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Literal, Protocol
 
 from coserve.gpu_memory import MemoryUse
@@ -63,6 +64,11 @@ class EngineRanks(Protocol):
     @property
     def loss(self) -> str | None:
         """Which rank was lost, and how; None: none."""
+        ...
+
+    @property
+    def lost(self) -> asyncio.Event:
+        """Set when `loss` is known."""
         ...
 
     def states(self) -> tuple[RankInfo, ...]: ...

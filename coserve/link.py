@@ -283,6 +283,10 @@ class EngineStats(Message, frozen=True):
     patience_slices: int = 0
     """Fine-tuning slices so far that ran only because of `train_patience` or `train_floor`."""
     starving: Starving | None = None
+    request_waits: float = 0.0
+    """Seconds that the oldest request in the queue has waited; 0: none waits."""
+    training_waits: float = 0.0
+    """Seconds since the last fine-tuning slice of jobs that could train; 0: there are none."""
     train_speed_beside: float = 1.0
     """Share of its speed that training has while a generation step runs beside it (`queues/beside.py`); 1 where none does."""
     stalls: tuple[StallCounts, ...] = ()

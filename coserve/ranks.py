@@ -21,9 +21,9 @@ FIRST = {"cuda": 1.0, "cpu": 300.0}
 LOADING = 2.0
 """Seconds since a rank last loaded or compiled code in which the others may wait for it."""
 LEAST = {"cuda": 0.0, "cpu": 50.0}
-"""The same for later ones, whatever earlier ones took: on a CPU one matrix product of a large base takes long. By device."""
+"""Seconds that a later command of a kind may always pause, however short earlier ones were: on a CPU one matrix product of a large base takes long. By device."""
 START = 600.0
-"""The same for a rank that starts: layers are loaded, or compiled where the warm-up could not do so."""
+"""Seconds that a command of a rank that starts may pause: layers are loaded, or compiled where the warm-up could not do so."""
 JOIN_SECONDS = 1800.0
 """Seconds that ranks wait for each other when they start; later, the limit of a collective on CPU."""
 

@@ -145,7 +145,11 @@ _ALLOWED: dict[str, Callable[[object], bool]] = {
     "lorap_emb_lr": _any,
 }
 _CHANGES_BASE = "it changes the base's own weights; convert the adapter to plain LoRA when saving it"
+_RANKS = "expected a whole number of at least 1"
 _REASONS = {
+    "r": _RANKS,
+    "rank_pattern": f"names with ranks: {_RANKS}",
+    "use_rslora": "expected true, false or null",
     "lora_alpha": f"expected a number of at most {MAX_ALPHA:.0e}",
     "alpha_pattern": f"expected numbers of at most {MAX_ALPHA:.0e}",
     "target_modules": "expected module names or a regular expression",

@@ -141,4 +141,4 @@ def _check_ranges(settings: LoraSettings) -> None:
     if not below_one(settings.dropout):
         raise InvalidRequest(f"expected a dropout from 0 to below 1 (in fp32), got {settings.dropout}", field="dropout")
     if settings.init not in INITS:
-        raise InvalidRequest(f"expected one of {', '.join(INITS)}", field="init")
+        raise InvalidRequest(f"expected one of {', '.join(INITS)}, got {settings.init[:80]!r}", field="init")

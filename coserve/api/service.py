@@ -52,6 +52,10 @@ from coserve.tracking.feed import CLOSING, Tracking
 
 log = logging.getLogger(__name__)
 
+LONG_WAIT = 10.0
+"""Seconds after which `/health` tells of whoever waits."""
+LOSS_SECONDS = 1.0
+"""In which it is known how rank 0 ended, once its link has closed."""
 MAX_BODY_HELPERS = 2
 """Helper processes that decode large bodies."""
 
@@ -183,6 +187,9 @@ class Service:
                 self._dispatch(await link.receive())
         except EngineUnavailable:
             log.info("the link to the engine closed")
+            if (ranks := self.engine.ranks) is not None:  # that rank 0's process has ended is known a little later
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(ranks.lost.wait(), LOSS_SECONDS)
             return None
         except Exception as error:
             log.exception("a message of the engine cannot be read")
@@ -268,9 +275,13 @@ class Service:
 
 
 def _starving(stats: EngineStats | None) -> tuple[str, ...]:
-    """Why training hardly advances; empty if it does."""
-    if stats is None or (why := stats.starving) is None:
+    """Who waits for long, and why training hardly advances; empty if all go on."""
+    if stats is None:
         return ()
+    waits = {"the oldest request in the queue": stats.request_waits, "training": stats.training_waits}
+    found = tuple(f"{who} has waited for {seconds:.0f} s" for who, seconds in waits.items() if seconds > LONG_WAIT)
+    if (why := stats.starving) is None:
+        return found
     micro_step, slack = round(1000 * why.micro_step), round(1000 * why.slack)
     since = f"for {why.seconds:.0f} s training has run only by train_patience and train_floor"
-    return (f"{since}: a micro-step is predicted to take {micro_step} ms, the slack is {slack} ms",)
+    return (*found, f"{since}: a micro-step is predicted to take {micro_step} ms, the slack is {slack} ms")

@@ -143,7 +143,10 @@ def convert_adapter(
         while True:
             done = client.convert_adapter(name, bd_blocks, rank=rank, max_error=max_error, name=new_name)
             _show_conversion(done, as_json)
-            if data is None or done.error < LOSSLESS:
+            if data is None:
+                break
+            if done.error < LOSSLESS:
+                typer.echo(f"nothing was lost: not distilled, {rows} is not used", err=True)
                 break
             try:
                 started = start_distillation(client, done, data)

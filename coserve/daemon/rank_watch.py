@@ -49,7 +49,8 @@ def find_loss(ranks: Sequence[WatchedRank]) -> tuple[WatchedRank, str] | None:
     """The rank that is lost, and how; None: all live.
 
     A rank is lost if its heartbeats stop, however far behind the others it is while they come. If a command hangs, all ranks
-    may wait for the one that does not take part in a collective: it has begun fewer than the others, or is furthest behind. While
+    may wait for the one that does not take part in a collective: it has begun fewer than the others, or is furthest behind; where none is, as in
+    a step that is a CUDA graph, it is not known which. While
     a rank loads or compiles code, the others may wait for that.
     """
     for rank in ranks:
@@ -57,7 +58,11 @@ def find_loss(ranks: Sequence[WatchedRank]) -> tuple[WatchedRank, str] | None:
         if rank.silent > limit:
             return rank, f"did not answer for {limit:.0f} s"
     if any(rank.late > HANG for rank in ranks) and not any(rank.loads for rank in ranks):
-        return min(
-            ranks, key=lambda rank: (rank.begun, rank.done)
-        ), f"made no progress for {HANG:.0f} s longer than expected"
+        behind = min(ranks, key=_progress)
+        others = ", nor did the others" if all(_progress(rank) == _progress(behind) for rank in ranks) else ""
+        return behind, f"made no progress for {HANG:.0f} s longer than expected{others}"
     return None
+
+
+def _progress(rank: WatchedRank) -> tuple[int, int]:
+    return rank.begun, rank.done

@@ -307,7 +307,7 @@ class Engine:
         the host's work begin when the one before them ends."""
         await self._pace()
         now, shape = self._clock(), self._generator.computed()
-        seconds = now - began
+        seconds = 0.0 if shape is None and self._generator.in_flight else now - began  # a launch counts with its step
         if shape is not None and (since := self._measured) is not None:
             seconds = now - self._flight.began(step, since)
             self._views.step_took(shape, seconds, overlapped=self._flight.overlapped(step, since))

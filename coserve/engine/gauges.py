@@ -102,6 +102,8 @@ def engine_stats(
         batches=jobs.batches,
         patience_slices=views.slices.by_patience,
         starving=views.slices.starving(now),
+        request_waits=views.request_waits(now),
+        training_waits=views.slices.waits(now),
         train_speed_beside=views.train_speed_beside,
         stalls=stalls.totals(),
         backlog=backlog,

@@ -101,7 +101,7 @@ class JobRunner:
         return self._trainer.next_micro_step(job)
 
     def micro_batch_tokens(self, job: str) -> int:
-        """Of an active job's micro-batch under way, or of its last one; 0: it had none."""
+        """Of an active job's micro-batch under way, or of its next one, as far as known; 0: unknown."""
         return self._trainer.micro_batch_tokens(job)
 
     @property

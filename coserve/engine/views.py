@@ -26,8 +26,8 @@ _KINDS = {
 }
 """Kinds of measured steps by which one of a kind, beside training or not, is predicted, the best first."""
 FORGET: dict[StepKind, tuple[int, int]] = {"decode": (200, 1000), "prefill": (40, 200)}
-"""Steps of a kind in turn after which the margin of its time beside training is forgotten, and then the time itself, if none was measured beside
-training meanwhile: then it is tried again."""
+"""After so many steps of a kind in a row without training beside them, first what is known of the errors of their time beside training is forgotten, then that time itself,
+so that it is measured anew."""
 
 
 class ReadyJobs(Protocol):
@@ -85,6 +85,11 @@ class Views:
         """Training's speed beside a decode step, as a share of its speed alone; 1 until it is measured."""
         speed = self.slices.beside["decode"]
         return speed.share if speed.measured else 1.0
+
+    def request_waits(self, now: float) -> float:
+        """Seconds that the oldest request in the queue has waited; 0: none waits."""
+        first = self._queue.first_arrival
+        return 0.0 if first is None else now - first
 
     def headroom(self, reading: int) -> int:
         """How many more requests can be admitted. `reading`: as in `view`."""

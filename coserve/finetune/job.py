@@ -54,6 +54,12 @@ class TrainingJob:
         """Between two micro-batches: rows of the next one, if it may share a forward with other jobs'."""
         return None if self.alone else self.loop.next_rows
 
+    @property
+    def next_tokens(self) -> int:
+        """Between two micro-batches: tokens of the next one, as far as known, or of the last one, if those are more, as other jobs may join again."""
+        rows = self.shared_rows
+        return self.batch_tokens if rows is None else max(self.batch_tokens, self.loop.size(rows))
+
     def ask(self) -> Event:
         """Between two micro-batches: the next one, which `answer` then answers. Not of a finished job."""
         self.mid_step = True

@@ -249,8 +249,9 @@ class Trainer:
         return self._passes.next_micro_step(job)
 
     def micro_batch_tokens(self, job: str) -> int:
-        """Tokens of the job's batch under way, or of its last one, other jobs' rows included; 0: it had none."""
-        return self._jobs[job].batch_tokens
+        """Tokens of the job's batch under way, other jobs' rows included; between two at least its own of the next one, if known; 0: unknown."""
+        own, under_way = self._jobs[job], job in self._passes
+        return own.batch_tokens if under_way else own.next_tokens
 
     def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
         """Finish an update of the weights that has begun, drop any other unfinished step, and begin a snapshot of the last finished one.

@@ -27,7 +27,7 @@ ONE_SHOT_BYTES = {2: 1 << 20, 4: 1 << 20, 8: 1 << 18}
 """Largest message whose sum takes a `SymmetricMesh` less time than an all-gather takes NCCL, by ranks. Of eight ranks not measured."""
 ONE_SHOT_ALIGNMENT = 16
 ADDING_RANKS = {2}
-"""Numbers of ranks of which a `SymmetricMesh` sums messages of all steps by its own kernel, which adds an addend at once. NCCL would take a pass more."""
+"""With so many ranks every sum of a step goes by our own kernel, which can add the residual (`parallel.residual`). With others some go by NCCL, which needs another pass for it."""
 
 
 def fits_one_shot(size: int, ranks: int) -> bool:

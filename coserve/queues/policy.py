@@ -30,8 +30,8 @@ class Waiting(Protocol):
 
 class Due(NamedTuple):
     """A deadline of a running request's next or last token: the generation steps that its next token takes, and the decode steps
-    that follow until the deadline's token. `window`: seconds from which the deadline counted; `credit`: seconds that were added to it,
-    as earlier tokens came early (below 0: late). `prompt`: of a first token whose prompt is still to be computed, or a part of it."""
+    that follow until the deadline's token. `window`: seconds from which the deadline counted; `credit`: the deadline is the last token's time + `window` + `credit`:
+    above 0 if earlier tokens came early, below if late. `prompt`: of a first token whose prompt is still to be computed, or a part of it."""
 
     deadline: float
     steps: int = 1

@@ -19,10 +19,10 @@ class Shedding:
     """Finds late requests among those that wait behind a full batch, or in the batch for pages. A request that finds a place when it
     arrives is never refused for its time in the queue: below capacity all do.
 
-    While requests wait behind a full batch no training runs (`Slack`, `InferenceFirst`), so the speed at which the batch takes requests
-    is that of inference alone; with `Spatial` it is that of inference beside training. A request whose turn would come after its deadline at that speed is late when it arrives; one that was
+    While requests wait behind a full batch training has next to nothing (`train_floor`, `train_patience`), so the speed at which the batch takes requests
+    is about that of inference alone; with `Spatial` it is that of inference beside training. A request whose turn would come after its deadline at that speed is late when it arrives; one that was
     expected in time is late once a step that begins now would end after its deadline. The time since the last admission counts as that of one more, so the speed
-    is known before anybody who waited was admitted; nobody is late whose turn comes in time even if all running requests have all the tokens that they may.
+    is known before anybody who waited was admitted; nobody is late who would be in time even if all running requests had as many tokens as they may.
     """
 
     def __init__(self, queue: InferenceQueue) -> None:

@@ -101,6 +101,10 @@ class Slices:
             self._overdue_in_a_row += 1
         self.waiting_since = now
 
+    def waits(self, now: float) -> float:
+        """Seconds since the last slice; 0 without jobs that could train."""
+        return 0.0 if self.waiting_since is None else now - self.waiting_since
+
     def starving(self, now: float) -> Starving | None:
         """Set after two overdue slices in a row. A single one may be due to a burst of requests."""
         if self._overdue is None or self._overdue_in_a_row < 2:

@@ -43,10 +43,28 @@ async def test_training_that_starves_is_explained(tmp_path: Path) -> None:
     assert "coserve_train_patience_slices_total 7.0" in page
 
 
+@pytest.mark.parametrize(
+    ("waits", "note"),
+    [
+        ((66.4, 0.0), "the oldest request in the queue has waited for 66 s"),
+        ((0.0, 31.0), "training has waited for 31 s"),
+        ((9.0, 9.0), None),
+    ],
+)
+async def test_whoever_waits_for_long_is_told_of(tmp_path: Path, waits: tuple[float, float], note: str | None) -> None:
+    """Under `ts` a job may run to its end first, under `inference-first` a steady load stops training."""
+    async with serve_api(tmp_path) as api:
+        api.engine.stats(waits=waits)
+        await api.works()
+        _, health = await api.call("GET", "/health")
+    assert [one for one in health["notes"] if "waited" in one] == ([] if note is None else [note])
+
+
 class _OneLost:
     """Two processes of an engine, of which one was killed."""
 
     loss = "rank 1 of 2 was killed by SIGKILL"
+    lost = asyncio.Event()
 
     def states(self) -> tuple[RankInfo, ...]:
         return RankInfo(0, "ready", silent=3.0, behind=0), RankInfo(1, "lost", silent=4.0, behind=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -241,3 +242,17 @@ async def test_dashboards_find_vllms_names(api: Api) -> None:
     phases = ("prefill", "decode")
     parts = sum(found[f"coserve_request_{phase}_time_seconds_sum"] for phase in phases)
     assert abs(parts - found["coserve_request_inference_time_seconds_sum"]) < 1e-6
+
+
+async def test_prompts_that_were_never_computed_do_not_count(api: Api) -> None:
+    """As vLLM's counter of that name: a client that gives up while its request waits."""
+    await api.works()
+    before = await scrape(api)
+    api.engine.go_requests.clear()
+    waiting = asyncio.create_task(api.call("POST", "/generate", json={"prompt": "x" * 50}))
+    await asyncio.sleep(0.2)
+    waiting.cancel()
+    after = await scrape(api)
+    api.engine.go_requests.set()
+    for name in ("coserve_prompt_tokens_total", "coserve_request_prompt_tokens_count"):
+        assert after[name] == before[name]

@@ -133,6 +133,16 @@ def test_rows_that_are_refused_leave_no_adapter_behind(monkeypatch: pytest.Monke
     assert daemon.deleted == ["bard@2"]
 
 
+def test_a_conversion_that_loses_nothing_says_that_it_is_not_distilled(
+    monkeypatch: pytest.MonkeyPatch, rows: Path
+) -> None:
+    daemon = Daemon({})
+    result = invoke(monkeypatch, daemon, "--distill", str(rows), "--rank", "64")
+    assert result.exit_code == 0
+    assert f"nothing was lost: not distilled, {rows} is not used" in result.stderr
+    assert [call[0] for call in daemon.calls] == ["convert"]
+
+
 def test_generations_are_the_bases(monkeypatch: pytest.MonkeyPatch) -> None:
     daemon = Daemon({8: 0.1})
     asked: list[Any] = []

@@ -162,6 +162,17 @@ def test_the_rank_that_did_not_begin_a_collective_is_told_of() -> None:
     assert loss is not None and loss.startswith("rank 1 ")
 
 
+def test_a_hang_in_a_graph_is_told_of_no_rank_alone() -> None:
+    """Rank 0 waits for the results of a step that the other has launched as well; what a graph sends is not counted."""
+    watched = Watched()
+    for progress in watched.progress:
+        with progress.command(1, "Launch"):
+            pass
+    with watched.progress[0].command(1, "collect"):
+        _, loss = watched.seconds_until_lost()
+    assert loss == f"rank 0 made no progress for {HANG:.0f} s longer than expected, nor did the others"
+
+
 def test_a_rank_that_compiles_layers_is_not_late() -> None:
     watched, compiles = Watched(), True
     watched.end("Launch")

@@ -45,6 +45,20 @@ def test_nothing_is_kept_of_steps_while_no_slice_is_in_flight(between: bool) -> 
     assert [found() for found in steps[:-1]] == [None] * 3
 
 
+def test_a_late_slice_is_late_once() -> None:
+    """Two of 10 s each; the second is launched when the first is late by 20 s, which ends 5 s later."""
+    device = Device()
+    device.flight.launched(Train("j", 1), MicroStep.FORWARD, 1, 64, 0.0, 10.0)
+    device.now = 30.0
+    device.flight.launched(Train("j", 1), MicroStep.FORWARD, 1, 64, 30.0, 10.0)
+    device.end(0, 35.0)
+    device.flight.take_ended()
+    assert device.flight.view().until == 45.0
+    device.end(1, 44.0)
+    device.flight.take_ended()
+    assert device.flight.view().until == 44.0
+
+
 @pytest.mark.parametrize("first", ["step", "slice"])
 def test_seconds_of_a_slice_beside_steps(first: str) -> None:
     """A slice from 0 to 10 s and a step from 2 to 5, or a step under way until 5 when a slice begins at 2 and ends at 10."""

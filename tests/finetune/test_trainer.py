@@ -536,3 +536,19 @@ def test_seconds_are_those_of_the_slices(base: Base, tmp_path: Path) -> None:
 def test_spec_survives_its_wire(base: Base) -> None:
     spec = job_spec(CORPUS, dropout=0.1)
     assert msgspec.json.decode(msgspec.json.encode(spec), type=type(spec)) == spec
+
+
+def test_the_size_of_a_jobs_next_batch_is_known_before_it_begins(tmp_path: Path) -> None:
+    """Its first micro-step is predicted from it: rows differ, and a new job had none."""
+    bench = Bench(tiny_base("llama"), tmp_path)
+    corpus = random_corpus(0, (4, 30, 6, 28))
+    spec = bench.place(corpus, job_spec(corpus, steps=6, batch_tokens=30, micro_batch_tokens=30))
+    sizes = list[tuple[int, int]]()
+    bench.start(spec)
+    while not bench.trainer.finished(spec.id):
+        before = bench.trainer.micro_batch_tokens(spec.id)
+        bench.advance(spec.id, 1)
+        if bench.trainer.mid_batch(spec.id):
+            sizes.append((before, bench.trainer.micro_batch_tokens(spec.id)))
+            bench.advance(spec.id, None)
+    assert sizes and all(before >= size for before, size in sizes)

@@ -143,6 +143,9 @@ def test_what_the_base_does_not_have_is_refused(changes: dict[str, object], mess
     ("config", "message"),
     [
         (LLAMA | {"model_type": "no_such_family"}, "transformers cannot read its config"),
+        (LLAMA | {"hidden_size": "x"}, "transformers cannot read its config"),
+        (LLAMA | {"hidden_size": -64}, "transformers (cannot read|makes no model of) its config"),
+        (LLAMA | {"num_attention_heads": 0}, "transformers (cannot read|makes no model of) its config"),
         (LLAMA | {"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "pass --trust-remote-code"),
         ({"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 64}, "bloom"),
     ],

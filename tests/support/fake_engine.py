@@ -237,9 +237,10 @@ class FakeEngine:
         starving: Starving | None = None,
         stalls: tuple[StallCounts, ...] = (),
         memory: MemoryUse | None = None,
+        waits: tuple[float, float] = (0.0, 0.0),
         **changes: int,
     ) -> None:
-        """Report gauges."""
+        """Report gauges. `waits`: of the oldest request, and of training."""
         values = {
             "waiting": 0,
             "running": 0,
@@ -254,5 +255,5 @@ class FakeEngine:
             "prefix_queries": 50,
             "prefix_hits": 30,
         } | changes
-        seconds = {"serve_seconds": 1.5, "train_seconds": 2.5}
+        seconds = {"serve_seconds": 1.5, "train_seconds": 2.5, "request_waits": waits[0], "training_waits": waits[1]}
         self.link.send(EngineStats(**values, **seconds, resident=(), starving=starving, stalls=stalls, memory=memory))

@@ -173,7 +173,6 @@ class InFlightRequests:
             self._states[sequence] = state
         if adapter is not None:
             self.in_use[adapter] += 1
-        self._metrics.prompt(len(prompt))
         return state
 
     def _process(self, state: RequestState, message: EngineOutput) -> GenerateChunk | None:
@@ -182,7 +181,7 @@ class InFlightRequests:
         if isinstance(message, Admitted):
             if state.admitted is None:
                 state.admitted = now
-                self._metrics.queued(now - state.arrived)
+                self._metrics.admitted(now - state.arrived, len(state.prompt))
             return None
         if isinstance(message, RequestFailed):
             self._states.pop(message.id, None)

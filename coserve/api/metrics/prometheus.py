@@ -72,12 +72,12 @@ class Metrics:
             "coserve_request_inference_time_seconds", "Admission to last token", buckets=_LATENCY, registry=r
         )
         self._prompt_size = Histogram(
-            "coserve_request_prompt_tokens", "Prompt tokens of a request", buckets=_TOKENS, registry=r
+            "coserve_request_prompt_tokens", "Prompt tokens of an admitted request", buckets=_TOKENS, registry=r
         )
         self._output_size = Histogram(
             "coserve_request_generation_tokens", "Generated tokens of a sequence", buckets=_TOKENS, registry=r
         )
-        self._prompt = Counter("coserve_prompt_tokens", "Prompt tokens taken in", registry=r)
+        self._prompt = Counter("coserve_prompt_tokens", "Prompt tokens of admitted requests", registry=r)
         self._generated = Counter("coserve_generation_tokens", "Tokens generated", registry=r)
         self._finished = Counter("coserve_requests", "Ended sequences", ["finish_reason"], registry=r)
         for reason in FinishReason:
@@ -105,12 +105,11 @@ class Metrics:
 
     # ---- requests
 
-    def prompt(self, tokens: int) -> None:
-        self._prompt.inc(tokens)
-        self._prompt_size.observe(tokens)
-
-    def queued(self, seconds: float) -> None:
+    def admitted(self, seconds: float, prompt: int) -> None:
+        """A request joined the batch `seconds` after it arrived; `prompt`: its tokens."""
         self._queue.observe(seconds)
+        self._prompt.inc(prompt)
+        self._prompt_size.observe(prompt)
 
     def tokens(self, count: int, arrived: float, last: float | None, now: float) -> None:
         """`count` tokens of one sequence came at `now`; the ones before them, if any, at `last`."""

@@ -20,12 +20,13 @@ from coserve.engine.profiling import predicted
 from coserve.engine.profiling.coserve_passes import CoserveTrial, SeamBackends
 from coserve.engine.profiling.passes import Trial, read_points
 from coserve.engine.profiling.peft_passes import PeftTrial
-from coserve.errors import InvalidRequest, UnsupportedBase
+from coserve.errors import CoserveError, InvalidRequest, UnsupportedBase
 from coserve.finetune.memory_profiling import CudaMemoryMeter, MemoryMeter
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.backend import choose_backend
 from coserve.memory.kv import KvCache
 from coserve.model.base import wrap_base
+from coserve.model.faults import out_of_memory
 from coserve.model.settings import refuse_settings
 from coserve.pretrained.source import BUNDLED
 from coserve.profiling.messages import Step
@@ -163,10 +164,15 @@ def _trial(backend: Backend, model: PreTrainedModel, request: ProfileRequest, wh
 
 def _random_model(config: PretrainedConfig, request: ProfileRequest, device: torch.device) -> PreTrainedModel:
     """The config's own classes with random weights: memory does not depend on values."""
-    with device:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, request.dtype), trust_remote_code=request.trust_remote_code
-        )
+    try:
+        with device:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, request.dtype), trust_remote_code=request.trust_remote_code
+            )
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if out_of_memory(error):
+            raise
+        raise UnsupportedBase(f"{request.model}: transformers makes no model of its config.json: {error}") from error
     return model
 
 
@@ -183,8 +189,10 @@ def _config(request: ProfileRequest) -> PretrainedConfig:
             settings, _ = PretrainedConfig.get_config_dict(path)
             refuse_settings(request.model, settings, request.trust_remote_code)
             config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=request.trust_remote_code)
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-            raise UnsupportedBase(f"{request.model}: transformers cannot read its config: {error}") from error
+        except CoserveError:
+            raise
+        except Exception as error:  # of whatever kind: classes of their own check configs
+            raise UnsupportedBase(f"{request.model}: transformers cannot read its config.json: {error}") from error
     return config
 
 

@@ -52,7 +52,7 @@ class Progress:
     def command(self, number: int, kind: str) -> Iterator[None]:
         """Around the execution of a command. `kind`: commands of one kind are expected to take about equally long."""
         running = _Running(number, kind, threading.get_ident())
-        self._running, self._done = running, number - 1  # commands are executed in order
+        self._running, self._done = running, max(self._done, number - 1)  # commands are executed in order
         try:
             yield
         finally:

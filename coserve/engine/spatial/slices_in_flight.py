@@ -58,6 +58,8 @@ class _Work:
 
     slice: _Slice | None
     began: float
+    seconds: float
+    """As predicted."""
     expected: float
     """When it will have ended, as predicted."""
     done: Future[None]
@@ -158,7 +160,7 @@ class SlicesInFlight:
 
     def _give(self, slice: _Slice | None, began: float, seconds: float, done: Future[None]) -> None:
         self._until = max(began, self._until) + seconds
-        work = _Work(slice, began, self._until, done)
+        work = _Work(slice, began, seconds, self._until, done)
         self._works.append(work)
         done.add_done_callback(partial(self._note_end, work.end))
 
@@ -188,10 +190,9 @@ class SlicesInFlight:
                 began = max(ended.began, self._last_end)
                 beside, seconds = self._beside_in(began, end), max(0.0, end - began)
                 found.append(EndedSlice(own.decision, own.kind, own.micro_steps, own.tokens, seconds, end, *beside))
-            self._last_end = end
-            for work in self._works:  # earlier or later by as much
-                work.expected += end - ended.expected
-            self._until += end - ended.expected
+            self._last_end = self._until = end
+            for work in self._works:
+                work.expected = self._until = max(work.began, self._until) + work.seconds
         return found
 
     def _beside_in(self, began: float, end: float) -> tuple[float, StepKind | None]:

@@ -6,7 +6,7 @@ in the buffers, its flags and its count of sums are its own, so that messages of
 can capture sums, and all ranks run the same ones in the same order, on one stream.
 
 Of a small message each program writes its blocks and then adds them up: nothing is faster than what one program does. Of a large one some programs write while
-others add up, so that NVLink and memory are busy at the same time. Programs start in order, those that write first, and they wait for nobody.
+others add up, so that NVLink and memory are busy at the same time. The GPU starts programs in the order of their numbers. Writers have the lowest numbers and never wait, so adders that wait cannot keep them from running.
 
 Letters: N ranks.
 """

@@ -16,8 +16,8 @@ its prompt must be computed anyway, so to hold it back for longer gains nothing.
 
 
 MOST_MARGIN = 0.25
-"""Of the time in which a token is due, for steps that take longer than expected. With a larger margin tokens would come so early that the next ones are due earlier, too
-(`Due.credit` is limited): more steps than the targets ask for. Later tokens take back what a slower step costs."""
+"""At most this share of the time between tokens is kept in reserve for steps that take longer than expected. With more, tokens come so early that part of the time gained is
+lost (`Due.credit` is limited), so more steps run than the targets ask for. Later tokens take back what a slower step costs."""
 
 DECODE_MARGIN = 1.1
 """Factor of the mean time of the decode steps to a last token: over so many, errors cancel out but for a little."""
@@ -35,8 +35,8 @@ class Slack:
     for a place in a full batch: paced by deadlines, places would become free too slowly, and the queue could grow without end.
 
     A training slice runs only if its predicted time fits into the slack. It has as many micro-steps as fit, at least one, at
-    most `MAX_MICRO_STEPS` and `MAX_SLICE` seconds. A job that has waited `patience` seconds, or so long that its next micro-step is the share
-    `floor` of the time, gets one micro-step regardless of deadlines, so training never starves. Without requests, training runs freely. Jobs share a batch only as far as its
+    most `MAX_MICRO_STEPS` and `MAX_SLICE` seconds. Where training, of all jobs, has waited `patience` seconds, or so long that the next micro-step is the share
+    `floor` of the time, there is one micro-step regardless of deadlines, so training never starves. Without requests, training runs freely. Jobs share a batch only as far as its
     micro-steps take at most `tpot` seconds, so that they fit between the tokens of requests that come while it is computed.
     """
 
