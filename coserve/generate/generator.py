@@ -256,13 +256,11 @@ class Generator:
         found = []
         for own in launched:
             parts = [by_number[number] for number in own.sequences]
-            found.append(
-                LaunchedShares(own, parts, samples, step_shape(parts, self._store.size, alone=not self._in_flight))
-            )
+            shape = step_shape(parts, self._store.size, alone=not self._in_flight)
+            found.append(LaunchedShares(own, parts, samples, shape))
         for share in shares:
-            prompt = len(share.sequence.request.prompt)
-            if share.sequence.computed < prompt:
-                self._launched_prompts[share.sequence.id] = max(0, prompt - share.sequence.computed - share.tokens)
+            if (left := len(share.sequence.request.prompt) - share.sequence.computed) > 0:
+                self._launched_prompts[share.sequence.id] = max(0, left - share.tokens)
             share.sequence.computed += share.tokens
             share.sequence.in_flight += share.sequence.number in samples
         return found
