@@ -36,6 +36,8 @@ class TrainingJob:
         """Its adapter has block-diagonal matrices."""
         self.batch_tokens = 0
         """Of all rows of its pass, or of its last one."""
+        self._next_tokens: int | None = None
+        """Of its own rows of the next micro-batch; 0: not known. None: to be computed."""
         self._device = device
         self._events: Events = loop.run()
 
@@ -57,12 +59,14 @@ class TrainingJob:
     @property
     def next_tokens(self) -> int:
         """Between two micro-batches: tokens of the next one, as far as known, or of the last one, if those are more, as other jobs may join again."""
-        rows = self.shared_rows
-        return self.batch_tokens if rows is None else max(self.batch_tokens, self.loop.size(rows))
+        if self._next_tokens is None:  # every decision asks
+            rows = self.shared_rows
+            self._next_tokens = 0 if rows is None else self.loop.size(rows)
+        return max(self.batch_tokens, self._next_tokens)
 
     def ask(self) -> Event:
         """Between two micro-batches: the next one, which `answer` then answers. Not of a finished job."""
-        self.mid_step = True
+        self.mid_step, self._next_tokens = True, None
         return self._next(None)
 
     def answer(self, sums: Tensor) -> Event:
@@ -106,7 +110,7 @@ class TrainingJob:
         """Drop the unfinished optimizer step, which begins again. The job must have left its pass. After a part of an update the job
         cannot go on (`TrainingLoop.check_weights`), unless `TrainingLoop.finish_update` is called first: then the step counts."""
         self._events.close()  # a step begins with gradients of 0, so those of this one may stay
-        self.mid_step = False
+        self.mid_step, self._next_tokens = False, None
         self._events = self.loop.run()
 
     def final_weights(self) -> Callable[[], LoraWeights]:
