@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 LONG_WAIT = 10.0
 """Seconds after which `/health` tells of whoever waits."""
 LOSS_SECONDS = 1.0
-"""In which it is known how rank 0 ended, once its link has closed."""
+"""Most seconds from the end of rank 0's link until it is known how its process ended."""
 MAX_BODY_HELPERS = 2
 """Helper processes that decode large bodies."""
 

@@ -64,7 +64,7 @@ class Generates(Protocol):
         ...
 
     def launched_prompts(self) -> Mapping[str, int]:
-        """The requests of whose prompts the step that was launched last computes something, and the tokens that each has left after it."""
+        """By request: tokens of its prompt that are still to be computed after the step that was launched last, for each prompt that this step works on."""
         ...
 
     def computed(self) -> StepShape | None:

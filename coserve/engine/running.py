@@ -242,7 +242,7 @@ class RunningRequests:
                 else:
                     pending += target.prefill
                     steps = max(1, -(-pending // self._step_tokens))
-                    first = steps, 0, target.window, 0.0, target.prefill > 0
+                    first = steps, 0, target.window, 0.0, True
                     of = others if target.prefill else launched
                     if not target.prefill and target.left > 1:
                         tpots.add(target.tpot)

@@ -31,14 +31,14 @@ class Waiting(Protocol):
 class Due(NamedTuple):
     """A deadline of a running request's next or last token: the generation steps that its next token takes, and the decode steps
     that follow until the deadline's token. `window`: seconds from which the deadline counted; `credit`: the deadline is the last token's time + `window` + `credit`:
-    above 0 if earlier tokens came early, below if late. `prompt`: of a first token whose prompt is still to be computed, or a part of it."""
+    above 0 if earlier tokens came early, below if late. `first`: of a first token."""
 
     deadline: float
     steps: int = 1
     decodes: int = 0
     window: float = 0.0
     credit: float = 0.0
-    prompt: bool = False
+    first: bool = False
 
 
 @dataclass(frozen=True, slots=True)

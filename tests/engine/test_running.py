@@ -80,13 +80,13 @@ def token(id: str, finished: FinishReason | None = None) -> Tokens:
 
 def test_a_prompt_of_several_steps_is_seen_as_such_until_its_last_one_is_launched() -> None:
     running = batch(250)
-    assert [due.prompt for due in running.view()] == [True]
+    assert [due.first for due in running.view()] == [True]
     for left in (150, 50):
         running.computed({"r0": left})
-        assert [due.prompt for due in running.view()] == [True]
+        assert [due.first for due in running.view()] == [True]
         assert running.view(collected=1.0) == running.view()
     running.computed({"r0": 0})
-    assert [due.prompt for due in running.view()] == [False]
+    assert [due.first for due in running.view()] == [True], "without a step in flight it was undone"
     assert running.view(collected=1.0) == (Due(1.5, 1, 0, 0.5),), "the step in flight computes its first token"
 
 
@@ -122,9 +122,9 @@ def test_a_prompt_under_way_takes_fewer_steps() -> None:
 def test_tokens_in_flight_move_the_deadlines_of_the_next_tokens_alone() -> None:
     running = batch(1, 1)
     running.accept([token("r0")], 7.0)
-    assert set(running.view()) == {Due(7.5, 1, 0, 0.5), Due(2.0, 1, 0, 2.0, prompt=True)}
-    assert set(running.view(collected=7.5)) == {Due(8.0, 1, 0, 0.5), Due(2.0, 1, 0, 2.0, prompt=True)}
-    assert set(running.view(collected=7.25)) == {Due(8.0, 1, 0, 0.5, 0.25), Due(2.0, 1, 0, 2.0, prompt=True)}
+    assert set(running.view()) == {Due(7.5, 1, 0, 0.5), Due(2.0, 1, 0, 2.0, first=True)}
+    assert set(running.view(collected=7.5)) == {Due(8.0, 1, 0, 0.5), Due(2.0, 1, 0, 2.0, first=True)}
+    assert set(running.view(collected=7.25)) == {Due(8.0, 1, 0, 0.5, 0.25), Due(2.0, 1, 0, 2.0, first=True)}
 
 
 def test_tokens_after_first_ones_in_flight_have_deadlines() -> None:

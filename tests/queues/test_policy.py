@@ -281,8 +281,8 @@ def test_the_rest_of_a_prompt_waits_no_longer_than_a_prompt(name: str) -> None:
     """Its first token is due in five seconds; a part of the prompt was computed in a step of its own."""
     policy = make_policy(Config(policy=name, train_floor=0.0))
     seen = view([], [], jobs=("j",), micro_step=0.01, train_waiting_since=0.0)
-    for prompt, decision in ((False, Train), (True, Serve)):
-        due = Due(5.0, 2, 0, 5.0, prompt=prompt)
+    for first, decision in ((False, Train), (True, Serve)):
+        due = Due(5.0, 2, 0, 5.0, first=first)
         assert isinstance(policy.decide(replace(seen, running=(due,)), 0.2), decision)
 
 

@@ -61,7 +61,7 @@ def step_costs(draw: st.DrawFn) -> Costs:
 @st.composite
 def views(draw: st.DrawFn, max_running: int = 8) -> View:
     running = tuple(
-        Due(t, draw(st.integers(1, 2)), draw(st.integers(0, 3)), draw(times), prompt=draw(st.booleans()))
+        Due(t, draw(st.integers(1, 2)), draw(st.integers(0, 3)), draw(times), first=draw(st.booleans()))
         for t in draw(st.lists(times, max_size=max_running))
     )
     arrivals = draw(st.lists(times, max_size=12))  # in whatever order they will be admitted

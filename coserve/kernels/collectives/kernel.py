@@ -1,4 +1,4 @@
-"""The kernels of `push_sum`. N ranks."""
+"""The kernel of `push_sum`. N ranks."""
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
 # ruff: noqa: ANN001, ANN201, ANN202 - a kernel's arguments have the types of its launch
@@ -101,7 +101,7 @@ def push_sum(
     PUSHERS: tl.constexpr,
 ):
     """`addend`: as x, the same on all ranks; read if ADDS. `own`, `flags`: of this rank, (2, N - 1, blocks, BLOCK) and (N - 1, blocks), with a place for each other rank; `buffers`, `flags_of_ranks`: addresses
-    of all ranks' (N). `counts`: (2, blocks). PUSHERS 0: a program has every so many blocks, writes them, then adds them up. Else so many programs write, and
+    of all ranks' (N). `counts`: (2, blocks). PUSHERS 0: a program has every so many blocks, pushes them, then adds them up. Else so many programs push, and
     the others add up at the same time."""
     used = tl.cdiv(numbers, BLOCK)
     if PUSHERS == 0:

@@ -1,12 +1,13 @@
 """A one-shot all-reduce in one kernel: each rank writes its numbers into the other ranks' memory, and adds up what was written into its own.
 
-A program writes a block of x to all other ranks, then a flag behind it; it or another program waits for their flags, and adds up. Data goes over NVLink once and
+A program pushes (writes) a block of x to all other ranks, then a flag behind it; it or another program waits for their flags, and adds up. Data goes over NVLink once and
 nobody waits at the end: buffers alternate, and a rank that has the flags of the next sum knows that the others have read those of this one. A block's place
 in the buffers, its flags and its count of sums are its own, so that messages of all sizes and dtypes share them. The counts are on the device: CUDA graphs
 can capture sums, and all ranks run the same ones in the same order, on one stream.
 
-Of a small message each program writes its blocks and then adds them up: nothing is faster than what one program does. Of a large one some programs write while
-others add up, so that NVLink and memory are busy at the same time. The GPU starts programs in the order of their numbers. Writers have the lowest numbers and never wait, so adders that wait cannot keep them from running.
+Of a small message each program pushes its blocks and then adds them up, which takes least time. Of a large one some programs, the pushers, push while others, the
+adders, add up, so that NVLink and memory are busy at the same time. The GPU starts programs in the order of their numbers. Pushers have the lowest numbers and never
+wait, so adders that wait cannot keep them from running.
 
 Letters: N ranks.
 """
@@ -28,11 +29,11 @@ MOST_PROGRAMS = 1024
 
 @dataclass(frozen=True)
 class PushShape:
-    """How one kernel's programs share the blocks."""
+    """How a message is cut into blocks, and which programs of the kernel push them and add them up."""
 
     block_bytes: int
     pushers: int = 0
-    """Programs that write, beside `adders` that add up; 0: each program does both."""
+    """Programs that push, beside `adders` that add up; 0: each program does both."""
     adders: int = 0
 
     def programs(self, blocks: int) -> int:

@@ -97,9 +97,9 @@ def latest_start(
 
 
 def _due(due: Due, weight: float, wait: float) -> float:
-    """When a running request's token is to be there. A first token whose prompt is still to be computed waits no longer for the next step than one in the queue."""
+    """When a running request's token is to be there. A first one waits no longer for the next step than one in the queue."""
     target = due.deadline - (1 - weight) * due.window - (due.credit if weight < 1 else 0.0)
-    return min(target, due.deadline - due.window + wait) if due.prompt else target
+    return min(target, due.deadline - due.window + wait) if due.first else target
 
 
 def overdue(view: View, now: float, patience: float, floor: float) -> bool:
