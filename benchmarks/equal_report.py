@@ -46,6 +46,13 @@ def ours(rows: Rows) -> list[str]:
     return sorted({"coserve" + key.partition(".coserve")[2] for key in rows if ".coserve" in key})
 
 
+def share(row: Row, system: str, rows: Rows) -> float:
+    """Fine-tuning's share of what it reaches alone on the whole GPU. The peak of a system that gives training a part of the GPU is of that part."""
+    peaks = {each: peak["value"] for each in ours(rows) if (peak := rows.get(f"peak.{each}"))}
+    of_part = peaks[system] / max(peaks.values()) if system in peaks else 1.0
+    return round(float(row["finetune_share"]) * of_part, 4)
+
+
 def target_of(key: str, rows: Rows) -> str | None:
     """All policies have the same targets."""
     for system in ours(rows):
@@ -62,7 +69,7 @@ def keys(rows: Rows) -> Entries:
             for suffix, cell in (("", rate), ("_strict", f"{rate}.strict")):
                 if row := rows.get(f"{cell}.{system}"):
                     found[f"{system}.slo{suffix}.{rate}"] = row["in_slo"], "share", row
-                    found[f"{system}.ft_share{suffix}.{rate}"] = row["finetune_share"], "share of the peak", row
+                    found[f"{system}.ft_share{suffix}.{rate}"] = share(row, system, rows), "share of the peak", row
                     found[f"{system}.ft_tok_s{suffix}.{rate}"] = row["finetune_tok_s"], "tok/s", row
                     found[f"{system}.ttft_p50_ms{suffix}.{rate}"] = row["ttft_ms"]["p50"], "ms", row
         if row := rows.get(f"{rate}.vllm+peft"):
@@ -76,7 +83,7 @@ def keys(rows: Rows) -> Entries:
         for rate in ("r1", "r5"):
             if row := rows.get(f"flexllm.{rate}.{system}"):
                 found[f"{name}.flexllm.slo.{rate}"] = row["in_slo"], "share", row
-                found[f"{name}.flexllm.ft_share.{rate}"] = row["finetune_share"], "share of the peak", row
+                found[f"{name}.flexllm.ft_share.{rate}"] = share(row, system, rows), "share of the peak", row
     for system in ours(rows):
         found |= efficiencies(rows, system)
     return found
@@ -96,12 +103,12 @@ def efficiencies(rows: Rows, system: str) -> Entries:
         return found
     found["coserve.served_alone"] = most[0], "requests/s in the limits", most[1]
     for row in loads:
-        value = round(row["finetune_share"] + row["goodput"] / most[0], 4)
+        value = round(share(row, system, rows) + row["goodput"] / most[0], 4)
         found[f"{system}.efficiency.r{row['rate']:g}"] = value, "share", row
     worst = min((each for key, each in found.items() if "efficiency" in key), key=lambda each: each[0])
     found[f"{system}.efficiency.min"] = worst
-    least = min(loads, key=lambda row: float(row["finetune_share"]))
-    found[f"{system}.ft_share.min"] = least["finetune_share"], "share of the peak", least
+    least = min(loads, key=lambda row: share(row, system, rows))
+    found[f"{system}.ft_share.min"] = share(least, system, rows), "share of the peak", least
     return found
 
 
@@ -126,7 +133,7 @@ def publish(out: Path = RESULTS, figure: Path = FIGURE) -> None:
 
 
 def draw(rows: Rows, hardware: str, path: Path) -> None:
-    """Requests in the limits and fine-tuning over the load; the efficiency is their sum."""
+    """Requests in the limits and fine-tuning over the load, under each policy; the efficiency is their sum."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -134,18 +141,25 @@ def draw(rows: Rows, hardware: str, path: Path) -> None:
 
     most = capacity(rows)
     assert most is not None, "the efficiency was computed"
-    loads = sorted(
-        (row for key, row in rows.items() if key.endswith(".coserve") and is_of_curve(key)),
-        key=lambda row: float(row["rate"]),
-    )
-    names = [f"{row['rate']:g}" for row in loads]
-    shares = [row["finetune_share"] for row in loads]
-    served = [row["goodput"] / most[0] for row in loads]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
-    left.bar(names, shares, label="fine-tuning, of its peak")
-    left.bar(names, served, bottom=shares, label="requests/s in the limits, of the most without fine-tuning")
+    systems = ours(rows)
+    rates = sorted({float(row["rate"]) for key, row in rows.items() if ".coserve" in key and is_of_curve(key)})
+    width = 0.8 / len(systems)
+    for index, system in enumerate(systems):
+        loads = [row for key, row in rows.items() if key.endswith(f".{system}") and is_of_curve(key)]
+        at = [rates.index(row["rate"]) + (index - (len(systems) - 1) / 2) * width for row in loads]
+        shares = [share(row, system, rows) for row in loads]
+        served = [row["goodput"] / most[0] for row in loads]
+        left.bar(at, shares, 0.9 * width, color=f"C{index}", label=f"{system}: fine-tuning, of its peak")
+        left.bar(at, served, 0.9 * width, bottom=shares, color=f"C{index}", alpha=0.4)
     left.axhline(1.0, color="black", linewidth=0.8)
-    left.set(xlabel="requests/s", ylabel="efficiency", title="coserve")
+    left.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
+    left.set(
+        xlabel="requests/s",
+        ylabel="efficiency",
+        ylim=(0, 1.35),
+        title="pale: requests/s in the limits, of the most alone",
+    )
     left.legend(fontsize=7)
     for index, system in enumerate((*ours(rows), "vllm+peft")):
         of = [row for rate in MAIN if (row := rows.get(f"{rate}.{system}"))]
