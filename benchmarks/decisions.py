@@ -80,7 +80,7 @@ class Case:
         for _ in range(WAITING):
             self._push()
         for i in range(running):
-            self._running.add(f"x{i}", Slo(ttft=2.0, tpot=0.2), deadline=1.0, prompt=256)
+            self._running.add(f"x{i}", Slo(ttft=2.0, tpot=0.2), now=0.0, deadline=1.0, prompt=256)
         self._tokens = [Tokens(id=f"x{i}", tokens=(1,), finished=None) for i in range(running)]
         self._views = Views(
             self._queue,

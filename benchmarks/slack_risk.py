@@ -5,7 +5,8 @@
 The GPU's times are about those of an 8B model on an H200 (a decode step of 5 to 8 ms, prompts at 25 us a token, micro-steps of
 3 to 8 ms, fine-tuning alone about 9,500 tokens/s), with normal errors of 4% and pauses of 10 ms in one of 300. Steps overlap the
 host's work, as on a GPU. Requests are Poisson, prompts and answers log-normal with medians 160 and 180, over 32 adapters.
-A request is in its targets if its first token is, and its mean time between tokens. Needs no GPU; says what the policy does
+A request is in its targets if its first token is, and its mean time between tokens. Over capacity (`over.*`), requests may be refused: how many are served in
+time, how many of the others were told within 0.1 s, and whose first token came late. Needs no GPU; says what the policy does
 with errors of prediction, not what a GPU reaches.
 """
 
@@ -18,6 +19,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+
+from msgspec import structs
 
 from benchmarks.options import make_parser
 from benchmarks.serving_results import Results
@@ -49,6 +52,9 @@ LOADS = {
     "strict.r5": (5.0, Slo(ttft=1.0, tpot=0.02)),
     "strict.r20": (20.0, Slo(ttft=1.0, tpot=0.02)),
 }
+OVER = {"r80": (80.0, 5.0), "strict.r80": (80.0, 1.0), "strict.r120": (120.0, 1.0)}
+"""Requests a second and the target of the first token, above the about 57 that are answered; each request may be refused."""
+AT_ONCE = 0.1
 MICRO_SECONDS = {
     MicroStep.BEGIN: 3.5e-3, MicroStep.FORWARD: 3.5e-3, MicroStep.HEAD: 3e-3, MicroStep.BACKWARD: 8e-3,
     MicroStep.OPTIMIZER: 6e-3,
@@ -66,6 +72,18 @@ class Point:
     tpot: float
     training: float
     """Share of what training does alone."""
+
+
+@dataclass(frozen=True)
+class Overload:
+    served: float
+    """Requests a second with their first token in time."""
+    late: float
+    """Share of the requests with a first token in which it was late."""
+    latest: float
+    """Seconds by which it was late at most."""
+    at_once: float
+    """Share of the refused ones that were told within `AT_ONCE`."""
 
 
 def step_seconds(shape: StepShape, prompts: float = 6.5e-3, decodes: float = 5e-3, a_decode: float = 4e-5) -> float:
@@ -168,6 +186,26 @@ def point(rate: float, slo: Slo, seed: int) -> Point:
     )  # fmt: skip
 
 
+def overload(rate: float, ttft: float, seed: int) -> Overload:
+    fake_ports.CONTEXT = 1 << 20
+    slo = Slo(ttft=ttft, tpot=0.045, shed=True)
+    requests = [(at, structs.replace(request, arrived=at)) for at, request in workload(rate, slo, seed)]
+    link, _ = run_virtual(_play(requests, seed))
+    firsts, refused = dict[str, float](), dict[str, float]()
+    for at, message in link.sent:
+        if isinstance(message, RequestFailed):
+            refused[message.id] = at
+        elif isinstance(message, Tokens):
+            firsts.setdefault(message.id, at)
+    arrived = {request.id: at for at, request in requests}
+    over = [at - arrived[id] - ttft for id, at in firsts.items() if id not in refused]
+    late = [seconds for seconds in over if seconds > 0]
+    told = [at - arrived[id] <= AT_ONCE for id, at in refused.items()]
+    return Overload(
+        (len(over) - len(late)) / SECONDS, len(late) / len(over), max(late, default=0.0), sum(told) / max(1, len(told))
+    )
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--label", default="", help="part of the keys, to compare two commits")
@@ -186,6 +224,13 @@ def main() -> None:
         results.put(f"{name}.ttft_p50", round(1e3 * found.ttft_p50, 1), "ms")
         results.put(f"{name}.ttft_p99", round(1e3 * found.ttft_p99, 1), "ms")
         results.put(f"{name}.tpot", round(1e3 * found.tpot, 1), "ms, mean")
+    for load, (rate, ttft) in OVER.items():
+        over = overload(rate, ttft, 0)
+        name = f"slack_risk.over.{load}" + (f".{options.label}" if options.label else "")
+        results.put(f"{name}.served", round(over.served, 2), "requests/s with their first token in time")
+        results.put(f"{name}.late", round(over.late, 4), "share of the first tokens that are late")
+        results.put(f"{name}.latest", round(1e3 * over.latest, 1), "ms, the latest")
+        results.put(f"{name}.at_once", round(over.at_once, 3), f"share of the refused that are told within {AT_ONCE} s")
 
 
 if __name__ == "__main__":

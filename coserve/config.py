@@ -101,8 +101,8 @@ class Config:
         "who runs next: training where the deadlines of requests leave time (slack), or only while no request can be served "
         "(inference-first); both at the same time, each on its own part of the GPU (spatial), or on all of it, with steps paced by the "
         "deadlines (overlap); the ETS paper's Enhanced Temporal Sharing "
-        "(ets) and Temporal Sharing (ts)",
-        choices=("slack", "ets", "ts", "inference-first", "spatial", "overlap"),
+        "(ets) and Temporal Sharing (ts). auto: overlap on one GPU, slack on several and without one",
+        choices=("auto", "slack", "ets", "ts", "inference-first", "spatial", "overlap"),
     )
     inference_batch_size: int = option(
         64, "ETS and TS(n): a batch of requests, dispatched when so many wait; at most max_running"
@@ -303,6 +303,12 @@ class Config:
             ttft if self.slo_ttft is None else self.slo_ttft,
             tpot if self.slo_tpot is None else self.slo_tpot,
         )
+
+    def settled(self, *, device: str) -> Config:
+        """With the policy that `auto` stands for. `device`: that of the base."""
+        if self.policy != "auto":
+            return self
+        return dataclasses.replace(self, policy="slack" if device.startswith("cpu") or self.tp > 1 else "overlap")
 
     @property
     def tokenizer_processes(self) -> int:

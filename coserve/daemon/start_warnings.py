@@ -30,6 +30,8 @@ POLICIES_OF = {
     "training_sm_share": ("spatial",),
 }
 """Settings that only some policies read."""
+AUTO = {"slack", "overlap"}
+"""The policies that `auto` may stand for."""
 OF_A_GPU = ("memory_fraction", "compile", "pinned_memory_bytes")
 """Settings without effect on a CPU."""
 
@@ -59,8 +61,9 @@ def _from_kubernetes(name: str, value: str) -> bool:
 
 def _without_effect(config: Config, sources: Mapping[str, str]) -> Iterator[str]:
     given = {name for name, source in sources.items() if source != "default"}
+    possible = AUTO if config.policy == "auto" else {config.policy}
     for name, policies in POLICIES_OF.items():
-        if name in given and config.policy not in policies:
+        if name in given and possible.isdisjoint(policies):
             yield f"{name} has no effect with policy {config.policy!r}, only with {' or '.join(policies)}"
     if config.device == "cpu":
         yield from (f"{name} has no effect on a CPU" for name in OF_A_GPU if name in given)

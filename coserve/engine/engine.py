@@ -276,10 +276,10 @@ class Engine:
         if admit and not self._running:
             self._views.turns.dispatched()
         with self._stalls.during("admit"):
-            for request in self._queue.pop(admit):
+            for request in (popped := self._queue.pop(admit)):
                 if self._adapters.ready(request):
                     self._admit(request)
-            self._reception.admitted(admit, began)
+            self._reception.admitted(popped, began)
         if not self._running or self._generator.blocked:  # all were refused, or wait for their adapters
             await self._pace()
             self._measured = None
@@ -327,7 +327,7 @@ class Engine:
             size = 0 if adapter is None else self._adapters.size(adapter)
             self._running.add(
                 request.id, request.slo, deadline=entry.deadline, prompt=len(request.prompt), end=entry.end,
-                tokens=entry.decodes + 1, adapter=adapter, adapter_bytes=size,
+                tokens=entry.decodes + 1, adapter=adapter, adapter_bytes=size, now=self._clock(),
             )  # fmt: skip
 
     def _fail(self, request: Generate, error: Exception) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from coserve.engine.running import RunningRequests
 from coserve.engine.views import Views
 from coserve.errors import Overloaded, QueueFull
 from coserve.link import Generate, RequestFailed
-from coserve.queues.inference import InferenceQueue
+from coserve.queues.inference import InferenceQueue, Queued
 from coserve.queues.shedding import Shedding
 
 
@@ -40,11 +41,10 @@ class Reception:
             return
         entry = self._queue.get(request.id)
         assert entry is not None, "it was queued"
-        views = self._views
+        views, first = self._views, self._first_token_seconds()
         retry = self._shedding.arrived(
-            entry, views.headroom(reading), views.step_seconds, now, displaced,
-            full=views.headroom(0) <= 0, decodes=self._running.most_decodes,
-            answer=self._running.expected_decodes(request.sampling) * views.decode_seconds,
+            request.id, self._due(entry) - (self._first_token_seconds(entry.tokens) - first), views.headroom(reading),
+            views.step_seconds, first, now, displaced, full=views.headroom(0) <= 0, decodes=self._running.most_decodes,
         )  # fmt: skip
         if retry is not None:
             self._queue.cancel(request.id)
@@ -54,13 +54,23 @@ class Reception:
             why = "the queue is full, and other requests go first; try again later"
             self._refuse(displaced.message.id, QueueFull(why, retry_after=self._queue.retry_after(now)))
 
-    def admitted(self, count: int, now: float) -> None:
-        """The first `count` requests of the queue have left it for the batch."""
-        self._shedding.admitted(count, now)
+    def admitted(self, requests: Sequence[Queued], now: float) -> None:
+        """These requests have left the queue for the batch."""
+        self._shedding.admitted((entry.message.id for entry in requests), now)
+
+    def _due(self, entry: Queued) -> float:
+        """When the first token of a request must come so that it need not be refused; infinite where nobody asked for that."""
+        slo, sampling = entry.message.slo, entry.message.sampling
+        answer = self._running.expected_decodes(sampling) * self._views.decode_seconds
+        return min(entry.deadline if slo.shed else math.inf, entry.end - answer if slo.shed_e2e else math.inf)
+
+    def _first_token_seconds(self, prompt: int = 1) -> float:
+        """From a request's admission to its first token, as few others have exceeded; at least the next step, which it may have to wait for. `prompt`: its tokens."""
+        return max(self._views.step_seconds, self._running.first_token_seconds(prompt))
 
     def refuse_late(self, now: float) -> None:
         """Refuse the requests that have become late: in the queue, or in the batch without pages."""
-        late = self._shedding.expired(self._views.step_seconds, now)
+        late = self._shedding.expired(self._first_token_seconds(), now)
         if not late:
             return
         refused = self._queue.cancel_all(late)

@@ -11,10 +11,14 @@ from typing import NamedTuple
 from coserve.link import RequestFailed, Tokens
 from coserve.queues.policy import Due, Waiting
 from coserve.queues.shapes import StepKind, StepShape, prompt_pairs
+from coserve.queues.sliding import SlidingQuantile
 from coserve.types import SamplingParams, Slo
 
 ANSWERS = 64
 """How many of the last answers, about, the mean length is of."""
+FIRSTS, FIRST_IN_TIME, FEW_FIRSTS = 256, 0.95, 20
+"""So many of the latest first tokens say how long one takes: this share of them does not exceed it. Of fewer than the last number nothing is known, as the
+first ones may have loaded kernels."""
 CREDIT = 0.5
 """Targets between tokens by which one that came early lets the next ones come later."""
 
@@ -38,6 +42,7 @@ class _Target:
     window: float
     """Seconds from which `due` counted."""
     e2e: float
+    joined: float
     started: bool = False
     """It has been scheduled, and `Admitted` was sent."""
     decodes: bool = False
@@ -75,6 +80,8 @@ class RunningRequests:
         """How many requests use each adapter, and its bytes."""
         self._adapter_bytes = 0
         self._seen: _Seen | None = None
+        self._firsts = SlidingQuantile(FIRSTS)
+        """Seconds from joining the batch to the first token, for each step that the prompt needs."""
         self._answers, self._mean_decodes = 0, 0.0
         """How many answers the mean is of, and the mean of their decode steps."""
 
@@ -82,11 +89,11 @@ class RunningRequests:
         return len(self._targets)
 
     def add(
-        self, id: str, slo: Slo, *, deadline: float, prompt: int, end: float = math.inf, tokens: int = 1,
+        self, id: str, slo: Slo, *, now: float, deadline: float, prompt: int, end: float = math.inf, tokens: int = 1,
         adapter: Hashable = None, adapter_bytes: int = 0,
     ) -> None:  # fmt: skip
         """`deadline` of its first token; `prompt`: its tokens; `end`: deadline of its last token; `tokens`: most that it has."""
-        target = _Target(slo.tpot, deadline, prompt, prompt, adapter, end, tokens, slo.ttft, slo.e2e or 0.0)
+        target = _Target(slo.tpot, deadline, prompt, prompt, adapter, end, tokens, slo.ttft, slo.e2e or 0.0, now)
         self._targets[id] = self._prefilling[id] = target
         if adapter is not None:
             users, _ = self._adapters.get(adapter, (0, 0))
@@ -141,6 +148,14 @@ class RunningRequests:
             return math.inf
         return nsmallest(places, (target.left for target in self._targets.values()))[-1]
 
+    def first_token_seconds(self, prompt: int) -> float:
+        """From joining the batch to the first token of a prompt of so many tokens: few of the latest took longer; 0: not known."""
+        return self._firsts.at(FIRST_IN_TIME) * self._steps_of(prompt) if len(self._firsts) >= FEW_FIRSTS else 0.0
+
+    def _steps_of(self, prompt: int) -> int:
+        """Fewest steps that compute a prompt."""
+        return max(1, -(-prompt // self._step_tokens))
+
     @property
     def started(self) -> int:
         """How many have been scheduled."""
@@ -170,6 +185,7 @@ class RunningRequests:
                     self._context += count
                 else:
                     target.decodes = True
+                    self._firsts.add((now - target.joined) / self._steps_of(target.context - count))
                     self._context += target.context
                     del self._prefilling[message.id]
             wanted.append(message)

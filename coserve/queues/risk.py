@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
-from collections import deque
+
+from coserve.queues.sliding import SlidingQuantile
 
 WINDOW = 1024
 """Latest errors that the quantile is taken from; more for an attainment above 99.98%."""
@@ -30,30 +30,18 @@ class Risk:
         assert 0 < attainment < 1, attainment
         self._quantile = max(LEAST_QUANTILE, 1 - TAKEN_BACK * (1 - attainment))
         self._enough = math.ceil(1 / (1 - self._quantile) - 1e-9)
-        self._recent: deque[float] = deque()
-        self._sorted: list[float] = []
-        self._limit = max(WINDOW, 2 * self._enough)
+        self._errors = SlidingQuantile(max(WINDOW, 2 * self._enough))
         self.factor = FIRST_GUESS
-        self._sum = 0.0
 
     @property
     def mean(self) -> float:
         """Of the errors in the window, at least 1."""
-        return max(1.0, self._sum / len(self._recent)) if self._recent else 1.0
+        return max(1.0, self._errors.mean) if len(self._errors) else 1.0
 
     def add(self, error: float) -> None:
         """`error`: measured over predicted seconds."""
-        error = min(error, OUTLIER)
-        self._recent.append(error)
-        self._sum += error
-        insort(self._sorted, error)
-        if len(self._recent) > self._limit:
-            oldest = self._recent.popleft()
-            self._sum -= oldest
-            del self._sorted[bisect_left(self._sorted, oldest)]
-        count = len(self._sorted)
-        if count >= self._enough:
-            self.factor = self._sorted[math.ceil(count * self._quantile - 1e-9) - 1]
+        self._errors.add(min(error, OUTLIER))
+        if len(self._errors) >= self._enough:
+            self.factor = self._errors.at(self._quantile)
         else:
-            usual = self._sorted[: bisect_left(self._sorted, OUTLIER)]
-            self.factor = max([FIRST_GUESS, *usual[-2:-1]])
+            self.factor = max(FIRST_GUESS, self._errors.largest_below(OUTLIER, rank=2) or 0.0)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 
 from coserve.queues.inference import RETRY_AT_LEAST, RETRY_AT_MOST, InferenceQueue, Queued
+from coserve.queues.sliding import SlidingQuantile
 
 MEMORY = 32
 """Admissions after which one counts 1/e of a new one, for the speed at which the batch takes requests."""
 
 LEFT_ON_ARRIVAL = 0.5
 """Share of the time from one admission to the next that is left on average when a request arrives."""
+WAITS, IN_TIME, FEW = 128, 0.75, 16
+"""So many of the latest waits, over what was expected of them, say how much longer one takes: this share of them does not exceed it. A larger share refuses more
+requests on arrival instead of later, of which more would have been in time. Nothing is known from fewer than the last number."""
 
 
 class Shedding:
@@ -21,7 +25,7 @@ class Shedding:
 
     While requests wait behind a full batch training has next to nothing (`train_floor`, `train_patience`), so the speed at which the batch takes requests
     is about that of inference alone; with `Spatial` it is that of inference beside training. A request whose turn would come after its deadline at that speed is late when it arrives; one that was
-    expected in time is late once a step that begins now would end after its deadline. The time since the last admission counts as that of one more, so the speed
+    expected in time is late once it would have its first token after its deadline if it were admitted now. The time since the last admission counts as that of one more, so the speed
     is known before anybody who waited was admitted; nobody is late who would be in time even if all running requests had as many tokens as they may.
     """
 
@@ -35,6 +39,10 @@ class Shedding:
         self._admitted: float | None = None
         """When the last request was admitted, whoever has waited since."""
         self._seconds = self._admissions = 0.0
+        self._waiting: dict[str, tuple[float, float]] = {}
+        """When requests began to wait behind a full batch, and the seconds that were expected of it."""
+        self._errors = SlidingQuantile(WAITS)
+        """Of waits: seconds over those that were expected."""
 
     @property
     def gap(self) -> float:
@@ -48,8 +56,12 @@ class Shedding:
             gap = (self._seconds + since) / (self._admissions + 1)
         return (ahead + LEFT_ON_ARRIVAL) * gap
 
-    def admitted(self, count: int, now: float) -> None:
-        """The first `count` requests have joined the batch; others may wait behind it."""
+    def admitted(self, ids: Iterable[str], now: float) -> None:
+        """These requests have left the queue for the batch; others may wait behind it."""
+        count = 0
+        for id in ids:
+            count += 1
+            self._waited(id, now)
         if count:
             self._admitted = now
         if count and self._last is not None:
@@ -61,54 +73,70 @@ class Shedding:
         elif count or self._last is None:
             self._last = now
 
+    def _waited(self, id: str, now: float) -> None:
+        """A request waits no longer than until now."""
+        if (waiting := self._waiting.pop(id, None)) is not None:
+            began, expected = waiting
+            self._errors.add((now - began) / expected)
+
     def arrived(
         self,
-        entry: Queued,
+        id: str,
+        due: float,
         headroom: int,
         step: float,
+        first: float,
         now: float,
         displaced: Queued | None = None,
         *,
         full: bool = False,
         decodes: Callable[[int], float] = lambda places: math.inf,
-        answer: float = 0.0,
     ) -> float | None:
         """For a request that was just queued: seconds after which to try again, if it will be late; None if not.
 
-        `headroom`: how many requests can be admitted now; `step`: expected seconds of a generation step; `displaced`: the request
-        that leaves the queue for it, if it will not be late. `full`: the batch is, whatever is being read for requests that will join it; `decodes`: most
-        steps until so many of its places are free. `answer`: expected seconds from its first token to its last.
+        `due`: when its first token must come; infinite: it is never refused. `headroom`: how many requests can be admitted now; `step`: expected
+        seconds of a generation step; `first`: seconds from a request's admission to its first token; `displaced`: the request that leaves the queue for it, if
+        it will not be late. `full`: the batch is, whatever is being read for requests that will join it; `decodes`: most steps until so many of its places are free.
         """
         if len(self._queue) == 1:
             self._last = None  # the time in which nobody waited tells nothing about the speed
-        message, slo = entry.message, entry.message.slo
-        due = min(entry.deadline if slo.shed else math.inf, entry.end - answer if slo.shed_e2e else math.inf)
         if due == math.inf:
             return None
         waiting = len(self._queue) - (displaced is not None)
-        ahead = self._ahead(message.id, displaced) - headroom if waiting > headroom else -1
+        ahead = self._ahead(id, displaced) - headroom if waiting > headroom else -1
         if ahead >= 0:
             wait = self._wait(ahead, now) if full else (ahead + LEFT_ON_ARRIVAL) * self.gap
-            late = now + wait + step - due
+            late = now + wait * self._longer() + first - due
             if wait and late > 0:
                 most = decodes(ahead + 1)
-                if not step or most == math.inf or now + (most + 1) * step > due:
+                if not step or most == math.inf or now + most * step + first > due:
                     return _bounded(late)
-        heappush(self._deadlines, (due, message.id, ahead >= 0))
+            if wait:
+                self._waiting[id] = now, wait
+        heappush(self._deadlines, (due, id, ahead >= 0))
         return None
 
     def _ahead(self, id: str, displaced: Queued | None) -> int:
         ahead = self._queue.ahead(id)
         return ahead - (displaced is not None and self._queue.ahead(displaced.message.id) < ahead)
 
-    def expired(self, step: float, now: float) -> dict[str, float]:
+    def _longer(self) -> float:
+        """The factor by which a wait is expected to take longer than the speed says."""
+        return max(1.0, self._errors.at(IN_TIME)) if len(self._errors) >= FEW else 1.0
+
+    def expired(self, first: float, now: float) -> dict[str, float]:
         """Requests that are late, and for each the seconds after which to try again, by which those that stay before it are admitted. Each is
-        given once. Some may have left the queue."""
+        given once. Some may have left the queue. `first`: seconds from a request's admission to its first token."""
         late: list[str] = []
-        while self._deadlines and self._deadlines[0][0] < now + step:
+        while self._deadlines and self._deadlines[0][0] < now + first:
             _, id, waited = heappop(self._deadlines)
-            if waited or self._queue.get(id) is None:
+            queued = self._queue.get(id) is not None
+            if waited or not queued:
                 late.append(id)
+            if queued:
+                self._waited(id, now)
+            else:
+                self._waiting.pop(id, None)  # it was cancelled
         ahead = self._queue.ahead_of(late) if late else {}
         return {id: _bounded(self._wait(ahead.get(id, 0), now)) for id in late}
 

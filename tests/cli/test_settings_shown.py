@@ -38,7 +38,7 @@ def test_help_of_serve_has_sections_types_choices_and_defaults(columns: int) -> 
             assert "|".join(f.metadata["choices"]) in text
         if f.default not in (None, ()) and not isinstance(f.default, bool):
             assert f"[default: {f.default}]" in flat
-    assert "--policy slack|ets|ts|inference-first" in text and "--port N" in text and "--data-root PATH" in text
+    assert "--policy auto|slack|ets|ts" in text and "--port N" in text and "--data-root PATH" in text
     assert "--recompute / --no-recompute" in text and "[default: false]" in flat
 
 

@@ -67,7 +67,10 @@ def test_ctrl_c_ends_streams_properly_and_the_log_tells_the_whole_story(
     model: Path, tmp_path: Path, ranks: str
 ) -> None:
     with DaemonProcess(
-        model, tmp_path / "data", failpoints="generate.mid_stream=delay:0.3s", options=(*JSON_LOG, "--tp", ranks)
+        model,
+        tmp_path / "data",
+        failpoints="generate.mid_stream=delay:0.3s",
+        options=(*JSON_LOG, "--tp", ranks, "--policy", "auto"),
     ) as daemon:
         daemon.wait_ready()
         port = wait_for(daemon)

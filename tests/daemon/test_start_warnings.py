@@ -60,6 +60,11 @@ def test_a_batch_size_that_the_policy_does_not_read(policy: str) -> None:
     assert warnings(policy=policy) == []
 
 
+def test_auto_reads_what_the_policies_it_stands_for_read() -> None:
+    assert warnings(policy="auto", overlap_steps="between", train_weight=0.5) == []
+    assert warnings(policy="auto", ts_n=5) == ["ts_n has no effect with policy 'auto', only with ts"]
+
+
 @pytest.mark.parametrize("policy", ["ets", "ts"])
 def test_a_batch_that_max_running_bounds_and_the_reverse(policy: str) -> None:
     assert warnings(policy=policy, inference_batch_size=256) == warnings(policy=policy, max_running=8) == []

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from types import FrameType
 
 from coserve.engine.reception import Reception
-from coserve.engine.running import RunningRequests
+from coserve.engine.running import FEW_FIRSTS, RunningRequests
 from coserve.engine.views import Views
-from coserve.link import Generate, RequestFailed
+from coserve.link import Generate, RequestFailed, Tokens
 from coserve.queues.inference import InferenceQueue
+from coserve.queues.shapes import StepShape
 from coserve.types import AdapterRef, MicroStep, SamplingParams, Slo
 
 LIMIT = 5
@@ -30,25 +31,35 @@ class NoJobs:
         raise AssertionError(job)
 
 
-def request(id: str, ttft: float = 60.0, *, batch: bool = False, shed: bool = False, adapter: str = "a") -> Generate:
-    slo = Slo(ttft=ttft, tpot=1.0, batch=batch, shed=shed)
-    return Generate(id=id, prompt=(1,), sampling=SamplingParams(max_tokens=8), adapter=AdapterRef(adapter, 1), slo=slo)
+def request(
+    id: str, ttft: float = 60.0, *, batch: bool = False, shed: bool = False, adapter: str = "a", e2e: float | None = None,
+    prompt: int = 1,
+) -> Generate:  # fmt: skip
+    slo = Slo(ttft=ttft, tpot=1.0, e2e=e2e, batch=batch, shed=shed, shed_e2e=e2e is not None)
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    return Generate(id=id, prompt=(1,) * prompt, sampling=sampling, adapter=AdapterRef(adapter, 1), slo=slo)
 
 
 class Line:
     """A queue before a full batch, which takes a request each second."""
 
-    def __init__(self, limit: int = LIMIT) -> None:
+    def __init__(self, limit: int = LIMIT, *, measured: bool = False) -> None:
+        """`measured`: first tokens and decodes took 0.2 s each."""
         self.queue, self.refused = InferenceQueue(limit, fair=True), dict[str, str]()
         self.retry_after = dict[str, float]()
         running = RunningRequests(step_tokens=64)
         views = Views(self.queue, running, NoJobs(), max_running=0, step_tokens=64)
+        for number in range(FEW_FIRSTS if measured else 0):
+            running.add(f"f{number}", Slo(ttft=1.0, tpot=1.0), now=0.0, deadline=1.0, prompt=1)
+            running.accept([Tokens(id=f"f{number}", tokens=(1,), finished=None)], 0.2)
+            running.remove(f"f{number}")
+            views.step_took(StepShape(1, 1, 0, 0, 0), 0.2)
+            views.view(0.0, reading=0, blocked=False)
         self._reception = Reception(self.queue, running, views, send=self._refuse, cancel=self.refused.__delitem__)
         for number in range(4):
             self.arrives(request(f"early{number}"), 0.0)
         for second in range(4):
-            self.queue.pop(1)
-            self._reception.admitted(1, float(second))
+            self._reception.admitted(self.queue.pop(1), float(second))
 
     def _refuse(self, messages: Sequence[RequestFailed]) -> None:
         for message in messages:
@@ -122,3 +133,18 @@ def calls_to_refuse(count: int) -> int:
 
 def test_each_of_many_that_become_late_at_once_takes_as_little_work_as_one_of_few() -> None:
     assert calls_to_refuse(400) < 5 * calls_to_refuse(100), "all streams wait for it"
+
+
+def test_an_answer_and_a_long_prompt_need_time_before_the_deadline() -> None:
+    """A request is admitted each second, and nobody waits before them."""
+    line = Line(measured=True)
+    line.arrives(request("other", 99.0))
+    line.arrives(request("plain", 5.0, shed=True))
+    line.arrives(request("whole answer", e2e=6.4))
+    line.arrives(request("long", 6.8, shed=True, prompt=640))
+    line.refuse_late(8.75)
+    assert line.refused == {}
+    line.refuse_late(8.85)
+    assert set(line.refused) == {"plain", "whole answer", "long"}, (
+        "they have until 9 s, as the answer takes 1.4 s, and a prompt of ten steps 1.8 s more than one of one"
+    )

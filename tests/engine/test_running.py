@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.engine.running import RunningRequests
+from coserve.engine.running import FEW_FIRSTS, RunningRequests
 from coserve.link import Generate, Tokens
 from coserve.queues.inference import Queued
 from coserve.queues.policy import Due
@@ -49,7 +49,9 @@ def test_the_first_deadline_of_each_kind_is_seen(batch: list[tuple[Request, int]
     pending = 0
     for i, (one, came) in enumerate(batch):
         end = math.inf if one.slo.e2e is None else came + one.slo.e2e
-        running.add(f"r{i}", one.slo, deadline=came + one.slo.ttft, prompt=one.prompt, end=end, tokens=one.tokens)
+        running.add(
+            f"r{i}", one.slo, now=0.0, deadline=came + one.slo.ttft, prompt=one.prompt, end=end, tokens=one.tokens
+        )
         assert running.step_kind() == "prefill"
         pending += 0 if one.has else one.prompt
         for due, *about in dues(one, came, now, pending):
@@ -69,8 +71,9 @@ def batch(*prompts: int, step_tokens: int = 100) -> RunningRequests:
     running = RunningRequests(step_tokens)
     for i, prompt in enumerate(prompts):
         running.add(
-            f"r{i}", Slo(ttft=2.0, tpot=0.5), deadline=2.0, prompt=prompt, tokens=9, adapter=i % 2, adapter_bytes=10
-        )
+            f"r{i}", Slo(ttft=2.0, tpot=0.5), now=0.0, deadline=2.0, prompt=prompt, tokens=9, adapter=i % 2,
+            adapter_bytes=10,
+        )  # fmt: skip
     return running
 
 
@@ -130,7 +133,7 @@ def test_tokens_in_flight_move_the_deadlines_of_the_next_tokens_alone() -> None:
 def test_tokens_after_first_ones_in_flight_have_deadlines() -> None:
     running = RunningRequests(100)
     for id, tpot, tokens in (("a", 0.5, 9), ("b", 0.2, 9), ("c", 0.1, 1), ("d", 0.5, 9)):
-        running.add(id, Slo(ttft=1.0, tpot=tpot), deadline=1.0, prompt=10, tokens=tokens)
+        running.add(id, Slo(ttft=1.0, tpot=tpot), now=0.0, deadline=1.0, prompt=10, tokens=tokens)
     running.computed(dict.fromkeys("abcd", 0))
     assert set(running.view(collected=7.0)) == {Due(7.5, 1, 0, 0.5), Due(7.2, 1, 0, 0.2)}, "one has no second token"
 
@@ -161,3 +164,19 @@ def test_an_early_token_lends_its_time_to_the_next_ones_and_a_late_one_takes_it_
     ]:
         running.accept([token("r0")], at)
         assert running.view() == (Due(pytest.approx(due), 1, 0, 0.5, pytest.approx(credit)),)
+
+
+def test_how_long_a_first_token_takes_is_known_from_the_latest() -> None:
+    """Of prompts of one to three steps of 100 tokens."""
+    running = RunningRequests(100)
+    for number in range(500):
+        if number < FEW_FIRSTS:
+            assert running.first_token_seconds(10) == 0
+        id, joined, steps = f"r{number}", 10.0 * number, 1 + number % 3
+        running.add(id, Slo(ttft=2.0, tpot=0.5), now=joined, deadline=joined + 2.0, prompt=100 * steps - 20, tokens=9)
+        seconds = 2.0 if number in (0, 300, 400) else 0.25 * steps
+        running.accept([token(id)], joined + seconds)
+        running.accept([token(id)], joined + 5.0)
+        if number >= FEW_FIRSTS:
+            assert running.first_token_seconds(10) == 0.25, "few took longer"
+    assert running.first_token_seconds(1000) == 2.5

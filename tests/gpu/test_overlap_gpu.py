@@ -19,6 +19,8 @@ from coserve.engine.spatial.training_stream import (
 )
 from coserve.generate.execution.graphs.shared import make_graph_pool
 from coserve.kernels.gpu.capture import captured
+from tests.support.crash_oracle import job_request
+from tests.support.daemon_process import DaemonProcess
 from tests.support.served_beside import served
 
 pytestmark = pytest.mark.gpu
@@ -94,6 +96,16 @@ def test_between_slices_a_step_sees_the_one_before_and_not_the_one_after(streams
         assert made.mark_step is not None
         made.mark_step().result(60)
         assert seen.item() == number
+
+
+def test_auto_is_overlap(tmp_path: Path) -> None:
+    options = ("--device", "cuda", "--policy", "auto", "--compile", "off", "--kv-tokens", "16384")
+    with DaemonProcess(Path("bundled"), tmp_path / "data", options=options) as daemon:
+        daemon.wait_ready()
+        _, job = daemon.call("POST", "/finetune", job_request("learned"))
+        assert [*daemon.events("GET", f"/finetune/{job['id']}/events")][-1]["state"] == "succeeded"
+        assert "overlap: training and generation share" in str(daemon.call("GET", "/health")[1]["notes"])
+        assert daemon.stop() == 0
 
 
 @pytest.mark.parametrize("steps", ["beside", "between"])

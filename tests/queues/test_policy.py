@@ -267,6 +267,14 @@ def test_a_batch_of_the_papers_policies_has_its_own_size() -> None:
         assert make_policy(few).decide(view([0.0] * 8), 0.0) == Serve(few.batch_requests) == Serve(8)
 
 
+@pytest.mark.parametrize(
+    ("device", "tp", "policy"), [("cuda", 1, "overlap"), ("cuda", 2, "slack"), ("cpu", 1, "slack")]
+)
+def test_auto_is_overlap_on_one_gpu(device: str, tp: int, policy: str) -> None:
+    assert Config(policy="auto", tp=tp).settled(device=device) == Config(policy=policy, tp=tp)
+    assert Config(policy="ets").settled(device=device).policy == "ets"
+
+
 def test_adapters_take_turns_in_the_queue_but_under_the_papers_policies() -> None:
     assert [Config(policy=name).fair for name in ("slack", "inference-first", "ets", "ts")] == [
         True,

@@ -5,15 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import pytest
+
 from coserve.link import Generate
 from coserve.queues.inference import InferenceQueue, Queued
-from coserve.queues.shedding import Shedding
+from coserve.queues.shedding import FEW, Shedding
 from coserve.types import SamplingParams, Slo
 
 
-def request(id: str, ttft: float, *, shed: bool = True, e2e: float | None = None) -> Generate:
-    slo = Slo(ttft=ttft, tpot=1.0, e2e=e2e, shed=shed, shed_e2e=shed)
+def request(id: str, ttft: float, *, shed: bool = True) -> Generate:
+    slo = Slo(ttft=ttft, tpot=1.0, shed=shed)
     return Generate(id=id, prompt=(1,), sampling=SamplingParams(), adapter=None, slo=slo)
+
+
+def admit(queue: InferenceQueue, shedding: Shedding, now: float, count: int = 1) -> None:
+    shedding.admitted([entry.message.id for entry in queue.pop(count)], now)
 
 
 class Line:
@@ -27,8 +33,7 @@ class Line:
             for number in range(5):
                 self.queue.push(request(f"early{number}", 99.0, shed=False), arrived=0.0, deadline=99.0)
             for number in range(4):
-                self.queue.pop(1)
-                self.shedding.admitted(1, 0.5 * number)
+                admit(self.queue, self.shedding, 0.5 * number)
 
     def arrives(
         self,
@@ -36,17 +41,14 @@ class Line:
         *,
         headroom: int = 0,
         shed: bool = True,
-        e2e: float | None = None,
         decodes: Callable[[int], float] = lambda places: math.inf,
-        answer: float = 0.0,
     ) -> float | None:
         """At 2 s. One request waits already."""
         self.count += 1
-        message = request(f"r{self.count}", ttft, shed=shed, e2e=e2e)
+        message = request(f"r{self.count}", ttft, shed=shed)
         self.queue.push(message, arrived=2.0, deadline=2.0 + ttft)
-        entry = self.queue.get(message.id)
-        assert entry is not None
-        return self.shedding.arrived(entry, headroom, 0.1, 2.0, decodes=decodes, answer=answer)
+        due = 2.0 + ttft if shed else math.inf
+        return self.shedding.arrived(message.id, due, headroom, 0.1, 0.1, 2.0, decodes=decodes)
 
     def late(self, now: float) -> list[str]:
         return list(self.shedding.expired(0.1, now))
@@ -74,10 +76,8 @@ def test_a_request_that_did_not_ask_for_it_is_never_refused() -> None:
 def test_without_a_measured_speed_a_request_is_refused_once_it_is_late_and_not_before() -> None:
     line = Line(measured=False)
     assert line.arrives(3.0) is None
-    assert line.arrives(4.0, e2e=1.0) is None
-    assert line.late(2.85) == []
-    assert line.late(2.95) == ["r2"], "its answer would end too late"
-    assert line.late(4.95) == ["r1"], "a step takes 0.1 s"
+    assert line.late(4.85) == []
+    assert line.late(4.95) == ["r1"], "its first token would take 0.1 s"
     assert line.late(9.0) == []
 
 
@@ -85,28 +85,19 @@ def test_how_long_the_batch_has_taken_nobody_tells_its_speed() -> None:
     """A batch full since 0 s, and requests with a target of 2 s, one a second."""
     queue = InferenceQueue(9, fair=True)
     shedding, refused = Shedding(queue), dict[str, float]()
-    shedding.admitted(4, 0.0)
+    shedding.admitted(["a", "b", "c", "d"], 0.0)
     for now in (1.0, 2.0, 3.0, 4.0):
         for id, retry in shedding.expired(0.1, now).items():
             queue.cancel(id)
             refused[id] = retry
         message = request(f"at {now}", 2.0)
         queue.push(message, arrived=now, deadline=now + 2.0)
-        entry = queue.get(message.id)
-        assert entry is not None
-        retry = shedding.arrived(entry, 0, 0.1, now, full=True)
+        retry = shedding.arrived(message.id, now + 2.0, 0, 0.1, 0.1, now, full=True)
         if retry is not None:
             queue.cancel(message.id)
             refused[message.id] = retry
     assert list(refused) == ["at 2.0", "at 1.0", "at 4.0"], "those at 2 and 4 s when they arrive"
     assert refused["at 1.0"] == 1.5, "half of the time in which nobody was admitted"
-
-
-def test_the_last_tokens_deadline_leaves_time_for_the_answer() -> None:
-    line = Line(measured=False)
-    assert line.arrives(9.0, e2e=3.0, answer=2.0) is None
-    assert line.late(2.85) == []
-    assert line.late(2.95) == ["r1"], "its first token would come at 3.05 s, and its last one 2 s later"
 
 
 def test_nobody_is_refused_who_is_admitted_in_time_at_the_latest() -> None:
@@ -118,13 +109,41 @@ def test_nobody_is_refused_who_is_admitted_in_time_at_the_latest() -> None:
     assert line.arrives(2.0, decodes=lambda places: 20) is not None
 
 
+def test_waits_that_take_longer_than_the_speed_says_count() -> None:
+    """A place each half second, and a queue in which others always go first: who expects to wait for 0.75 s waits twice as long."""
+    queue = InferenceQueue(9, fair=True)
+    shedding = Shedding(queue)
+    queue.push(request("always", 99.0, shed=False), arrived=0.0, deadline=99.0)
+
+    def refused(id: str, ttft: float, now: float) -> bool:
+        queue.push(request(id, ttft), arrived=now, deadline=now + ttft)
+        return shedding.arrived(id, now + ttft, 0, 0.1, 0.1, now, full=True) is not None
+
+    for number in range(8):
+        shedding.admitted(["other"], 0.5 * number)
+    assert not refused("early", 1.0, 3.5)
+    queue.cancel("early")
+    for number in range(FEW):
+        now = 3.5 + 2 * number
+        assert not refused(f"r{number}", 9.0, now)
+        for later in (0.5, 1.0):
+            shedding.admitted(["other"], now + later)
+        queue.cancel(f"r{number}")
+        shedding.admitted([f"r{number}"], now + 1.5)
+        shedding.admitted(["other"], now + 2.0)
+    assert shedding.gap == pytest.approx(0.5)
+    end = 3.5 + 2 * FEW
+    assert refused("short", 1.0, end)
+    queue.cancel("short")
+    assert not refused("longer", 1.7, end)
+
+
 def test_idle_time_is_no_time_between_admissions() -> None:
     queue = InferenceQueue(9, fair=True)
     shedding = Shedding(queue)
     for now in (0.0, 10.0, 20.0):
         queue.push(request(f"r{now}", 1.0), arrived=now, deadline=now + 1)
-        queue.pop(1)
-        shedding.admitted(1, now)
+        admit(queue, shedding, now)
     assert shedding.gap == 0
 
 
@@ -134,18 +153,14 @@ def test_idle_time_after_a_queue_that_was_cancelled_is_none_either() -> None:
 
     def arrives(id: str, now: float) -> None:
         queue.push(request(id, 1.0), arrived=now, deadline=now + 1)
-        entry = queue.get(id)
-        assert entry is not None
-        shedding.arrived(entry, 0, 0.1, now)
+        shedding.arrived(id, now + 1, 0, 0.1, 0.1, now)
 
     for id in ("a", "b"):
         arrives(id, 0.0)
-    queue.pop(1)
-    shedding.admitted(1, 0.0)
+    admit(queue, shedding, 0.0)
     queue.cancel("b")
     arrives("c", 3600.0)
-    queue.pop(1)
-    shedding.admitted(1, 3600.0)
+    admit(queue, shedding, 3600.0)
     assert shedding.gap == 0
 
 

@@ -84,7 +84,7 @@ class DaemonProcess:
             if "listens on" in line:
                 self._port = int(line.rsplit(":", 1)[1])
                 return
-        raise Died("while it started")
+        raise Died(f"while it started; its log ends with\n{self.log.read_text()[-2000:]}")
 
     def next_line(self) -> str:
         """The next line that it prints."""
