@@ -58,7 +58,7 @@ async def engine(fd: int, step: float) -> None:
             message = await link.receive()
             if isinstance(message, Generate):
                 left[message.id] = message.sampling.max_tokens
-                link.send(Admitted(id=message.id))
+                link.send(Admitted(id=message.id, at=time.monotonic()))
             elif isinstance(message, CancelRequest):
                 left.pop(message.id, None)
 

@@ -141,7 +141,6 @@ async def _play(requests: list[tuple[float, Generate]], seed: int) -> tuple[Reco
     async def send() -> None:
         for at, request in requests:
             await asyncio.sleep(max(0.0, at - loop.time()))
-            sent[request.id] = at
             api.send(request)
 
     sending = asyncio.create_task(send())
@@ -155,9 +154,6 @@ async def _play(requests: list[tuple[float, Generate]], seed: int) -> tuple[Reco
         pass
     await run
     return link, trainer
-
-
-sent: dict[str, float] = {}
 
 
 def point(rate: float, slo: Slo, seed: int) -> Point:
@@ -202,7 +198,10 @@ def overload(rate: float, ttft: float, seed: int) -> Overload:
     late = [seconds for seconds in over if seconds > 0]
     told = [at - arrived[id] <= AT_ONCE for id, at in refused.items()]
     return Overload(
-        (len(over) - len(late)) / SECONDS, len(late) / len(over), max(late, default=0.0), sum(told) / max(1, len(told))
+        (len(over) - len(late)) / SECONDS,
+        len(late) / max(1, len(over)),
+        max(late, default=0.0),
+        sum(told) / max(1, len(told)),
     )
 
 
@@ -210,7 +209,12 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--label", default="", help="part of the keys, to compare two commits")
     options = parser.parse_args()
-    settings = {"seconds": SECONDS, "lead": LEAD, "loads": {name: rate for name, (rate, _) in LOADS.items()}}
+    settings = {
+        "seconds": SECONDS,
+        "lead": LEAD,
+        "loads": {name: rate for name, (rate, _) in LOADS.items()},
+        "over": OVER,
+    }
     results = Results(
         options.out, "slack_risk.json", script="benchmarks.slack_risk", hardware="any: virtual time", seed=0,
         revision=options.commit, settings=settings,

@@ -128,9 +128,11 @@ class EngineRefused(Message, frozen=True):
 
 
 class Admitted(Message, frozen=True):
-    """A request was scheduled for the first time, which ends its queue time. Sent at most once."""
+    """A request was scheduled for the first time, which ends its queue time. Sent at most once. `at`: when its step began, on the monotonic clock that all
+    processes of a host share."""
 
     id: str
+    at: float
 
 
 class Tokens(Message, frozen=True):

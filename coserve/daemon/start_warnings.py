@@ -21,7 +21,7 @@ POLICIES_OF = {
     "inference_delay": ("ets", "ts"),
     "ts_n": ("ts",),
     "ts_unit": ("ts",),
-    "slo_attainment": ("slack", "overlap"),
+    "slo_attainment": ("slack", "inference-first", "spatial", "overlap"),
     "shed": ("slack", "inference-first", "spatial", "overlap"),
     "train_weight": ("slack", "overlap"),
     "train_patience": ("slack", "overlap"),
@@ -30,8 +30,6 @@ POLICIES_OF = {
     "training_sm_share": ("spatial",),
 }
 """Settings that only some policies read."""
-AUTO = {"slack", "overlap"}
-"""The policies that `auto` may stand for."""
 OF_A_GPU = ("memory_fraction", "compile", "pinned_memory_bytes")
 """Settings without effect on a CPU."""
 
@@ -61,7 +59,8 @@ def _from_kubernetes(name: str, value: str) -> bool:
 
 def _without_effect(config: Config, sources: Mapping[str, str]) -> Iterator[str]:
     given = {name for name, source in sources.items() if source != "default"}
-    possible = AUTO if config.policy == "auto" else {config.policy}
+    devices = ("cpu", "cuda") if config.device == "auto" else (config.device,)
+    possible = {config.settled(device=device).policy for device in devices}
     for name, policies in POLICIES_OF.items():
         if name in given and possible.isdisjoint(policies):
             yield f"{name} has no effect with policy {config.policy!r}, only with {' or '.join(policies)}"

@@ -290,7 +290,7 @@ class Engine:
             self._flight.step(began, costs.of(decision), between=decision.between, kind=kind) as self._step,
         ):
             results = self._generator.step()
-        self._report_started()
+        self._report_started(began)
         failpoint("generate.mid_stream")
         self._running.computed(self._generator.launched_prompts())
         await self._accept(results, began, collected or self._step)
@@ -339,10 +339,9 @@ class Engine:
         code, message = failure_text(error)
         self._link.send(RequestFailed(id=request.id, code=code, message=message))
 
-    def _report_started(self) -> None:
-        for id in self._generator.started():
-            if self._running.start(id):
-                self._link.send(Admitted(id=id))
+    def _report_started(self, at: float) -> None:
+        for id in self._running.start(self._generator.started()):
+            self._link.send(Admitted(id=id, at=at))
 
     async def _train(self, decision: Train) -> None:
         if not (self._queue or self._running):

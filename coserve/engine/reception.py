@@ -33,18 +33,18 @@ class Reception:
 
     def enqueue(self, request: Generate, now: float, *, reading: int) -> None:
         """`reading`: how many requests wait for their adapters to be read."""
-        now = now if request.arrived is None else min(now, request.arrived)
+        arrived = now if request.arrived is None else min(now, request.arrived)
         try:
-            displaced = self._queue.push(request, arrived=now, deadline=now + request.slo.ttft)
+            displaced = self._queue.push(request, arrived=arrived, deadline=arrived + request.slo.ttft)
         except QueueFull as error:
             self._refuse(request.id, error)
             return
         entry = self._queue.get(request.id)
         assert entry is not None, "it was queued"
-        views, first = self._views, self._first_token_seconds()
+        views = self._views
         retry = self._shedding.arrived(
-            request.id, self._due(entry) - (self._first_token_seconds(entry.tokens) - first), views.headroom(reading),
-            views.step_seconds, first, now, displaced, full=views.headroom(0) <= 0, decodes=self._running.most_decodes,
+            request.id, self._due(entry), views.headroom(reading), views.step_seconds, self._first_token_seconds, now, displaced,
+            full=views.headroom(0) <= 0, decodes=self._running.most_decodes,
         )  # fmt: skip
         if retry is not None:
             self._queue.cancel(request.id)
@@ -55,22 +55,25 @@ class Reception:
             self._refuse(displaced.message.id, QueueFull(why, retry_after=self._queue.retry_after(now)))
 
     def admitted(self, requests: Sequence[Queued], now: float) -> None:
-        """These requests have left the queue for the batch."""
-        self._shedding.admitted((entry.message.id for entry in requests), now)
+        """These requests have left the queue, for the batch or to have their adapters read."""
+        self._shedding.admitted(len(requests), now, full=self._views.headroom(0) <= 0)
 
     def _due(self, entry: Queued) -> float:
-        """When the first token of a request must come so that it need not be refused; infinite where nobody asked for that."""
-        slo, sampling = entry.message.slo, entry.message.sampling
-        answer = self._running.expected_decodes(sampling) * self._views.decode_seconds
-        return min(entry.deadline if slo.shed else math.inf, entry.end - answer if slo.shed_e2e else math.inf)
+        """When a request's first token would have to come if one step computed its prompt; infinite where it is not to be refused for being late."""
+        slo, views = entry.message.slo, self._views
+        decodes = self._running.expected_decodes(entry.message.sampling)
+        answer = decodes * max(views.decode_seconds, self._running.token_seconds)
+        due = min(entry.deadline if slo.shed else math.inf, entry.end - answer if slo.shed_e2e else math.inf)
+        return due - views.long_prompt_seconds(entry.tokens)
 
-    def _first_token_seconds(self, prompt: int = 1) -> float:
-        """From a request's admission to its first token, as few others have exceeded; at least the next step, which it may have to wait for. `prompt`: its tokens."""
-        return max(self._views.step_seconds, self._running.first_token_seconds(prompt))
+    @property
+    def _first_token_seconds(self) -> float:
+        """From a request's admission to its first token, as few others have exceeded; at least the next step, which it may have to wait for."""
+        return max(self._views.step_seconds, self._running.first_token_seconds)
 
     def refuse_late(self, now: float) -> None:
         """Refuse the requests that have become late: in the queue, or in the batch without pages."""
-        late = self._shedding.expired(self._first_token_seconds(), now)
+        late = self._shedding.expired(self._first_token_seconds, now)
         if not late:
             return
         refused = self._queue.cancel_all(late)

@@ -17,8 +17,12 @@ from coserve.types import SamplingParams, Slo
 ANSWERS = 64
 """How many of the last answers, about, the mean length is of."""
 FIRSTS, FIRST_IN_TIME, FEW_FIRSTS = 256, 0.95, 20
-"""So many of the latest first tokens say how long one takes: this share of them does not exceed it. Of fewer than the last number nothing is known, as the
+"""So many of the latest steps with first tokens say how long one takes: this share of them does not exceed it. Of fewer than the last number nothing is known, as the
 first ones may have loaded kernels."""
+OUTLIER = 3.0
+"""A first token that takes longer than so many usual ones counts as that many: the machine stood still."""
+ANSWER_IN_TIME = 0.9
+"""Share of the last answers that had no more seconds a token than are expected of one."""
 CREDIT = 0.5
 """Targets between tokens by which one that came early lets the next ones come later."""
 
@@ -43,6 +47,11 @@ class _Target:
     """Seconds from which `due` counted."""
     e2e: float
     joined: float
+    """When it joined the batch."""
+    passed: bool = False
+    """A step was launched that did not schedule it, though none had before: pages are missing."""
+    first: float = 0.0
+    """When its first token came."""
     started: bool = False
     """It has been scheduled, and `Admitted` was sent."""
     decodes: bool = False
@@ -81,7 +90,9 @@ class RunningRequests:
         self._adapter_bytes = 0
         self._seen: _Seen | None = None
         self._firsts = SlidingQuantile(FIRSTS)
-        """Seconds from joining the batch to the first token, for each step that the prompt needs."""
+        """Seconds from joining the batch to the first token, of prompts that one step computes: the longest that ended with each step."""
+        self._token_seconds = SlidingQuantile(ANSWERS)
+        """Mean seconds between tokens of the last answers."""
         self._answers, self._mean_decodes = 0, 0.0
         """How many answers the mean is of, and the mean of their decode steps."""
 
@@ -126,16 +137,18 @@ class RunningRequests:
                 self._seen = None
 
     def waits_for_pages(self, id: str) -> bool:
-        """The generator has it, and has never scheduled it."""
+        """The generator has it, and no step has scheduled it, though one could have."""
         target = self._targets.get(id)
-        return target is not None and not target.started
+        return target is not None and target.passed and not target.started
 
-    def start(self, id: str) -> bool:
-        """The request was scheduled for the first time. False if it is no longer running."""
-        target = self._targets.get(id)
-        if target is not None:
-            target.started = True
-        return target is not None
+    def start(self, ids: Sequence[str]) -> list[str]:
+        """These were scheduled for the first time, by a step that was launched. Returns those that are still running."""
+        running = [id for id in ids if id in self._targets]
+        for id in running:
+            self._targets[id].started = True
+        for target in self._prefilling.values():
+            target.passed = target.passed or not target.started
+        return running
 
     def expected_decodes(self, sampling: SamplingParams) -> float:
         """Steps from the first to the last token of an answer: as many as it may have where no end token ends it, else as many as answers so far had."""
@@ -148,13 +161,15 @@ class RunningRequests:
             return math.inf
         return nsmallest(places, (target.left for target in self._targets.values()))[-1]
 
-    def first_token_seconds(self, prompt: int) -> float:
-        """From joining the batch to the first token of a prompt of so many tokens: few of the latest took longer; 0: not known."""
-        return self._firsts.at(FIRST_IN_TIME) * self._steps_of(prompt) if len(self._firsts) >= FEW_FIRSTS else 0.0
+    @property
+    def first_token_seconds(self) -> float:
+        """From joining the batch to the first token of a prompt that one step computes: few of the latest took longer; 0: not known."""
+        return self._firsts.at(FIRST_IN_TIME) if len(self._firsts) >= FEW_FIRSTS else 0.0
 
-    def _steps_of(self, prompt: int) -> int:
-        """Fewest steps that compute a prompt."""
-        return max(1, -(-prompt // self._step_tokens))
+    @property
+    def token_seconds(self) -> float:
+        """Mean seconds between tokens of an answer, steps with prompts of others included: few of the last had more; 0: not known."""
+        return self._token_seconds.at(ANSWER_IN_TIME) if len(self._token_seconds) else 0.0
 
     @property
     def started(self) -> int:
@@ -166,13 +181,14 @@ class RunningRequests:
         wanted: list[Tokens | RequestFailed] = []
         if messages:
             self._seen = None
+        self._see_first_tokens(messages, now)
         for message in messages:
             target = self._targets.get(message.id)
             if target is None:
                 continue
             if isinstance(message, RequestFailed) or message.finished is not None:
                 if isinstance(message, Tokens):
-                    self._answered(target.had + len(message.tokens))
+                    self._answered(target, target.had + len(message.tokens), now)
                 self.remove(message.id)
             elif message.tokens:  # chunks of prompt scores have none
                 count = len(message.tokens)
@@ -184,24 +200,40 @@ class RunningRequests:
                 if target.decodes:
                     self._context += count
                 else:
-                    target.decodes = True
-                    self._firsts.add((now - target.joined) / self._steps_of(target.context - count))
+                    target.decodes, target.first = True, now
                     self._context += target.context
                     del self._prefilling[message.id]
             wanted.append(message)
         return wanted
 
-    def _answered(self, tokens: int) -> None:
+    def _see_first_tokens(self, messages: Sequence[Tokens | RequestFailed], now: float) -> None:
+        """One sample for all of a step: they are late together."""
+        longest = 0.0
+        for message in messages:
+            target = self._prefilling.get(message.id) if isinstance(message, Tokens) and message.tokens else None
+            if target is not None and not target.passed and target.context <= self._step_tokens:
+                longest = max(longest, now - target.joined)
+        if longest > 0:
+            usual = OUTLIER * self._firsts.at(0.5) if len(self._firsts) else math.inf
+            self._firsts.add(min(longest, usual))
+
+    def _answered(self, target: _Target, tokens: int, now: float) -> None:
+        if target.decodes and tokens > 1:
+            self._token_seconds.add((now - target.first) / (tokens - 1))
         self._answers = min(self._answers + 1, ANSWERS)
         self._mean_decodes += (max(0, tokens - 1) - self._mean_decodes) / self._answers
 
     def step_kind(self) -> StepKind:
         """The kind of the next step."""
-        return "prefill" if self._prefilling else "decode"
+        return "prefill" if any(target.prefill for target in self._prefilling.values()) else "decode"
 
     def next_step(self, waiting: Sequence[Waiting]) -> StepShape:
         """What the next step computes if `waiting` are admitted."""
-        decodes = len(self._targets) - len(self._prefilling)
+        launched = [
+            target for target in self._prefilling.values() if not target.prefill
+        ]  # their first tokens are computed
+        decodes = len(self._targets) - len(self._prefilling) + len(launched)
+        context = self._context + sum(target.context for target in launched)
         budget = self._step_tokens - decodes
         prefill = pairs = 0
         for target in self._prefilling.values():
@@ -219,7 +251,7 @@ class RunningRequests:
             prefill += tokens
             pairs += prompt_pairs(tokens)
             budget -= tokens
-        return StepShape(decodes, self._context, prefill, pairs, self._adapter_bytes)
+        return StepShape(decodes, context, prefill, pairs, self._adapter_bytes)
 
     def view(self, collected: float | None = None) -> tuple[Due, ...]:
         """The first deadline for each number of steps and decodes, and each window. `collected`: a step in flight has computed the

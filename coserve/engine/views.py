@@ -13,7 +13,7 @@ from coserve.queues.beside import SpeedBeside, Trials
 from coserve.queues.costs import ATTAINMENT, Predictors
 from coserve.queues.inference import InferenceQueue
 from coserve.queues.policy import Costs, InFlight, View, Waiting
-from coserve.queues.shapes import STEP_FEATURES, STEP_KINDS, StepKind, StepShape
+from coserve.queues.shapes import STEP_FEATURES, STEP_KINDS, StepKind, StepShape, prompt_pairs
 from coserve.queues.slices import Slices
 from coserve.queues.turns import Turns
 from coserve.types import MicroStep
@@ -85,6 +85,13 @@ class Views:
         """Training's speed beside a decode step, as a share of its speed alone; 1 until it is measured."""
         speed = self.slices.beside["decode"]
         return speed.share if speed.measured else 1.0
+
+    def long_prompt_seconds(self, tokens: int) -> float:
+        """Expected of the steps that compute a prompt of so many tokens, if that takes several; else 0."""
+        if tokens <= self._step_tokens:
+            return 0.0
+        full = StepShape(0, 0, self._step_tokens, prompt_pairs(self._step_tokens), 0)
+        return -(-tokens // self._step_tokens) * self._steps.predict(full.features, *_KINDS["prefill", False]).expected
 
     def request_waits(self, now: float) -> float:
         """Seconds that the oldest request in the queue has waited; 0: none waits."""

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from heapq import heappop, heappush
 
 from coserve.queues.inference import RETRY_AT_LEAST, RETRY_AT_MOST, InferenceQueue, Queued
-from coserve.queues.sliding import SlidingQuantile
 
 MEMORY = 32
 """Admissions after which one counts 1/e of a new one, for the speed at which the batch takes requests."""
 
 LEFT_ON_ARRIVAL = 0.5
 """Share of the time from one admission to the next that is left on average when a request arrives."""
-WAITS, IN_TIME, FEW = 128, 0.75, 16
-"""So many of the latest waits, over what was expected of them, say how much longer one takes: this share of them does not exceed it. A larger share refuses more
-requests on arrival instead of later, of which more would have been in time. Nothing is known from fewer than the last number."""
 
 
 class Shedding:
@@ -39,10 +35,6 @@ class Shedding:
         self._admitted: float | None = None
         """When the last request was admitted, whoever has waited since."""
         self._seconds = self._admissions = 0.0
-        self._waiting: dict[str, tuple[float, float]] = {}
-        """When requests began to wait behind a full batch, and the seconds that were expected of it."""
-        self._errors = SlidingQuantile(WAITS)
-        """Of waits: seconds over those that were expected."""
 
     @property
     def gap(self) -> float:
@@ -56,28 +48,18 @@ class Shedding:
             gap = (self._seconds + since) / (self._admissions + 1)
         return (ahead + LEFT_ON_ARRIVAL) * gap
 
-    def admitted(self, ids: Iterable[str], now: float) -> None:
-        """These requests have left the queue for the batch; others may wait behind it."""
-        count = 0
-        for id in ids:
-            count += 1
-            self._waited(id, now)
+    def admitted(self, count: int, now: float, *, full: bool = True) -> None:
+        """So many requests have left the queue for the batch. `full`: it has no place now; others may wait behind it."""
         if count:
             self._admitted = now
         if count and self._last is not None:
             fading = (1 - 1 / MEMORY) ** count
             self._seconds = fading * self._seconds + now - self._last
             self._admissions = fading * self._admissions + count
-        if not len(self._queue):
+        if not (full and len(self._queue)):
             self._last = None
         elif count or self._last is None:
             self._last = now
-
-    def _waited(self, id: str, now: float) -> None:
-        """A request waits no longer than until now."""
-        if (waiting := self._waiting.pop(id, None)) is not None:
-            began, expected = waiting
-            self._errors.add((now - began) / expected)
 
     def arrived(
         self,
@@ -99,20 +81,19 @@ class Shedding:
         it will not be late. `full`: the batch is, whatever is being read for requests that will join it; `decodes`: most steps until so many of its places are free.
         """
         if len(self._queue) == 1:
-            self._last = None  # the time in which nobody waited tells nothing about the speed
+            # The time in which nobody waited tells nothing about the speed, nor does the work before it.
+            self._last, self._seconds, self._admissions = None, 0.0, 0.0
         if due == math.inf:
             return None
         waiting = len(self._queue) - (displaced is not None)
         ahead = self._ahead(id, displaced) - headroom if waiting > headroom else -1
         if ahead >= 0:
             wait = self._wait(ahead, now) if full else (ahead + LEFT_ON_ARRIVAL) * self.gap
-            late = now + wait * self._longer() + first - due
+            late = now + wait + first - due
             if wait and late > 0:
                 most = decodes(ahead + 1)
                 if not step or most == math.inf or now + most * step + first > due:
                     return _bounded(late)
-            if wait:
-                self._waiting[id] = now, wait
         heappush(self._deadlines, (due, id, ahead >= 0))
         return None
 
@@ -120,23 +101,14 @@ class Shedding:
         ahead = self._queue.ahead(id)
         return ahead - (displaced is not None and self._queue.ahead(displaced.message.id) < ahead)
 
-    def _longer(self) -> float:
-        """The factor by which a wait is expected to take longer than the speed says."""
-        return max(1.0, self._errors.at(IN_TIME)) if len(self._errors) >= FEW else 1.0
-
     def expired(self, first: float, now: float) -> dict[str, float]:
         """Requests that are late, and for each the seconds after which to try again, by which those that stay before it are admitted. Each is
         given once. Some may have left the queue. `first`: seconds from a request's admission to its first token."""
         late: list[str] = []
         while self._deadlines and self._deadlines[0][0] < now + first:
             _, id, waited = heappop(self._deadlines)
-            queued = self._queue.get(id) is not None
-            if waited or not queued:
+            if waited or self._queue.get(id) is None:
                 late.append(id)
-            if queued:
-                self._waited(id, now)
-            else:
-                self._waiting.pop(id, None)  # it was cancelled
         ahead = self._queue.ahead_of(late) if late else {}
         return {id: _bounded(self._wait(ahead.get(id, 0), now)) for id in late}
 

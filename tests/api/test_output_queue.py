@@ -36,7 +36,7 @@ messages = st.one_of(
 
 @given(st.lists(messages, max_size=40))
 def test_joining_keeps_order_tokens_and_ends(said: list[EngineOutput]) -> None:
-    last = Admitted(id="last")
+    last = Admitted(id="last", at=0.0)
 
     async def run() -> list[EngineOutput]:
         inbox = OutputQueue()

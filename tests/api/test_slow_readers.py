@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -25,7 +26,7 @@ class Endless(FakeEngine):
         if request.sampling.max_tokens <= TOGETHER:
             await super().answer(request)
             return
-        self.link.send(Admitted(id=request.id))
+        self.link.send(Admitted(id=request.id, at=time.monotonic()))
         while True:
             self.link.send(Tokens(id=request.id, tokens=(300,) * TOGETHER))
             await asyncio.sleep(0.001)

@@ -99,7 +99,7 @@ def test_packed_logprobs_are_what_was_packed(some: list[TokenLogprob], others: l
 async def test_a_link_full_of_messages_leaves_the_loop_its_turns() -> None:
     ours, theirs = socket.socketpair()
     api, engine = await api_end(ours), await engine_end(theirs)
-    messages: list[FromEngine] = [Admitted(id="x" * 1000)] * 200
+    messages: list[FromEngine] = [Admitted(id="x" * 1000, at=0.0)] * 200
     engine.send_all(messages)
     turns, received = 0, 0
 

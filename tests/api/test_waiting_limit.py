@@ -38,6 +38,27 @@ def test_who_asks_for_little_finds_a_place_beside_one_who_took_all() -> None:
     places.acquire(None, 1)
 
 
+def test_requests_of_the_class_batch_give_way_to_others() -> None:
+    """As the engine's queue displaces them."""
+    places = WaitingLimit(3, fair=True)
+    places.acquire("a", 2, batch=True)
+    places.acquire("a", 1)
+    with pytest.raises(QueueFull):
+        places.acquire("a", 1, batch=True)
+    places.acquire("a", 2)
+    with pytest.raises(QueueFull):
+        places.acquire("a", 1)
+    places.release("a", 2, batch=True)
+    with pytest.raises(QueueFull):
+        places.acquire("a", 1)
+    for fair in (True, False):
+        places = WaitingLimit(2, fair=fair)
+        places.acquire("a", 2, batch=True)
+        if not fair:
+            with pytest.raises(QueueFull):
+                places.acquire("a", 1)
+
+
 def test_more_than_all_places_are_refused_for_good() -> None:
     for fair in (True, False):
         with pytest.raises(InvalidRequest, match="expected at most 3, the daemon's max_queue, got 4"):

@@ -62,6 +62,10 @@ def test_a_batch_size_that_the_policy_does_not_read(policy: str) -> None:
 
 def test_auto_reads_what_the_policies_it_stands_for_read() -> None:
     assert warnings(policy="auto", overlap_steps="between", train_weight=0.5) == []
+    assert warnings(policy="auto", device="cpu", overlap_steps="between") == [
+        "overlap_steps has no effect with policy 'auto', only with overlap"
+    ]
+    assert len(warnings(policy="auto", tp=2, overlap_steps="between")) == 1
     assert warnings(policy="auto", ts_n=5) == ["ts_n has no effect with policy 'auto', only with ts"]
 
 

@@ -44,16 +44,17 @@ class Line:
     """A queue before a full batch, which takes a request each second."""
 
     def __init__(self, limit: int = LIMIT, *, measured: bool = False) -> None:
-        """`measured`: first tokens and decodes took 0.2 s each."""
+        """`measured`: first tokens took 0.1 s, steps 0.2 s."""
         self.queue, self.refused = InferenceQueue(limit, fair=True), dict[str, str]()
         self.retry_after = dict[str, float]()
         running = RunningRequests(step_tokens=64)
         views = Views(self.queue, running, NoJobs(), max_running=0, step_tokens=64)
         for number in range(FEW_FIRSTS if measured else 0):
             running.add(f"f{number}", Slo(ttft=1.0, tpot=1.0), now=0.0, deadline=1.0, prompt=1)
-            running.accept([Tokens(id=f"f{number}", tokens=(1,), finished=None)], 0.2)
+            running.accept([Tokens(id=f"f{number}", tokens=(1,), finished=None)], 0.1)
             running.remove(f"f{number}")
             views.step_took(StepShape(1, 1, 0, 0, 0), 0.2)
+            views.step_took(StepShape().and_prompt(64), 0.2)
             views.view(0.0, reading=0, blocked=False)
         self._reception = Reception(self.queue, running, views, send=self._refuse, cancel=self.refused.__delitem__)
         for number in range(4):
@@ -141,10 +142,10 @@ def test_an_answer_and_a_long_prompt_need_time_before_the_deadline() -> None:
     line.arrives(request("other", 99.0))
     line.arrives(request("plain", 5.0, shed=True))
     line.arrives(request("whole answer", e2e=6.4))
-    line.arrives(request("long", 6.8, shed=True, prompt=640))
+    line.arrives(request("long", 7.0, shed=True, prompt=640))
     line.refuse_late(8.75)
     assert line.refused == {}
     line.refuse_late(8.85)
     assert set(line.refused) == {"plain", "whole answer", "long"}, (
-        "they have until 9 s, as the answer takes 1.4 s, and a prompt of ten steps 1.8 s more than one of one"
+        "they have until 9 s, as the answer takes 1.4 s, and ten steps of a prompt 2 s"
     )

@@ -100,7 +100,7 @@ def test_the_next_step_is_known_from_what_was_computed() -> None:
     running.accept([token("r0")], 0.0)
     assert running.next_step(()) == StepShape(1, 31, 0, 0, 20).and_prompt(20, 70).and_prompt(5)
     running.computed({"r1": 0, "r2": 0})
-    assert running.next_step(()) == StepShape(1, 31, 0, 0, 20), "their first tokens are in flight"
+    assert running.next_step(()) == StepShape(3, 126, 0, 0, 20), "their first tokens are in flight"
     running.accept([token("r0"), token("r1"), token("r2")], 0.1)
     assert running.next_step(()) == StepShape(3, 32 + 91 + 6, 0, 0, 20)
     waiting = [Queued(generate(prompt), 0.0, 1.0) for prompt in (90, 90)]
@@ -166,17 +166,53 @@ def test_an_early_token_lends_its_time_to_the_next_ones_and_a_late_one_takes_it_
         assert running.view() == (Due(pytest.approx(due), 1, 0, 0.5, pytest.approx(credit)),)
 
 
-def test_how_long_a_first_token_takes_is_known_from_the_latest() -> None:
-    """Of prompts of one to three steps of 100 tokens."""
+def test_how_long_a_first_token_takes_is_known_from_the_latest_steps() -> None:
+    """Of prompts of one step. Two in a step count once, and a machine that stood still for ten seconds a little."""
     running = RunningRequests(100)
-    for number in range(500):
-        if number < FEW_FIRSTS:
-            assert running.first_token_seconds(10) == 0
-        id, joined, steps = f"r{number}", 10.0 * number, 1 + number % 3
-        running.add(id, Slo(ttft=2.0, tpot=0.5), now=joined, deadline=joined + 2.0, prompt=100 * steps - 20, tokens=9)
-        seconds = 2.0 if number in (0, 300, 400) else 0.25 * steps
-        running.accept([token(id)], joined + seconds)
-        running.accept([token(id)], joined + 5.0)
+    for number in range(100):
+        assert (running.first_token_seconds == 0) == (number < FEW_FIRSTS)
+        at = 20.0 * number
+        for id, prompt in (("a", 90), ("b", 90), ("long", 900)):
+            running.add(id, Slo(ttft=2.0, tpot=0.5), now=at, deadline=at + 2.0, prompt=prompt, tokens=9)
+        seconds = 10.0 if number == 1 else 0.25
+        running.accept([token("a"), token("b", FinishReason.STOP)], at + seconds)
+        running.accept([token("long")], at + seconds + 5.0)
         if number >= FEW_FIRSTS:
-            assert running.first_token_seconds(10) == 0.25, "few took longer"
-    assert running.first_token_seconds(1000) == 2.5
+            assert running.first_token_seconds == 0.25
+        running.remove("a")
+        running.remove("long")
+
+
+def test_who_waits_for_pages_was_passed_over_by_a_step() -> None:
+    """One that has just joined was not, and how long pages were missing tells nothing of first tokens."""
+    running = RunningRequests(100)
+    for _ in range(FEW_FIRSTS):
+        running.add("a", Slo(ttft=2.0, tpot=0.5), now=0.0, deadline=2.0, prompt=10, tokens=9)
+        running.add("b", Slo(ttft=2.0, tpot=0.5), now=0.0, deadline=2.0, prompt=10, tokens=9)
+        assert not running.waits_for_pages("a") and not running.waits_for_pages("b")
+        assert running.start(["a", "gone"]) == ["a"]
+        assert not running.waits_for_pages("a") and running.waits_for_pages("b")
+        running.accept([token("a", FinishReason.STOP)], 0.25)
+        assert running.start(["b"]) == ["b"]
+        assert not running.waits_for_pages("b")
+        running.accept([token("b", FinishReason.STOP)], 9.0)
+    assert running.first_token_seconds == 0.25
+
+
+def test_seconds_of_a_token_are_those_of_whole_answers() -> None:
+    running = RunningRequests(100)
+    assert running.token_seconds == 0
+    for number in range(20):
+        running.add("a", Slo(ttft=2.0, tpot=0.5), now=0.0, deadline=2.0, prompt=10, tokens=9)
+        running.accept([token("a")], 1.0)
+        running.accept([token("a")], 1.1)
+        running.accept([token("a", FinishReason.STOP)], 1.5 if number < 19 else 9.0)
+    assert running.token_seconds == pytest.approx(0.25)
+
+
+def test_a_prompt_that_a_step_in_flight_computes_decodes_next() -> None:
+    running = batch(10, 20)
+    running.computed({"r0": 0})
+    assert running.step_kind() == "prefill" and running.next_step(())[:3] == (1, 10, 20)
+    running.computed({"r1": 0})
+    assert running.step_kind() == "decode" and running.next_step(())[:3] == (2, 30, 0)

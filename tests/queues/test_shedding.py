@@ -9,7 +9,7 @@ import pytest
 
 from coserve.link import Generate
 from coserve.queues.inference import InferenceQueue, Queued
-from coserve.queues.shedding import FEW, Shedding
+from coserve.queues.shedding import Shedding
 from coserve.types import SamplingParams, Slo
 
 
@@ -19,7 +19,7 @@ def request(id: str, ttft: float, *, shed: bool = True) -> Generate:
 
 
 def admit(queue: InferenceQueue, shedding: Shedding, now: float, count: int = 1) -> None:
-    shedding.admitted([entry.message.id for entry in queue.pop(count)], now)
+    shedding.admitted(len(queue.pop(count)), now)
 
 
 class Line:
@@ -85,7 +85,7 @@ def test_how_long_the_batch_has_taken_nobody_tells_its_speed() -> None:
     """A batch full since 0 s, and requests with a target of 2 s, one a second."""
     queue = InferenceQueue(9, fair=True)
     shedding, refused = Shedding(queue), dict[str, float]()
-    shedding.admitted(["a", "b", "c", "d"], 0.0)
+    shedding.admitted(4, 0.0)
     for now in (1.0, 2.0, 3.0, 4.0):
         for id, retry in shedding.expired(0.1, now).items():
             queue.cancel(id)
@@ -109,33 +109,33 @@ def test_nobody_is_refused_who_is_admitted_in_time_at_the_latest() -> None:
     assert line.arrives(2.0, decodes=lambda places: 20) is not None
 
 
-def test_waits_that_take_longer_than_the_speed_says_count() -> None:
-    """A place each half second, and a queue in which others always go first: who expects to wait for 0.75 s waits twice as long."""
+def test_the_speed_is_that_of_the_requests_that_wait_now() -> None:
+    """Long answers gave a place each 5 s; then the queue was empty."""
     queue = InferenceQueue(9, fair=True)
     shedding = Shedding(queue)
-    queue.push(request("always", 99.0, shed=False), arrived=0.0, deadline=99.0)
 
-    def refused(id: str, ttft: float, now: float) -> bool:
+    def arrives(id: str, ttft: float, now: float, *, full: bool) -> float | None:
         queue.push(request(id, ttft), arrived=now, deadline=now + ttft)
-        return shedding.arrived(id, now + ttft, 0, 0.1, 0.1, now, full=True) is not None
+        return shedding.arrived(id, now + ttft, 0, 0.1, 0.1, now, full=full)
 
-    for number in range(8):
-        shedding.admitted(["other"], 0.5 * number)
-    assert not refused("early", 1.0, 3.5)
-    queue.cancel("early")
-    for number in range(FEW):
-        now = 3.5 + 2 * number
-        assert not refused(f"r{number}", 9.0, now)
-        for later in (0.5, 1.0):
-            shedding.admitted(["other"], now + later)
-        queue.cancel(f"r{number}")
-        shedding.admitted([f"r{number}"], now + 1.5)
-        shedding.admitted(["other"], now + 2.0)
-    assert shedding.gap == pytest.approx(0.5)
-    end = 3.5 + 2 * FEW
-    assert refused("short", 1.0, end)
-    queue.cancel("short")
-    assert not refused("longer", 1.7, end)
+    for number in range(3):
+        assert arrives(f"long{number}", 99.0, 0.0, full=True) is None
+    for number in range(3):
+        admit(queue, shedding, 5.0 * number)
+    assert shedding.gap == pytest.approx(5.0)
+    for number in range(4):
+        assert arrives(f"short{number}", 1.0, 11.0, full=False) is None
+
+
+def test_what_a_policy_holds_back_tells_no_speed() -> None:
+    queue = InferenceQueue(9, fair=True)
+    shedding = Shedding(queue)
+    queue.push(request("held", 9.0), arrived=0.0, deadline=9.0)
+    shedding.arrived("held", 9.0, 5, 0.1, 0.1, 0.0)
+    shedding.admitted(0, 0.0, full=False)
+    queue.pop(1)
+    shedding.admitted(1, 0.05, full=False)
+    assert shedding.gap == 0
 
 
 def test_idle_time_is_no_time_between_admissions() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -195,7 +196,7 @@ class FakeEngine:
             failed = self.fail_requests
             self.link.send(msgspec.structs.replace(failed, id=request.id))
             return
-        self.link.send(Admitted(id=request.id))
+        self.link.send(Admitted(id=request.id, at=time.monotonic()))
         if request.sampling.prompt_logprobs is not None:
             scores = tuple(TokenLogprob(-0.25, ((token, -0.25),)) for token in request.prompt[1:])
             for some in (scores[:1], scores[1:]):

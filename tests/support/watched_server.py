@@ -85,7 +85,7 @@ class ScoringEngine(FakeEngine):
         self._turns = getattr(self, "_turns", None) or asyncio.Semaphore(RUNNING)
         async with self._turns:
             sampling, id = request.sampling, request.id
-            self.link.send(Admitted(id=id))
+            self.link.send(Admitted(id=id, at=time.monotonic()))
             if sampling.prompt_logprobs is not None:
                 score = PackedLogprobs.of([_score(sampling.prompt_logprobs)])
                 for first in range(1, len(request.prompt), MAX_PROMPT_LOGPROBS):

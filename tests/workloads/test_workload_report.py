@@ -181,7 +181,7 @@ def test_the_terminal_shows_the_worst_adapters() -> None:
     ("text", "holds"),
     [
         ("slo>=0.95", True), ("slo >= 95%", True), ("slo>0.99", False), ("ttft_p99<=501ms", True), ("ttft_p99 < 0.5", False),
-        ("errors<=1", True), ("errors<1", False), ("goodput>=4.9", True), ("slo_worst>=.95", True), ("tpot_mean<=1e-1s", True),
+        ("errors<=1", True), ("errors<1", False), ("errors<=5%", True), ("errors<=4%", False), ("shed<=5%", True), ("goodput>=4.9", True), ("slo_worst>=.95", True), ("tpot_mean<=1e-1s", True),
         ("finetune_tok_s>=16", True), ("finetune_share>=0", False), ("itl_p50<=0.11", True), ("output_tok_s>9.9", True),
         ("satisfaction>=0.7", True), ("requests_per_s>5", False), ("e2e_p90<=0.7", True), ("lag_p99<=0", True),
     ],
@@ -192,7 +192,22 @@ def test_conditions(text: str, holds: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "slo", "slo=0.9", "slo>=", "slo>=high", "sloo>=0.9", "slo>=0.9ms2", "ttft>=1", "slo>=50"]
+    "text",
+    [
+        "",
+        "slo",
+        "slo=0.9",
+        "slo>=",
+        "slo>=high",
+        "sloo>=0.9",
+        "slo>=0.9ms2",
+        "ttft>=1",
+        "slo>=50",
+        "slo>=1s",
+        "goodput>=5%",
+        "ttft_p99<=5%",
+        "errors<=1ms",
+    ],
 )
 def test_what_is_no_condition_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="fail_under"):

@@ -100,7 +100,8 @@ class InFlightRequests:
         state: RequestState | None = None
         prompt_scores = 0
         name, version = (None, None) if request.adapter is None else split_ref(request.adapter)
-        waiting = self._start_waiting(name, request.n)
+        batch = request.slo_class == "batch"
+        waiting = self._start_waiting(name, request.n, batch=batch)
         try:
             check_generate(request, self._engine.spec)
             prompt = await encode_prompt(request, self._engine.spec, self._async_tokenizer)
@@ -114,7 +115,7 @@ class InFlightRequests:
             while state.decoders.keys() & self._states.keys():
                 message = await state.outputs.get()
                 if isinstance(message, Tokens) and waiting:
-                    self._waiting.release(name, waiting)
+                    self._waiting.release(name, waiting, batch=batch)
                     waiting = 0
                 async with semaphore:
                     if isinstance(message, Tokens):
@@ -122,14 +123,14 @@ class InFlightRequests:
                     if (chunk := self._process(state, message)) is not None:
                         yield chunk
         finally:
-            self._waiting.release(name, waiting)
+            self._waiting.release(name, waiting, batch=batch)
             self._prompt_scores -= prompt_scores
             if state is not None:
                 self._forget(state)
 
-    def _start_waiting(self, adapter: str | None, count: int) -> int:
+    def _start_waiting(self, adapter: str | None, count: int, *, batch: bool) -> int:
         try:
-            self._waiting.acquire(adapter, count)
+            self._waiting.acquire(adapter, count, batch=batch)
         except QueueFull:
             self._metrics.refused()
             raise
@@ -180,8 +181,8 @@ class InFlightRequests:
         now = self._clock()
         if isinstance(message, Admitted):
             if state.admitted is None:
-                state.admitted = now
-                self._metrics.admitted(now - state.arrived, len(state.prompt))
+                state.admitted = max(message.at, state.arrived)
+                self._metrics.admitted(state.admitted - state.arrived, len(state.prompt))
             return None
         if isinstance(message, RequestFailed):
             self._states.pop(message.id, None)

@@ -9,23 +9,29 @@ from coserve.errors import InvalidRequest, QueueFull
 
 class WaitingLimit:
     """At most `limit` sequences wait. If `fair`, one adapter cannot keep others out: each adapter may have its share (the
-    limit divided by the number of waiting adapters) beyond the limit; the engine's queue then displaces another's request."""
+    limit divided by the number of waiting adapters) beyond the limit, and requests of other classes as many as requests of the class batch wait; the engine's
+    queue then displaces another request."""
 
     def __init__(self, limit: int, *, fair: bool) -> None:
         self._limit, self._fair = limit, fair
         self._counts = Counter[str | None]()
+        self._batch = 0
 
-    def acquire(self, adapter: str | None, count: int) -> None:
-        """Raises `QueueFull`, and `InvalidRequest` for more than there are ever places for. `adapter`: its id; None: the base."""
+    def acquire(self, adapter: str | None, count: int, *, batch: bool = False) -> None:
+        """Raises `QueueFull`, and `InvalidRequest` for more than there are ever places for. `adapter`: its id; None: the base. `batch`: of that class."""
         if count > self._limit:
             raise InvalidRequest(f"expected at most {self._limit}, the daemon's max_queue, got {count}", field="n")
         total, own = self._counts.total(), self._counts[adapter]
         flows = len({adapter, *self._counts})
-        if total + count > self._limit and not (self._fair and own + count <= self._limit // flows):
+        share = 0 if not self._fair else self._limit // flows - own
+        others = self._limit - total + (self._batch if self._fair and not batch else 0)
+        if count > max(share, others):
             raise QueueFull(f"{total} requests wait already; the queue takes {self._limit}")
         self._counts[adapter] += count
+        self._batch += count * batch
 
-    def release(self, adapter: str | None, count: int) -> None:
+    def release(self, adapter: str | None, count: int, *, batch: bool = False) -> None:
         self._counts[adapter] -= count
+        self._batch -= count * batch
         if not self._counts[adapter]:
             del self._counts[adapter]

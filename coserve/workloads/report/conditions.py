@@ -41,6 +41,8 @@ NUMBERS: dict[str, Callable[[Summary], float | None]] = {
 """The numbers that conditions name; None: not measured."""
 SHARES = ("slo", "slo_worst", "slo_interactive", "slo_batch", "satisfaction")
 """Those that are never above 1."""
+COUNTS = ("errors", "shed")
+"""Numbers of requests: with `%` their share of all requests."""
 LIMITED = ("slo", "slo_worst", "goodput")
 """Those that are measured against limits."""
 
@@ -53,10 +55,13 @@ class Condition:
     name: str
     relation: str
     bound: float
+    of_requests: bool = False
+    """A count is compared as a share of all requests."""
 
     def value(self, summary: Summary) -> float | None:
         """None: not measured."""
-        return NUMBERS[self.name](summary)
+        value = NUMBERS[self.name](summary)
+        return value / summary.requests if self.of_requests and value is not None else value
 
     def lacks(self, summary: Summary) -> str:
         """Why a number was not measured, where a setting is missing."""
@@ -81,14 +86,24 @@ class Condition:
 
 
 def parse_condition(text: str) -> Condition:
-    """`NAME>=NUMBER`, also with `<=`, `>`, `<` and with a unit: `slo>=99%`, `ttft_p99<=250ms`. Raises `InvalidRequest`."""
+    """`NAME>=NUMBER`, also with `<=`, `>`, `<` and with a unit: `slo>=99%`, `errors<=1%`, `ttft_p99<=250ms`. Raises `InvalidRequest`."""
     found = _FORM.fullmatch(text)
     if found is None:
         raise InvalidRequest(f"expected a condition like slo>=0.99, got {text!r}", field="fail_under")
     name, relation, number, unit = found.groups(default="")
     if name not in NUMBERS:
         raise InvalidRequest(f"expected one of {', '.join(NUMBERS)}, got {name!r}", field="fail_under")
+    units = _units_of(name)
+    if unit and unit not in units:
+        expected = f"a number with {' or '.join(units)}, or without a unit" if units else "a number without a unit"
+        raise InvalidRequest(f"{name}: expected {expected}, got {text!r}", field="fail_under")
     bound = float(number) * _UNITS[unit]
     if name in SHARES and bound > 1:
         raise InvalidRequest(f"expected a share from 0 to 1, or such as 99%, got {text!r}", field="fail_under")
-    return Condition(text.strip(), name, relation, bound)
+    return Condition(text.strip(), name, relation, bound, of_requests=unit == "%" and name in COUNTS)
+
+
+def _units_of(name: str) -> tuple[str, ...]:
+    if name in (*SHARES, *COUNTS, "finetune_share"):
+        return ("%",)
+    return ("ms", "s") if name.startswith(("ttft", "tpot", "itl", "e2e", "lag")) else ()
