@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coserve.link import Generate, StartJob, Tokens
+from coserve.link import Admitted, Generate, StartJob, Tokens
 from coserve.queues.policies.overlap import Overlap
 from coserve.queues.policies.slack import Slack
 from coserve.queues.policy import Policy
@@ -42,3 +42,19 @@ def request(number: int, ttft: float) -> Generate:
         id=f"r{number}", prompt=(1, 2, 3), sampling=SamplingParams(max_tokens=4, seed=number), adapter=AdapterRef(f"a{number}", 1),
         slo=Slo(ttft=ttft, tpot=0.05),
     )  # fmt: skip
+
+
+def test_a_requests_queue_time_ends_when_its_first_step_begins() -> None:
+    script = tuple((float(number), request(number, 1.0)) for number in range(3))
+    played = play(
+        Scenario(
+            seed=1, policy=Slack(1.0), script=script, plans={}, prices=Prices(step=0.5, token=0.0, micro_step=0.0, spikes=0.0),
+            max_running=8, max_queue=100, fair=True, max_active_jobs=1, step_tokens=256, chaos=0.0, patience=1.0, delay=0.0,
+        )
+    )  # fmt: skip
+    for number in range(3):
+        messages = played.of(f"r{number}")
+        first = next(at for at, message in messages if isinstance(message, Tokens))
+        (admitted,) = (message for _, message in messages if isinstance(message, Admitted))
+        assert first - admitted.at == pytest.approx(0.5)
+        assert admitted.at - played.sent[f"r{number}"] < 0.51, "the rest of a step of the request before"
