@@ -150,7 +150,7 @@ def test_a_kubernetes_service_called_coserve_does_not_set_the_port() -> None:
     [
         ({}, {"COSERVE_PORT": "many"}, "port: expected int, got 'many'"),
         ({}, {"COSERVE_RECOMPUTE": "maybe"}, "recompute: expected true or false"),
-        ({"policy": "luck"}, {}, "policy: expected one of slack, ets, ts"),
+        ({"policy": "luck"}, {}, "policy: expected one of auto, slack, ets, ts"),
         ({"load_format": "gguf"}, {}, "load_format: expected one of auto, dummy"),
         ({"port": 70000}, {}, "port: expected 0 to 65535"),
         ({"max_queue": 0}, {}, "max_queue: expected at least 1"),

@@ -12,6 +12,9 @@ from coserve.link import Generate, RequestFailed
 from coserve.queues.inference import InferenceQueue, Queued
 from coserve.queues.shedding import Shedding
 
+FULL_STEPS = 3
+"""Steps full of prompts between a request's admission and its first token: the one in flight, one with others' prompts, its own."""
+
 
 class Reception:
     """Puts requests into the queue. Refuses those that it has no place for, and those whose first token will come too late
@@ -68,8 +71,10 @@ class Reception:
 
     @property
     def _first_token_seconds(self) -> float:
-        """From a request's admission to its first token, as few others have exceeded; at least the next step, which it may have to wait for."""
-        return max(self._views.step_seconds, self._running.first_token_seconds)
+        """From a request's admission to its first token, as few others have exceeded; at least the next step, which it may have to wait for, and no more
+        than `FULL_STEPS`: what took longer was a machine that stood still."""
+        most = FULL_STEPS * self._views.full_step_seconds or math.inf
+        return max(self._views.step_seconds, min(self._running.first_token_seconds, most))
 
     def refuse_late(self, now: float) -> None:
         """Refuse the requests that have become late: in the queue, or in the batch without pages."""

@@ -19,8 +19,6 @@ ANSWERS = 64
 FIRSTS, FIRST_IN_TIME, FEW_FIRSTS = 256, 0.95, 20
 """So many of the latest steps with first tokens say how long one takes: this share of them does not exceed it. Of fewer than the last number nothing is known, as the
 first ones may have loaded kernels."""
-OUTLIER = 3.0
-"""A first token that takes longer than so many usual ones counts as that many: the machine stood still."""
 ANSWER_IN_TIME = 0.9
 """Share of the last answers that had no more seconds a token than are expected of one."""
 CREDIT = 0.5
@@ -214,8 +212,7 @@ class RunningRequests:
             if target is not None and not target.passed and target.context <= self._step_tokens:
                 longest = max(longest, now - target.joined)
         if longest > 0:
-            usual = OUTLIER * self._firsts.at(0.5) if len(self._firsts) else math.inf
-            self._firsts.add(min(longest, usual))
+            self._firsts.add(longest)
 
     def _answered(self, target: _Target, tokens: int, now: float) -> None:
         if target.decodes and tokens > 1:

@@ -88,10 +88,13 @@ class Views:
 
     def long_prompt_seconds(self, tokens: int) -> float:
         """Expected of the steps that compute a prompt of so many tokens, if that takes several; else 0."""
-        if tokens <= self._step_tokens:
-            return 0.0
+        return 0.0 if tokens <= self._step_tokens else -(-tokens // self._step_tokens) * self.full_step_seconds
+
+    @property
+    def full_step_seconds(self) -> float:
+        """Expected of a step that has as many tokens of prompts as it may; 0: not known."""
         full = StepShape(0, 0, self._step_tokens, prompt_pairs(self._step_tokens), 0)
-        return -(-tokens // self._step_tokens) * self._steps.predict(full.features, *_KINDS["prefill", False]).expected
+        return self._steps.predict(full.features, *_KINDS["prefill", False]).expected
 
     def request_waits(self, now: float) -> float:
         """Seconds that the oldest request in the queue has waited; 0: none waits."""

@@ -43,15 +43,15 @@ def request(
 class Line:
     """A queue before a full batch, which takes a request each second."""
 
-    def __init__(self, limit: int = LIMIT, *, measured: bool = False) -> None:
-        """`measured`: first tokens took 0.1 s, steps 0.2 s."""
+    def __init__(self, limit: int = LIMIT, *, first: float = 0.0) -> None:
+        """`first`: seconds that first tokens took, while steps took 0.2 s; 0: nothing was measured."""
         self.queue, self.refused = InferenceQueue(limit, fair=True), dict[str, str]()
         self.retry_after = dict[str, float]()
         running = RunningRequests(step_tokens=64)
         views = Views(self.queue, running, NoJobs(), max_running=0, step_tokens=64)
-        for number in range(FEW_FIRSTS if measured else 0):
+        for number in range(FEW_FIRSTS if first else 0):
             running.add(f"f{number}", Slo(ttft=1.0, tpot=1.0), now=0.0, deadline=1.0, prompt=1)
-            running.accept([Tokens(id=f"f{number}", tokens=(1,), finished=None)], 0.1)
+            running.accept([Tokens(id=f"f{number}", tokens=(1,), finished=None)], first)
             running.remove(f"f{number}")
             views.step_took(StepShape(1, 1, 0, 0, 0), 0.2)
             views.step_took(StepShape().and_prompt(64), 0.2)
@@ -138,7 +138,7 @@ def test_each_of_many_that_become_late_at_once_takes_as_little_work_as_one_of_fe
 
 def test_an_answer_and_a_long_prompt_need_time_before_the_deadline() -> None:
     """A request is admitted each second, and nobody waits before them."""
-    line = Line(measured=True)
+    line = Line(first=0.1)
     line.arrives(request("other", 99.0))
     line.arrives(request("plain", 5.0, shed=True))
     line.arrives(request("whole answer", e2e=6.4))
@@ -149,3 +149,14 @@ def test_an_answer_and_a_long_prompt_need_time_before_the_deadline() -> None:
     assert set(line.refused) == {"plain", "whole answer", "long"}, (
         "they have until 9 s, as the answer takes 1.4 s, and ten steps of a prompt 2 s"
     )
+
+
+def test_first_tokens_that_came_after_a_machine_stood_still_refuse_nobody() -> None:
+    """They took 9 s. One takes no longer than three steps full of prompts."""
+    line = Line(first=9.0)
+    line.arrives(request("other", 99.0))
+    line.arrives(request("plain", 5.0, shed=True))
+    line.refuse_late(8.3)
+    assert line.refused == {}
+    line.refuse_late(8.5)
+    assert line.refused == {"plain": "overloaded"}

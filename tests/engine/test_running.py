@@ -167,7 +167,7 @@ def test_an_early_token_lends_its_time_to_the_next_ones_and_a_late_one_takes_it_
 
 
 def test_how_long_a_first_token_takes_is_known_from_the_latest_steps() -> None:
-    """Of prompts of one step. Two in a step count once, and a machine that stood still for ten seconds a little."""
+    """Of prompts of one step. Two in a step count once."""
     running = RunningRequests(100)
     for number in range(100):
         assert (running.first_token_seconds == 0) == (number < FEW_FIRSTS)
