@@ -12,8 +12,8 @@ from coserve.link import Generate, RequestFailed
 from coserve.queues.inference import InferenceQueue, Queued
 from coserve.queues.shedding import Shedding
 
-FULL_STEPS = 3
-"""Steps full of prompts between a request's admission and its first token: the one in flight, one with others' prompts, its own."""
+MOST_STEPS = 3
+"""With prompts, between a request's admission and its first token: the one in flight, one with others' prompts, its own."""
 
 
 class Reception:
@@ -62,18 +62,19 @@ class Reception:
         self._shedding.admitted(len(requests), now, full=self._views.headroom(0) <= 0)
 
     def _due(self, entry: Queued) -> float:
-        """When a request's first token would have to come if one step computed its prompt; infinite where it is not to be refused for being late."""
+        """When a request's first token would have to come if one step computed its prompt; infinite where it is not to be refused for being late. An answer's
+        tokens take no longer than a step with others' prompts each."""
         slo, views = entry.message.slo, self._views
         decodes = self._running.expected_decodes(entry.message.sampling)
-        answer = decodes * max(views.decode_seconds, self._running.token_seconds)
+        answer = decodes * max(views.decode_seconds, min(self._running.token_seconds, views.prompt_step_seconds))
         due = min(entry.deadline if slo.shed else math.inf, entry.end - answer if slo.shed_e2e else math.inf)
         return due - views.long_prompt_seconds(entry.tokens)
 
     @property
     def _first_token_seconds(self) -> float:
         """From a request's admission to its first token, as few others have exceeded; at least the next step, which it may have to wait for, and no more
-        than `FULL_STEPS`: what took longer was a machine that stood still."""
-        most = FULL_STEPS * self._views.full_step_seconds or math.inf
+        than `MOST_STEPS` with prompts: what took longer was a machine that stood still, or pages that were missing."""
+        most = MOST_STEPS * self._views.prompt_step_seconds
         return max(self._views.step_seconds, min(self._running.first_token_seconds, most))
 
     def refuse_late(self, now: float) -> None:

@@ -19,8 +19,8 @@ ANSWERS = 64
 FIRSTS, FIRST_IN_TIME, FEW_FIRSTS = 256, 0.95, 20
 """So many of the latest steps with first tokens say how long one takes: this share of them does not exceed it. Of fewer than the last number nothing is known, as the
 first ones may have loaded kernels."""
-ANSWER_IN_TIME = 0.9
-"""Share of the last answers that had no more seconds a token than are expected of one."""
+ANSWER_IN_TIME, FEW_ANSWERS = 0.9, 10
+"""Share of the last answers that had no more seconds a token than are expected of one; of fewer than the last number nothing is known."""
 CREDIT = 0.5
 """Targets between tokens by which one that came early lets the next ones come later."""
 
@@ -47,7 +47,7 @@ class _Target:
     joined: float
     """When it joined the batch."""
     passed: bool = False
-    """A step was launched that did not schedule it, though none had before: pages are missing."""
+    """A step was launched that did not schedule it: pages were missing, or prompts before it filled the step."""
     first: float = 0.0
     """When its first token came."""
     started: bool = False
@@ -88,7 +88,7 @@ class RunningRequests:
         self._adapter_bytes = 0
         self._seen: _Seen | None = None
         self._firsts = SlidingQuantile(FIRSTS)
-        """Seconds from joining the batch to the first token, of prompts that one step computes: the longest that ended with each step."""
+        """Seconds from joining the batch to the first token, of prompts that one step can compute: the longest that ended with each step."""
         self._token_seconds = SlidingQuantile(ANSWERS)
         """Mean seconds between tokens of the last answers."""
         self._answers, self._mean_decodes = 0, 0.0
@@ -161,13 +161,13 @@ class RunningRequests:
 
     @property
     def first_token_seconds(self) -> float:
-        """From joining the batch to the first token of a prompt that one step computes: few of the latest took longer; 0: not known."""
+        """From joining the batch to the first token of a prompt that one step can compute: few of the latest took longer; 0: not known."""
         return self._firsts.at(FIRST_IN_TIME) if len(self._firsts) >= FEW_FIRSTS else 0.0
 
     @property
     def token_seconds(self) -> float:
         """Mean seconds between tokens of an answer, steps with prompts of others included: few of the last had more; 0: not known."""
-        return self._token_seconds.at(ANSWER_IN_TIME) if len(self._token_seconds) else 0.0
+        return self._token_seconds.at(ANSWER_IN_TIME) if len(self._token_seconds) >= FEW_ANSWERS else 0.0
 
     @property
     def started(self) -> int:
@@ -209,7 +209,7 @@ class RunningRequests:
         longest = 0.0
         for message in messages:
             target = self._prefilling.get(message.id) if isinstance(message, Tokens) and message.tokens else None
-            if target is not None and not target.passed and target.context <= self._step_tokens:
+            if target is not None and target.context <= self._step_tokens:
                 longest = max(longest, now - target.joined)
         if longest > 0:
             self._firsts.add(longest)
@@ -226,9 +226,8 @@ class RunningRequests:
 
     def next_step(self, waiting: Sequence[Waiting]) -> StepShape:
         """What the next step computes if `waiting` are admitted."""
-        launched = [
-            target for target in self._prefilling.values() if not target.prefill
-        ]  # their first tokens are computed
+        # Their first tokens are computed, and have others after them.
+        launched = [target for target in self._prefilling.values() if not target.prefill and target.left > 1]
         decodes = len(self._targets) - len(self._prefilling) + len(launched)
         context = self._context + sum(target.context for target in launched)
         budget = self._step_tokens - decodes

@@ -13,12 +13,15 @@ from coserve.queues.beside import SpeedBeside, Trials
 from coserve.queues.costs import ATTAINMENT, Predictors
 from coserve.queues.inference import InferenceQueue
 from coserve.queues.policy import Costs, InFlight, View, Waiting
-from coserve.queues.shapes import STEP_FEATURES, STEP_KINDS, StepKind, StepShape, prompt_pairs
+from coserve.queues.shapes import STEP_FEATURES, STEP_KINDS, StepKind, StepShape
 from coserve.queues.slices import Slices
+from coserve.queues.sliding import SlidingQuantile
 from coserve.queues.turns import Turns
 from coserve.types import MicroStep
 
 NOTHING = InFlight()
+PROMPT_STEPS, PROMPT_STEP = 64, 0.9
+"""So many of the latest steps with prompts say how long one takes: this share of them does not exceed it."""
 _KINDS = {
     (kind, beside): tuple((each, where) for each in (kind, *STEP_KINDS) for where in (beside, not beside))
     for kind in STEP_KINDS
@@ -55,6 +58,7 @@ class Views:
         self._in_turn = Counter[StepKind]()
         """Steps of a kind in a row that no training ran beside, while jobs could train."""
         self._trials = Trials()
+        self._prompt_steps = SlidingQuantile(PROMPT_STEPS)
         self.decode_seconds = 0.0
         """Mean of a decode step, when a view was last made."""
         self.step_seconds = 0.0
@@ -63,6 +67,8 @@ class Views:
     def step_took(self, shape: StepShape, seconds: float, *, overlapped: bool = False) -> None:
         """A generation step was measured; `overlapped`: while the device computed training."""
         self._steps.add((shape.kind, overlapped), shape.features, seconds)
+        if shape.prefill:
+            self._prompt_steps.add(seconds)
         self._trials.ran(shape.kind, beside=overlapped)
         if overlapped:
             self._in_turn[shape.kind] = 0
@@ -86,15 +92,17 @@ class Views:
         speed = self.slices.beside["decode"]
         return speed.share if speed.measured else 1.0
 
-    def long_prompt_seconds(self, tokens: int) -> float:
-        """Expected of the steps that compute a prompt of so many tokens, if that takes several; else 0."""
-        return 0.0 if tokens <= self._step_tokens else -(-tokens // self._step_tokens) * self.full_step_seconds
-
     @property
-    def full_step_seconds(self) -> float:
-        """Expected of a step that has as many tokens of prompts as it may; 0: not known."""
-        full = StepShape(0, 0, self._step_tokens, prompt_pairs(self._step_tokens), 0)
-        return self._steps.predict(full.features, *_KINDS["prefill", False]).expected
+    def prompt_step_seconds(self) -> float:
+        """That few of the latest steps with prompts have exceeded; 0: there were none."""
+        return self._prompt_steps.at(PROMPT_STEP) if len(self._prompt_steps) else 0.0
+
+    def long_prompt_seconds(self, tokens: int) -> float:
+        """Expected of the steps before the one with the end of a prompt of so many tokens. Without what attention's pairs cost, which shorter prompts do not tell."""
+        if steps := max(0, tokens - 1) // self._step_tokens:
+            full = StepShape(prefill=self._step_tokens)
+            return steps * self._steps.predict(full.features, *_KINDS["prefill", False]).expected
+        return 0.0
 
     def request_waits(self, now: float) -> float:
         """Seconds that the oldest request in the queue has waited; 0: none waits."""

@@ -54,7 +54,7 @@ class Line:
             running.accept([Tokens(id=f"f{number}", tokens=(1,), finished=None)], first)
             running.remove(f"f{number}")
             views.step_took(StepShape(1, 1, 0, 0, 0), 0.2)
-            views.step_took(StepShape().and_prompt(64), 0.2)
+            views.step_took(StepShape(prefill=64), 0.2)
             views.view(0.0, reading=0, blocked=False)
         self._reception = Reception(self.queue, running, views, send=self._refuse, cancel=self.refused.__delitem__)
         for number in range(4):
@@ -142,17 +142,17 @@ def test_an_answer_and_a_long_prompt_need_time_before_the_deadline() -> None:
     line.arrives(request("other", 99.0))
     line.arrives(request("plain", 5.0, shed=True))
     line.arrives(request("whole answer", e2e=6.4))
-    line.arrives(request("long", 7.0, shed=True, prompt=640))
+    line.arrives(request("long", 6.8, shed=True, prompt=640))
     line.refuse_late(8.75)
     assert line.refused == {}
     line.refuse_late(8.85)
     assert set(line.refused) == {"plain", "whole answer", "long"}, (
-        "they have until 9 s, as the answer takes 1.4 s, and ten steps of a prompt 2 s"
+        "they have until 9 s, as the answer takes 1.4 s, and nine steps before the last one of a prompt 1.8 s"
     )
 
 
 def test_first_tokens_that_came_after_a_machine_stood_still_refuse_nobody() -> None:
-    """They took 9 s. One takes no longer than three steps full of prompts."""
+    """They took 9 s. One takes no longer than three steps with prompts."""
     line = Line(first=9.0)
     line.arrives(request("other", 99.0))
     line.arrives(request("plain", 5.0, shed=True))

@@ -184,19 +184,13 @@ def test_how_long_a_first_token_takes_is_known_from_the_latest_steps() -> None:
 
 
 def test_who_waits_for_pages_was_passed_over_by_a_step() -> None:
-    """One that has just joined was not, and how long pages were missing tells nothing of first tokens."""
-    running = RunningRequests(100)
-    for _ in range(FEW_FIRSTS):
-        running.add("a", Slo(ttft=2.0, tpot=0.5), now=0.0, deadline=2.0, prompt=10, tokens=9)
-        running.add("b", Slo(ttft=2.0, tpot=0.5), now=0.0, deadline=2.0, prompt=10, tokens=9)
-        assert not running.waits_for_pages("a") and not running.waits_for_pages("b")
-        assert running.start(["a", "gone"]) == ["a"]
-        assert not running.waits_for_pages("a") and running.waits_for_pages("b")
-        running.accept([token("a", FinishReason.STOP)], 0.25)
-        assert running.start(["b"]) == ["b"]
-        assert not running.waits_for_pages("b")
-        running.accept([token("b", FinishReason.STOP)], 9.0)
-    assert running.first_token_seconds == 0.25
+    """One that has just joined was not."""
+    running = batch(10, 20)
+    assert not running.waits_for_pages("r0") and not running.waits_for_pages("r1")
+    assert running.start(["r0", "gone"]) == ["r0"]
+    assert not running.waits_for_pages("r0") and running.waits_for_pages("r1")
+    assert running.start(["r1"]) == ["r1"]
+    assert not running.waits_for_pages("r1")
 
 
 def test_seconds_of_a_token_are_those_of_whole_answers() -> None:
@@ -211,7 +205,10 @@ def test_seconds_of_a_token_are_those_of_whole_answers() -> None:
 
 
 def test_a_prompt_that_a_step_in_flight_computes_decodes_next() -> None:
+    """Unless its first token is its last."""
     running = batch(10, 20)
+    running.add("one", Slo(ttft=2.0, tpot=0.5), now=0.0, deadline=2.0, prompt=5, tokens=1)
+    running.computed({"one": 0})
     running.computed({"r0": 0})
     assert running.step_kind() == "prefill" and running.next_step(())[:3] == (1, 10, 20)
     running.computed({"r1": 0})

@@ -95,7 +95,9 @@ class FakeGenerator:
         self._meter, self._prices, self._step_tokens, self._rng, self._chaos = meter, prices, step_tokens, rng, chaos
         self._sequences: dict[str, _Sequence] = {}
         self.admitted: dict[str, float] = {}
-        self._added: list[str] = []
+        self._waiting = set[str]()
+        """No step has worked on them."""
+        self._started: list[str] = []
         self.preemptions = 0
         self.prefix_queries = self.prefix_hits = 0
         self.troubles: tuple[str, ...] = ()
@@ -139,16 +141,17 @@ class FakeGenerator:
         if len(request.prompt) > CONTEXT:
             raise PromptTooLong(f"expected at most {CONTEXT} tokens, got {len(request.prompt)}")
         self._sequences[request.id] = _Sequence(request, len(request.prompt))
-        self._added.append(request.id)
+        self._waiting.add(request.id)
 
     def cancel(self, id: str) -> None:
         self._sequences.pop(id, None)  # it may have ended in the step that runs
+        self._waiting.discard(id)
 
     def collect(self) -> list[Tokens | RequestFailed]:
         return []
 
     def started(self) -> list[str]:
-        found, self._added = self._added, []
+        found, self._started = self._started, []
         return found
 
     def prepare(self) -> bool:
@@ -162,6 +165,9 @@ class FakeGenerator:
         for sequence in sorted(self._sequences.values(), key=lambda s: s.to_prefill > 0):  # decodes first; stable
             if budget == 0:
                 break
+            if sequence.request.id in self._waiting:
+                self._waiting.discard(sequence.request.id)
+                self._started.append(sequence.request.id)
             chunk = min(sequence.to_prefill, budget)
             context = len(sequence.request.prompt) + sequence.made
             if chunk:
