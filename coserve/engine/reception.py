@@ -73,9 +73,11 @@ class Reception:
     @property
     def _first_token_seconds(self) -> float:
         """From a request's admission to its first token, as few others have exceeded; at least the next step, which it may have to wait for, and no more
-        than `MOST_STEPS` with prompts: what took longer was a machine that stood still, or pages that were missing."""
-        most = MOST_STEPS * self._views.prompt_step_seconds
-        return max(self._views.step_seconds, min(self._running.first_token_seconds, most))
+        than `MOST_STEPS` with prompts: what took longer was a machine that stood still, or pages that were missing. Prompts in the batch that fill several steps
+        go first."""
+        views, most = self._views, MOST_STEPS * self._views.prompt_step_seconds
+        usual = max(views.step_seconds, min(self._running.first_token_seconds, most))
+        return usual + views.long_prompt_seconds(self._running.prompt_tokens)
 
     def refuse_late(self, now: float) -> None:
         """Refuse the requests that have become late: in the queue, or in the batch without pages."""

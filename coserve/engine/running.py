@@ -165,6 +165,11 @@ class RunningRequests:
         return self._firsts.at(FIRST_IN_TIME) if len(self._firsts) >= FEW_FIRSTS else 0.0
 
     @property
+    def prompt_tokens(self) -> int:
+        """Of prompts in the batch that are still to be computed."""
+        return sum(target.prefill for target in self._prefilling.values())
+
+    @property
     def token_seconds(self) -> float:
         """Mean seconds between tokens of an answer, steps with prompts of others included: few of the last had more; 0: not known."""
         return self._token_seconds.at(ANSWER_IN_TIME) if len(self._token_seconds) >= FEW_ANSWERS else 0.0

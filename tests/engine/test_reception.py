@@ -47,7 +47,7 @@ class Line:
         """`first`: seconds that first tokens took, while steps took 0.2 s; 0: nothing was measured."""
         self.queue, self.refused = InferenceQueue(limit, fair=True), dict[str, str]()
         self.retry_after = dict[str, float]()
-        running = RunningRequests(step_tokens=64)
+        running = self.running = RunningRequests(step_tokens=64)
         views = Views(self.queue, running, NoJobs(), max_running=0, step_tokens=64)
         for number in range(FEW_FIRSTS if first else 0):
             running.add(f"f{number}", Slo(ttft=1.0, tpot=1.0), now=0.0, deadline=1.0, prompt=1)
@@ -159,4 +159,16 @@ def test_first_tokens_that_came_after_a_machine_stood_still_refuse_nobody() -> N
     line.refuse_late(8.3)
     assert line.refused == {}
     line.refuse_late(8.5)
+    assert line.refused == {"plain": "overloaded"}
+
+
+def test_long_prompts_in_the_batch_go_first() -> None:
+    """Of 640 tokens nine steps of 0.2 s are computed before anybody's first token."""
+    line = Line(first=0.1)
+    line.arrives(request("other", 99.0))
+    line.arrives(request("plain", 5.0, shed=True))
+    line.running.add("long", Slo(ttft=99.0, tpot=1.0), now=4.0, deadline=103.0, prompt=640)
+    line.refuse_late(6.9)
+    assert line.refused == {}
+    line.refuse_late(7.1)
     assert line.refused == {"plain": "overloaded"}
