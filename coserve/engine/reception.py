@@ -68,7 +68,7 @@ class Reception:
         decodes = self._running.expected_decodes(entry.message.sampling)
         answer = decodes * max(views.decode_seconds, min(self._running.token_seconds, views.prompt_step_seconds))
         due = min(entry.deadline if slo.shed else math.inf, entry.end - answer if slo.shed_e2e else math.inf)
-        return due - views.long_prompt_seconds(entry.tokens)
+        return due - self._long_prompt_seconds(entry.tokens)
 
     @property
     def _first_token_seconds(self) -> float:
@@ -77,7 +77,10 @@ class Reception:
         go first."""
         views, most = self._views, MOST_STEPS * self._views.prompt_step_seconds
         usual = max(views.step_seconds, min(self._running.first_token_seconds, most))
-        return usual + views.long_prompt_seconds(self._running.prompt_tokens)
+        return usual + self._long_prompt_seconds(self._running.prompt_tokens)
+
+    def _long_prompt_seconds(self, tokens: int) -> float:
+        return self._views.long_prompt_seconds(int(self._running.uncached_share * tokens))
 
     def refuse_late(self, now: float) -> None:
         """Refuse the requests that have become late: in the queue, or in the batch without pages."""

@@ -89,6 +89,8 @@ class RunningRequests:
         self._seen: _Seen | None = None
         self._firsts = SlidingQuantile(FIRSTS)
         """Seconds from joining the batch to the first token, of prompts that one step can compute: the longest that ended with each step."""
+        self._uncached = SlidingQuantile(ANSWERS)
+        """Shares of the last prompts of several steps that were computed, as others of their tokens were in the prefix cache."""
         self._token_seconds = SlidingQuantile(ANSWERS)
         """Mean seconds between tokens of the last answers."""
         self._answers, self._mean_decodes = 0, 0.0
@@ -131,6 +133,9 @@ class RunningRequests:
         """A step was launched that computes something of these requests' prompts; `left`: tokens of each that are to be computed after it."""
         for id, tokens in left.items():
             if (target := self._prefilling.get(id)) is not None:
+                if target.prefill == target.context > self._step_tokens:  # its first step
+                    computed = min(target.context - tokens, self._step_tokens)
+                    self._uncached.add((tokens + computed) / target.context)
                 target.prefill = tokens
                 self._seen = None
 
@@ -166,8 +171,13 @@ class RunningRequests:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of prompts in the batch that are still to be computed."""
+        """Of prompts in the batch that are still to be computed, as far as is known."""
         return sum(target.prefill for target in self._prefilling.values())
+
+    @property
+    def uncached_share(self) -> float:
+        """Of the tokens of a prompt of several steps, how many are computed: few of the last prompts had more."""
+        return self._uncached.at(ANSWER_IN_TIME) if len(self._uncached) >= FEW_ANSWERS else 1.0
 
     @property
     def token_seconds(self) -> float:

@@ -172,3 +172,17 @@ def test_long_prompts_in_the_batch_go_first() -> None:
     assert line.refused == {}
     line.refuse_late(7.1)
     assert line.refused == {"plain": "overloaded"}
+
+
+def test_long_prompts_that_were_in_the_prefix_cache_take_one_step() -> None:
+    line = Line(first=0.1)
+    for _ in range(20):
+        line.running.add("cached", Slo(ttft=99.0, tpot=1.0), now=0.0, deadline=99.0, prompt=640)
+        line.running.computed({"cached": 0})
+        line.running.remove("cached")
+    line.arrives(request("other", 99.0))
+    line.arrives(request("long", 5.0, shed=True, prompt=640))
+    line.refuse_late(8.75)
+    assert line.refused == {}
+    line.refuse_late(8.85)
+    assert line.refused == {"long": "overloaded"}
