@@ -304,7 +304,7 @@ class Config:
             tpot if self.slo_tpot is None else self.slo_tpot,
         )
 
-    def settled(self, *, device: str) -> Config:
+    def resolved(self, *, device: str) -> Config:
         """With the policy that `auto` stands for. `device`: that of the base."""
         if self.policy != "auto":
             return self

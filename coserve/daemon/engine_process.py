@@ -80,7 +80,7 @@ class EngineProcess:
             family=ready.spec.family,
             device=ready.spec.device,
             dtype=ready.spec.dtype,
-            policy=config.settled(device=ready.spec.device).policy,
+            policy=config.resolved(device=ready.spec.device).policy,
             kv_tokens=ready.kv_tokens,
             lora=ready.lora_backend,
             seconds=round(time.monotonic() - began, 3),

@@ -60,7 +60,7 @@ def _from_kubernetes(name: str, value: str) -> bool:
 def _without_effect(config: Config, sources: Mapping[str, str]) -> Iterator[str]:
     given = {name for name, source in sources.items() if source != "default"}
     devices = ("cpu", "cuda") if config.device == "auto" else (config.device,)
-    possible = {config.settled(device=device).policy for device in devices}
+    possible = {config.resolved(device=device).policy for device in devices}
     for name, policies in POLICIES_OF.items():
         if name in given and possible.isdisjoint(policies):
             yield f"{name} has no effect with policy {config.policy!r}, only with {' or '.join(policies)}"

@@ -13,7 +13,7 @@ from coserve.queues.inference import InferenceQueue, Queued
 from coserve.queues.shedding import Shedding
 
 MOST_STEPS = 3
-"""With prompts, between a request's admission and its first token: the one in flight, one with others' prompts, its own."""
+"""Steps with prompts from a request's admission to its first token, at most: the one in flight, one with others' prompts, its own."""
 
 
 class Reception:
@@ -83,13 +83,15 @@ class Reception:
         return self._views.long_prompt_seconds(int(self._running.uncached_share * tokens))
 
     def refuse_late(self, now: float) -> None:
-        """Refuse the requests that have become late: in the queue, or in the batch without pages."""
+        """Refuse the requests that have become late: in the queue, or in the batch if no step had pages or room for them."""
+        if not self._shedding.watches:
+            return
         late = self._shedding.expired(self._first_token_seconds, now)
         if not late:
             return
         refused = self._queue.cancel_all(late)
         for id in late.keys() - refused:
-            if self._running.waits_for_pages(id):
+            if self._running.passed_over(id):
                 self._running.remove(id)
                 self._cancel(id)
                 refused.add(id)

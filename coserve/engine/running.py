@@ -19,8 +19,8 @@ ANSWERS = 64
 FIRSTS, FIRST_IN_TIME, FEW_FIRSTS = 256, 0.95, 20
 """So many of the latest steps with first tokens say how long one takes: this share of them does not exceed it. Of fewer than the last number nothing is known, as the
 first ones may have loaded kernels."""
-ANSWER_IN_TIME, FEW_ANSWERS = 0.9, 10
-"""Share of the last answers that had no more seconds a token than are expected of one; of fewer than the last number nothing is known."""
+MOST, FEW = 0.9, 10
+"""What is expected of an answer or a long prompt is not exceeded by this share of the last ones; of fewer than the last number nothing is known."""
 CREDIT = 0.5
 """Targets between tokens by which one that came early lets the next ones come later."""
 
@@ -48,8 +48,8 @@ class _Target:
     """When it joined the batch."""
     passed: bool = False
     """A step was launched that did not schedule it: pages were missing, or prompts before it filled the step."""
-    first: float = 0.0
-    """When its first token came."""
+    first_token: float = 0.0
+    """When it came."""
     started: bool = False
     """It has been scheduled, and `Admitted` was sent."""
     decodes: bool = False
@@ -139,8 +139,8 @@ class RunningRequests:
                 target.prefill = tokens
                 self._seen = None
 
-    def waits_for_pages(self, id: str) -> bool:
-        """The generator has it, and no step has scheduled it, though one could have."""
+    def passed_over(self, id: str) -> bool:
+        """It is in the batch, and the steps launched since it joined had no pages or no room for it."""
         target = self._targets.get(id)
         return target is not None and target.passed and not target.started
 
@@ -166,23 +166,23 @@ class RunningRequests:
 
     @property
     def first_token_seconds(self) -> float:
-        """From joining the batch to the first token of a prompt that one step can compute: few of the latest took longer; 0: not known."""
-        return self._firsts.at(FIRST_IN_TIME) if len(self._firsts) >= FEW_FIRSTS else 0.0
+        """Seconds from joining the batch to the first token of a prompt that one step can compute: 95% of the latest steps took no longer; 0: not known."""
+        return self._firsts.at(FIRST_IN_TIME, few=FEW_FIRSTS)
 
     @property
     def prompt_tokens(self) -> int:
-        """Of prompts in the batch that are still to be computed, as far as is known."""
+        """Tokens of prompts in the batch that are still to be computed, as far as is known."""
         return sum(target.prefill for target in self._prefilling.values())
 
     @property
     def uncached_share(self) -> float:
-        """Of the tokens of a prompt of several steps, how many are computed: few of the last prompts had more."""
-        return self._uncached.at(ANSWER_IN_TIME) if len(self._uncached) >= FEW_ANSWERS else 1.0
+        """Share of the tokens of a prompt of several steps that the prefix cache does not have: 90% of the last such prompts had no more; 1: not known."""
+        return self._uncached.at(MOST, few=FEW, unknown=1.0)
 
     @property
     def token_seconds(self) -> float:
-        """Mean seconds between tokens of an answer, steps with prompts of others included: few of the last had more; 0: not known."""
-        return self._token_seconds.at(ANSWER_IN_TIME) if len(self._token_seconds) >= FEW_ANSWERS else 0.0
+        """Mean seconds between tokens of an answer, steps with prompts of others included: 90% of the last answers had no more; 0: not known."""
+        return self._token_seconds.at(MOST, few=FEW)
 
     @property
     def started(self) -> int:
@@ -213,7 +213,7 @@ class RunningRequests:
                 if target.decodes:
                     self._context += count
                 else:
-                    target.decodes, target.first = True, now
+                    target.decodes, target.first_token = True, now
                     self._context += target.context
                     del self._prefilling[message.id]
             wanted.append(message)
@@ -231,7 +231,7 @@ class RunningRequests:
 
     def _answered(self, target: _Target, tokens: int, now: float) -> None:
         if target.decodes and tokens > 1:
-            self._token_seconds.add((now - target.first) / (tokens - 1))
+            self._token_seconds.add((now - target.first_token) / (tokens - 1))
         self._answers = min(self._answers + 1, ANSWERS)
         self._mean_decodes += (max(0, tokens - 1) - self._mean_decodes) / self._answers
 

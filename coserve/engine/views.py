@@ -94,11 +94,13 @@ class Views:
 
     @property
     def prompt_step_seconds(self) -> float:
-        """That few of the latest steps with prompts have exceeded; 0: there were none."""
-        return self._prompt_steps.at(PROMPT_STEP) if len(self._prompt_steps) else 0.0
+        """Seconds that 90% of the latest steps with prompts did not exceed; 0: there were none."""
+        return self._prompt_steps.at(PROMPT_STEP)
 
     def long_prompt_seconds(self, tokens: int) -> float:
-        """Expected of the steps before the one with the end of a prompt of so many tokens. Without what attention's pairs cost, which shorter prompts do not tell."""
+        """Expected seconds of the steps before the last one of a prompt of so many tokens; 0 if one step computes it. What attention costs is left out: it grows
+        with the square of the tokens, and was measured on shorter prompts.
+        """
         if steps := max(0, tokens - 1) // self._step_tokens:
             full = StepShape(prefill=self._step_tokens)
             return steps * self._steps.predict(full.features, *_KINDS["prefill", False]).expected

@@ -253,7 +253,7 @@ async def _load(
     if warm is not None and warm_up is not None and not warm_up.concurrent:
         await warm.wait_until_ended()
     base = load_ranked_base(config, rank)
-    config = config.settled(device=base.device.type)
+    config = config.resolved(device=base.device.type)
     own_stream = make_training_stream(config, base.device)
     if warm is not None:
         await warm.checked()
@@ -346,7 +346,7 @@ def serve(config: Config, fd: int, warm_up: StartedWarmUp | None, rank: OwnRank 
     set_up_logging("engine", LogSettings.of(config))
     disable_progress_bar()
     set_up_threads(config)
-    prepare_environment(config.settled(device="cpu" if config.device == "cpu" else "cuda"))
+    prepare_environment(config.resolved(device="cpu" if config.device == "cpu" else "cuda"))
     compilations = watch_compilations(logging.WARNING)  # steps wait for each of them
     if rank is not None:
         rank.monitor.progress.watch_kernels(lambda: compilations.loads)

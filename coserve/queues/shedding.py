@@ -48,7 +48,12 @@ class Shedding:
             gap = (self._seconds + since) / (self._admissions + 1)
         return (ahead + LEFT_ON_ARRIVAL) * gap
 
-    def admitted(self, count: int, now: float, *, full: bool = True) -> None:
+    @property
+    def watches(self) -> bool:
+        """Whether any request may become late."""
+        return bool(self._deadlines)
+
+    def admitted(self, count: int, now: float, *, full: bool) -> None:
         """So many requests have left the queue for the batch. `full`: it has no place now; others may wait behind it."""
         if count:
             self._admitted = now
@@ -67,7 +72,7 @@ class Shedding:
         due: float,
         headroom: int,
         step: float,
-        first: float,
+        first_token: float,
         now: float,
         displaced: Queued | None = None,
         *,
@@ -77,7 +82,7 @@ class Shedding:
         """For a request that was just queued: seconds after which to try again, if it will be late; None if not.
 
         `due`: when its first token must come; infinite: it is never refused. `headroom`: how many requests can be admitted now; `step`: expected
-        seconds of a generation step; `first`: seconds from a request's admission to its first token; `displaced`: the request that leaves the queue for it, if
+        seconds of a generation step; `first_token`: seconds from a request's admission to its first token; `displaced`: the request that leaves the queue for it, if
         it will not be late. `full`: the batch is, whatever is being read for requests that will join it; `decodes`: most steps until so many of its places are free.
         """
         if len(self._queue) == 1:
@@ -89,10 +94,10 @@ class Shedding:
         ahead = self._ahead(id, displaced) - headroom if waiting > headroom else -1
         if ahead >= 0:
             wait = self._wait(ahead, now) if full else (ahead + LEFT_ON_ARRIVAL) * self.gap
-            late = now + wait + first - due
+            late = now + wait + first_token - due
             if wait and late > 0:
                 most = decodes(ahead + 1)
-                if not step or most == math.inf or now + most * step + first > due:
+                if not step or most == math.inf or now + most * step + first_token > due:
                     return _bounded(late)
         heappush(self._deadlines, (due, id, ahead >= 0))
         return None
@@ -101,11 +106,11 @@ class Shedding:
         ahead = self._queue.ahead(id)
         return ahead - (displaced is not None and self._queue.ahead(displaced.message.id) < ahead)
 
-    def expired(self, first: float, now: float) -> dict[str, float]:
+    def expired(self, first_token: float, now: float) -> dict[str, float]:
         """Requests that are late, and for each the seconds after which to try again, by which those that stay before it are admitted. Each is
-        given once. Some may have left the queue. `first`: seconds from a request's admission to its first token."""
+        given once. Some may have left the queue. `first_token`: seconds from a request's admission to its first token."""
         late: list[str] = []
-        while self._deadlines and self._deadlines[0][0] < now + first:
+        while self._deadlines and self._deadlines[0][0] < now + first_token:
             _, id, waited = heappop(self._deadlines)
             if waited or self._queue.get(id) is None:
                 late.append(id)

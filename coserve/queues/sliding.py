@@ -34,8 +34,10 @@ class SlidingQuantile:
             self._sum -= oldest
             del self._sorted[bisect_left(self._sorted, oldest)]
 
-    def at(self, share: float) -> float:
-        """The least of at least one value that is not exceeded by this share of them."""
+    def at(self, share: float, *, few: int = 1, unknown: float = 0.0) -> float:
+        """The least value that is not exceeded by this share of them; `unknown` if there are fewer than `few`."""
+        if len(self._sorted) < few:
+            return unknown
         return self._sorted[max(1, math.ceil(len(self._sorted) * share - 1e-9)) - 1]
 
     def largest_below(self, bound: float, *, rank: int) -> float | None:

@@ -183,14 +183,14 @@ def test_how_long_a_first_token_takes_is_known_from_the_latest_steps() -> None:
         running.remove("long")
 
 
-def test_who_waits_for_pages_was_passed_over_by_a_step() -> None:
+def test_who_passed_over_was_passed_over_by_a_step() -> None:
     """One that has just joined was not."""
     running = batch(10, 20)
-    assert not running.waits_for_pages("r0") and not running.waits_for_pages("r1")
+    assert not running.passed_over("r0") and not running.passed_over("r1")
     assert running.start(["r0", "gone"]) == ["r0"]
-    assert not running.waits_for_pages("r0") and running.waits_for_pages("r1")
+    assert not running.passed_over("r0") and running.passed_over("r1")
     assert running.start(["r1"]) == ["r1"]
-    assert not running.waits_for_pages("r1")
+    assert not running.passed_over("r1")
 
 
 def test_seconds_of_a_token_are_those_of_whole_answers() -> None:

@@ -271,8 +271,8 @@ def test_a_batch_of_the_papers_policies_has_its_own_size() -> None:
     ("device", "tp", "policy"), [("cuda", 1, "overlap"), ("cuda", 2, "slack"), ("cpu", 1, "slack")]
 )
 def test_auto_is_overlap_on_one_gpu(device: str, tp: int, policy: str) -> None:
-    assert Config(policy="auto", tp=tp).settled(device=device) == Config(policy=policy, tp=tp)
-    assert Config(policy="ets").settled(device=device).policy == "ets"
+    assert Config(policy="auto", tp=tp).resolved(device=device) == Config(policy=policy, tp=tp)
+    assert Config(policy="ets").resolved(device=device).policy == "ets"
 
 
 def test_adapters_take_turns_in_the_queue_but_under_the_papers_policies() -> None:

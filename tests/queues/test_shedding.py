@@ -19,7 +19,7 @@ def request(id: str, ttft: float, *, shed: bool = True) -> Generate:
 
 
 def admit(queue: InferenceQueue, shedding: Shedding, now: float, count: int = 1) -> None:
-    shedding.admitted(len(queue.pop(count)), now)
+    shedding.admitted(len(queue.pop(count)), now, full=True)
 
 
 class Line:
@@ -85,7 +85,7 @@ def test_how_long_the_batch_has_taken_nobody_tells_its_speed() -> None:
     """A batch full since 0 s, and requests with a target of 2 s, one a second."""
     queue = InferenceQueue(9, fair=True)
     shedding, refused = Shedding(queue), dict[str, float]()
-    shedding.admitted(4, 0.0)
+    shedding.admitted(4, 0.0, full=True)
     for now in (1.0, 2.0, 3.0, 4.0):
         for id, retry in shedding.expired(0.1, now).items():
             queue.cancel(id)

@@ -13,7 +13,7 @@ from coserve.queues.policy import Policy
 
 
 def make_policy(config: Config, *, tpot: float | None = None) -> Policy:
-    """`config`: with `auto`, which is settled where the device is known, takes turns as `slack`. `tpot`: seconds between the tokens of a usual request; None: unknown."""
+    """`config`: with `auto`, which `Config.resolved` replaces where the device is known, takes turns as `slack`. `tpot`: seconds between the tokens of a usual request; None: unknown."""
     size, delay = config.batch_requests, config.inference_delay
     match config.policy:
         case "ets":
