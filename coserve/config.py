@@ -97,7 +97,7 @@ class Config:
     )
 
     policy: str = option(
-        "slack",
+        "auto",
         "who runs next: training where the deadlines of requests leave time (slack), or only while no request can be served "
         "(inference-first); both at the same time, each on its own part of the GPU (spatial), or on all of it, with steps paced by the "
         "deadlines (overlap); the ETS paper's Enhanced Temporal Sharing "

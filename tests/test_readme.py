@@ -95,7 +95,7 @@ def test_the_shell_commands_run_as_printed(daemon: DaemonProcess, tmp_path: Path
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
-    assert tomllib.loads(said["coserve config"])["policy"] == "slack"
+    assert tomllib.loads(said["coserve config"])["policy"] == "auto"
     summary = json.loads((tmp_path / "bench-report" / "report.json").read_text())["summary"]
     assert summary["finetune_tokens"] > 1500 and summary["jobs_succeeded"] == summary["jobs"] > 0
     assert summary["completed"] == summary["requests"] > 0 and not summary["errors"]

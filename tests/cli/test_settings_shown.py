@@ -104,7 +104,7 @@ def test_config_says_where_values_come_from_and_hides_secrets(tmp_path: Path) ->
     text = shown("config", "--config", str(file), COSERVE_PORT="4321", COSERVE_API_KEY=secret)
     assert f"ts_n = 3  # {file}" in text
     assert "port = 4321  # COSERVE_PORT" in text
-    assert 'policy = "slack"  # default' in text
+    assert 'policy = "auto"  # default' in text
     assert secret not in text and '# api_key = "***"' in text
     assert "api_key" not in tomllib.loads(text)
     assert "# threads is not set" in text
