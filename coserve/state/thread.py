@@ -1,4 +1,4 @@
-"""The registry for the event loop: one thread owns the connection and runs all calls in order."""
+"""The registry for the event loop: one thread owns a connection and runs all calls in order, another one only reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ LOCK_BACKOFF = Backoff(total=5.0)
 
 
 class RegistryThread:
-    """`await thread(lambda registry: registry.job(id))`: calls run one at a time, in order, off the event loop.
+    """`await thread(lambda registry: registry.job(id))`: calls run one at a time, in order, off the event loop. `await thread.read(...)`
+    runs beside them on a connection of its own: a commit may wait for the disk as long as the checkpoint of a job is written, and a
+    request that only looks up its adapter need not wait for it.
 
     A call is completed even if its caller is cancelled. A call that meets another process's lock is retried by `backoff`,
     while other calls run, and then raises `StorageBusy`. So `fn` must be safe to repeat: only its last transaction is
@@ -38,7 +40,9 @@ class RegistryThread:
         """`reserve`: disk space for `with_reserve`."""
         self._factory, self._reserve = registry_factory, reserve
         self._registry: Registry | None = None
+        self._reader: Registry | None = None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="registry")
+        self._readers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="registry-reader")
         self._retries = Retries(backoff, errors=StorageBusy, sleep=sleep)
 
     @property
@@ -47,19 +51,33 @@ class RegistryThread:
         return self._retries.notes + (() if self._reserve is None else self._reserve.notes)
 
     async def __call__(self, fn: Callable[[Registry], T]) -> T:
-        return await self._run(self._call, fn)
+        return await self._run(self._call, fn, self._executor)
+
+    async def read(self, fn: Callable[[Registry], T]) -> T:
+        """As a call, for an `fn` that changes nothing: it sees what was committed before, and waits for no call but earlier reads."""
+        if self._registry is None:
+            await self(lambda _: None)  # that one makes the file
+        return await self._run(self._call_reader, fn, self._readers)
 
     async def with_reserve(self, fn: Callable[[Registry], T]) -> T:
         """As a call, for a change that frees space or ends a job: on a full disk, `fn` is retried with the reserved space."""
-        return await self._run(self._call_with_reserve, fn)
+        return await self._run(self._call_with_reserve, fn, self._executor)
 
-    async def _run(self, call: Callable[[Callable[[Registry], T]], T], fn: Callable[[Registry], T]) -> T:
+    async def _run(
+        self, call: Callable[[Callable[[Registry], T]], T], fn: Callable[[Registry], T], executor: ThreadPoolExecutor
+    ) -> T:
         loop = asyncio.get_running_loop()
-        return await self._retries.run("registry", lambda: loop.run_in_executor(self._executor, call, fn))
+        return await self._retries.run("registry", lambda: loop.run_in_executor(executor, call, fn))
 
     def _call(self, fn: Callable[[Registry], T]) -> T:
         with database_errors():
             return fn(self._opened())
+
+    def _call_reader(self, fn: Callable[[Registry], T]) -> T:
+        with database_errors():
+            if self._reader is None:
+                self._reader = self._factory()
+            return fn(self._reader)
 
     def _call_with_reserve(self, fn: Callable[[Registry], T]) -> T:
         try:
@@ -82,11 +100,16 @@ class RegistryThread:
         if self._registry is not None:
             self._registry.close()
 
+    def _close_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+
     async def close(self) -> None:
-        """Finish all queued calls, close the file, end the thread. A second call does nothing."""
-        try:
-            closed = self._executor.submit(self._close)
-        except RuntimeError:  # it was shut down before
-            return
-        self._executor.shutdown(wait=False)
-        await asyncio.wrap_future(closed)
+        """Finish all queued calls, close the file, end the threads. A second call does nothing."""
+        for executor, close in ((self._readers, self._close_reader), (self._executor, self._close)):
+            try:
+                closed = executor.submit(close)
+            except RuntimeError:  # it was shut down before
+                return
+            executor.shutdown(wait=False)
+            await asyncio.wrap_future(closed)

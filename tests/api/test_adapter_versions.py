@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
+import threading
 from pathlib import Path
 
 import pytest
 
+from coserve.api.adapters.lookup import find_adapter
 from coserve.client import AsyncClient, Client
 from coserve.errors import AdapterNotFound
 from coserve.link import DropAdapter, Generate
 from coserve.state.registry import Registry
+from coserve.state.thread import RegistryThread
 from coserve.types import AdapterRef
 from tests.support.api_server import Api
 from tests.support.fake_engine import write_peft
@@ -161,3 +165,16 @@ def test_a_registry_of_the_schema_before_is_brought_up(tmp_path: Path) -> None:
     assert ref == AdapterRef("poet", 1)
     registry.check()
     registry.close()
+
+
+async def test_a_request_waits_for_no_change_of_the_registry(poet: Api) -> None:
+    gate = threading.Event()
+    thread = RegistryThread(lambda: Registry(poet.folder.database))
+    await thread(lambda registry: registry.notes())
+    change = asyncio.create_task(thread(lambda registry: gate.wait(30)))
+    await asyncio.sleep(0)
+    found = await find_adapter(thread, "poet", None, poet.base, field="adapter")
+    assert found.ref == AdapterRef("poet", 3)
+    gate.set()
+    await change
+    await thread.close()

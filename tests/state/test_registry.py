@@ -321,6 +321,34 @@ async def test_the_thread_keeps_order_and_raises(path: Path) -> None:
         await thread(lambda r: r.jobs())
 
 
+async def test_a_read_waits_for_no_change_and_sees_those_before(path: Path) -> None:
+    thread = RegistryThread(lambda: Registry(path))
+    await thread(lambda r: r.note("before"))
+    gate = threading.Event()
+
+    def slow(registry: Registry) -> None:
+        gate.wait(30)
+        registry.note("slow")
+
+    commit = asyncio.create_task(thread(slow))
+    await asyncio.sleep(0)
+    assert await thread.read(lambda r: r.notes()) == ["before"]
+    gate.set()
+    await commit
+    assert await thread.read(lambda r: r.notes()) == ["before", "slow"]
+    with pytest.raises(JobNotFound):
+        await thread.read(lambda r: r.job("nobody"))
+    await thread.close()
+    with pytest.raises(RuntimeError):
+        await thread.read(lambda r: r.jobs())
+
+
+async def test_the_first_read_of_a_new_folder_finds_a_registry(path: Path) -> None:
+    thread = RegistryThread(lambda: Registry(path))
+    assert await asyncio.gather(*(thread.read(lambda r: r.jobs()) for _ in range(3))) == [[], [], []]
+    await thread.close()
+
+
 async def test_a_cancelled_caller_loses_nothing(path: Path) -> None:
     thread = RegistryThread(lambda: Registry(path))
     await thread(lambda r: r.check())

@@ -22,7 +22,7 @@ async def find_adapter(
     `of_base`: what the message says to a user who gave the base's own name.
     """
     try:
-        record = await registry(lambda registry: registry.adapter(name, version))
+        record = await registry.read(lambda registry: registry.adapter(name, version))
     except AdapterNotFound as error:
         is_base = name.casefold() == base.name.casefold()
         message = f"{name!r} is the base itself: {of_base}" if is_base else error.message
