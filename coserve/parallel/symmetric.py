@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from coserve.kernels.collectives.push_sum import PushShape
+from coserve.kernels.collectives.push_sum import PushShape, push_sum
 from coserve.kernels.gpu.launcher import compile_only
 from coserve.parallel.mesh import ADDING_RANKS, GroupMesh, fits_one_shot
 from coserve.parallel.push import ALIGNMENT, PushSum
@@ -68,11 +68,8 @@ class SymmetricMesh(GroupMesh):
 
     def compile(self) -> None:
         """The kernels, for this process."""
-        for dtype, push in itertools.product(_DTYPES, self._pushes):
-            x = torch.empty(push.most // dtype.itemsize, dtype=dtype, device=self._device)
-            with compile_only(None):
-                for addend in (None, x):
-                    push(x, torch.empty_like(x), addend)
+        with compile_only(None):
+            launch_sums(self.rank, self.size, self._device)
 
     def works(self) -> bool:
         """Whether sums are right, of small and of large messages, twice, the second time with an addend. All ranks call this at once."""
@@ -82,6 +79,18 @@ class SymmetricMesh(GroupMesh):
             if not torch.equal(found_K.long(), (self.size + more) * numbers_K + sum(range(self.size))):
                 return False
         return True
+
+
+def launch_sums(rank: int, ranks: int, device: torch.device) -> None:
+    """Every kernel that sums of a `SymmetricMesh` launch on this rank, with tensors that have next to no memory: inside `compile_only`."""
+    own = torch.empty(ALIGNMENT, dtype=torch.uint8, device=device)
+    addresses = torch.empty(ranks, dtype=torch.int64, device=device)
+    number = torch.empty(1, dtype=torch.int32, device=device)
+    for dtype, (most, shape) in itertools.product(_DTYPES, PUSHED.get(ranks, ())):
+        x = torch.empty(1, dtype=dtype, device=device).expand(most // dtype.itemsize)
+        counts = number.expand(2 * (most // shape.block_bytes))
+        for addend in (None, x):
+            push_sum(x, x, own, addresses, number, addresses, counts, rank, shape, addend)
 
 
 def _readable(x: Tensor) -> Tensor:

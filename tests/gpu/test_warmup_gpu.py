@@ -65,4 +65,4 @@ def test_two_ranks_over_filled_caches_compile_no_kernel(tmp_path: Path) -> None:
         status, _ = daemon.call("POST", "/generate", {"prompt": "The", "adapter": "learned", "max_tokens": 8})
         assert status == 200
         assert daemon.stop() == 0
-        assert "was compiled in this process" not in daemon.log.read_text()
+        assert [line for line in daemon.log.read_text().splitlines() if "was compiled in this process" in line] == []

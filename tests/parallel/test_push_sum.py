@@ -3,15 +3,19 @@ and without something to add."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from coserve.kernels.collectives.push_sum import PushShape, push_sum
 from coserve.parallel.mesh import Mesh
+from coserve.parallel.symmetric import MULTIPLE, PUSHED, launch_sums
 from tests.support.ranks import Ranks
 
 BLOCK_BYTES, BLOCKS = 64, 5
@@ -75,3 +79,32 @@ def test_every_rank_has_the_sums(ranks: Ranks, tmp_path: Path, dtype: torch.dtyp
         addend = torch.arange(drawn[0].numel()).remainder(7) if number % 2 else 0
         assert first[number] == (torch.stack(drawn).sum(0) + addend).tolist()
     assert all(other == first for other in others)
+
+
+def test_a_warm_up_launches_each_kernel_that_sums_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles a kernel for the types and alignments of its tensors, whether numbers are 1 or multiples of 16, and its constants."""
+    found = set[Hashable]()
+
+    def launch(grid: object, tensors: Sequence[Tensor], numbers: tuple[int, ...], **constants: int) -> None:
+        kinds = [(each.dtype, each.data_ptr() % 16 == 0) for each in tensors]
+        found.add((*kinds, *((number == 1, number % 16 == 0) for number in numbers), *sorted(constants.items())))
+
+    monkeypatch.setattr("coserve.kernels.collectives.push_sum._launch", launch)
+    for ranks in (1, 2, 4):
+        found.clear()
+        for rank in range(ranks):
+            launch_sums(rank, ranks, torch.device("cpu"))
+        warm = set(found)
+        sums = itertools.product(PUSHED.get(ranks, ()), range(ranks), (torch.bfloat16, torch.float16, torch.float32))
+        for (most, shape), rank, dtype in sums:
+            blocks = most // shape.block_bytes
+            own = torch.empty(2 * (ranks - 1) * most, dtype=torch.uint8)
+            addresses = torch.empty(ranks, dtype=torch.int64)
+            flags, counts = (torch.empty(size * blocks, dtype=torch.int32) for size in (ranks - 1, 2))
+            for numbers in (MULTIPLE, 4096, most // dtype.itemsize):
+                x = torch.empty(numbers, dtype=dtype)
+                for addend in (None, torch.empty_like(x)):
+                    out = torch.empty_like(x)
+                    push_sum(x, out, own, addresses, flags, addresses, counts, rank, shape, addend)
+        assert found == warm
+        assert bool(warm) == (ranks > 1)

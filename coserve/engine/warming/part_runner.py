@@ -17,6 +17,7 @@ from coserve.engine.warming.client import gemm_paths
 from coserve.engine.warming.compile_pool import compilations_beside_requests
 from coserve.engine.warming.gemm_cases import gemm_cases
 from coserve.engine.warming.layer_measurements import measure_layers, measure_levels
+from coserve.engine.warming.other_kernels import launch_other_kernels
 from coserve.engine.warming.sharded_terms import layers_with_other_terms
 from coserve.engine.warming.step_mixes import (
     CONTEXTS,
@@ -31,7 +32,6 @@ from coserve.engine.warming.step_mixes import (
 )
 from coserve.errors import InvalidRequest, NonFiniteLoss, UnsupportedBase
 from coserve.finetune.init import new_adapter
-from coserve.finetune.losses.formulas import divergence_
 from coserve.finetune.memory_profiling import WARM_UP_TOKENS, Conditions, CudaMemoryMeter, MemoryProfiler, NoMeter
 from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import GraphExecutor
@@ -242,16 +242,8 @@ class PartRunner:
         profiler, work = self._profiler(DEFAULT_RANK), self._conditions.work
         steps = [(profiler.step, size) for size in (WARM_UP_TOKENS, *profiled_sizes(work.step_tokens))]
         batches = [(profiler.micro_batch, size) for size in (WARM_UP_TOKENS, *profiled_sizes(work.micro_batch_tokens))]
-        others = [(profiler.costs, work.micro_batch_tokens), (self._divergence, 1)]
+        others = [(profiler.costs, work.micro_batch_tokens), (lambda _: launch_other_kernels(self._base), 0)]
         yield from self._compile_training([*steps, *batches, *others])
-
-    def _divergence(self, rows: int) -> None:
-        """The loss of a job with a teacher."""
-        base = self._base
-        width = base.spec.vocab if base.sharding is None else base.sharding.vocabulary.local * self._ranks
-        logits = torch.zeros(rows, width, dtype=base.dtype, device=base.device)[:, : base.spec.vocab]
-        found = torch.empty(rows, 2, dtype=torch.float64, device=base.device)
-        divergence_(logits, logits, logits.new_zeros(rows, dtype=torch.int64), found, None)
 
     def _training(self, rank: int, bd_blocks: int = 1) -> Iterator[tuple[int, int]]:
         """`bd_blocks`: two for each GPU that shares the base, so that its part of an adapter is block-diagonal. Nothing happens where

@@ -1,0 +1,26 @@
+"""Kernels of a warm-up that neither steps nor micro-batches of usual jobs launch."""
+
+from __future__ import annotations
+
+import torch
+
+from coserve.finetune.losses.formulas import divergence_
+from coserve.model.base import Base
+from coserve.parallel.symmetric import launch_sums
+
+
+def launch_other_kernels(base: Base) -> None:
+    """Inside `compile_only`."""
+    _divergence(base)
+    if base.sharding is not None and base.device.type == "cuda":
+        for rank in range(base.sharding.mesh.size):  # every rank has kernels of its own
+            launch_sums(rank, base.sharding.mesh.size, base.device)
+
+
+def _divergence(base: Base) -> None:
+    """The loss of a job with a teacher."""
+    local = base.sharding
+    width = base.spec.vocab if local is None else local.vocabulary.local * local.mesh.size
+    logits = torch.zeros(1, width, dtype=base.dtype, device=base.device)[:, : base.spec.vocab]
+    found = torch.empty(1, 2, dtype=torch.float64, device=base.device)
+    divergence_(logits, logits, logits.new_zeros(1, dtype=torch.int64), found, None)
