@@ -47,9 +47,9 @@ def ours(rows: Rows) -> list[str]:
 
 
 def share(row: Row, system: str, rows: Rows) -> float:
-    """Fine-tuning's share of what it reaches alone on the whole GPU. The peak of a system that gives training a part of the GPU is of that part."""
+    """Fine-tuning's share of what it reaches alone on the whole GPU. Under `spatial` its own peak is that of a part of the GPU."""
     peaks = {each: peak["value"] for each in ours(rows) if (peak := rows.get(f"peak.{each}"))}
-    of_part = peaks[system] / max(peaks.values()) if system in peaks else 1.0
+    of_part = peaks[system] / max(peaks.values()) if system == system_of("spatial") and system in peaks else 1.0
     return round(float(row["finetune_share"]) * of_part, 4)
 
 

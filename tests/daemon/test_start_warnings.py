@@ -98,7 +98,7 @@ def test_config_shows_them_as_comments() -> None:
     environ = {"COSERVE_MAXQUEUE": "1", "COSERVE_TS_N": "3"}
     result = CliRunner().invoke(app, ["config"], env=environ)
     assert "# COSERVE_MAXQUEUE is no setting; did you mean 'COSERVE_MAX_QUEUE'?" in result.output
-    assert "# ts_n has no effect with policy 'slack', only with ts" in result.output
+    assert "# ts_n has no effect with policy 'auto', only with ts" in result.output
     assert tomllib.loads(result.output)["max_queue"] == 1024
 
 
@@ -108,4 +108,4 @@ def test_serve_logs_each_once(tmp_path: Path) -> None:
     command += ["--data-dir", str(tmp_path / "data"), "--inference-batch-size", "8"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environ)
     assert done.stderr.count("COSERVE_LOG_FORMATT is no setting; did you mean 'COSERVE_LOG_FORMAT'?") == 1
-    assert done.stderr.count("inference_batch_size has no effect with policy 'slack'") == 1
+    assert done.stderr.count("inference_batch_size has no effect with policy 'auto'") == 1

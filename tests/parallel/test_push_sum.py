@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.collectives.push_sum import PushShape, push_sum
+from coserve.kernels.gpu.launcher import Launcher
 from coserve.parallel.mesh import Mesh
 from coserve.parallel.symmetric import MULTIPLE, PUSHED, launch_sums
 from tests.support.ranks import Ranks
@@ -85,11 +86,13 @@ def test_a_warm_up_launches_each_kernel_that_sums_need(monkeypatch: pytest.Monke
     """Triton compiles a kernel for the types and alignments of its tensors, whether numbers are 1 or multiples of 16, and its constants."""
     found = set[Hashable]()
 
-    def launch(grid: object, tensors: Sequence[Tensor], numbers: tuple[int, ...], **constants: int) -> None:
+    def launch(
+        _: Launcher, grid: object, tensors: Sequence[Tensor], numbers: tuple[int, ...], **constants: int
+    ) -> None:
         kinds = [(each.dtype, each.data_ptr() % 16 == 0) for each in tensors]
         found.add((*kinds, *((number == 1, number % 16 == 0) for number in numbers), *sorted(constants.items())))
 
-    monkeypatch.setattr("coserve.kernels.collectives.push_sum._launch", launch)
+    monkeypatch.setattr(Launcher, "__call__", launch)
     for ranks in (1, 2, 4):
         found.clear()
         for rank in range(ranks):
