@@ -48,6 +48,7 @@ class Reception:
         retry = self._shedding.arrived(
             request.id, self._due(entry), views.headroom(reading), views.step_seconds, self._first_token_seconds, now, displaced,
             full=views.headroom(0) <= 0, decodes=self._running.most_decodes,
+            first_choice=request.first_choice,
         )  # fmt: skip
         if retry is not None:
             self._queue.cancel(request.id)

@@ -27,9 +27,9 @@ class Shedding:
 
     def __init__(self, queue: InferenceQueue) -> None:
         self._queue = queue
-        self._deadlines: list[tuple[float, str, bool]] = []
-        """Of requests that may be shed and have not expired, with their ids, and whether they had to wait for a place: a heap. Some of
-        them wait no more."""
+        self._deadlines: list[tuple[float, str, bool, str]] = []
+        """Of requests that may be shed and have not expired, with their ids, whether they had to wait for a place, and the first choice of the same request
+        (empty: itself): a heap. Some of them wait no more."""
         self._last: float | None = None
         """From when the time to the next admission is measured: the last one, or when somebody began to wait; None: nobody waits."""
         self._admitted: float | None = None
@@ -78,17 +78,19 @@ class Shedding:
         *,
         full: bool = False,
         decodes: Callable[[int], float] = lambda places: math.inf,
+        first_choice: str = "",
     ) -> float | None:
         """For a request that was just queued: seconds after which to try again, if it will be late; None if not.
 
         `due`: when its first token must come; infinite: it is never refused. `headroom`: how many requests can be admitted now; `step`: expected
         seconds of a generation step; `first_token`: seconds from a request's admission to its first token; `displaced`: the request that leaves the queue for it, if
         it will not be late. `full`: the batch is, whatever is being read for requests that will join it; `decodes`: most steps until so many of its places are free.
+        `first_choice`: of the same request, if not itself; once that one has left the queue the request is never refused.
         """
         if len(self._queue) == 1:
             # The time in which nobody waited tells nothing about the speed, nor does the work before it.
             self._last, self._seconds, self._admissions = None, 0.0, 0.0
-        if due == math.inf:
+        if due == math.inf or self._has_begun(first_choice):
             return None
         waiting = len(self._queue) - (displaced is not None)
         ahead = self._ahead(id, displaced) - headroom if waiting > headroom else -1
@@ -99,8 +101,12 @@ class Shedding:
                 most = decodes(ahead + 1)
                 if not step or most == math.inf or now + most * step + first_token > due:
                     return _bounded(late)
-        heappush(self._deadlines, (due, id, ahead >= 0))
+        heappush(self._deadlines, (due, id, ahead >= 0, first_choice))
         return None
+
+    def _has_begun(self, first_choice: str) -> bool:
+        """Answers that have begun are not thrown away for a late one."""
+        return bool(first_choice) and self._queue.get(first_choice) is None
 
     def _ahead(self, id: str, displaced: Queued | None) -> int:
         ahead = self._queue.ahead(id)
@@ -111,8 +117,8 @@ class Shedding:
         given once. Some may have left the queue. `first_token`: seconds from a request's admission to its first token."""
         late: list[str] = []
         while self._deadlines and self._deadlines[0][0] < now + first_token:
-            _, id, waited = heappop(self._deadlines)
-            if waited or self._queue.get(id) is None:
+            _, id, waited, first_choice = heappop(self._deadlines)
+            if (waited or self._queue.get(id) is None) and not self._has_begun(first_choice):
                 late.append(id)
         ahead = self._queue.ahead_of(late) if late else {}
         return {id: _bounded(self._wait(ahead.get(id, 0), now)) for id in late}

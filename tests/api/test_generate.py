@@ -190,6 +190,18 @@ async def test_a_request_names_its_latency_targets(api: Api) -> None:
         assert isinstance(sent, Generate) and sent.slo == Slo(ttft=0.5, tpot=0.03, e2e=4.0, shed=True, shed_e2e=True)
 
 
+async def test_only_the_last_of_several_choices_may_be_refused_and_the_request_with_it(api: Api) -> None:
+    asked = {"prompt": [5], "n": 3, "slo_ttft": 0.5, "slo_e2e": 4.0}
+    assert (await api.call("POST", "/generate", json=asked))[0] == 200
+    sent = [each for each in await api.engine.saw(Generate, 3) if isinstance(each, Generate)]
+    assert [(each.slo.shed, each.slo.shed_e2e) for each in sent] == [(False, False), (False, False), (True, True)]
+    assert [each.first_choice for each in sent] == ["", "", sent[0].id]
+    assert [each.slo.ttft for each in sent] == [0.5] * 3
+    api.engine.fail_requests = RequestFailed(id="", code="overloaded", message="too late", retry_after=6.2)
+    status, body = await api.call("POST", "/generate", json=asked)
+    assert (status, body["error"]["code"]) == (429, "overloaded")
+
+
 async def test_a_class_of_requests_is_named_by_slo_class_or_by_openais_service_tier(api: Api) -> None:
     for body in (
         {"slo_class": "batch"},

@@ -38,7 +38,7 @@ def test_a_class_has_its_targets_and_a_request_its_own() -> None:
         ({"slo_class": "interactive"}, (True, True, False)),
         ({"slo_ttft": 0.5}, (True, True, False)),
         ({"slo_e2e": 5.0, "slo_class": "batch"}, (False, True, False)),
-        ({"slo_ttft": 0.5, "n": 2}, (False, False, False)),
+        ({"slo_ttft": 0.5, "n": 2}, (True, True, False)),
     ],
 )
 def test_only_requests_that_ask_for_a_time_are_shed_unless_the_settings_say_otherwise(

@@ -33,11 +33,12 @@ class NoJobs:
 
 def request(
     id: str, ttft: float = 60.0, *, batch: bool = False, shed: bool = False, adapter: str = "a", e2e: float | None = None,
-    prompt: int = 1,
+    prompt: int = 1, first_choice: str = "",
 ) -> Generate:  # fmt: skip
     slo = Slo(ttft=ttft, tpot=1.0, e2e=e2e, batch=batch, shed=shed, shed_e2e=e2e is not None)
     sampling = SamplingParams(max_tokens=8, ignore_eos=True)
-    return Generate(id=id, prompt=(1,) * prompt, sampling=sampling, adapter=AdapterRef(adapter, 1), slo=slo)
+    ref = AdapterRef(adapter, 1)
+    return Generate(id=id, prompt=(1,) * prompt, sampling=sampling, adapter=ref, slo=slo, first_choice=first_choice)
 
 
 class Line:
@@ -98,6 +99,31 @@ def test_whoever_goes_is_not_counted_before_the_one_that_comes() -> None:
     assert line.ids()[0] == "b"
     line.arrives(request("new", LIMIT - 0.5, shed=True, adapter="other"))
     assert (line.ids()[-1], line.refused) == ("new", {"b": "queue_full"})
+
+
+def test_choices_are_refused_for_the_last_one_while_none_has_begun() -> None:
+    line = Line(limit=20)
+    line.arrives(request("c0", 2.0))
+    line.arrives(request("c1", 2.0, shed=True, first_choice="c0"))
+    assert line.refused == {}
+    line.refuse_late(6.1)
+    assert line.refused == {"c1": "overloaded"}
+    for number in range(9):
+        line.arrives(request(f"r{number}"))
+    line.arrives(request("d0", 2.0))
+    line.arrives(request("d1", 2.0, shed=True, first_choice="d0"))
+    assert line.refused.keys() == {"c1", "d1"}, "at once"
+
+
+def test_choices_of_which_one_has_begun_are_not_refused() -> None:
+    line = Line(limit=20)
+    line.arrives(request("c0", 3.0))
+    line.arrives(request("c1", 3.0, shed=True, first_choice="c0"))
+    assert [entry.message.id for entry in line.queue.pop(1)] == ["c0"]
+    line.refuse_late(9.0)
+    line.arrives(request("d1", 0.1, shed=True, first_choice="d0"))
+    line.refuse_late(9.0)
+    assert line.refused == {}
 
 
 def test_those_that_become_late_together_are_refused_together() -> None:

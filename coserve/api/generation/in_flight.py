@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 
+import msgspec
+
 from coserve.api.adapters.lookup import find_adapter
 from coserve.api.engine_client import EngineClient
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
@@ -153,11 +155,14 @@ class InFlightRequests:
         slo: Slo,
         arrived: float,
     ) -> RequestState:
-        """Send one sequence per choice to the engine. Raises `EngineUnavailable`."""
+        """Send one sequence per choice to the engine. Only the last one, which comes last, may be refused for coming late, and the request with it. Raises
+        `EngineUnavailable`."""
         if self._stopped is not None:
             raise self._stopped
         state = new_state(request, prompt, adapter, self._tokenizer, arrived)
         max_new_tokens = max(1, self._engine.max_model_len - len(prompt))
+        first, last = next(iter(state.decoders)), next(reversed(state.decoders))
+        never_shed = msgspec.structs.replace(slo, shed=False, shed_e2e=False)
         for index, sequence in enumerate(state.decoders):
             self._engine.send(
                 Generate(
@@ -165,7 +170,8 @@ class InFlightRequests:
                     prompt=prompt,
                     sampling=sampling_params(request, index, state.seed, max_new_tokens),
                     adapter=adapter,
-                    slo=slo,
+                    slo=slo if sequence == last else never_shed,
+                    first_choice=first if first != sequence == last else "",
                     cache_salt=request.cache_salt,
                     digests=digests,
                     arrived=arrived,
