@@ -90,7 +90,7 @@ def cells(*, tiny: bool) -> list[Cell]:
     """In the order in which they are measured.
 
     `table`: table 5.2; `mixed`: its load with one job for each adapter of a burst; `figure`: figure 5.2, by the size of fine-tuning
-    requests; `rates`: requests and rows a second together, up to 16 times the table's.
+    requests; `rates`: requests and rows a second together, up to 64 times the table's.
     """
     if tiny:
         load = Load(4.0, 4.0, 4, 2.0)
@@ -107,7 +107,7 @@ def cells(*, tiny: bool) -> list[Cell]:
         *(Cell("figure", f"rows{rows}", replace(shorter, rows=rows)) for rows in (128, 2048, 4096)),
         *(
             Cell("rates", f"x{factor}", replace(shorter, rate=10.0 * factor, rows=512 * factor))
-            for factor in (4, 8, 16)
+            for factor in (4, 8, 16, 32, 64)
         ),
     ]
 
