@@ -133,7 +133,7 @@ class Config:
         "explicit",
         "which requests get 429 as soon as it is predicted that they cannot keep their targets though training waits ('spatial': at "
         "the speed they have beside training): those that ask for slo_ttft, slo_e2e or the class interactive (explicit), all, or none "
-        "(off). A request that finds a place in the batch, or asks for several choices, is never refused; 'ets' and 'ts' refuse none",
+        "(off). A request that finds a place in the batch is never refused, nor one with several choices once one of them has begun; 'ets' and 'ts' refuse none",
         choices=("explicit", "all", "off"),
     )
     train_weight: float = option(

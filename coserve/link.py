@@ -43,8 +43,8 @@ class Generate(Message, frozen=True):
     """Expected digests of the adapter's files, checked when they are read."""
     arrived: float | None = None
     """At the API, on this host's monotonic clock: its targets count from there, as a slice may be under way when it comes. None: from its receipt."""
-    first_choice: str = ""
-    """Of the last choice of several: the id of the first one. The last one is refused for coming late only while that one waits."""
+    choices: tuple[str, ...] = ()
+    """Of the last of several choices: the ids of the others, which are refused with it. It is refused for coming late only while all of them wait."""
 
 
 class CancelRequest(Message, frozen=True):

@@ -117,6 +117,7 @@ class Service:
         if self._recording is None:
             self._recording = asyncio.create_task(self.recorder.run())
             await self.jobs.recover()
+            await self._registry.read(lambda registry: registry.notes())  # later there may be no descriptors for it
             self._tracking.open()
 
     async def attach(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 
 from coserve.engine.running import RunningRequests
 from coserve.engine.views import Views
@@ -32,7 +33,7 @@ class Reception:
         """`cancel` a request that the generator has."""
         self._queue, self._running, self._views = queue, running, views
         self._send, self._cancel = send, cancel
-        self._shedding = Shedding(queue)
+        self._shedding = Shedding(queue, running.passed_over)
 
     def enqueue(self, request: Generate, now: float, *, reading: int) -> None:
         """`reading`: how many requests wait for their adapters to be read."""
@@ -40,6 +41,7 @@ class Reception:
         try:
             displaced = self._queue.push(request, arrived=arrived, deadline=arrived + request.slo.ttft)
         except QueueFull as error:
+            self._remove(request.choices)
             self._refuse(request.id, error)
             return
         entry = self._queue.get(request.id)
@@ -48,13 +50,13 @@ class Reception:
         retry = self._shedding.arrived(
             request.id, self._due(entry), views.headroom(reading), views.step_seconds, self._first_token_seconds, now, displaced,
             full=views.headroom(0) <= 0, decodes=self._running.most_decodes,
-            first_choice=request.first_choice,
+            choices=request.choices,
         )  # fmt: skip
         if retry is not None:
-            self._queue.cancel(request.id)
+            self._remove([request.id, *request.choices])
             self._refuse(request.id, _overloaded(retry))
         elif displaced is not None:
-            self._queue.cancel(displaced.message.id)
+            self._remove([displaced.message.id, *displaced.message.choices])
             why = "the queue is full, and other requests go first; try again later"
             self._refuse(displaced.message.id, QueueFull(why, retry_after=self._queue.retry_after(now)))
 
@@ -90,13 +92,19 @@ class Reception:
         late = self._shedding.expired(self._first_token_seconds, now)
         if not late:
             return
-        refused = self._queue.cancel_all(late)
-        for id in late.keys() - refused:
+        gone = self._remove(late)
+        self._remove([*chain(*(late[id].choices for id in gone))])
+        self._send([_failed(id, _overloaded(one.retry)) for id, one in late.items() if id in gone])
+
+    def _remove(self, ids: Collection[str]) -> set[str]:
+        """Take those of these requests that have not begun out of the queue and the batch. Returns their ids."""
+        gone = self._queue.cancel_all(ids)
+        for id in set(ids) - gone:
             if self._running.passed_over(id):
                 self._running.remove(id)
                 self._cancel(id)
-                refused.add(id)
-        self._send([_failed(id, _overloaded(retry)) for id, retry in late.items() if id in refused])
+                gone.add(id)
+        return gone
 
     def _refuse(self, id: str, error: QueueFull | Overloaded) -> None:
         self._send([_failed(id, error)])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import chain
 
 from coserve.queues.inference import RETRY_AT_LEAST, RETRY_AT_MOST, InferenceQueue, Queued
 
@@ -13,6 +15,14 @@ MEMORY = 32
 
 LEFT_ON_ARRIVAL = 0.5
 """Share of the time from one admission to the next that is left on average when a request arrives."""
+
+
+@dataclass(frozen=True)
+class Late:
+    """`retry`: seconds after which to try again; `choices`: of the same request, which are refused, too."""
+
+    retry: float
+    choices: tuple[str, ...] = ()
 
 
 class Shedding:
@@ -25,11 +35,12 @@ class Shedding:
     is known before anybody who waited was admitted; nobody is late who would be in time even if all running requests had as many tokens as they may.
     """
 
-    def __init__(self, queue: InferenceQueue) -> None:
-        self._queue = queue
-        self._deadlines: list[tuple[float, str, bool, str]] = []
-        """Of requests that may be shed and have not expired, with their ids, whether they had to wait for a place, and the first choice of the same request
-        (empty: itself): a heap. Some of them wait no more."""
+    def __init__(self, queue: InferenceQueue, passed_over: Callable[[str], bool] = lambda _: False) -> None:
+        """`passed_over`: whether a request is in the batch, and steps had no pages or no room for it."""
+        self._queue, self._passed_over = queue, passed_over
+        self._deadlines: list[tuple[float, str, bool, tuple[str, ...]]] = []
+        """Of requests that may be shed and have not expired, with their ids, whether they had to wait for a place, and the other choices of the same request:
+        a heap. Some of them wait no more."""
         self._last: float | None = None
         """From when the time to the next admission is measured: the last one, or when somebody began to wait; None: nobody waits."""
         self._admitted: float | None = None
@@ -78,19 +89,19 @@ class Shedding:
         *,
         full: bool = False,
         decodes: Callable[[int], float] = lambda places: math.inf,
-        first_choice: str = "",
+        choices: tuple[str, ...] = (),
     ) -> float | None:
         """For a request that was just queued: seconds after which to try again, if it will be late; None if not.
 
         `due`: when its first token must come; infinite: it is never refused. `headroom`: how many requests can be admitted now; `step`: expected
         seconds of a generation step; `first_token`: seconds from a request's admission to its first token; `displaced`: the request that leaves the queue for it, if
         it will not be late. `full`: the batch is, whatever is being read for requests that will join it; `decodes`: most steps until so many of its places are free.
-        `first_choice`: of the same request, if not itself; once that one has left the queue the request is never refused.
+        `choices`: others of the same request, which came before it; once one of them has begun the request is never refused.
         """
         if len(self._queue) == 1:
             # The time in which nobody waited tells nothing about the speed, nor does the work before it.
             self._last, self._seconds, self._admissions = None, 0.0, 0.0
-        if due == math.inf or self._has_begun(first_choice):
+        if due == math.inf or self._has_begun(choices):
             return None
         waiting = len(self._queue) - (displaced is not None)
         ahead = self._ahead(id, displaced) - headroom if waiting > headroom else -1
@@ -101,27 +112,27 @@ class Shedding:
                 most = decodes(ahead + 1)
                 if not step or most == math.inf or now + most * step + first_token > due:
                     return _bounded(late)
-        heappush(self._deadlines, (due, id, ahead >= 0, first_choice))
+        heappush(self._deadlines, (due, id, ahead >= 0, choices))
         return None
 
-    def _has_begun(self, first_choice: str) -> bool:
+    def _has_begun(self, choices: tuple[str, ...]) -> bool:
         """Answers that have begun are not thrown away for a late one."""
-        return bool(first_choice) and self._queue.get(first_choice) is None
+        return any(self._queue.get(id) is None and not self._passed_over(id) for id in choices)
 
     def _ahead(self, id: str, displaced: Queued | None) -> int:
         ahead = self._queue.ahead(id)
         return ahead - (displaced is not None and self._queue.ahead(displaced.message.id) < ahead)
 
-    def expired(self, first_token: float, now: float) -> dict[str, float]:
-        """Requests that are late, and for each the seconds after which to try again, by which those that stay before it are admitted. Each is
+    def expired(self, first_token: float, now: float) -> dict[str, Late]:
+        """Requests that are late, and for each when to try again: those that stay before it are admitted by then. Each is
         given once. Some may have left the queue. `first_token`: seconds from a request's admission to its first token."""
-        late: list[str] = []
+        late: dict[str, tuple[str, ...]] = {}
         while self._deadlines and self._deadlines[0][0] < now + first_token:
-            _, id, waited, first_choice = heappop(self._deadlines)
-            if (waited or self._queue.get(id) is None) and not self._has_begun(first_choice):
-                late.append(id)
-        ahead = self._queue.ahead_of(late) if late else {}
-        return {id: _bounded(self._wait(ahead.get(id, 0), now)) for id in late}
+            _, id, waited, choices = heappop(self._deadlines)
+            if (waited or self._queue.get(id) is None) and not self._has_begun(choices):
+                late[id] = choices
+        ahead = self._queue.ahead_of([*late, *chain(*late.values())]) if late else {}
+        return {id: Late(_bounded(self._wait(ahead.get(id, 0), now)), choices) for id, choices in late.items()}
 
 
 def _bounded(seconds: float) -> float:

@@ -145,6 +145,19 @@ class Database:
         """Write a log line once the transaction is committed."""
         self._log_lines.append((message, fields))
 
+    def change_nothing(self) -> None:
+        """Refuse every change from now on."""
+        self._db.execute("PRAGMA query_only = ON")
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """All that is read inside is of one moment."""
+        self._db.execute("BEGIN")
+        try:
+            yield
+        finally:
+            self._db.execute("COMMIT")
+
     def close(self) -> None:
         self._db.close()
 

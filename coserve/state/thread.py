@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from typing import TypeVar
 
-from coserve.errors import StorageBusy, StorageFull
+from coserve.errors import StartupError, StorageBusy, StorageFull
 from coserve.state.database import database_errors
 from coserve.state.registry import Registry
 from coserve.state.reserve import Reserve
@@ -54,7 +54,7 @@ class RegistryThread:
         return await self._run(self._call, fn, self._executor)
 
     async def read(self, fn: Callable[[Registry], T]) -> T:
-        """As a call, for an `fn` that changes nothing: it sees what was committed before, and waits for no call but earlier reads."""
+        """As a call, for an `fn` that changes nothing: it sees what was committed before. Once the registry is open it waits for earlier reads alone."""
         if self._registry is None:
             await self(lambda _: None)  # that one makes the file
         return await self._run(self._call_reader, fn, self._readers)
@@ -76,8 +76,16 @@ class RegistryThread:
     def _call_reader(self, fn: Callable[[Registry], T]) -> T:
         with database_errors():
             if self._reader is None:
-                self._reader = self._factory()
+                self._reader = self._opened_reader()
             return fn(self._reader)
+
+    def _opened_reader(self) -> Registry:
+        try:
+            reader = self._factory()
+        except StartupError as error:  # the file is one, as the first connection found: it cannot be opened now
+            raise error.__cause__ or error from None
+        reader.change_nothing()
+        return reader
 
     def _call_with_reserve(self, fn: Callable[[Registry], T]) -> T:
         try:
@@ -96,7 +104,8 @@ class RegistryThread:
             self._reserve.refill()  # what was used, or did not fit
         return self._registry
 
-    def _close(self) -> None:
+    def _close(self, reader_closed: Future[None]) -> None:
+        wait([reader_closed])  # the last connection empties the log
         if self._registry is not None:
             self._registry.close()
 
@@ -106,10 +115,12 @@ class RegistryThread:
 
     async def close(self) -> None:
         """Finish all queued calls, close the file, end the threads. A second call does nothing."""
-        for executor, close in ((self._readers, self._close_reader), (self._executor, self._close)):
-            try:
-                closed = executor.submit(close)
-            except RuntimeError:  # it was shut down before
-                return
+        try:
+            reader_closed = self._readers.submit(self._close_reader)
+        except RuntimeError:  # it was shut down before
+            return
+        closed = self._executor.submit(self._close, reader_closed)
+        for executor in (self._readers, self._executor):
             executor.shutdown(wait=False)
-            await asyncio.wrap_future(closed)
+        # shielded: a caller that is cancelled would take back what has not begun
+        await asyncio.shield(asyncio.gather(*map(asyncio.wrap_future, (reader_closed, closed))))

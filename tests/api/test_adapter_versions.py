@@ -175,6 +175,7 @@ async def test_a_request_waits_for_no_change_of_the_registry(poet: Api) -> None:
     await asyncio.sleep(0)
     found = await find_adapter(thread, "poet", None, poet.base, field="adapter")
     assert found.ref == AdapterRef("poet", 3)
+    assert not change.done()
     gate.set()
     await change
     await thread.close()

@@ -195,11 +195,18 @@ async def test_only_the_last_of_several_choices_may_be_refused_and_the_request_w
     assert (await api.call("POST", "/generate", json=asked))[0] == 200
     sent = [each for each in await api.engine.saw(Generate, 3) if isinstance(each, Generate)]
     assert [(each.slo.shed, each.slo.shed_e2e) for each in sent] == [(False, False), (False, False), (True, True)]
-    assert [each.first_choice for each in sent] == ["", "", sent[0].id]
+    assert [each.choices for each in sent] == [(), (), (sent[0].id, sent[1].id)]
     assert [each.slo.ttft for each in sent] == [0.5] * 3
-    api.engine.fail_requests = RequestFailed(id="", code="overloaded", message="too late", retry_after=6.2)
-    status, body = await api.call("POST", "/generate", json=asked)
+    api.engine.go_requests.clear()
+    waiting = asyncio.create_task(api.call("POST", "/generate", json=asked))
+    last = (await api.engine.saw(Generate, 6))[-1]
+    assert isinstance(last, Generate)
+    api.engine.link.send(RequestFailed(id=last.id, code="overloaded", message="too late", retry_after=6.2))
+    status, body = await waiting
     assert (status, body["error"]["code"]) == (429, "overloaded")
+    cancelled = await api.engine.saw(CancelRequest, 2)
+    assert [each.id for each in cancelled if isinstance(each, CancelRequest)] == list(last.choices)
+    api.engine.go_requests.set()
 
 
 async def test_a_class_of_requests_is_named_by_slo_class_or_by_openais_service_tier(api: Api) -> None:

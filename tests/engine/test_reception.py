@@ -33,12 +33,12 @@ class NoJobs:
 
 def request(
     id: str, ttft: float = 60.0, *, batch: bool = False, shed: bool = False, adapter: str = "a", e2e: float | None = None,
-    prompt: int = 1, first_choice: str = "",
+    prompt: int = 1, choices: tuple[str, ...] = (),
 ) -> Generate:  # fmt: skip
     slo = Slo(ttft=ttft, tpot=1.0, e2e=e2e, batch=batch, shed=shed, shed_e2e=e2e is not None)
     sampling = SamplingParams(max_tokens=8, ignore_eos=True)
     ref = AdapterRef(adapter, 1)
-    return Generate(id=id, prompt=(1,) * prompt, sampling=sampling, adapter=ref, slo=slo, first_choice=first_choice)
+    return Generate(id=id, prompt=(1,) * prompt, sampling=sampling, adapter=ref, slo=slo, choices=choices)
 
 
 class Line:
@@ -47,7 +47,7 @@ class Line:
     def __init__(self, limit: int = LIMIT, *, first: float = 0.0) -> None:
         """`first`: seconds that first tokens took, while steps took 0.2 s; 0: nothing was measured."""
         self.queue, self.refused = InferenceQueue(limit, fair=True), dict[str, str]()
-        self.retry_after = dict[str, float]()
+        self.retry_after, self.cancelled = dict[str, float](), set[str]()
         running = self.running = RunningRequests(step_tokens=64)
         views = Views(self.queue, running, NoJobs(), max_running=0, step_tokens=64)
         for number in range(FEW_FIRSTS if first else 0):
@@ -57,7 +57,7 @@ class Line:
             views.step_took(StepShape(1, 1, 0, 0, 0), 0.2)
             views.step_took(StepShape(prefill=64), 0.2)
             views.view(0.0, reading=0, blocked=False)
-        self._reception = Reception(self.queue, running, views, send=self._refuse, cancel=self.refused.__delitem__)
+        self._reception = Reception(self.queue, running, views, send=self._refuse, cancel=self.cancelled.add)
         for number in range(4):
             self.arrives(request(f"early{number}"), 0.0)
         for second in range(4):
@@ -101,29 +101,51 @@ def test_whoever_goes_is_not_counted_before_the_one_that_comes() -> None:
     assert (line.ids()[-1], line.refused) == ("new", {"b": "queue_full"})
 
 
-def test_choices_are_refused_for_the_last_one_while_none_has_begun() -> None:
+def test_choices_are_refused_together_while_none_has_begun() -> None:
     line = Line(limit=20)
     line.arrives(request("c0", 2.0))
-    line.arrives(request("c1", 2.0, shed=True, first_choice="c0"))
+    line.arrives(request("c1", 2.0, shed=True, choices=("c0",)))
     assert line.refused == {}
     line.refuse_late(6.1)
-    assert line.refused == {"c1": "overloaded"}
+    assert (line.refused, line.ids()) == ({"c1": "overloaded"}, []), "the other one does not stay before others"
     for number in range(9):
         line.arrives(request(f"r{number}"))
     line.arrives(request("d0", 2.0))
-    line.arrives(request("d1", 2.0, shed=True, first_choice="d0"))
+    line.arrives(request("d1", 2.0, shed=True, choices=("d0",)))
     assert line.refused.keys() == {"c1", "d1"}, "at once"
+    assert line.ids() == [f"r{number}" for number in range(9)]
+
+
+def test_choices_that_the_queue_has_no_room_for_go_together() -> None:
+    line = Line()
+    for number in range(LIMIT - 1):
+        line.arrives(request(f"r{number}"))
+    line.arrives(request("c0"))
+    line.arrives(request("c1", choices=("c0",)))
+    assert (line.refused, line.ids()) == ({"c1": "queue_full"}, [f"r{number}" for number in range(LIMIT - 1)])
 
 
 def test_choices_of_which_one_has_begun_are_not_refused() -> None:
     line = Line(limit=20)
     line.arrives(request("c0", 3.0))
-    line.arrives(request("c1", 3.0, shed=True, first_choice="c0"))
+    line.arrives(request("c1", 3.0, shed=True, choices=("c0",)))
     assert [entry.message.id for entry in line.queue.pop(1)] == ["c0"]
     line.refuse_late(9.0)
-    line.arrives(request("d1", 0.1, shed=True, first_choice="d0"))
+    line.arrives(request("d1", 0.1, shed=True, choices=("d0",)))
     line.refuse_late(9.0)
     assert line.refused == {}
+
+
+def test_choices_in_the_batch_that_no_step_had_room_for_are_refused_together() -> None:
+    line = Line(limit=20)
+    line.arrives(request("c0", 3.0))
+    line.arrives(request("c1", 3.0, shed=True, choices=("c0",)))
+    for entry in line.queue.pop(2):
+        line.running.add(entry.message.id, entry.message.slo, now=4.0, deadline=entry.deadline, prompt=1)
+    line.running.start([])  # a step without pages for them
+    line.refuse_late(9.0)
+    assert line.refused == {"c1": "overloaded"}
+    assert line.cancelled == {"c0", "c1"}
 
 
 def test_those_that_become_late_together_are_refused_together() -> None:

@@ -87,9 +87,9 @@ def test_how_long_the_batch_has_taken_nobody_tells_its_speed() -> None:
     shedding, refused = Shedding(queue), dict[str, float]()
     shedding.admitted(4, 0.0, full=True)
     for now in (1.0, 2.0, 3.0, 4.0):
-        for id, retry in shedding.expired(0.1, now).items():
+        for id, late in shedding.expired(0.1, now).items():
             queue.cancel(id)
-            refused[id] = retry
+            refused[id] = late.retry
         message = request(f"at {now}", 2.0)
         queue.push(message, arrived=now, deadline=now + 2.0)
         retry = shedding.arrived(message.id, now + 2.0, 0, 0.1, 0.1, now, full=True)

@@ -23,6 +23,7 @@ from coserve.errors import (
 from coserve.schemas import ErrorInfo, Sample
 from coserve.state.failpoints import armed
 from coserve.state.registry import Registry
+from coserve.state.retries import Backoff
 from coserve.state.thread import RegistryThread
 from coserve.types import AdapterDigests, AdapterRef, JobState, Teacher
 from tests.support.records import import_adapter, make_adapter, make_job, make_metrics
@@ -327,26 +328,65 @@ async def test_a_read_waits_for_no_change_and_sees_those_before(path: Path) -> N
     gate = threading.Event()
 
     def slow(registry: Registry) -> None:
-        gate.wait(30)
         registry.note("slow")
+        gate.wait(30)
 
-    commit = asyncio.create_task(thread(slow))
-    await asyncio.sleep(0)
-    assert await thread.read(lambda r: r.notes()) == ["before"]
+    change = asyncio.create_task(thread(slow))
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        while "slow" not in await thread.read(lambda r: r.notes()):
+            assert not change.done()
+        other.execute("BEGIN IMMEDIATE")
+        other.execute("INSERT INTO notes (created_at, message) VALUES (0, 'under way')")
+        assert await thread.read(lambda r: r.notes()) == ["before", "slow"], "within another process's transaction"
+        other.execute("COMMIT")
+    assert not change.done()
     gate.set()
-    await commit
-    assert await thread.read(lambda r: r.notes()) == ["before", "slow"]
+    await change
+    assert await thread.read(lambda r: r.notes()) == ["before", "slow", "under way"]
     with pytest.raises(JobNotFound):
         await thread.read(lambda r: r.job("nobody"))
+    with pytest.raises(StorageFailed):
+        await thread.read(lambda r: r.note("not by a read"))
     await thread.close()
     with pytest.raises(RuntimeError):
         await thread.read(lambda r: r.jobs())
 
 
-async def test_the_first_read_of_a_new_folder_finds_a_registry(path: Path) -> None:
-    thread = RegistryThread(lambda: Registry(path))
-    assert await asyncio.gather(*(thread.read(lambda r: r.jobs()) for _ in range(3))) == [[], [], []]
+async def test_a_read_that_cannot_open_the_file_now_is_tried_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    thread = RegistryThread(lambda: Registry(path), backoff=Backoff(first=0.001, total=5.0))
+    await thread(lambda r: r.note("before"))
+    connect, left = sqlite3.connect, iter((14, 14, 7))  # no descriptor, no descriptor, no memory
+
+    def failing(*args: Any, **settings: Any) -> sqlite3.Connection:
+        for code in left:
+            error = sqlite3.OperationalError("unable to open database file")
+            error.sqlite_errorcode = code
+            raise error
+        return connect(*args, **settings)
+
+    monkeypatch.setattr("coserve.state.database.sqlite3.connect", failing)
+    assert await thread.read(lambda r: r.notes()) == ["before"]
     await thread.close()
+
+
+async def test_a_close_that_nobody_waits_for_closes_both_connections(path: Path) -> None:
+    thread = RegistryThread(lambda: Registry(path))
+    await thread(lambda r: r.note("before"))
+    gate = threading.Event()
+    reading = asyncio.create_task(thread.read(lambda _: gate.wait(30)))
+    await asyncio.sleep(0)
+    closing_task = asyncio.create_task(thread.close())
+    await asyncio.sleep(0)
+    closing_task.cancel()
+    gate.set()
+    await reading
+    await thread.close()
+    with pytest.raises(RuntimeError):
+        await thread(lambda r: r.jobs())
+    for own in threading.enumerate():
+        if own.name.startswith("registry"):
+            await asyncio.to_thread(own.join, 30)
+    assert [each.name for each in path.parent.iterdir()] == [path.name], "SQLite's log and its index are gone"
 
 
 async def test_a_cancelled_caller_loses_nothing(path: Path) -> None:

@@ -137,14 +137,15 @@ class AdapterCatalog:
         """One version (the current one by default) and the numbers of all. Raises `AdapterNotFound`."""
 
         def find(registry: Registry) -> tuple[AdapterRecord, list[AdapterRecord], int | None]:
-            return registry.adapter(name, version), registry.versions(name), registry.current_version(name)
+            with registry.snapshot():
+                return registry.adapter(name, version), registry.versions(name), registry.current_version(name)
 
-        record, records, current = await self._registry(find)
+        record, records, current = await self._registry.read(find)
         return self._view(record, [each.ref.version for each in records], current=record.ref.version == current)
 
     async def list(self, after: str | None, limit: int) -> AdapterList:
         """The current version of each adapter, by name."""
-        records = await self._registry(lambda registry: registry.adapters(after=after, limit=limit + 1))
+        records = await self._registry.read(lambda registry: registry.adapters(after=after, limit=limit + 1))
         return AdapterList(data=[self._view(record) for record in records[:limit]], has_more=len(records) > limit)
 
     # ---- download

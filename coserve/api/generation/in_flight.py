@@ -155,13 +155,13 @@ class InFlightRequests:
         slo: Slo,
         arrived: float,
     ) -> RequestState:
-        """Send one sequence per choice to the engine. Only the last one, which comes last, may be refused for coming late, and the request with it. Raises
+        """Send one sequence per choice to the engine. The last one is admitted last: it alone may be refused for coming late, and the others with it. Raises
         `EngineUnavailable`."""
         if self._stopped is not None:
             raise self._stopped
         state = new_state(request, prompt, adapter, self._tokenizer, arrived)
         max_new_tokens = max(1, self._engine.max_model_len - len(prompt))
-        first, last = next(iter(state.decoders)), next(reversed(state.decoders))
+        *others, last = state.decoders
         never_shed = msgspec.structs.replace(slo, shed=False, shed_e2e=False)
         for index, sequence in enumerate(state.decoders):
             self._engine.send(
@@ -171,7 +171,7 @@ class InFlightRequests:
                     sampling=sampling_params(request, index, state.seed, max_new_tokens),
                     adapter=adapter,
                     slo=slo if sequence == last else never_shed,
-                    first_choice=first if first != sequence == last else "",
+                    choices=tuple(others) if sequence == last else (),
                     cache_salt=request.cache_salt,
                     digests=digests,
                     arrived=arrived,
