@@ -16,6 +16,7 @@ from coserve.client.options import encode
 from coserve.client.retry import RetryPolicy
 from coserve.client.sse import Event, events
 from coserve.client.transport import Request, Response, Transport, Upload
+from coserve.decoding import decoder_of
 from coserve.errors import CoserveError, InternalError, Unreachable
 from coserve.schemas import Job, Preparing, SubmissionEvent
 
@@ -141,6 +142,6 @@ async def _as_it_is(response: Response) -> Response:
 def decode(content: bytes | str, type: type[T]) -> T:
     """Raises `InternalError` if the daemon speaks another version of the API."""
     try:
-        return msgspec.json.decode(content, type=type)
+        return decoder_of(type).decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InternalError(f"the daemon's response is not one that coserve {__version__} knows: {error}") from None

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import UNSET
 
 from coserve.client.transport import Response
+from coserve.decoding import decoder_of
 from coserve.errors import (
     BY_CODE,
     BodyTooLarge,
@@ -44,7 +45,7 @@ async def response_error(response: Response) -> CoserveError:
     """
     body = await response.read()
     try:
-        info = msgspec.json.decode(body, type=ErrorBody).error
+        info = decoder_of(ErrorBody).decode(body).error
     except (msgspec.DecodeError, UnicodeDecodeError):
         info = ErrorInfo(code="", message=f"the response has status {response.status} and no error that coserve wrote")
     generic = RequestError if response.status < 500 else InternalError
@@ -58,7 +59,7 @@ async def response_error(response: Response) -> CoserveError:
 def event_error(data: str) -> CoserveError:
     """The error of a stream that failed after its first byte."""
     try:
-        info = msgspec.json.decode(data, type=ErrorBody).error
+        info = decoder_of(ErrorBody).decode(data).error
     except msgspec.DecodeError:
         return InternalError(f"the stream failed, and not with an error that coserve wrote: {data[:200]!r}")
     return _made(BY_CODE.get(info.code, InternalError), info)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coserve.cancellation import unchecked
+from coserve.decoding import decoder_of
 
 DTYPES: dict[str, type[np.integer[Any]]] = {"I32": np.int32, "U8": np.uint8, "I64": np.int64}
 MAX_HEADER = 1 << 16
@@ -38,7 +39,7 @@ def map_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= min(MAX_HEADER, size - 8):
             raise ValueError("no header")
-        header = msgspec.json.decode(file.read(length), type=dict[str, _Entry])
+        header = decoder_of(dict[str, _Entry]).decode(file.read(length))
         data = 8 + length
         if max((entry.data_offsets[1] for entry in header.values()), default=0) != size - data:
             raise ValueError("the file is not whole")

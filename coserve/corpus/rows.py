@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from coserve.decoding import decoder_of
 from coserve.errors import MalformedRow
 from coserve.types import Wire
 from coserve.validation import explain
@@ -326,6 +327,7 @@ def parse_row(obj: object, line: int) -> Row:
     if row_format is None:
         fields = ", ".join(sorted(repr(key)[:40] for key in list(obj)[:8])) or "none"
         raise MalformedRow(f"expected the fields of a row, got {fields}; {FORMATS}", line=line)
+    decoder_of(row_format)  # prepares the type
     try:
         row = msgspec.convert(obj, row_format).row(line)
         msgspec.json.encode(row)  # raises for text that UTF-8, and so the tokenizer, cannot hold

@@ -17,6 +17,7 @@ import msgspec
 
 from coserve.corpus.jsonl import parse_lines
 from coserve.corpus.rows import LIMITS, CorpusLimits, Row, parse_row
+from coserve.decoding import decoder_of
 from coserve.errors import InvalidRequest, MalformedRow, UnreadableCorpus
 from coserve.state.durable import disk_errors
 
@@ -206,7 +207,7 @@ def _refuse_twins(columns: list[str]) -> None:
 def _data_files(folder: Path) -> list[Path]:
     """Raises `UnreadableCorpus` if the state cannot be read, or names what is outside of the folder or no file."""
     try:
-        state = msgspec.json.decode((folder / STATE).read_bytes(), type=_State)
+        state = decoder_of(_State).decode((folder / STATE).read_bytes())
     except msgspec.MsgspecError as error:
         raise UnreadableCorpus(
             f"the corpus cannot be read: {STATE} is none of Dataset.save_to_disk", field="path"

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from coserve.adapter_store.tensor_writer import write_tensors
+from coserve.decoding import decoder_of
 from coserve.errors import CheckpointUnreadable, StorageError
 from coserve.finetune.progress import TrainingProgress
 from coserve.names import CHECKPOINT_STATE, CHECKPOINT_TENSORS
@@ -63,7 +64,7 @@ def load_checkpoint(path: Path, spec: JobSpec, base: BaseSpec) -> Checkpoint:
     try:
         with safetensors_errors(path / CHECKPOINT_TENSORS):
             failpoint("job.open")
-            state = msgspec.json.decode((path / CHECKPOINT_STATE).read_bytes(), type=_State)
+            state = decoder_of(_State).decode((path / CHECKPOINT_STATE).read_bytes())
             tensors: dict[str, Tensor] = load_file(path / CHECKPOINT_TENSORS)
     except FileNotFoundError as error:
         raise CheckpointUnreadable("a file of the checkpoint is missing") from error

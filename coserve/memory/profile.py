@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from coserve.decoding import decoder_of
 from coserve.gpu_memory import Line, TrainingCosts
 from coserve.types import Wire
 
@@ -143,7 +144,7 @@ def save_layer_costs(path: Path, costs: TrainingCosts) -> None:
 
 def _load(path: Path, kind: type[T]) -> T | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return decoder_of(kind).decode(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:

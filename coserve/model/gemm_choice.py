@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from coserve.decoding import decoder_of
 from coserve.kernels.gemm import gemv, skinny
 from coserve.kernels.gemm.skinny import Shape
 from coserve.kernels.lora.types import StackedWeights
@@ -122,7 +123,7 @@ def load_gemms(paths: Iterable[Path], inputs: Iterable[StackedWeights], device: 
     wide, fits = {(kind[0], len(found[0])) for kind, found in kinds.items()}, False
     for path in paths:
         try:
-            saved = msgspec.json.decode(path.read_bytes(), type=SavedGemms)
+            saved = decoder_of(SavedGemms).decode(path.read_bytes())
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             continue
         known = all(kind in wide and shape in gemv.shapes_of(kind[0]) for kind, shape in saved.gemv) and all(

@@ -53,6 +53,10 @@ class AdapterTable(Database):
             (ref.id, ref.version),
         )
 
+    def has_claimed_versions(self) -> bool:
+        """Whether any version was ever given out; a version is, before its files are written."""
+        return self._db.execute("SELECT 1 FROM versions LIMIT 1").fetchone() is not None
+
     def next_version(self, id: str) -> int:
         """One more than the highest version of this name, unpublished ones included; 1 for a new name."""
         row = self._db.execute("SELECT last FROM versions WHERE id = ?", (id,)).fetchone()

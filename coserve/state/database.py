@@ -8,6 +8,7 @@ another process's lock.
 from __future__ import annotations
 
 import logging
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -85,8 +86,10 @@ class Database:
     """`clock` returns seconds since the epoch."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        """Open or create the file. Raises `StartupError` if it is not a registry of this version, `StorageBusy` if another
+        """Open or create the file. Raises `StartupError` if it is not a registry of this version or cannot be written, `StorageBusy` if another
         process has locked it."""
+        if path.exists() and not os.access(path, os.W_OK):
+            raise StartupError(f"cannot write the registry {path}: it is read-only")
         self._clock = clock
         self._log_lines: list[tuple[str, dict[str, Value]]] = []
         try:

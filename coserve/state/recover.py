@@ -12,7 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from coserve.errors import StorageError, StorageFailed
+from coserve.decoding import decoder_of
+from coserve.errors import StartupError, StorageError, StorageFailed
 from coserve.names import ADAPTER_FILES, CHECKPOINT_STATE
 from coserve.schemas import ErrorInfo
 from coserve.state.durable import read_errors, remove_dir
@@ -29,9 +30,14 @@ def recover(registry: Registry, folder: DataFolder) -> list[JobRecord]:
     """Check the registry, remove leftovers, and return the unfinished jobs, oldest first.
 
     A job that was running is queued again, with an event. Call it under `folder.lock()`. Raises `StartupError` if
-    the registry is damaged.
+    the registry is damaged, or was lost: then nothing is removed.
     """
     registry.check()
+    if not registry.has_claimed_versions() and (refs := folder.adapter_refs()):
+        raise StartupError(
+            f"the registry {folder.database} is new or empty, but {folder.adapters} has files of {len(refs)} adapter versions, {refs[0]} for one: "
+            "put the registry back, or move these files away and import them again"
+        )
     for name in folder.sweep():
         log.info("removed what an interrupted write left: %s", name)
     _match_adapters(registry, folder)
@@ -75,7 +81,7 @@ def _has_metrics(checkpoint: Path, name: str) -> bool:
     try:
         with read_errors():
             failpoint("job.open")
-            state = msgspec.json.decode((checkpoint / CHECKPOINT_STATE).read_bytes(), type=_State)
+            state = decoder_of(_State).decode((checkpoint / CHECKPOINT_STATE).read_bytes())
     except (FileNotFoundError, msgspec.DecodeError):
         return False
     except StorageError as error:

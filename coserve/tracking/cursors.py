@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from coserve.decoding import decoder_of
 from coserve.names import is_name
 
 
@@ -31,7 +32,7 @@ class Cursors:
     def read(self, job: str) -> Cursor:
         """The job's cursor; for a job without one, it is created."""
         try:
-            return msgspec.json.decode(self._path(job).read_bytes(), type=Cursor)
+            return decoder_of(Cursor).decode(self._path(job).read_bytes())
         except FileNotFoundError:
             self.write(job, cursor := Cursor())
             return cursor

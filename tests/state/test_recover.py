@@ -224,3 +224,25 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StartupError), DataFolder(tmp_path / "file" / "data").lock():
         pass
+
+
+def test_without_its_registry_a_folder_with_adapters_is_refused_and_keeps_its_files(
+    registry: Registry, folder: DataFolder
+) -> None:
+    import_adapter(registry, make_adapter("poet", 1))
+    lay_adapter(folder, AdapterRef("poet", 1))
+    registry.close()
+    folder.database.unlink()
+    before = files(folder)
+    with closing(Registry(folder.database)) as new, pytest.raises(StartupError, match="put the registry back"):
+        recover(new, folder)
+    assert files(folder) == before
+
+
+def test_a_registry_that_cannot_be_written_is_refused(
+    registry: Registry, folder: DataFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry.close()
+    monkeypatch.setattr("coserve.state.database.os.access", lambda path, mode: False)
+    with pytest.raises(StartupError, match="read-only"):
+        Registry(folder.database)
