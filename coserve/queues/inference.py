@@ -67,7 +67,7 @@ class InferenceQueue:
 
         In a full queue, an interactive request displaces one of the class batch. Else the newest request of the adapter with the
         most requests of the same class is displaced, if the new request's adapter has at least two fewer: one adapter cannot
-        keep others out by filling the queue.
+        keep others out by filling the queue. A choice of a request of which another one has begun does not go.
 
         Raises:
             QueueFull: the queue is full, and no request gives way. `retry_after`: see `retry_after`.
@@ -170,7 +170,8 @@ class InferenceQueue:
         flows = self._batch if len(self._batch) else self._flows(message)
         flow, last = flows.longest() if len(flows) else (None, "")
         own = flows.waiting(self._flow(message)) if flows is self._flows(message) else -2
-        if not last or flows.waiting(flow) < own + 2:
+        begun = last and any(id not in self._entries for id in self._entries[last].message.choices)
+        if not last or begun or flows.waiting(flow) < own + 2:
             raise QueueFull(
                 f"the queue holds its {self._limit} requests; try again later", retry_after=self.retry_after(now)
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -179,3 +180,32 @@ async def test_a_request_waits_for_no_change_of_the_registry(poet: Api) -> None:
     gate.set()
     await change
     await thread.close()
+
+
+async def test_a_request_by_name_alone_takes_the_version_before_the_one_that_is_being_deleted(poet: Api) -> None:
+    with closing(sqlite3.connect(poet.folder.database, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        deletion = asyncio.create_task(poet.call("DELETE", "/adapters/poet@3"))
+        await asyncio.sleep(0.05)
+        asked = {
+            name: poet.call("POST", "/generate", json={"prompt": "x", "adapter": name})
+            for name in ("poet", "poet@3", "poet@1")
+        }
+        answers = {name: asyncio.create_task(call) for name, call in asked.items()}
+        assert (await answers["poet@1"])[1]["version"] == 1, "another one need not wait"
+        other.execute("COMMIT")
+    assert (await deletion)[0] == 200
+    status, body = await answers["poet"]
+    assert (status, body["version"]) == (200, 2)
+    status, body = await answers["poet@3"]
+    assert (status, body["error"]["code"]) == (404, "adapter_not_found")
+
+
+async def test_a_deletion_that_fails_leaves_the_version_to_those_who_wait(poet: Api) -> None:
+    poet.engine.go_jobs.clear()
+    _, job = await poet.call("POST", "/finetune", json={"adapter": "poet", "continue_from": "poet", "data": ROWS})
+    deletion = poet.call("DELETE", "/adapters/poet")
+    request = poet.call("POST", "/generate", json={"prompt": "x", "adapter": "poet"})
+    (refused, _), (status, body) = await asyncio.gather(deletion, request)
+    assert (refused, status, body["version"]) == (409, 200, 3)
+    await poet.call("POST", f"/finetune/{job['id']}/cancel")

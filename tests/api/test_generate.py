@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from coserve.link import CancelRequest, Generate, RequestFailed
 from coserve.types import Slo
 from tests.support.api_server import REPLY, Api, read_events, tokenizer
@@ -206,7 +208,18 @@ async def test_only_the_last_of_several_choices_may_be_refused_and_the_request_w
     assert (status, body["error"]["code"]) == (429, "overloaded")
     cancelled = await api.engine.saw(CancelRequest, 2)
     assert [each.id for each in cancelled if isinstance(each, CancelRequest)] == list(last.choices)
+    assert 'coserve_requests_total{finish_reason="cancelled"} 0.0' in await (await api.http.get("/metrics")).text()
     api.engine.go_requests.set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_prompt_of_several_is_not_refused_for_coming_late(api: Api, stream: bool) -> None:
+    body = {"prompt": [[5], [6]], "slo_ttft": 0.5, "slo_e2e": 4.0, "stream": stream}
+    async with api.http.post("/v1/completions", json=body) as response:
+        assert response.status == 200
+        await response.read()
+    for sent in await api.engine.saw(Generate, 2):
+        assert isinstance(sent, Generate) and sent.slo == Slo(ttft=0.5, tpot=0.2, e2e=4.0)
 
 
 async def test_a_class_of_requests_is_named_by_slo_class_or_by_openais_service_tier(api: Api) -> None:

@@ -96,6 +96,18 @@ def test_nobody_keeps_others_out_by_filling_the_queue() -> None:
     assert len(queue) == 4
 
 
+def test_a_choice_goes_only_while_none_of_its_request_has_begun() -> None:
+    queue = InferenceQueue(3, fair=True)
+    last = msgspec.structs.replace(request("h2", "hot"), choices=("h0", "h1"))
+    fill(queue, request("h0", "hot"), request("h1", "hot"), last)
+    displaced = queue.push(request("x", "light"), arrived=2.0, deadline=3.0)
+    assert displaced is not None and displaced.message.id == "h2"
+    assert queue.cancel("x") and ids(queue, 1) == ["h0"]
+    fill(queue, request("y", "other"))
+    with pytest.raises(QueueFull):
+        queue.push(request("x", "light"), arrived=2.0, deadline=3.0)
+
+
 def test_strictly_first_come_first_served_nobody_is_displaced() -> None:
     queue = InferenceQueue(3, fair=False)
     fill(queue, *(request(f"h{i}", "hot") for i in range(3)))

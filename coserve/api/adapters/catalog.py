@@ -10,19 +10,19 @@ import logging
 import shutil
 import stat
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from coserve.adapters.archive import AdapterArchive
+from coserve.api.adapters.in_use import AdaptersInUse
 from coserve.api.adapters.inspection import Inspection
 from coserve.api.adapters.size import refuse_too_large
 from coserve.api.engine_client import EngineClient
 from coserve.api.http.parsing import local_path
 from coserve.config import Config
 from coserve.errors import (
-    AdapterBusy,
     EngineUnavailable,
     InvalidRequest,
     StorageError,
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class AdapterCatalog:
-    """All adapters of the registry. `in_use`: versions that requests in flight use."""
+    """All adapters of the registry. `in_use`: by requests in flight."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class AdapterCatalog:
         registry: RegistryThread,
         helpers: HelperPool,
         engine: EngineClient,
-        in_use: Collection[AdapterRef],
+        in_use: AdaptersInUse,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._config, self._folder, self._registry = config, folder, registry
@@ -170,12 +170,17 @@ class AdapterCatalog:
 
     async def delete(self, name: str, version: int | None = None) -> DeletedAdapter:
         """Every version, or one. Raises `AdapterNotFound`, `AdapterBusy` while a job or a request uses one of them."""
-        if any(ref.id == name and version in (None, ref.version) for ref in self._in_use):
-            shown = name if version is None else f"{name}@{version}"
-            raise AdapterBusy(f"adapter {shown!r} is in use by running requests", field="id")
         return await self._commits.run(self._delete(name, version))
 
     async def _delete(self, name: str, version: int | None) -> DeletedAdapter:
+        with self._in_use.deletion(name, version):
+            deleted = await self._forget(name, version)
+            await self._registry.read(
+                lambda _: None
+            )  # whoever looked up a version before it was deleted has heard of it
+        return deleted
+
+    async def _forget(self, name: str, version: int | None) -> DeletedAdapter:
         def forget(registry: Registry) -> tuple[list[AdapterRef], int | None]:
             if version is None:
                 return registry.delete_adapter(name), None

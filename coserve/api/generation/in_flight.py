@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 
 import msgspec
 
+from coserve.api.adapters.in_use import AdaptersInUse
 from coserve.api.adapters.lookup import find_adapter
 from coserve.api.engine_client import EngineClient
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
@@ -27,6 +27,7 @@ from coserve.logprobs import BYTES_PER_TOP
 from coserve.names import split_ref
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.schemas import GenerateChunk, GenerateRequest
+from coserve.state.records import AdapterRecord
 from coserve.state.thread import RegistryThread
 from coserve.types import AdapterDigests, AdapterRef, Slo
 
@@ -60,8 +61,8 @@ class InFlightRequests:
         self._waiting = WaitingLimit(config.max_queue, fair=config.fair)
         self._prompt_scores, self._max_prompt_scores = 0, max_prompt_scores
         self._stopped: EngineUnavailable | None = None
-        self.in_use: Counter[AdapterRef] = Counter()
-        """Requests in flight of each adapter version."""
+        self.in_use = AdaptersInUse()
+        """By requests in flight."""
 
     # ---- messages of the engine
 
@@ -88,11 +89,12 @@ class InFlightRequests:
         semaphore: asyncio.Semaphore | None = None,
         *,
         snapshot: AdapterRef | None = None,
+        sheds: bool = True,
     ) -> AsyncGenerator[GenerateChunk, None]:
         """The chunks of all choices as they come. Closing the generator early cancels the request in the engine.
 
         `semaphore` bounds the chunks that several streams hold: a chunk is made and yielded while it is held. `snapshot`: the adapter
-        of a job in training (`JobSnapshot`), which then serves the request; it is not refused for coming late.
+        of a job in training (`JobSnapshot`), which then serves the request; it is not refused for coming late. `sheds`: another one may be.
 
         Raises, before the first chunk only: `InvalidRequest`, `EmptyPrompt`, `PromptTooLong`, `AdapterNotFound`,
         `BaseMismatch`, `QueueFull`, `Overloaded`; at any time: `EngineUnavailable`.
@@ -109,10 +111,10 @@ class InFlightRequests:
             prompt = await encode_prompt(request, self._engine.spec, self._async_tokenizer)
             adapter, digests = snapshot, None
             if name is not None:
-                record = await find_adapter(self._registry, name, version, self._engine.spec, field="adapter")
+                record = await self._find(name, version)
                 adapter, digests = record.ref, record.digests
             prompt_scores = self._reserve_prompt_scores(request, len(prompt))
-            slo = targets_of(request, self._config, device=self._engine.spec.device, sheds=snapshot is None)
+            slo = targets_of(request, self._config, device=self._engine.spec.device, sheds=sheds and snapshot is None)
             state = self._send(request, prompt, adapter, digests, slo, arrived)
             while state.decoders.keys() & self._states.keys():
                 message = await state.outputs.get()
@@ -129,6 +131,14 @@ class InFlightRequests:
             self._prompt_scores -= prompt_scores
             if state is not None:
                 self._forget(state)
+
+    async def _find(self, name: str, version: int | None) -> AdapterRecord:
+        """A version that nobody deletes before the request uses it."""
+        while True:
+            record = await find_adapter(self._registry, name, version, self._engine.spec, field="adapter")
+            if (deleted := self.in_use.deletion_of(record.ref)) is None:
+                return record
+            await deleted.wait()
 
     def _start_waiting(self, adapter: str | None, count: int, *, batch: bool) -> int:
         try:
@@ -179,7 +189,7 @@ class InFlightRequests:
             )
             self._states[sequence] = state
         if adapter is not None:
-            self.in_use[adapter] += 1
+            self.in_use.add(adapter)
         return state
 
     def _process(self, state: RequestState, message: EngineOutput) -> GenerateChunk | None:
@@ -196,6 +206,7 @@ class InFlightRequests:
                 self._metrics.refused()
             elif message.code == Overloaded.code:
                 self._metrics.shed()
+            state.refused = message.code in (QueueFull.code, Overloaded.code)
             raise error_from_code(message.code, message.message, message.retry_after)
         if message.id not in self._states:
             return None  # tokens sampled before the engine heard of the stop string
@@ -217,12 +228,11 @@ class InFlightRequests:
         """Drop a request. Sequences that still run are cancelled, so that the engine frees their pages at once."""
         for sequence in state.decoders:
             if self._states.pop(sequence, None) is not None:
-                self._metrics.cancelled()
+                if not state.refused:
+                    self._metrics.cancelled()
                 self._cancel(sequence)
         if state.adapter is not None:
-            self.in_use[state.adapter] -= 1
-            if not self.in_use[state.adapter]:
-                del self.in_use[state.adapter]
+            self.in_use.remove(state.adapter)
 
     def _cancel(self, sequence: str) -> None:
         with suppress(EngineUnavailable):

@@ -26,6 +26,8 @@ class RequestState:
     show_prompt_ids: bool
     """The next chunk of choice 0 has the prompt's token ids."""
     outputs: OutputQueue = field(default_factory=OutputQueue)
+    refused: bool = False
+    """The engine had no place for a choice, or none in time."""
     admitted: float | None = None
     first_token: dict[str, float] = field(default_factory=dict)
     last_token: dict[str, float] = field(default_factory=dict)

@@ -45,12 +45,13 @@ class OpenAIApi:
         requests = completion_requests(body, self._service.engine.spec, self._config.max_queue)
         echoes = [await self._echo(body, each) for each in requests]
         meta = self._meta("cmpl", body)
-        generation = self._service.generation
+        # one prompt of several that is refused would end the others, which may have begun
+        stream = partial(self._service.generation.stream, sheds=len(requests) == 1)
         if not body.stream:
             new = partial(CompletionLogprobsBuilder, name_of(body))
-            responses = await gather([collect(each, generation.stream(each), new) for each in requests])
+            responses = await gather([collect(each, stream(each), new) for each in requests])
             return json_response(await completion(body, meta, echoes, responses))
-        async with aclosing(merge_streams([partial(generation.stream, each) for each in requests])) as chunks:
+        async with aclosing(merge_streams([partial(stream, each) for each in requests])) as chunks:
             return await self._stream(request, completion_events(body, meta, echoes, chunks))
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:

@@ -1,0 +1,47 @@
+"""Which adapter versions requests use, and which are being deleted. For the event loop's thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from coserve.errors import AdapterBusy
+from coserve.types import AdapterRef
+
+
+class AdaptersInUse:
+    def __init__(self) -> None:
+        self._counts: Counter[AdapterRef] = Counter()
+        self._deletions: list[tuple[str, int | None, asyncio.Event]] = []
+        """Name, version (None: all) and what is set when it has ended."""
+
+    def add(self, ref: AdapterRef) -> None:
+        """A request uses it."""
+        self._counts[ref] += 1
+
+    def remove(self, ref: AdapterRef) -> None:
+        self._counts[ref] -= 1
+        if not self._counts[ref]:
+            del self._counts[ref]
+
+    @contextmanager
+    def deletion(self, name: str, version: int | None) -> Iterator[None]:
+        """Around the deletion of a version, or of all (None). Raises `AdapterBusy` while requests use one of them."""
+        if any(ref.id == name and version in (None, ref.version) for ref in self._counts):
+            shown = name if version is None else f"{name}@{version}"
+            raise AdapterBusy(f"adapter {shown!r} is in use by running requests", field="id")
+        one = name, version, asyncio.Event()
+        self._deletions.append(one)
+        try:
+            yield
+        finally:
+            self._deletions.remove(one)
+            one[2].set()
+
+    def deletion_of(self, ref: AdapterRef) -> asyncio.Event | None:
+        """What is set when the deletion of this version that is under way has ended; None: there is none."""
+        return next(
+            (end for name, version, end in self._deletions if ref.id == name and version in (None, ref.version)), None
+        )
