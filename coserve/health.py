@@ -103,3 +103,5 @@ class Health(Wire, frozen=True):
     memory: MemoryUse | None = None
     """Where the bytes of the GPU are, of rank 0's if there are several; null where memory is not planned: on a CPU, and where
     `kv_tokens` is set."""
+    policy: str | None = None
+    """The one that `--policy` stands for; null without an engine."""

@@ -77,7 +77,7 @@ class Service:
         """`engine`: hears of engines that start before there is a service. `max_prompt_scores`: most prompt log-probabilities that all requests in flight may ask for together.
         `closing`: seconds that a tracker may take when the service closes."""
         self.folder, self.tokenizer = folder, tokenizer
-        self._ready_when, self._tp = config.ready_when, config.tp
+        self._config = config
         self.engine = engine or EngineClient()
         self.metrics = Metrics(self.engine.name)
         self._registry = registry
@@ -228,7 +228,7 @@ class Service:
         """What `GET /health/ready` tells a load balancer: whether this daemon should get requests."""
         if self.engine.silence:
             return False
-        return self.engine.alive if self._ready_when == "listening" else self.engine.status == "ready"
+        return self.engine.alive if self._config.ready_when == "listening" else self.engine.status == "ready"
 
     def health(self) -> Health:
         """The response of `GET /health`."""
@@ -269,9 +269,10 @@ class Service:
             jobs=stats.jobs if stats is not None else 0,
             adapters_resident=len(stats.resident) if stats is not None else 0,
             warming=self.engine.warming,
-            tp=self._tp,
+            tp=self._config.tp,
             ranks=[*self.engine.rank_states],
             memory=stats.memory if stats is not None else None,
+            policy=self._config.resolved(device=spec.device).policy if spec is not None else None,
         )
 
 

@@ -200,6 +200,7 @@ async def test_health_shows_the_base_and_what_runs(api: Api) -> None:
     assert health["base"]["name"] == "fake"
     assert (health["running"], health["waiting"], health["jobs"]) == (2, 1, 1)
     assert (health["lora_backend"], health["kv_tokens"], health["notes"]) == ("reference", 1024, ["a fake"])
+    assert health["policy"] == "slack", "what auto stands for on a CPU"
     assert await api.engine.saw(Generate)
 
 
