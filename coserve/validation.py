@@ -1,12 +1,13 @@
-"""msgspec's validation errors as ours: "expected X, got Y", with the field's path, the values allowed and likely names; and a
-check of numbers that several requests have. Pure."""
+"""msgspec's validation errors as ours: "expected X, got Y", with the field's path, the values allowed and likely names; a
+check of numbers that several requests have; decoders for several threads."""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left
 from collections.abc import Iterator
-from typing import Any
+from threading import Lock
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.inspect import (
@@ -27,6 +28,10 @@ from coserve.hints import fields_of, hint, value_hint
 from coserve.limits import LEAST_NORMAL
 from coserve.names import NAME_RULE
 
+T = TypeVar("T")
+
+_lock = Lock()
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
 MAX_FIELD = 200
 """Characters of a field's path that an error shows."""
 
@@ -157,3 +162,15 @@ def check_normal(value: float, *, field: str) -> None:
     if 0 < abs(value) < LEAST_NORMAL:
         expected = f"expected at least {LEAST_NORMAL:.3g}, the least normal fp32 number"
         raise InvalidRequest(f"{expected}, got {value}", field=field)
+
+
+def decoder_of(type: type[T]) -> msgspec.json.Decoder[T]:
+    """Always the same one, for code that several threads run. After the call `msgspec.convert` and decoders of other formats may use the type on any thread, too.
+
+    msgspec prepares a Struct type, and those of its fields, at the first use. A second thread that uses one of them meanwhile reads what is not there yet, and
+    the process ends (msgspec 0.22, SIGSEGV). So types that threads decode are prepared here, one after another.
+    """
+    with _lock:
+        if (found := _decoders.get(type)) is None:
+            found = _decoders[type] = msgspec.json.Decoder(type)
+    return found

@@ -16,9 +16,9 @@ from coserve.client.options import encode
 from coserve.client.retry import RetryPolicy
 from coserve.client.sse import Event, events
 from coserve.client.transport import Request, Response, Transport, Upload
-from coserve.decoding import decoder_of
 from coserve.errors import CoserveError, InternalError, Unreachable
 from coserve.schemas import Job, Preparing, SubmissionEvent
+from coserve.validation import decoder_of
 
 T = TypeVar("T")
 

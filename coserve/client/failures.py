@@ -6,7 +6,6 @@ import msgspec
 from msgspec import UNSET
 
 from coserve.client.transport import Response
-from coserve.decoding import decoder_of
 from coserve.errors import (
     BY_CODE,
     BodyTooLarge,
@@ -22,6 +21,7 @@ from coserve.errors import (
     Unauthorized,
 )
 from coserve.schemas import ErrorBody, ErrorInfo
+from coserve.validation import decoder_of
 
 _BY_STATUS: dict[int, type[CoserveError]] = {
     401: Unauthorized,

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coserve.cancellation import unchecked
-from coserve.decoding import decoder_of
+from coserve.validation import decoder_of
 
 DTYPES: dict[str, type[np.integer[Any]]] = {"I32": np.int32, "U8": np.uint8, "I64": np.int64}
 MAX_HEADER = 1 << 16

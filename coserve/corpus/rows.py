@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from coserve.decoding import decoder_of
 from coserve.errors import MalformedRow
 from coserve.types import Wire
-from coserve.validation import explain
+from coserve.validation import decoder_of, explain
 
 
 @dataclass(frozen=True)

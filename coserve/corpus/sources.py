@@ -17,9 +17,9 @@ import msgspec
 
 from coserve.corpus.jsonl import parse_lines
 from coserve.corpus.rows import LIMITS, CorpusLimits, Row, parse_row
-from coserve.decoding import decoder_of
 from coserve.errors import InvalidRequest, MalformedRow, UnreadableCorpus
 from coserve.state.durable import disk_errors
+from coserve.validation import decoder_of
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from coserve.adapter_store.tensor_writer import write_tensors
-from coserve.decoding import decoder_of
 from coserve.errors import CheckpointUnreadable, StorageError
 from coserve.finetune.progress import TrainingProgress
 from coserve.names import CHECKPOINT_STATE, CHECKPOINT_TENSORS
@@ -25,6 +24,7 @@ from coserve.state.durable import remove_dir, replace_dir, safetensors_errors, s
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
 from coserve.types import BaseSpec, JobSpec, Optimizer, Wire
+from coserve.validation import decoder_of
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from coserve.decoding import decoder_of
 from coserve.gpu_memory import Line, TrainingCosts
 from coserve.types import Wire
+from coserve.validation import decoder_of
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 
-from coserve.decoding import decoder_of
 from coserve.errors import StartupError, StorageError, StorageFailed
 from coserve.names import ADAPTER_FILES, CHECKPOINT_STATE
 from coserve.schemas import ErrorInfo
@@ -22,6 +21,7 @@ from coserve.state.folder import DataFolder
 from coserve.state.records import JobRecord
 from coserve.state.registry import Registry
 from coserve.types import AdapterRef, JobState
+from coserve.validation import decoder_of
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from coserve.decoding import decoder_of
 from coserve.names import is_name
+from coserve.validation import decoder_of
 
 
 class Cursor(msgspec.Struct, frozen=True):

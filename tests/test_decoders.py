@@ -10,7 +10,7 @@ import pytest
 THREADS = """
 import sys, threading
 from coserve.corpus.rows import parse_row
-from coserve.decoding import decoder_of
+from coserve.validation import decoder_of
 from coserve.schemas import FinetuneRequest
 
 rows = [{"prompt": "a", "completion": "b"}, {"text": "x"}, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
