@@ -11,7 +11,7 @@ import shutil
 import stat
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -175,9 +175,10 @@ class AdapterCatalog:
     async def _delete(self, name: str, version: int | None) -> DeletedAdapter:
         with self._in_use.deletion(name, version):
             deleted = await self._forget(name, version)
-            await self._registry.read(
-                lambda _: None
-            )  # whoever looked up a version before it was deleted has heard of it
+            with suppress(
+                StorageError
+            ):  # reads are in order: whoever found the version before it was deleted has heard of it
+                await self._registry.read(lambda _: None)
         return deleted
 
     async def _forget(self, name: str, version: int | None) -> DeletedAdapter:

@@ -29,7 +29,7 @@ class AdaptersInUse:
     @contextmanager
     def deletion(self, name: str, version: int | None) -> Iterator[None]:
         """Around the deletion of a version, or of all (None). Raises `AdapterBusy` while requests use one of them."""
-        if any(ref.id == name and version in (None, ref.version) for ref in self._counts):
+        if any(_is_of(ref, name, version) for ref in self._counts):
             shown = name if version is None else f"{name}@{version}"
             raise AdapterBusy(f"adapter {shown!r} is in use by running requests", field="id")
         one = name, version, asyncio.Event()
@@ -42,6 +42,8 @@ class AdaptersInUse:
 
     def deletion_of(self, ref: AdapterRef) -> asyncio.Event | None:
         """What is set when the deletion of this version that is under way has ended; None: there is none."""
-        return next(
-            (end for name, version, end in self._deletions if ref.id == name and version in (None, ref.version)), None
-        )
+        return next((end for name, version, end in self._deletions if _is_of(ref, name, version)), None)
+
+
+def _is_of(ref: AdapterRef, name: str, version: int | None) -> bool:
+    return ref.id == name and version in (None, ref.version)
