@@ -67,12 +67,14 @@ UPGRADES: Final = {1: tuple(statement for statement in SCHEMA.split(";") if "cur
 
 @contextmanager
 def database_errors() -> Iterator[None]:
-    """Raise SQLite's errors about the disk or a lock as `StorageFull`, `StorageFailed` or `StorageBusy`."""
+    """Raise SQLite's errors about the disk, a damaged file or a lock as `StorageFull`, `StorageFailed` or `StorageBusy`."""
     with disk_errors():
         try:
             yield
-        except sqlite3.OperationalError as error:
-            code = error.sqlite_errorcode & 0xFF
+        except sqlite3.DatabaseError as error:
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # none where Python itself raises it
+            if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                raise StorageFailed(f"the registry is damaged: {error}") from error
             if code == sqlite3.SQLITE_FULL:
                 raise StorageFull("the disk is full") from error
             if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY):

@@ -389,6 +389,21 @@ async def test_a_close_that_nobody_waits_for_closes_both_connections(path: Path)
     assert [each.name for each in path.parent.iterdir()] == [path.name], "SQLite's log and its index are gone"
 
 
+async def test_a_registry_that_is_overwritten_fails_as_a_disk_does(path: Path) -> None:
+    thread = RegistryThread(lambda: Registry(path))
+    await thread(lambda r: r.note("before"))
+    await thread.read(lambda r: r.notes())
+    with path.open("r+b") as file:
+        file.write(b"nonsense" * 4096)
+    for name in ("-wal", "-shm"):
+        with path.with_name(path.name + name).open("r+b") as file:
+            file.write(b"nonsense" * 1024)
+    for call in (thread, thread.read):
+        with pytest.raises(StorageFailed, match="damaged"):
+            await call(lambda r: r.jobs())
+    await thread.close()
+
+
 async def test_a_cancelled_caller_loses_nothing(path: Path) -> None:
     thread = RegistryThread(lambda: Registry(path))
     await thread(lambda r: r.check())
