@@ -304,6 +304,8 @@ _FORMATS: dict[str, type[_Format]] = {
     "instruction": _Alpaca,
     "conversations": _ShareGpt,
 }
+for _format in _FORMATS.values():
+    decoder_of(_format)  # rows are converted on several threads
 
 
 FORMATS = (
@@ -326,7 +328,6 @@ def parse_row(obj: object, line: int) -> Row:
     if row_format is None:
         fields = ", ".join(sorted(repr(key)[:40] for key in list(obj)[:8])) or "none"
         raise MalformedRow(f"expected the fields of a row, got {fields}; {FORMATS}", line=line)
-    decoder_of(row_format)  # prepares the type
     try:
         row = msgspec.convert(obj, row_format).row(line)
         msgspec.json.encode(row)  # raises for text that UTF-8, and so the tokenizer, cannot hold

@@ -93,7 +93,7 @@ class Reception:
         if not late:
             return
         gone = self._remove(late)
-        self._remove([*chain(*(late[id].choices for id in gone))])
+        self._remove([*chain.from_iterable(late[id].choices for id in gone)])
         self._send([_failed(id, _overloaded(one.retry)) for id, one in late.items() if id in gone])
 
     def _remove(self, ids: Collection[str]) -> set[str]:

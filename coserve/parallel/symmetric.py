@@ -82,7 +82,8 @@ class SymmetricMesh(GroupMesh):
 
 
 def launch_sums(rank: int, ranks: int, device: torch.device) -> None:
-    """Every kernel that sums of a `SymmetricMesh` launch on this rank, with tensors that have next to no memory: inside `compile_only`."""
+    """Every kernel that sums of a `SymmetricMesh` launch on this rank. To be called inside `compile_only`, where kernels are compiled and not launched: the tensors
+    have the types and alignments of real ones, and next to no memory."""
     own = torch.empty(ALIGNMENT, dtype=torch.uint8, device=device)
     addresses = torch.empty(ranks, dtype=torch.int64, device=device)
     number = torch.empty(1, dtype=torch.int32, device=device)

@@ -35,7 +35,7 @@ class Shedding:
     is known before anybody who waited was admitted; nobody is late who would be in time even if all running requests had as many tokens as they may.
     """
 
-    def __init__(self, queue: InferenceQueue, passed_over: Callable[[str], bool] = lambda _: False) -> None:
+    def __init__(self, queue: InferenceQueue, passed_over: Callable[[str], bool]) -> None:
         """`passed_over`: whether a request is in the batch, and steps had no pages or no room for it."""
         self._queue, self._passed_over = queue, passed_over
         self._deadlines: list[tuple[float, str, bool, tuple[str, ...]]] = []
@@ -131,7 +131,7 @@ class Shedding:
             _, id, waited, choices = heappop(self._deadlines)
             if (waited or self._queue.get(id) is None) and not self._has_begun(choices):
                 late[id] = choices
-        ahead = self._queue.ahead_of([*late, *chain(*late.values())]) if late else {}
+        ahead = self._queue.ahead_of([*late, *chain.from_iterable(late.values())]) if late else {}
         return {id: Late(_bounded(self._wait(ahead.get(id, 0), now)), choices) for id, choices in late.items()}
 
 

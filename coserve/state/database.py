@@ -150,8 +150,8 @@ class Database:
         """Write a log line once the transaction is committed."""
         self._log_lines.append((message, fields))
 
-    def change_nothing(self) -> None:
-        """Refuse every change from now on."""
+    def refuse_changes(self) -> None:
+        """From now on every change raises `StorageFailed`, as on a read-only disk."""
         self._db.execute("PRAGMA query_only = ON")
 
     @contextmanager

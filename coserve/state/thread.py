@@ -84,7 +84,7 @@ class RegistryThread:
             reader = self._factory()
         except StartupError as error:  # the file is one, as the first connection found: it cannot be opened now
             raise error.__cause__ or error from None
-        reader.change_nothing()
+        reader.refuse_changes()
         return reader
 
     def _call_with_reserve(self, fn: Callable[[Registry], T]) -> T:

@@ -27,7 +27,7 @@ class Line:
 
     def __init__(self, *, measured: bool = True) -> None:
         self.queue = InferenceQueue(100, fair=True)
-        self.shedding = Shedding(self.queue)
+        self.shedding = Shedding(self.queue, passed_over=lambda _: False)
         self.count = 0
         if measured:
             for number in range(5):
@@ -84,7 +84,7 @@ def test_without_a_measured_speed_a_request_is_refused_once_it_is_late_and_not_b
 def test_how_long_the_batch_has_taken_nobody_tells_its_speed() -> None:
     """A batch full since 0 s, and requests with a target of 2 s, one a second."""
     queue = InferenceQueue(9, fair=True)
-    shedding, refused = Shedding(queue), dict[str, float]()
+    shedding, refused = Shedding(queue, passed_over=lambda _: False), dict[str, float]()
     shedding.admitted(4, 0.0, full=True)
     for now in (1.0, 2.0, 3.0, 4.0):
         for id, late in shedding.expired(0.1, now).items():
@@ -112,7 +112,7 @@ def test_nobody_is_refused_who_is_admitted_in_time_at_the_latest() -> None:
 def test_the_speed_is_that_of_the_requests_that_wait_now() -> None:
     """Long answers gave a place each 5 s; then the queue was empty."""
     queue = InferenceQueue(9, fair=True)
-    shedding = Shedding(queue)
+    shedding = Shedding(queue, passed_over=lambda _: False)
 
     def arrives(id: str, ttft: float, now: float, *, full: bool) -> float | None:
         queue.push(request(id, ttft), arrived=now, deadline=now + ttft)
@@ -129,7 +129,7 @@ def test_the_speed_is_that_of_the_requests_that_wait_now() -> None:
 
 def test_what_a_policy_holds_back_tells_no_speed() -> None:
     queue = InferenceQueue(9, fair=True)
-    shedding = Shedding(queue)
+    shedding = Shedding(queue, passed_over=lambda _: False)
     queue.push(request("held", 9.0), arrived=0.0, deadline=9.0)
     shedding.arrived("held", 9.0, 5, 0.1, 0.1, 0.0)
     shedding.admitted(0, 0.0, full=False)
@@ -140,7 +140,7 @@ def test_what_a_policy_holds_back_tells_no_speed() -> None:
 
 def test_idle_time_is_no_time_between_admissions() -> None:
     queue = InferenceQueue(9, fair=True)
-    shedding = Shedding(queue)
+    shedding = Shedding(queue, passed_over=lambda _: False)
     for now in (0.0, 10.0, 20.0):
         queue.push(request(f"r{now}", 1.0), arrived=now, deadline=now + 1)
         admit(queue, shedding, now)
@@ -149,7 +149,7 @@ def test_idle_time_is_no_time_between_admissions() -> None:
 
 def test_idle_time_after_a_queue_that_was_cancelled_is_none_either() -> None:
     queue = InferenceQueue(9, fair=True)
-    shedding = Shedding(queue)
+    shedding = Shedding(queue, passed_over=lambda _: False)
 
     def arrives(id: str, now: float) -> None:
         queue.push(request(id, 1.0), arrived=now, deadline=now + 1)

@@ -352,6 +352,20 @@ async def test_a_read_waits_for_no_change_and_sees_those_before(path: Path) -> N
         await thread.read(lambda r: r.jobs())
 
 
+async def test_the_thread_that_changes_the_registry_makes_its_file(path: Path) -> None:
+    """It may have reserved space for it."""
+    opened = list[str]()
+
+    def factory() -> Registry:
+        opened.append(threading.current_thread().name)
+        return Registry(path)
+
+    thread = RegistryThread(factory)
+    assert await asyncio.gather(*(thread.read(lambda r: r.jobs()) for _ in range(3))) == [[], [], []]
+    assert opened == ["registry_0", "registry-reader_0"]
+    await thread.close()
+
+
 async def test_a_read_that_cannot_open_the_file_now_is_tried_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     thread = RegistryThread(lambda: Registry(path), backoff=Backoff(first=0.001, total=5.0))
     await thread(lambda r: r.note("before"))

@@ -174,14 +174,13 @@ class AdapterCatalog:
 
     async def _delete(self, name: str, version: int | None) -> DeletedAdapter:
         with self._in_use.deletion(name, version):
-            deleted = await self._forget(name, version)
-            with suppress(
-                StorageError
-            ):  # reads are in order: whoever found the version before it was deleted has heard of it
+            deleted = await self._delete_row_and_files(name, version)
+            # Reads are in order: after this one, whoever found the version before it was deleted has heard of it.
+            with suppress(StorageError):
                 await self._registry.read(lambda _: None)
         return deleted
 
-    async def _forget(self, name: str, version: int | None) -> DeletedAdapter:
+    async def _delete_row_and_files(self, name: str, version: int | None) -> DeletedAdapter:
         def forget(registry: Registry) -> tuple[list[AdapterRef], int | None]:
             if version is None:
                 return registry.delete_adapter(name), None

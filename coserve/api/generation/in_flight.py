@@ -94,7 +94,7 @@ class InFlightRequests:
         """The chunks of all choices as they come. Closing the generator early cancels the request in the engine.
 
         `semaphore` bounds the chunks that several streams hold: a chunk is made and yielded while it is held. `snapshot`: the adapter
-        of a job in training (`JobSnapshot`), which then serves the request; it is not refused for coming late. `sheds`: another one may be.
+        of a job in training (`JobSnapshot`), which then serves the request; it is not refused for coming late. `sheds`: whether the request may be refused for that at all.
 
         Raises, before the first chunk only: `InvalidRequest`, `EmptyPrompt`, `PromptTooLong`, `AdapterNotFound`,
         `BaseMismatch`, `QueueFull`, `Overloaded`; at any time: `EngineUnavailable`.

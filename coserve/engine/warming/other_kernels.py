@@ -10,7 +10,7 @@ from coserve.parallel.symmetric import launch_sums
 
 
 def launch_other_kernels(base: Base) -> None:
-    """Inside `compile_only`."""
+    """To be called inside `compile_only`, where kernels are compiled and not launched."""
     _divergence(base)
     if base.sharding is not None and base.device.type == "cuda":
         for rank in range(base.sharding.mesh.size):  # every rank has kernels of its own
