@@ -52,6 +52,8 @@ PARTS = ("alone", "coserve", "vllm+peft")
 POLICIES = {"slack", "spatial", "overlap", "overlap-between"}
 """Those under which fine-tuning runs beside requests all the time."""
 PEAK_SECONDS = 20.0
+TRAINING = Cell("training", 5.0, 10.0, LOOSE)
+"""Whose adapters are loaded and whose jobs are trained, in all cells alike."""
 CLIENTS = 4
 """Processes that send requests."""
 
@@ -96,8 +98,7 @@ class EqualLoads:
         ]
 
     async def run_coserve(self, parts: Sequence[str], policy: str) -> None:
-        first = scenario_of(Cell("training", 5.0, 10.0, LOOSE), tiny=self._tiny)
-        scenario = open_workload(first).scenario
+        scenario = open_workload(scenario_of(TRAINING, tiny=self._tiny)).scenario
         system = system_of(policy)
         async with coserve(self._place, scenario, policy) as url:
             self.log(f"{system} is warm")
@@ -117,7 +118,7 @@ class EqualLoads:
         if not cells:
             return
         whole = self._traces / "training.jsonl"  # with jobs: the trainer takes its rows from there
-        save_trace(open_workload(scenario_of(cells[0], tiny=self._tiny)), whole)
+        save_trace(open_workload(scenario_of(TRAINING, tiny=self._tiny)), whole)
         scenario = load_trace(whole).scenario
         async with AsyncExitStack() as stack:
             url = await stack.enter_async_context(vllm(self._place, scenario, memory=self._place.shared_memory))

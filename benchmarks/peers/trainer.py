@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import threading
 import time
@@ -115,14 +116,19 @@ def train(options: argparse.Namespace) -> None:
         print(json.dumps({"at": time.monotonic(), "tokens": ids.numel(), "loss": round(value, 4)}), flush=True)
 
 
+def end_with_standard_input() -> None:
+    sys.stdin.read()  # the parent closes it, also when it is killed
+    os._exit(0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--model", type=Path, required=True, help="folder with config.json and a tokenizer")
     parser.add_argument("--plain", action="store_true", help="nothing compiled, the loss as transformers computes it")
     options = parser.parse_args()
-    threading.Thread(target=train, args=(options,), daemon=True).start()
-    sys.stdin.read()  # the parent closes it, also when it is killed
+    threading.Thread(target=end_with_standard_input, daemon=True).start()
+    train(options)
 
 
 if __name__ == "__main__":

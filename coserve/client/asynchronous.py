@@ -27,6 +27,7 @@ from coserve.client.options import (
     cut_warning,
     finetune_request,
     generate_request,
+    with_rows,
 )
 from coserve.client.retry import RetryPolicy
 from coserve.client.transport import HttpTransport, Transport
@@ -182,7 +183,7 @@ class AsyncClient:
                 "Idempotency-Key": idempotency_key or uuid.uuid4().hex,
                 "Accept": "text/event-stream, application/json",
             },
-            body=body if file is None else corpus_upload(body, file),
+            body=await asyncio.to_thread(with_rows, body) if file is None else corpus_upload(body, file),
         )
         job = await self._caller.submit(request, on_preparing or (lambda _: None))
         if (warning := cut_warning(job)) is not None:

@@ -17,6 +17,10 @@ from coserve.schemas import ChatMessage, FinetuneRequest, GenerateRequest, Impor
 from coserve.types import LoraSettings, SloClass, TrainingRequest
 from coserve.validation import explain
 
+MAX_INLINE_BYTES = 1 << 19
+"""Of rows in a JSON body, which is sent in one piece and of which the daemon takes 16 MiB; an upload is sent in pieces and may have
+its `max_body_bytes`."""
+
 T = TypeVar("T")
 
 Messages = Iterable[ChatMessage | Mapping[str, str]]
@@ -112,6 +116,16 @@ def _check_finite(body: msgspec.Struct, prefix: str) -> None:
             _check_finite(value, f"{prefix}{name}.")
         elif isinstance(value, float) and not math.isfinite(value):
             raise InvalidRequest(f"expected a finite number, got {value}", field=f"{prefix}{name}")
+
+
+def with_rows(request: FinetuneRequest) -> FinetuneRequest | Upload:
+    """The request as it is, or an upload of its rows as a JSONL file where they are too many for a JSON body."""
+    if request.data is None:
+        return request
+    lines = [msgspec.json.encode(row) for row in request.data]
+    if sum(map(len, lines)) <= MAX_INLINE_BYTES:
+        return request
+    return corpus_upload(msgspec.structs.replace(request, data=None), b"\n".join(lines))
 
 
 def corpus_upload(request: FinetuneRequest, file: Path | str | bytes) -> Upload:

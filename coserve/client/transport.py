@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import io
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 import aiohttp
 from yarl import URL
@@ -167,11 +168,11 @@ def _payload(body: bytes | Upload | None, opened: list[Callable[[], None]]) -> b
     form.add_field("settings", body.settings.decode(), content_type="application/json")
     for name, content in body.files:
         if isinstance(content, bytes):
-            form.add_field("file", content, filename=name, content_type="application/octet-stream")
+            file: IO[bytes] = io.BytesIO(content)  # is sent in pieces; bytes would be in one
         else:
             file = content.open("rb")
             opened.append(file.close)
-            form.add_field("file", file, filename=name, content_type="application/octet-stream")
+        form.add_field("file", file, filename=name, content_type="application/octet-stream")
     return form
 
 

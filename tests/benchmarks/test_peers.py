@@ -17,6 +17,7 @@ from benchmarks.equal_loads import EqualLoads
 from benchmarks.http_case import RANK, SMALL, model_folder
 from benchmarks.peers import trainer
 from benchmarks.peers.compare import Comparison, make_adapters
+from benchmarks.peers.processes import module, training
 from benchmarks.peers.systems import Place, vllm_options
 from benchmarks.serving_results import Results
 from coserve.workloads.lengths import Lengths
@@ -161,3 +162,12 @@ def test_vllms_options(place: Place) -> None:
 def test_a_trace_of_other_ranks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="expected a trace of at most 32 adapters of rank 16"):
         make_adapters(tmp_path, SMALL.config, open_workload({"rank": (8,), "duration": 1.0}).scenario)
+
+
+async def test_a_trainer_that_fails_ends(tmp_path: Path) -> None:
+    path = tmp_path / "small.jsonl"
+    save_trace(small_trace(), path)
+    command = module("benchmarks.peers.trainer", "--trace", str(path), "--model", str(tmp_path / "nothing"))
+    with pytest.raises(SystemExit, match="the trainer ended"):
+        async with asyncio.timeout(100), training(command, tmp_path / "log", {}):
+            pass

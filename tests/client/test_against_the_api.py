@@ -114,6 +114,14 @@ async def test_a_corpus_as_a_file(tmp_path: Path) -> None:
         assert caught.value.line == 2
 
 
+async def test_many_rows(tmp_path: Path) -> None:
+    rows = [{"text": f"{row} " + "the same words " * 100} for row in range(900)]
+    async with daemon(tmp_path) as (_, client):
+        with pytest.warns(UserWarning, match="900 of 900 rows were too long"):
+            job = await client.finetune("a", rows, training={"steps": 1})
+        assert job.info.rows == 900
+
+
 async def test_pause_resume_and_cancel(tmp_path: Path) -> None:
     async with daemon(tmp_path) as (api, client):
         api.engine.go_jobs.clear()

@@ -114,6 +114,20 @@ async def test_a_stream_that_is_left_lets_go_of_its_connection() -> None:
     assert closed
 
 
+async def test_many_rows_are_sent_as_a_file() -> None:
+    rows = [{"text": "x" * (1 << 16), "row": row} for row in range(9)]
+    daemon = Daemon(reply(job(), 202), reply(job(), 202))
+    await daemon.client.finetune("a", iter(rows), lora={"r": 4})
+    await daemon.client.finetune("a", rows[:7])
+    upload, inline = [sent(request)[2] for request in daemon.requests]
+    assert isinstance(upload, Upload)
+    settings = msgspec.json.decode(upload.settings)
+    assert "data" not in settings and settings["lora"]["r"] == 4
+    ((_, content),) = upload.files
+    assert isinstance(content, bytes) and [msgspec.json.decode(line) for line in content.splitlines()] == rows
+    assert inline["data"] == rows[:7]
+
+
 async def test_finetune_takes_rows_a_file_or_a_path(tmp_path: Path) -> None:
     corpus = tmp_path / "rows.jsonl"
     corpus.write_text('{"text": "x"}\n')
