@@ -101,7 +101,8 @@ async def _play(
 
     async def send() -> None:
         for at, request in requests:
-            await asyncio.sleep(max(0.0, at - loop.time()))
+            if at > loop.time():  # what is due is sent at once, as by an API in a process of its own
+                await asyncio.sleep(at - loop.time())
             api.send(request)
 
     async def note_both() -> None:

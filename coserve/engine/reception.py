@@ -62,7 +62,7 @@ class Reception:
 
     def admitted(self, requests: Sequence[Queued], now: float) -> None:
         """These requests have left the queue, for the batch or to have their adapters read."""
-        self._shedding.admitted(len(requests), now, full=self._views.headroom(0) <= 0)
+        self._shedding.admitted(requests, now, full=self._views.headroom(0) <= 0)
 
     def _due(self, entry: Queued) -> float:
         """When a request's first token would have to come if one step computed its prompt; infinite where it is not to be refused for being late. An answer's

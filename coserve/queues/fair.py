@@ -59,6 +59,8 @@ class DeficitRoundRobin(Generic[T]):
         """Whether the last flow of the round is in the middle of its turn."""
         self._due: list[_Due[T]] = []
         """All items in the order in which they leave."""
+        self.flows_at_pop = 0
+        """How many flows had items when some were last popped."""
 
     def push(self, key: Hashable, id: str, cost: int, item: T) -> None:
         """Append an item to its flow. A new flow has its first turn after all others."""
@@ -96,6 +98,15 @@ class DeficitRoundRobin(Generic[T]):
         """Number of waiting items of a flow."""
         return len(flow.items) if (flow := self._flows.get(key)) is not None else 0
 
+    def needed(self, key: Hashable, id: str) -> int:
+        """What a flow must still be given until this item leaves."""
+        flow, needed = self._flows[key], 0
+        for other, (_, cost) in flow.items.items():
+            needed += cost
+            if other == id:
+                break
+        return max(0, needed - flow.credit)
+
     def longest(self) -> tuple[Hashable, str]:
         """The key of the flow with the most items, and the id of its newest item. At least one item must wait."""
         flow = max(self._round, key=lambda flow: len(flow.items))
@@ -111,6 +122,7 @@ class DeficitRoundRobin(Generic[T]):
         if not popped:
             return []
         del self._due[:count]
+        self.flows_at_pop = len(self._round)
         turn, last = popped[-1].order
         for flow in self._round:
             turns = turn if flow.position <= last else turn - 1

@@ -36,6 +36,11 @@ class Queued:
         object.__setattr__(self, "decodes", max(0, message.sampling.max_tokens - 1))
         object.__setattr__(self, "end", math.inf if e2e is None else self.arrived + e2e)
 
+    @property
+    def cost(self) -> int:
+        """Tokens that its adapter uses of its turns."""
+        return self.tokens + self.message.sampling.max_tokens
+
 
 class InferenceQueue:
     """At most `limit` requests with unique ids.
@@ -75,8 +80,7 @@ class InferenceQueue:
         assert message.id not in self._entries, message.id
         displaced = self._displaced(message, arrived) if len(self._entries) >= self._limit else None
         entry = self._entries[message.id] = Queued(message, arrived, deadline)
-        cost = entry.tokens + message.sampling.max_tokens
-        self._flows(message).push(self._flow(message), message.id, cost, entry)
+        self._flows(message).push(self._flow(message), message.id, entry.cost, entry)
         self._waiting = None
         return displaced
 
@@ -133,6 +137,15 @@ class InferenceQueue:
             else:
                 others += 1
         return found
+
+    def needed(self, id: str) -> int:
+        """Tokens that the adapter of a request in the queue must be given until the request is admitted: costs of those before it, and its own."""
+        message = self._entries[id].message
+        return self._flows(message).needed(self._flow(message), id)
+
+    def taking_turns(self, message: Generate) -> int:
+        """How many adapters had requests of this request's class when one was last admitted."""
+        return self._flows(message).flows_at_pop
 
     def _first(self, count: int) -> tuple[Queued, ...]:
         interactive, batch = self._interactive.first(count), self._batch.first(count)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import chain
 
 from coserve.queues.inference import RETRY_AT_LEAST, RETRY_AT_MOST, InferenceQueue, Queued
-
-MEMORY = 32
-"""Admissions after which one counts 1/e of a new one, for the speed at which the batch takes requests."""
+from coserve.queues.pace import Pace
 
 LEFT_ON_ARRIVAL = 0.5
 """Share of the time from one admission to the next that is left on average when a request arrives."""
@@ -30,7 +28,8 @@ class Shedding:
     arrives is never refused for its time in the queue: below capacity all do.
 
     While requests wait behind a full batch training has next to nothing (`train_floor`, `train_patience`), so the speed at which the batch takes requests
-    is about that of inference alone; with `Spatial` it is that of inference beside training. A request whose turn would come after its deadline at that speed is late when it arrives; one that was
+    is about that of inference alone; with `Spatial` it is that of inference beside training. A request whose turn would come after its deadline at that speed is late when it arrives: with as many before it as in the queue now, or, where its adapter has several, at
+    the speed at which adapters have their turns. One that was
     expected in time is late once it would have its first token after its deadline if it were admitted now. The time since the last admission counts as that of one more, so the speed
     is known before anybody who waited was admitted; nobody is late who would be in time even if all running requests had as many tokens as they may.
     """
@@ -45,33 +44,47 @@ class Shedding:
         """From when the time to the next admission is measured: the last one, or when somebody began to wait; None: nobody waits."""
         self._admitted: float | None = None
         """When the last request was admitted, whoever has waited since."""
-        self._seconds = self._admissions = 0.0
+        self._by_request = Pace()
+        self._by_token = {False: Pace(), True: Pace()}
+        """Of an adapter that has its turns; by class, `batch` or not."""
 
     @property
     def gap(self) -> float:
         """Expected seconds from one admission to the next while the batch is full; 0: not known."""
-        return self._seconds / self._admissions if self._admissions else 0.0
+        return self._by_request.each
 
     def _wait(self, ahead: int, now: float) -> float:
         """Expected seconds until a request is admitted behind a full batch and `ahead` others; 0: not known."""
-        gap, since = self.gap, 0.0 if self._admitted is None else now - self._admitted
-        if since > gap:
-            gap = (self._seconds + since) / (self._admissions + 1)
-        return (ahead + LEFT_ON_ARRIVAL) * gap
+        return (ahead + LEFT_ON_ARRIVAL) * self._gap_now(now)
+
+    def _gap_now(self, now: float) -> float:
+        """The time since the last admission, if it is longer than usual, counts as that of one more."""
+        since = 0.0 if self._admitted is None else now - self._admitted
+        return self._by_request.after(since, 1) if since > self.gap else self.gap
+
+    def _turn_wait(self, id: str) -> float:
+        """The same from what its adapter has to be given until then, and how fast adapters that had their turns were: requests of others that come later may go first."""
+        entry = self._queue.get(id)
+        assert entry is not None, id
+        return self._queue.needed(id) * self._by_token[entry.message.slo.batch].each
 
     @property
     def watches(self) -> bool:
         """Whether any request may become late."""
         return bool(self._deadlines)
 
-    def admitted(self, count: int, now: float, *, full: bool) -> None:
-        """So many requests have left the queue for the batch. `full`: it has no place now; others may wait behind it."""
+    def admitted(self, requests: Sequence[Queued], now: float, *, full: bool) -> None:
+        """These requests have left the queue for the batch. `full`: it has no place now; others may wait behind it."""
+        count = len(requests)
         if count:
             self._admitted = now
         if count and self._last is not None:
-            fading = (1 - 1 / MEMORY) ** count
-            self._seconds = fading * self._seconds + now - self._last
-            self._admissions = fading * self._admissions + count
+            seconds = now - self._last
+            self._by_request.add(seconds, count, count)
+            for batch, pace in self._by_token.items():
+                if own := [each for each in requests if each.message.slo.batch == batch]:
+                    tokens = sum(each.cost for each in own)
+                    pace.add(seconds * self._queue.taking_turns(own[0].message), tokens, len(own))
         if not (full and len(self._queue)):
             self._last = None
         elif count or self._last is None:
@@ -100,16 +113,20 @@ class Shedding:
         """
         if len(self._queue) == 1:
             # The time in which nobody waited tells nothing about the speed, nor does the work before it.
-            self._last, self._seconds, self._admissions = None, 0.0, 0.0
+            self._last = None
+            self._by_request, self._by_token = Pace(), {False: Pace(), True: Pace()}
         if due == math.inf or self._has_begun(choices):
             return None
         waiting = len(self._queue) - (displaced is not None)
         ahead = self._ahead(id, displaced) - headroom if waiting > headroom else -1
         if ahead >= 0:
-            wait = self._wait(ahead, now) if full else (ahead + LEFT_ON_ARRIVAL) * self.gap
-            late = now + wait + first_token - due
-            if wait and late > 0:
-                most = decodes(ahead + 1)
+            gap = self._gap_now(now) if full else self.gap
+            places = ahead + LEFT_ON_ARRIVAL
+            if full and gap:
+                places = max(places, self._turn_wait(id) / gap)
+            late = now + places * gap + first_token - due
+            if gap and late > 0:
+                most = decodes(math.ceil(places - LEFT_ON_ARRIVAL) + 1)
                 if not step or most == math.inf or now + most * step + first_token > due:
                     return _bounded(late)
         heappush(self._deadlines, (due, id, ahead >= 0, choices))

@@ -77,10 +77,11 @@ class FairAgainstTurns(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 6))
     def take(self, count: int) -> None:
-        promised = self.fair.first(count)
+        promised, flows = self.fair.first(count), len(self.turns.flows)
         taken = self.fair.pop(count)
         assert tuple(taken) == promised
         assert taken == [id for _ in range(count) if (id := self.turns.take_one()) is not None]
+        assert not taken or self.fair.flows_at_pop == flows
         for id in taken:
             del self.flow_of[id]
 
@@ -102,6 +103,10 @@ class FairAgainstTurns(RuleBasedStateMachine):
                 own = [id for id, flow in self.flow_of.items() if flow == key]
                 assert self.fair.waiting(key) == len(own)
                 assert [id for id in self.fair.first(99) if id[0] == key] == own, "first come first within a flow"
+                needed = -self.turns.credit.get(key, 0)
+                for id, cost in self.turns.flows.get(key, ()):
+                    needed += cost
+                    assert self.fair.needed(key, id) == max(0, needed)
             if self.flow_of:
                 key, last = self.fair.longest()
                 assert self.fair.waiting(key) == max(map(self.fair.waiting, "abcd"))

@@ -19,7 +19,7 @@ def request(id: str, ttft: float, *, shed: bool = True) -> Generate:
 
 
 def admit(queue: InferenceQueue, shedding: Shedding, now: float, count: int = 1) -> None:
-    shedding.admitted(len(queue.pop(count)), now, full=True)
+    shedding.admitted(queue.pop(count), now, full=True)
 
 
 class Line:
@@ -85,7 +85,9 @@ def test_how_long_the_batch_has_taken_nobody_tells_its_speed() -> None:
     """A batch full since 0 s, and requests with a target of 2 s, one a second."""
     queue = InferenceQueue(9, fair=True)
     shedding, refused = Shedding(queue, passed_over=lambda _: False), dict[str, float]()
-    shedding.admitted(4, 0.0, full=True)
+    for number in range(4):
+        queue.push(request(f"early{number}", 99.0, shed=False), arrived=0.0, deadline=99.0)
+    admit(queue, shedding, 0.0, 4)
     for now in (1.0, 2.0, 3.0, 4.0):
         for id, late in shedding.expired(0.1, now).items():
             queue.cancel(id)
@@ -132,9 +134,8 @@ def test_what_a_policy_holds_back_tells_no_speed() -> None:
     shedding = Shedding(queue, passed_over=lambda _: False)
     queue.push(request("held", 9.0), arrived=0.0, deadline=9.0)
     shedding.arrived("held", 9.0, 5, 0.1, 0.1, 0.0)
-    shedding.admitted(0, 0.0, full=False)
-    queue.pop(1)
-    shedding.admitted(1, 0.05, full=False)
+    shedding.admitted([], 0.0, full=False)
+    shedding.admitted(queue.pop(1), 0.05, full=False)
     assert shedding.gap == 0
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from coserve.errors import Overloaded
 from coserve.link import Generate, RequestFailed, StartJob, ToEngine, Tokens
 from coserve.queues.policies.slack import Slack
-from coserve.types import SamplingParams, Slo
+from coserve.types import AdapterRef, SamplingParams, Slo
 from tests.support.examples import sample
 from tests.support.fake_ports import JobPlan, Prices
 from tests.support.scenario import Outcome, Scenario, job_spec, play
@@ -17,13 +19,17 @@ CAPACITY = BATCH / (TOKENS * STEP)
 """Requests a second."""
 
 
-def live(rate: float, *, ttft: float, tpot: float = 0.5, shed: bool = True, count: int = 200) -> Outcome:
-    """Requests at a steady rate beside a job."""
+def live(
+    rate: float, *, ttft: float, tpot: float = 0.5, shed: bool = True, count: int = 200, adapters: int = 0
+) -> Outcome:
+    """Requests at a steady rate beside a job, each for one of so many adapters that is drawn."""
+    rng = random.Random(0)
     slo = Slo(ttft=ttft, tpot=tpot, shed=shed)
     script: list[tuple[float, ToEngine]] = [(0.0, StartJob(spec=job_spec("j")))]
     for number in range(count):
         sampling = SamplingParams(max_tokens=TOKENS)
-        request = Generate(id=f"r{number}", prompt=(1,) * 8, sampling=sampling, adapter=None, slo=slo)
+        adapter = AdapterRef(f"a{rng.randrange(adapters)}", 1) if adapters else None
+        request = Generate(id=f"r{number}", prompt=(1,) * 8, sampling=sampling, adapter=adapter, slo=slo)
         script.append((number / rate, request))
     return play(Scenario(
         seed=0, policy=Slack(patience=1e9), script=tuple(script), plans={"j": JobPlan(500, 8, 1 << 20, None)},
@@ -52,6 +58,14 @@ def test_above_capacity_nobody_is_late_and_the_others_are_told_at_once(ttft: flo
     assert len(firsts) >= 0.4 * 200, "the batch is full all the time"
     at_once = [seconds for seconds in refusals if seconds <= 2 * STEP]
     assert len(at_once) >= 0.9 * len(refusals), "but for those before the speed was known"
+
+
+@pytest.mark.parametrize("ttft", sample([1.0, 3.0], 1.0))
+def test_whose_adapter_has_many_before_it_is_told_at_once_though_others_come_later_and_go_first(ttft: float) -> None:
+    firsts, refusals = ends(live(1.5 * CAPACITY, ttft=ttft, count=600, adapters=8))
+    assert sum(seconds > ttft for seconds in firsts) <= 0.02 * len(firsts)
+    assert len(firsts) >= 0.6 * 600, "the batch is full all the time"
+    assert sum(seconds <= 2 * STEP for seconds in refusals) >= 0.8 * len(refusals) > 0
 
 
 @pytest.mark.slow
