@@ -235,8 +235,7 @@ class Starving(msgspec.Struct, frozen=True):
     slack: float
 
 
-STALL_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Upper bounds in seconds."""
+STALL_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # bounds, in seconds
 
 
 class StallCounts(msgspec.Struct, frozen=True):
@@ -255,9 +254,14 @@ class TrainingBatches(msgspec.Struct, frozen=True):
     rows: int = 0
     jobs: int = 0
 
-    def plus(self, rows: int, jobs: int) -> TrainingBatches:
-        """With one more, of so many rows and jobs."""
-        return TrainingBatches(self.count + 1, self.rows + rows, self.jobs + jobs)
+
+class StepCounts(msgspec.Struct, frozen=True):
+    """Generation steps so far of a kind, `prefill` or `decode`, while the device computed training (`beside`) or not, and their seconds."""
+
+    kind: str
+    beside: bool
+    count: int
+    seconds: float
 
 
 class EngineStats(Message, frozen=True):
@@ -283,6 +287,7 @@ class EngineStats(Message, frozen=True):
     """Time spent so far in generation steps and in fine-tuning slices."""
     troubles: tuple[str, ...] = ()
     """Reads and writes that are being retried, and work that runs in smaller parts since memory ran out; shown in /health."""
+    steps: tuple[StepCounts, ...] = ()
     batches: TrainingBatches = TrainingBatches()
     patience_slices: int = 0
     """Fine-tuning slices so far that ran only because of `train_patience` or `train_floor`."""

@@ -98,6 +98,7 @@ def engine_stats(
         resident=adapters.resident(),
         serve_seconds=seconds[0],
         train_seconds=seconds[1],
+        steps=views.step_counts,
         troubles=adapters.troubles + jobs.troubles + generator.troubles,
         batches=jobs.batches,
         patience_slices=views.slices.by_patience,

@@ -9,6 +9,7 @@ from sys import maxsize
 from typing import Protocol
 
 from coserve.engine.running import RunningRequests
+from coserve.link import StepCounts
 from coserve.queues.beside import SpeedBeside, Trials
 from coserve.queues.costs import ATTAINMENT, Predictors
 from coserve.queues.inference import InferenceQueue
@@ -57,6 +58,7 @@ class Views:
         self._beside = beside
         self._in_turn = Counter[StepKind]()
         """Steps of a kind in a row that no training ran beside, while jobs could train."""
+        self._step_counts = dict[tuple[StepKind, bool], StepCounts]()
         self._trials = Trials()
         self._prompt_steps = SlidingQuantile(PROMPT_STEPS)
         self.decode_seconds = 0.0
@@ -70,6 +72,10 @@ class Views:
         if shape.prefill:
             self._prompt_steps.add(seconds)
         self._trials.ran(shape.kind, beside=overlapped)
+        last = self._step_counts.get((shape.kind, overlapped), StepCounts(shape.kind, overlapped, 0, 0.0))
+        self._step_counts[shape.kind, overlapped] = StepCounts(
+            shape.kind, overlapped, last.count + 1, last.seconds + seconds
+        )
         if overlapped:
             self._in_turn[shape.kind] = 0
         elif self._jobs.ready():
@@ -85,6 +91,11 @@ class Views:
             self._in_turn[kind] = 0
         elif steps % margin == 0:
             self._steps.forget_errors(lambda key: key == own)
+
+    @property
+    def step_counts(self) -> tuple[StepCounts, ...]:
+        """Of the steps that were measured."""
+        return tuple(self._step_counts.values())
 
     @property
     def train_speed_beside(self) -> float:

@@ -11,9 +11,11 @@ import pytest
 from benchmarks.equal_report import FILE, TARGETS, keys, publish, target_of
 from benchmarks.peers.client import merged
 from benchmarks.peers.compare import only_prompts
+from benchmarks.peers.device_time import counters_of, device_time, read_counters
 from benchmarks.peers.loads import chosen_cells, scenario_of
 from coserve.workloads.opening import open_workload
 from coserve.workloads.replay import ReplayResult, Sample
+from tests.support.api_server import serve_api
 
 
 def row(rate: float, in_slo: float, goodput: float, share: float = 0.0) -> dict[str, Any]:
@@ -98,3 +100,32 @@ def test_each_policy_has_keys_of_its_own() -> None:
         own = key.replace("coserve", "coserve.overlap")
         assert found[own][:2] == (value, unit), own
         assert target_of(own, rows) == target_of(key, rows) == (str(TARGETS[key]) if key in TARGETS else None)
+
+
+def test_where_the_time_of_the_device_goes() -> None:
+    def page(decodes: int, prompts: int, slices: float) -> str:
+        return "\n".join(
+            f"coserve_{name} {value}"
+            for name, value in (
+                ('generation_steps_total{kind="decode",training="beside"}', decodes),
+                ('generation_step_seconds_total{kind="decode",training="beside"}', 0.02 * decodes),
+                ('generation_steps_total{kind="prefill",training="none"}', prompts),
+                ('generation_step_seconds_total{kind="prefill",training="none"}', 0.03 * prompts),
+                ("train_seconds_total", slices),
+            )
+        )
+
+    found = device_time(counters_of(page(100, 5, 3.0), 10.0), counters_of(page(300, 5, 11.0), 20.0))
+    assert found == {"train_share": 0.8, "decode.beside": {"per_s": 20.0, "ms": 20.0, "share": 0.4}}
+
+
+async def test_a_daemons_counters_are_read(tmp_path: Path) -> None:
+    async with serve_api(tmp_path / "data") as api:
+        api.engine.stats()
+        await api.works()
+        found = await read_counters(f"http://127.0.0.1:{api.port}")
+    assert found.steps == {"decode.beside": 20, "prefill": 3} and found.seconds == {
+        "decode.beside": 0.5,
+        "prefill": 0.25,
+    }
+    assert found.slices == 2.5

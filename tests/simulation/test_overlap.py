@@ -9,7 +9,17 @@ from dataclasses import dataclass
 import pytest
 
 from coserve.engine.engine import Engine
-from coserve.link import EngineStopped, FromEngine, Generate, LocalLink, Shutdown, StartJob, ToEngine, Tokens
+from coserve.link import (
+    EngineStats,
+    EngineStopped,
+    FromEngine,
+    Generate,
+    LocalLink,
+    Shutdown,
+    StartJob,
+    ToEngine,
+    Tokens,
+)
 from coserve.queues.costs import ATTAINMENT
 from coserve.queues.policies.overlap import Overlap
 from coserve.queues.risk import TAKEN_BACK
@@ -35,6 +45,8 @@ class Seen:
     """Seconds of the slowest first token."""
     training: float
     """Share of the time, alone, while requests ran."""
+    beside: float
+    """Share of the steps of decodes beside training, as the engine reports it."""
 
 
 async def _live(gpu: SharedGpu, policy: Overlap, tpot: float) -> Seen:
@@ -57,7 +69,7 @@ async def _live(gpu: SharedGpu, policy: Overlap, tpot: float) -> Seen:
     )  # fmt: skip
     running = asyncio.create_task(engine.run())
     api.send(StartJob(spec=spec))
-    sent, came = dict[str, float](), dict[str, list[float]]()
+    sent, came, steps = dict[str, float](), dict[str, list[float]](), dict[bool, int]()
 
     def ask(id: str, tokens: int) -> None:
         sent[id] = loop.time()
@@ -75,6 +87,8 @@ async def _live(gpu: SharedGpu, policy: Overlap, tpot: float) -> Seen:
             if isinstance(message, Tokens):
                 came.setdefault(message.id, []).append(loop.time())
                 count -= message.finished is not None
+            elif isinstance(message, EngineStats):
+                steps.update({each.beside: each.count for each in message.steps if each.kind == "decode"})
 
     await asyncio.sleep(LEAD)
     for number in range(LEARNING):
@@ -92,7 +106,8 @@ async def _live(gpu: SharedGpu, policy: Overlap, tpot: float) -> Seen:
     await running
     late = sum(at > own[0] + k * tpot + 1e-9 for own in came.values() for k, at in enumerate(own))
     firsts = [own[0] - sent[id] for id, own in came.items()]
-    return Seen(late / (STREAMS * TOKENS), max(firsts), trained / (end - begin))
+    beside = steps.get(True, 0) / max(1, sum(steps.values()))
+    return Seen(late / (STREAMS * TOKENS), max(firsts), trained / (end - begin), beside)
 
 
 def live(gpu: SharedGpu, tpot: float, *, overlapped: bool = True) -> Seen:
@@ -105,6 +120,7 @@ def test_a_step_beside_training_costs_less_than_one_in_turn(step_speed: float) -
     seen = live(SharedGpu(step_speed, 0.9), 0.05)
     assert seen.late < 0.02 and seen.first < 0.15
     assert seen.training > 1 - STEP / 0.05
+    assert seen.beside > 0.7
 
 
 @pytest.mark.parametrize("tpot", sample([0.02, 0.05], 0.05))
@@ -127,6 +143,7 @@ def test_turns_without_a_pause_may_be_chosen(tpot: float) -> None:
     gpu = SharedGpu(0.1, 0.1)
     seen = live(gpu, tpot, overlapped=False)
     assert gpu.both == 0.0, "seconds in which both were computed"
+    assert seen.beside == 0.0
     assert seen.late < 0.02 and seen.first < 0.15
     assert seen.training > 0.85 * (1 - STEP / tpot)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 
+import pytest
+
 from coserve.engine.engine import Engine
 from coserve.link import EngineStats, EngineStopped, Generate, Shutdown, StartJob, local_pair
 from coserve.queues.policies.slack import Slack
@@ -23,6 +25,11 @@ def test_a_launched_step_counts_once() -> None:
     found, elapsed = run_virtual(live())
     assert found.train_seconds > 1.0 and found.serve_seconds > 1.0
     assert found.serve_seconds + found.train_seconds <= elapsed + 1e-6
+    counts = {(each.kind, each.beside): each for each in found.steps}
+    assert set(counts) <= {("prefill", False), ("decode", False)}, "they take turns with training"
+    decodes = counts["decode", False]
+    assert decodes.seconds / decodes.count == pytest.approx(STEP + LAUNCH, rel=0.1), "the device waits for each launch"
+    assert sum(each.seconds for each in counts.values()) <= found.serve_seconds + 1e-6
 
 
 async def live() -> tuple[EngineStats, float]:

@@ -41,6 +41,7 @@ from coserve.link import (
     StallCounts,
     StartJob,
     Starving,
+    StepCounts,
     ToEngine,
     Tokens,
 )
@@ -255,6 +256,10 @@ class FakeEngine:
             "preemptions": 2,
             "prefix_queries": 50,
             "prefix_hits": 30,
+            "steps": (
+                StepCounts("decode", beside=True, count=20, seconds=0.5),
+                StepCounts("prefill", beside=False, count=3, seconds=0.25),
+            ),
         } | changes
         seconds = {"serve_seconds": 1.5, "train_seconds": 2.5, "request_waits": waits[0], "training_waits": waits[1]}
         self.link.send(EngineStats(**values, **seconds, resident=(), starving=starving, stalls=stalls, memory=memory))

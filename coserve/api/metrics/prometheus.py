@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from coserve.api.metrics.vllm_names import VllmNames
 from coserve.gpu_memory import MemoryUse
 from coserve.health import RankInfo
-from coserve.link import STALL_BUCKETS, EngineStats, EngineWarming, StallCounts
+from coserve.link import STALL_BUCKETS, EngineStats, EngineWarming, StallCounts, StepCounts
 from coserve.types import FinishReason, JobState
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -203,6 +203,17 @@ def gpu_memory(use: MemoryUse | None) -> Iterable[Metric]:
         yield GaugeMetricFamily(f"coserve_jobs_memory_{name}_bytes", text, value=value)
 
 
+def step_counts(steps: Iterable[StepCounts]) -> Iterable[Metric]:
+    labels = ["kind", "training"]
+    counts = CounterMetricFamily("coserve_generation_steps", "Generation steps that were measured", labels=labels)
+    seconds = CounterMetricFamily("coserve_generation_step_seconds", "Time that they took", labels=labels)
+    for each in steps:
+        values = [each.kind, "beside" if each.beside else "none"]
+        counts.add_metric(values, each.count)
+        seconds.add_metric(values, each.seconds)
+    return counts, seconds
+
+
 class EngineGauges(Collector):
     """The engine's last report. Its counters never fall back to zero: those of ended engines are kept as an offset."""
 
@@ -210,11 +221,12 @@ class EngineGauges(Collector):
         self._stats: EngineStats | None = None
         self._before = (0.0,) * len(_TOTALS)
         self._stalls_before: dict[str, StallCounts] = {}
+        self._steps_before: dict[tuple[str, bool], StepCounts] = {}
 
     def report(self, stats: EngineStats | None) -> None:
         """None: the engine ended."""
         if stats is None:
-            self._before, self._stalls_before = self._totals(), self._stalls()
+            self._before, self._stalls_before, self._steps_before = self._totals(), self._stalls(), self._steps()
         self._stats = stats
 
     def _totals(self) -> tuple[float, ...]:
@@ -227,6 +239,15 @@ class EngineGauges(Collector):
         for new in () if self._stats is None else self._stats.stalls:
             old = found.get(new.cause)
             found[new.cause] = new if old is None else _sum(old, new)
+        return found
+
+    def _steps(self) -> dict[tuple[str, bool], StepCounts]:
+        """By kind, and whether training was computed beside them."""
+        found = dict(self._steps_before)
+        for new in () if self._stats is None else self._stats.steps:
+            old = found.get((new.kind, new.beside))
+            count, seconds = (0, 0.0) if old is None else (old.count, old.seconds)
+            found[new.kind, new.beside] = StepCounts(new.kind, new.beside, count + new.count, seconds + new.seconds)
         return found
 
     def collect(self) -> Iterable[Metric]:
@@ -255,6 +276,7 @@ class EngineGauges(Collector):
         yield from gpu_memory(s.memory if s else None)
         for (name, text, _), total in zip(_TOTALS, self._totals(), strict=True):
             yield CounterMetricFamily(f"coserve_{name}", text, value=total)
+        yield from step_counts(self._steps().values())
         stalls = HistogramMetricFamily(
             "coserve_engine_stall_seconds",
             "Between two moments at which a generation step can begin, while requests waited or ran",

@@ -101,7 +101,8 @@ class TrainingPasses:
     def settle(self, one: TrainingPass) -> None:
         """After a slice."""
         if one.ended and one.learns:
-            self.batches = self.batches.plus(one.rows, len(one.members))
+            last = self.batches
+            self.batches = TrainingBatches(last.count + 1, last.rows + one.rows, last.jobs + len(one.members))
         for job in one.jobs if one.ended else ():
             self._passes.pop(job.id, None)
 

@@ -1,0 +1,60 @@
+"""Where the time of coserve's device goes, from two reads of `/metrics`: steps by kind, beside training or not, and slices."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+STEPS, STEP_SECONDS, SLICES = (
+    "coserve_generation_steps_total",
+    "coserve_generation_step_seconds_total",
+    "coserve_train_seconds_total",
+)
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What the engine has counted until the time `at`, on the monotonic clock. `steps` and `seconds`: by kind, such as `prefill` or `decode.beside`."""
+
+    at: float
+    steps: dict[str, float]
+    seconds: dict[str, float]
+    slices: float
+
+
+async def read_counters(url: str) -> Counters:
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
+        response.raise_for_status()
+        return counters_of(await response.text(), time.monotonic())
+
+
+def counters_of(page: str, at: float) -> Counters:
+    steps, seconds, slices = dict[str, float](), dict[str, float](), 0.0
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if sample.name in (STEPS, STEP_SECONDS):
+                beside = sample.labels["training"] == "beside"
+                kind = sample.labels["kind"] + (".beside" if beside else "")
+                (steps if sample.name == STEPS else seconds)[kind] = sample.value
+            elif sample.name == SLICES:
+                slices = sample.value
+    return Counters(at, steps, seconds, slices)
+
+
+def device_time(before: Counters, after: Counters) -> dict[str, object]:
+    """Of each kind of step how many a second, their mean milliseconds and their share of the time, and the share of slices, those beside steps included."""
+    elapsed = after.at - before.at
+    found: dict[str, object] = {"train_share": round((after.slices - before.slices) / elapsed, 4)}
+    for kind, count in sorted(after.steps.items()):
+        steps = count - before.steps.get(kind, 0.0)
+        seconds = after.seconds[kind] - before.seconds.get(kind, 0.0)
+        if steps:
+            found[kind] = {
+                "per_s": round(steps / elapsed, 2),
+                "ms": round(1e3 * seconds / steps, 2),
+                "share": round(seconds / elapsed, 4),
+            }
+    return found
