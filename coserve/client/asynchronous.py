@@ -171,8 +171,10 @@ class AsyncClient:
         that it made first, and another request with it raises `IdempotencyMismatch`; without one, each call has its own, so that
         retries never make two jobs.
         """
-        if file is not None and (data is not None or path is not None):
-            raise InvalidRequest("expected one of data, file and path, got more", field="file")
+        if [data, file, path].count(None) < 2:
+            raise InvalidRequest(
+                "expected one of data, file and path, got more", field="data" if file is None else "file"
+            )
         if isinstance(data, str | Path):
             data, file = None, data
         body = finetune_request(adapter, data, path, continue_from, teacher, lora, training, metadata, on_conflict)

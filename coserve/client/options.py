@@ -17,9 +17,8 @@ from coserve.schemas import ChatMessage, FinetuneRequest, GenerateRequest, Impor
 from coserve.types import LoraSettings, SloClass, TrainingRequest
 from coserve.validation import explain
 
-MAX_INLINE_BYTES = 1 << 19
-"""Of rows in a JSON body, which is sent in one piece and of which the daemon takes 16 MiB; an upload is sent in pieces and may have
-its `max_body_bytes`."""
+MAX_INLINE_BYTES = 8 << 20
+"""Of rows that go in a JSON body, of which the daemon takes 16 MiB. An upload may be as large as its `max_body_bytes`, but few run at once."""
 
 T = TypeVar("T")
 
@@ -125,7 +124,7 @@ def with_rows(request: FinetuneRequest) -> FinetuneRequest | Upload:
     lines = [msgspec.json.encode(row) for row in request.data]
     if sum(map(len, lines)) <= MAX_INLINE_BYTES:
         return request
-    return corpus_upload(msgspec.structs.replace(request, data=None), b"\n".join(lines))
+    return corpus_upload(msgspec.structs.replace(request, data=None), b"".join(line + b"\n" for line in lines))
 
 
 def corpus_upload(request: FinetuneRequest, file: Path | str | bytes) -> Upload:

@@ -95,8 +95,8 @@ async def _finish(closing: Callable[[], Coroutine[Any, Any, None]]) -> None:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await closing()
+    # Closing the loop ends its executor. To wait for that takes a thread, which a program that ends cannot start.
     await loop.shutdown_asyncgens()
-    await loop.shutdown_default_executor()
 
 
 def _texts_of(asynchronous: type) -> Callable[[type[T]], type[T]]:

@@ -48,9 +48,8 @@ class Reception:
         assert entry is not None, "it was queued"
         views = self._views
         retry = self._shedding.arrived(
-            request.id, self._due(entry), views.headroom(reading), views.step_seconds, self._first_token_seconds, now, displaced,
+            request, self._due(entry), views.headroom(reading), views.step_seconds, self._first_token_seconds, now, displaced,
             full=views.headroom(0) <= 0, decodes=self._running.most_decodes,
-            choices=request.choices,
         )  # fmt: skip
         if retry is not None:
             self._remove([request.id, *request.choices])

@@ -11,7 +11,7 @@ the turns, also for a quantum much smaller than the costs.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
@@ -59,8 +59,8 @@ class DeficitRoundRobin(Generic[T]):
         """Whether the last flow of the round is in the middle of its turn."""
         self._due: list[_Due[T]] = []
         """All items in the order in which they leave."""
-        self.flows_at_pop = 0
-        """How many flows had items when some were last popped."""
+        self.rounds = 0.0
+        """So far. A round in which some of the flows have had their turn counts as that part of one."""
 
     def push(self, key: Hashable, id: str, cost: int, item: T) -> None:
         """Append an item to its flow. A new flow has its first turn after all others."""
@@ -77,6 +77,8 @@ class DeficitRoundRobin(Generic[T]):
 
     def remove(self, gone: Mapping[Hashable, Collection[str]]) -> None:
         """Remove items, given as ids by flow. Later items of those flows may leave earlier."""
+        if len(gone) == 1 and self._removed_last(*next(iter(gone.items()))):
+            return
         flows = {self._flows[key] for key in gone}
         self._due = [due for due in self._due if due.flow not in flows]
         for flow in flows:
@@ -91,6 +93,16 @@ class DeficitRoundRobin(Generic[T]):
             self._mid_turn = self._mid_turn and bool(self._round[-1].items)
             self._drop_empty(self._round)
 
+    def _removed_last(self, key: Hashable, ids: Collection[str]) -> bool:
+        """Whether that was the newest item of a flow with others, whose turns it does not change."""
+        flow = self._flows[key]
+        newest = next(reversed(flow.items))
+        if len(flow.items) == 1 or list(ids) != [newest]:
+            return False
+        del self._due[self.before_last(key)]
+        flow.cost -= flow.items.pop(newest)[1]
+        return True
+
     def __len__(self) -> int:
         return len(self._due)
 
@@ -98,14 +110,22 @@ class DeficitRoundRobin(Generic[T]):
         """Number of waiting items of a flow."""
         return len(flow.items) if (flow := self._flows.get(key)) is not None else 0
 
-    def needed(self, key: Hashable, id: str) -> int:
-        """What a flow must still be given until this item leaves."""
-        flow, needed = self._flows[key], 0
-        for other, (_, cost) in flow.items.items():
-            needed += cost
-            if other == id:
-                break
-        return max(0, needed - flow.credit)
+    def rounds_until_last(self, key: Hashable) -> float:
+        """From now until the newest item of a flow leaves."""
+        turn, position = self._last(self._flows[key]).order
+        return self._rounds(turn, position)
+
+    def before_last(self, key: Hashable) -> int:
+        """How many items leave before the newest one of a flow."""
+        return bisect_right(self._due, self._last(self._flows[key]).order, key=_order) - 1
+
+    def _last(self, flow: _Flow[T]) -> _Due[T]:
+        id = next(reversed(flow.items))
+        return self._schedule(flow, id, flow.items[id][0], flow.cost)
+
+    def _rounds(self, turn: int, position: int) -> float:
+        """Until an item of this order leaves."""
+        return turn - 1 + (position + 1) / len(self._round) if turn else 0.0
 
     def longest(self) -> tuple[Hashable, str]:
         """The key of the flow with the most items, and the id of its newest item. At least one item must wait."""
@@ -122,8 +142,8 @@ class DeficitRoundRobin(Generic[T]):
         if not popped:
             return []
         del self._due[:count]
-        self.flows_at_pop = len(self._round)
         turn, last = popped[-1].order
+        self.rounds += self._rounds(turn, last)
         for flow in self._round:
             turns = turn if flow.position <= last else turn - 1
             flow.turns += turns

@@ -38,8 +38,12 @@ class Queued:
 
     @property
     def cost(self) -> int:
-        """Tokens that its adapter uses of its turns."""
+        """Tokens that it uses of its adapter's turns."""
         return self.tokens + self.message.sampling.max_tokens
+
+
+Line = tuple[bool, Hashable]
+"""Requests that are served in order of arrival: the class, batch or not, and the adapter."""
 
 
 class InferenceQueue:
@@ -123,9 +127,11 @@ class InferenceQueue:
     def get(self, id: str) -> Queued | None:
         return self._entries.get(id)
 
-    def ahead(self, id: str) -> int:
-        """How many requests are admitted before this one."""
-        return self.ahead_of([id])[id]
+    def ahead(self, newest: Generate) -> int:
+        """How many of the requests that wait now are admitted before this one, the newest of its line."""
+        if not (len(self._interactive) and len(self._batch)):
+            return self._flows(newest).before_last(self._flow(newest))
+        return self.ahead_of([newest.id])[newest.id]
 
     def ahead_of(self, ids: Collection[str]) -> dict[str, int]:
         """For those of these requests that are in the queue: how many others are admitted before each. Takes little longer for many
@@ -138,14 +144,22 @@ class InferenceQueue:
                 others += 1
         return found
 
-    def needed(self, id: str) -> int:
-        """Tokens that the adapter of a request in the queue must be given until the request is admitted: costs of those before it, and its own."""
-        message = self._entries[id].message
-        return self._flows(message).needed(self._flow(message), id)
+    def line(self, message: Generate) -> Line:
+        """The line in which this request waits, or has waited."""
+        return self._fair and message.slo.batch, self._flow(message)
 
-    def taking_turns(self, message: Generate) -> int:
-        """How many adapters had requests of this request's class when one was last admitted."""
-        return self._flows(message).flows_at_pop
+    @property
+    def rounds(self) -> tuple[float, float]:
+        """So far, of the turns of adapters with interactive requests, and with requests of the class batch."""
+        return self._interactive.rounds, self._batch.rounds
+
+    def rounds_until(self, newest: Generate) -> float:
+        """Rounds from now until this request is admitted, the newest of its line."""
+        return self._flows(newest).rounds_until_last(self._flow(newest))
+
+    def own_before(self, newest: Generate) -> int:
+        """How many requests of its own line are before this one, the newest."""
+        return self._flows(newest).waiting(self._flow(newest)) - 1
 
     def _first(self, count: int) -> tuple[Queued, ...]:
         interactive, batch = self._interactive.first(count), self._batch.first(count)

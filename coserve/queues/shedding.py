@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import chain
 
-from coserve.queues.inference import RETRY_AT_LEAST, RETRY_AT_MOST, InferenceQueue, Queued
-from coserve.queues.pace import Pace
+from coserve.link import Generate
+from coserve.queues.inference import RETRY_AT_LEAST, RETRY_AT_MOST, InferenceQueue, Line, Queued
+
+MEMORY = 32
+"""Admissions after which one counts 1/e of a new one, for the speed at which the batch takes requests."""
+
+LATEST, FEW = 64, 16
+"""Admissions from which it is learned how many requests of others are admitted in a round of the adapters' turns; fewer than `FEW` say nothing."""
+
+OVERTAKING = 0.5
+"""Of the requests before a request, at most so many more are expected to come later and to be admitted before it: who has few before it is admitted before many can come."""
 
 LEFT_ON_ARRIVAL = 0.5
 """Share of the time from one admission to the next that is left on average when a request arrives."""
@@ -28,10 +38,12 @@ class Shedding:
     arrives is never refused for its time in the queue: below capacity all do.
 
     While requests wait behind a full batch training has next to nothing (`train_floor`, `train_patience`), so the speed at which the batch takes requests
-    is about that of inference alone; with `Spatial` it is that of inference beside training. A request whose turn would come after its deadline at that speed is late when it arrives: with as many before it as in the queue now, or, where its adapter has several, at
-    the speed at which adapters have their turns. One that was
+    is about that of inference alone; with `Spatial` it is that of inference beside training. A request whose turn would come after its deadline at that speed is late when it arrives; one that was
     expected in time is late once it would have its first token after its deadline if it were admitted now. The time since the last admission counts as that of one more, so the speed
-    is known before anybody who waited was admitted; nobody is late who would be in time even if all running requests had as many tokens as they may.
+    is known before anybody who waited was admitted; nobody is late whose place would be free in time even if all running requests had as many tokens as they may.
+
+    Adapters take turns, so requests that come later are admitted before a request whose adapter has others before it. How many is expected from the number of rounds until its
+    turn, and from how many requests of others were admitted in each of the latest rounds.
     """
 
     def __init__(self, queue: InferenceQueue, passed_over: Callable[[str], bool]) -> None:
@@ -44,29 +56,21 @@ class Shedding:
         """From when the time to the next admission is measured: the last one, or when somebody began to wait; None: nobody waits."""
         self._admitted: float | None = None
         """When the last request was admitted, whoever has waited since."""
-        self._by_request = Pace()
-        self._by_token = {False: Pace(), True: Pace()}
-        """Of an adapter that has its turns; by class, `batch` or not."""
+        self._seconds = self._admissions = 0.0
+        self._latest: deque[tuple[Line, tuple[float, float]]] = deque(maxlen=LATEST)
+        """The line of each request that was admitted, and the rounds until then."""
 
     @property
     def gap(self) -> float:
         """Expected seconds from one admission to the next while the batch is full; 0: not known."""
-        return self._by_request.each
+        return self._seconds / self._admissions if self._admissions else 0.0
 
     def _wait(self, ahead: int, now: float) -> float:
         """Expected seconds until a request is admitted behind a full batch and `ahead` others; 0: not known."""
-        return (ahead + LEFT_ON_ARRIVAL) * self._gap_now(now)
-
-    def _gap_now(self, now: float) -> float:
-        """The time since the last admission, if it is longer than usual, counts as that of one more."""
-        since = 0.0 if self._admitted is None else now - self._admitted
-        return self._by_request.after(since, 1) if since > self.gap else self.gap
-
-    def _turn_wait(self, id: str) -> float:
-        """The same from what its adapter has to be given until then, and how fast adapters that had their turns were: requests of others that come later may go first."""
-        entry = self._queue.get(id)
-        assert entry is not None, id
-        return self._queue.needed(id) * self._by_token[entry.message.slo.batch].each
+        gap, since = self.gap, 0.0 if self._admitted is None else now - self._admitted
+        if since > gap:
+            gap = (self._seconds + since) / (self._admissions + 1)
+        return (ahead + LEFT_ON_ARRIVAL) * gap
 
     @property
     def watches(self) -> bool:
@@ -75,16 +79,14 @@ class Shedding:
 
     def admitted(self, requests: Sequence[Queued], now: float, *, full: bool) -> None:
         """These requests have left the queue for the batch. `full`: it has no place now; others may wait behind it."""
+        self._latest.extend((self._queue.line(each.message), self._queue.rounds) for each in requests)
         count = len(requests)
         if count:
             self._admitted = now
         if count and self._last is not None:
-            seconds = now - self._last
-            self._by_request.add(seconds, count, count)
-            for batch, pace in self._by_token.items():
-                if own := [each for each in requests if each.message.slo.batch == batch]:
-                    tokens = sum(each.cost for each in own)
-                    pace.add(seconds * self._queue.taking_turns(own[0].message), tokens, len(own))
+            fading = (1 - 1 / MEMORY) ** count
+            self._seconds = fading * self._seconds + now - self._last
+            self._admissions = fading * self._admissions + count
         if not (full and len(self._queue)):
             self._last = None
         elif count or self._last is None:
@@ -92,7 +94,7 @@ class Shedding:
 
     def arrived(
         self,
-        id: str,
+        request: Generate,
         due: float,
         headroom: int,
         step: float,
@@ -102,43 +104,52 @@ class Shedding:
         *,
         full: bool = False,
         decodes: Callable[[int], float] = lambda places: math.inf,
-        choices: tuple[str, ...] = (),
     ) -> float | None:
-        """For a request that was just queued: seconds after which to try again, if it will be late; None if not.
+        """For a request that was just queued, so it is the newest of its line: seconds after which to try again, if it will be late; None if not.
 
         `due`: when its first token must come; infinite: it is never refused. `headroom`: how many requests can be admitted now; `step`: expected
         seconds of a generation step; `first_token`: seconds from a request's admission to its first token; `displaced`: the request that leaves the queue for it, if
         it will not be late. `full`: the batch is, whatever is being read for requests that will join it; `decodes`: most steps until so many of its places are free.
-        `choices`: others of the same request, which came before it; once one of them has begun the request is never refused.
+        Once one of its other choices, which came before it, has begun, a request is never refused.
         """
         if len(self._queue) == 1:
             # The time in which nobody waited tells nothing about the speed, nor does the work before it.
-            self._last = None
-            self._by_request, self._by_token = Pace(), {False: Pace(), True: Pace()}
-        if due == math.inf or self._has_begun(choices):
+            self._last, self._seconds, self._admissions = None, 0.0, 0.0
+            self._latest.clear()
+        if due == math.inf or self._has_begun(request.choices):
             return None
         waiting = len(self._queue) - (displaced is not None)
-        ahead = self._ahead(id, displaced) - headroom if waiting > headroom else -1
+        ahead = self._ahead(request, displaced) - headroom if waiting > headroom else -1
         if ahead >= 0:
-            gap = self._gap_now(now) if full else self.gap
-            places = ahead + LEFT_ON_ARRIVAL
-            if full and gap:
-                places = max(places, self._turn_wait(id) / gap)
-            late = now + places * gap + first_token - due
-            if gap and late > 0:
-                most = decodes(math.ceil(places - LEFT_ON_ARRIVAL) + 1)
+            ahead = max(ahead, min(self._ahead_by_rounds(request) - headroom, int((1 + OVERTAKING) * ahead)))
+            wait = self._wait(ahead, now) if full else (ahead + LEFT_ON_ARRIVAL) * self.gap
+            late = now + wait + first_token - due
+            if wait and late > 0:
+                most = decodes(ahead + 1)
                 if not step or most == math.inf or now + most * step + first_token > due:
                     return _bounded(late)
-        heappush(self._deadlines, (due, id, ahead >= 0, choices))
+        heappush(self._deadlines, (due, request.id, ahead >= 0, request.choices))
         return None
 
     def _has_begun(self, choices: tuple[str, ...]) -> bool:
         """Answers that have begun are not thrown away for a late one."""
         return any(self._queue.get(id) is None and not self._passed_over(id) for id in choices)
 
-    def _ahead(self, id: str, displaced: Queued | None) -> int:
-        ahead = self._queue.ahead(id)
-        return ahead - (displaced is not None and self._queue.ahead(displaced.message.id) < ahead)
+    def _ahead(self, request: Generate, displaced: Queued | None) -> int:
+        ahead = self._queue.ahead(request)
+        return ahead - (displaced is not None and self._queue.ahead(displaced.message) < ahead)
+
+    def _ahead_by_rounds(self, request: Generate) -> int:
+        """How many requests are admitted before this one, later ones included: of its own line those that wait, of others as many as there were in as many rounds. 0: not known."""
+        line = self._queue.line(request)
+        batch, _ = line
+        others = sum(each != line for each, _ in self._latest)
+        if len(self._latest) < FEW or not others:
+            return 0
+        rounds = self._latest[-1][1][batch] - self._latest[0][1][batch]
+        if rounds <= 0:
+            return 0
+        return self._queue.own_before(request) + math.floor(self._queue.rounds_until(request) * others / rounds)
 
     def expired(self, first_token: float, now: float) -> dict[str, Late]:
         """Requests that are late, and for each when to try again: those that stay before it are admitted by then. Each is

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from coserve.client import AsyncClient, RetryPolicy
+from coserve.client import AsyncClient, RetryPolicy, options
 from coserve.errors import (
     AdapterNotFound,
     EngineUnavailable,
@@ -114,12 +115,16 @@ async def test_a_corpus_as_a_file(tmp_path: Path) -> None:
         assert caught.value.line == 2
 
 
-async def test_many_rows(tmp_path: Path) -> None:
-    rows = [{"text": f"{row} " + "the same words " * 100} for row in range(900)]
+async def test_many_rows_are_those_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "MAX_INLINE_BYTES", 1000)
+    rows = [{"text": f"{row} the same words"} for row in range(90)]
+    file = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
     async with daemon(tmp_path) as (_, client):
-        with pytest.warns(UserWarning, match="900 of 900 rows were too long"):
-            job = await client.finetune("a", rows, training={"steps": 1})
-        assert job.info.rows == 900
+        first = await client.finetune("a", rows, training={"steps": 1}, idempotency_key="k")
+        again = await client.finetune("a", file=file, training={"steps": 1}, idempotency_key="k")
+        assert first.id == again.id and first.info.rows == 90
+        with pytest.raises(MalformedRow, match="line 91"):
+            await client.finetune("a", [*rows, {"txt": "x"}], training={"steps": 1})
 
 
 async def test_pause_resume_and_cancel(tmp_path: Path) -> None:

@@ -81,6 +81,8 @@ async def test_wrong_arguments_are_found_here() -> None:
     assert caught.value.field == "lora.rank"
     with pytest.raises(InvalidRequest):
         await daemon.client.finetune("a", [{"text": "x"}], file=b"{}")
+    with pytest.raises(InvalidRequest, match="one of data, file and path"):
+        await daemon.client.finetune("a", [{"text": "x"}], path="rows.jsonl")
     with pytest.raises(InvalidRequest):
         await daemon.client.import_adapter("a")
     with pytest.raises(InvalidRequest, match=r"expected a folder of PEFT files"):
@@ -115,7 +117,7 @@ async def test_a_stream_that_is_left_lets_go_of_its_connection() -> None:
 
 
 async def test_many_rows_are_sent_as_a_file() -> None:
-    rows = [{"text": "x" * (1 << 16), "row": row} for row in range(9)]
+    rows = [{"text": "x" * (1 << 20), "row": row} for row in range(9)]
     daemon = Daemon(reply(job(), 202), reply(job(), 202))
     await daemon.client.finetune("a", iter(rows), lora={"r": 4})
     await daemon.client.finetune("a", rows[:7])
@@ -125,6 +127,7 @@ async def test_many_rows_are_sent_as_a_file() -> None:
     assert "data" not in settings and settings["lora"]["r"] == 4
     ((_, content),) = upload.files
     assert isinstance(content, bytes) and [msgspec.json.decode(line) for line in content.splitlines()] == rows
+    assert content.endswith(b"\n"), "as a file of the same rows"
     assert inline["data"] == rows[:7]
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 
+import msgspec
 import pytest
 
 import coserve
@@ -125,6 +126,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", "3")
         self.end_headers()
         self.wfile.write(b"a 1")
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(202)
+        self.send_header("Content-Length", str(len(JOB)))
+        self.end_headers()
+        self.wfile.write(JOB)
     def log_message(self, *_):
         pass
 
@@ -134,15 +141,23 @@ threading.Thread(target=server.serve_forever, daemon=True).start()
 def ask():
     print(coserve.Client(f"http://127.0.0.1:{server.server_port}").metrics())
 
-ask()
 """
 
 
 def test_a_client_that_nobody_closed_closes_its_connections() -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-c", UNCLOSED], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-P", "-c", UNCLOSED + "ask()"], capture_output=True, text=True, timeout=60, check=True
     )
     assert (done.stdout, done.stderr) == ("a 1\n", "")
+
+
+def test_a_client_that_was_never_closed_ends_with_the_program() -> None:
+    """Its loop has used threads."""
+    body = msgspec.json.encode(job())
+    script = f"JOB = {body!r}\n{UNCLOSED}\nclient = coserve.Client(f'http://127.0.0.1:{{server.server_port}}')\n"
+    script += "print(client.finetune('a', [{'text': 'x'}]).id)"
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("job-1\n", "")
 
 
 def test_closing_twice_is_closing() -> None:

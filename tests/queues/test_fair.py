@@ -77,11 +77,13 @@ class FairAgainstTurns(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 6))
     def take(self, count: int) -> None:
-        promised, flows = self.fair.first(count), len(self.turns.flows)
+        promised, rounds = self.fair.first(count), self.fair.rounds
+        until = {key: self.fair.rounds_until_last(key) for key in self.turns.flows}
         taken = self.fair.pop(count)
         assert tuple(taken) == promised
         assert taken == [id for _ in range(count) if (id := self.turns.take_one()) is not None]
-        assert not taken or self.fair.flows_at_pop == flows
+        for key in {self.flow_of[id] for id in taken if self.fair.waiting(self.flow_of[id]) == 0}:
+            assert until[key] <= self.fair.rounds - rounds + 1e-9, "its newest item has left"
         for id in taken:
             del self.flow_of[id]
 
@@ -103,10 +105,9 @@ class FairAgainstTurns(RuleBasedStateMachine):
                 own = [id for id, flow in self.flow_of.items() if flow == key]
                 assert self.fair.waiting(key) == len(own)
                 assert [id for id in self.fair.first(99) if id[0] == key] == own, "first come first within a flow"
-                needed = -self.turns.credit.get(key, 0)
-                for id, cost in self.turns.flows.get(key, ()):
-                    needed += cost
-                    assert self.fair.needed(key, id) == max(0, needed)
+                if own:
+                    assert self.fair.before_last(key) == self.fair.first(99).index(own[-1])
+                    assert self.fair.rounds_until_last(key) >= 0
             if self.flow_of:
                 key, last = self.fair.longest()
                 assert self.fair.waiting(key) == max(map(self.fair.waiting, "abcd"))

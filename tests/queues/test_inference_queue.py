@@ -213,7 +213,8 @@ def test_interactive_requests_go_first_until_one_of_the_class_batch_is_due_befor
     queue = InferenceQueue(9, fair=True)
     push_classes(queue, "bibi")
     assert [entry.message.id for entry in queue.waiting(3)] == ["i1", "i3", "b0"]
-    assert [queue.ahead(id) for id in ("i1", "i3", "b0", "b2")] == [0, 1, 2, 3]
+    assert [queue.ahead_of([id])[id] for id in ("i1", "i3", "b0", "b2")] == [0, 1, 2, 3]
+    assert [queue.ahead(queue.waiting(4)[at].message) for at in (1, 3)] == [1, 3], "the newest of both classes"
     assert ids(queue, 1) == ["i1"]
     queue.push(of_class("late", batch=False), arrived=59.5, deadline=60.5)
     assert ids(queue) == ["i3", "b0", "b2", "late"]

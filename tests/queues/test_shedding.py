@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 
 import pytest
+from msgspec import structs
 
 from coserve.link import Generate
 from coserve.queues.inference import InferenceQueue, Queued
 from coserve.queues.shedding import Shedding
-from coserve.types import SamplingParams, Slo
+from coserve.types import AdapterRef, SamplingParams, Slo
 
 
 def request(id: str, ttft: float, *, shed: bool = True) -> Generate:
@@ -48,7 +50,7 @@ class Line:
         message = request(f"r{self.count}", ttft, shed=shed)
         self.queue.push(message, arrived=2.0, deadline=2.0 + ttft)
         due = 2.0 + ttft if shed else math.inf
-        return self.shedding.arrived(message.id, due, headroom, 0.1, 0.1, 2.0, decodes=decodes)
+        return self.shedding.arrived(message, due, headroom, 0.1, 0.1, 2.0, decodes=decodes)
 
     def late(self, now: float) -> list[str]:
         return list(self.shedding.expired(0.1, now))
@@ -94,7 +96,7 @@ def test_how_long_the_batch_has_taken_nobody_tells_its_speed() -> None:
             refused[id] = late.retry
         message = request(f"at {now}", 2.0)
         queue.push(message, arrived=now, deadline=now + 2.0)
-        retry = shedding.arrived(message.id, now + 2.0, 0, 0.1, 0.1, now, full=True)
+        retry = shedding.arrived(message, now + 2.0, 0, 0.1, 0.1, now, full=True)
         if retry is not None:
             queue.cancel(message.id)
             refused[message.id] = retry
@@ -117,8 +119,8 @@ def test_the_speed_is_that_of_the_requests_that_wait_now() -> None:
     shedding = Shedding(queue, passed_over=lambda _: False)
 
     def arrives(id: str, ttft: float, now: float, *, full: bool) -> float | None:
-        queue.push(request(id, ttft), arrived=now, deadline=now + ttft)
-        return shedding.arrived(id, now + ttft, 0, 0.1, 0.1, now, full=full)
+        queue.push(message := request(id, ttft), arrived=now, deadline=now + ttft)
+        return shedding.arrived(message, now + ttft, 0, 0.1, 0.1, now, full=full)
 
     for number in range(3):
         assert arrives(f"long{number}", 99.0, 0.0, full=True) is None
@@ -132,8 +134,8 @@ def test_the_speed_is_that_of_the_requests_that_wait_now() -> None:
 def test_what_a_policy_holds_back_tells_no_speed() -> None:
     queue = InferenceQueue(9, fair=True)
     shedding = Shedding(queue, passed_over=lambda _: False)
-    queue.push(request("held", 9.0), arrived=0.0, deadline=9.0)
-    shedding.arrived("held", 9.0, 5, 0.1, 0.1, 0.0)
+    queue.push(held := request("held", 9.0), arrived=0.0, deadline=9.0)
+    shedding.arrived(held, 9.0, 5, 0.1, 0.1, 0.0)
     shedding.admitted([], 0.0, full=False)
     shedding.admitted(queue.pop(1), 0.05, full=False)
     assert shedding.gap == 0
@@ -153,8 +155,8 @@ def test_idle_time_after_a_queue_that_was_cancelled_is_none_either() -> None:
     shedding = Shedding(queue, passed_over=lambda _: False)
 
     def arrives(id: str, now: float) -> None:
-        queue.push(request(id, 1.0), arrived=now, deadline=now + 1)
-        shedding.arrived(id, now + 1, 0, 0.1, 0.1, now)
+        queue.push(message := request(id, 1.0), arrived=now, deadline=now + 1)
+        shedding.arrived(message, now + 1, 0, 0.1, 0.1, now)
 
     for id in ("a", "b"):
         arrives(id, 0.0)
@@ -167,7 +169,84 @@ def test_idle_time_after_a_queue_that_was_cancelled_is_none_either() -> None:
 
 def test_the_entry_that_was_queued_is_found() -> None:
     queue = InferenceQueue(9, fair=True)
-    queue.push(request("r", 1.0), arrived=0.0, deadline=1.0)
+    queue.push(message := request("r", 1.0), arrived=0.0, deadline=1.0)
     assert isinstance(queue.get("r"), Queued)
     assert queue.get("other") is None
-    assert queue.ahead("r") == 0
+    assert queue.ahead(message) == 0
+
+
+def served(arrivals: list[tuple[float, str, int]], *, gap: float, ttft: float) -> tuple[list[float], int, int]:
+    """A full batch that takes a request each `gap` seconds. `arrivals`: time, adapter, tokens. Waits of those admitted, and how many were refused when they arrived, and later."""
+    queue = InferenceQueue(9999, fair=True)
+    shedding = Shedding(queue, passed_over=lambda _: False)
+    waits, at_once, later, place = list[float](), 0, 0, gap
+    for number, (now, adapter, tokens) in enumerate(arrivals):
+        while place < now:
+            popped = queue.pop(1)
+            waits += [place - each.arrived for each in popped]
+            shedding.admitted(popped, place, full=True)
+            later += sum(queue.cancel(id) for id in shedding.expired(0.02, place))
+            place += gap
+        message = Generate(
+            id=f"r{number}", prompt=(1,) * 5, sampling=SamplingParams(max_tokens=tokens), adapter=AdapterRef(adapter, 1),
+            slo=Slo(ttft=ttft, tpot=1.0, shed=True),
+        )  # fmt: skip
+        queue.push(message, arrived=now, deadline=now + ttft)
+        if shedding.arrived(message, now + ttft, 0, 0.01, 0.02, now, full=True, decodes=lambda places: 900.0 * places):
+            queue.cancel(message.id)
+            at_once += 1
+    return waits, at_once, later
+
+
+def poisson(rate: float, mix: list[tuple[str, int]], seconds: float = 150.0) -> list[tuple[float, str, int]]:
+    rng, at, found = random.Random(1), 0.0, list[tuple[float, str, int]]()
+    while (at := at + rng.expovariate(rate)) < seconds:
+        found.append((at, *rng.choice(mix)))
+    return found
+
+
+@pytest.mark.parametrize("load", [0.5, 0.8])
+@pytest.mark.parametrize(
+    "mix", [[("long", 900), ("long", 900), ("short", 20)], [(f"a{number}", 300) for number in range(6)]]
+)
+def test_below_capacity_nobody_is_refused_whatever_answers_may_have(mix: list[tuple[str, int]], load: float) -> None:
+    """Answers end long before `max_tokens`."""
+    waits, at_once, later = served(poisson(load / 0.2, mix), gap=0.2, ttft=4.0)
+    assert (at_once, later) == (0, 0) and max(waits) < 4.0
+
+
+def test_who_has_few_before_it_is_admitted_before_many_can_come() -> None:
+    """Close to capacity, beside rounds in which short requests take many turns."""
+    waits, at_once, later = served(poisson(0.9 / 0.2, [("long", 900), ("long", 900), ("short", 20)]), gap=0.2, ttft=4.0)
+    assert at_once + later <= 0.004 * len(waits)
+
+
+def test_a_line_is_served_in_order_whatever_its_requests_may_cost() -> None:
+    """One adapter: the wait is known exactly."""
+    mix = [("a", 20), ("a", 8000)]
+    waits, at_once, later = served(poisson(1.5 / 0.2, mix), gap=0.2, ttft=4.0)
+    assert max(waits) <= 4.0 and min(waits[-50:]) > 3.2, "nobody is refused who would be in time"
+    assert at_once > 0.9 * (at_once + later)
+
+
+def test_requests_of_others_that_come_later_are_expected() -> None:
+    """Above capacity, with many adapters of which some have several requests before others."""
+    mix = [(f"a{number}", 400) for number in range(32)]
+    waits, at_once, later = served(poisson(1.4 / 0.02, mix, seconds=40.0), gap=0.02, ttft=3.0)
+    assert at_once > 0.7 * (at_once + later), "by the queue alone less than half"
+    assert len(waits) > 0.95 * 40.0 / 0.02, "the batch is full all the time"
+
+
+def test_both_classes_in_one_line_are_in_order_of_arrival() -> None:
+    queue = InferenceQueue(99, fair=False)
+    shedding = Shedding(queue, passed_over=lambda _: False)
+    messages = [
+        structs.replace(request(f"r{n}", 9.0), slo=Slo(ttft=9.0, tpot=1.0, batch=n % 2 == 0)) for n in range(40)
+    ]
+    for message in messages:
+        queue.push(message, arrived=0.0, deadline=9.0)
+    for number in range(20):
+        admit(queue, shedding, 0.1 * number)
+    queue.push(last := request("last", 5.0), arrived=2.0, deadline=7.0)
+    assert queue.ahead(last) == 20
+    assert shedding.arrived(last, 7.0, 0, 0.01, 0.02, 2.0, full=True) is None, "its turn comes after 2 s"
