@@ -35,7 +35,7 @@ from benchmarks.options import check_tiny, make_parser
 from benchmarks.peers.always import Jobs, always_training
 from benchmarks.peers.client import replay_prompts
 from benchmarks.peers.compare import base_name, gpu_memory, make_adapters, only_prompts, warm_up
-from benchmarks.peers.device_time import device_time, read_counters
+from benchmarks.peers.device_time import Window
 from benchmarks.peers.loads import Cell, chosen_cells, scenario_of
 from benchmarks.peers.processes import Trainer, module, training
 from benchmarks.peers.systems import Place, coserve, vllm
@@ -162,9 +162,10 @@ class EqualLoads:
             return
         targets = {} if system == "vllm+peft" else {"slo_ttft": cell.limits[0], "slo_tpot": cell.limits[1]}
         clients = 1 if self._tiny else CLIENTS
-        before = None if system == "vllm+peft" else await read_counters(url)
-        run, start = await replay_prompts(url, model, self.trace(cell), clients, targets)
-        counted = {} if before is None else {"device_time": device_time(before, await read_counters(url))}
+        window = None if system == "vllm+peft" else Window(url, cell.seconds)
+        begins = (lambda start: None) if window is None else window.begins
+        run, start = await replay_prompts(url, model, self.trace(cell), clients, targets, begins)
+        counted = {} if window is None else {"device_time": await window.found()}
         if trainer is not None:
             run = msgspec.structs.replace(run, jobs=(trainer.job(start),))
         (self._runs / f"{cell.name}.{system}.json").write_bytes(msgspec.json.encode(run))

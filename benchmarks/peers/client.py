@@ -11,6 +11,7 @@ import asyncio
 import sys
 import time
 from asyncio.subprocess import PIPE
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -64,9 +65,14 @@ async def send(plan: Plan) -> ReplayResult:
 
 
 async def replay_prompts(
-    url: str, model: str, trace: Path, parts: int, targets: dict[str, float]
+    url: str,
+    model: str,
+    trace: Path,
+    parts: int,
+    targets: dict[str, float],
+    begins: Callable[[float], None] = lambda start: None,
 ) -> tuple[ReplayResult, float]:
-    """The prompts of a trace on a server, and when they began on the monotonic clock. Exits if one of the processes fails."""
+    """The prompts of a trace on a server, and when they began on the monotonic clock, which `begins` is told before. Exits if one of the processes fails."""
     processes = [
         await asyncio.create_subprocess_exec(*module("benchmarks.peers.client"), stdin=PIPE, stdout=PIPE, limit=1 << 30)
         for _ in range(parts)
@@ -80,6 +86,7 @@ async def replay_prompts(
         if not await process.stdout.readline():
             raise SystemExit("a client's process ended")
     start = time.monotonic() + 0.2
+    begins(start)
     found = await asyncio.gather(*(process.communicate(f"{start}\n".encode()) for process in processes))
     if any(process.returncode for process in processes):
         raise SystemExit("a client's process failed")

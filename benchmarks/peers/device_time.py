@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 
@@ -31,6 +32,28 @@ async def read_counters(url: str) -> Counters:
         return counters_of(await response.text(), time.monotonic())
 
 
+class Window:
+    """Reads the counters when arrivals begin, and `seconds` later. The engine reports once a second, so each read may be as old."""
+
+    def __init__(self, url: str, seconds: float) -> None:
+        self._url, self._seconds = url, seconds
+        self._reading: asyncio.Task[dict[str, object]] | None = None
+
+    def begins(self, start: float) -> None:
+        """On the monotonic clock."""
+        self._reading = asyncio.create_task(self._read(start))
+
+    async def _read(self, start: float) -> dict[str, object]:
+        await asyncio.sleep(start - time.monotonic())
+        before = await read_counters(self._url)
+        await asyncio.sleep(start + self._seconds - time.monotonic())
+        return device_time(before, await read_counters(self._url))
+
+    async def found(self) -> dict[str, object]:
+        assert self._reading is not None, "it has begun"
+        return await self._reading
+
+
 def counters_of(page: str, at: float) -> Counters:
     steps, seconds, slices = dict[str, float](), dict[str, float](), 0.0
     for family in text_string_to_metric_families(page):
@@ -45,7 +68,8 @@ def counters_of(page: str, at: float) -> Counters:
 
 
 def device_time(before: Counters, after: Counters) -> dict[str, object]:
-    """Of each kind of step how many a second, their mean milliseconds and their share of the time, and the share of slices, those beside steps included."""
+    """Of each kind of step how many a second, their mean milliseconds and their share of the time; and the share of training's slices. Where both run at once, shares
+    add up to more than 1."""
     elapsed = after.at - before.at
     found: dict[str, object] = {"train_share": round((after.slices - before.slices) / elapsed, 4)}
     for kind, count in sorted(after.steps.items()):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from benchmarks.equal_report import FILE, TARGETS, keys, publish, target_of
 from benchmarks.peers.client import merged
 from benchmarks.peers.compare import only_prompts
-from benchmarks.peers.device_time import counters_of, device_time, read_counters
+from benchmarks.peers.device_time import Window, counters_of, device_time, read_counters
 from benchmarks.peers.loads import chosen_cells, scenario_of
 from coserve.workloads.opening import open_workload
 from coserve.workloads.replay import ReplayResult, Sample
@@ -117,6 +119,20 @@ def test_where_the_time_of_the_device_goes() -> None:
 
     found = device_time(counters_of(page(100, 5, 3.0), 10.0), counters_of(page(300, 5, 11.0), 20.0))
     assert found == {"train_share": 0.8, "decode.beside": {"per_s": 20.0, "ms": 20.0, "share": 0.4}}
+
+
+async def test_the_window_is_that_of_the_arrivals(tmp_path: Path) -> None:
+    async with serve_api(tmp_path / "data") as api:
+        window = Window(f"http://127.0.0.1:{api.port}", 0.3)
+        window.begins(time.monotonic() + 0.1)
+        await asyncio.sleep(0.2)
+        api.engine.stats()
+        found = await window.found()
+    assert found["decode.beside"] == {
+        "per_s": pytest.approx(66, rel=0.3),
+        "ms": 25.0,
+        "share": pytest.approx(1.66, rel=0.3),
+    }
 
 
 async def test_a_daemons_counters_are_read(tmp_path: Path) -> None:

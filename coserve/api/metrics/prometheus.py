@@ -205,8 +205,10 @@ def gpu_memory(use: MemoryUse | None) -> Iterable[Metric]:
 
 def step_counts(steps: Iterable[StepCounts]) -> Iterable[Metric]:
     labels = ["kind", "training"]
-    counts = CounterMetricFamily("coserve_generation_steps", "Generation steps that were measured", labels=labels)
-    seconds = CounterMetricFamily("coserve_generation_step_seconds", "Time that they took", labels=labels)
+    counts = CounterMetricFamily("coserve_generation_steps", "Generation steps", labels=labels)
+    seconds = CounterMetricFamily(
+        "coserve_generation_step_seconds", "Their time, from when the device could begin each", labels=labels
+    )
     for each in steps:
         values = [each.kind, "beside" if each.beside else "none"]
         counts.add_metric(values, each.count)
