@@ -89,7 +89,7 @@ def finetune_request(
 ) -> FinetuneRequest:
     request = FinetuneRequest(
         adapter=adapter,
-        data=None if data is None else [dict(row) for row in data],
+        data=None if data is None else rows_of(data),
         path=path,
         continue_from=continue_from,
         teacher=teacher,
@@ -100,6 +100,23 @@ def finetune_request(
     if training is None:
         return request  # the daemon's defaults hold, not ours
     return msgspec.structs.replace(request, training=as_struct(training, TrainingRequest, "training"))
+
+
+def rows_of(data: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Raises `InvalidRequest` for what is no row, and for a message's weight that JSON cannot carry and would be null, which stands for the default."""
+    if isinstance(data, Mapping):
+        raise InvalidRequest("expected a list of rows, got one mapping", field="data")
+    rows = list[dict[str, Any]]()
+    for number, row in enumerate(data):
+        if not isinstance(row, Mapping):
+            raise InvalidRequest(f"expected a mapping, got {type(row).__name__}", field=f"data[{number}]")
+        messages = row.get("messages")
+        for place, message in enumerate(messages if isinstance(messages, list) else ()):
+            weight = message.get("weight") if isinstance(message, Mapping) else None
+            if isinstance(weight, float) and not math.isfinite(weight):
+                raise InvalidRequest(f"expected 0 or 1, got {weight}", field=f"data[{number}].messages[{place}].weight")
+        rows.append(dict(row))
+    return rows
 
 
 def encode(body: msgspec.Struct) -> bytes:

@@ -81,6 +81,14 @@ async def test_wrong_arguments_are_found_here() -> None:
     assert caught.value.field == "lora.rank"
     with pytest.raises(InvalidRequest):
         await daemon.client.finetune("a", [{"text": "x"}], file=b"{}")
+    for rows, field in (
+        ({"text": "x"}, "data"),
+        ([{"text": "x"}, "y"], "data[1]"),
+        ([{"messages": [{"role": "user", "content": "x", "weight": float("nan")}]}], "data[0].messages[0].weight"),
+    ):
+        with pytest.raises(InvalidRequest, match="expected") as caught:
+            await daemon.client.finetune("a", rows)  # type: ignore[arg-type]
+        assert caught.value.field == field
     with pytest.raises(InvalidRequest, match="one of data, file and path"):
         await daemon.client.finetune("a", [{"text": "x"}], path="rows.jsonl")
     with pytest.raises(InvalidRequest):
