@@ -163,7 +163,7 @@ class EqualLoads:
         targets = {} if system == "vllm+peft" else {"slo_ttft": cell.limits[0], "slo_tpot": cell.limits[1]}
         clients = 1 if self._tiny else CLIENTS
         window = None if system == "vllm+peft" else Window(url, cell.seconds)
-        begins = (lambda start: None) if window is None else window.begins
+        begins = None if window is None else window.begins
         run, start = await replay_prompts(url, model, self.trace(cell), clients, targets, begins)
         counted = {} if window is None else {"device_time": await window.found()}
         if trainer is not None:

@@ -59,7 +59,7 @@ def counters_of(page: str, at: float) -> Counters:
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             if sample.name in (STEPS, STEP_SECONDS):
-                beside = sample.labels["training"] == "beside"
+                beside = sample.labels["beside_training"] == "true"
                 kind = sample.labels["kind"] + (".beside" if beside else "")
                 (steps if sample.name == STEPS else seconds)[kind] = sample.value
             elif sample.name == SLICES:

@@ -103,35 +103,38 @@ def finetune_request(
 
 
 def rows_of(data: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Raises `InvalidRequest` for what is no row, and for a message's weight that JSON cannot carry and would be null, which stands for the default."""
+    """Raises `InvalidRequest` for what is no row, and as `encode`."""
     if isinstance(data, Mapping):
         raise InvalidRequest("expected a list of rows, got one mapping", field="data")
     rows = list[dict[str, Any]]()
     for number, row in enumerate(data):
         if not isinstance(row, Mapping):
             raise InvalidRequest(f"expected a mapping, got {type(row).__name__}", field=f"data[{number}]")
-        messages = row.get("messages")
-        for place, message in enumerate(messages if isinstance(messages, list) else ()):
-            weight = message.get("weight") if isinstance(message, Mapping) else None
-            if isinstance(weight, float) and not math.isfinite(weight):
-                raise InvalidRequest(f"expected 0 or 1, got {weight}", field=f"data[{number}].messages[{place}].weight")
+        _check_finite(row, f"data[{number}]")
         rows.append(dict(row))
     return rows
 
 
 def encode(body: msgspec.Struct) -> bytes:
-    """The body as JSON. Raises `InvalidRequest` for a field that is NaN or infinite: JSON would have null, which stands for the default."""
-    _check_finite(body, "")
+    """The body as JSON. Raises `InvalidRequest` for a value that is NaN or infinite: JSON would have null, which stands for the default."""
+    for name in body.__struct_fields__:
+        if name != "data":  # `rows_of` has checked its rows
+            _check_finite(getattr(body, name), name)
     return msgspec.json.encode(body)
 
 
-def _check_finite(body: msgspec.Struct, prefix: str) -> None:
-    for name in body.__struct_fields__:
-        value = getattr(body, name)
-        if isinstance(value, msgspec.Struct):
-            _check_finite(value, f"{prefix}{name}.")
-        elif isinstance(value, float) and not math.isfinite(value):
-            raise InvalidRequest(f"expected a finite number, got {value}", field=f"{prefix}{name}")
+def _check_finite(value: object, field: str) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidRequest(f"expected a finite number, got {value}", field=field)
+    if isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            _check_finite(getattr(value, name), f"{field}.{name}")
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            _check_finite(each, f"{field}.{key}")
+    elif isinstance(value, list | tuple) and value and not isinstance(value[0], int):  # lists of token ids are long
+        for place, each in enumerate(value):
+            _check_finite(each, f"{field}[{place}]")
 
 
 def with_rows(request: FinetuneRequest) -> FinetuneRequest | Upload:

@@ -36,11 +36,6 @@ class Queued:
         object.__setattr__(self, "decodes", max(0, message.sampling.max_tokens - 1))
         object.__setattr__(self, "end", math.inf if e2e is None else self.arrived + e2e)
 
-    @property
-    def cost(self) -> int:
-        """Tokens that it uses of its adapter's turns."""
-        return self.tokens + self.message.sampling.max_tokens
-
 
 Line = tuple[bool, Hashable]
 """Requests that are served in order of arrival: the class, batch or not, and the adapter."""
@@ -84,7 +79,8 @@ class InferenceQueue:
         assert message.id not in self._entries, message.id
         displaced = self._displaced(message, arrived) if len(self._entries) >= self._limit else None
         entry = self._entries[message.id] = Queued(message, arrived, deadline)
-        self._flows(message).push(self._flow(message), message.id, entry.cost, entry)
+        cost = entry.tokens + message.sampling.max_tokens
+        self._flows(message).push(self._flow(message), message.id, cost, entry)
         self._waiting = None
         return displaced
 

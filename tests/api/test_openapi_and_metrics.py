@@ -138,9 +138,9 @@ async def test_counters_of_the_engine_go_on_over_its_restarts(api: Api) -> None:
     await api.works()
     found = await scrape(api)
     assert found["coserve_serve_seconds_total"] == 3.0
-    assert found["coserve_generation_steps_total,kind=decode,training=beside"] == 40
-    assert found["coserve_generation_step_seconds_total,kind=decode,training=beside"] == 1.0
-    assert found["coserve_generation_step_seconds_total,kind=prefill,training=none"] == 0.5
+    assert found["coserve_generation_steps_total,beside_training=true,kind=decode"] == 40
+    assert found["coserve_generation_step_seconds_total,beside_training=true,kind=decode"] == 1.0
+    assert found["coserve_generation_step_seconds_total,beside_training=false,kind=prefill"] == 0.5
     assert found["coserve_preemptions_total"] == 4
     assert found["coserve_engine_cuda_alloc_total"] == 8
     assert found["coserve_prefix_cache_queries_total"] == 100

@@ -109,10 +109,10 @@ def test_where_the_time_of_the_device_goes() -> None:
         return "\n".join(
             f"coserve_{name} {value}"
             for name, value in (
-                ('generation_steps_total{kind="decode",training="beside"}', decodes),
-                ('generation_step_seconds_total{kind="decode",training="beside"}', 0.02 * decodes),
-                ('generation_steps_total{kind="prefill",training="none"}', prompts),
-                ('generation_step_seconds_total{kind="prefill",training="none"}', 0.03 * prompts),
+                ('generation_steps_total{kind="decode",beside_training="true"}', decodes),
+                ('generation_step_seconds_total{kind="decode",beside_training="true"}', 0.02 * decodes),
+                ('generation_steps_total{kind="prefill",beside_training="false"}', prompts),
+                ('generation_step_seconds_total{kind="prefill",beside_training="false"}', 0.03 * prompts),
                 ("train_seconds_total", slices),
             )
         )

@@ -272,6 +272,9 @@ async def test_a_number_that_json_lacks_is_refused_and_not_sent_as_null(number: 
     assert caught.value.field == "max_error"
     with pytest.raises(InvalidRequest):
         await daemon.client.generate("hi", slo_e2e=number)
+    with pytest.raises(InvalidRequest) as caught:
+        await daemon.client.generate("hi", logit_bias={7: number})
+    assert caught.value.field == "logit_bias.7"
     for file in (None, b"{}"):
         with pytest.raises(InvalidRequest) as caught:
             rows = [{"text": "a"}] if file is None else None

@@ -84,6 +84,8 @@ class FairAgainstTurns(RuleBasedStateMachine):
         assert taken == [id for _ in range(count) if (id := self.turns.take_one()) is not None]
         for key in {self.flow_of[id] for id in taken if self.fair.waiting(self.flow_of[id]) == 0}:
             assert until[key] <= self.fair.rounds - rounds + 1e-9, "its newest item has left"
+        if taken and self.fair.waiting(last := self.flow_of[taken[-1]]) == 0:
+            assert until[last] == pytest.approx(self.fair.rounds - rounds)
         for id in taken:
             del self.flow_of[id]
 

@@ -247,6 +247,27 @@ def test_both_classes_in_one_line_are_in_order_of_arrival() -> None:
         queue.push(message, arrived=0.0, deadline=9.0)
     for number in range(20):
         admit(queue, shedding, 0.1 * number)
-    queue.push(last := request("last", 5.0), arrived=2.0, deadline=7.0)
+    queue.push(last := request("last", 2.5), arrived=2.0, deadline=4.5)
     assert queue.ahead(last) == 20
-    assert shedding.arrived(last, 7.0, 0, 0.01, 0.02, 2.0, full=True) is None, "its turn comes after 2 s"
+    assert shedding.arrived(last, 4.5, 0, 0.01, 0.02, 2.0, full=True) is None, "its turn comes after 2 s"
+
+
+def test_rounds_before_the_queue_was_empty_tell_nothing() -> None:
+    """Then twenty adapters had a request each; now one has all."""
+    queue = InferenceQueue(99, fair=True)
+    shedding = Shedding(queue, passed_over=lambda _: False)
+
+    def arrives(id: str, adapter: str, now: float, ttft: float) -> float | None:
+        message = structs.replace(request(id, ttft), adapter=AdapterRef(adapter, 1))
+        queue.push(message, arrived=now, deadline=now + ttft)
+        return shedding.arrived(message, now + ttft, 0, 0.01, 0.02, now, full=True)
+
+    for number in range(20):
+        arrives(f"first{number}", f"a{number}", 0.0, 99.0)
+    for number in range(20):
+        admit(queue, shedding, 0.1 * number)
+    for number in range(30):
+        arrives(f"then{number}", "one", 100.0, 99.0)
+    for number in range(10):
+        admit(queue, shedding, 100.0 + 0.1 * number)
+    assert arrives("last", "one", 101.0, 2.5) is None, "its turn comes after 2 s"

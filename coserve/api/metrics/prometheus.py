@@ -204,13 +204,13 @@ def gpu_memory(use: MemoryUse | None) -> Iterable[Metric]:
 
 
 def step_counts(steps: Iterable[StepCounts]) -> Iterable[Metric]:
-    labels = ["kind", "training"]
+    labels = ["kind", "beside_training"]
     counts = CounterMetricFamily("coserve_generation_steps", "Generation steps", labels=labels)
     seconds = CounterMetricFamily(
         "coserve_generation_step_seconds", "Their time, from when the device could begin each", labels=labels
     )
     for each in steps:
-        values = [each.kind, "beside" if each.beside else "none"]
+        values = [each.kind, "true" if each.beside else "false"]
         counts.add_metric(values, each.count)
         seconds.add_metric(values, each.seconds)
     return counts, seconds
