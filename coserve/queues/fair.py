@@ -12,7 +12,7 @@ the turns, also for a quantum much smaller than the costs.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -105,6 +105,10 @@ class DeficitRoundRobin(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._due)
+
+    def __iter__(self) -> Iterator[T]:
+        """All items in the order in which they leave."""
+        return (due.item for due in self._due)
 
     def waiting(self, key: Hashable) -> int:
         """Number of waiting items of a flow."""

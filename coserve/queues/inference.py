@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 
 from coserve.errors import QueueFull
 from coserve.link import Generate
@@ -87,7 +88,7 @@ class InferenceQueue:
     def pop(self, count: int) -> list[Queued]:
         """Remove and return the first `count` requests of `waiting`, or all if fewer wait."""
         popped = self.waiting(count)
-        batch = sum(map(self._is_batch, popped))
+        batch = sum(self._is_batch(entry.message) for entry in popped)
         self._interactive.pop(len(popped) - batch)
         self._batch.pop(batch)
         for entry in popped:
@@ -125,9 +126,16 @@ class InferenceQueue:
 
     def ahead(self, newest: Generate) -> int:
         """How many of the requests that wait now are admitted before this one, the newest of its line."""
-        if not (len(self._interactive) and len(self._batch)):
-            return self._flows(newest).before_last(self._flow(newest))
-        return self.ahead_of([newest.id])[newest.id]
+        flows, interactive = self._flows(newest), not self._is_batch(newest)
+        before, others = flows.before_last(self._flow(newest)), self._batch if interactive else self._interactive
+        if not len(others):
+            return before
+        # Those of the other class go first, in their order, until one is due after each of these.
+        latest = max(entry.deadline for entry in islice(flows, before + 1))
+        first = takewhile(
+            lambda entry: entry.deadline < latest or (entry.deadline == latest and not interactive), others
+        )
+        return before + sum(1 for _ in first)
 
     def ahead_of(self, ids: Collection[str]) -> dict[str, int]:
         """For those of these requests that are in the queue: how many others are admitted before each. Takes little longer for many
@@ -142,7 +150,7 @@ class InferenceQueue:
 
     def line(self, message: Generate) -> Line:
         """The line in which this request waits, or has waited."""
-        return self._fair and message.slo.batch, self._flow(message)
+        return self._is_batch(message), self._flow(message)
 
     @property
     def rounds(self) -> tuple[float, float]:
@@ -172,11 +180,11 @@ class InferenceQueue:
                 j += 1
         return tuple(merged)
 
-    def _is_batch(self, entry: Queued) -> bool:
-        return self._fair and entry.message.slo.batch
+    def _is_batch(self, message: Generate) -> bool:
+        return self._fair and message.slo.batch
 
     def _flows(self, message: Generate) -> DeficitRoundRobin[Queued]:
-        return self._batch if self._fair and message.slo.batch else self._interactive
+        return self._batch if self._is_batch(message) else self._interactive
 
     def retry_after(self, now: float) -> float:
         """Seconds after which a refused client may try again: the age of the oldest request, which is about the time that a

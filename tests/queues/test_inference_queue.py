@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -221,6 +222,26 @@ def test_interactive_requests_go_first_until_one_of_the_class_batch_is_due_befor
     strict = InferenceQueue(9, fair=False)
     push_classes(strict, "bibi")
     assert ids(strict) == ["b0", "i1", "b2", "i3"]
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.sampled_from("abc"), st.integers(0, 6), st.integers(1, 600)), max_size=20),
+    st.integers(0, 6),
+)
+def test_how_many_are_ahead_of_the_newest_of_a_line(arrivals: list[tuple[bool, str, int, int]], left: int) -> None:
+    """Counted, and found by listing all."""
+    queue = InferenceQueue(99, fair=True)
+    newest: dict[tuple[bool, str], Generate] = {}
+    for number, (batch, adapter, due, tokens) in enumerate(arrivals):
+        one = request(f"r{number}", adapter, max_tokens=tokens)
+        one = msgspec.structs.replace(one, slo=msgspec.structs.replace(one.slo, batch=batch))
+        newest[batch, adapter] = one
+        queue.push(one, arrived=0.0, deadline=float(due))
+    queue.pop(left)
+    order = [entry.message.id for entry in queue.waiting(99)]
+    for one in newest.values():
+        if one.id in order:
+            assert queue.ahead(one) == order.index(one.id)
 
 
 def test_in_a_full_queue_the_class_batch_gives_way() -> None:
