@@ -44,7 +44,7 @@ class Generate(Message, frozen=True):
     arrived: float | None = None
     """At the API, on this host's monotonic clock: its targets count from there, as a slice may be under way when it comes. None: from its receipt."""
     choices: tuple[str, ...] = ()
-    """Of the last of several choices: the ids of the others, which are refused with it. It is refused for coming late only while all of them wait."""
+    """Of the last of a call's sequences (choices of its prompts): the ids of the others, which are refused with it. It is refused for coming late only while all of them wait."""
 
 
 class CancelRequest(Message, frozen=True):

@@ -9,6 +9,7 @@ import pytest
 from coserve.link import CancelRequest, Generate, RequestFailed
 from coserve.types import Slo
 from tests.support.api_server import REPLY, Api, read_events, tokenizer
+from tests.support.fake_engine import write_peft
 
 
 async def test_a_whole_answer(api: Api) -> None:
@@ -192,34 +193,54 @@ async def test_a_request_names_its_latency_targets(api: Api) -> None:
         assert isinstance(sent, Generate) and sent.slo == Slo(ttft=0.5, tpot=0.03, e2e=4.0, shed=True, shed_e2e=True)
 
 
-async def test_only_the_last_of_several_choices_may_be_refused_and_the_request_with_it(api: Api) -> None:
-    asked = {"prompt": [5], "n": 3, "slo_ttft": 0.5, "slo_e2e": 4.0}
-    assert (await api.call("POST", "/generate", json=asked))[0] == 200
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/generate", {"prompt": [5], "n": 3}),
+        ("/v1/completions", {"prompt": [[5], [6], [7]]}),
+        ("/v1/completions", {"prompt": [[5], [6], [7]], "stream": True}),
+    ],
+)
+async def test_only_the_last_of_several_sequences_may_be_refused_and_the_call_with_it(
+    api: Api, path: str, asked: dict[str, object]
+) -> None:
+    asked = asked | {"slo_ttft": 0.5, "slo_e2e": 4.0}
+    async with api.http.post(path, json=asked) as response:
+        assert response.status == 200
+        await response.read()
     sent = [each for each in await api.engine.saw(Generate, 3) if isinstance(each, Generate)]
     assert [(each.slo.shed, each.slo.shed_e2e) for each in sent] == [(False, False), (False, False), (True, True)]
     assert [each.choices for each in sent] == [(), (), (sent[0].id, sent[1].id)]
     assert [each.slo.ttft for each in sent] == [0.5] * 3
     api.engine.go_requests.clear()
-    waiting = asyncio.create_task(api.call("POST", "/generate", json=asked))
+    waiting = asyncio.create_task(api.call("POST", path, json=asked))
     last = (await api.engine.saw(Generate, 6))[-1]
     assert isinstance(last, Generate)
     api.engine.link.send(RequestFailed(id=last.id, code="overloaded", message="too late", retry_after=6.2))
     status, body = await waiting
     assert (status, body["error"]["code"]) == (429, "overloaded")
     cancelled = await api.engine.saw(CancelRequest, 2)
-    assert [each.id for each in cancelled if isinstance(each, CancelRequest)] == list(last.choices)
+    assert sorted(each.id for each in cancelled if isinstance(each, CancelRequest)) == sorted(last.choices)
     assert 'coserve_requests_total{finish_reason="cancelled"} 0.0' in await (await api.http.get("/metrics")).text()
     api.engine.go_requests.set()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_one_prompt_of_several_is_not_refused_for_coming_late(api: Api, stream: bool) -> None:
-    body = {"prompt": [[5], [6]], "slo_ttft": 0.5, "slo_e2e": 4.0, "stream": stream}
-    async with api.http.post("/v1/completions", json=body) as response:
-        assert response.status == 200
-        await response.read()
+async def test_prompts_that_are_never_refused_do_not_wait_for_each_other(api: Api) -> None:
+    assert (await api.call("POST", "/v1/completions", json={"prompt": [[5], [6]]}))[0] == 200
     for sent in await api.engine.saw(Generate, 2):
-        assert isinstance(sent, Generate) and sent.slo == Slo(ttft=0.5, tpot=0.2, e2e=4.0)
+        assert isinstance(sent, Generate) and sent.choices == () and not sent.slo.shed
+
+
+async def test_a_prompt_that_is_wrong_ends_those_that_wait_for_it(api: Api) -> None:
+    assert api.config.data_root is not None
+    write_peft(api.config.data_root / "peft", api.base)
+    assert (await api.call("POST", "/adapters", json={"name": "poet", "path": "peft"}))[0] == 201
+    body = {"model": "poet", "prompt": [[5], [6] * 500, [7]], "slo_ttft": 0.5}
+    status, answer = await api.call("POST", "/v1/completions", json=body)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert (await api.call("DELETE", "/adapters/poet"))[0] == 200, "nobody uses it"
+    assert not [each for each in api.engine.told if isinstance(each, Generate | CancelRequest)]
+    await api.works()
 
 
 async def test_a_class_of_requests_is_named_by_slo_class_or_by_openais_service_tier(api: Api) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
-
-import msgspec
 
 from coserve.api.adapters.in_use import AdaptersInUse
 from coserve.api.adapters.lookup import find_adapter
 from coserve.api.engine_client import EngineClient
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
+from coserve.api.generation.departure import Departure
 from coserve.api.generation.output_queue import EngineOutput
 from coserve.api.generation.prompts import check_generate, encode_prompt, sampling_params
 from coserve.api.generation.request_state import RequestState, new_state
@@ -89,12 +88,12 @@ class InFlightRequests:
         semaphore: asyncio.Semaphore | None = None,
         *,
         snapshot: AdapterRef | None = None,
-        sheds: bool = True,
+        departure: Departure | None = None,
     ) -> AsyncGenerator[GenerateChunk, None]:
         """The chunks of all choices as they come. Closing the generator early cancels the request in the engine.
 
         `semaphore` bounds the chunks that several streams hold: a chunk is made and yielded while it is held. `snapshot`: the adapter
-        of a job in training (`JobSnapshot`), which then serves the request; it is not refused for coming late. `sheds`: whether the request may be refused for that at all.
+        of a job in training (`JobSnapshot`), which then serves the request; it is not refused for coming late. `departure`: of the other prompts of the same call, with which it is refused for that.
 
         Raises, before the first chunk only: `InvalidRequest`, `EmptyPrompt`, `PromptTooLong`, `AdapterNotFound`,
         `BaseMismatch`, `QueueFull`, `Overloaded`; at any time: `EngineUnavailable`.
@@ -114,8 +113,12 @@ class InFlightRequests:
                 record = await self._find(name, version)
                 adapter, digests = record.ref, record.digests
             prompt_scores = self._reserve_prompt_scores(request, len(prompt))
-            slo = targets_of(request, self._config, device=self._engine.spec.device, sheds=sheds and snapshot is None)
-            state = self._send(request, prompt, adapter, digests, slo, arrived)
+            slo = targets_of(request, self._config, device=self._engine.spec.device, sheds=snapshot is None)
+            state = new_state(request, prompt, adapter, self._tokenizer, arrived)
+            if adapter is not None:
+                self.in_use.add(adapter)
+            messages = self._messages(request, state, digests, slo)
+            await self._depart(state, messages, departure if slo.shed or slo.shed_e2e else None)
             while state.decoders.keys() & self._states.keys():
                 message = await state.outputs.get()
                 if isinstance(message, Tokens) and waiting:
@@ -156,41 +159,39 @@ class InFlightRequests:
         self._prompt_scores += count
         return count
 
-    def _send(
-        self,
-        request: GenerateRequest,
-        prompt: tuple[int, ...],
-        adapter: AdapterRef | None,
-        digests: AdapterDigests | None,
-        slo: Slo,
-        arrived: float,
-    ) -> RequestState:
-        """Send one sequence per choice to the engine. The last one is admitted last: it alone may be refused for coming late, and the others with it. Raises
-        `EngineUnavailable`."""
+    def _messages(
+        self, request: GenerateRequest, state: RequestState, digests: AdapterDigests | None, slo: Slo
+    ) -> list[Generate]:
+        """One sequence for each choice."""
+        max_new_tokens = max(1, self._engine.max_model_len - len(state.prompt))
+        return [
+            Generate(
+                id=sequence,
+                prompt=state.prompt,
+                sampling=sampling_params(request, index, state.seed, max_new_tokens),
+                adapter=state.adapter,
+                slo=slo,
+                cache_salt=request.cache_salt,
+                digests=digests,
+                arrived=state.arrived,
+            )
+            for index, sequence in enumerate(state.decoders)
+        ]
+
+    async def _depart(
+        self, state: RequestState, messages: Sequence[Generate], departure: Departure | None = None
+    ) -> None:
+        """Send a request to the engine, with the others of its departure once all are here. Raises `EngineUnavailable`."""
+        departure = Departure() if departure is None else departure
+        if not departure.join(state, messages):
+            await departure.gone.wait()
+            return
         if self._stopped is not None:
             raise self._stopped
-        state = new_state(request, prompt, adapter, self._tokenizer, arrived)
-        max_new_tokens = max(1, self._engine.max_model_len - len(prompt))
-        *others, last = state.decoders
-        never_shed = msgspec.structs.replace(slo, shed=False, shed_e2e=False)
-        for index, sequence in enumerate(state.decoders):
-            self._engine.send(
-                Generate(
-                    id=sequence,
-                    prompt=prompt,
-                    sampling=sampling_params(request, index, state.seed, max_new_tokens),
-                    adapter=adapter,
-                    slo=slo if sequence == last else never_shed,
-                    choices=tuple(others) if sequence == last else (),
-                    cache_salt=request.cache_salt,
-                    digests=digests,
-                    arrived=arrived,
-                )
-            )
-            self._states[sequence] = state
-        if adapter is not None:
-            self.in_use.add(adapter)
-        return state
+        for one, message in departure.messages():
+            self._engine.send(message)
+            self._states[message.id] = one
+        departure.gone.set()
 
     def _process(self, state: RequestState, message: EngineOutput) -> GenerateChunk | None:
         """The chunk that a message adds to the stream. Raises the error that the message reports."""
@@ -206,7 +207,8 @@ class InFlightRequests:
                 self._metrics.refused()
             elif message.code == Overloaded.code:
                 self._metrics.shed()
-            state.refused = message.code in (QueueFull.code, Overloaded.code)
+            for one in state.together:
+                one.refused = message.code in (QueueFull.code, Overloaded.code)
             raise error_from_code(message.code, message.message, message.retry_after)
         if message.id not in self._states:
             return None  # tokens sampled before the engine heard of the stop string

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from coserve.api.generation.choice_decoder import ChoiceDecoder, ChoiceDelta
@@ -26,8 +27,10 @@ class RequestState:
     show_prompt_ids: bool
     """The next chunk of choice 0 has the prompt's token ids."""
     outputs: OutputQueue = field(default_factory=OutputQueue)
+    together: Sequence[RequestState] = ()
+    """The requests of the same call, this one included, which end when one is refused."""
     refused: bool = False
-    """The engine had no place for a choice, or none in time."""
+    """The engine had no place for a sequence of these, or none in time."""
     admitted: float | None = None
     first_token: dict[str, float] = field(default_factory=dict)
     last_token: dict[str, float] = field(default_factory=dict)

@@ -11,6 +11,7 @@ import msgspec
 from aiohttp import web
 
 from coserve.api.generation.async_tokenizer import check_tokens
+from coserve.api.generation.departure import Departure
 from coserve.api.generation.full_response import collect
 from coserve.api.generation.merge import gather, merge_streams
 from coserve.api.http.bodies import BodyReader
@@ -45,8 +46,7 @@ class OpenAIApi:
         requests = completion_requests(body, self._service.engine.spec, self._config.max_queue)
         echoes = [await self._echo(body, each) for each in requests]
         meta = self._meta("cmpl", body)
-        # one prompt of several that is refused would end the others, which may have begun
-        stream = partial(self._service.generation.stream, sheds=len(requests) == 1)
+        stream = partial(self._service.generation.stream, departure=Departure(len(requests)))
         if not body.stream:
             new = partial(CompletionLogprobsBuilder, name_of(body))
             responses = await gather([collect(each, stream(each), new) for each in requests])

@@ -1,0 +1,39 @@
+"""Prompts of one call wait for each other here, to reach the engine together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from coserve.api.generation.request_state import RequestState
+from coserve.link import Generate
+
+
+class Departure:
+    """Of `requests` requests with the same targets. The last of their sequences alone may be refused for coming late, and all the others with it: so nobody loses what has begun."""
+
+    def __init__(self, requests: int = 1) -> None:
+        self._missing = requests
+        self._states: list[RequestState] = []
+        self._messages: list[tuple[RequestState, Generate]] = []
+        self.gone = asyncio.Event()
+
+    def join(self, state: RequestState, messages: Sequence[Generate]) -> bool:
+        """`messages`: one for each of the request's sequences. Returns whether all are here, so that the caller sends them."""
+        state.together = self._states
+        self._states.append(state)
+        self._messages += [(state, message) for message in messages]
+        self._missing -= 1
+        return self._missing == 0
+
+    def messages(self) -> Iterator[tuple[RequestState, Generate]]:
+        """All of them, in the order in which they are to be sent."""
+        *others, (state, last) = self._messages
+        for one, message in others:
+            yield (
+                one,
+                msgspec.structs.replace(message, slo=msgspec.structs.replace(message.slo, shed=False, shed_e2e=False)),
+            )
+        yield state, msgspec.structs.replace(last, choices=tuple([message.id for _, message in others]))
