@@ -12,13 +12,15 @@ from coserve.link import Generate
 
 
 class Departure:
-    """Of `requests` requests with the same targets. The last of their sequences alone may be refused for coming late, and all the others with it: so nobody loses what has begun."""
+    """Of so many requests with the same targets. The last of their sequences alone may be refused for coming late, and only while all wait,
+    and all go with it: nobody loses an answer that has begun."""
 
     def __init__(self, requests: int = 1) -> None:
         self._missing = requests
         self._states: list[RequestState] = []
         self._messages: list[tuple[RequestState, Generate]] = []
         self.gone = asyncio.Event()
+        """All were sent."""
 
     def join(self, state: RequestState, messages: Sequence[Generate]) -> bool:
         """`messages`: one for each of the request's sequences. Returns whether all are here, so that the caller sends them."""
@@ -32,8 +34,6 @@ class Departure:
         """All of them, in the order in which they are to be sent."""
         *others, (state, last) = self._messages
         for one, message in others:
-            yield (
-                one,
-                msgspec.structs.replace(message, slo=msgspec.structs.replace(message.slo, shed=False, shed_e2e=False)),
-            )
+            slo = msgspec.structs.replace(message.slo, shed=False, shed_e2e=False)
+            yield one, msgspec.structs.replace(message, slo=slo)
         yield state, msgspec.structs.replace(last, choices=tuple([message.id for _, message in others]))
