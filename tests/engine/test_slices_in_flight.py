@@ -82,3 +82,60 @@ def test_whether_a_slice_was_launched_after_the_last_step_is_known_where_they_ta
         assert flight.view() == InFlight(0, seen)
     with flight.step(0.0, 0.1, between=False):
         assert flight.view() == InFlight()
+
+
+def slice_at(device: Device, began: float) -> None:
+    device.flight.launched(Train("j", 1), MicroStep.FORWARD, 1, 64, began, 1.0)
+
+
+def test_a_step_beside_a_slice_that_has_ended_meanwhile_was_beside_training() -> None:
+    device = Device()
+    slice_at(device, 0.0)
+    with device.flight.step(1.0, 2.0, between=False) as step:
+        pass
+    device.end(0, 2.0)
+    device.flight.take_ended()
+    device.end(1, 3.0)
+    assert device.flight.overlapped(step, 1.0)
+    assert not device.flight.overlapped(step, 2.0), "the device began the step when the slice had ended"
+
+
+def test_a_step_before_which_and_beside_which_nothing_was_trained_was_not_beside_training() -> None:
+    """After it comes a step between slices, then a slice, which waits for that one."""
+    device = Device()
+    with device.flight.step(0.0, 1.0, between=True):
+        pass
+    device.end(0, 1.0)
+    device.flight.take_ended()
+    with device.flight.step(0.5, 2.0, between=False) as step:
+        pass
+    with device.flight.step(1.5, 2.0, between=True):
+        pass
+    slice_at(device, 1.6)
+    device.end(1, 2.0)
+    assert not device.flight.overlapped(step, 0.5)
+    device.end(2, 3.0)
+    assert not device.flight.overlapped(step, 0.5), "the slice began when the step had ended"
+
+
+def test_a_step_beside_the_second_slice_of_two_was_beside_training() -> None:
+    device = Device()
+    slice_at(device, 0.0)
+    slice_at(device, 0.0)
+    with device.flight.step(0.5, 2.0, between=False) as step:
+        pass
+    device.end(0, 1.0)
+    device.flight.take_ended()
+    device.end(2, 2.0)
+    assert device.flight.overlapped(step, 1.5)
+
+
+def test_a_step_between_slices_begins_when_the_one_before_it_has_ended() -> None:
+    device = Device()
+    slice_at(device, 0.0)
+    with device.flight.step(1.0, 2.0, between=True) as step:
+        pass
+    device.end(0, 4.0)
+    assert device.flight.began(step, 1.0) == 4.0
+    assert device.flight.began(step, 5.0) == 5.0
+    assert not device.flight.overlapped(step, 4.0)

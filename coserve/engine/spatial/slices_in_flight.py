@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -107,7 +108,9 @@ class SlicesInFlight:
         self._mark, self._clock, self._changed, self._between = mark, clock, changed, between
         self._mark_step = mark_step
         self._works: deque[_Work] = deque()
-        self._since_step, self._last_end, self._until = False, 0.0, 0.0
+        self._since_step, self._until = False, 0.0
+        self._last_end, self._last_slice = 0.0, (0.0, 0.0)
+        """Of the last work that `take_ended` removed its end, of the last slice its begin and end."""
         self._beside: deque[LaunchedStep] = deque()
         """Steps that ran beside slices, as far as slices may end that ran beside them."""
         self._last_step: LaunchedStep | None = None
@@ -177,7 +180,20 @@ class SlicesInFlight:
         """Whether the device computed training beside a step that was launched at `since` and has just been collected."""
         if step.between:
             return False
-        return self._last_end > since or any(work.ended is None or work.ended > since for work in self._works)
+        stop = math.inf if step.end.at is None else step.end.at
+        return any(began < stop and end > since for began, end in self._computed())
+
+    def _computed(self) -> Iterator[tuple[float, float]]:
+        """From when until when the device computed slices: the last one that `take_ended` returned, and those since; infinity: it still does."""
+        yield self._last_slice
+        before = self._last_end
+        for work in self._works:
+            began, end = max(work.began, before), math.inf if work.ended is None else work.ended
+            if work.slice is not None:
+                yield began, end
+            if work.ended is None:
+                return  # what comes after it has not begun
+            before = end
 
     def take_ended(self) -> list[EndedSlice]:
         """Those that have ended since the last call. Raises `EngineFault` if the device has failed."""
@@ -189,6 +205,7 @@ class SlicesInFlight:
             if (own := ended.slice) is not None:
                 began = max(ended.began, self._last_end)
                 beside, seconds = self._beside_in(began, end), max(0.0, end - began)
+                self._last_slice = began, end
                 found.append(EndedSlice(own.decision, own.kind, own.micro_steps, own.tokens, seconds, end, *beside))
             self._last_end = self._until = end
             for work in self._works:
