@@ -131,10 +131,11 @@ class DeficitRoundRobin(Generic[T]):
         """Until an item of this order leaves."""
         return turn - 1 + (position + 1) / len(self._round) if turn else 0.0
 
-    def longest(self) -> tuple[Hashable, str]:
-        """The key of the flow with the most items, and the id of its newest item. At least one item must wait."""
-        flow = max(self._round, key=lambda flow: len(flow.items))
-        return flow.key, next(reversed(flow.items))
+    def longest_first(self) -> Iterator[tuple[Hashable, str]]:
+        """Key and id of all items, the newest first, flow by flow from the one with the most items on."""
+        for flow in sorted(self._round, key=lambda flow: len(flow.items), reverse=True):
+            for id in reversed(flow.items):
+                yield flow.key, id
 
     def first(self, count: int) -> tuple[T, ...]:
         """The items that `pop` would return."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import islice
 
 from coserve.errors import QueueFull
 from coserve.link import Generate
@@ -15,6 +15,8 @@ RETRY_AT_LEAST, RETRY_AT_MOST = 1.0, 30.0
 """Bounds of `Retry-After` in seconds."""
 QUANTUM = 256
 """Tokens of prompt and output that an adapter may use in one turn."""
+BETWEEN = 4
+"""Fewest interactive requests between two of the class batch, while both wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,8 @@ class InferenceQueue:
     """At most `limit` requests with unique ids.
 
     `fair`: adapters take turns by deficit round robin, in each class. The base without an adapter is one flow, all versions of an
-    adapter are one flow, and a request costs its prompt tokens plus `max_tokens`. Of the next interactive request and the next
-    one of the class batch, that goes first whose first token is due first. Requests of one adapter and class, and all requests
+    adapter are one flow, and a request costs its prompt tokens plus `max_tokens`. Interactive requests go before the class batch; after `BETWEEN`
+    of them goes one of the class batch whose first token is due before theirs. Requests of one adapter and class, and all requests
     if not `fair`, are served in order of arrival.
     """
 
@@ -56,6 +58,8 @@ class InferenceQueue:
         self._limit, self._fair = limit, fair
         self._entries: dict[str, Queued] = {}  # in order of arrival
         self._interactive, self._batch = DeficitRoundRobin[Queued](QUANTUM), DeficitRoundRobin[Queued](QUANTUM)
+        self._since_batch = 0
+        """Interactive requests that were admitted since the last one of the class batch."""
         self._waiting: tuple[int, tuple[Queued, ...]] | None = None
         """The last answer of `waiting`, and its `count`."""
 
@@ -72,7 +76,7 @@ class InferenceQueue:
 
         In a full queue, an interactive request displaces one of the class batch. Else the newest request of the adapter with the
         most requests of the same class is displaced, if the new request's adapter has at least two fewer: one adapter cannot
-        keep others out by filling the queue. A choice of a request of which another one has begun does not go.
+        keep others out by filling the queue. A request whose other choices have begun does not go: an older one does, or one of the next adapter.
 
         Raises:
             QueueFull: the queue is full, and no request gives way. `retry_after`: see `retry_after`.
@@ -88,11 +92,14 @@ class InferenceQueue:
     def pop(self, count: int) -> list[Queued]:
         """Remove and return the first `count` requests of `waiting`, or all if fewer wait."""
         popped = self.waiting(count)
-        batch = sum(self._is_batch(entry.message) for entry in popped)
-        self._interactive.pop(len(popped) - batch)
-        self._batch.pop(batch)
+        batch = 0
         for entry in popped:
             del self._entries[entry.message.id]
+            of_batch = self._is_batch(entry.message)
+            batch += of_batch
+            self._since_batch = 0 if of_batch else self._since_batch + 1
+        self._interactive.pop(len(popped) - batch)
+        self._batch.pop(batch)
         if popped:
             self._waiting = None
         return list(popped)
@@ -126,16 +133,10 @@ class InferenceQueue:
 
     def ahead(self, newest: Generate) -> int:
         """How many of the requests that wait now are admitted before this one, the newest of its line."""
-        flows, interactive = self._flows(newest), not self._is_batch(newest)
-        before, others = flows.before_last(self._flow(newest)), self._batch if interactive else self._interactive
-        if not len(others):
-            return before
-        # Those of the other class go first, in their order, until one is due after each of these.
-        latest = max(entry.deadline for entry in islice(flows, before + 1))
-        first = takewhile(
-            lambda entry: entry.deadline < latest or (entry.deadline == latest and not interactive), others
-        )
-        return before + sum(1 for _ in first)
+        if not (len(self._interactive) and len(self._batch)):
+            return self._flows(newest).before_last(self._flow(newest))
+        wanted = self._entries[newest.id]
+        return next(number for number, entry in enumerate(self._merged()) if entry is wanted)
 
     def ahead_of(self, ids: Collection[str]) -> dict[str, int]:
         """For those of these requests that are in the queue: how many others are admitted before each. Takes little longer for many
@@ -166,19 +167,23 @@ class InferenceQueue:
         return self._flows(newest).waiting(self._flow(newest)) - 1
 
     def _first(self, count: int) -> tuple[Queued, ...]:
-        interactive, batch = self._interactive.first(count), self._batch.first(count)
-        if not (batch and interactive):
-            return interactive or batch
-        # Each class in its own order, the class whose next request is due first before the other.
-        merged, i, j = list[Queued](), 0, 0
-        while len(merged) < count and (i < len(interactive) or j < len(batch)):
-            if j == len(batch) or (i < len(interactive) and interactive[i].deadline <= batch[j].deadline):
-                merged.append(interactive[i])
-                i += 1
-            else:
-                merged.append(batch[j])
-                j += 1
-        return tuple(merged)
+        if not (len(self._interactive) and len(self._batch)):
+            return self._interactive.first(count) or self._batch.first(count)
+        return tuple(islice(self._merged(), count))
+
+    def _merged(self) -> Iterator[Queued]:
+        """Each class in its own order."""
+        batch, since = iter(self._batch), self._since_batch
+        due = next(batch, None)
+        for entry in self._interactive:
+            if due is not None and since >= BETWEEN and due.deadline < entry.deadline:
+                yield due
+                due, since = next(batch, None), 0
+            yield entry
+            since += 1
+        if due is not None:
+            yield due
+        yield from batch
 
     def _is_batch(self, message: Generate) -> bool:
         return self._fair and message.slo.batch
@@ -199,11 +204,16 @@ class InferenceQueue:
 
     def _displaced(self, message: Generate, now: float) -> Queued:
         flows = self._batch if len(self._batch) else self._flows(message)
-        flow, last = flows.longest() if len(flows) else (None, "")
         own = flows.waiting(self._flow(message)) if flows is self._flows(message) else -2
-        begun = last and any(id not in self._entries for id in self._entries[last].message.choices)
-        if not last or begun or flows.waiting(flow) < own + 2:
-            raise QueueFull(
-                f"the queue holds its {self._limit} requests; try again later", retry_after=self.retry_after(now)
-            )
-        return self._entries[last]
+        begun = set[str]()
+        """Sequences of calls that have begun. The last of a call is the newest, and knows the others."""
+        for flow, id in flows.longest_first():
+            if flows.waiting(flow) < own + 2:
+                break
+            choices = self._entries[id].message.choices
+            if id not in begun and all(other in self._entries for other in choices):
+                return self._entries[id]
+            begun.update(choices)
+        raise QueueFull(
+            f"the queue holds its {self._limit} requests; try again later", retry_after=self.retry_after(now)
+        )

@@ -109,6 +109,20 @@ def test_a_choice_goes_only_while_none_of_its_request_has_begun() -> None:
         queue.push(request("x", "light"), arrived=2.0, deadline=3.0)
 
 
+def test_who_has_not_begun_goes_for_one_whose_choices_have() -> None:
+    queue = InferenceQueue(5, fair=True)
+    last = msgspec.structs.replace(request("c2", "hot"), choices=("c0", "c1"))
+    fill(queue, request("c0", "hot"), request("old", "hot"), request("c1", "hot"), last)
+    assert ids(queue, 1) == ["c0"]
+    fill(queue, request("b0", "base"), request("b1", "base"))
+    displaced = queue.push(request("x", "light"), arrived=2.0, deadline=3.0)
+    assert displaced is not None and displaced.message.id == "old"
+    assert queue.cancel("old") and queue.cancel("x")
+    fill(queue, request("b2", "base"))
+    displaced = queue.push(request("x", "light"), arrived=2.0, deadline=3.0)
+    assert displaced is not None and displaced.message.id == "b2"
+
+
 def test_strictly_first_come_first_served_nobody_is_displaced() -> None:
     queue = InferenceQueue(3, fair=False)
     fill(queue, *(request(f"h{i}", "hot") for i in range(3)))
@@ -210,18 +224,45 @@ def push_classes(queue: InferenceQueue, classes: str, arrived: float = 0.0) -> N
         assert queue.push(one, arrived=arrived, deadline=arrived + one.slo.ttft) is None
 
 
-def test_interactive_requests_go_first_until_one_of_the_class_batch_is_due_before_them() -> None:
+def test_interactive_requests_go_first() -> None:
     queue = InferenceQueue(9, fair=True)
     push_classes(queue, "bibi")
     assert [entry.message.id for entry in queue.waiting(3)] == ["i1", "i3", "b0"]
     assert [queue.ahead_of([id])[id] for id in ("i1", "i3", "b0", "b2")] == [0, 1, 2, 3]
     assert [queue.ahead(queue.waiting(4)[at].message) for at in (1, 3)] == [1, 3], "the newest of both classes"
     assert ids(queue, 1) == ["i1"]
-    queue.push(of_class("late", batch=False), arrived=59.5, deadline=60.5)
-    assert ids(queue) == ["i3", "b0", "b2", "late"]
+    queue.push(of_class("new", batch=False), arrived=59.5, deadline=60.5)
+    assert ids(queue) == ["i3", "new", "b0", "b2"], "though the batch's first is due before"
     strict = InferenceQueue(9, fair=False)
     push_classes(strict, "bibi")
     assert ids(strict) == ["b0", "i1", "b2", "i3"]
+
+
+def test_of_the_class_batch_one_that_is_due_goes_after_every_fourth_interactive_request() -> None:
+    queue = InferenceQueue(99, fair=True)
+    push_classes(queue, "bbbb")
+    push_classes(queue, "." * 9, arrived=59.5)
+    due = [0, 1, 2, 3, "b0", 4, 5, 6, 7, "b1", 8, "b2", "b3"]
+    assert [entry.message.id.removeprefix(".") for entry in queue.waiting(99)] == [str(each) for each in due]
+    for count in (2, 4, 7):  # those that were admitted count
+        popped = ids(queue, count)
+        assert popped == [f".{each}" if isinstance(each, int) else each for each in due[:count]]
+        due = due[count:]
+
+
+def test_a_backlog_of_the_class_batch_does_not_hold_up_an_interactive_request() -> None:
+    queue = InferenceQueue(99, fair=True)
+    push_classes(queue, "b" * 50)
+    assert len(queue.pop(5)) == 5
+    push_classes(queue, "i", arrived=100.0)
+    assert queue.waiting(1)[0].message.id == "i0", "who arrived 100 s later"
+
+
+def test_the_class_batch_is_not_first_because_it_is_due_later() -> None:
+    queue = InferenceQueue(99, fair=True)
+    push_classes(queue, "b")
+    push_classes(queue, "." * 6)
+    assert ids(queue)[-1] == "b0"
 
 
 @given(
