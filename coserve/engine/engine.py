@@ -380,7 +380,7 @@ class Engine:
             case Generate():
                 self._reception.enqueue(message, self._clock(), reading=self._adapters.waiting)
             case CancelRequest(id=id):
-                if not (self._queue.cancel(id) or self._adapters.cancel(id)) and self._running.remove(id):
+                if not (self._reception.cancel(id) or self._adapters.cancel(id)) and self._running.remove(id):
                     self._generator.cancel(id)
             case StartJob(spec=spec, paused=paused):
                 self._jobs.place(spec, paused=paused)

@@ -34,9 +34,12 @@ class Reception:
         self._queue, self._running, self._views = queue, running, views
         self._send, self._cancel = send, cancel
         self._shedding = Shedding(queue, running.passed_over)
+        self._cancelled: list[str] = []
+        """Requests that leave the queue before anybody looks at it: many take little longer than one."""
 
     def enqueue(self, request: Generate, now: float, *, reading: int) -> None:
         """`reading`: how many requests wait for their adapters to be read."""
+        self._cancel_all()
         arrived = now if request.arrived is None else min(now, request.arrived)
         try:
             displaced = self._queue.push(request, arrived=arrived, deadline=arrived + request.slo.ttft)
@@ -58,6 +61,18 @@ class Reception:
             self._remove([displaced.message.id, *displaced.message.choices])
             why = "the queue is full, and other requests go first; try again later"
             self._refuse(displaced.message.id, QueueFull(why, retry_after=self._queue.retry_after(now)))
+
+    def cancel(self, id: str) -> bool:
+        """A client left: whether its request waits in the queue. It leaves it with the next call of `enqueue` or `refuse_late`."""
+        if self._queue.get(id) is None:
+            return False
+        self._cancelled.append(id)
+        return True
+
+    def _cancel_all(self) -> None:
+        if self._cancelled:
+            self._queue.cancel(self._cancelled)
+            self._cancelled.clear()
 
     def admitted(self, requests: Sequence[Queued], now: float) -> None:
         """These requests have left the queue, for the batch or to have their adapters read."""
@@ -85,7 +100,8 @@ class Reception:
         return self._views.long_prompt_seconds(int(self._running.uncached_share * tokens))
 
     def refuse_late(self, now: float) -> None:
-        """Refuse the requests that have become late: in the queue, or in the batch if no step had pages or room for them."""
+        """Before each decision. Refuse the requests that have become late: in the queue, or in the batch if no step had pages or room for them."""
+        self._cancel_all()
         if not self._shedding.watches:
             return
         late = self._shedding.expired(self._first_token_seconds, now)
@@ -97,7 +113,7 @@ class Reception:
 
     def _remove(self, ids: Collection[str]) -> set[str]:
         """Take those of these requests that have not begun out of the queue and the batch. Returns their ids."""
-        gone = self._queue.cancel_all(ids)
+        gone = self._queue.cancel(ids)
         for id in set(ids) - gone:
             if self._running.passed_over(id):
                 self._running.remove(id)

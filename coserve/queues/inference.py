@@ -104,11 +104,7 @@ class InferenceQueue:
             self._waiting = None
         return list(popped)
 
-    def cancel(self, id: str) -> bool:
-        """Remove a request. False if it is not in the queue."""
-        return bool(self.cancel_all([id]))
-
-    def cancel_all(self, ids: Collection[str]) -> set[str]:
+    def cancel(self, ids: Collection[str]) -> set[str]:
         """Remove those of these requests that are in the queue, and return their ids. Takes little longer for many than for one."""
         gone = [entry for id in ids if (entry := self._entries.pop(id, None)) is not None]
         for flows in self._interactive, self._batch:

@@ -157,7 +157,8 @@ class Shedding:
         late: dict[str, tuple[str, ...]] = {}
         while self._deadlines and self._deadlines[0][0] < now + first_token:
             _, id, waited, choices = heappop(self._deadlines)
-            if (waited or self._queue.get(id) is None) and not self._has_begun(choices):
+            waits = waited and self._queue.get(id) is not None
+            if (waits or self._passed_over(id)) and not self._has_begun(choices):
                 late[id] = choices
         ahead = self._queue.ahead_of([*late, *chain.from_iterable(late.values())]) if late else {}
         return {id: Late(_bounded(self._wait(ahead.get(id, 0), now)), choices) for id, choices in late.items()}

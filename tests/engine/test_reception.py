@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from coserve.engine.reception import Reception
@@ -74,6 +74,9 @@ class Line:
     def refuse_late(self, now: float) -> None:
         self._reception.refuse_late(now)
 
+    def cancel(self, id: str) -> bool:
+        return self._reception.cancel(id)
+
     def ids(self) -> list[str]:
         return [entry.message.id for entry in self.queue.waiting(99)]
 
@@ -125,6 +128,16 @@ def test_choices_that_the_queue_has_no_room_for_go_together() -> None:
     assert (line.refused, line.ids()) == ({"c1": "queue_full"}, [f"r{number}" for number in range(LIMIT - 1)])
 
 
+def test_choices_go_together_for_a_request_that_goes_first() -> None:
+    line = Line()
+    for number in range(LIMIT - 2):
+        line.arrives(request(f"r{number}"))
+    line.arrives(request("c0", batch=True))
+    line.arrives(request("c1", batch=True, choices=("c0",)))
+    line.arrives(request("new"))
+    assert (line.refused, line.ids()) == ({"c1": "queue_full"}, [*(f"r{number}" for number in range(LIMIT - 2)), "new"])
+
+
 def test_choices_of_which_one_has_begun_are_not_refused() -> None:
     line = Line(limit=20)
     line.arrives(request("c0", 3.0))
@@ -162,10 +175,8 @@ def test_those_that_become_late_together_are_refused_together() -> None:
     )
 
 
-def calls_to_refuse(count: int) -> int:
-    line, calls = Line(count), 0
-    for number in range(count):
-        line.arrives(request(f"r{number}", 2.0 * count, shed=True, batch=number % 3 == 0, adapter=f"{number % 7}"))
+def calls_of(work: Callable[[], None]) -> int:
+    calls = 0
 
     def called(frame: FrameType, event: str, arg: object) -> None:
         nonlocal calls
@@ -173,9 +184,17 @@ def calls_to_refuse(count: int) -> int:
 
     sys.setprofile(called)
     try:
-        line.refuse_late(9.0 * count)
+        work()
     finally:
         sys.setprofile(None)
+    return calls
+
+
+def calls_to_refuse(count: int) -> int:
+    line = Line(count)
+    for number in range(count):
+        line.arrives(request(f"r{number}", 2.0 * count, shed=True, batch=number % 3 == 0, adapter=f"{number % 7}"))
+    calls = calls_of(lambda: line.refuse_late(9.0 * count))
     assert len(line.refused) == count
     return calls
 
@@ -234,3 +253,54 @@ def test_long_prompts_that_were_in_the_prefix_cache_take_one_step() -> None:
     assert line.refused == {}
     line.refuse_late(8.85)
     assert line.refused == {"long": "overloaded"}
+
+
+def test_whoever_left_is_not_counted_before_the_next_one_and_not_refused() -> None:
+    line = Line(limit=20)
+    for number in range(9):
+        line.arrives(request(f"r{number}"))
+    line.arrives(request("gone", 30.0, shed=True))
+    assert all(line.cancel(id) for id in ("gone", *(f"r{number}" for number in range(8))))
+    line.arrives(request("new", 2.5, shed=True))
+    assert line.refused == {}
+    line.refuse_late(99.0)
+    assert (line.refused, line.ids()) == ({"new": "overloaded"}, ["r8"])
+
+
+def test_a_request_that_does_not_wait_is_not_cancelled_here() -> None:
+    line = Line()
+    assert not line.cancel("early0")
+
+
+def calls_to_cancel(count: int) -> int:
+    line = Line(count)
+    for number in range(count):
+        line.arrives(request(f"r{number}", adapter=f"{number % 7}"))
+
+    def cancel() -> None:
+        for number in range(count):
+            line.cancel(f"r{number}")
+        line.refuse_late(4.0)
+
+    calls = calls_of(cancel)
+    assert line.ids() == []
+    return calls
+
+
+def test_each_of_many_clients_that_leave_at_once_takes_as_little_work_as_one_of_few() -> None:
+    assert calls_to_cancel(400) < 5 * calls_to_cancel(100)
+
+
+def test_a_request_that_found_a_place_costs_nothing_when_its_time_is_over() -> None:
+    """However many wait then."""
+
+    def calls(waiting: int) -> int:
+        line = Line(500)
+        line.refuse_late(4.0)
+        line.arrives(request("served", 3.0, shed=True))
+        line.queue.pop(1)
+        for number in range(waiting):
+            line.arrives(request(f"r{number}"))
+        return calls_of(lambda: line.refuse_late(9.0))
+
+    assert calls(400) == calls(4)

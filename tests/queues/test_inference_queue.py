@@ -87,11 +87,11 @@ def test_nobody_keeps_others_out_by_filling_the_queue() -> None:
     fill(queue, *(request(f"h{i}", "hot") for i in range(4)))
     displaced = queue.push(request("x", "light"), arrived=2.0, deadline=3.0)
     assert displaced is not None
-    assert displaced.message.id == "h3" and queue.cancel("h3")
+    assert displaced.message.id == "h3" and queue.cancel(["h3"])
     with pytest.raises(QueueFull):
         queue.push(request("h4", "hot"), arrived=2.0, deadline=3.0)
     displaced = queue.push(request("y"), arrived=2.0, deadline=3.0)
-    assert displaced is not None and queue.cancel(displaced.message.id)
+    assert displaced is not None and queue.cancel([displaced.message.id])
     with pytest.raises(QueueFull):  # two of one and one each of the others: as even as it gets
         queue.push(request("z", "light"), arrived=2.0, deadline=3.0)
     assert len(queue) == 4
@@ -103,7 +103,7 @@ def test_a_choice_goes_only_while_none_of_its_request_has_begun() -> None:
     fill(queue, request("h0", "hot"), request("h1", "hot"), last)
     displaced = queue.push(request("x", "light"), arrived=2.0, deadline=3.0)
     assert displaced is not None and displaced.message.id == "h2"
-    assert queue.cancel("x") and ids(queue, 1) == ["h0"]
+    assert queue.cancel(["x"]) and ids(queue, 1) == ["h0"]
     fill(queue, request("y", "other"))
     with pytest.raises(QueueFull):
         queue.push(request("x", "light"), arrived=2.0, deadline=3.0)
@@ -117,7 +117,7 @@ def test_who_has_not_begun_goes_for_one_whose_choices_have() -> None:
     fill(queue, request("b0", "base"), request("b1", "base"))
     displaced = queue.push(request("x", "light"), arrived=2.0, deadline=3.0)
     assert displaced is not None and displaced.message.id == "old"
-    assert queue.cancel("old") and queue.cancel("x")
+    assert queue.cancel(["old"]) and queue.cancel(["x"])
     fill(queue, request("b2", "base"))
     displaced = queue.push(request("x", "light"), arrived=2.0, deadline=3.0)
     assert displaced is not None and displaced.message.id == "b2"
@@ -162,7 +162,7 @@ class QueueAgainstLists(RuleBasedStateMachine):
             own = self.waiting(displaced.message.id[0])
             assert len(own) == most
             assert own[-1] == displaced.message.id
-            assert self.queue.cancel(displaced.message.id)
+            assert self.queue.cancel([displaced.message.id])
             self.forget([displaced.message.id])
         else:
             assert displaced is None
@@ -187,16 +187,8 @@ class QueueAgainstLists(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         ids = [id for id, _ in self.model]
-        id = data.draw(st.sampled_from([*ids, *self.gone, "never"]))
-        assert self.queue.cancel(id) == (id in ids)
-        if id in ids:
-            self.forget([id])
-
-    @rule(data=st.data())
-    def cancel_all(self, data: st.DataObject) -> None:
-        ids = [id for id, _ in self.model]
         some = data.draw(st.lists(st.sampled_from([*ids, *self.gone, "never"])))
-        assert self.queue.cancel_all(some) == {*some} & {*ids}
+        assert self.queue.cancel(some) == {*some} & {*ids}
         self.forget([*({*some} & {*ids})])
 
     @invariant()
@@ -289,10 +281,10 @@ def test_in_a_full_queue_the_class_batch_gives_way() -> None:
     queue = InferenceQueue(3, fair=True)
     push_classes(queue, "ibb")
     displaced = queue.push(of_class("new", batch=False), arrived=1.0, deadline=2.0)
-    assert displaced is not None and displaced.message.id == "b2" and queue.cancel("b2")
+    assert displaced is not None and displaced.message.id == "b2" and queue.cancel(["b2"])
     with pytest.raises(QueueFull):
         queue.push(of_class("b9", batch=True, adapter="other"), arrived=1.0, deadline=61.0)
-    assert queue.cancel("b1")
+    assert queue.cancel(["b1"])
     assert queue.push(of_class("more", batch=False, adapter="x"), arrived=1.0, deadline=2.0) is None
     with pytest.raises(QueueFull):
         queue.push(of_class("b9", batch=True), arrived=1.0, deadline=61.0)

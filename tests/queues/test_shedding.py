@@ -92,13 +92,13 @@ def test_how_long_the_batch_has_taken_nobody_tells_its_speed() -> None:
     admit(queue, shedding, 0.0, 4)
     for now in (1.0, 2.0, 3.0, 4.0):
         for id, late in shedding.expired(0.1, now).items():
-            queue.cancel(id)
+            queue.cancel([id])
             refused[id] = late.retry
         message = request(f"at {now}", 2.0)
         queue.push(message, arrived=now, deadline=now + 2.0)
         retry = shedding.arrived(message, now + 2.0, 0, 0.1, 0.1, now, full=True)
         if retry is not None:
-            queue.cancel(message.id)
+            queue.cancel([message.id])
             refused[message.id] = retry
     assert list(refused) == ["at 2.0", "at 1.0", "at 4.0"], "those at 2 and 4 s when they arrive"
     assert refused["at 1.0"] == 1.5, "half of the time in which nobody was admitted"
@@ -161,7 +161,7 @@ def test_idle_time_after_a_queue_that_was_cancelled_is_none_either() -> None:
     for id in ("a", "b"):
         arrives(id, 0.0)
     admit(queue, shedding, 0.0)
-    queue.cancel("b")
+    queue.cancel(["b"])
     arrives("c", 3600.0)
     admit(queue, shedding, 3600.0)
     assert shedding.gap == 0
@@ -185,7 +185,7 @@ def served(arrivals: list[tuple[float, str, int]], *, gap: float, ttft: float) -
             popped = queue.pop(1)
             waits += [place - each.arrived for each in popped]
             shedding.admitted(popped, place, full=True)
-            later += sum(queue.cancel(id) for id in shedding.expired(0.02, place))
+            later += sum(len(queue.cancel([id])) for id in shedding.expired(0.02, place))
             place += gap
         message = Generate(
             id=f"r{number}", prompt=(1,) * 5, sampling=SamplingParams(max_tokens=tokens), adapter=AdapterRef(adapter, 1),
@@ -193,7 +193,7 @@ def served(arrivals: list[tuple[float, str, int]], *, gap: float, ttft: float) -
         )  # fmt: skip
         queue.push(message, arrived=now, deadline=now + ttft)
         if shedding.arrived(message, now + ttft, 0, 0.01, 0.02, now, full=True, decodes=lambda places: 900.0 * places):
-            queue.cancel(message.id)
+            queue.cancel([message.id])
             at_once += 1
     return waits, at_once, later
 
