@@ -300,7 +300,7 @@ def test_a_request_that_found_a_place_costs_nothing_when_its_time_is_over() -> N
         line.arrives(request("served", 3.0, shed=True))
         line.queue.pop(1)
         for number in range(waiting):
-            line.arrives(request(f"r{number}"))
+            line.arrives(request(f"r{number}", batch=number % 3 == 0))
         return calls_of(lambda: line.refuse_late(9.0))
 
     assert calls(400) == calls(4)
