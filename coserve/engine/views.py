@@ -86,7 +86,7 @@ class Views:
         """What is known of such steps beside training, if that is long ago."""
         (margin, all_of_it), steps, own = FORGET[kind], self._in_turn[kind], (kind, True)
         if steps == all_of_it:
-            self._steps.keep(lambda key: key != own)
+            self._steps.forget(own)
             self.slices.beside[kind] = SpeedBeside()
             self._in_turn[kind] = 0
         elif steps % margin == 0:

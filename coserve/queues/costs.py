@@ -6,6 +6,7 @@ device is now (the median of the last measured times over their shapes), and the
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
@@ -82,17 +83,20 @@ class Predictor:
 
 
 class Predictors:
-    """One `Predictor` for each kind of work. All have the same features."""
+    """One `Predictor` for each kind of work. All have the same features. Of more than `most` kinds those that were measured longest ago are
+    forgotten."""
 
-    def __init__(self, features: int, attainment: float = ATTAINMENT) -> None:
-        self._features, self._attainment = features, attainment
+    def __init__(self, features: int, attainment: float = ATTAINMENT, *, most: float = math.inf) -> None:
+        self._features, self._attainment, self._most = features, attainment, most
         self._by_kind: dict[Hashable, Predictor] = {}
+        """The one that was measured last is last."""
 
     def add(self, kind: Hashable, features: Sequence[float], seconds: float) -> None:
-        predictor = self._by_kind.get(kind)
-        if predictor is None:
-            predictor = self._by_kind[kind] = Predictor(self._features, self._attainment)
+        predictor = self._by_kind.pop(kind, None) or Predictor(self._features, self._attainment)
+        self._by_kind[kind] = predictor
         predictor.add(features, seconds)
+        if len(self._by_kind) > self._most:
+            self.forget(next(iter(self._by_kind)))
 
     def predict(self, features: Sequence[float], *kinds: Hashable) -> Prediction:
         """By the first of `kinds` that can; `UNKNOWN` if none can."""
@@ -101,10 +105,6 @@ class Predictors:
             if predictor is not None and (found := predictor.predict(features)) is not None:
                 return found
         return UNKNOWN
-
-    def __len__(self) -> int:
-        """Kinds."""
-        return len(self._by_kind)
 
     def knows(self, kind: Hashable) -> bool:
         """Whether this kind itself was measured often enough."""
@@ -117,6 +117,5 @@ class Predictors:
             if of(kind):
                 predictor.forget_errors()
 
-    def keep(self, wanted: Callable[[Hashable], bool]) -> None:
-        """Forget all kinds that are not `wanted`."""
-        self._by_kind = {kind: predictor for kind, predictor in self._by_kind.items() if wanted(kind)}
+    def forget(self, kind: Hashable) -> None:
+        self._by_kind.pop(kind, None)

@@ -15,8 +15,8 @@ ANY = "any"
 """Micro-steps of all kinds together."""
 SIZED = MicroStep.BEGIN, MicroStep.FORWARD, MicroStep.BACKWARD
 """Kinds whose time grows with the micro-batch."""
-MOST_KINDS = 64
-"""Kinds of micro-steps of jobs whose times are kept, those of jobs that cannot train now included."""
+MOST_KINDS = 512
+"""Kinds of micro-steps whose times are kept, of each job those that it has: a job has about six."""
 SIZE = 1024.0
 """Tokens; the prediction is a line, so any two sizes tell it."""
 
@@ -26,11 +26,10 @@ class Slices:
 
     def __init__(self, attainment: float = ATTAINMENT) -> None:
         """`attainment`: share of answers that are to be in time."""
-        self._costs = Predictors(2, attainment)
-        self._alone = Predictors(2, attainment)
+        self._costs = Predictors(2, attainment, most=MOST_KINDS)
+        self._alone = Predictors(2, attainment, most=MOST_KINDS)
         """Of slices that no step ran beside, by job and kind."""
         self.beside: dict[StepKind, SpeedBeside] = {kind: SpeedBeside() for kind in STEP_KINDS}
-        self._jobs: tuple[str, ...] = ()
         self.waiting_since: float | None = None
         """See `View.train_waiting_since`."""
         self.by_patience = 0
@@ -40,12 +39,7 @@ class Slices:
         """The last slice, if it was overdue, and when the first of the overdue ones in a row began to wait."""
 
     def ready(self, jobs: tuple[str, ...], now: float) -> None:
-        """`jobs` can train now. The costs of other jobs are forgotten once there are many."""
-        if jobs is not self._jobs and (known := frozenset(jobs)) != frozenset(self._jobs):
-            for times in (self._costs, self._alone):
-                if len(times) > MOST_KINDS:  # not at once: a job whose next step is prepared is back soon
-                    times.keep(lambda key: not isinstance(key, tuple) or key[0] in known)
-        self._jobs = jobs
+        """`jobs` can train now."""
         if not jobs:
             self.waiting_since = self._overdue = None
             self._overdue_in_a_row = 0

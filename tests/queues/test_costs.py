@@ -69,9 +69,18 @@ def test_kinds_are_learned_apart_and_stand_in_for_each_other() -> None:
     for _ in range(2):
         costs.add("decode", ONE, 0.1)
     assert costs.predict(ONE, "decode", "prefill").expected == pytest.approx(0.1)
-    costs.keep(lambda kind: kind == "prefill")
+    costs.forget("decode")
     assert costs.predict(ONE, "decode") == UNKNOWN
     assert costs.predict(ONE, "prefill").expected == pytest.approx(0.5)
+
+
+def test_of_many_kinds_those_measured_longest_ago_are_forgotten() -> None:
+    costs = Predictors(2, most=3)
+    for kind in "abcacd":
+        costs.add(kind, ONE, 0.5)
+    for kind in "acd":
+        costs.add(kind, ONE, 0.5)
+    assert [costs.knows(kind) for kind in "abcd"] == [True, False, True, True]
 
 
 def step_seconds(shape: StepShape) -> float:
@@ -127,6 +136,31 @@ def test_a_slower_device_is_followed_for_all_compositions() -> None:
     assert worst_error(predictor, slower=1.7) < 0.05
 
 
+def test_a_time_far_too_short_does_not_bend_what_is_learned() -> None:
+    """Errors are relative, so it would outweigh all others."""
+    rng, predictor = random.Random(0), Predictor(2)
+    for _ in range(100):
+        tokens = rng.uniform(10, 100)
+        predictor.add((1.0, tokens), 5e-3 + 1e-4 * tokens)
+    predictor.add((1.0, 100.0), 1e-5)
+    for tokens in (10.0, 50.0, 100.0):
+        found = predictor.predict((1.0, tokens))
+        assert found is not None
+        assert found.expected == pytest.approx(5e-3 + 1e-4 * tokens, rel=0.05)
+
+
+def test_the_mean_counts_slow_samples_that_what_is_expected_leaves_out() -> None:
+    """One of ten takes twice as long."""
+    predictor = Predictor(2)
+    for _ in range(50):
+        for sample in [0.01] * 9 + [0.02]:
+            predictor.add(ONE, sample)
+    found = predictor.predict(ONE)
+    assert found is not None
+    assert found.expected == pytest.approx(0.01, rel=0.01)
+    assert found.mean == pytest.approx(0.011, rel=0.01)
+
+
 @given(st.lists(st.tuples(st.floats(0, 1e4), st.floats(0, 1e7), st.floats(1e-5, 10)), min_size=1, max_size=50))
 def test_no_coefficient_is_below_zero(samples: list[tuple[float, float, float]]) -> None:
     regression = Regression(3)
@@ -161,6 +195,15 @@ def test_few_errors_do_not_make_the_margin_narrow_and_a_single_one_does_not_make
     for error in [1.0] * 900:
         risk.add(error)
     assert risk.factor == 1.0
+
+
+@pytest.mark.parametrize(("errors", "mean"), [([0.5] * 9, 1.0), ([0.5, 3.5], 1.75), ([], 1.0)])
+def test_the_mean_error_makes_no_prediction_shorter(errors: list[float], mean: float) -> None:
+    """Work that was faster than predicted is soon expected to be: the margin for decodes to come stays. Outliers count as `OUTLIER`."""
+    risk = Risk(0.995)
+    for error in errors:
+        risk.add(error)
+    assert risk.mean == mean
 
 
 def test_steps_that_are_often_far_too_slow_are_no_outliers() -> None:
