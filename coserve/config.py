@@ -180,7 +180,7 @@ class Config:
         "paper's policies, drr under the others",
         choices=("auto", "drr", "fcfs"),
     )
-    max_jobs: int = option(256, "most jobs that wait or run; more get 429")
+    max_jobs: int = option(256, "most jobs that wait, run or are paused; more get 429")
     max_active_jobs: int = option(
         4, "jobs that train side by side, together in one forward or in turn; the others wait in line"
     )

@@ -89,6 +89,8 @@ def read_settings(settings: type[DataclassInstance], path: Path, flag: str = "co
         spelled[name] = key
         if name not in names:
             raise ConfigError(f"{flag}: unknown setting {key!r} in {path}{option_hint(key, sorted(names))}")
+        if name == flag:
+            raise ConfigError(f"{flag}: {path} names another file, which is not read; name that one instead")
         found[name] = parse_setting(settings, name, _setting_text(name, hints[name], value))
     return found
 

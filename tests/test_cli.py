@@ -176,6 +176,13 @@ def test_an_unknown_key_of_the_file_is_refused(tmp_path: Path, key: str, hint: s
         load_config({"config": file}, {})
 
 
+def test_a_settings_file_that_names_another_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "b.toml"
+    file.write_text('config = "a.toml"')
+    with pytest.raises(ConfigError, match="b.toml names another file, which is not read"):
+        load_config({"config": file}, {})
+
+
 def test_a_setting_twice_in_the_file_is_refused_with_both_spellings(tmp_path: Path) -> None:
     file = tmp_path / "coserve.toml"
     file.write_text("train-floor = 0.1\ntrain_floor = 0.2\n")

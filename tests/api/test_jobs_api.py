@@ -265,8 +265,10 @@ async def test_lists_page_by_page_newest_first_and_the_line(api: Api) -> None:
     _, page = await api.call("GET", "/finetune", params={"after": ids[1]})
     assert ([job["id"] for job in page["data"]], page["has_more"]) == ([ids[0]], False)
     found = await api.refused(429, "queue_full", "POST", "/finetune", json={"adapter": "d", "data": ROWS})
-    assert "takes 3" in found["message"]
+    assert found["message"] == "3 jobs wait, run or are paused; the daemon takes 3"
     await api.call("POST", f"/finetune/{ids[0]}/pause")
+    found = await api.refused(429, "queue_full", "POST", "/finetune", json={"adapter": "d", "data": ROWS})
+    assert "(paused: 1; resume or cancel them)" in found["message"]
     await api.engine.die()
     async with api.http.get("/health") as response:
         assert response.status == 503

@@ -259,8 +259,12 @@ class JobManager:
         return await self.views.show(made)
 
     def _check_max_jobs(self, registry: Registry) -> None:
-        if (count := len(registry.unfinished())) >= self._config.max_jobs:
-            raise QueueFull(f"{count} jobs wait or run; the daemon takes {self._config.max_jobs}", retry_after=10)
+        jobs = registry.unfinished()
+        if (count := len(jobs)) >= self._config.max_jobs:
+            paused = sum(job.state is JobState.PAUSED for job in jobs)
+            hint = f" (paused: {paused}; resume or cancel them)" if paused else ""
+            why = f"{count} jobs wait, run or are paused{hint}; the daemon takes {self._config.max_jobs}"
+            raise QueueFull(why, retry_after=10)
 
     async def _accept(
         self, request: FinetuneRequest, record: JobRecord, corpus: PendingCorpus, key: str | None
