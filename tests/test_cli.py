@@ -179,7 +179,7 @@ def test_an_unknown_key_of_the_file_is_refused(tmp_path: Path, key: str, hint: s
 def test_a_settings_file_that_names_another_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "b.toml"
     file.write_text('config = "a.toml"')
-    with pytest.raises(ConfigError, match="b.toml names another file, which is not read"):
+    with pytest.raises(ConfigError, match=r"b\.toml names another file, which is not read"):
         load_config({"config": file}, {})
 
 
