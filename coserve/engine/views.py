@@ -88,7 +88,6 @@ class Views:
         if steps == all_of_it:
             self._steps.forget(own)
             self.slices.beside[kind] = SpeedBeside()
-            self._in_turn[kind] = 0
         elif steps % margin == 0:
             self._steps.forget_errors(lambda key: key == own)
 

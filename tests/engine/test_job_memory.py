@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import random
 import weakref
@@ -16,6 +17,7 @@ from coserve.admission.memory import GIB, Hold, MemoryAdmission, Start
 from coserve.admission.treatment import JobMemory, Treatment, job_memory
 from coserve.cancellation import Cancellation
 from coserve.engine.device_memory import DeviceMemory, Fixed
+from coserve.engine.engine import Engine
 from coserve.engine.job_runner import JobRunner
 from coserve.errors import JobOutOfMemory
 from coserve.gpu_memory import MemoryModel, MemoryUse
@@ -31,14 +33,19 @@ from coserve.link import (
     JobWaiting,
     PauseJob,
     ResumeJob,
+    Shutdown,
     StartJob,
+    Tokens,
+    local_pair,
 )
 from coserve.memory.allocator import Reading
+from coserve.queues.policies.ets import Ets
 from coserve.types import JobSpec, LoraSettings
-from tests.support.fake_ports import FakeTrainer, Inline, JobPlan, Meter
+from tests.support.fake_ports import FakeGenerator, FakeTrainer, Inline, JobPlan, Meter, NoAdapters
 from tests.support.gpu_memory import BASE, COSTS
 from tests.support.job_scene import FREE, Trouble, ask, ended, said, scene, start
 from tests.support.records import make_spec
+from tests.support.virtual_clock import run_virtual
 
 LIMIT = 4096
 HELD, STEP = 20 * GIB, GIB
@@ -266,6 +273,39 @@ async def test_memory_that_another_process_gives_back_starts_the_job_that_waits(
         await s.until(said(JobWaiting, "one"))
         device.reading = replace(device.reading, free=56 * GIB)
         await s.until(said(JobSucceeded, "one"))
+
+
+def test_while_a_job_waits_for_memory_the_policys_timers_fire_in_time() -> None:
+    """The device is read each second, and a batch is complete after 0.2 s."""
+
+    async def live() -> tuple[float, float]:
+        one, device, loop, meter, rng = needs(), Device(), asyncio.get_running_loop(), Meter(), random.Random(0)
+        own = memory(one.state.total + one.options[0].activations, device)
+        device.reading = replace(device.reading, free=0, reserved=22 * GIB)
+        plans = {"one": JobPlan(steps=2, micro_steps=2, checkpoint_every=9, fails_at=None)}
+        api, ours = local_pair()
+        engine = Engine(
+            FakeGenerator(meter, FREE, 64, rng, 0.0), FakeTrainer(meter, FREE, plans, rng, loop.time), NoAdapters(), Ets(4, 0.2), ours,
+            max_running=4, max_queue=8, fair=True, max_active_jobs=1, step_tokens=64, clock=loop.time, job_threads=Inline(), memory=own,
+        )  # fmt: skip
+        running, sent = asyncio.create_task(engine.run()), 0.0
+        came = dict[type[FromEngine], float]()
+        api.send(StartJob(spec=spec("one")))
+        while JobSucceeded not in came:
+            message = await api.receive()
+            came.setdefault(type(message), loop.time())
+            if isinstance(message, JobWaiting):
+                sent = loop.time()
+                api.send(ask("text"))
+            elif isinstance(message, Tokens) and message.finished is not None:
+                device.reading = replace(device.reading, free=56 * GIB)
+        api.send(Shutdown())
+        await running
+        return came[Tokens] - sent, came[JobSucceeded] - sent
+
+    first, trained = run_virtual(live())
+    assert first == pytest.approx(0.2, abs=0.01)
+    assert 1.0 < trained < 20.0, "once it was there in ten readings"
 
 
 async def test_without_a_plan_every_job_starts() -> None:

@@ -166,6 +166,19 @@ def test_an_early_token_lends_its_time_to_the_next_ones_and_a_late_one_takes_it_
         assert running.view() == (Due(pytest.approx(due), 1, 0, 0.5, pytest.approx(credit)),)
 
 
+@pytest.mark.parametrize("order", [("early", "late"), ("late", "early")])
+def test_whose_token_came_first_is_due_first_where_training_has_less_weight(order: tuple[str, str]) -> None:
+    """Its tokens came early, so without weight it may wait for longer than the other one."""
+    running = RunningRequests(100)
+    for id in order:
+        running.add(id, Slo(ttft=2.0, tpot=0.5), now=0.0, deadline=2.0, prompt=1, tokens=9)
+    for id, at in (("early", 7.0), ("early", 7.1), ("early", 7.2), ("late", 7.4)):
+        running.accept([token(id)], at)
+    (due,) = running.view()
+    assert due.deadline == pytest.approx(7.9), "of the late one"
+    assert due.deadline - due.window - due.credit == pytest.approx(7.2), "the first token's time"
+
+
 def test_how_long_a_first_token_takes_is_known_from_the_latest_steps() -> None:
     """Of prompts of one step. Two in a step count once."""
     running = RunningRequests(100)

@@ -34,6 +34,14 @@ def test_errors_of_short_overlaps_cancel_out(speed: float) -> None:
     assert found.share == pytest.approx(speed, abs=0.1)
 
 
+def test_slices_of_another_time_are_forgotten() -> None:
+    """Training kept all of its speed beside steps, later half of it."""
+    found = SpeedBeside()
+    for seconds in [1.0] * WINDOW + [1.5] * WINDOW:
+        found.add(seconds, 1.0, 1.0)
+    assert found.share == 0.5
+
+
 def test_slices_without_steps_say_nothing_of_it() -> None:
     found = SpeedBeside()
     for _ in range(2 * ENOUGH):
@@ -78,3 +86,12 @@ def test_steps_of_a_kind_are_measured_in_turn_again() -> None:
         assert trials.due("decode")
         trials.ran("decode", beside=False)
     assert not trials.due("decode")
+
+
+def test_a_step_in_turn_measures_what_one_takes_whatever_made_it_take_its_turn() -> None:
+    trials = Trials()
+    for _ in range(2):
+        for _ in range(TRIAL_AFTER - 1):
+            trials.ran("decode", beside=True)
+        assert not trials.due("decode")
+        trials.ran("decode", beside=False)

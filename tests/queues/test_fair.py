@@ -181,6 +181,16 @@ def test_flows_that_always_ask_share_evenly(quantum: int, flows: int, most: int)
     assert max(spent) - min(spent) <= 2 * quantum + most
 
 
+def test_what_comes_in_the_middle_of_a_turn_leaves_in_it_while_the_credit_covers_it() -> None:
+    fair = DeficitRoundRobin[str](9)
+    for key, id in (("a", "a1"), ("a", "a2"), ("b", "b1")):
+        fair.push(key, id, 3, id)
+    assert fair.pop(1) == ["a1"]
+    for id in ("a3", "a4"):
+        fair.push("a", id, 3, id)
+    assert fair.pop(9) == ["a2", "a3", "b1", "a4"]
+
+
 def test_costs_far_beyond_the_quantum_take_no_time() -> None:
     fair = DeficitRoundRobin[str](1)
     for key, cost in (("a", 10**15), ("b", 10**15 - 1), ("c", 3)):

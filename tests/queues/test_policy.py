@@ -213,6 +213,23 @@ class TestSlack:
             seen = replace(asks, waiting=(waits,), queued=1, first_arrival=0.0, costs=costs)
             assert self.policy.decide(seen, 0.0) == decision
 
+    def test_more_than_the_mean_is_planned_for_decodes_to_the_last_token(self) -> None:
+        """Thirteen of 1/16 s and a step of 1/8 s would leave 1/16 s for training."""
+        costs = Costs(serve=1 / 8, micro_step=1 / 64, decode=1 / 16)
+        seen = view(running=[9.0], jobs=("j",))
+        for decodes, decision in [(0, Train("j", 3)), (13, Serve(0))]:
+            asks = replace(seen, running=(Due(1.0, 1, decodes),), costs=costs)
+            assert self.policy.decide(asks, 0.0) == decision
+
+    def test_a_margin_for_slower_steps_takes_no_more_than_a_quarter_of_a_tokens_time(self) -> None:
+        """A step of 1/8 s as expected, 3/4 s at most, whose token is due within 1 s."""
+        costs = Costs(serve=3 / 4, micro_step=1 / 64, serve_expected=1 / 8)
+        seen = replace(view(running=[1.0], jobs=("j",)), costs=costs)
+        for window, decision in [(4.0, Serve(0)), (1.0, Train("j", 3))]:
+            due = replace(seen, running=(Due(1.0, window=window),))
+            assert self.policy.decide(due, 0.5) == decision
+        assert self.policy.decide(replace(seen, running=(Due(1.0, window=1.0),)), 5 / 8) == Serve(0), "that quarter"
+
     def test_several_micro_steps_where_they_fit_but_no_slice_longer_than_the_longest(self) -> None:
         seen = view([], [9.0], jobs=("j",), micro_step=MAX_SLICE / 8, train_waiting_since=0.0)
         assert self.policy.decide(seen, 0.0) == Train("j", 8)
@@ -411,6 +428,42 @@ class TestOverlap:
         long_ago = self.with_prompt(1.0, 0.9, mean=0.048, slices=1, until=alone - 0.001)
         assert self.policy.decide(long_ago, alone - 0.001 - AHEAD + 1e-9) == Serve(1, between=True)
         assert self.policy.decide(long_ago, 0.95) == Wait(pytest.approx(alone - 0.001 - AHEAD))
+
+    @pytest.mark.parametrize(
+        ("weight", "waits", "held"),
+        [(1.0, 0.045, True), (1.0, 0.055, False), (0.5, 0.02, True), (0.5, 0.03, False)],
+    )
+    def test_a_step_without_prompts_comes_first_while_they_have_not_waited_long(
+        self, weight: float, waits: float, held: bool
+    ) -> None:
+        """They wait on while it is computed. Less weight of training, shorter waits."""
+        now = 1.0 - 0.05 * (1 - weight) - 0.012
+        decision = Overlap(1.0, weight=weight).decide(self.with_prompt(1.0, now - waits, mean=0.048, slices=2), now)
+        assert (decision == Serve(0)) == held
+
+    def test_in_turns_prompts_wait_for_the_batchs_next_tokens(self) -> None:
+        """A step for them takes time from training. For a batch that is empty they do not wait so long."""
+        policy = Overlap(1.0, overlapped=False)
+        joins = self.with_prompt(9.0, 0.5, mean=0.03, slices=0)
+        assert isinstance(policy.decide(joins, 0.6), Train)
+        assert policy.decide(joins, 0.62) == Serve(1, between=True)
+        alone = replace(joins, running=())
+        assert isinstance(policy.decide(alone, 0.54), Train)
+        assert policy.decide(alone, 0.55) == Serve(1, between=True)
+
+    def test_a_step_after_slices_is_launched_before_they_end(self) -> None:
+        """The device would be idle until the launch arrives."""
+        policy, busy = Overlap(1.0, overlapped=False), self.seen(1.0, slices=1, until=0.99)
+        assert isinstance(policy.decide(busy, 0.98), Wait)
+        assert policy.decide(busy, 0.988) == Serve(0, between=True)
+
+    @pytest.mark.parametrize(("step", "micro_steps"), [(0.001, 2), (0.012, 6), (0.3, 12)])
+    def test_in_turns_a_slice_is_as_long_as_a_step_beside_training_within_limits(
+        self, step: float, micro_steps: int
+    ) -> None:
+        found = self.seen(9.0, overlapped=step)
+        found = replace(found, costs=replace(found.costs, micro_step=0.00199))
+        assert Overlap(1.0, overlapped=False).decide(found, 0.9) == Train("j", micro_steps)
 
     def test_while_the_next_micro_step_needs_results_steps_are_paced_on(self) -> None:
         assert isinstance(self.policy.decide(self.seen(1.0, slices=1, jobs=False), 0.9), Wait)

@@ -1,19 +1,32 @@
-"""Seconds that the engine reports for generation and training, while both take turns on one device."""
+"""Seconds that the engine reports for generation and training, while both take turns on one device or share it."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 
 import pytest
 
 from coserve.engine.engine import Engine
-from coserve.link import EngineStats, EngineStopped, Generate, Shutdown, StartJob, local_pair
+from coserve.link import (
+    EngineStats,
+    EngineStopped,
+    FromEngine,
+    Generate,
+    LocalLink,
+    Shutdown,
+    StartJob,
+    ToEngine,
+    local_pair,
+)
 from coserve.queues.policies.slack import Slack
-from coserve.types import SamplingParams, Slo
+from coserve.queues.policy import Decision, Serve, Train, View, Wait
+from coserve.types import JobSpec, MicroStep, SamplingParams, Slo
 from tests.support.fake_gpu import FREE, BlockingTrainer, OverlappedGenerator, job_always
 from tests.support.fake_ports import Inline, Meter, NoAdapters
 from tests.support.scenario import job_spec
+from tests.support.shared_gpu import SharedGpu, SharingGenerator, SharingTrainer
 from tests.support.virtual_clock import run_virtual
 
 STEP, LAUNCH, MICRO_STEP = 0.010, 0.004, 0.004
@@ -33,7 +46,7 @@ def test_a_launched_step_counts_once() -> None:
 
 
 async def live() -> tuple[EngineStats, float]:
-    """The last stats of one stream beside a job, and the seconds until then."""
+    """Of one stream beside a job."""
     loop, rng, spec = asyncio.get_running_loop(), random.Random(0), job_spec("j")
     generator = OverlappedGenerator(lambda _: STEP, LAUNCH, 64, rng)
     trainer = BlockingTrainer(Meter(), FREE, job_always(spec), rng, loop.time)
@@ -43,6 +56,12 @@ async def live() -> tuple[EngineStats, float]:
         generator, trainer, NoAdapters(), Slack(1.0), ours, max_running=8, max_queue=8, fair=True, max_active_jobs=1,
         step_tokens=64, clock=loop.time, job_threads=Inline(),
     )  # fmt: skip
+    return await last_stats(engine, api, spec)
+
+
+async def last_stats(engine: Engine, api: LocalLink[ToEngine, FromEngine], spec: JobSpec) -> tuple[EngineStats, float]:
+    """The last stats of one stream beside a job, and the seconds until then."""
+    loop = asyncio.get_running_loop()
     run = asyncio.create_task(engine.run())
     slo = Slo(ttft=1.0, tpot=0.05)
     api.send(StartJob(spec=spec))
@@ -56,3 +75,44 @@ async def live() -> tuple[EngineStats, float]:
     await run
     assert last is not None, "it reports about once a second"
     return last, at
+
+
+class OneByOne:
+    """Launches a slice, and a step at once, which runs beside it or after it (`between`); the next slice once the step has ended."""
+
+    def __init__(self, step_in_flight: Callable[[], bool], *, between: bool) -> None:
+        self._step_in_flight, self._between = step_in_flight, between
+
+    def decide(self, view: View, now: float) -> Decision:
+        if self._step_in_flight():
+            return Wait(None)
+        if view.in_flight.since_step:
+            return Serve(len(view.waiting), between=self._between)
+        return Train(view.jobs[0], 1) if view.jobs else Wait(None)
+
+
+@pytest.mark.parametrize(("between", "seconds"), [(False, LAUNCH + STEP), (True, STEP)])
+def test_neither_a_slice_before_a_step_nor_its_launch_is_a_part_of_the_steps_time(
+    between: bool, seconds: float
+) -> None:
+    """A slice is launched in half of the time that the device takes."""
+    found = run_virtual(shared(between=between))
+    counts = {(each.kind, each.beside): each for each in found.steps}
+    decodes = counts["decode", not between]
+    assert decodes.count > 50
+    assert decodes.seconds / decodes.count == pytest.approx(seconds, rel=0.01)
+
+
+async def shared(*, between: bool) -> EngineStats:
+    loop, rng, spec, gpu = asyncio.get_running_loop(), random.Random(0), job_spec("j"), SharedGpu(1.0, 1.0)
+    generator = SharingGenerator(lambda _: STEP, LAUNCH, 64, rng)
+    generator.gpu = gpu
+    trainer = SharingTrainer(Meter(), FREE, job_always(spec), rng, loop.time, gpu=gpu, launch=0.5)
+    trainer.seconds = lambda kind, tokens: 0.0 if kind is MicroStep.RESULT else 10 * MICRO_STEP
+    api, ours = local_pair()
+    policy = OneByOne(lambda: generator.in_flight, between=between)
+    engine = Engine(
+        generator, trainer, NoAdapters(), policy, ours, max_running=8, max_queue=8, fair=True, max_active_jobs=1, step_tokens=64,
+        clock=loop.time, job_threads=Inline(), mark_training=gpu.mark, between_slices=gpu.between, mark_step=gpu.mark_step,
+    )  # fmt: skip
+    return (await last_stats(engine, api, spec))[0]
