@@ -6,12 +6,14 @@ quantum of every round, whatever the others do.
 
 The turns are computed, not played. If an item and those before it in its flow cost `c` together, it leaves in the flow's
 turn number `ceil((c - credit) / quantum)` from now. Sorting by turn, then by position in the round, gives the order of
-the turns, also for a quantum much smaller than the costs.
+the turns, also for a quantum much smaller than the costs. Turns that all flows have had are counted once for all, so it costs
+no more where many flows wait.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
+from collections import deque
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
@@ -22,11 +24,12 @@ T = TypeVar("T")
 @dataclass(eq=False)
 class _Flow(Generic[T]):
     key: Hashable
-    position: int = 0
-    """In the round."""
+    position: int
+    """In the round: one more than that of the flow before it."""
+    spent: int
+    """Cost of the items that have left, less the credit for turns before it was there."""
     turns: int = 0
-    """Turns so far."""
-    credit: int = 0
+    """So far, besides those of all flows."""
     cost: int = 0
     """Of all its items."""
     items: dict[str, tuple[T, int]] = field(default_factory=dict)
@@ -34,7 +37,7 @@ class _Flow(Generic[T]):
 
 
 class _Due(NamedTuple, Generic[T]):
-    """An item and the turn of its flow in which it leaves, counted as `_Flow.turns`."""
+    """An item and the turn of its flow in which it leaves, the turns of all flows included."""
 
     turn: int
     flow: _Flow[T]
@@ -53,8 +56,10 @@ class DeficitRoundRobin(Generic[T]):
         assert quantum >= 1, quantum
         self._quantum = quantum
         self._flows: dict[Hashable, _Flow[T]] = {}
-        self._round: list[_Flow[T]] = []
+        self._round: deque[_Flow[T]] = deque()
         """Flows in the order of their next turns. A flow in the middle of its turn is last."""
+        self._turns = 0
+        """That all flows have had, so far."""
         self._mid_turn = False
         """Whether the last flow of the round is in the middle of its turn."""
         self._due: list[_Due[T]] = []
@@ -67,13 +72,19 @@ class DeficitRoundRobin(Generic[T]):
         assert cost >= 0, cost
         flow = self._flows.get(key)
         if flow is None:
-            flow = self._flows[key] = _Flow(key)
-            self._round.insert(len(self._round) - self._mid_turn, flow)
-            self._renumber()
+            flow = self._flows[key] = _Flow(key, 0, spent=self._turns * self._quantum)
+            mid_turn = self._round.pop() if self._mid_turn else None
+            self._append(flow)
+            if mid_turn is not None:
+                self._append(mid_turn)
         assert id not in flow.items, id
         flow.items[id] = item, cost
         flow.cost += cost
         insort(self._due, self._schedule(flow, id, item, flow.cost), key=_order)
+
+    def _append(self, flow: _Flow[T]) -> None:
+        flow.position = self._round[-1].position + 1 if self._round else 0
+        self._round.append(flow)
 
     def remove(self, gone: Mapping[Hashable, Collection[str]]) -> None:
         """Remove items, given as ids by flow. Later items of those flows may leave earlier."""
@@ -91,7 +102,7 @@ class DeficitRoundRobin(Generic[T]):
         self._due.sort(key=_order)
         if any(not flow.items for flow in flows):
             self._mid_turn = self._mid_turn and bool(self._round[-1].items)
-            self._drop_empty(self._round)
+            self._drop_empty()
 
     def _removed_last(self, key: Hashable, ids: Collection[str]) -> bool:
         """Whether that was the newest item of a flow with others, whose turns it does not change."""
@@ -116,8 +127,7 @@ class DeficitRoundRobin(Generic[T]):
 
     def rounds_until_last(self, key: Hashable) -> float:
         """From now until the newest item of a flow leaves."""
-        turn, position = self._last(self._flows[key]).order
-        return self._rounds(turn, position)
+        return self._rounds(self._last(self._flows[key]))
 
     def before_last(self, key: Hashable) -> int:
         """How many items leave before the newest one of a flow."""
@@ -127,9 +137,11 @@ class DeficitRoundRobin(Generic[T]):
         id = next(reversed(flow.items))
         return self._schedule(flow, id, flow.items[id][0], flow.cost)
 
-    def _rounds(self, turn: int, position: int) -> float:
-        """Until an item of this order leaves."""
-        return turn - 1 + (position + 1) / len(self._round) if turn else 0.0
+    def _rounds(self, due: _Due[T]) -> float:
+        """Until an item leaves."""
+        turn, position = due.order
+        turns = turn - self._turns
+        return turns - 1 + (position - self._round[0].position + 1) / len(self._round) if turns else 0.0
 
     def longest_first(self) -> Iterator[tuple[Hashable, str]]:
         """Key and id of all items, the newest first, flow by flow from the one with the most items on."""
@@ -147,42 +159,49 @@ class DeficitRoundRobin(Generic[T]):
         if not popped:
             return []
         del self._due[:count]
-        turn, last = popped[-1].order
-        self.rounds += self._rounds(turn, last)
-        for flow in self._round:
-            turns = turn if flow.position <= last else turn - 1
-            flow.turns += turns
-            flow.credit += turns * self._quantum
+        last = popped[-1]
+        self.rounds += self._rounds(last)
+        turns = last.turn - last.flow.turns - self._turns
         for due in popped:
             _, cost = due.flow.items.pop(due.id)
-            due.flow.credit -= cost
+            due.flow.spent += cost
             due.flow.cost -= cost
-        self._continue_after(last)
+        if turns:
+            self._turns += turns - 1
+            self._continue_after(last.flow)
+        elif not last.flow.items:  # it stood last, in the middle of its turn
+            self._round.pop()
+            del self._flows[last.flow.key]
+        self._mid_turn = bool(last.flow.items)
+        if any(not due.flow.items and due.flow.key in self._flows for due in popped):
+            self._drop_empty()
         return [due.item for due in popped]
 
-    def _continue_after(self, last: int) -> None:
-        """The last popped item was of the flow at position `last`: rotate the round to it, without empty flows."""
-        latest = self._round[last]
-        self._drop_empty(self._round[last + 1 :] + self._round[: last + 1])
-        self._mid_turn = bool(latest.items)
-
-    def _drop_empty(self, flows: list[_Flow[T]]) -> None:
-        """`flows`: the round, with empty ones."""
-        for flow in flows:
-            if not flow.items:
+    def _continue_after(self, last: _Flow[T]) -> None:
+        """The flows up to `last` have had one turn more than the others: they go to the end of the round, or leave it."""
+        flow = None
+        while flow is not last:
+            flow = self._round.popleft()
+            flow.turns += 1
+            if flow.items:
+                self._append(flow)
+            else:
                 del self._flows[flow.key]
-        self._round = [flow for flow in flows if flow.items]
-        self._renumber()
 
-    def _renumber(self) -> None:
-        for position, flow in enumerate(self._round):
-            flow.position = position
+    def _drop_empty(self) -> None:
+        flows, self._round = self._round, deque()
+        for flow in flows:
+            if flow.items:
+                self._append(flow)
+            else:
+                del self._flows[flow.key]
 
     def _schedule(self, flow: _Flow[T], id: str, item: T, cost: int) -> _Due[T]:
         """`cost`: of the item and all before it in its flow."""
+        now = self._turns + flow.turns
         mid_turn = self._mid_turn and flow is self._round[-1]
-        turns = -(-(cost - flow.credit) // self._quantum)
-        return _Due(flow.turns + max(0 if mid_turn else 1, turns), flow, id, item)
+        turns = -(-(flow.spent + cost - now * self._quantum) // self._quantum)
+        return _Due(now + max(0 if mid_turn else 1, turns), flow, id, item)
 
 
 def _order(due: _Due[T]) -> tuple[int, int]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from math import ceil
+from types import FrameType
 
 import pytest
 from hypothesis import given, settings
@@ -203,3 +205,31 @@ def test_an_id_waits_once() -> None:
     fair.push("a", "x", 1, "x")
     with pytest.raises(AssertionError):
         fair.push("a", "x", 1, "x")
+
+
+def lines_of(work: Callable[[], object]) -> int:
+    """Lines of Python that it runs."""
+    lines = 0
+
+    def traced(frame: FrameType, event: str, arg: object) -> Callable[..., object]:
+        nonlocal lines
+        lines += event == "line"
+        return traced
+
+    before = sys.gettrace()
+    sys.settrace(traced)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+def test_an_item_leaves_with_as_little_work_whether_few_or_many_flows_wait() -> None:
+    def lines(flows: int) -> int:
+        fair = DeficitRoundRobin[int](256)
+        for number in range(flows):
+            fair.push(number, f"i{number}", 320, number)
+        return lines_of(lambda: fair.pop(1))
+
+    assert lines(400) == lines(4)
