@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from prometheus_client.parser import text_string_to_metric_families
 
+from coserve.errors import InternalError
 from coserve.types import Wire
 
 _NAMES = {
@@ -32,11 +35,18 @@ class Snapshot(Wire, frozen=True):
 
 
 def read_snapshot(page: str, at: float) -> Snapshot:
-    """The gauges of a page in Prometheus' text format; those of several engines are added up, shares of the cache averaged."""
+    """The gauges of a page in Prometheus' text format; those of several engines are added up, shares of the cache averaged.
+
+    A gauge that is NaN or infinite is left out. Raises `InternalError` for one that cannot be read.
+    """
     wanted = "".join(f"{line}\n" for line in page.splitlines() if line.startswith(_PREFIXES))
+    try:
+        samples = [sample for family in text_string_to_metric_families(wanted) for sample in family.samples]
+    except ValueError as error:
+        raise InternalError(f"expected gauges in Prometheus' text format, got an error: {error}") from error
     found: dict[str, list[float]] = {}
-    for family in text_string_to_metric_families(wanted):
-        for sample in family.samples:
+    for sample in samples:
+        if math.isfinite(sample.value):
             found.setdefault(sample.name, []).append(sample.value)
     values = {key: next((found[name] for name in names if name in found), None) for key, names in _NAMES.items()}
     sums = {key: None if own is None else sum(own) for key, own in values.items()}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
+import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -11,56 +12,19 @@ import aiohttp
 import msgspec
 
 from coserve.client.sse import events
-from coserve.errors import (
-    BY_CODE,
-    AdapterNotFound,
-    CoserveError,
-    EngineUnavailable,
-    InternalError,
-    InvalidRequest,
-    QueueFull,
-    Unauthorized,
-    Unreachable,
-    error_from_code,
-)
+from coserve.errors import AdapterNotFound, InvalidRequest, Unreachable
+from coserve.workloads.formats.lines import JSON_ERRORS
 from coserve.workloads.gauges import Snapshot, read_snapshot
+from coserve.workloads.openai_answers import Chunk, check, read_chunk, read_models
 from coserve.workloads.replay import JobUpdate, Usage
 from coserve.workloads.trace import FinetuneArrival, PromptArrival
 
-_ERRORS: dict[int, type[CoserveError]] = {
-    401: Unauthorized,
-    403: Unauthorized,
-    404: AdapterNotFound,
-    429: QueueFull,
-    503: EngineUnavailable,
-}
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
-class _Choice(msgspec.Struct):
-    text: str = ""
-    finish_reason: str | None = None
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: msgspec.Raw | None = None
-
-
-class _Error(msgspec.Struct):
-    """As OpenAI, coserve and vLLM send it; the code may be a name, a status or missing."""
-
-    code: str | int | None = None
-    message: str | None = None
-
-
-class _ErrorBody(msgspec.Struct):
-    error: _Error
+MODELS_WAIT = 30.0
+"""Seconds that a server has to list its models."""
+END_WAIT = 1.0
+"""Seconds that a server has to end an answer's stream after the stop mark; then the connection is closed."""
+DONE = "[DONE]"
+"""The stop mark."""
 
 
 class OpenAITarget:
@@ -72,13 +36,20 @@ class OpenAITarget:
     """
 
     def __init__(
-        self, url: str, *, model: str, key: str | None = None, temperature: float = 0.0, prefix: str = ""
+        self,
+        url: str,
+        *,
+        model: str,
+        key: str | None = None,
+        temperature: float = 0.0,
+        prefix: str = "",
+        models_wait: float = MODELS_WAIT,
     ) -> None:
         self._url = url.rstrip("/").removesuffix("/v1").rstrip("/")
         self._temperature, self._prefix = temperature, prefix
         self.model = model
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._decoder = msgspec.json.Decoder(_Chunk)
+        self._models_wait = models_wait
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -125,62 +96,50 @@ class OpenAITarget:
         """Raises the error that the status stands for, `Unreachable` for a broken connection."""
         content = msgspec.json.encode(self.body(arrival))
         headers = {"Content-Type": "application/json"}
-        counted, usage, ended = 0, None, False
+        counted, counts, reason, ended = 0, None, None, False
         try:
             async with self._http.post(f"{self._url}/v1/completions", data=content, headers=headers) as response:
-                await _check(response)
+                await check(response)
                 async for event in events(response.content.iter_any()):
-                    if event.data == "[DONE]":  # read on to the end, so that the connection can be used again
+                    if event.data.strip() == DONE:
                         ended = True
-                        continue
-                    chunk = self._chunk(event.data)
-                    usage = chunk.usage or usage
-                    new = self._new_tokens(chunk, counted)
+                        break
+                    chunk = read_chunk(event)
+                    counts = chunk.usage or counts
+                    reason = next((each.finish_reason for each in chunk.choices or ()), None) or reason
+                    new = _new_tokens(chunk, counted)
                     counted += new
                     yield new
+                if ended:  # the caller has the whole answer now
+                    yield 0 if counts is None else Usage(counts.prompt_tokens, counts.completion_tokens, reason)
+                    await _read_on(response)
         except aiohttp.ClientError as error:
             raise Unreachable(f"the connection broke: {error}", sent=True) from error
         if not ended:
             raise Unreachable("the stream broke off before its end", sent=True)
-        if usage is not None:
-            yield Usage(usage.prompt_tokens, usage.completion_tokens)
-
-    def _chunk(self, data: str) -> _Chunk:
-        try:
-            chunk = self._decoder.decode(data)
-        except msgspec.MsgspecError as error:
-            raise InternalError(f"expected a chunk of a completion, got {data[:80]!r}") from error
-        if chunk.error is not None:
-            raise _stream_error(bytes(chunk.error))
-        return chunk
-
-    def _new_tokens(self, chunk: _Chunk, counted: int) -> int:
-        if not chunk.choices:
-            return 0
-        if chunk.usage is not None:
-            return max(0, chunk.usage.completion_tokens - counted)
-        choice = chunk.choices[0]
-        return int(bool(choice.text) or choice.finish_reason is None)
 
     async def probe(self, at: float) -> Snapshot:
-        """The gauges of `/metrics`. Raises `Unreachable` where there is none."""
+        """The gauges of `/metrics`. Raises `Unreachable` where there is none, and as `read_snapshot`."""
         try:
             async with self._http.get(f"{self._url}/metrics") as response:
                 if response.status != 200:
                     raise Unreachable(f"/metrics answered {response.status}")
-                return read_snapshot(await response.text(), at)
+                return read_snapshot((await response.read()).decode(errors="replace"), at)
         except aiohttp.ClientError as error:
             raise Unreachable(f"/metrics: {error}") from error
 
     async def models(self) -> list[str]:
         """The names of `/v1/models`: the base first, as far as servers keep to it. Raises as `generate`."""
+        timeout = aiohttp.ClientTimeout(total=self._models_wait)
+        none = f"no OpenAI-style server answers at {self._url}"
         try:
-            async with self._http.get(f"{self._url}/v1/models") as response:
-                await _check(response)
-                found = msgspec.json.decode(await response.read(), type=_Models)
-        except (aiohttp.ClientError, msgspec.MsgspecError, AdapterNotFound) as error:  # 404: another kind of server
-            raise Unreachable(f"no OpenAI-style server answers at {self._url}: {error}") from error
-        return [model.id for model in found.data]
+            async with self._http.get(f"{self._url}/v1/models", timeout=timeout) as response:
+                await check(response)
+                return read_models(await response.read())
+        except TimeoutError as error:
+            raise Unreachable(f"{none}: no list of models within {self._models_wait:g} s") from error
+        except (aiohttp.ClientError, *JSON_ERRORS, AdapterNotFound) as error:  # 404: another kind of server
+            raise Unreachable(f"{none}: {error}") from error
 
     async def submit(self, arrival: FinetuneArrival) -> str:
         raise InvalidRequest("an OpenAI-style server is sent no fine-tuning jobs", field="server")
@@ -193,40 +152,18 @@ class OpenAITarget:
         """There are no jobs."""
 
 
-class _Model(msgspec.Struct):
-    id: str
+def _new_tokens(chunk: Chunk, counted: int) -> int:
+    if not chunk.choices:
+        return 0
+    if chunk.usage is not None:
+        return max(0, chunk.usage.completion_tokens - counted)
+    choice = chunk.choices[0]
+    return int(bool(choice.text) or choice.finish_reason is None)
 
 
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
-async def _check(response: aiohttp.ClientResponse) -> None:
-    """Raises the error that the body's code names if that has the response's status, else the one that the status stands for."""
-    if response.status < 300:
-        return
-    content = await response.read()
-    found = _error_in(content)
-    text = re.sub(r"\s+", " ", found.message or content[:200].decode(errors="replace"))
-    message = f"status {response.status}: {text}"
-    named = BY_CODE.get(str(found.code))
-    if named is not None and named.status == response.status:
-        raise error_from_code(named.code, message)
-    kind = _ERRORS.get(response.status, InvalidRequest if response.status < 500 else InternalError)
-    raise kind(message)
-
-
-def _error_in(content: bytes) -> _Error:
-    """Without code and message for a body of another form."""
-    try:
-        return msgspec.json.decode(content, type=_ErrorBody).error
-    except msgspec.MsgspecError:
-        return _Error()
-
-
-def _stream_error(content: bytes) -> CoserveError:
-    """The error at the end of a stream: the one that its code names, else `InternalError`."""
-    found = _error_in(b'{"error": ' + content + b"}")
-    if str(found.code) in BY_CODE:
-        return error_from_code(str(found.code), found.message or "the stream ended with an error")
-    return InternalError(f"the stream ended with an error: {content[:200].decode(errors='replace')}")
+async def _read_on(response: aiohttp.ClientResponse) -> None:
+    """To the end of a stream after its stop mark, so that the connection can be used again."""
+    with suppress(aiohttp.ClientError, TimeoutError):
+        async with asyncio.timeout(END_WAIT):
+            async for _ in response.content.iter_any():
+                pass

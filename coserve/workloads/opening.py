@@ -9,7 +9,7 @@ from typing import Any
 
 from coserve.errors import InvalidRequest
 from coserve.workloads.bundled import bundled_prompts, bundled_rows
-from coserve.workloads.recordings import format_of, open_source
+from coserve.workloads.recordings import first_request, open_source, trace_format
 from coserve.workloads.scenario import Scenario, TraceFormat, make_scenario
 from coserve.workloads.synthesis import make_trace
 from coserve.workloads.trace import PromptArrival, Trace, load_trace
@@ -36,7 +36,7 @@ def open_workload(given: Mapping[str, object]) -> Trace:
     Raises `InvalidRequest` for settings that contradict each other, `MalformedRow` for a file of no known format.
     """
     scenario = make_scenario(given)
-    if scenario.trace is not None and _format(scenario) is TraceFormat.COSERVE:
+    if scenario.trace is not None and trace_format(scenario) is TraceFormat.COSERVE:
         return _with_limits(load_trace(Path(scenario.trace)), given)
     trace = make_trace(scenario, bundled_prompts(), bundled_rows(scenario.row_tokens), open_source(scenario))
     return Trace(_without_folders(scenario), trace.arrivals)
@@ -47,7 +47,7 @@ def unused(given: Mapping[str, object]) -> dict[str, str]:
     `open_workload`'s to refuse. Raises as `open_workload`.
     """
     scenario = make_scenario(given)
-    found = _format(scenario)
+    found = trace_format(scenario)
     return {} if found is TraceFormat.COSERVE else unused_settings(given, scenario, found)
 
 
@@ -55,23 +55,23 @@ def check_requests(trace: Trace, given: Mapping[str, object]) -> None:
     """Raises `InvalidRequest` if the workload of `given` has no request, and what reading it raises."""
     if any(isinstance(arrival, PromptArrival) for arrival in trace.arrivals):
         return
-    scenario = trace.scenario
+    scenario = make_scenario(given)
     if "trace" not in given:
         asked = f"in {scenario.duration:g} s at {scenario.rate:g} a second"
         raise InvalidRequest(f"expected at least one request, got none {asked}", field="rate")
     expected = "expected at least one request in the trace, got none"
-    if _format(make_scenario(given)) is TraceFormat.COSERVE:
+    if trace_format(scenario) is TraceFormat.COSERVE:
         raise InvalidRequest(expected, field="trace")
     names = [name for name in FILTERS if name in given or name == "duration"]
     options = [f"--{name.replace('_', '-')} {_value_text(getattr(scenario, name))}" for name in names]
-    raise InvalidRequest(f"{expected} with {', '.join(options)}", field="trace")
+    raise InvalidRequest(f"{expected} with {', '.join(options)}{_elsewhere(scenario)}", field="trace")
 
 
 def check_save(path: Path, given: Mapping[str, object]) -> None:
     """Raises `InvalidRequest` if the trace would replace a recording that the workload of `given` is made of."""
     scenario = make_scenario(given)
     recordings = {"prompts": scenario.prompts}
-    if _format(scenario) is not TraceFormat.COSERVE:
+    if trace_format(scenario) is not TraceFormat.COSERVE:
         recordings["trace"] = scenario.trace
     for name, recording in recordings.items():
         if recording is not None and path.exists() and Path(recording).exists() and path.samefile(recording):
@@ -82,11 +82,13 @@ def _value_text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _format(scenario: Scenario) -> TraceFormat | None:
-    """Of the trace file; None: there is none."""
-    if scenario.trace is None:
-        return None
-    return format_of(Path(scenario.trace)) if scenario.trace_format is TraceFormat.AUTO else scenario.trace_format
+def _elsewhere(scenario: Scenario) -> str:
+    """Where the recording's first request is, if not in the part that is played."""
+    first = first_request(scenario)
+    begin = scenario.trace_start
+    if first is None or begin <= first < begin + scenario.duration * scenario.trace_speed:
+        return ""
+    return f"; the first one is at {first} s: --trace-start {first} skips to it"
 
 
 def _with_limits(trace: Trace, given: Mapping[str, object]) -> Trace:

@@ -52,21 +52,41 @@ def open_source(scenario: Scenario) -> Source:
     Raises `InvalidRequest` or `MalformedRow` for a missing file or one of no known format.
     """
     conversations = None if scenario.prompts is None else Path(scenario.prompts)
-    recorded: Callable[[], Iterator[Recorded]] | None = None
-    if scenario.trace is not None:
-        path = Path(scenario.trace)
-        match format_of(path) if scenario.trace_format is TraceFormat.AUTO else scenario.trace_format:
-            case TraceFormat.BURSTGPT:
-                recorded = partial(_window, scenario, partial(read_burstgpt, path, scenario.trace_model))
-            case TraceFormat.MOONCAKE:
-                recorded = partial(_window, scenario, partial(read_mooncake, path))
-            case TraceFormat.SHAREGPT if conversations is None:
-                conversations = path
-            case other:
-                raise InvalidRequest(f"expected arrivals to make a workload of, got a {other} file", field="trace")
+    read, found = _reader(scenario), trace_format(scenario)
+    if read is None and found is not None:
+        if found is not TraceFormat.SHAREGPT or conversations is not None:
+            raise InvalidRequest(f"expected arrivals to make a workload of, got a {found} file", field="trace")
+        conversations = Path(str(scenario.trace))
+    recorded = None if read is None else partial(_window, scenario, read)
     if conversations is None:
         return Source(recorded)
     return Source(recorded, partial(_conversations, scenario, conversations, Tokenizer.load(scenario.tokenizer)))
+
+
+def first_request(scenario: Scenario) -> float | None:
+    """Seconds from the recording's beginning to its first request, whatever part is played; None: there is no request, or no recording.
+
+    Raises `InvalidRequest` or `MalformedRow` as the workload does.
+    """
+    read = _reader(scenario)
+    return None if read is None else next((record.at for record in read()), None)
+
+
+def _reader(scenario: Scenario) -> Callable[[], Iterator[Recorded]] | None:
+    """Reads the recorded arrivals; None: the trace has none."""
+    match trace_format(scenario):
+        case TraceFormat.BURSTGPT:
+            return partial(read_burstgpt, Path(str(scenario.trace)), scenario.trace_model)
+        case TraceFormat.MOONCAKE:
+            return partial(read_mooncake, Path(str(scenario.trace)))
+    return None
+
+
+def trace_format(scenario: Scenario) -> TraceFormat | None:
+    """Of the trace file; None: there is none. Raises as `format_of`."""
+    if scenario.trace is None:
+        return None
+    return format_of(Path(scenario.trace)) if scenario.trace_format is TraceFormat.AUTO else scenario.trace_format
 
 
 def format_of(path: Path) -> TraceFormat:

@@ -38,6 +38,8 @@ class Usage(NamedTuple):
 
     prompt_tokens: int
     output_tokens: int
+    finish_reason: str | None = None
+    """Why the answer ended; None: the server did not say."""
 
 
 class Target(Protocol):
@@ -45,7 +47,7 @@ class Target(Protocol):
 
     def generate(self, arrival: PromptArrival) -> AsyncIterator[int | Usage]:
         """Stream a generation: the number of new tokens of each chunk, as it arrives, and at the end the server's count if it
-        has one, which then is the number of the answer's tokens.
+        has one, which then is the number of the answer's tokens. The answer is complete with what comes last.
         """
         ...
 
@@ -54,7 +56,7 @@ class Target(Protocol):
         ...
 
     def watch(self, job: str) -> AsyncIterator[JobUpdate]:
-        """Stream the updates of a job until it ends."""
+        """Stream the updates of a job until it ends. Raises the error with which it failed, also for one that is paused."""
         ...
 
     async def cancel(self, job: str) -> None: ...
@@ -81,6 +83,7 @@ class Sample(Wire, frozen=True):
     """When each chunk with tokens arrived."""
     tokens: int
     finished: float
+    """When the last of the answer arrived."""
     error: str | None = None
     """Error code; `finished` is then the time of the error."""
     message: str | None = None
@@ -217,22 +220,25 @@ class _Recorder:
 
     async def generate(self, arrival: PromptArrival) -> None:
         sent, times, tokens = self.now(), list[float](), 0
+        finished = sent
         error = message = None
         usage: Usage | None = None
         try:
             async with asyncio.timeout(self.request_timeout):
                 async for new in self.target.generate(arrival):
+                    finished = self.now()
                     if isinstance(new, Usage):
                         usage = new
                     elif new:
-                        times.append(self.now())
+                        times.append(finished)
                         tokens += new
         except (CoserveError, OSError) as failure:  # TimeoutError is an OSError
+            finished = self.now()
             error, message = _failure(failure)
         if usage is not None and times:
             tokens = usage.output_tokens
-        if error is None and not tokens:
-            error, message = "no_tokens", "the answer has no tokens"
+        if error is None:
+            error, message = _lack(arrival, tokens, usage)
         sample = Sample(
             index=arrival.index,
             adapter=arrival.adapter,
@@ -240,7 +246,7 @@ class _Recorder:
             sent=sent,
             times=tuple(times),
             tokens=tokens,
-            finished=self.now(),
+            finished=finished,
             error=error,
             message=message,
             prompt_tokens=None if usage is None else usage.prompt_tokens,
@@ -297,8 +303,18 @@ class _Recorder:
                 continue
             try:
                 await self.target.cancel(sample.job)
-            except CoserveError:  # it ended in the meantime
+            except (CoserveError, OSError):  # it ended in the meantime, or nobody answers
                 continue
+
+
+def _lack(arrival: PromptArrival, tokens: int, usage: Usage | None) -> tuple[str | None, str | None]:
+    """Code and message for a whole answer that is not what was asked for. Only the server can tell how many tokens are missing."""
+    if not tokens:
+        return "no_tokens", "the answer has no tokens"
+    if usage is None or usage.output_tokens >= arrival.max_tokens:
+        return None, None
+    reason = "" if usage.finish_reason is None else f" (finish reason: {usage.finish_reason})"
+    return "short_answer", f"expected {arrival.max_tokens} tokens, got {usage.output_tokens}{reason}"
 
 
 def _failure(failure: CoserveError | OSError) -> tuple[str, str]:

@@ -32,6 +32,8 @@ from coserve.workloads.metrics import (
 )
 from coserve.workloads.replay import JobSample, ReplayResult, Sample
 
+SHORTEST = 1e-9
+"""Seconds that a rate is divided by at least."""
 CLASSES: tuple[SloClass, ...] = ("interactive", "batch")
 
 
@@ -72,7 +74,9 @@ class Queue(Wire, frozen=True):
 
 
 class Summary(Wire, frozen=True):
-    """Rates are per second of `duration` unless they say otherwise; a `Spread` is None where there was nothing to measure."""
+    """Rates of requests and their tokens are per second from the beginning of the arrival window to the end of the last request;
+    a `Spread` is None where there was nothing to measure.
+    """
 
     duration: float
     requests: int
@@ -106,6 +110,7 @@ class Summary(Wire, frozen=True):
     job_errors: dict[str, int]
     finetune_tokens: int
     finetune_throughput: float
+    """Tokens a second of `duration`."""
     finetune_window_throughput: float
     """Tokens a second of the steps that were reported inside the arrival window."""
     finetune_peak: float | None
@@ -157,7 +162,7 @@ def summarise(
     slos = run.scenario.slos if slos is None else slos
     limits = Limits.of(run.scenario) if limits is None else limits
     good = [sample for sample in run.samples if sample.error is None]
-    seconds = max(run.duration, 1e-9)
+    seconds = _request_seconds(run)
     tokens = sum(sample.tokens for sample in good)
     counted = [sample.prompt_tokens for sample in good if sample.prompt_tokens is not None]
     trained = trained_until(run.jobs, run.duration)
@@ -189,7 +194,7 @@ def summarise(
         jobs_succeeded=sum(job.state is JobState.SUCCEEDED for job in run.jobs),
         job_errors=dict(Counter(job.error for job in run.jobs if job.error is not None)),
         finetune_tokens=trained,
-        finetune_throughput=trained / seconds,
+        finetune_throughput=trained / max(run.duration, SHORTEST),
         finetune_window_throughput=in_window,
         finetune_peak=peak,
         finetune_share=in_window / peak if peak else None,
@@ -197,6 +202,12 @@ def summarise(
         error_messages=_first_messages(run.samples),
         job_error_messages=_first_messages(run.jobs),
     )
+
+
+def _request_seconds(run: ReplayResult) -> float:
+    """From the beginning of the arrival window, or a request before it, to the end of the last request."""
+    begin = min([run.scenario.window[0], *(sample.due for sample in run.samples)])
+    return max([SHORTEST, *(sample.finished - begin for sample in run.samples)])
 
 
 def _values(samples: Sequence[Sample], of: Callable[[Sample], float | None]) -> list[float]:

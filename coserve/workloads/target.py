@@ -8,18 +8,20 @@ from contextlib import aclosing
 from typing import Any
 
 from coserve.client import AsyncClient, AsyncJobHandle, RetryPolicy
+from coserve.client.failures import job_error
 from coserve.errors import (
     AdapterBusy,
     AdapterNotFound,
     CoserveError,
     InvalidRequest,
+    JobError,
     JobNotFound,
     Unreachable,
     WrongJobState,
 )
-from coserve.names import NAME_RULE, is_adapter_ref
-from coserve.schemas import JobEvent
-from coserve.types import LoraSettings, TrainingSettings
+from coserve.names import NAME_RULE, is_name
+from coserve.schemas import Job, JobEvent
+from coserve.types import JobState, LoraSettings, TrainingSettings
 from coserve.workloads.gauges import Snapshot, read_snapshot
 from coserve.workloads.openai_target import OpenAITarget
 from coserve.workloads.replay import JobUpdate, Usage
@@ -80,7 +82,7 @@ class DaemonTarget:
         ranks = {name: self._scenario.rank_of(i) for i, name in enumerate(self._scenario.adapter_names)}
         ranks |= {name: self._scenario.rank_of(i) for i, name in enumerate(names) if name not in ranks}
         for name in map(self.served_name, ranks):
-            if not is_adapter_ref(name):
+            if not is_name(name):
                 raise InvalidRequest(f"expected {NAME_RULE}, got {name[:80]!r}", field="prefix")
         limit = asyncio.Semaphore(self._prepared_at_once)
 
@@ -128,7 +130,7 @@ class DaemonTarget:
             async for chunk in chunks:
                 yield len(chunk.token_ids)
                 if chunk.usage is not None:
-                    yield Usage(chunk.usage.prompt_tokens, chunk.usage.completion_tokens)
+                    yield Usage(chunk.usage.prompt_tokens, chunk.usage.completion_tokens, chunk.finish_reason)
 
     async def probe(self, at: float) -> Snapshot:
         """The gauges of `/metrics`."""
@@ -166,6 +168,8 @@ class DaemonTarget:
             async for event in events:
                 self.seen(event)
                 yield JobUpdate(tokens=0 if event.metrics is None else event.metrics.tokens, state=event.state)
+                if event.state in (JobState.PAUSED, JobState.FAILED):
+                    _check_going_on(await self._jobs[job].refresh())
 
     def seen(self, event: JobEvent) -> None:
         """Hook for showing the progress of jobs."""
@@ -208,3 +212,9 @@ class DaemonTarget:
             else:
                 return True
         return False
+
+
+def _check_going_on(job: Job) -> None:
+    """Raises the error with which a job failed or the daemon paused it, `JobError` for one that somebody paused."""
+    if job.state in (JobState.PAUSED, JobState.FAILED):
+        raise JobError("the job was paused") if job.error is None else job_error(job.error)

@@ -1,7 +1,7 @@
 """A workload as a sequence of arrivals, and the file that keeps one: JSON lines, read and written in constant memory.
 
 The first line is `{"type":"workload","version":1,"scenario":{...}}` with the settings that made the trace. Then comes one line an
-arrival, ordered by `at`, the seconds after the start:
+arrival, ordered by `at`, the seconds after the start, and by `index` among the prompts and among the jobs:
 
     {"type":"prompt","at":0.1,"index":0,"adapter":"load-03","prompt":"Act as ...","max_tokens":32,"seed":7}
     {"type":"prompt","at":0.2,"index":1,"adapter":null,"prompt":[512,2048,77],"max_tokens":9,"seed":8}
@@ -25,11 +25,11 @@ from msgspec import Meta
 
 from coserve.errors import InvalidRequest, MalformedRow
 from coserve.limits import MAX_ROWS, Seed, TokenId
-from coserve.names import AdapterName, AdapterRefText
+from coserve.names import AdapterName
 from coserve.types import SloClass, Wire
 from coserve.validation import explain
 from coserve.workloads.bounds import MAX_SECONDS
-from coserve.workloads.formats.lines import MAX_TOKENS, naming, read_lines
+from coserve.workloads.formats.lines import JSON_ERRORS, MAX_TOKENS, naming, not_json, read_lines
 from coserve.workloads.scenario import Scenario
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class PromptArrival(Wire, frozen=True, tag="prompt", omit_defaults=True):
 
     at: Time
     index: int
-    adapter: AdapterRefText | None
+    adapter: AdapterName | None
     prompt: Annotated[str, Meta(min_length=1)] | Annotated[tuple[TokenId, ...], Meta(min_length=1)]
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
     seed: Seed
@@ -158,40 +158,43 @@ def load_trace(path: Path) -> Trace:
     `save_trace` does not write; `InvalidRequest` for no file.
     """
     with naming(path):
-        _, first = next(read_lines(path), (1, b""))
+        number, first = next(read_lines(path), (1, b""))
         if not first:
             raise MalformedRow("expected a workload, got an empty file", line=1)
-        header = _decode(first, _RAW, 1)
-        _refuse_unknown_version(header)
-        _refuse_unknown_settings(header)
-        scenario = _decode(first, msgspec.json.Decoder(_Header), 1).scenario
+        header = _decode(first, _RAW, number)
+        _refuse_unknown_version(header, number)
+        _refuse_unknown_settings(header, number)
+        scenario = _decode(first, msgspec.json.Decoder(_Header), number).scenario
     return Trace(scenario=scenario, arrivals=Repeatable(lambda: _arrivals(path)))
 
 
-def _refuse_unknown_version(header: dict[str, msgspec.Raw]) -> None:
+def _refuse_unknown_version(header: dict[str, msgspec.Raw], number: int) -> None:
     found = bytes(header.get("version", b"1")).decode(errors="replace")
     if found != str(VERSION):
-        raise MalformedRow(f"expected a workload of version {VERSION}, got version {found[:40]}", line=1)
+        raise MalformedRow(f"expected a workload of version {VERSION}, got version {found[:40]}", line=number)
 
 
-def _refuse_unknown_settings(header: dict[str, msgspec.Raw]) -> None:
+def _refuse_unknown_settings(header: dict[str, msgspec.Raw], number: int) -> None:
     known = {f.name for f in fields(Scenario)}
-    for name in _decode(bytes(header.get("scenario", b"{}")), _RAW, 1):
+    for name in _decode(bytes(header.get("scenario", b"{}")), _RAW, number):
         if name not in known:
-            raise MalformedRow(f"expected settings of a workload, got {name!r}", line=1)
+            raise MalformedRow(f"expected settings of a workload, got {name!r}", line=number)
 
 
 def _arrivals(path: Path) -> Iterator[Arrival]:
     decoder: msgspec.json.Decoder[Arrival] = msgspec.json.Decoder(Arrival)
-    before = 0.0
+    before, last = 0.0, dict[type[Arrival], int]()
+    lines = read_lines(path)
     with naming(path):
-        for number, line in read_lines(path):
-            if number == 1:
-                continue
+        next(lines, None)  # the settings
+        for number, line in lines:
             arrival = _decode(line, decoder, number)
             if arrival.at < before:
                 raise MalformedRow(f"expected arrivals in order of time, got {arrival.at} after {before}", line=number)
-            before = arrival.at
+            kind = type(arrival)
+            if kind in last and arrival.index <= last[kind]:
+                raise MalformedRow(f"index: expected more than {last[kind]}, got {arrival.index}", line=number)
+            before, last[kind] = arrival.at, arrival.index
             yield arrival
 
 
@@ -199,8 +202,16 @@ def _decode(line: bytes, decoder: msgspec.json.Decoder[T], number: int) -> T:
     try:
         return decoder.decode(line)
     except msgspec.ValidationError as error:
-        raise MalformedRow(str(explain(error, msgspec.json.decode(line), PromptArrival)), line=number) from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise MalformedRow(str(error), line=number) from error
+        raise MalformedRow(str(explain(error, _plain(line), PromptArrival)), line=number) from error
+    except JSON_ERRORS as error:
+        raise not_json(error, number) from error
     except InvalidRequest as error:  # a scenario that cannot be
         raise MalformedRow(str(error), line=number) from error
+
+
+def _plain(line: bytes) -> object:
+    """The values of a line; None if they cannot be had, as of a number that is too large."""
+    try:
+        return msgspec.json.decode(line)
+    except JSON_ERRORS:
+        return None

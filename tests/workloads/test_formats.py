@@ -94,6 +94,9 @@ def test_sharegpt(tmp_path: Path, layout: Callable[[list[Any]], str]) -> None:
         (read_sharegpt, b'[{"conversations": []},\n\xff]', 2, "trace, line 2: expected UTF-8"),
         (read_sharegpt, b"[" + b'{"conversations": []},\n' * 50_000 + b"\xff]", 50_001, "expected UTF-8"),
         (read_sharegpt, "[" * 100_000, 1, "expected an object"),
+        (read_sharegpt, '[{"conversations": []},\n{"x": ' + "[" * 100_000 + "]" * 100_000 + "}]", 2, "trace, line 2: expected JSON, got too many brackets"),
+        (read_mooncake, MOONCAKE + '{"x": ' + "[" * 100_000, 5, "trace, line 5: expected JSON, got too many brackets"),
+        (read_mooncake, '{"timestamp": 1e999, "input_length": 1, "output_length": 1}', 1, "trace, line 1: Number out of range"),
     ],
 )  # fmt: skip
 def test_a_malformed_line_is_named(

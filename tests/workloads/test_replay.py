@@ -141,6 +141,17 @@ def test_jobs_that_are_not_awaited_keep_what_was_seen(rest: Rest, cancels: bool)
     assert target.cancelled == ([job.job for job in run.jobs] if cancels else [])
 
 
+def test_a_job_that_cannot_be_cancelled_costs_no_sample() -> None:
+    class Gone(FakeTarget):
+        async def cancel(self, job: str) -> None:
+            self.cancelled.append(job)
+            raise ConnectionResetError("gone")
+
+    target = Gone(steps=30)
+    run = play(target, trace(duration=2.0, rows=5), rest=Rest.CANCEL)
+    assert run.samples and len(run.jobs) > 1 and target.cancelled == [job.job for job in run.jobs]
+
+
 def test_a_job_that_was_never_watched_is_noted_too() -> None:
     sent = trace(duration=1.0, rows=2)
     only_jobs = Trace(scenario=sent.scenario, arrivals=sent.finetunes)
@@ -158,6 +169,30 @@ def test_an_answer_without_tokens_is_a_failure() -> None:
 
     run = play(Mute(), trace(duration=0.1))
     assert [sample.error for sample in run.samples] == ["no_tokens"]
+
+
+def test_an_answer_is_short_if_the_server_counts_fewer_tokens_than_were_asked_for() -> None:
+    class Short(FakeTarget):
+        async def generate(self, arrival: PromptArrival) -> AsyncIterator[int | Usage]:
+            yield 4
+            yield Usage(prompt_tokens=7, output_tokens=3, finish_reason="length")
+
+    (sample,) = play(Short(), trace(duration=0.1)).samples
+    assert (sample.error, sample.tokens) == ("short_answer", 3)
+    assert sample.message == "expected 4 tokens, got 3 (finish reason: length)"
+
+
+def test_an_answer_ends_with_what_came_last() -> None:
+    class Lingering(FakeTarget):
+        async def generate(self, arrival: PromptArrival) -> AsyncIterator[int | Usage]:
+            await asyncio.sleep(0.5)
+            yield 4
+            await asyncio.sleep(0.5)
+            yield Usage(prompt_tokens=7, output_tokens=4)
+            await asyncio.sleep(5.0)
+
+    (sample,) = play(Lingering(), trace(duration=0.1)).samples
+    assert sample.finished == pytest.approx(1.0)
 
 
 def test_a_broken_connection_is_noted() -> None:

@@ -160,6 +160,12 @@ PROMPT = b'{"type":"prompt","at":%d,"index":0,"adapter":null,"prompt":"x","max_t
         (HEADER + b"nonsense\n", 2),
         (HEADER + PROMPT % 1 + b'{"type":"party","at":2}\n', 3),
         (HEADER + PROMPT % 2 + PROMPT % 1, 3),
+        (b"\n\n" + HEADER + b"nonsense\n", 4),
+        (b"\n" + HEADER.replace(b"{}", b'{"duration":-3}'), 2),
+        (b"\n" + HEADER.replace(b"{}", b'{"duraton":3}'), 2),
+        (b"\n" + HEADER.replace(b"1", b"2"), 2),
+        (HEADER.replace(b"{}", b'{"duration":1e999}'), 1),
+        (HEADER.replace(b"{}", b"[" * 100_000), 1),
     ],
 )
 def test_a_damaged_trace_is_refused_with_its_line(tmp_path: Path, content: bytes, line: int) -> None:
@@ -168,6 +174,27 @@ def test_a_damaged_trace_is_refused_with_its_line(tmp_path: Path, content: bytes
     with pytest.raises(MalformedRow) as caught:
         list(load_trace(path).arrivals)
     assert caught.value.line == line
+
+
+def test_blank_lines_are_no_part_of_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b"\n \n" + HEADER + b"\n" + SOUND)
+    assert [arrival.at for arrival in load_trace(path).arrivals] == [0]
+
+
+@pytest.mark.parametrize("index", [0, 3])
+def test_indices_count_up_among_prompts_and_among_jobs(tmp_path: Path, index: int) -> None:
+    def at(line: bytes, number: int) -> bytes:
+        return line.replace(b'"index":0', b'"index":%d' % number)
+
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(HEADER + at(SOUND, 3) + at(JOB, 3) + at(SOUND, 7) + at(JOB, 4))
+    assert [arrival.index for arrival in load_trace(path).arrivals] == [3, 3, 7, 4]
+    for line in (SOUND, JOB):
+        path.write_bytes(HEADER + at(SOUND, 3) + at(JOB, 3) + at(line, index))
+        with pytest.raises(MalformedRow) as caught:
+            list(load_trace(path).arrivals)
+        assert str(caught.value) == f"trace.jsonl, line 4: index: expected more than 3, got {index}"
 
 
 JOB = b'{"type":"finetune","at":0,"index":0,"adapter":"a","rows":[{"text":"x"}]}\n'
@@ -191,6 +218,9 @@ SOUND = PROMPT % 0
         (b'"adapter":null', b'"adapter":""', "adapter: expected a name"),
         (b'"at":0', b'"at":-1', "at: expected float >= 0"),
         (b'"at":0', b'"at":1e300', "at: expected float <= "),
+        (b'"at":0', b'"at":1e999', "at: number out of range"),
+        (b'"adapter":null', b'"adapter":"load-00@7"', "adapter: expected a name of at most 64 letters"),
+        (b'"prompt":"x"', b'"prompt":' + b"[" * 100_000, "prompt[0]: expected "),
     ],
 )
 def test_a_prompt_that_no_server_can_take_is_refused(tmp_path: Path, before: bytes, after: bytes, message: str) -> None:
@@ -203,6 +233,7 @@ def test_a_prompt_that_no_server_can_take_is_refused(tmp_path: Path, before: byt
         (b'[{"text":"x"}]', b"[]", "rows: expected array of length >= 1"),
         (b'"adapter":"a"', '"adapter":"\u00fc"'.encode(), "adapter: expected a name"),
         (b'"adapter":"a"', b'"adapter":"a@2"', "adapter: expected a name"),
+        (b'"x"', b"[" * 100_000, "expected JSON, got too many brackets inside each other"),
     ],
 )
 def test_a_job_that_no_server_can_take_is_refused(tmp_path: Path, before: bytes, after: bytes, message: str) -> None:

@@ -54,7 +54,35 @@ def test_tpot_counts_tokens_and_itl_counts_chunks() -> None:
 def test_one_token_has_no_tpot() -> None:
     summary = summarise(run([sample(2.0)], []), limits=Limits(tpot=0.001))
     assert summary.tpot is None and summary.itl is None
-    assert summary.goodput == pytest.approx(0.1)
+    assert summary.goodput == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("lead", [0.0, 30.0])
+@pytest.mark.parametrize("drain", [0.0, 60.0])
+def test_rates_of_requests_count_neither_the_lead_nor_what_follows_the_last_one(lead: float, drain: float) -> None:
+    """100 answers of two tokens, the last one 10 s after the window began."""
+    samples = [sample(lead + i / 10 + 0.05, lead + i / 10 + 0.1, due=lead + i / 10) for i in range(100)]
+    done = ReplayResult(
+        scenario=Scenario(lead=lead, duration=10.0),
+        duration=lead + 10.0 + drain,
+        samples=tuple(samples),
+        jobs=(job((lead + 1.0, 1000)),),
+    )
+    summary = summarise(done, limits=Limits(e2e=1.0))
+    rates = (summary.request_throughput, summary.goodput, summary.output_throughput)
+    assert rates == pytest.approx((10.0, 10.0, 20.0))
+    assert summary.finetune_window_throughput == pytest.approx(100.0)
+    assert summary.finetune_throughput == pytest.approx(1000 / done.duration)
+
+
+def test_a_request_that_failed_last_counts_into_the_time() -> None:
+    summary = summarise(run([sample(2.0), sample(due=7.0, error="timeout")], []))
+    assert summary.request_throughput == pytest.approx(1 / 8)
+
+
+def test_requests_before_the_window_of_a_trace_by_hand_count_into_the_time() -> None:
+    early = ReplayResult(scenario=Scenario(lead=30.0), duration=9.0, samples=(sample(5.0, due=1.0),), jobs=())
+    assert summarise(early).request_throughput == pytest.approx(1 / 4)
 
 
 def test_failed_requests_have_no_latency_and_keep_no_slo() -> None:
@@ -161,7 +189,8 @@ def is_good(found: Sample, limits: Limits) -> bool:
 def test_a_summary_counts_what_a_loop_counts(samples: list[Sample], limits: Limits) -> None:
     summary = summarise(run(samples, []), limits=limits)
     good = [found for found in samples if is_good(found, limits)]
-    assert summary.goodput == pytest.approx(len(good) / 10)
+    seconds = max((found.finished for found in samples), default=1.0)
+    assert summary.goodput == pytest.approx(len(good) / seconds)
     assert summary.attainment == (len(good) / len(samples) if samples else 1.0)
     scale = limits.ttft or 6.0
     rewards = [0.0 if f.error else max(0.0, 1 - ((f.times[0] - f.due) / scale) ** 2) for f in samples]

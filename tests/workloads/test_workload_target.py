@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
 
 import msgspec
 import pytest
@@ -196,6 +196,56 @@ def test_what_keeps_the_adapters_from_being_made_is_raised_as_it_is() -> None:
 def test_an_adapter_of_another_rank_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="expected load-00 to be of rank 4, got 8"):
         play(FakeDaemon({"load-00": 8}))
+
+
+class PausingDaemon(FakeDaemon):
+    """Its jobs become `ends` after their first step, and their events stay open."""
+
+    def __init__(self, ends: JobState, error: ErrorInfo | None, now: JobState | None = None) -> None:
+        super().__init__({"load-00": 4, "load-01": 4})
+        self.ends, self.error, self.now = ends, error, now or ends
+
+    def __call__(self, request: Request) -> Response:
+        match request.method, request.path.strip("/").split("/"):
+            case "GET", ["finetune", _, "events"]:
+                return Response(200, {"content-type": "text/event-stream"}, self.events())
+            case "GET", ["finetune", id]:
+                found = job(id, self.adapters[id], self.now)
+                return json(msgspec.structs.replace(found, error=self.error))
+        return super().__call__(request)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        yield sse(state(1, JobState.RUNNING), step(2), state(3, self.ends))
+        if self.now is not self.ends:
+            yield sse(step(4), state(5, JobState.SUCCEEDED))
+        elif not self.ends.terminal:
+            await asyncio.Event().wait()
+
+
+CRASHED = ErrorInfo(code="engine_crashed", message="it died")
+
+
+@pytest.mark.parametrize(
+    ("ends", "error", "code", "message"),
+    [
+        (JobState.PAUSED, CRASHED, "engine_crashed", "it died"),
+        (JobState.PAUSED, None, "job_error", "the job was paused"),
+        (JobState.FAILED, ErrorInfo(code="non_finite_loss", message="NaN"), "non_finite_loss", "NaN"),
+        (JobState.CANCELLED, None, None, None),
+    ],
+)
+def test_a_job_that_stops_is_not_waited_for_and_says_why(
+    ends: JobState, error: ErrorInfo | None, code: str | None, message: str | None
+) -> None:
+    _, run = play(PausingDaemon(ends, error))
+    assert run.jobs and {(job.state, job.error, job.message) for job in run.jobs} == {(ends, code, message)}
+    assert all(len(job.trained) == 1 for job in run.jobs)
+
+
+def test_a_job_that_was_resumed_is_waited_for() -> None:
+    _, run = play(PausingDaemon(JobState.PAUSED, CRASHED, now=JobState.RUNNING))
+    assert run.jobs and {(job.state, job.error) for job in run.jobs} == {(JobState.SUCCEEDED, None)}
+    assert all(len(job.trained) == 2 for job in run.jobs)
 
 
 # ---- interrupted while the adapters are made

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +14,7 @@ import typer
 from rich.console import Console
 
 from coserve.cli.bench.checks import check_options, check_settings
-from coserve.cli.bench.run import Route, Server, ServerKind, run_bench
+from coserve.cli.bench.run import Route, Server, ServerKind, run_until_terminated
 from coserve.cli.common import DEFAULT_URL, Key, Url
 from coserve.cli.failures import FAILED, usage_errors
 from coserve.cli.settings_help import SettingsCommand
@@ -113,8 +115,8 @@ def _bench(
         prefix=prefix,
         metrics_interval=metrics_interval,
     )
-    with usage_errors(MalformedRow):
-        result = asyncio.run(run_bench(trace, rest, where))
+    with usage_errors(MalformedRow), _terminated_as_interrupted():
+        result = asyncio.run(run_until_terminated(trace, rest, where))
     summary = summarise(result, peak=peak)
     _print_report(report, result, summary, server)
     held = _all_hold(conditions, summary)
@@ -123,6 +125,15 @@ def _bench(
         print(f"coserve: no request was answered: {errors}", file=sys.stderr)
     if not held or not summary.completed:
         raise typer.Exit(FAILED)
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """A run that SIGTERM has cancelled ends the command as Ctrl-C does."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 def _key_for(server: ServerKind, key: str | None) -> str | None:

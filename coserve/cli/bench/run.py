@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -47,6 +49,18 @@ class Server:
     prefix: str | None = None
     metrics_interval: float = 1.0
     """Seconds between two looks at `/metrics`; 0: none."""
+
+
+async def run_until_terminated(trace: Trace, rest: Rest, server: Server) -> ReplayResult:
+    """`run_bench`, cancelled by SIGTERM as by Ctrl-C, so that it cleans up; another SIGTERM ends that too."""
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        return await run_bench(trace, rest, server)
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
 
 
 async def run_bench(trace: Trace, rest: Rest, server: Server) -> ReplayResult:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from coserve.errors import MalformedRow
-from coserve.workloads.formats.lines import naming, not_utf8, unreadable
+from coserve.workloads.formats.lines import naming, not_json, not_utf8, unreadable
 
 CHUNK = 1 << 18
 MAX_OBJECT = 1 << 24
@@ -82,6 +82,8 @@ class _Reader:
                         f"expected a JSON object, got an error at line {self.line_at(error.pos)}: {error.msg}",
                         line=line,
                     ) from error
+            except RecursionError as error:
+                raise not_json(error, line) from error
             else:
                 return line, value
 

@@ -8,8 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from coserve.errors import InvalidRequest, MalformedRow
 
+JSON_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What reading JSON raises."""
 MAX_LINE = 1 << 26
 """Bytes of the longest line. It bounds the memory that a file can take."""
 
@@ -72,6 +76,12 @@ def not_utf8(path: Path, error: UnicodeDecodeError) -> MalformedRow:
                 break
             line += chunk.count(b"\n")
     return MalformedRow(f"expected UTF-8, got {error.reason}", line=line)
+
+
+def not_json(error: Exception, line: int) -> MalformedRow:
+    """The error for one of `JSON_ERRORS`."""
+    deep = "expected JSON, got too many brackets inside each other"
+    return MalformedRow(deep if isinstance(error, RecursionError) else str(error), line=line)
 
 
 def unreadable(error: OSError) -> InvalidRequest:

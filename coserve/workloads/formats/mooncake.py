@@ -13,8 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from coserve.errors import MalformedRow
-from coserve.workloads.formats.lines import MAX_TOKENS, Recorded, check_order, naming, read_lines
+from coserve.workloads.formats.lines import JSON_ERRORS, MAX_TOKENS, Recorded, check_order, naming, not_json, read_lines
 
 _Tokens = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 
@@ -33,8 +32,8 @@ def read_mooncake(path: Path) -> Iterator[Recorded]:
         for number, line in read_lines(path):
             try:
                 found = decoder.decode(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                raise MalformedRow(str(error), line=number) from error
+            except JSON_ERRORS as error:
+                raise not_json(error, number) from error
             at = found.timestamp / 1000
             check_order(at, before, number)
             before = at
