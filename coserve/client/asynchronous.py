@@ -23,6 +23,7 @@ from coserve.client.options import (
     Messages,
     Prompt,
     adapter_upload,
+    check_header,
     corpus_upload,
     cut_warning,
     finetune_request,
@@ -78,10 +79,8 @@ class AsyncClient:
     ) -> None:
         base_url = (os.environ.get("COSERVE_URL") or DEFAULT_URL) if base_url is None else base_url
         api_key = os.environ.get("COSERVE_API_KEY") or None if api_key is None else api_key
-        if api_key is not None and not (
-            api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""
-        ):
-            raise InvalidRequest("expected printable ASCII without spaces around it", field="api_key")
+        if api_key is not None:
+            check_header(api_key, "api_key")
         self._own = None
         if transport is None:
             transport = self._own = HttpTransport(base_url, read_timeout=read_timeout)
@@ -96,7 +95,8 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections; a transport that was given stays open."""
+        """Close the connections; a transport that was given stays open. Later calls raise `InvalidRequest`."""
+        self._caller.close()
         if self._own is not None:
             await self._own.close()
 
@@ -162,8 +162,8 @@ class AsyncClient:
         While an unfinished job trains `adapter`, one with `continue_from=adapter` waits for it and continues from the version that it
         publishes. `on_conflict="fork"` begins at once, from the current version; `"refuse"` raises `AdapterBusy`.
 
-        Returns once the whole corpus is tokenised; `on_preparing` is called with the rows done of a large one (by `Client`: on a
-        thread of its own).
+        Returns once the whole corpus is tokenised; `on_preparing` is called with the rows done of a large one (by `Client`: on the
+        thread that waits for the job, so that it may call the client).
 
         Warns (`UserWarning`) if rows were cut because they were too long.
 
@@ -171,10 +171,12 @@ class AsyncClient:
         that it made first, and another request with it raises `IdempotencyMismatch`; without one, each call has its own, so that
         retries never make two jobs.
         """
-        if [data, file, path].count(None) < 2:
+        if sum(each is not None for each in (data, file, path)) > 1:
             raise InvalidRequest(
                 "expected one of data, file and path, got more", field="data" if file is None else "file"
             )
+        key = uuid.uuid4().hex if idempotency_key is None else idempotency_key
+        check_header(key, "idempotency_key")
         if isinstance(data, str | Path):
             data, file = None, data
         body = finetune_request(adapter, data, path, continue_from, teacher, lora, training, metadata, on_conflict)
@@ -182,15 +184,19 @@ class AsyncClient:
             "POST",
             "/finetune",
             headers={
-                "Idempotency-Key": idempotency_key or uuid.uuid4().hex,
+                "Idempotency-Key": key,
                 "Accept": "text/event-stream, application/json",
             },
             body=await asyncio.to_thread(with_rows, body) if file is None else corpus_upload(body, file),
         )
         job = await self._caller.submit(request, on_preparing or (lambda _: None))
-        if (warning := cut_warning(job)) is not None:
-            warnings.warn(warning, stacklevel=2)
+        self._warn_of_cut(job)
         return AsyncJobHandle(self._caller, job)
+
+    def _warn_of_cut(self, job: Job) -> None:
+        """At the line that awaits `finetune`."""
+        if (warning := cut_warning(job)) is not None:
+            warnings.warn(warning, stacklevel=3)
 
     async def job(self, id: str) -> AsyncJobHandle:
         """Raises `JobNotFound`."""

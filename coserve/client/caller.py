@@ -12,11 +12,11 @@ import msgspec
 
 from coserve import __version__
 from coserve.client.failures import event_error, response_error
-from coserve.client.options import encode
+from coserve.client.options import encode_body
 from coserve.client.retry import RetryPolicy
 from coserve.client.sse import Event, events
 from coserve.client.transport import Request, Response, Transport, Upload
-from coserve.errors import CoserveError, InternalError, Unreachable
+from coserve.errors import CoserveError, InternalError, InvalidRequest, Unreachable
 from coserve.schemas import Job, Preparing, SubmissionEvent
 from coserve.validation import decoder_of
 
@@ -24,10 +24,14 @@ T = TypeVar("T")
 
 WAIT_ATTEMPT = 3
 """While a daemon is waited for, the pauses grow no longer than the one after this attempt: 2 s with the default policy."""
+CLOSED = "the client is closed"
 
 
 class Caller:
-    """A transport with the key, the retries and the decoding. `sleep` and `rng` are for tests."""
+    """A transport with the key, the retries and the decoding. `sleep` and `rng` are for tests.
+
+    After `close`, requests, and those that are cut off by it, raise `InvalidRequest`.
+    """
 
     def __init__(
         self,
@@ -40,9 +44,17 @@ class Caller:
     ) -> None:
         self._transport, self.retry = transport, retry
         self._sleep, self._rng = sleep, rng or random.Random()
+        self._closed = False
         self._headers = {"User-Agent": f"coserve/{__version__}"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidRequest(CLOSED)
 
     async def back_off(self, attempt: int, error: CoserveError) -> None:
         await self._sleep(self.retry.delay(attempt, error, self._rng))
@@ -61,7 +73,7 @@ class Caller:
             path,
             query=tuple((name, str(value)) for name, value in (query or {}).items() if value is not None),
             headers={**self._headers, **(headers or {})},
-            body=encode(body) if isinstance(body, msgspec.Struct) else body,
+            body=encode_body(body) if isinstance(body, msgspec.Struct) else body,
         )
 
     async def read(self, request: Request, *, accepted: tuple[int, ...] = (), wait: bool = False) -> bytes:
@@ -80,6 +92,9 @@ class Caller:
         try:
             async for event in events(response):
                 yield event
+        except Unreachable:
+            self._check_open()
+            raise
         finally:
             response.close()
 
@@ -103,6 +118,7 @@ class Caller:
             try:
                 return await self._attempt(request, use, accepted)
             except CoserveError as error:
+                self._check_open()
                 if wait and error.status == 503:
                     attempt = min(attempt, WAIT_ATTEMPT)
                 elif attempt >= self.retry.attempts or not self.retry.allows(error, request):
@@ -111,6 +127,7 @@ class Caller:
                 attempt += 1
 
     async def _attempt(self, request: Request, use: Callable[[Response], Awaitable[T]], accepted: tuple[int, ...]) -> T:
+        self._check_open()
         response = await self._transport.send(request)
         if 200 <= response.status < 300 or response.status in accepted:
             return await use(response)

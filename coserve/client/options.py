@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
+import operator
+from collections import abc
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 import msgspec
 
+from coserve.client.json_values import check, encode
 from coserve.client.transport import Upload
 from coserve.errors import InvalidRequest
 from coserve.hints import fields_of, hint
@@ -61,19 +63,36 @@ class GenerateOptions(TypedDict, total=False):
 def generate_request(
     prompt: Prompt | None, messages: Messages | None, adapter: str | None, stream: bool, options: GenerateOptions
 ) -> GenerateRequest:
-    """Raises `TypeError` for an unknown option, with the one that was meant, and `InvalidRequest` for messages as a prompt."""
+    """Raises `TypeError` for an unknown option, with the one that was meant, and `InvalidRequest` for a wrong prompt or message."""
     for name in options.keys() - GenerateOptions.__annotations__.keys():
         meant = hint(name, "", fields_of(GenerateRequest))
         raise TypeError(f"unexpected keyword argument {name!r}{meant}")
-    if prompt is not None and not isinstance(prompt, str) and any(isinstance(each, Mapping) for each in prompt):
-        raise InvalidRequest("expected a text or token ids, got messages; did you mean 'messages'?", field="prompt")
+    if messages is not None and not isinstance(messages, Iterable):
+        raise InvalidRequest(f"expected a list of messages, got {type(messages).__name__}", field="messages")
     return GenerateRequest(
-        prompt=prompt if prompt is None or isinstance(prompt, str) else list(prompt),
+        prompt=prompt if prompt is None or isinstance(prompt, str) else _token_ids(prompt),
         messages=None if messages is None else [as_struct(message, ChatMessage, "messages") for message in messages],
         adapter=adapter,
         stream=stream,
         **options,
     )
+
+
+def _token_ids(prompt: Iterable[object]) -> list[int]:
+    """Any integers, NumPy's for example. Bytes are none: they are a text that was not decoded."""
+    if isinstance(prompt, bytes | bytearray | memoryview | Mapping | abc.Set) or not isinstance(prompt, Iterable):
+        raise InvalidRequest(f"expected a text or token ids, got {type(prompt).__name__}", field="prompt")
+    given = list(prompt)
+    if any(isinstance(each, Mapping) for each in given):
+        raise InvalidRequest("expected a text or token ids, got messages; did you mean 'messages'?", field="prompt")
+    return [_token_id(each, place) for place, each in enumerate(given)]
+
+
+def _token_id(value: Any, place: int) -> int:  # noqa: ANN401 - may be wrong
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InvalidRequest(f"expected int, got {type(value).__name__}", field=f"prompt[{place}]") from None
 
 
 def finetune_request(
@@ -87,6 +106,9 @@ def finetune_request(
     metadata: Mapping[str, str] | None,
     on_conflict: OnConflict,
 ) -> FinetuneRequest:
+    """Raises `InvalidRequest` for what is no row, metadata or setting; `encode` and `with_rows` look at the values."""
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise InvalidRequest(f"expected a mapping, got {type(metadata).__name__}", field="metadata")
     request = FinetuneRequest(
         adapter=adapter,
         data=None if data is None else rows_of(data),
@@ -103,45 +125,39 @@ def finetune_request(
 
 
 def rows_of(data: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Raises `InvalidRequest` for what is no row, and as `encode`."""
-    if isinstance(data, Mapping):
-        raise InvalidRequest("expected a list of rows, got one mapping", field="data")
+    """Raises `InvalidRequest` for what is no row."""
+    if isinstance(data, Mapping) or not isinstance(data, Iterable):
+        raise InvalidRequest(f"expected a list of rows, got one {type(data).__name__}", field="data")
     rows = list[dict[str, Any]]()
     for number, row in enumerate(data):
         if not isinstance(row, Mapping):
             raise InvalidRequest(f"expected a mapping, got {type(row).__name__}", field=f"data[{number}]")
-        _check_finite(row, f"data[{number}]")
         rows.append(dict(row))
     return rows
 
 
-def encode(body: msgspec.Struct) -> bytes:
-    """The body as JSON. Raises `InvalidRequest` for a value that is NaN or infinite: JSON would have null, which stands for the default."""
+def check_header(value: str, field: str) -> None:
+    """Raises `InvalidRequest` for what is not the value of a header."""
+    if not isinstance(value, str):
+        raise InvalidRequest(f"expected str, got {type(value).__name__}", field=field)
+    if not (value.isascii() and value.isprintable() and value.strip() == value != ""):
+        raise InvalidRequest("expected printable ASCII without spaces around it", field=field)
+
+
+def encode_body(body: msgspec.Struct) -> bytes:
+    """The body as JSON. Raises `InvalidRequest` for a value that JSON lacks; for NaN, say, it would have null, which stands for the default."""
     for name in body.__struct_fields__:
-        if name != "data":  # `rows_of` has checked its rows
-            _check_finite(getattr(body, name), name)
-    return msgspec.json.encode(body)
-
-
-def _check_finite(value: object, field: str) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise InvalidRequest(f"expected a finite number, got {value}", field=field)
-    if isinstance(value, msgspec.Struct):
-        for name in value.__struct_fields__:
-            _check_finite(getattr(value, name), f"{field}.{name}")
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            _check_finite(each, f"{field}.{key}")
-    elif isinstance(value, list | tuple) and value and not isinstance(value[0], int):  # lists of token ids are long
-        for place, each in enumerate(value):
-            _check_finite(each, f"{field}[{place}]")
+        if name != "data":  # `with_rows` has checked its rows
+            check(getattr(body, name), name)
+    return encode(body)
 
 
 def with_rows(request: FinetuneRequest) -> FinetuneRequest | Upload:
-    """The request as it is, or an upload of its rows as a JSONL file where they are too many for a JSON body."""
+    """The request as it is, or an upload of its rows as a JSONL file where they are too many for a JSON body. Raises as `encode_body`."""
     if request.data is None:
         return request
-    lines = [msgspec.json.encode(row) for row in request.data]
+    check(request.data, "data")
+    lines = [encode(row, f"data[{number}]") for number, row in enumerate(request.data)]
     if sum(map(len, lines)) <= MAX_INLINE_BYTES:
         return request
     return corpus_upload(msgspec.structs.replace(request, data=None), b"".join(line + b"\n" for line in lines))
@@ -154,7 +170,7 @@ def corpus_upload(request: FinetuneRequest, file: Path | str | bytes) -> Upload:
         if not file.is_file():
             found = "a folder" if file.is_dir() else "nothing there"
             raise InvalidRequest(f"expected a JSONL file, got {str(file)!r}: {found}", field="file")
-    return Upload(encode(request), (("corpus.jsonl", file),))
+    return Upload(encode_body(request), (("corpus.jsonl", file),))
 
 
 def cut_warning(job: Job) -> str | None:
@@ -177,7 +193,7 @@ def adapter_upload(name: str, folder: Path) -> Upload:
     for file in ADAPTER_FILES:
         if not (folder / file).is_file():
             raise InvalidRequest(f"expected a file {file!r} in the folder, got none", field="folder")
-    return Upload(msgspec.json.encode(ImportRequest(name=name)), tuple((file, folder / file) for file in ADAPTER_FILES))
+    return Upload(encode_body(ImportRequest(name=name)), tuple((file, folder / file) for file in ADAPTER_FILES))
 
 
 def as_struct(value: object, type: type[T], field: str) -> T:
@@ -190,3 +206,5 @@ def as_struct(value: object, type: type[T], field: str) -> T:
         wrong = explain(error, value, type)
         path = field if wrong.field is None else f"{field}.{wrong.field}"
         raise InvalidRequest(f"{path}: {wrong.message}", field=path) from None
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{field}: expected valid UTF-8, got a lone surrogate", field=field) from None

@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+import warnings
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from coserve.client.asynchronous import AsyncClient
+from coserve.client.caller import CLOSED
 from coserve.client.handles import AsyncJobHandle
-from coserve.client.options import GenerateOptions, Messages, Prompt
+from coserve.client.options import GenerateOptions, Messages, Prompt, cut_warning, rows_of
 from coserve.client.retry import RetryPolicy
 from coserve.client.transport import Transport
+from coserve.errors import InvalidRequest
 from coserve.health import Health
 from coserve.schemas import (
     Adapter,
@@ -33,11 +39,13 @@ from coserve.schemas import (
 )
 from coserve.types import LoraSettings, TrainingRequest
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
 class _Portal:
-    """An event loop in a thread, and calls into it from other threads.
+    """An event loop in a thread, and calls into it from other threads. After `close`, and if it cuts them off, calls raise
+    `InvalidRequest`.
 
     `closing` is awaited at its end: at `close`, or when nothing refers to it any more.
     """
@@ -47,15 +55,54 @@ class _Portal:
         self._thread = threading.Thread(target=self._loop.run_forever, name="coserve-client", daemon=True)
         self._thread.start()
         self._close = weakref.finalize(self, _stop, self._loop, self._thread, closing)
+        self._closing = threading.RLock()
+        """Nothing begins on the loop while it ends. A signal handler, or the collector, may call while its thread holds the lock."""
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end. An interruption of the wait (Ctrl-C) cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
+        with self._running(work) as future:
             return future.result()
+
+    def call_and_show(
+        self, work: Callable[[Callable[[S], None]], Coroutine[Any, Any, T]], show: Callable[[S], None]
+    ) -> T:
+        """As `call`, of a coroutine that reports. `show` is called with each report on this thread, for on the loop's it could call nothing
+        here; an error of it cancels the coroutine."""
+        reports = SimpleQueue[S | None]()
+        with self._running(work(reports.put)) as future:
+            future.add_done_callback(lambda _: reports.put(None))
+            while (report := reports.get()) is not None:
+                show(report)
+            return future.result()
+
+    @contextmanager
+    def _running(self, work: Coroutine[Any, Any, T]) -> Iterator[Future[T]]:
+        """The coroutine runs on the loop; an error in the block cancels it."""
+        future = self._begin(work)
+        try:
+            yield future
+        except CancelledError:
+            raise InvalidRequest(CLOSED) from None
         except BaseException:
             future.cancel()
             raise
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        try:
+            self._check_thread()
+            with self._closing:
+                if not self._close.alive:
+                    raise InvalidRequest(CLOSED)
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except InvalidRequest:
+            work.close()
+            raise
+
+    def _check_thread(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise InvalidRequest(
+                "expected a call from another thread: on the client's own one it would wait for itself"
+            )
 
     def iterate(self, source: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         """An asynchronous generator as a plain one; closing the result closes `source`."""
@@ -67,11 +114,13 @@ class _Portal:
                     return
                 yield item
         finally:
-            if not self._loop.is_closed():
+            if self._close.alive:  # otherwise the loop's end has closed it
                 self.call(source.aclose())
 
     def close(self) -> None:
-        self._close()
+        self._check_thread()
+        with self._closing:
+            self._close()
 
 
 async def _next(source: AsyncGenerator[T, None]) -> T:
@@ -148,6 +197,13 @@ class JobHandle:
         return self._portal.call(self._handle.wait(progress=progress, timeout=timeout, check=check))
 
 
+class _QuietClient(AsyncClient):
+    """Leaves the warning to `Client`: on its thread the line of the call is not known."""
+
+    def _warn_of_cut(self, job: Job) -> None:
+        pass
+
+
 @_texts_of(AsyncClient)
 class Client:
     """A daemon; the methods are those of `AsyncClient`. Close it, or use it as `with Client() as client`."""
@@ -161,7 +217,7 @@ class Client:
         read_timeout: float = 300.0,
         transport: Transport | None = None,
     ) -> None:
-        self._client = AsyncClient(
+        self._client = _QuietClient(
             base_url, api_key=api_key, retry=retry, read_timeout=read_timeout, transport=transport
         )
         self._portal = _Portal(self._client.close)
@@ -213,21 +269,28 @@ class Client:
         idempotency_key: str | None = None,
         on_preparing: Callable[[Preparing], None] | None = None,
     ) -> JobHandle:
-        work = self._client.finetune(
-            adapter,
-            data,
-            file=file,
-            path=path,
-            continue_from=continue_from,
-            teacher=teacher,
-            lora=lora,
-            training=training,
-            metadata=metadata,
-            on_conflict=on_conflict,
-            idempotency_key=idempotency_key,
-            on_preparing=on_preparing,
-        )
-        return JobHandle(self._portal, self._portal.call(work))
+        def work(show: Callable[[Preparing], None]) -> Coroutine[Any, Any, AsyncJobHandle]:
+            return self._client.finetune(
+                adapter,
+                rows,
+                file=file,
+                path=path,
+                continue_from=continue_from,
+                teacher=teacher,
+                lora=lora,
+                training=training,
+                metadata=metadata,
+                on_conflict=on_conflict,
+                idempotency_key=idempotency_key,
+                on_preparing=show,
+            )
+
+        # The caller's iterable may call the client, as `on_preparing` may.
+        rows = data if data is None or isinstance(data, str | Path) else rows_of(data)
+        handle = self._portal.call_and_show(work, on_preparing or (lambda _: None))
+        if (warning := cut_warning(handle.info)) is not None:
+            warnings.warn(warning, stacklevel=2)
+        return JobHandle(self._portal, handle)
 
     def job(self, id: str) -> JobHandle:
         return JobHandle(self._portal, self._portal.call(self._client.job(id)))

@@ -181,8 +181,9 @@ async def test_a_file_that_is_missing_is_told_before_anything_is_sent(tmp_path: 
 
 async def test_rows_that_lost_a_part_are_warned_of() -> None:
     daemon = Daemon(reply(msgspec.structs.replace(job(), rows=3, rows_cut=1), 202), reply(job(), 202))
-    with pytest.warns(UserWarning, match="1 of 3 rows was too long and lost a part"):
+    with pytest.warns(UserWarning, match="1 of 3 rows was too long and lost a part") as caught:
         await daemon.client.finetune("a", [{"text": "x"}])
+    assert [warning.filename for warning in caught] == [__file__], "where the user's filters look"
     await daemon.client.finetune("a", [{"text": "x"}])  # warnings are errors in these tests
 
 

@@ -7,6 +7,7 @@ import gc
 import subprocess
 import sys
 import threading
+from collections.abc import AsyncIterator, Iterator
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ import pytest
 import coserve
 from coserve.client import Client, JobHandle, MockTransport, Request, Response
 from coserve.errors import AdapterNotFound, InvalidRequest
+from coserve.schemas import Preparing, SubmissionEvent
 from coserve.types import JobState
 from tests.support.sdk import GENERATED, chunk, job, job_event, refusal, reply, sse, stream_of, streamed
 
@@ -158,6 +160,88 @@ def test_a_client_that_was_never_closed_ends_with_the_program() -> None:
     script += "print(client.finetune('a', [{'text': 'x'}]).id)"
     done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == ("job-1\n", "")
+
+
+def preparing(request: Request) -> Response:
+    """As `daemon`, with three steps on the way to a job."""
+    if (request.method, request.path) != ("POST", "/finetune"):
+        return daemon(request)
+    steps = [SubmissionEvent(preparing=Preparing("a", 0.0, rows, rows / 3)) for rows in (1, 2, 3)]
+    return Response(202, {"Content-Type": "text/event-stream"}, streamed(sse(*steps, SubmissionEvent(job=job()))))
+
+
+def test_a_callback_may_call_the_client() -> None:
+    shown: list[tuple[int, str]] = []
+
+    def show(preparing: Preparing) -> None:
+        shown.append((preparing.rows, client.generate("hi").id))
+
+    with Client(transport=MockTransport(preparing)) as client:
+        assert client.finetune("a", [{"text": "x"}], on_preparing=show).id == "job-1"
+    assert shown == [(1, "gen-1"), (2, "gen-1"), (3, "gen-1")]
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit, KeyboardInterrupt])
+def test_a_callback_that_fails_ends_the_call(error: type[BaseException]) -> None:
+    shown: list[int] = []
+
+    def show(preparing: Preparing) -> None:
+        shown.append(preparing.rows)
+        raise error
+
+    with Client(transport=MockTransport(preparing)) as client:
+        with pytest.raises(error):
+            client.finetune("a", [{"text": "x"}], on_preparing=show)
+        assert client.generate("hi") == GENERATED
+    assert shown == [1] and threads() == []
+
+
+def unending(left: threading.Event) -> MockTransport:
+    """One step on the way to a job, and then nothing until the client has `left`."""
+
+    async def steps() -> AsyncIterator[bytes]:
+        try:
+            yield sse(SubmissionEvent(preparing=Preparing("a", 0.0, 1, 0.5)))[0]
+            await asyncio.Event().wait()
+        finally:
+            left.set()
+
+    return MockTransport(lambda _: Response(202, {"Content-Type": "text/event-stream"}, steps()))
+
+
+def test_a_callback_that_fails_cancels_the_submission() -> None:
+    left = threading.Event()
+
+    def show(_: Preparing) -> None:
+        raise ZeroDivisionError
+
+    with Client(transport=unending(left)) as client:
+        with pytest.raises(ZeroDivisionError):
+            client.finetune("a", [{"text": "x"}], on_preparing=show)
+        assert left.wait(30)
+
+
+def test_a_callback_may_close_the_client() -> None:
+    left = threading.Event()
+    client = Client(transport=unending(left))
+    with pytest.raises(InvalidRequest, match="the client is closed"):
+        client.finetune("a", [{"text": "x"}], on_preparing=lambda _: client.close())
+    assert left.is_set() and threads() == []
+
+
+def test_rows_may_come_from_the_client() -> None:
+    def rows() -> Iterator[dict[str, str]]:
+        yield {"text": client.generate("hi").choices[0].text}
+
+    with Client(transport=MockTransport(daemon)) as client:
+        assert client.finetune("a", rows()).id == "job-1"
+
+
+def test_a_warning_of_cut_rows_names_the_line_of_the_call() -> None:
+    transport = MockTransport(lambda _: reply(msgspec.structs.replace(job(), rows=3, rows_cut=1), 202))
+    with Client(transport=transport) as client, pytest.warns(UserWarning, match="1 of 3 rows was too long") as caught:
+        client.finetune("a", [{"text": "x"}])
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_closing_twice_is_closing() -> None:
