@@ -127,12 +127,15 @@ class InferenceQueue:
     def get(self, id: str) -> Queued | None:
         return self._entries.get(id)
 
-    def ahead(self, newest: Generate) -> int:
-        """How many of the requests that wait now are admitted before this one, the newest of its line."""
-        if not (len(self._interactive) and len(self._batch)):
+    def ahead(self, newest: Generate, without: Collection[str] = ()) -> int:
+        """How many of the requests that wait now, but for those that are to leave (`without`), are admitted before this one, the newest of its line."""
+        if not without and not (len(self._interactive) and len(self._batch)):
             return self._flows(newest).before_last(self._flow(newest))
         wanted = self._entries[newest.id]
-        return next(number for number, entry in enumerate(self._merged()) if entry is wanted)
+        number = next(number for number, entry in enumerate(self._merged()) if entry is wanted)
+        return (
+            number - sum(entry.message.id in without for entry in islice(self._merged(), number)) if without else number
+        )
 
     def ahead_of(self, ids: Collection[str]) -> dict[str, int]:
         """For those of these requests that are in the queue: how many others are admitted before each. Takes little longer for many
@@ -199,17 +202,24 @@ class InferenceQueue:
         return None if message.adapter is None else message.adapter.id
 
     def _displaced(self, message: Generate, now: float) -> Queued:
-        flows = self._batch if len(self._batch) else self._flows(message)
-        own = flows.waiting(self._flow(message)) if flows is self._flows(message) else -2
+        own = self._flows(message)
+        for flows in (self._batch,) if own is self._batch else (self._batch, own):
+            fewest = own.waiting(self._flow(message)) + 2 if flows is own else 0
+            if (found := self._newest_of_the_longest(flows, fewest)) is not None:
+                return found
+        raise QueueFull(
+            f"the queue holds its {self._limit} requests; try again later", retry_after=self.retry_after(now)
+        )
+
+    def _newest_of_the_longest(self, flows: DeficitRoundRobin[Queued], fewest: int) -> Queued | None:
+        """Of a flow with at least `fewest` requests; none of a call that has begun."""
         begun = set[str]()
-        """Sequences of calls that have begun. The last of a call is the newest, and knows the others."""
+        """Sequences of such calls. The last of a call is the newest, and knows the others."""
         for flow, id in flows.longest_first():
-            if flows.waiting(flow) < own + 2:
+            if flows.waiting(flow) < fewest:
                 break
             choices = self._entries[id].message.choices
             if id not in begun and all(other in self._entries for other in choices):
                 return self._entries[id]
             begun.update(choices)
-        raise QueueFull(
-            f"the queue holds its {self._limit} requests; try again later", retry_after=self.retry_after(now)
-        )
+        return None

@@ -108,7 +108,7 @@ class Shedding:
         """For a request that was just queued, so it is the newest of its line: seconds after which to try again, if it will be late; None if not.
 
         `due`: when its first token must come; infinite: it is never refused. `headroom`: how many requests can be admitted now; `step`: expected
-        seconds of a generation step; `first_token`: seconds from a request's admission to its first token; `displaced`: the request that leaves the queue for it, if
+        seconds of a generation step; `first_token`: seconds from a request's admission to its first token; `displaced`: the request that leaves the queue for it with its other choices, if
         it will not be late. `full`: the batch is, whatever is being read for requests that will join it; `decodes`: most steps until so many of its places are free.
         Once one of its other choices, which came before it, has begun, a request is never refused.
         """
@@ -118,8 +118,9 @@ class Shedding:
             self._latest.clear()
         if due == math.inf or self._has_begun(request.choices):
             return None
-        waiting = len(self._queue) - (displaced is not None)
-        ahead = self._ahead(request, displaced) - headroom if waiting > headroom else -1
+        leaving = set[str]() if displaced is None else {displaced.message.id, *displaced.message.choices}
+        waiting = len(self._queue) - len(leaving)
+        ahead = self._queue.ahead(request, leaving) - headroom if waiting > headroom else -1
         if ahead >= 0:
             ahead = max(ahead, min(self._ahead_by_rounds(request) - headroom, int((1 + OVERTAKING) * ahead)))
             wait = self._wait(ahead, now) if full else (ahead + LEFT_ON_ARRIVAL) * self.gap
@@ -134,10 +135,6 @@ class Shedding:
     def _has_begun(self, choices: tuple[str, ...]) -> bool:
         """Answers that have begun are not thrown away for a late one."""
         return any(self._queue.get(id) is None and not self._passed_over(id) for id in choices)
-
-    def _ahead(self, request: Generate, displaced: Queued | None) -> int:
-        ahead = self._queue.ahead(request)
-        return ahead - (displaced is not None and self._queue.ahead(displaced.message) < ahead)
 
     def _ahead_by_rounds(self, request: Generate) -> int:
         """How many requests are admitted before this one, later ones included: of its own line those that wait, of others as many as there were in as many rounds. 0: not known."""

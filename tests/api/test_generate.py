@@ -225,10 +225,12 @@ async def test_only_the_last_of_several_sequences_may_be_refused_and_the_call_wi
     api.engine.go_requests.set()
 
 
-async def test_prompts_that_are_never_refused_do_not_wait_for_each_other(api: Api) -> None:
-    assert (await api.call("POST", "/v1/completions", json={"prompt": [[5], [6]]}))[0] == 200
-    for sent in await api.engine.saw(Generate, 2):
-        assert isinstance(sent, Generate) and sent.choices == () and not sent.slo.shed
+@pytest.mark.parametrize("asked", [{}, {"slo_class": "batch"}])
+async def test_prompts_that_are_never_late_go_together_too(api: Api, asked: dict[str, object]) -> None:
+    """In a full queue one of them gives way only with the others."""
+    assert (await api.call("POST", "/v1/completions", json={"prompt": [[5], [6]], **asked}))[0] == 200
+    first, last = [each for each in await api.engine.saw(Generate, 2) if isinstance(each, Generate)]
+    assert (first.choices, last.choices, last.slo.shed) == ((), (first.id,), False)
 
 
 async def test_a_prompt_that_is_wrong_ends_those_that_wait_for_it(api: Api) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from functools import partial
 
 import pytest
@@ -120,3 +121,37 @@ async def test_a_link_full_of_messages_leaves_the_loop_its_turns() -> None:
     assert turns >= 3
     await engine.close()
     await api.close()
+
+
+@pytest.mark.parametrize("left", ["twice", "in a write that fails"])
+async def test_a_client_that_leaves_many_streams_ends_them_all(left: str) -> None:
+    """Also if it is told twice, the second time while they are being ended."""
+    running, held = set[int](), asyncio.Event()
+
+    def stream(number: int) -> Callable[[asyncio.Semaphore], AsyncGenerator[GenerateChunk, None]]:
+        async def chunks(_: asyncio.Semaphore) -> AsyncGenerator[GenerateChunk, None]:
+            running.add(number)
+            try:
+                yield chunk(0)
+                await held.wait()
+            finally:
+                running.discard(number)
+
+        return chunks
+
+    async def read() -> None:
+        async with aclosing(merge_streams([stream(number) for number in range(64)])) as chunks:
+            async for _ in chunks:
+                if left == "in a write that fails":
+                    asyncio.get_running_loop().call_soon(task.cancel)
+                    raise ConnectionResetError
+
+    task = asyncio.create_task(read())
+    await asyncio.sleep(0.05)
+    if left == "twice":
+        task.cancel()
+        await asyncio.sleep(0)
+        task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await asyncio.sleep(0.05)
+    assert not running

@@ -304,3 +304,15 @@ def test_a_request_that_found_a_place_costs_nothing_when_its_time_is_over() -> N
         return calls_of(lambda: line.refuse_late(9.0))
 
     assert calls(400) == calls(4)
+
+
+def test_a_whole_call_that_goes_is_not_counted_before_the_one_that_comes() -> None:
+    """Four of others stay before it, so its first token comes after 5 s or so."""
+    line = Line(limit=12)
+    for number in range(4):
+        line.arrives(request(f"r{number}"))
+    for number in range(8):
+        choices = tuple(f"c{before}" for before in range(7)) if number == 7 else ()
+        line.arrives(request(f"c{number}", choices=choices))
+    line.arrives(request("new", 6.0, shed=True, adapter="other"))
+    assert (line.refused, len(line.queue)) == ({"c7": "queue_full"}, 5)

@@ -123,6 +123,17 @@ def test_who_has_not_begun_goes_for_one_whose_choices_have() -> None:
     assert displaced is not None and displaced.message.id == "b2"
 
 
+def test_an_adapter_gives_way_though_the_class_batch_has_begun() -> None:
+    queue = InferenceQueue(5, fair=True)
+    last = msgspec.structs.replace(of_class("b1", batch=True), choices=("b0",))
+    fill(queue, *(request(f"h{i}", "hot") for i in range(4)), last)
+    displaced = queue.push(request("x", "light"), arrived=2.0, deadline=3.0)
+    assert displaced is not None and displaced.message.id == "h3"
+    assert queue.cancel(["h3"])
+    with pytest.raises(QueueFull):
+        queue.push(of_class("b2", batch=True, adapter="light"), arrived=2.0, deadline=3.0)
+
+
 def test_strictly_first_come_first_served_nobody_is_displaced() -> None:
     queue = InferenceQueue(3, fair=False)
     fill(queue, *(request(f"h{i}", "hot") for i in range(3)))
@@ -274,7 +285,9 @@ def test_how_many_are_ahead_of_the_newest_of_a_line(arrivals: list[tuple[bool, s
     order = [entry.message.id for entry in queue.waiting(99)]
     for one in newest.values():
         if one.id in order:
-            assert queue.ahead(one) == order.index(one.id)
+            at = order.index(one.id)
+            assert queue.ahead(one) == at
+            assert queue.ahead(one, order[:2]) == at - len(order[: min(2, at)])
 
 
 def test_in_a_full_queue_the_class_batch_gives_way() -> None:

@@ -93,7 +93,7 @@ class InFlightRequests:
         """The chunks of all choices as they come. Closing the generator early cancels the request in the engine.
 
         `semaphore` bounds the chunks that several streams hold: a chunk is made and yielded while it is held. `snapshot`: the adapter
-        of a job in training (`JobSnapshot`), which then serves the request; it is not refused for coming late. `departure`: of the other prompts of the same call, with which it is refused for that.
+        of a job in training (`JobSnapshot`), which then serves the request; it is not refused for coming late. `departure`: with the other prompts of the same call.
 
         Raises, before the first chunk only: `InvalidRequest`, `EmptyPrompt`, `PromptTooLong`, `AdapterNotFound`,
         `BaseMismatch`, `QueueFull`, `Overloaded`; at any time: `EngineUnavailable`.
@@ -118,7 +118,7 @@ class InFlightRequests:
             if adapter is not None:
                 self.in_use.add(adapter)
             messages = self._messages(request, state, digests, slo)
-            await self._depart(state, messages, departure if slo.shed or slo.shed_e2e else None)
+            await self._depart(state, messages, departure or Departure())
             while state.decoders.keys() & self._states.keys():
                 message = await state.outputs.get()
                 if isinstance(message, Tokens) and waiting:
@@ -178,20 +178,17 @@ class InFlightRequests:
             for index, sequence in enumerate(state.decoders)
         ]
 
-    async def _depart(
-        self, state: RequestState, messages: Sequence[Generate], departure: Departure | None = None
-    ) -> None:
+    async def _depart(self, state: RequestState, messages: Sequence[Generate], departure: Departure) -> None:
         """Send a request to the engine, with the others of its departure once all are here. Raises `EngineUnavailable`."""
-        departure = Departure() if departure is None else departure
         if not departure.join(state, messages):
-            await departure.gone.wait()
+            await departure.wait()
             return
         if self._stopped is not None:
             raise self._stopped
         for one, message in departure.messages():
             self._engine.send(message)
             self._states[message.id] = one
-        departure.gone.set()
+        departure.done()
 
     def _process(self, state: RequestState, message: EngineOutput) -> GenerateChunk | None:
         """The chunk that a message adds to the stream. Raises the error that the message reports."""

@@ -33,7 +33,11 @@ async def _start(coroutines: Iterable[Coroutine[None, None, T]], tasks: list[asy
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[T]]) -> None:
-    """Cancel all tasks and wait until they have ended."""
+    """Cancel all tasks and wait until they have ended. Whoever waits may be cancelled, once more too: the tasks are cancelled all the same."""
+    await asyncio.shield(asyncio.create_task(_cancel_groups(tasks)))
+
+
+async def _cancel_groups(tasks: Sequence[asyncio.Task[T]]) -> None:
     for first in range(0, len(tasks), GROUP):
         group = tasks[first : first + GROUP]
         for task in group:
