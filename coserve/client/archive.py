@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import tarfile
 import tempfile
@@ -11,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from coserve.client.transport import Response
 from coserve.errors import CorruptAdapter
 from coserve.names import ADAPTER_FILES
+from coserve.state.commits import uncancelled_thread
 
 
 async def save_adapter(response: Response, folder: Path) -> Path:
@@ -20,15 +20,15 @@ async def save_adapter(response: Response, folder: Path) -> Path:
     sends.
     """
     try:
-        temporary = await asyncio.to_thread(_make_temporary, folder)
+        temporary = _make_temporary(folder)  # at once: whoever is cancelled in a wait for it would not know the folder
         try:
             with (temporary / "archive.tar").open("wb") as archive:
                 async for chunk in response:
-                    await asyncio.to_thread(archive.write, chunk)
-            await asyncio.to_thread(_unpack, temporary / "archive.tar", temporary / "adapter")
-            await asyncio.to_thread((temporary / "adapter").rename, folder)
+                    await uncancelled_thread(archive.write, chunk)
+            await uncancelled_thread(_unpack, temporary / "archive.tar", temporary / "adapter")
+            await uncancelled_thread((temporary / "adapter").rename, folder)
         finally:
-            await asyncio.to_thread(shutil.rmtree, temporary)
+            await uncancelled_thread(shutil.rmtree, temporary)
     finally:
         response.close()
     return folder

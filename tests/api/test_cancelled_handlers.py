@@ -122,6 +122,23 @@ def upload(api: Api, settings: dict[str, object], *files: Path) -> dict[str, obj
     return {"data": form}
 
 
+async def test_conversions_with_a_job(api: Api, late: bool) -> None:
+    """The adapter and the job that distills it are both there, or neither."""
+    await bring_in(api, "poet", rank=2)
+
+    async def call(at: int) -> Call:
+        body = {"bd_blocks": 1, "name": f"new{at}", "distill": {"data": ROWS}}
+        return "POST", "/adapters/poet/convert", {"json": body}
+
+    async def check(at: int, status: int | None) -> None:
+        made = (await api.call("GET", f"/adapters/new{at}"))[0] == 200
+        _, jobs = await api.call("GET", "/finetune", params={"limit": "100"})
+        assert made == any(job["adapter"] == f"new{at}" for job in jobs["data"])
+        assert made or status is None
+
+    await at_every_await(api, late, call, check)
+
+
 @pytest.mark.parametrize("how", sample(["path", "upload"], "upload"))
 async def test_imports(api: Api, late: bool, how: str) -> None:
     """The one that comes next gets its own files, whatever became of the first."""

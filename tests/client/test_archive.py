@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import tarfile
 from pathlib import Path
@@ -97,3 +98,32 @@ async def test_a_place_where_nothing_can_be_made_is_named(tmp_path: Path) -> Non
         with pytest.raises(OSError) as refused:
             await save_adapter(Response(200, {}, tar(FILES)), folder)
         assert refused.value.filename == str(folder)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_whoever_leaves_at_any_moment_leaves_nothing_behind(tmp_path: Path, times: int) -> None:
+    """The folder is whole or not there, whichever turn of the loop it is, and whether it is told once or twice."""
+    body = tar(FILES)
+    for turn in range(40):
+        folder = tmp_path / f"adapter{turn}"
+        task = asyncio.create_task(save_adapter(Response(200, {}, streamed([body[:700], body[700:]])), folder))
+        for _ in range(turn):
+            await asyncio.sleep(0)
+        for _ in range(times):
+            task.cancel()
+            await asyncio.sleep(0)
+        await asyncio.gather(task, return_exceptions=True)
+        assert names(tmp_path, ".download-*") == []
+        assert not folder.exists() or names(folder) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+async def test_whoever_leaves_twice_while_files_are_unpacked_leaves_nothing_behind(tmp_path: Path) -> None:
+    body = tar({**FILES, "a-1/adapter_model.safetensors": b"x" * (8 << 20)})
+    for delay in range(12):
+        task = asyncio.create_task(save_adapter(Response(200, {}, streamed([body])), tmp_path / f"adapter{delay}"))
+        await asyncio.sleep(delay / 1000)
+        task.cancel()
+        await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert names(tmp_path, ".download-*") == []

@@ -20,7 +20,7 @@ from coserve.names import NAME_RULE, is_name
 from coserve.offload.pool import HelperPool
 from coserve.offload.protocol import TaskContext
 from coserve.schemas import Adapter, ConvertedAdapter, ConvertRequest, Distillation, FinetuneRequest, Job
-from coserve.state.commits import uncancelled_thread
+from coserve.state.commits import uncancelled, uncancelled_thread
 from coserve.state.folder import DataFolder
 from coserve.state.thread import RegistryThread
 from coserve.types import AdapterDigests, AdapterRef, BaseSpec
@@ -60,7 +60,7 @@ class Conversions:
 
     async def convert(self, name: str, version: int | None, request: ConvertRequest) -> ConvertedAdapter:
         """Publish the converted adapter, and submit the job that distills it; durable when this returns. Cancelling it stops the
-        computation.
+        computation, but not what follows it.
 
         Raises `AdapterNotFound`, `BaseMismatch`, `AdapterTooLarge`, `InvalidRequest`, `StorageError` leaves, `EngineUnavailable`, `HelperLost`; and as
         `JobManager.submit`: then nothing is published.
@@ -73,11 +73,12 @@ class Conversions:
         options = ConversionOptions(request.bd_blocks, request.rank, request.max_error)
         staging = self._folder.staging / f"convert-{secrets.token_hex(8)}"
         try:
-            await asyncio.to_thread(staging.mkdir)
+            await uncancelled_thread(staging.mkdir)
             source = str(self._folder.adapter(record.ref))
             arguments = ConvertArguments(source, str(staging), spec, options, record.digests)
             report = msgspec.msgpack.decode(await self._helpers.run(convert, arguments), type=ConversionReport)
-            adapter = await self._catalog.install(staging, new, spec, origin=f"convert:{record.ref}")
+            publication = self._publish(staging, new, spec, record.ref, request.distill)
+            adapter, job = await uncancelled(asyncio.create_task(publication))
         except (AdapterError, StorageError):
             await find_adapter(self._registry, name, record.ref.version, spec, field="adapter")  # deleted meanwhile
             raise
@@ -91,8 +92,21 @@ class Conversions:
             max_error=report.max_error,
             smallest_rank=report.smallest_rank,
             errors=report.errors,
-            job=None if request.distill is None else await self._distill(adapter, record.ref, request.distill),
+            job=job,
         )
+
+    async def _publish(
+        self, staging: Path, name: str, spec: BaseSpec, source: AdapterRef, distillation: Distillation | None
+    ) -> tuple[Adapter, str | None]:
+        """The adapter and the id of its job: both are there afterwards, or neither."""
+        adapter = await self._catalog.install(staging, name, spec, origin=f"convert:{source}")
+        if distillation is None:
+            return adapter, None
+        try:
+            return adapter, await self._distill(adapter, source, distillation)
+        except BaseException:
+            await self._catalog.delete(adapter.id, adapter.version)
+            raise
 
     async def _distill(self, adapter: Adapter, teacher: AdapterRef, distillation: Distillation) -> str:
         """The id of the job."""
@@ -103,11 +117,7 @@ class Conversions:
             teacher=str(teacher),
             training=distillation.training,
         )
-        try:
-            return (await self._submit(request, None, None)).id
-        except Exception:
-            await self._catalog.delete(adapter.id, adapter.version)
-            raise
+        return (await self._submit(request, None, None)).id
 
 
 def convert(context: TaskContext, arguments: bytes, body: bytes) -> bytes:

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from coserve.schemas import GenerateChunk
+from coserve.state.commits import uncancelled
 
 Chunks = AsyncGenerator[GenerateChunk, None]
 ChunkQueue = asyncio.Queue[tuple[int, GenerateChunk | Exception | None]]
@@ -33,8 +34,8 @@ async def _start(coroutines: Iterable[Coroutine[None, None, T]], tasks: list[asy
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[T]]) -> None:
-    """Cancel all tasks and wait until they have ended. Whoever waits may be cancelled, once more too: the tasks are cancelled all the same."""
-    await asyncio.shield(asyncio.create_task(_cancel_groups(tasks)))
+    """Cancel all tasks and wait until they have ended, also if the caller is cancelled meanwhile."""
+    await uncancelled(asyncio.create_task(_cancel_groups(tasks)))
 
 
 async def _cancel_groups(tasks: Sequence[asyncio.Task[T]]) -> None:

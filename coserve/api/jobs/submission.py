@@ -39,6 +39,7 @@ from coserve.names import split_ref
 from coserve.offload.pool import HelperPool
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.schemas import FinetuneRequest, Preparing
+from coserve.state.commits import uncancelled_thread
 from coserve.state.folder import DataFolder
 from coserve.state.records import AdapterRecord, JobRecord
 from coserve.state.registry import Registry
@@ -135,7 +136,7 @@ class Submission:
             if memory is not None:
                 await asyncio.to_thread(check_fits, job, spec, memory, limit)
         except BaseException:
-            corpus.discard()
+            await uncancelled_thread(corpus.discard)
             raise
         record = JobRecord(
             spec=job,
