@@ -20,8 +20,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = (
     {"limits"},
-    {"types", "names", "errors", "hints", "cancellation", "processes", "garbage", "ranks"},
-    {"logprobs", "validation", "options", "gpu_memory", "step_metrics"},
+    {"types", "names", "errors", "hints", "processes", "garbage", "ranks"},
+    {"cancellation", "logprobs", "validation", "options", "gpu_memory", "step_metrics"},
     {"link", "config", "health", "schemas", "pretrained", "kernels"},
     {"parallel"},
     {"client", "logs", "stream_link", "model", "queues", "memory"},

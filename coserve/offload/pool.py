@@ -15,11 +15,11 @@ from functools import cached_property
 
 import msgspec
 
+from coserve.cancellation import uncancelled
 from coserve.errors import CoserveError, HelperLost, InvalidRequest
 from coserve.logs.setup import LogSettings
 from coserve.offload.protocol import Call, Reply, Task, error_of, name_of
 from coserve.processes import signal_child, start_child
-from coserve.state.commits import uncancelled
 
 CHUNK = 256 << 10
 """Bytes to write or read in one turn of the event loop."""

@@ -3,41 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Coroutine
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
-from coserve.errors import AdapterError, CorpusError, QueueFull, RequestError
+from coserve.cancellation import uncancelled
 
-log = logging.getLogger(__name__)
-
-P = ParamSpec("P")
 T = TypeVar("T")
-
-_REFUSALS = (RequestError, CorpusError, AdapterError, QueueFull)
-"""Errors of the request itself. They are not logged when the client has left."""
-
-
-async def uncancelled(task: asyncio.Task[T]) -> T:
-    """The task's result. If the caller is cancelled, the task is completed first; its failure is then logged, unless it is an
-    error of the request."""
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as left:
-            cancelled = left
-    if cancelled is not None:
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, _REFUSALS):
-            log.error("a change failed after its client had left: %s", error, exc_info=error)
-        raise cancelled
-    return task.result()
-
-
-async def uncancelled_thread(call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-    """The result of `call`, run in a thread. As `uncancelled`: it is completed first if the caller is cancelled."""
-    return await uncancelled(asyncio.create_task(asyncio.to_thread(call, *arguments, **options)))
 
 
 class Commits:

@@ -21,6 +21,7 @@ from coserve.api.adapters.inspection import Inspection
 from coserve.api.adapters.size import refuse_too_large
 from coserve.api.engine_client import EngineClient
 from coserve.api.http.parsing import local_path
+from coserve.cancellation import uncancelled
 from coserve.config import Config
 from coserve.errors import (
     EngineUnavailable,
@@ -32,7 +33,7 @@ from coserve.link import DropAdapter
 from coserve.names import ADAPTER_FILES
 from coserve.offload.pool import HelperPool
 from coserve.schemas import Adapter, AdapterList, DeletedAdapter, ImportRequest
-from coserve.state.commits import Commits, uncancelled
+from coserve.state.commits import Commits
 from coserve.state.durable import remove_dir, replace_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder

@@ -15,12 +15,12 @@ from coserve.adapters.conversion import ConversionOptions, ConversionReport, con
 from coserve.api.adapters.catalog import AdapterCatalog, refuse_base_name
 from coserve.api.adapters.lookup import find_adapter
 from coserve.api.engine_client import EngineClient
+from coserve.cancellation import uncancelled, uncancelled_thread
 from coserve.errors import AdapterError, InvalidRequest, StorageError
 from coserve.names import NAME_RULE, is_name
 from coserve.offload.pool import HelperPool
 from coserve.offload.protocol import TaskContext
 from coserve.schemas import Adapter, ConvertedAdapter, ConvertRequest, Distillation, FinetuneRequest, Job
-from coserve.state.commits import uncancelled, uncancelled_thread
 from coserve.state.folder import DataFolder
 from coserve.state.thread import RegistryThread
 from coserve.types import AdapterDigests, AdapterRef, BaseSpec

@@ -28,6 +28,7 @@ from coserve.api.http.decode_tasks import (
 )
 from coserve.api.http.parsing import decode_json
 from coserve.api.http.server import ask_for_body
+from coserve.cancellation import uncancelled_thread
 from coserve.errors import (
     BodyTooLarge,
     InvalidRequest,
@@ -38,7 +39,6 @@ from coserve.errors import (
 from coserve.offload.pool import HelperPool
 from coserve.offload.protocol import name_of
 from coserve.schemas import FinetuneRequest
-from coserve.state.commits import uncancelled_thread
 
 MAX_JSON_BYTES = 16 << 20
 """Largest JSON body; a larger corpus goes as a file."""

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
+from coserve.cancellation import uncancelled_thread
 from coserve.corpus.rows import LIMITS, CorpusLimits
 from coserve.corpus.sources import Piece
 from coserve.corpus.staging import (
@@ -34,7 +35,6 @@ from coserve.corpus.tokenize import NO_ROWS
 from coserve.errors import CorpusError, EmptyCorpus
 from coserve.offload.pool import HelperPool
 from coserve.schemas import Job, Preparing, SubmissionEvent
-from coserve.state.commits import uncancelled_thread
 from coserve.types import TrainOn
 
 T = TypeVar("T")

@@ -24,6 +24,7 @@ from coserve.api.http.parsing import local_path
 from coserve.api.jobs.conflicts import last_job, refuse_conflict, serialised
 from coserve.api.jobs.preparation import CorpusPreparation, Report, Show, Tokenization
 from coserve.api.jobs.sampling import sample_request
+from coserve.cancellation import uncancelled_thread
 from coserve.config import Config
 from coserve.corpus.batch_plan import BatchPlan
 from coserve.corpus.defaults import choose_training
@@ -39,7 +40,6 @@ from coserve.names import split_ref
 from coserve.offload.pool import HelperPool
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.schemas import FinetuneRequest, Preparing
-from coserve.state.commits import uncancelled_thread
 from coserve.state.folder import DataFolder
 from coserve.state.records import AdapterRecord, JobRecord
 from coserve.state.registry import Registry
