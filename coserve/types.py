@@ -98,7 +98,7 @@ class Slo(Wire, frozen=True):
     tpot: float
     e2e: float | None = None
     batch: bool = False
-    """Of the class batch: interactive requests are admitted first. If it is due before them, it goes after some of them (`queues.inference.BETWEEN`)."""
+    """Of the class batch: interactive requests are admitted first. If it is due before them, it goes after some of them (`queues.inference.INTERACTIVE_PER_BATCH`)."""
     shed: bool = False
     """It is refused as soon as its first token cannot come in time."""
     shed_e2e: bool = False

@@ -15,7 +15,7 @@ RETRY_AT_LEAST, RETRY_AT_MOST = 1.0, 30.0
 """Bounds of `Retry-After` in seconds."""
 QUANTUM = 256
 """Tokens of prompt and output that an adapter may use in one turn."""
-BETWEEN = 4
+INTERACTIVE_PER_BATCH = 4
 """Fewest interactive requests between two of the class batch, while both wait."""
 
 
@@ -48,7 +48,7 @@ class InferenceQueue:
     """At most `limit` requests with unique ids.
 
     `fair`: adapters take turns by deficit round robin, in each class. The base without an adapter is one flow, all versions of an
-    adapter are one flow, and a request costs its prompt tokens plus `max_tokens`. Interactive requests go before the class batch; after `BETWEEN`
+    adapter are one flow, and a request costs its prompt tokens plus `max_tokens`. Interactive requests go before the class batch; after `INTERACTIVE_PER_BATCH`
     of them goes one of the class batch whose first token is due before theirs. Requests of one adapter and class, and all requests
     if not `fair`, are served in order of arrival.
     """
@@ -133,9 +133,8 @@ class InferenceQueue:
             return self._flows(newest).before_last(self._flow(newest))
         wanted = self._entries[newest.id]
         number = next(number for number, entry in enumerate(self._merged()) if entry is wanted)
-        return (
-            number - sum(entry.message.id in without for entry in islice(self._merged(), number)) if without else number
-        )
+        leaving = islice(self._merged(), number) if without else ()
+        return number - sum(entry.message.id in without for entry in leaving)
 
     def ahead_of(self, ids: Collection[str]) -> dict[str, int]:
         """For those of these requests that are in the queue: how many others are admitted before each. Takes little longer for many
@@ -175,7 +174,7 @@ class InferenceQueue:
         batch, since = iter(self._batch), self._since_batch
         due = next(batch, None)
         for entry in self._interactive:
-            if due is not None and since >= BETWEEN and due.deadline < entry.deadline:
+            if due is not None and since >= INTERACTIVE_PER_BATCH and due.deadline < entry.deadline:
                 yield due
                 due, since = next(batch, None), 0
             yield entry

@@ -16,7 +16,7 @@ ANY = "any"
 SIZED = MicroStep.BEGIN, MicroStep.FORWARD, MicroStep.BACKWARD
 """Kinds whose time grows with the micro-batch."""
 MOST_KINDS = 512
-"""Kinds of micro-steps whose times are kept, of each job those that it has: a job has about six."""
+"""Kinds of micro-steps, of one job or of all, whose times are kept. A job has about six."""
 SIZE = 1024.0
 """Tokens; the prediction is a line, so any two sizes tell it."""
 

@@ -238,7 +238,7 @@ class _Recorder:
         if usage is not None and times:
             tokens = usage.output_tokens
         if error is None:
-            error, message = _lack(arrival, tokens, usage)
+            error, message = _wrong_length(arrival, tokens, usage)
         sample = Sample(
             index=arrival.index,
             adapter=arrival.adapter,
@@ -307,7 +307,7 @@ class _Recorder:
                 continue
 
 
-def _lack(arrival: PromptArrival, tokens: int, usage: Usage | None) -> tuple[str | None, str | None]:
+def _wrong_length(arrival: PromptArrival, tokens: int, usage: Usage | None) -> tuple[str | None, str | None]:
     """Code and message for a whole answer that is not what was asked for. Only the server can tell how many tokens are missing."""
     if not tokens:
         return "no_tokens", "the answer has no tokens"

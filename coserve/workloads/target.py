@@ -19,7 +19,7 @@ from coserve.errors import (
     Unreachable,
     WrongJobState,
 )
-from coserve.names import NAME_RULE, is_name
+from coserve.names import NAME_RULE, is_adapter_ref, is_name
 from coserve.schemas import Job, JobEvent
 from coserve.types import JobState, LoraSettings, TrainingSettings
 from coserve.workloads.gauges import Snapshot, read_snapshot
@@ -81,8 +81,9 @@ class DaemonTarget:
         """
         ranks = {name: self._scenario.rank_of(i) for i, name in enumerate(self._scenario.adapter_names)}
         ranks |= {name: self._scenario.rank_of(i) for i, name in enumerate(names) if name not in ranks}
+        usable = is_name if self._prefix else is_adapter_ref  # a version can be used, not made
         for name in map(self.served_name, ranks):
-            if not is_name(name):
+            if not usable(name):
                 raise InvalidRequest(f"expected {NAME_RULE}, got {name[:80]!r}", field="prefix")
         limit = asyncio.Semaphore(self._prepared_at_once)
 
@@ -102,6 +103,8 @@ class DaemonTarget:
         try:
             adapter = await self._client.adapter(name)
         except AdapterNotFound:
+            if not is_name(name):
+                raise
             settings = LoraSettings(r=rank, targets=self._scenario.targets or None)
             self._touched.add(name)
             training = TrainingSettings(steps=1)

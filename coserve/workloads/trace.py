@@ -25,7 +25,7 @@ from msgspec import Meta
 
 from coserve.errors import InvalidRequest, MalformedRow
 from coserve.limits import MAX_ROWS, Seed, TokenId
-from coserve.names import AdapterName
+from coserve.names import AdapterName, AdapterRefText
 from coserve.types import SloClass, Wire
 from coserve.validation import explain
 from coserve.workloads.bounds import MAX_SECONDS
@@ -43,7 +43,7 @@ class PromptArrival(Wire, frozen=True, tag="prompt", omit_defaults=True):
 
     at: Time
     index: int
-    adapter: AdapterName | None
+    adapter: AdapterRefText | None
     prompt: Annotated[str, Meta(min_length=1)] | Annotated[tuple[TokenId, ...], Meta(min_length=1)]
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
     seed: Seed

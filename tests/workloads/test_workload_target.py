@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from coserve.client import AsyncClient, MockTransport, Request, Response
-from coserve.errors import InvalidRequest, QueueFull, Unreachable
+from coserve.errors import AdapterNotFound, InvalidRequest, QueueFull, Unreachable
 from coserve.schemas import Adapter, ErrorBody, ErrorInfo, GenerateChunk, Job, JobEvent
 from coserve.step_metrics import StepMetrics
 from coserve.types import JobState, LoraSettings, TrainingSettings
@@ -330,3 +330,14 @@ async def test_a_name_that_no_adapter_can_have_is_refused() -> None:
     async with AsyncClient(transport=MockTransport(FakeDaemon({})), retry=NO_RETRIES) as client:
         with pytest.raises(InvalidRequest, match=r"prefix: expected a name of .*, got 'ü/load-00'"):
             await DaemonTarget(client, SCENARIO, prefix="ü/").prepare()
+
+
+async def test_a_version_is_used_with_the_daemons_own_names_and_never_made() -> None:
+    daemon = FakeDaemon({})
+    async with AsyncClient(transport=MockTransport(daemon), retry=NO_RETRIES) as client:
+        with pytest.raises(InvalidRequest, match=r"prefix: expected a name of .*, got 'bench-poet@7'"):
+            await DaemonTarget(client, SCENARIO, prefix="bench-").prepare(["poet@7"])
+        assert daemon.bodies == []
+        with pytest.raises(AdapterNotFound):
+            await DaemonTarget(client, SCENARIO).prepare(["poet@7"])
+    assert "poet@7" not in [body.get("adapter") for body in daemon.bodies]

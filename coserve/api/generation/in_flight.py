@@ -11,8 +11,8 @@ from coserve.api.adapters.in_use import AdaptersInUse
 from coserve.api.adapters.lookup import find_adapter
 from coserve.api.engine_client import EngineClient
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
-from coserve.api.generation.departure import Departure
 from coserve.api.generation.output_queue import EngineOutput
+from coserve.api.generation.prompt_group import PromptGroup
 from coserve.api.generation.prompts import check_generate, encode_prompt, sampling_params
 from coserve.api.generation.request_state import RequestState, new_state
 from coserve.api.generation.targets import targets_of
@@ -88,12 +88,12 @@ class InFlightRequests:
         semaphore: asyncio.Semaphore | None = None,
         *,
         snapshot: AdapterRef | None = None,
-        departure: Departure | None = None,
+        group: PromptGroup | None = None,
     ) -> AsyncGenerator[GenerateChunk, None]:
         """The chunks of all choices as they come. Closing the generator early cancels the request in the engine.
 
         `semaphore` bounds the chunks that several streams hold: a chunk is made and yielded while it is held. `snapshot`: the adapter
-        of a job in training (`JobSnapshot`), which then serves the request; it is not refused for coming late. `departure`: with the other prompts of the same call.
+        of a job in training (`JobSnapshot`), which then serves the request; it is not refused for coming late. `group`: of all prompts of the same call.
 
         Raises, before the first chunk only: `InvalidRequest`, `EmptyPrompt`, `PromptTooLong`, `AdapterNotFound`,
         `BaseMismatch`, `QueueFull`, `Overloaded`; at any time: `EngineUnavailable`.
@@ -118,7 +118,7 @@ class InFlightRequests:
             if adapter is not None:
                 self.in_use.add(adapter)
             messages = self._messages(request, state, digests, slo)
-            await self._depart(state, messages, departure or Departure())
+            await self._send(state, messages, group or PromptGroup())
             while state.decoders.keys() & self._states.keys():
                 message = await state.outputs.get()
                 if isinstance(message, Tokens) and waiting:
@@ -178,17 +178,17 @@ class InFlightRequests:
             for index, sequence in enumerate(state.decoders)
         ]
 
-    async def _depart(self, state: RequestState, messages: Sequence[Generate], departure: Departure) -> None:
-        """Send a request to the engine, with the others of its departure once all are here. Raises `EngineUnavailable`."""
-        if not departure.join(state, messages):
-            await departure.wait()
+    async def _send(self, state: RequestState, messages: Sequence[Generate], group: PromptGroup) -> None:
+        """Send a request to the engine, with the others of its group once all are here. Raises `EngineUnavailable`."""
+        if not group.join(state, messages):
+            await group.wait()
             return
         if self._stopped is not None:
             raise self._stopped
-        for one, message in departure.messages():
+        for one, message in group.messages():
             self._engine.send(message)
             self._states[message.id] = one
-        departure.done()
+        group.sent()
 
     def _process(self, state: RequestState, message: EngineOutput) -> GenerateChunk | None:
         """The chunk that a message adds to the stream. Raises the error that the message reports."""

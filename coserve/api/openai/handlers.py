@@ -11,9 +11,9 @@ import msgspec
 from aiohttp import web
 
 from coserve.api.generation.async_tokenizer import check_tokens
-from coserve.api.generation.departure import Departure
 from coserve.api.generation.full_response import collect
 from coserve.api.generation.merge import gather, merge_streams
+from coserve.api.generation.prompt_group import PromptGroup
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.responses import json_response
 from coserve.api.http.sse import EventStream
@@ -46,7 +46,7 @@ class OpenAIApi:
         requests = completion_requests(body, self._service.engine.spec, self._config.max_queue)
         echoes = [await self._echo(body, each) for each in requests]
         meta = self._meta("cmpl", body)
-        stream = partial(self._service.generation.stream, departure=Departure(len(requests)))
+        stream = partial(self._service.generation.stream, group=PromptGroup(len(requests)))
         if not body.stream:
             new = partial(CompletionLogprobsBuilder, name_of(body))
             responses = await gather([collect(each, stream(each), new) for each in requests])

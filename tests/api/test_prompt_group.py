@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from coserve.api.generation.departure import Departure
+from coserve.api.generation.prompt_group import PromptGroup
 from coserve.api.generation.request_state import RequestState
 from coserve.errors import EngineUnavailable
 from coserve.link import Generate
@@ -26,10 +26,10 @@ def sequence(id: str) -> Generate:
 
 
 def test_the_last_one_answers_for_all() -> None:
-    departure, first, second = Departure(2), state("a"), state("b")
-    assert not departure.join(first, [sequence("a0"), sequence("a1")])
-    assert departure.join(second, [sequence("b0")])
-    sent = list(departure.messages())
+    group, first, second = PromptGroup(2), state("a"), state("b")
+    assert not group.join(first, [sequence("a0"), sequence("a1")])
+    assert group.join(second, [sequence("b0")])
+    sent = list(group.messages())
     assert [(one.id, message.id) for one, message in sent] == [("a", "a0"), ("a", "a1"), ("b", "b0")]
     assert [(message.slo.shed, message.slo.shed_e2e) for _, message in sent] == [(False, False)] * 2 + [(True, True)]
     assert [message.choices for _, message in sent] == [(), (), ("a0", "a1")]
@@ -37,19 +37,19 @@ def test_the_last_one_answers_for_all() -> None:
 
 
 async def test_of_a_call_that_somebody_left_nothing_is_sent() -> None:
-    departure = Departure(2)
-    assert not departure.join(state("a"), [sequence("a0")])
-    waiting = asyncio.create_task(departure.wait())
+    group = PromptGroup(2)
+    assert not group.join(state("a"), [sequence("a0")])
+    waiting = asyncio.create_task(group.wait())
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert not departure.join(state("b"), [sequence("b0")])
+    assert not group.join(state("b"), [sequence("b0")])
 
 
 async def test_a_daemon_that_stops_sends_no_call_whose_prompts_still_waited(api: Api) -> None:
-    departure = Departure(2)
-    stream = partial(api.service.generation.stream, GenerateRequest(prompt=[5]), departure=departure)
+    group = PromptGroup(2)
+    stream = partial(api.service.generation.stream, GenerateRequest(prompt=[5]), group=group)
 
     async def read() -> None:
         async for _ in stream():

@@ -1,4 +1,4 @@
-"""Prompts of one call wait for each other here, to reach the engine together."""
+"""The prompts of one call reach the engine together."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from coserve.api.generation.request_state import RequestState
 from coserve.link import Generate
 
 
-class Departure:
-    """Of so many requests with the same targets. The last of their sequences alone may be refused for coming late or give way in a full queue, and only while all wait,
-    and all go with it: nobody loses an answer that has begun."""
+class PromptGroup:
+    """`requests`: one for each prompt of a call. The engine gets all their sequences at once. Only the last sequence may be refused for coming late, or
+    give way in a full queue, and only while all of them wait; then all are refused. So no answer that has begun is lost."""
 
     def __init__(self, requests: int = 1) -> None:
         self._missing = requests
         self._states: list[RequestState] = []
         self._messages: list[tuple[RequestState, Generate]] = []
-        self._gone = asyncio.Event()
+        self._sent = asyncio.Event()
 
     def join(self, state: RequestState, messages: Sequence[Generate]) -> bool:
         """`messages`: one for each of the request's sequences. Returns whether all are here, so that the caller sends them."""
@@ -30,16 +30,16 @@ class Departure:
         return self._missing == 0
 
     async def wait(self) -> None:
-        """For the others, and until all are sent. If a request leaves instead, none is."""
+        """Until all are sent. A cancelled wait means that the client left: then nothing is sent."""
         try:
-            await self._gone.wait()
+            await self._sent.wait()
         except asyncio.CancelledError:
             self._missing += 1
             raise
 
-    def done(self) -> None:
+    def sent(self) -> None:
         """All were sent."""
-        self._gone.set()
+        self._sent.set()
 
     def messages(self) -> Iterator[tuple[RequestState, Generate]]:
         """All of them, in the order in which they are to be sent."""
