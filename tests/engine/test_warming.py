@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,17 +28,22 @@ from coserve.engine.warming.step_mixes import Mix, first_steps, step_mixes
 from coserve.engine.warming.upgrade import Upgrade
 from coserve.engine.warming.worker import load_few_layers, use_gpu
 from coserve.errors import UnsupportedBase
+from coserve.finetune.memory_profiling import Conditions, MemoryProfiler, NoMeter
 from coserve.finetune.micro_batch import MicroBatchRunner, MicroSteps
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows
 from coserve.generate.execution.start import Compilation
 from coserve.generate.generator import Generator
 from coserve.kernels.gemm.skinny import SHAPES
+from coserve.kernels.gpu.launcher import Grid, Launcher
 from coserve.kernels.lora.backend import BACKENDS, make_backend
 from coserve.kernels.lora.types import SiteGroup, StackedWeights
+from coserve.memory.plan import Work
 from coserve.model.base import load_base
 from coserve.model.gemm_choice import GemmChoice, load_gemms, save_gemms
+from coserve.model.layers import LayerCut
 from coserve.model.training.compiled_layers import CompiledLayers
+from coserve.model.training.trace import interpreted
 from coserve.parallel.fully_sharded import RankLora
 from coserve.warmup.gpu import Gpu
 from coserve.warmup.key import ASSEMBLER, CACHES
@@ -45,6 +51,7 @@ from coserve.warmup.messages import Progress, WarmUpTask
 from coserve.warmup.parts import EAGER, FIRST, GEMMS, LAYERS, SLOT_KERNELS, blocks, gpu_of, graphs
 from tests.support import sharded
 from tests.support.families import tiny_family
+from tests.support.launches import kinds
 from tests.support.records import make_spec
 
 CPU = torch.device("cpu")
@@ -107,6 +114,38 @@ def test_fully_sharded_terms_are_trained_as_compiled_layers_do(
     for _ in runner.run("training-16"):
         pass
     assert bool(ran) is (sharding == "slora")
+
+
+@pytest.mark.slow
+def test_kernels_of_uneven_outputs_are_those_of_compiled_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a rank with 24 of 48 outputs, which 16 does not divide: what Triton would compile for a job in blocks is known from the warm-up."""
+    if torch.cuda.is_available():
+        pytest.skip("needs Triton's interpreter")
+    launched, launch = set[object](), Launcher.__call__
+
+    def recorded(self: Launcher, grid: Grid, tensors: Sequence[Tensor], numbers: tuple[int, ...], **rest: int) -> None:
+        launched.add((id(self), kinds(self, tensors, numbers), tuple(rest.items())))
+        launch(self, grid, tensors, numbers, **rest)
+
+    monkeypatch.setattr(Launcher, "__call__", recorded)
+    folder = sharded.save_base(tmp_path / "base", num_hidden_layers=1, intermediate_size=48)
+    task, config = make_task(tmp_path, tp=2, model=folder)
+    config = replace(config, lora_backend="segmented")
+    base = load_few_layers(config, 0, "cpu")
+    runner = make_part_runner(base, config, task)
+    for _ in runner.run(blocks(16)):
+        pass
+    warmed = launched.copy()
+    launched.clear()
+    layers = CompiledLayers(base, LayerCut(base), interpreted)
+    layers.compile()
+    conditions = Conditions(
+        make_backend("segmented"), recompute=False, max_running=2, page_tokens=16, work=Work(3, 4, 1)
+    )
+    MemoryProfiler(base, NoMeter(), conditions, bd_blocks=4, compiled=layers, warm_up=False).micro_batch(4)
+    assert launched and launched <= warmed
 
 
 def test_steps_longer_than_the_context_are_of_several_prompts(tmp_path: Path) -> None:
