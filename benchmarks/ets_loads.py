@@ -164,6 +164,7 @@ def serve_settings(sizes: Sizes, model: Path | str, data: Path, cache: Path) -> 
         "inference_delay": sizes.delay,
         "micro_batch_tokens": sizes.batch_tokens,
         "max_queue": 1 << 15,
+        "max_connections": 1 << 15,
         "max_jobs": 1 << 10,
         "max_body_bytes": 1 << 29,  # rows of a burst at 64 times the load
     }

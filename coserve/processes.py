@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -13,6 +15,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
+
+log = logging.getLogger(__name__)
 
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -110,6 +114,18 @@ def usable_memory(limit: Path = MEMORY_LIMIT) -> int:
         return min(machine, int(limit.read_text()))
     except (OSError, ValueError):  # no such file, or "max"
         return machine
+
+
+def allow_more_files() -> int:
+    """Raise this process's limit of file descriptors, sockets among them, to its hard limit; returns what it is then, `RLIM_INFINITY` without one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError) as error:  # some systems take no unlimited value
+            log.warning("the limit of file descriptors stays at %d: %s", soft, error)
+            return soft
+    return hard
 
 
 def adopt_orphans() -> None:

@@ -85,7 +85,7 @@ class Transport(Protocol):
 
 
 class HttpTransport:
-    """Over HTTP, with kept-alive connections. Raises `InvalidRequest` for a `base_url` that is not a URL.
+    """Over HTTP, with kept-alive connections, as many as there are requests at a time. Raises `InvalidRequest` for a `base_url` that is not a URL.
 
     `read_timeout`: seconds of silence after which a connection is closed.
 
@@ -100,7 +100,10 @@ class HttpTransport:
     async def send(self, request: Request) -> Response:
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT, sock_read=self._read_timeout)
-            self._session = aiohttp.ClientSession(timeout=timeout)
+            connector = aiohttp.TCPConnector(
+                limit=0
+            )  # with one, further requests would wait here, unseen by the daemon
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
         opened: list[Callable[[], None]] = []
         try:
             response = await self._session.request(

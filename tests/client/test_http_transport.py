@@ -47,6 +47,25 @@ async def test_request_and_answer() -> None:
         assert await response.read() == b"POST /a%2Fb?q=%C3%A4%26b x application/json {}"
 
 
+async def test_no_request_waits_for_another() -> None:
+    """However many there are: the daemon is to see all that a client wants of it."""
+    count, all_here, waiting = 150, asyncio.Event(), 0
+
+    async def handler(_: web.Request) -> web.Response:
+        nonlocal waiting
+        waiting += 1
+        if waiting == count:
+            all_here.set()
+        await all_here.wait()
+        return web.Response()
+
+    async with served(handler) as transport, asyncio.timeout(20):
+        responses = await asyncio.gather(*(transport.send(Request("GET", "/")) for _ in range(count)))
+        assert {response.status for response in responses} == {200}
+        for response in responses:
+            response.close()
+
+
 async def test_upload(tmp_path: Path) -> None:
     seen: list[tuple[str | None, str | None, bytes, set[str]]] = []
 

@@ -7,6 +7,8 @@ import logging
 import resource
 from typing import Final
 
+from coserve.processes import allow_more_files
+
 log = logging.getLogger(__name__)
 
 STREAMS_TIMEOUT: Final = 5.0
@@ -19,16 +21,10 @@ OWN_DESCRIPTORS: Final = 96
 
 def connection_limit(wanted: int) -> int:
     """Raise the process's limit of file descriptors to its hard limit; returns how many of `wanted` connections fit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            soft = hard
-        except (OSError, ValueError) as error:  # some systems take no unlimited value
-            log.warning("the limit of file descriptors stays at %d: %s", soft, error)
-    if soft == resource.RLIM_INFINITY:
+    files = allow_more_files()
+    if files == resource.RLIM_INFINITY:
         return wanted
-    fitting = max(8, soft - OWN_DESCRIPTORS - RESERVE)
+    fitting = max(8, files - OWN_DESCRIPTORS - RESERVE)
     if fitting < wanted:
-        log.warning("max_connections: %d instead of %d: the process may open %d files", fitting, wanted, soft)
+        log.warning("max_connections: %d instead of %d: the process may open %d files", fitting, wanted, files)
     return min(wanted, fitting)

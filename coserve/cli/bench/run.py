@@ -17,6 +17,7 @@ from coserve.cli.bench.progress import BenchProgress, CountedTarget, shown
 from coserve.client import AsyncClient
 from coserve.errors import InvalidRequest
 from coserve.health import warming_line
+from coserve.processes import allow_more_files
 from coserve.workloads.openai_target import OpenAITarget
 from coserve.workloads.replay import Probe, ReplayResult, Rest, Target, replay
 from coserve.workloads.target import NO_RETRIES, DaemonTarget
@@ -69,6 +70,7 @@ async def run_bench(trace: Trace, rest: Rest, server: Server) -> ReplayResult:
     Raises what reading the trace raises before anything is sent.
     """
     totals = count(trace)
+    allow_more_files()  # a connection for each request at a time
     if server.kind is ServerKind.OPENAI:
         return await _on_any_server(trace, totals, server)
     with _plain_warnings():
