@@ -117,10 +117,11 @@ def test_fully_sharded_terms_are_trained_as_compiled_layers_do(
 
 
 @pytest.mark.slow
-def test_kernels_of_uneven_outputs_are_those_of_compiled_layers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("sharding", "inner"), [("nfs", 48), ("slora", 64)])
+def test_kernels_of_compiled_layers_are_those_of_the_warm_up(
+    sharding: str, inner: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a rank with 24 of 48 outputs, which 16 does not divide: what Triton would compile for a job in blocks is known from the warm-up."""
+    """Of a rank with 24 of 48 outputs, which 16 does not divide, and of fully sharded adapters: all that Triton would compile."""
     if torch.cuda.is_available():
         pytest.skip("needs Triton's interpreter")
     launched, launch = set[object](), Launcher.__call__
@@ -130,8 +131,8 @@ def test_kernels_of_uneven_outputs_are_those_of_compiled_layers(
         launch(self, grid, tensors, numbers, **rest)
 
     monkeypatch.setattr(Launcher, "__call__", recorded)
-    folder = sharded.save_base(tmp_path / "base", num_hidden_layers=1, intermediate_size=48)
-    task, config = make_task(tmp_path, tp=2, model=folder)
+    folder = sharded.save_base(tmp_path / "base", num_hidden_layers=1, intermediate_size=inner)
+    task, config = make_task(tmp_path, tp=2, lora_sharding=sharding, model=folder)
     config = replace(config, lora_backend="segmented")
     base = load_few_layers(config, 0, "cpu")
     runner = make_part_runner(base, config, task)

@@ -13,12 +13,13 @@ import torch
 from coserve.adapters.targets import resolve_targets
 from coserve.config import Config
 from coserve.engine.sizes import STEP_TOKENS
+from coserve.engine.warming import compiled_terms
 from coserve.engine.warming.client import gemm_paths
 from coserve.engine.warming.compile_pool import compilations_beside_requests
+from coserve.engine.warming.compiled_terms import CompiledTerms
 from coserve.engine.warming.gemm_cases import gemm_cases
 from coserve.engine.warming.layer_measurements import measure_layers, measure_levels
 from coserve.engine.warming.other_kernels import launch_other_kernels
-from coserve.engine.warming.sharded_terms import layers_with_other_terms
 from coserve.engine.warming.step_mixes import (
     CONTEXTS,
     SAMPLED,
@@ -248,15 +249,18 @@ class PartRunner:
     def _training(self, rank: int, bd_blocks: int = 1) -> Iterator[tuple[int, int]]:
         """`bd_blocks`: two for each GPU that shares the base, so that its part of an adapter is block-diagonal. Nothing happens where
         the base cannot have such adapters."""
+        settings = LoraSettings(r=rank, bd_blocks=bd_blocks)
         try:
-            resolve_targets(LoraSettings(r=rank, bd_blocks=bd_blocks), self._base.spec)
+            resolve_targets(settings, self._base.spec)
         except InvalidRequest:
             return
         self._stacked()
-        kinds = (None, *layers_with_other_terms(self._base, self._conditions.lora_backend))
-        profilers = [self._profiler(rank, bd_blocks, layers) for layers in kinds]
+        base, backend = self._base, self._conditions.lora_backend
+        runs: list[Callable[[int], object]] = [self._profiler(rank, bd_blocks).micro_batch]
+        if compiled_terms.differ(base, backend):
+            runs.append(CompiledTerms(base, backend, settings).launch)
         sizes = micro_batch_sizes(self._conditions.work.micro_batch_tokens)
-        yield from self._compile_training([(own.micro_batch, size) for own in profilers for size in sizes])
+        yield from self._compile_training([(run, size) for run in runs for size in sizes])
 
     def _compile_training(self, work: Sequence[tuple[Callable[[int], object], int]]) -> Iterator[tuple[int, int]]:
         with self._compiling():
@@ -267,11 +271,11 @@ class PartRunner:
                 if self._on_gpu:
                     torch.cuda.empty_cache()  # the next size would find no block that fits, and take more beside the engine
 
-    def _profiler(self, rank: int, bd_blocks: int = 1, layers: CompiledLayers | None = None) -> MemoryProfiler:
+    def _profiler(self, rank: int, bd_blocks: int = 1) -> MemoryProfiler:
         """For compilations."""
         meter = CudaMemoryMeter(self._base.device) if self._on_gpu else NoMeter()
         given = self._base, meter, self._conditions
-        return MemoryProfiler(*given, rank=rank, bd_blocks=bd_blocks, compiled=layers, warm_up=False)
+        return MemoryProfiler(*given, rank=rank, bd_blocks=bd_blocks, warm_up=False)
 
     # ---- compiled layers
 
