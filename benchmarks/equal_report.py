@@ -1,4 +1,4 @@
-"""Keys and figure of `equal_loads.json`."""
+"""Keys and figure of `equal_loads.json`, and keys of `equal_loads_h200.json`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from benchmarks.serving_results import Target
 from benchmarks.summary import entry, update_summary
 
 FILE = "equal_loads.json"
+"""All systems on GPUs of one machine: H100s."""
+H200_FILE = "equal_loads_h200.json"
+"""coserve on an H200; its keys begin with `h200.`."""
 FIGURE = Path("docs/figures/equal_loads.png")
 LOOSE, STRICT = (5.0, 0.045), (1.0, 0.02)
 """Limits of TTFT and TPOT, in seconds."""
@@ -118,18 +121,26 @@ def is_of_curve(key: str) -> bool:
 
 
 def publish(out: Path = RESULTS, figure: Path = FIGURE) -> None:
-    """Draw the figure and update `summary.json`, from the result in `out`."""
+    """Draw the figure and update `summary.json`, from the results in `out`."""
     record = json.loads((out / FILE).read_text())
-    rows = record["rows"]
-    entries = {}
-    for key, (value, unit, row) in keys(rows).items():
-        entries[key] = entry(
-            row, value=value, unit=unit, target=target_of(key, rows), script="equal_loads.py", result=FILE
-        )
-        print(key, value)
+    rows, entries = record["rows"], dict[str, dict[str, Any]]()
+    for file, prefix in ((FILE, ""), (H200_FILE, "h200.")):
+        if (out / file).exists():
+            entries |= _entries(json.loads((out / file).read_text())["rows"], file, prefix)
     update_summary(out, entries)
     if any(key.startswith("coserve.efficiency") for key in entries):
         draw(rows, ", ".join(sorted({run["hardware"] for run in record["runs"].values()})), figure)
+
+
+def _entries(rows: Rows, file: str, prefix: str) -> dict[str, dict[str, Any]]:
+    """Of `summary.json`."""
+    found = {}
+    for key, (value, unit, row) in keys(rows).items():
+        print(prefix + key, value)
+        found[prefix + key] = entry(
+            row, value=value, unit=unit, target=target_of(key, rows), script="equal_loads.py", result=file
+        )
+    return found
 
 
 def draw(rows: Rows, hardware: str, path: Path) -> None:
