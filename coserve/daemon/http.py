@@ -15,6 +15,7 @@ from aiohttp import web
 from coserve.api.app import make_app, make_runner
 from coserve.api.engine_client import EngineClient
 from coserve.api.http.connections import quiet_accept
+from coserve.api.http.limits import WAITING_CONNECTIONS
 from coserve.api.service import Service
 from coserve.config import Config
 from coserve.garbage import GarbageCollection, freeze_and_collect_young
@@ -47,6 +48,7 @@ async def serve_http(service: Service, config: Config, sock: socket.socket, stac
     stack.push_async_callback(runner.cleanup)
     freeze_and_collect_young()
     await web.SockSite(runner, sock).start()
+    sock.listen(WAITING_CONNECTIONS)  # asyncio has set it to the number that it accepts in one turn of the event loop
 
 
 async def _in_daemon_thread(work: Callable[[], T]) -> T:

@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 
 from coserve import __version__
 from coserve.api.engine_client import EngineClient
-from coserve.api.http.limits import connection_limit
+from coserve.api.http.limits import WAITING_CONNECTIONS, connection_limit
 from coserve.config import Config
 from coserve.daemon.engine_starts import EngineStarts
 from coserve.daemon.signals import StopSignals
@@ -45,7 +45,7 @@ def bind(host: str, port: int) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-        sock.listen(1024)
+        sock.listen(WAITING_CONNECTIONS)
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import select
 import signal
+import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +59,33 @@ def wait_for(daemon: DaemonProcess) -> int:
     port = int(daemon.logged("daemon starts")["port"])
     daemon.at_port(port)
     return port
+
+
+def test_connections_that_come_at_once_find_room(model: Path, tmp_path: Path) -> None:
+    """However busy the daemon is: the system makes them, or a client would try again after a second."""
+    count = 600
+    if int(Path("/proc/sys/net/core/somaxconn").read_text()) < count:
+        pytest.skip("the system keeps fewer")
+    with DaemonProcess(model, tmp_path / "data", options=JSON_LOG) as daemon, ExitStack() as stack:
+        daemon.wait_ready()
+        port = int(daemon.logged("daemon starts")["port"])
+        os.kill(daemon.process.pid, signal.SIGSTOP)
+        try:
+            poll, pending = select.poll(), set[int]()
+            for _ in range(count):
+                client = stack.enter_context(socket.socket())
+                client.setblocking(False)
+                client.connect_ex(("127.0.0.1", port))
+                poll.register(client, select.POLLOUT)
+                pending.add(client.fileno())
+            deadline = time.monotonic() + 5
+            while pending and time.monotonic() < deadline:
+                for connected, _ in poll.poll(100):
+                    pending.remove(connected)
+                    poll.unregister(connected)
+        finally:
+            os.kill(daemon.process.pid, signal.SIGCONT)
+        assert not pending, f"{len(pending)} of {count} found no room"
 
 
 def messages(entries: list[Json]) -> Iterator[str]:

@@ -15,6 +15,8 @@ STREAMS_TIMEOUT: Final = 5.0
 """Seconds that responses may still take once the daemon stops."""
 RESERVE: Final = 16
 """Connections beyond the limit that are accepted for /health and /health/ready alone."""
+WAITING_CONNECTIONS: Final = 1024
+"""Connections that the system keeps until they are accepted: a client whose connection finds no room tries again after a second."""
 OWN_DESCRIPTORS: Final = 96
 """File descriptors for all else: the registry, files of adapters and uploads, the engine's socket."""
 
