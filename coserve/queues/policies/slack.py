@@ -13,8 +13,8 @@ MAX_MICRO_STEPS = 16
 FIRST_TOKEN_WAIT = MAX_SLICE
 """Seconds that a first token may wait for the batch's next step. A step for it alone takes time that training could use; but
 its prompt must be computed anyway, so to hold it back for longer gains nothing."""
-
-
+DELIVERY = 1e-3
+"""Seconds by which a token's way to its client may be longer than its predecessors': targets are the clients', who measure there."""
 MOST_MARGIN = 0.25
 """At most this share of the time between tokens is kept in reserve for steps that take longer than expected. With more, tokens come so early that part of the time gained is
 lost (`Due.credit` is limited), so more steps run than the targets ask for. Later tokens take back what a slower step costs."""
@@ -27,7 +27,7 @@ class Slack:
     """Training in the time that the deadlines of requests leave.
 
     Requests join and leave the batch at every generation step. The slack is the time to the tightest target minus the
-    generation steps needed to meet it. A running request's target is the deadline of its next token. A waiting request's step
+    generation steps needed to meet it, and `DELIVERY`. A running request's target is the deadline of its next token. A waiting request's step
     begins `FIRST_TOKEN_WAIT` after its arrival, or earlier where its deadline asks for it. A request with a deadline of its last
     token is planned to have `max_tokens`, each in a decode step. Times of steps and micro-steps are such that they are
     exceeded as rarely as `slo_attainment` asks for (`queues/risk.py`), up to `MOST_MARGIN`, so there is no other margin. Training uses at most the share
@@ -66,7 +66,7 @@ class Slack:
 
     def _slack(self, view: View, now: float) -> float:
         """Seconds that training may take from now. At least one request waits or runs."""
-        return latest_start(view, view.costs.serve, view.costs.serve_expected, self._weight) - now
+        return latest_start(view, view.costs.serve, view.costs.serve_expected, self._weight) - DELIVERY - now
 
 
 def latest_start(
