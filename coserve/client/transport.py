@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import io
 import os
@@ -100,9 +101,8 @@ class HttpTransport:
     async def send(self, request: Request) -> Response:
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT, sock_read=self._read_timeout)
-            connector = aiohttp.TCPConnector(
-                limit=0
-            )  # with one, further requests would wait here, unseen by the daemon
+            # With a limit further requests would wait here, where the daemon can neither see nor refuse them.
+            connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
         opened: list[Callable[[], None]] = []
         try:
@@ -115,10 +115,7 @@ class HttpTransport:
                 allow_redirects=False,
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            address = _address(self._base_url)
-            raise Unreachable(
-                f"no daemon answers at {address}: {_reason(error)}; check that it runs and that the URL is right"
-            ) from error
+            raise Unreachable(_no_connection(self._base_url, error)) from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise Unreachable(f"the connection to {self._base_url} broke: {_name(error)}", sent=True) from error
         finally:
@@ -147,6 +144,15 @@ def _address(base_url: str) -> str:
     url = URL(base_url)
     host = url.host or ""
     return f"[{host}]:{url.port}" if ":" in host else f"{host}:{url.port}"
+
+
+def _no_connection(base_url: str, error: aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError) -> str:
+    address, reason = _address(base_url), _reason(error)
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno in (errno.EMFILE, errno.ENFILE):
+        return (
+            f"no connection to {address}: {reason}: each request at a time takes one, and this process may open no more"
+        )
+    return f"no daemon answers at {address}: {reason}; check that it runs and that the URL is right"
 
 
 def _reason(error: aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -64,6 +65,29 @@ async def test_no_request_waits_for_another() -> None:
         assert {response.status for response in responses} == {200}
         for response in responses:
             response.close()
+
+
+async def test_a_process_that_may_open_no_more_files_is_told_so() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(64)  # and accepts nobody
+        transport = HttpTransport(f"http://127.0.0.1:{server.getsockname()[1]}", read_timeout=60)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (server.fileno() + 8, hard))
+        try:
+            calls = [asyncio.create_task(transport.send(Request("GET", "/"))) for _ in range(20)]
+            ended, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION, timeout=60)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for call in waiting:
+            call.cancel()
+        errors = [call.exception() for call in ended]
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await transport.close()
+    assert errors
+    for error in errors:
+        assert isinstance(error, Unreachable) and not error.sent
+        assert "Too many open files: each request at a time takes one" in str(error)
 
 
 async def test_upload(tmp_path: Path) -> None:
