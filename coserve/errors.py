@@ -312,7 +312,7 @@ class TrackingFailed(CoserveError):
 
 
 class Unreachable(CapacityError):
-    """The SDK could not reach the daemon, or the connection broke. `sent`: the daemon may have seen the request."""
+    """The SDK could not reach the daemon, or the connection broke. `sent`: the daemon may have done what was asked for."""
 
     status = 503
     code = "unreachable"

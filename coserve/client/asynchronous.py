@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from coserve.client.archive import save_adapter
 from coserve.client.caller import Caller, decode
-from coserve.client.failures import event_error
+from coserve.client.failures import event_error, response_error
 from coserve.client.handles import AsyncJobHandle
 from coserve.client.options import (
     GenerateOptions,
@@ -31,8 +31,8 @@ from coserve.client.options import (
     with_rows,
 )
 from coserve.client.retry import RetryPolicy
-from coserve.client.transport import HttpTransport, Transport
-from coserve.errors import InvalidRequest, Unreachable
+from coserve.client.transport import HttpTransport, Response, Transport
+from coserve.errors import InternalError, InvalidRequest, Unreachable
 from coserve.health import Health
 from coserve.schemas import (
     STREAM_END,
@@ -265,7 +265,11 @@ class AsyncClient:
 
     async def health(self) -> Health:
         """The daemon's health, without waiting. A daemon that starts or recovers (status 503) raises nothing here."""
-        return await self._caller.json(self._caller.request("GET", "/health"), Health, accepted=(503,))
+        content = await self._caller.read(self._caller.request("GET", "/health"), accepted=(503,))
+        try:
+            return decode(content, Health)
+        except InternalError:  # a refusal, if it is an error of the API
+            raise await response_error(Response(503, body=content)) from None
 
     async def wait_ready(self, *, timeout: float | None = 600.0) -> Health:  # noqa: ASYNC109 - as in every SDK
         """Wait until the daemon is ready (`GET /health/ready` answers 200); also for one that does not listen yet.

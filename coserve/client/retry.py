@@ -15,7 +15,8 @@ class RetryPolicy:
 
     A response of 429 or 503 is a refusal and may always be tried again, after at least the `Retry-After` that it names;
     one that names more than `longest_wait` is final. Where the connection broke after the request was sent, nobody knows
-    what the daemon did: only a request that may be repeated is (a GET, or one with an `Idempotency-Key`).
+    what the daemon did: only a request that may be repeated is (a GET, one with an `Idempotency-Key`, or a generation whose answer had not begun:
+    it ended with the connection).
     """
 
     attempts: int = 5

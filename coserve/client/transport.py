@@ -6,10 +6,12 @@ import errno
 import inspect
 import io
 import os
+import resource
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Protocol
+from weakref import WeakSet
 
 import aiohttp
 from yarl import URL
@@ -17,6 +19,8 @@ from yarl import URL
 from coserve.errors import InvalidRequest, Unreachable
 
 CONNECT_TIMEOUT = 10.0
+FEW_CONNECTIONS = 100
+"""At a time, also in a process that may open few files."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,11 @@ class Request:
     def repeatable(self) -> bool:
         """Sending it twice does what sending it once does."""
         return self.method == "GET" or "Idempotency-Key" in self.headers
+
+    @property
+    def ends_with_its_connection(self) -> bool:
+        """What it asks for ends, and leaves nothing, when the connection breaks."""
+        return self.path == "/generate"
 
 
 class Response:
@@ -86,7 +95,7 @@ class Transport(Protocol):
 
 
 class HttpTransport:
-    """Over HTTP, with kept-alive connections, as many as there are requests at a time. Raises `InvalidRequest` for a `base_url` that is not a URL.
+    """Over HTTP, with kept-alive connections, as many as there are requests at a time, up to half of the files that the process may open. Raises `InvalidRequest` for a `base_url` that is not a URL.
 
     `read_timeout`: seconds of silence after which a connection is closed.
 
@@ -97,12 +106,13 @@ class HttpTransport:
         _check_url(base_url)
         self._base_url, self._read_timeout = base_url.rstrip("/"), read_timeout
         self._session: aiohttp.ClientSession | None = None
+        self._answers = WeakSet[aiohttp.ClientResponse]()
+        """Those whose body may still be read."""
 
     async def send(self, request: Request) -> Response:
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT, sock_read=self._read_timeout)
-            # With a limit further requests would wait here, where the daemon can neither see nor refuse them.
-            connector = aiohttp.TCPConnector(limit=0)
+            connector = aiohttp.TCPConnector(limit=_most_connections())
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
         opened: list[Callable[[], None]] = []
         try:
@@ -116,17 +126,29 @@ class HttpTransport:
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise Unreachable(_no_connection(self._base_url, error)) from error
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except TimeoutError as error:
             raise Unreachable(f"the connection to {self._base_url} broke: {_name(error)}", sent=True) from error
+        except aiohttp.ClientError as error:  # such as an idle connection that the daemon closed meanwhile
+            sent = not request.ends_with_its_connection
+            raise Unreachable(f"the connection to {self._base_url} broke: {_name(error)}", sent=sent) from error
         finally:
             for close in opened:
                 close()
+        self._answers.add(response)
         return Response(response.status, response.headers, _chunks(response), close=response.close)
 
     async def close(self) -> None:
+        for response in list(self._answers):  # aiohttp lets their readers wait for ever
+            response.content.set_exception(aiohttp.ClientConnectionError("the connections are closed"))
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+def _most_connections() -> int:
+    """0: any number. Requests beyond it wait here, where the daemon can neither see nor refuse them, so it is as large as it can be."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 0 if soft == resource.RLIM_INFINITY else max(FEW_CONNECTIONS, soft // 2)
 
 
 def _check_url(text: str) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from coserve.client import AsyncClient, AsyncJobHandle, RetryPolicy
 from coserve.client.failures import job_error
@@ -28,9 +28,11 @@ from coserve.workloads.replay import JobUpdate, Usage
 from coserve.workloads.scenario import Scenario
 from coserve.workloads.trace import FinetuneArrival, PromptArrival
 
+T = TypeVar("T")
+
 NO_RETRIES = RetryPolicy(attempts=1)
 """For the client of a replay: a refusal is a result, and retries would change the load."""
-DELETE_ATTEMPTS = 6
+CLEAN_UP_ATTEMPTS = 6
 SUBMISSION_WAIT = 30.0
 """Seconds that `clean_up` waits for the answers to submissions under way."""
 PREPARED_AT_ONCE = 64
@@ -189,32 +191,48 @@ class DaemonTarget:
             for submission in late:
                 submission.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        await asyncio.gather(*(self._end(job) for job in self._jobs.values()))
-        gone = await asyncio.gather(*(self._delete(name) for name in self.made))
+        limit = asyncio.Semaphore(self._prepared_at_once)
+        await asyncio.gather(*(self._end(job, limit) for job in self._jobs.values()))
+        gone = await asyncio.gather(*(self._delete(name, limit) for name in self.made))
         kept = {name for name, deleted in zip(self.made, gone, strict=True) if not deleted}
         return sorted(kept | (self._unsure & self._touched))
 
-    async def _end(self, job: AsyncJobHandle) -> None:
+    async def _end(self, job: AsyncJobHandle, limit: asyncio.Semaphore) -> None:
         try:
-            ended = (await job.cancel()).state.terminal
+            ended = (await _patiently(job.cancel, limit)).state.terminal
         except CoserveError as error:
             ended = isinstance(error, WrongJobState | JobNotFound)
         if not ended:
             self._unsure.add(job.info.adapter)
 
-    async def _delete(self, name: str) -> bool:
-        for attempt in range(DELETE_ATTEMPTS):
+    async def _delete(self, name: str, limit: asyncio.Semaphore) -> bool:
+        try:
+            await _patiently(lambda: self._client.delete_adapter(name), limit)
+        except AdapterNotFound:  # its first job never ended
+            return True
+        except CoserveError:
+            return False
+        return True
+
+
+async def _patiently(call: Callable[[], Awaitable[T]], limit: asyncio.Semaphore) -> T:
+    """Make a call of a clean-up, again where the adapter or the daemon is busy. `limit`: of all that are made at a time."""
+    async with limit:
+        for attempt in range(CLEAN_UP_ATTEMPTS - 1):
             try:
-                await self._client.delete_adapter(name)
-            except AdapterNotFound:  # its first job never ended
-                return True
-            except AdapterBusy:
-                await asyncio.sleep(0.1 * 2**attempt)
-            except CoserveError:
-                return False
-            else:
-                return True
-        return False
+                return await call()
+            except CoserveError as error:
+                if not _passes(error):
+                    raise
+            await asyncio.sleep(0.1 * 2**attempt)
+        return await call()
+
+
+def _passes(error: CoserveError) -> bool:
+    """Whether the call may succeed soon: not where nobody listens."""
+    if isinstance(error, Unreachable):
+        return error.sent
+    return isinstance(error, AdapterBusy) or error.status in (429, 503)
 
 
 def _check_going_on(job: Job) -> None:

@@ -184,6 +184,42 @@ async def test_idle_connections_make_room(api: Api, clock: Clock) -> None:
     await close(*opened, *newer)
 
 
+async def test_a_connection_whose_request_has_begun_to_come_stays(api: Api, clock: Clock) -> None:
+    """For a little longer: one that never ends its request keeps no place."""
+    opened = [await connect(api) for _ in range(LIMIT)]
+    for streams in opened:
+        assert await ask(streams, "/adapters") == 200
+    clock.now += 2 * GRACE
+    (reader, writer), *others = opened
+    writer.write(b"GET /adapters HTTP/1.1\r\n")
+    newer = [await connect(api) for _ in others]
+    for streams in newer:
+        assert await ask(streams, "/adapters") == 200
+    writer.write(b"Host: localhost\r\n")
+    for other, _ in others:
+        assert await other.read() == b""
+    writer.write(b"\r\n")
+    assert (await reader.readline()).split()[1] == b"200"
+    await close(*opened, *newer)
+
+
+async def test_who_is_refused_is_told_that_the_connection_closes(api: Api, clock: Clock) -> None:
+    """Else the next request would be sent into a closed one, and be lost."""
+    api.engine.go_requests.clear()
+    body = b'{"prompt": "x"}'
+    opened = [await connect(api) for _ in range(LIMIT)]
+    for _, writer in opened:
+        head = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(b"POST /generate HTTP/1.1\r\n" + head.encode() + body)
+    await api.engine.saw(Generate, LIMIT)
+    reader, writer = further = await connect(api)
+    writer.write(b"GET /adapters HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 503") and b"\r\nConnection: close\r\n" in answer
+    api.engine.go_requests.set()
+    await close(*opened, further)
+
+
 async def test_busy_connections_stay_and_health_answers(
     api: Api, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from coserve.client import AsyncClient, MockTransport, Request, Response, RetryPolicy, Upload
-from coserve.errors import EngineUnavailable, ForbiddenOrigin, InvalidRequest, Unreachable
+from coserve.errors import EngineUnavailable, ForbiddenOrigin, InvalidRequest, TooManyConnections, Unreachable
 from coserve.health import Health
 from coserve.schemas import Adapter, AdapterList, ChatMessage, DeletedAdapter, JobList
 from coserve.types import LoraSettings, TrainingSettings
@@ -257,6 +257,13 @@ async def test_wait_ready_gives_up_after_its_timeout() -> None:
     daemon = Daemon(refusal(403, "forbidden_origin"))
     with pytest.raises(ForbiddenOrigin):
         await daemon.client.wait_ready()
+
+
+async def test_a_refusal_is_no_health() -> None:
+    """Though both have the status 503."""
+    daemon = Daemon(refusal(503, "too_many_connections"))
+    with pytest.raises(TooManyConnections):
+        await daemon.client.health()
 
 
 async def test_a_gate_that_refuses_is_no_health() -> None:

@@ -9,11 +9,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from aiohttp import BodyPartReader, web
 
 from coserve.client import AsyncClient, HttpTransport, Request, RetryPolicy, Upload
 from coserve.errors import InvalidRequest, Unreachable
+from tests.support.sdk import chunk
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -131,9 +133,34 @@ async def test_a_connection_that_breaks_before_the_answer() -> None:
         return web.Response()
 
     async with served(handler) as transport:
-        with pytest.raises(Unreachable) as caught:
-            await transport.send(Request("GET", "/"))
-        assert caught.value.sent
+        for request, sent in (
+            (Request("GET", "/"), True),
+            (Request("POST", "/finetune", body=b"{}"), True),
+            (Request("POST", "/generate", body=b"{}"), False),  # it ended with its connection
+        ):
+            with pytest.raises(Unreachable) as caught:
+                await transport.send(request)
+            assert caught.value.sent is sent
+
+
+async def test_closing_ends_a_stream_under_way() -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: " + msgspec.json.encode(chunk("a")) + b"\n\n")
+        await asyncio.Event().wait()
+        return response
+
+    async with served(handler) as transport:
+        client = AsyncClient(transport=transport)
+        stream = client.stream("hi")
+        assert (await anext(stream)).text == "a"
+        rest = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        await client.close()
+        await transport.close()
+        with pytest.raises(InvalidRequest, match="the client is closed"):
+            await asyncio.wait_for(rest, 20)
 
 
 async def test_a_connection_that_breaks_within_the_answer() -> None:

@@ -1,6 +1,7 @@
 """The bridge from a replay to the SDK, over a transport in the daemon's place."""
 
 import asyncio
+import dataclasses
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable
 
@@ -9,7 +10,7 @@ import pytest
 
 from coserve.client import AsyncClient, MockTransport, Request, Response
 from coserve.errors import AdapterNotFound, InvalidRequest, QueueFull, Unreachable
-from coserve.schemas import Adapter, ErrorBody, ErrorInfo, GenerateChunk, Job, JobEvent
+from coserve.schemas import Adapter, DeletedAdapter, ErrorBody, ErrorInfo, GenerateChunk, Job, JobEvent
 from coserve.step_metrics import StepMetrics
 from coserve.types import JobState, LoraSettings, TrainingSettings
 from coserve.workloads.replay import ReplayResult, Rest, replay
@@ -324,6 +325,43 @@ async def test_after_a_refusal_no_other_adapter_is_left(at_once: int) -> None:
         assert await target.clean_up() == []
         await asyncio.sleep(0.1)
     assert daemon.cancelled == set(daemon.adapters)
+
+
+class CrowdedDaemon(FakeDaemon):
+    """Refuses each deletion once, and those beyond two at a time."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.now, self.refused, self.deleted = 0, set[str](), set[str]()
+
+    def __call__(self, request: Request) -> Response | Awaitable[Response]:  # type: ignore[override]
+        match request.method, request.path.strip("/").split("/"):
+            case "POST", ["finetune", id, "cancel"]:
+                return json(job(id, self.adapters[id], JobState.CANCELLED))
+            case "DELETE", ["adapters", name]:
+                return self.delete(name)
+        return super().__call__(request)
+
+    async def delete(self, name: str) -> Response:
+        self.now += 1
+        crowded = self.now > 2
+        await asyncio.sleep(0.01)
+        self.now -= 1
+        if crowded or name not in self.refused:
+            self.refused.add(name)
+            return json(ErrorBody(error=ErrorInfo(code="too_many_connections", message="busy")), 503)
+        self.deleted.add(name)
+        return json(DeletedAdapter(id=name, versions=[1]))
+
+
+async def test_no_adapter_is_left_by_a_daemon_that_refuses_for_now() -> None:
+    daemon, scenario = CrowdedDaemon(), dataclasses.replace(SCENARIO, adapters=12)
+    async with AsyncClient(transport=MockTransport(daemon), retry=NO_RETRIES) as client:
+        target = DaemonTarget(client, scenario, prefix="bench-", prepared_at_once=2)
+        await target.prepare()
+        assert len(target.made) == 12
+        assert await target.clean_up() == []
+    assert daemon.deleted == set(target.made)
 
 
 async def test_a_name_that_no_adapter_can_have_is_refused() -> None:

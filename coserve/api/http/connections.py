@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import logging
+import termios
 import time
+from array import array
 from collections.abc import Callable
 from typing import Any, Final, cast
 
@@ -36,6 +39,8 @@ class Connections:
         """Accepted in this turn of the event loop; they have no transport yet."""
         self._idle: dict[web.RequestHandler, float] = {}
         """When each became idle; longest first."""
+        self._begun: set[web.RequestHandler] = set()
+        """Idle ones that a part of a request has come from."""
         self._busy: set[web.RequestHandler] = set()
         self._over_limit: set[web.RequestHandler] = set()
         """Beyond the limit: closed after their response, even if more of a body would come."""
@@ -66,7 +71,8 @@ class Connections:
             if self._clock() - since < GRACE:
                 return False
             transport = cast("asyncio.Transport", handler.transport)
-            if transport.get_write_buffer_size() == 0:  # otherwise its response is still being sent
+            # otherwise its response is still being sent, or its next request has come
+            if transport.get_write_buffer_size() == 0 and not _unread(transport):
                 del self._idle[handler]
                 handler.force_close()
                 return True
@@ -79,6 +85,7 @@ class Connections:
         async def connections(request: web.Request, handler: Handler) -> web.StreamResponse:
             connection = request.protocol
             self._idle.pop(connection, None)
+            self._begun.discard(connection)
             self._busy.add(connection)
             if len(self._busy) > self._limit:
                 self._over_limit.add(connection)
@@ -92,9 +99,21 @@ class Connections:
 
         return connections
 
+    def received(self, connection: web.RequestHandler) -> None:
+        """Bytes have come: for the first ones of a request a connection is idle anew, so that its request may become whole."""
+        if connection in self._idle and connection not in self._begun:
+            self._begun.add(connection)
+            del self._idle[connection]
+            self._idle[connection] = self._clock()
+
+    def closes(self, connection: web.RequestHandler) -> bool:
+        """Whether it is closed after its response."""
+        return connection in self._over_limit
+
     def response_sent(self, connection: web.RequestHandler) -> None:
         """The response was sent, usually after the middleware returned: the connection is idle if it is still open."""
         self._busy.discard(connection)
+        self._begun.discard(connection)
         self._idle.pop(connection, None)
         if connection in self._over_limit:
             self._over_limit.discard(connection)
@@ -103,9 +122,19 @@ class Connections:
             self._idle[connection] = self._clock()
 
     def lost(self, connection: web.RequestHandler) -> None:
-        self._over_limit.discard(connection)
-        self._busy.discard(connection)
+        for known in (self._over_limit, self._busy, self._begun):
+            known.discard(connection)
         self._idle.pop(connection, None)
+
+
+def _unread(transport: asyncio.Transport) -> bool:
+    """Whether bytes wait in the socket."""
+    sock = transport.get_extra_info("socket")
+    if sock is None or sock.fileno() < 0:
+        return False
+    size = array("i", [0])
+    fcntl.ioctl(sock.fileno(), termios.FIONREAD, size)
+    return size[0] > 0
 
 
 class CappedRunner(web.AppRunner):

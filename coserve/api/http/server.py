@@ -99,6 +99,8 @@ class HttpConnection(RequestHandler):
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         """aiohttp sends a response here, after the middlewares."""
+        if self._connections.closes(self):
+            resp.force_close()  # the client is to know: it would send its next request into a closed connection
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
@@ -116,6 +118,10 @@ class HttpConnection(RequestHandler):
         if sock is not None and hasattr(socket, "TCP_USER_TIMEOUT"):  # for what is left when the connection is closed
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._write_timeout))
         super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._connections.received(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._stop_deadline()
