@@ -61,6 +61,7 @@ def wait_for(daemon: DaemonProcess) -> int:
     return port
 
 
+@pytest.mark.slow
 def test_connections_that_come_at_once_find_room(model: Path, tmp_path: Path) -> None:
     """However busy the daemon is: the system makes them, or a client would try again after a second."""
     count = 600
