@@ -90,9 +90,7 @@ class Connections:
             if len(self._busy) > self._limit:
                 self._over_limit.add(connection)
                 if request.path in PROBES and request.method in ("GET", "HEAD"):
-                    response = await handler(request)
-                    response.force_close()  # adds "Connection: close"
-                    return response
+                    return await handler(request)
                 self._refused.warn()
                 raise TooManyConnections(f"{self._limit} connections are busy already")
             return await handler(request)
