@@ -1,12 +1,15 @@
-"""SIGTERM ends a benchmark as Ctrl-C does: with nothing of it left on the daemon."""
+"""A benchmark ends with nothing of it left on the daemon: at SIGTERM, as at Ctrl-C, and where it may open few files."""
 
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from pathlib import Path
+
+import pytest
 
 from tests.support.real_server import serve_real
 
@@ -31,3 +34,24 @@ async def test_a_run_that_is_terminated_cleans_up(tmp_path: Path) -> None:
         _, jobs = await api.call("GET", "/finetune")
         assert adapters["data"] == []
         assert {job["state"] for job in jobs["data"]} <= {"succeeded", "cancelled"}
+
+
+@pytest.mark.slow
+async def test_a_run_that_may_open_few_files_says_so_and_cleans_up(tmp_path: Path) -> None:
+    """The connections of its requests leave room for those of its clean-up."""
+    options = "--route completions --duration 0.5 --rate 400 --adapters 2 --rank 2 --max-tokens 8 --finetune off"
+    async with serve_real(tmp_path / "data") as api:
+        url = f"http://127.0.0.1:{api.port}"
+        command = f"-m coserve.cli bench --url {url} --report {tmp_path / 'report'} {options}".split()
+        bench = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *command,
+            stdout=DEVNULL,
+            stderr=PIPE,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
+        )
+        _, said = await bench.communicate()
+        assert "this process may open 64 files (ulimit -Hn)" in said.decode()
+        assert "could not be deleted" not in said.decode()
+        _, adapters = await api.call("GET", "/adapters")
+        assert adapters["data"] == []

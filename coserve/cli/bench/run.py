@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import secrets
 import signal
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TextIO
@@ -70,11 +71,21 @@ async def run_bench(trace: Trace, rest: Rest, server: Server) -> ReplayResult:
     Raises what reading the trace raises before anything is sent.
     """
     totals = count(trace)
-    allow_more_files()  # a connection for each request at a time
+    _tell_of_few_files(totals)
     if server.kind is ServerKind.OPENAI:
         return await _on_any_server(trace, totals, server)
     with _plain_warnings():
         return await _on_coserve(trace, totals, rest, server)
+
+
+def _tell_of_few_files(totals: Totals) -> None:
+    """Each request at a time takes a connection."""
+    files = allow_more_files()
+    if files != resource.RLIM_INFINITY and totals.prompts > files // 2:
+        print(
+            f"this process may open {files} files (ulimit -Hn): of more than {files // 2} requests at a time some may wait in it, or fail",
+            file=sys.stderr,
+        )
 
 
 @contextmanager
@@ -127,19 +138,21 @@ async def _on_any_server(trace: Trace, totals: Totals, server: Server) -> Replay
 
 async def _on_coserve(trace: Trace, totals: Totals, rest: Rest, server: Server) -> ReplayResult:
     prefix = f"bench-{secrets.token_hex(4)}-" if server.prefix is None else server.prefix
-    async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(AsyncClient(server.url, api_key=server.key, retry=NO_RETRIES))
+    async with AsyncClient(server.url, api_key=server.key, retry=NO_RETRIES) as client:
         health = await client.health()  # fails before anything is created if no daemon answers
         if health.warming is not None:
             print(f"the daemon is {warming_line(health.warming)}: some requests are slower until then", file=sys.stderr)
         completions = None
         if server.route is Route.COMPLETIONS:
             model = server.model or (health.base.name if health.base is not None else "")
-            completions = await stack.enter_async_context(_completions(trace, server, prefix, model))
+            completions = _completions(trace, server, prefix, model)
         target = DaemonTarget(client, trace.scenario, prefix=prefix, completions=completions)
         progress = BenchProgress(trace.scenario, totals.prompts)
         try:
-            async with shown(progress):
+            async with (
+                completions or nullcontext(),
+                shown(progress),
+            ):  # its connections are closed before the clean-up opens others
                 await target.prepare(totals.adapters)
                 return await _replay(trace, target, target.probe, rest, server, progress)
         finally:
