@@ -112,7 +112,7 @@ class HttpTransport:
     async def send(self, request: Request) -> Response:
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT, sock_read=self._read_timeout)
-            connector = aiohttp.TCPConnector(limit=_most_connections())
+            connector = aiohttp.TCPConnector(limit=most_connections())
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
         opened: list[Callable[[], None]] = []
         try:
@@ -145,8 +145,9 @@ class HttpTransport:
             self._session = None
 
 
-def _most_connections() -> int:
-    """0: any number. Requests beyond it wait here, where the daemon can neither see nor refuse them, so it is as large as it can be."""
+def most_connections() -> int:
+    """How many connections a client of this process opens at most; 0: any number. Requests beyond it wait in the client, where the daemon can neither see
+    nor refuse them, so it is half of the files that the process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 0 if soft == resource.RLIM_INFINITY else max(FEW_CONNECTIONS, soft // 2)
 

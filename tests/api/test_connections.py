@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import resource
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -185,7 +186,7 @@ async def test_idle_connections_make_room(api: Api, clock: Clock) -> None:
 
 
 async def test_a_connection_whose_request_has_begun_to_come_stays(api: Api, clock: Clock) -> None:
-    """For a little longer: one that never ends its request keeps no place."""
+    """For a little longer; one that never ends its request keeps no place."""
     opened = [await connect(api) for _ in range(LIMIT)]
     for streams in opened:
         assert await ask(streams, "/adapters") == 200
@@ -200,7 +201,51 @@ async def test_a_connection_whose_request_has_begun_to_come_stays(api: Api, cloc
         assert await other.read() == b""
     writer.write(b"\r\n")
     assert (await reader.readline()).split()[1] == b"200"
-    await close(*opened, *newer)
+    await reader.readuntil(b"\r\n\r\n")
+    for part in (b"GET /", b"adap", b"ters"):
+        clock.now += GRACE / 2
+        writer.write(part)
+        await asyncio.sleep(0.05)
+    for streams in newer:
+        assert await ask(streams, "/adapters") == 200
+    last = await connect(api)
+    assert await ask(last, "/adapters") == 200
+    while await reader.read(1000):  # the rest of the first answer, then the end
+        pass
+    await close(*opened, *newer, last)
+
+
+class Unread(web.RequestHandler):
+    """A connection whose bytes, if there are any, are still in its socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock, self.transport, self.closed = sock, self, False  # type: ignore[assignment]
+
+    def get_extra_info(self, _: str) -> socket.socket:
+        return self.sock
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def force_close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("unread", [False, True])
+async def test_a_connection_with_bytes_that_nobody_has_read_stays(unread: bool) -> None:
+    clock = Clock()
+    connections = Connections(1, clock)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        idle, newer = Unread(ours), Unread(ours)
+        connections.accept(lambda: idle)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        if unread:
+            theirs.send(b"GET")
+        clock.now += 2 * GRACE
+        connections.accept(lambda: newer)
+        assert idle.closed is not unread
 
 
 async def test_who_is_refused_is_told_that_the_connection_closes(api: Api, clock: Clock) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import secrets
 import signal
 import sys
@@ -16,6 +15,7 @@ from typing import TextIO
 
 from coserve.cli.bench.progress import BenchProgress, CountedTarget, shown
 from coserve.client import AsyncClient
+from coserve.client.transport import most_connections
 from coserve.errors import InvalidRequest
 from coserve.health import warming_line
 from coserve.processes import allow_more_files
@@ -80,10 +80,10 @@ async def run_bench(trace: Trace, rest: Rest, server: Server) -> ReplayResult:
 
 def _tell_of_few_files(totals: Totals) -> None:
     """Each request at a time takes a connection."""
-    files = allow_more_files()
-    if files != resource.RLIM_INFINITY and totals.prompts > files // 2:
+    files, most = allow_more_files(), most_connections()
+    if most and totals.prompts > most:
         print(
-            f"this process may open {files} files (ulimit -Hn): of more than {files // 2} requests at a time some may wait in it, or fail",
+            f"this process may open {files} files (ulimit -Hn): of more than {most} requests at a time some may wait in it, or fail",
             file=sys.stderr,
         )
 
@@ -149,10 +149,8 @@ async def _on_coserve(trace: Trace, totals: Totals, rest: Rest, server: Server) 
         target = DaemonTarget(client, trace.scenario, prefix=prefix, completions=completions)
         progress = BenchProgress(trace.scenario, totals.prompts)
         try:
-            async with (
-                completions or nullcontext(),
-                shown(progress),
-            ):  # its connections are closed before the clean-up opens others
+            # The connections of `completions` are closed before the clean-up opens others.
+            async with completions or nullcontext(), shown(progress):
                 await target.prepare(totals.adapters)
                 return await _replay(trace, target, target.probe, rest, server, progress)
         finally:

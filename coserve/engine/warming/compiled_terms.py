@@ -18,10 +18,12 @@ DIVISOR = 16
 
 
 def differ(base: Base, backend: LoraBackend) -> bool:
-    """Whether compiled layers launch other specializations of the LoRA kernels than the base's own layers, whose inputs are shared (`share_inputs`): for fully
-    sharded adapters, whose gradients the base's own layers get from autograd; and where 16 does not divide all outputs of sites that share an
-    input: in compiled layers the outputs' gradients are columns of one tensor, elsewhere each is a tensor of its own, and Triton
-    specializes a kernel on whether 16 divides the distance between rows."""
+    """Whether training compiles other LoRA kernels in compiled layers than in the base's own.
+
+    True for fully sharded adapters: the base's own layers get their gradients from autograd. True, too, where sites share an input (as q, k
+    and v do) and 16 does not divide the size of an output: Triton compiles a kernel anew for whether 16 divides the row stride, and the
+    gradients of these outputs are columns of one tensor in compiled layers, a tensor each elsewhere. The base's inputs are shared already.
+    """
     if not backend.groups_inputs:
         return False
     sharded = base.sharding is not None and base.sharding.strategy is Strategy.SLORA
@@ -31,7 +33,7 @@ def differ(base: Base, backend: LoraBackend) -> bool:
 
 
 class CompiledTerms:
-    """Terms of one adapter that learns, at all sites. What they compute means nothing."""
+    """The LoRA terms of one adapter in training, at all sites. Inputs and gradients are zeros."""
 
     def __init__(self, base: Base, backend: LoraBackend, settings: LoraSettings) -> None:
         start = zero_adapter(settings, base.spec, dtype=torch.float32, device=base.device)
@@ -41,7 +43,7 @@ class CompiledTerms:
 
     @torch.no_grad()
     def launch(self, tokens: int) -> None:
-        """Forward, as it is where the backward runs it again, too, and backward of a micro-batch."""
+        """Forward and backward of a micro-batch of `tokens` tokens; the forward also as layers run it that keep nothing for their backward."""
         base = self._base
         batch = LoraBatch(Segments((0, tokens), (0,)), (self._weights,), self._backend)
         lora = base.prepare(batch).lora
