@@ -229,7 +229,7 @@ class FusedBase:
         its own modules while it runs, and contexts are per thread.
         """
         base, known = self.base, {}
-        shared = [tensor for group in base.sites.shared() for tensor in (group.weight, group.bias)]
+        shared = [tensor for group in base.sites.shared() for tensor in group.stacked.tensors]
         owned = [value for module in base.model.modules() for value in vars(module).values()]
         for tensor in (*base.model.parameters(), *base.model.buffers(), *shared, *owned):
             if isinstance(tensor, Tensor):

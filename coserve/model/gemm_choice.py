@@ -144,7 +144,7 @@ def _kinds(inputs: Iterable[StackedWeights]) -> dict[tuple[int, ...], list[Tenso
     """Weights by inputs and each site's outputs, some of each kind."""
     kinds: dict[tuple[int, ...], list[Tensor]] = {}
     for stacked in inputs:
-        if len(found := kinds.setdefault((stacked.weight.shape[1], *stacked.sizes), [])) < MEASURED:
+        if len(found := kinds.setdefault((stacked.in_features, *stacked.sizes), [])) < MEASURED:
             found.append(stacked.weight)
     return kinds
 

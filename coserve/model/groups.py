@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from coserve.kernels.attention.packed import PackedAttention
-from coserve.kernels.lora.types import SiteGroup
+from coserve.kernels.lora.types import SiteGroup, StackedWeights
 from coserve.model.base import Base
 from coserve.model.lora import SharedInput
 from coserve.parallel.modules import shard_of
@@ -80,7 +80,7 @@ def stack(group: SiteGroup, modules: Sequence[nn.Module]) -> SharedInput:
     sizes = (len(whole),) if len(weights) == 1 else tuple(len(weight) for weight in weights)
     shard = shard_of(modules[0])
     sums = shard is not None and shard.partition.sums
-    return SharedInput(group, whole, _whole(biases) if biases else None, sizes, sums=sums)
+    return SharedInput(group, StackedWeights(whole, _whole(biases) if biases else None, sizes), sums=sums)
 
 
 def _turn(part: nn.Parameter) -> Tensor:

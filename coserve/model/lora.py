@@ -79,13 +79,10 @@ class KeptLora:
 class SharedInput:
     """Sites that read one input, their weights stacked: the first that is called computes the outputs of all."""
 
-    def __init__(
-        self, group: SiteGroup, weight: Tensor, bias: Tensor | None, sizes: tuple[int, ...], *, sums: bool = False
-    ) -> None:
-        """`weight`: (ΣO, D); `sizes`: each site's O; `sums`: the outputs are terms, which are to be summed over the ranks."""
+    def __init__(self, group: SiteGroup, stacked: StackedWeights, *, sums: bool = False) -> None:
+        """`sums`: the outputs are terms, which are to be summed over the ranks."""
         self.group, self.index, self.sums = group, group.index, sums
-        self.weight, self.bias, self.sizes = weight, bias, sizes
-        self.stacked = StackedWeights(weight, bias, sizes)
+        self.stacked, self.sizes = stacked, stacked.sizes
         self._pending: tuple[Tensor, tuple[Tensor, ...]] | None = None
         """Between the first site's call and the last one's: the input, and the outputs of all. Not in the running context, which traced code
         must not read."""
@@ -93,10 +90,10 @@ class SharedInput:
     def output(self, place: int, x: Tensor) -> Tensor:
         """What the site at `place` gives for `x` in a fused forward. Traced by torch.compile."""
         if place == 0:
-            y = torch.ops.coserve.linear(x, self.weight, self.bias, self.sizes, self.index)
+            y = self.stacked.traced_linear(x, self.index)
             if len(self.sizes) == 1:
-                return cast(Tensor, y)
-            self._pending = (x, y.split(self.sizes, -1))
+                return y
+            self._pending = (x, torch.split(y, list(self.sizes), -1))
         return self._kept(place, x)
 
     def traced(self, place: int, x: Tensor) -> Tensor:

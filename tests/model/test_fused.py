@@ -78,11 +78,11 @@ def test_conv1d_weights_lie_as_linear_ones_do() -> None:
     before = {name: parameter.clone() for name, parameter in base.model.named_parameters()}
     FusedBase(base, compiled=False)
     for shared in base.sites.shared():
-        assert shared.weight.is_contiguous()
-        assert shared.weight.shape[0] == sum(shared.sizes)
+        assert shared.stacked.weight.is_contiguous()
+        assert shared.stacked.weight.shape[0] == sum(shared.sizes)
         module = base.model.get_submodule(shared.group.names[0])
-        assert module.weight.data_ptr() == shared.weight.data_ptr(), "a weight is in memory twice"
-        assert torch.equal(module.weight.T, shared.weight)
+        assert module.weight.data_ptr() == shared.stacked.weight.data_ptr(), "a weight is in memory twice"
+        assert torch.equal(module.weight.T, shared.stacked.weight)
     assert all(torch.equal(parameter, before[name]) for name, parameter in base.model.named_parameters())
 
 

@@ -49,7 +49,7 @@ class CompiledTerms:
         lora = base.prepare(batch).lora
         assert lora is not None, "expected an adapter's terms"
         for shared in base.sites.shared():
-            x_TD = torch.zeros(tokens, shared.weight.shape[1], dtype=base.dtype, device=base.device)
+            x_TD = torch.zeros(tokens, shared.stacked.in_features, dtype=base.dtype, device=base.device)
             lora.linear_forward(shared.group, x_TD, shared.stacked, keep=False)
             y_TO, kept = lora.linear_forward(shared.group, x_TD, shared.stacked, keep=True)
             lora.linear_backward(shared.group, torch.zeros_like(y_TO), x_TD, kept, shared.stacked)

@@ -20,7 +20,7 @@ def gemm_cases(stacked: Sequence[StackedWeights]) -> list[StackedWeights]:
 def _by_kind(stacked: Sequence[StackedWeights]) -> dict[tuple[int, ...], list[StackedWeights]]:
     kinds: dict[tuple[int, ...], list[StackedWeights]] = {}
     for one in stacked:
-        kinds.setdefault((one.weight.shape[1], *one.sizes), []).append(one)
+        kinds.setdefault((one.in_features, *one.sizes), []).append(one)
     return kinds
 
 

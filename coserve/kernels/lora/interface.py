@@ -71,9 +71,9 @@ class PreparedLora(ABC):
     ) -> Tensor:
         """The gradient of x from that of `linear_forward`'s output; adds those of the pairs to their `MainGrads`."""
         if kept is None:
-            return dy_TO @ stacked.weight
+            return stacked.backward(dy_TO)
         dys = torch.split(dy_TO, list(stacked.sizes), 1)
-        return self.terms_backward(group, dys, x_TD, kept).addmm_(dy_TO, stacked.weight)
+        return stacked.add_backward(self.terms_backward(group, dys, x_TD, kept), dy_TO)
 
     def terms_forward(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, keep: bool) -> object:
         """`add_` without autograd, for training: with `keep` what `terms_backward` needs. The group's sites are changed."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -139,7 +140,8 @@ class SiteGroup:
 
 @dataclass(frozen=True)
 class StackedWeights:
-    """The frozen weights of the sites of a group."""
+    """The frozen weights of the sites of a group, one below the other. Only here, and in the choice of dense GEMMs, is it
+    known how they are stored."""
 
     weight: Tensor
     """(ΣO, D)."""
@@ -147,6 +149,33 @@ class StackedWeights:
     sizes: tuple[int, ...]
     """Each site's O."""
 
+    @property
+    def in_features(self) -> int:
+        """D."""
+        return self.weight.shape[1]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors that hold the weights, for copies of a layer that share them."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
     def linear(self, x_TD: Tensor) -> Tensor:
         """`x Wᵀ + bias`: (T, ΣO)."""
         return functional.linear(x_TD, self.weight, self.bias)
+
+    def traced_linear(self, x: Tensor, group: int) -> Tensor:
+        """`linear` as an op that torch.compile keeps whole; `group`: `SiteGroup.index` of the sites."""
+        return cast(Tensor, torch.ops.coserve.linear(x, self.weight, self.bias, self.sizes, group))
+
+    def backward(self, dy_TO: Tensor) -> Tensor:
+        """`dy W`, the gradient of x: (T, D)."""
+        return dy_TO @ self.weight
+
+    def add_backward(self, dx_TD: Tensor, dy_TO: Tensor) -> Tensor:
+        """Add `dy W` to `dx_TD` in place; returns it."""
+        return dx_TD.addmm_(dy_TO, self.weight)
+
+    def add_backward_of_sites(self, dx_TD: Tensor, dys_TO: Sequence[Tensor]) -> None:
+        """`add_backward` where each site's gradient is a tensor of its own."""
+        for dy_TO, weight_OD in zip(dys_TO, torch.split(self.weight, list(self.sizes)), strict=True):
+            dx_TD.addmm_(dy_TO, weight_OD)

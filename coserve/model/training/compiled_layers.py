@@ -347,7 +347,7 @@ def _copied(layer: nn.Module, instead: dict[int, object]) -> nn.Module:
     """The layer's modules with the same tensors, for another thread. `instead`: of other objects, by their ids."""
     tensors = [value for module in layer.modules() for value in vars(module).values()]
     for site in {id(one): one for module in layer.modules() if (one := shared_of(module)) is not None}.values():
-        tensors += [site.weight, site.bias]
+        tensors += site.stacked.tensors
     known: dict[int, object] = {
         id(one): one for one in (*layer.parameters(), *layer.buffers(), *tensors) if isinstance(one, Tensor)
     }

@@ -66,7 +66,7 @@ class RunningPass:
     def learn_backward(self, layer: int, group: int, dy_TO: Tensor, x_TD: Tensor) -> Tensor:
         shared = self._groups[layer][group]
         if self._lora is None:
-            return dy_TO @ shared.stacked.weight
+            return shared.stacked.backward(dy_TO)
         kept = self._kept.pop((layer, group), None)
         return self._lora.linear_backward(shared.group, dy_TO, x_TD, kept, shared.stacked)
 

@@ -53,7 +53,7 @@ def backward(
     own = [dys[site] for site in live]
     dx_TD, _ = gradients(own, x_TD, h_GTR, plan, group, inputs_need=True, weights_need=True)
     assert dx_TD is not None, "expected a gradient"
-    return dx_TD.addmm_(dy_TO, stacked.weight)
+    return stacked.add_backward(dx_TD, dy_TO)
 
 
 class LinearGroup(torch.autograd.Function):
@@ -86,8 +86,7 @@ class LinearGroup(torch.autograd.Function):
         own = [dys[site] for site in ctx.live]
         dx, weights = gradients(own, x, h, plan, group, inputs_need=needs[0], weights_need=any(needs[1:]))
         if dx is not None:
-            for dy, weight in zip(dys, torch.split(stacked.weight, list(stacked.sizes)), strict=True):
-                dx.addmm_(dy, weight)
+            stacked.add_backward_of_sites(dx, dys)
         return (None, None, None, None, dx, None, *weights)
 
 
