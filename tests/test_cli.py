@@ -19,7 +19,20 @@ from coserve.config import Config, config_from_json, config_to_json, load_config
 from coserve.errors import ConfigError
 from coserve.state.folder import DataFolder
 
-COMMANDS = ["adapters", "bench", "config", "demo", "finetune", "generate", "jobs", "memory", "profile", "serve", "warm"]
+COMMANDS = [
+    "adapters",
+    "bench",
+    "chat",
+    "config",
+    "demo",
+    "finetune",
+    "generate",
+    "jobs",
+    "memory",
+    "profile",
+    "serve",
+    "warm",
+]
 SETTINGS = [
     "model",
     "data_dir",

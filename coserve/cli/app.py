@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 COMMANDS = {
     "serve": ("serve", "serve", "settings_help", "SettingsCommand"),
     "warm": ("warm", "warm", "settings_help", "SettingsCommand"),
-    "generate": ("generate", "generate"),
+    "generate": ("generation.generate", "generate"),
+    "chat": ("generation.chat", "chat"),
     "finetune": ("finetuning.command", "finetune"),
     "bench": ("bench.command", "bench", "bench.command", "BenchCommand"),
     "profile": ("gpu.profile", "profile"),

@@ -1,0 +1,111 @@
+"""`coserve chat`: a conversation at the terminal."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from contextlib import closing, suppress
+from typing import Annotated
+
+import typer
+
+from coserve.cli.common import DEFAULT_URL, Key, Url
+from coserve.cli.failures import explain
+from coserve.cli.generation.options import (
+    AdapterName,
+    MaxTokens,
+    Seed,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+    Wait,
+    connected,
+    generate_options,
+)
+from coserve.client import Client, GenerateOptions
+from coserve.errors import CoserveError
+
+COMMANDS = "/system TEXT sets the system message (without a text: none), /reset forgets the conversation, Ctrl-D leaves"
+
+
+def chat(
+    adapter: AdapterName = None,
+    system: Annotated[str | None, typer.Option(help="system message")] = None,
+    max_tokens: MaxTokens = 1024,
+    temperature: Temperature = 1.0,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    stop: Stop = None,
+    seed: Seed = None,
+    wait: Wait = False,
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+) -> None:
+    """Chat with the base or an adapter; each line is a message, and the conversation so far goes with it.
+
+    /system TEXT sets the system message, /reset forgets the conversation. Ctrl-C ends an answer, whose beginning stays in the
+    conversation; Ctrl-D leaves. Lines may come from a file or a pipe, too.
+    """
+    options = generate_options(max_tokens, temperature, top_p, top_k, stop, seed, None)
+    with connected(url, key, wait) as client:
+        conversation = Conversation(client, adapter, system, options)
+        if sys.stdin.isatty():
+            _converse(conversation)
+        else:
+            for line in sys.stdin:
+                conversation.take(line.rstrip("\n"))
+
+
+class Conversation:
+    """The messages so far, and where the next one goes."""
+
+    def __init__(self, client: Client, adapter: str | None, system: str | None, options: GenerateOptions) -> None:
+        self._client, self._adapter, self._options = client, adapter, options
+        self._system = system
+        self._turns: list[dict[str, str]] = []
+
+    def take(self, line: str) -> None:
+        """Obey a command, or answer a message. Raises `CoserveError`; the message is then no part of the conversation."""
+        command, _, rest = line.strip().partition(" ")
+        if command == "/system":
+            self._system = rest.strip() or None
+        elif command == "/reset":
+            self._turns.clear()
+        elif command.startswith("/"):
+            print(f"unknown command {command}: {COMMANDS}", file=sys.stderr)
+        elif command:
+            self._answer(line)
+
+    def _answer(self, text: str) -> None:
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        turns = [*self._turns, {"role": "user", "content": text}]
+        answer = ""
+        chunks = self._client.stream(messages=[*system, *turns], adapter=self._adapter, **self._options)
+        with suppress(KeyboardInterrupt), closing(chunks):
+            for chunk in chunks:
+                answer += chunk.text
+                print(chunk.text, end="", flush=True)
+        print()
+        if answer:
+            self._turns = [*turns, {"role": "assistant", "content": answer}]
+
+
+def _converse(conversation: Conversation) -> None:
+    """Read lines from the terminal until Ctrl-D. An error of the daemon ends one answer."""
+    with suppress(ImportError):
+        importlib.import_module("readline")  # `input` edits lines with it
+    print(COMMANDS, file=sys.stderr)
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+            continue
+        try:
+            conversation.take(line)
+        except CoserveError as error:
+            print(f"coserve: {explain(error)}", file=sys.stderr)

@@ -1,0 +1,147 @@
+"""`coserve generate` from standard input and with a system message; `coserve chat` at a terminal and from a pipe."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.chat_server import ChatServer, serve_chat
+
+Messages = list[dict[str, str]]
+
+
+def answer(messages: Messages) -> str:
+    return messages[-1]["content"].removeprefix("say ") if messages else "one two"
+
+
+@pytest.fixture
+def server() -> Iterator[ChatServer]:
+    with serve_chat(answer) as found:
+        yield found
+
+
+def coserve(*arguments: str, url: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "coserve.cli", *arguments, "--url", url],
+        input=stdin, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stdin", "prompt"), [("Today we\n", "Today we"), ("Today we", "Today we"), ("one\n\n", "one\n")]
+)
+def test_a_prompt_from_standard_input_loses_the_end_of_its_last_line(
+    stdin: str, prompt: str, server: ChatServer
+) -> None:
+    done = coserve("generate", "-", url=server.url, stdin=stdin)
+    assert (done.returncode, done.stdout) == (0, "one two\n"), done.stderr
+    assert [body["prompt"] for body in server.asked] == [prompt]
+
+
+def test_a_system_message_goes_before_the_prompt(server: ChatServer) -> None:
+    done = coserve("generate", "say hi", "--system", "be short", url=server.url)
+    assert (done.returncode, done.stdout) == (0, "hi\n"), done.stderr
+    assert [(message["role"], message["content"]) for message in server.asked[0]["messages"]] == [
+        ("system", "be short"),
+        ("user", "say hi"),
+    ]
+
+
+def test_a_chat_from_a_pipe_has_its_history_and_obeys_commands(server: ChatServer) -> None:
+    lines = "say a b\n\nsay c\n/system be kind\nsay d\n/reset\nsay e\n/system\n/restart\nsay f\n"
+    done = coserve("chat", "--adapter", "a", "--max-tokens", "7", "--seed", "1", url=server.url, stdin=lines)
+    assert (done.returncode, done.stdout) == (0, "a b\nc\nd\ne\nf\n"), done.stderr
+    assert "unknown command /restart" in done.stderr and "/reset" in done.stderr
+    said = [[(message["role"], message["content"]) for message in body["messages"]] for body in server.asked]
+    first = [("user", "say a b")]
+    second = [*first, ("assistant", "a b"), ("user", "say c")]
+    third = [("system", "be kind"), *second, ("assistant", "c"), ("user", "say d")]
+    fourth = [("system", "be kind"), ("user", "say e")]
+    assert said == [first, second, third, fourth, [*fourth[1:], ("assistant", "e"), ("user", "say f")]]
+    assert {(body["adapter"], body["max_tokens"], body["seed"], body["stream"]) for body in server.asked} == {
+        ("a", 7, 1, True)
+    }
+
+
+class Terminal:
+    """`coserve chat` on a pseudo-terminal."""
+
+    def __init__(self, url: str) -> None:
+        self.pid, self._fd = pty.fork()
+        if self.pid == 0:
+            os.execv(sys.executable, [sys.executable, "-P", "-m", "coserve.cli", "chat", "--url", url])
+        self.seen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def until(self, text: str, again: str = "") -> None:
+        """Read until this appears; what comes after it is for the next call. `again` is typed whenever nothing comes for a second: readline
+        may miss a key that comes at the very moment at which it begins to read."""
+        while text not in self.seen:
+            while again and not select.select([self._fd], [], [], 1.0)[0]:
+                self.type(again)
+            try:
+                self.seen += os.read(self._fd, 1024).decode()
+            except OSError:
+                raise AssertionError(f"expected {text!r}, then it ended; read {self.seen!r}") from None
+        self.seen = self.seen.partition(text)[2]
+
+    def end(self) -> int:
+        try:
+            while os.read(self._fd, 1024):
+                pass
+        except OSError:  # the other side is closed
+            pass
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_ends_an_answer_and_ctrl_d_leaves(server: ChatServer) -> None:
+    terminal = Terminal(server.url)
+    try:
+        terminal.until("Ctrl-D leaves")
+        terminal.until("> ")
+        terminal.type("\x03")  # at the prompt it is a new line
+        terminal.until("> ", again="\x03")
+        terminal.type("say ahoy there pause\n")
+        terminal.until("\nahoy there")
+        assert server.paused.wait(60)
+        terminal.type("\x03")
+        terminal.until("> ")
+        assert server.left.wait(60), "the daemon still works on the answer"
+        terminal.type("say next\n")
+        terminal.until("\nnext")
+        terminal.until("> ")
+        terminal.type("\x04")
+        assert terminal.end() == 0
+    except BaseException:
+        os.kill(terminal.pid, signal.SIGKILL)
+        raise
+    assert [message["content"] for message in server.asked[1]["messages"]] == [
+        "say ahoy there pause",
+        "ahoy there",
+        "say next",
+    ]
+
+
+def test_an_error_at_the_terminal_ends_one_answer(server: ChatServer) -> None:
+    terminal = Terminal("http://127.0.0.1:9")
+    try:
+        terminal.until("> ")
+        terminal.type("hello\n")
+        terminal.until("no daemon answers")
+        terminal.until("> ")
+        terminal.type("\x04")
+        assert terminal.end() == 0
+    except BaseException:
+        os.kill(terminal.pid, signal.SIGKILL)
+        raise
+    assert coserve("chat", url="http://127.0.0.1:9", stdin="hello\n").returncode == 1
