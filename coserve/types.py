@@ -258,6 +258,8 @@ class TrainingRequest(Wire, frozen=True):
     """Which tokens are learned: the completion or last answer alone (`completion`: of prompt/completion rows and chats), every turn of the assistant
     (`assistant`: of chats), or every token (`all`). None: a text whole, of a prompt/completion row the completion, of a chat every turn
     of the assistant. Rows that have no such tokens are refused."""
+    one_row_per_answer: bool = False
+    """A chat becomes a row for each answer that is to be learned, the chat up to that answer: for templates that change earlier answers."""
     loss: DpoLoss | None = None
     """None: the negative log-likelihood of the target tokens. `dpo` learns from rows of `prompt`, `chosen` and `rejected`."""
     schedule: Schedule = Schedule.LINEAR

@@ -40,7 +40,9 @@ def test_the_defaults_are_these() -> None:
     fields = {field.name: field.default for field in msgspec.structs.fields(TrainingRequest)}
     for setting, default, *_ in table():
         for name, shown in zip(names(setting), default.split(", "), strict=False):
-            if isinstance(fields[name], float | int):
+            if isinstance(fields[name], bool):
+                assert shown == ("on" if fields[name] else "off"), name
+            elif isinstance(fields[name], float | int):
                 assert float(shown.split()[0]) == fields[name], name
             elif fields[name] == "auto":
                 assert shown == "chosen", name

@@ -86,6 +86,12 @@ def check_training(training: TrainingSettings) -> None:
             raise InvalidRequest(f"expected at least 4 for a pair, got {got}", field="training.micro_batch_tokens")
         if training.train_on is not None:
             raise InvalidRequest("expected no train_on: a dpo loss is of the answers alone", field="training.train_on")
+        if training.one_row_per_answer:
+            raise InvalidRequest(
+                "expected it left out: a dpo loss is of the answers alone", field="training.one_row_per_answer"
+            )
+    if training.one_row_per_answer and training.train_on == "all":
+        raise InvalidRequest('expected train_on other than "all"', field="training.one_row_per_answer")
     if training.early_stopping_patience is not None and training.validation_split == 0:
         raise InvalidRequest("expected a validation_split above 0", field="training.early_stopping_patience")
     _check_samples(training)

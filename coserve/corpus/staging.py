@@ -87,6 +87,7 @@ class TokenizePiece(msgspec.Struct, frozen=True):
     max_length: int
     train_on: TrainOn | None = None
     pairs: bool = False
+    one_row_per_answer: bool = False
     memory: int = MEMORY
     """Bytes of memory that it may take."""
 
@@ -125,10 +126,17 @@ def tokenize_piece(context: TaskContext, arguments: bytes, body: bytes) -> bytes
 
 def _tokenize_piece(context: TaskContext, request: TokenizePiece) -> CorpusPart:
     piece = PieceReader(request.piece)
-    rows = _with_progress(piece, context.progress)
+    rows = row_arrays(
+        _with_progress(piece, context.progress),
+        context.tokenizer,
+        request.max_length,
+        request.train_on,
+        pairs=request.pairs,
+        one_row_per_answer=request.one_row_per_answer,
+    )
     cut = 0
     with CorpusWriter(Path(request.target)) as part:
-        for row in row_arrays(rows, context.tokenizer, request.max_length, request.train_on, pairs=request.pairs):
+        for row in rows:
             part.add(row.tokens, row.target, row.split)
             cut += row.cut
     return CorpusPart(request.target, piece.lines, part.rows, part.target_tokens, cut)

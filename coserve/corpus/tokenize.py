@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,13 @@ class RowArrays:
 
 
 def tokenize_rows(
-    rows: Iterable[Row], tokenizer: Tokenizer, max_length: int, train_on: TrainOn | None = None, *, pairs: bool = False
+    rows: Iterable[Row],
+    tokenizer: Tokenizer,
+    max_length: int,
+    train_on: TrainOn | None = None,
+    *,
+    pairs: bool = False,
+    one_row_per_answer: bool = False,
 ) -> Corpus:
     """Tokenise `rows` in order, each to at most `max_length` tokens.
 
@@ -46,15 +52,19 @@ def tokenize_rows(
     assistant's turns with their end-of-turn token. Texts and completions end with EOS, which is a target too. The first
     token of a row is never a target, because no token precedes it.
 
-    `train_on` chooses other targets: see `TrainingRequest.train_on`. `pairs`: all rows are `PreferenceRow`s, otherwise none is; each of
+    `train_on` chooses other targets: see `TrainingRequest.train_on`. `one_row_per_answer`: a chat becomes a row for each answer to be
+    learned, the chat up to it. `pairs`: all rows are `PreferenceRow`s, otherwise none is; each of
     both sequences of one has at most `max_length` tokens, and their prompt, unless it is of messages, is cut alike.
 
     Truncation: a text or chat loses its end (a text its EOS too). A prompt loses its beginning except a BOS token, so that
-    the completion stays whole; only if that is not enough does the completion lose its end.
+    the completion stays whole; only if that is not enough does the completion lose its end. Of a chat with a row for each answer, answers
+    that begin beyond `max_length` have none, and the last row counts as cut.
 
     Raises `NoTargets` and `MalformedRow` (a chat that the template refuses) with the row's line, `EmptyCorpus`.
     """
-    rows_of_arrays = list(row_arrays(rows, tokenizer, max_length, train_on, pairs=pairs))
+    rows_of_arrays = list(
+        row_arrays(rows, tokenizer, max_length, train_on, pairs=pairs, one_row_per_answer=one_row_per_answer)
+    )
     if not rows_of_arrays:
         raise EmptyCorpus(NO_ROWS)
     bounds = np.cumsum([0, *(len(row.tokens) for row in rows_of_arrays)], dtype=np.int64)
@@ -68,12 +78,19 @@ def tokenize_rows(
 
 
 def row_arrays(
-    rows: Iterable[Row], tokenizer: Tokenizer, max_length: int, train_on: TrainOn | None = None, *, pairs: bool = False
+    rows: Iterable[Row],
+    tokenizer: Tokenizer,
+    max_length: int,
+    train_on: TrainOn | None = None,
+    *,
+    pairs: bool = False,
+    one_row_per_answer: bool = False,
 ) -> Iterator[RowArrays]:
     """As `tokenize_rows`, one row at a time; there may be none."""
     if max_length < 2:
         raise InvalidRequest(f"expected at least 2, got {max_length}", field="training.max_length")
-    for row, tokenized in _tokenized_rows(_checked(rows, pairs=pairs), tokenizer, max_length, train_on):
+    checked = _checked(rows, pairs=pairs)
+    for row, tokenized in _tokenized_rows(checked, tokenizer, max_length, train_on, split=one_row_per_answer):
         if not any(tokenized.targets):
             raise NoTargets("the row has nothing to learn", line=row.line)
         yield RowArrays(
@@ -91,24 +108,30 @@ def _checked(rows: Iterable[Row], *, pairs: bool) -> Iterator[Row]:
 
 
 def _tokenized_rows(
-    rows: Iterable[Row], tokenizer: Tokenizer, max_length: int, train_on: TrainOn | None
+    rows: Iterable[Row], tokenizer: Tokenizer, max_length: int, train_on: TrainOn | None, *, split: bool
 ) -> Iterator[tuple[Row, TokenizedRow]]:
+    """`split`: chats become a row for each answer."""
     for row in rows:
         _check_targets(row, train_on)
         match row:
             case TextRow(text=text):
-                tokenized = _text(text, tokenizer, max_length)
+                found = [_text(text, tokenizer, max_length)]
             case CompletionRow(prompt=prompt, completion=completion):
-                (tokenized,) = _completions(prompt, [completion], tokenizer, max_length)
+                found = _completions(prompt, [completion], tokenizer, max_length)
             case PreferenceRow():
-                tokenized = _pair(row, tokenizer, max_length)
+                found = [_pair(row, tokenizer, max_length)]
             case ChatRow():
-                tokenized = _chat(row, tokenizer, max_length, train_on)
-        if train_on == "all" and tokenized.targets:
-            tokenized.targets[:] = [True] * len(tokenized.targets)
-        if tokenized.targets:
-            tokenized.targets[0] = False
-        yield row, tokenized
+                found = (
+                    _answers(row, tokenizer, max_length, train_on)
+                    if split
+                    else [_chat(row, tokenizer, max_length, train_on)]
+                )
+        for tokenized in found:
+            if train_on == "all" and tokenized.targets:
+                tokenized.targets[:] = [True] * len(tokenized.targets)
+            if tokenized.targets:
+                tokenized.targets[0] = False
+            yield row, tokenized
 
 
 def _check_targets(row: Row, train_on: TrainOn | None) -> None:
@@ -184,6 +207,21 @@ def _pair(row: PreferenceRow, tokenizer: Tokenizer, max_length: int) -> Tokenize
         return TokenizedRow([], [])
     tokens, targets = first.tokens + second.tokens, [*first.targets, False, *second.targets[1:]]
     return TokenizedRow(tokens, targets, first.cut or second.cut, split=len(first.tokens))
+
+
+def _answers(row: ChatRow, tokenizer: Tokenizer, max_length: int, train_on: TrainOn | None) -> list[TokenizedRow]:
+    """A row for each answer to be learned: the chat up to it. A row without targets if none begins within `max_length`."""
+    messages = _only_completion(row) if train_on == "completion" else row.messages
+    found: list[TokenizedRow] = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant" or message.get("weight") == 0:
+            continue
+        before = (one | {"weight": 0} if one["role"] == "assistant" else one for one in messages[:index])
+        answer = _chat(replace(row, messages=(*before, message)), tokenizer, max_length)
+        if not any(answer.targets[1:]):
+            return [*found[:-1], replace(found[-1], cut=True)] if found else [answer]
+        found.append(answer)
+    return found or [TokenizedRow([], [])]
 
 
 def _chat(row: ChatRow, tokenizer: Tokenizer, max_length: int, train_on: TrainOn | None = None) -> TokenizedRow:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from itertools import takewhile
 
 import jinja2
 from jinja2 import Template, nodes
@@ -21,6 +22,10 @@ Span = tuple[int, int]
 
 _END = "\N{SYMBOL FOR END OF TEXT}coserve"
 """Marks the end of a message that is to be continued."""
+_END_OF_THOUGHT = "</think>"
+"""Templates write the reasoning before it in their own way."""
+_SPLIT = 'it changes earlier answers; give all but the last answer "weight": 0, or set training.one_row_per_answer, which makes a row of each'
+_OTHER_TARGETS = 'set training.train_on to "all", or give prompt and completion as texts'
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
     TypeError,
@@ -133,45 +138,71 @@ class ChatTemplate:
         text = text[: text.index(_END)]
         return text if text.endswith(content) else text.rstrip()
 
-    def render_for_training(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> tuple[str, list[Span]]:
-        """The chat as text, and the span to learn of each assistant message: its content and its end-of-turn token. `tools`: their
-        JSON schemas, for templates that show them.
+    def render_for_training(
+        self, messages: Sequence[Message], tools: Sequence[Message] = (), learned: Sequence[int] | None = None
+    ) -> tuple[str, list[Span]]:
+        """The chat as text, and the span to learn of each message in `learned` (None: every one of the assistant's): its content and its
+        end-of-turn token. `tools`: their JSON schemas, for templates that show them.
 
         The spans are those of the template's `{% generation %}` blocks, as in transformers' `return_assistant_tokens_mask`, each with
         the end-of-turn token that follows it. In a template without them a span is what the message adds to its prompt, the chat before it
-        with the generation prompt. Raises `InvalidRequest` if the template changes earlier text then, since a loss on the wrong tokens would
-        not be noticed.
+        with the generation prompt. Raises `InvalidRequest` if the template changes such a message, or what stands before it, when more
+        messages follow, since a loss on the wrong tokens would not be noticed.
         """
         text, marks = self._render(messages, False, tools)
         assistant = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        learned = assistant if learned is None else learned
         if marks and len(marks) == len(assistant):
-            return text, [self._with_end_of_turn(text, span) for span in marks]
-        spans = [self._added_by(messages, i, text, tools) for i in assistant]
+            return text, [self._with_end_of_turn(text, marks[assistant.index(i)]) for i in learned]
+        spans = [self._added_by(messages, i, text, tools) for i in learned]
         found = [span for span in spans if span is not None]
-        if len(found) == len(assistant):
+        if len(found) == len(spans):
             return text, found
+        alone = (self._added_by(messages[: i + 1], i, None, tools) for i in learned)
+        advice = _OTHER_TARGETS if any(span is None for span in alone) else _SPLIT
         raise InvalidRequest(
-            "cannot tell what the assistant wrote in what the base's chat template makes of these messages: it changes "
-            "earlier turns and has no {% generation %} blocks; train on prompt/completion rows instead",
+            "cannot tell what the assistant wrote in what the base's chat template, which has no {% generation %} blocks, makes of these "
+            f"messages: {advice}",
             field="messages",
         )
 
-    def _added_by(self, messages: Sequence[Message], index: int, text: str, tools: Sequence[Message]) -> Span | None:
-        """Characters of `text` that message `index` adds to its prompt; None if the prompt is not a prefix of `text`."""
+    def _added_by(
+        self, messages: Sequence[Message], index: int, text: str | None, tools: Sequence[Message]
+    ) -> Span | None:
+        """Characters of `text` that message `index` adds to its prompt; None if it cannot be told. `text`: the rendered messages; None:
+        not rendered yet."""
+        last = index + 1 == len(messages)
         try:
             prompt = self._render(messages[:index], True, tools)[0]
-            turn = text if index + 1 == len(messages) else self._render(messages[: index + 1], False, tools)[0]
+            turn = text if last and text is not None else self._render(messages[: index + 1], False, tools)[0]
         except InvalidRequest:
             return None  # the template accepts only whole conversations
-        content = str(messages[index].get("content") or "").strip()
-        if not (turn.startswith(prompt) and text.startswith(turn) and content in turn[len(prompt) :]):
+        text = turn if text is None else text
+        bare = turn.removesuffix(self._end_of_chat(messages[:index], prompt, tools))
+        content = str(messages[index].get("content") or "").rpartition(_END_OF_THOUGHT)[2].strip()
+        if not (bare.startswith(prompt) and text.startswith(bare) and content in bare[len(prompt) :]):
             return None
-        return len(prompt), self._trim(turn, len(prompt))
+        closed = self._closed(bare, len(prompt))
+        if closed is None and last:  # the end of the chat may be all that ends the turn
+            bare, closed = turn, self._closed(turn, len(prompt))
+        return len(prompt), len(bare) if closed is None else closed
 
-    def _trim(self, turn: str, start: int) -> int:
-        """The end of the turn's last special token, if only white space follows it; else the end of the turn."""
+    def _end_of_chat(self, messages: Sequence[Message], prompt: str, tools: Sequence[Message]) -> str:
+        """What the template writes behind the last message of a chat that asks for no answer, as Phi-3's writes EOS; mostly nothing.
+        `prompt`: the messages rendered with the generation prompt."""
+        try:
+            ended = self._render(messages, False, tools)[0]
+        except InvalidRequest:
+            return ""
+        equal = takewhile(lambda pair: pair[0] == pair[1], zip(ended, prompt, strict=False))
+        start = sum(1 for _ in equal)
+        inside = (match.start() for match in self._special.finditer(ended) if match.start() < start < match.end())
+        return ended[next(inside, start) :]
+
+    def _closed(self, turn: str, start: int) -> int | None:
+        """The end of the turn's last special token, if only white space follows it."""
         ends = [match.end() for match in self._special.finditer(turn, start)]
-        return ends[-1] if ends and not turn[ends[-1] :].strip() else len(turn)
+        return ends[-1] if ends and not turn[ends[-1] :].strip() else None
 
     def _with_end_of_turn(self, text: str, span: Span) -> Span:
         """`span` with the special token that follows it, unless it ends with one."""

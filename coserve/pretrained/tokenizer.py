@@ -188,14 +188,11 @@ class Tokenizer:
         Messages with `weight` 0 are not learned, nor are tokens that are only partly in an assistant turn.
         Raises `InvalidRequest` as `ChatTemplate.render_for_training` and `refuse_lost_calls` do.
         """
-        assistant = [m for m in messages if m.get("role") == "assistant"]
+        answers = [i for i, one in enumerate(messages) if one.get("role") == "assistant" and one.get("weight") != 0]
         plain = [_without(message, "weight") for message in messages]
-        text, spans = self._template().render_for_training(plain, tools)
-        learned = []
-        for message, (start, end) in zip(assistant, spans, strict=True):
-            if message.get("weight") != 0:
-                refuse_lost_calls(message, text[start:end])
-                learned.append((start, end))
+        text, learned = self._template().render_for_training(plain, tools, answers)
+        for index, (start, end) in zip(answers, learned, strict=True):
+            refuse_lost_calls(messages[index], text[start:end])
         encoding = self._encode(text, add_special=False)
         learn, spans_left = [], iter(learned)
         span = next(spans_left, None)

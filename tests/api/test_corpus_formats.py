@@ -43,3 +43,15 @@ async def test_a_parquet_file_is_read_at_the_daemon_and_from_an_upload(api: Api)
         400,
         "expected a file, or a folder of Dataset.save_to_disk (of a DatasetDict, one split's folder)",
     )
+
+
+async def test_a_chat_becomes_a_row_for_each_answer(api: Api) -> None:
+    """Whether the corpus is small or read by other processes."""
+    assert api.config.data_root is not None
+    chat = {"messages": ROWS[0]["messages"] + ROWS[1]["messages"]}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([chat]), api.config.data_root / "rows.parquet")
+    for source in ({"data": [chat]}, {"path": "rows.parquet"}):
+        status, job = await submit(api, **source, training={"one_row_per_answer": True})
+        assert (status, job["rows"], job["training"]["one_row_per_answer"]) == (202, 2, True)
+    status, body = await submit(api, data=[chat], training={"one_row_per_answer": True, "train_on": "all"})
+    assert (status, body["error"]["field"]) == (400, "training.one_row_per_answer")

@@ -49,6 +49,7 @@ async def test_a_dpo_job_ends_with_an_adapter_that_prefers_the_chosen_answers(tm
         ({"training": {"loss": {"type": "ipo"}}}, "training.loss.type"),
         ({"training": {"loss": {"beta": 0.1}}}, "training.loss.type"),
         ({"training": {"loss": DPO, "train_on": "all"}}, "training.train_on"),
+        ({"training": {"loss": DPO, "one_row_per_answer": True}}, "training.one_row_per_answer"),
         ({"training": {"loss": DPO}, "teacher": "somebody"}, "training.loss"),
         ({"training": {"loss": DPO, "micro_batch_tokens": 3}}, "training.micro_batch_tokens"),
     ],

@@ -51,6 +51,7 @@ class Tokenization:
     max_length: int
     train_on: TrainOn | None = None
     pairs: bool = False
+    one_row_per_answer: bool = False
 
 
 class CorpusPreparation:
@@ -94,7 +95,9 @@ class CorpusPreparation:
         return parts
 
     async def _tokenized(self, piece: Piece, options: Tokenization, target: Path) -> CorpusPart:
-        request = TokenizePiece(piece, str(target), options.max_length, options.train_on, options.pairs)
+        request = TokenizePiece(
+            piece, str(target), options.max_length, options.train_on, options.pairs, options.one_row_per_answer
+        )
         return msgspec.msgpack.decode(await self._helpers.run(tokenize_piece, request), type=CorpusPart)
 
 

@@ -189,12 +189,21 @@ class Submission:
         self, request: FinetuneRequest, source: list[dict[str, Any]] | Path, longest: int, show: Show
     ) -> PendingCorpus:
         """Small corpora in a thread, other files and folders in helper processes, which are killed when the client leaves."""
-        train_on, pairs = request.training.train_on, request.training.loss is not None
+        asked = request.training
+        options = Tokenization(longest, asked.train_on, asked.loss is not None, asked.one_row_per_answer)
         if isinstance(source, list) or await asyncio.to_thread(_small, source):
             rows = parse_rows(source) if isinstance(source, list) else parse_jsonl(source)
-            return await asyncio.to_thread(tokenize_rows, rows, self._tokenizer, longest, train_on, pairs=pairs)
+            return await asyncio.to_thread(
+                tokenize_rows,
+                rows,
+                self._tokenizer,
+                longest,
+                asked.train_on,
+                pairs=options.pairs,
+                one_row_per_answer=options.one_row_per_answer,
+            )
         with self._shown(request.adapter, show) as report:
-            return await self._preparation.tokenize(source, Tokenization(longest, train_on, pairs), report)
+            return await self._preparation.tokenize(source, options, report)
 
     @contextmanager
     def _shown(self, adapter: str, show: Show) -> Iterator[Report]:
