@@ -1,85 +1,110 @@
-"""The engine's state of an active job."""
+"""A job that has a place in the engine, and the coroutine that runs it: see `engine.run_job`."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Generator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from types import coroutine
+from typing import Any, TypeVar
 
 from coserve.admission.treatment import Treatment
-from coserve.cancellation import Cancellation
-from coserve.link import FromEngine, JobCancelled, JobFailed, JobPaused
+from coserve.link import JobCancelled, JobFailed, JobPaused, JobSucceeded
 from coserve.types import AdapterRef, JobSpec
 
-Commit = Callable[[], FromEngine | None]
-"""The result of a thread's work. Called on the event loop, it commits the work and returns the message to send."""
+T = TypeVar("T")
+Awaited = tuple[Future[Any], ...]
+"""What a job's coroutine is suspended for: one of them is to be done."""
+Running = Coroutine[Awaited, None, None]
+Ending = JobPaused | JobCancelled | JobFailed
 
 
-@dataclass(frozen=True)
-class ThreadWork:
-    """Work of a job on a thread. The job does not train meanwhile."""
-
-    future: Future[Commit]
-    cancellation: Cancellation | None
-    """None for work that writes files: it is not cancelled, and the job ends after it."""
+class Stopped(Exception):
+    """The job is to end, or the engine is: see `ActiveJob.stops`."""
 
 
-@dataclass
-class Retry:
-    """Retries of a publication that the disk refused: `delays` in seconds, `timer` of the next attempt."""
-
-    delays: Iterator[float]
-    message: str
-    timer: asyncio.TimerHandle | None = None
+@coroutine
+def _suspended(futures: Awaited) -> Generator[Awaited, None, None]:
+    yield futures
 
 
-@dataclass
 class ActiveJob:
-    """A job that is starting, training or ending."""
+    """A job that is starting, training or ending. Its coroutine is resumed on the event loop, between two ticks."""
 
-    spec: JobSpec
-    loaded: bool = False
-    """Whether the trainer has loaded it."""
-    work: ThreadWork | None = None
-    """Its start, the preparation of an optimizer step, its publication, or its checkpoint at a pause."""
-    cancelled: Future[Commit] | None = None
-    """Work that nobody waits for any more, which may hold memory until its thread has ended it."""
-    write: Future[Commit] | None = None
-    """A checkpoint that is being written while the job trains, or a snapshot that is being copied."""
-    snapshot: AdapterRef | None = None
-    """The snapshot of which samples are being generated. The job trains on until the next one is due."""
-    retry: Retry | None = None
-    end: JobPaused | JobCancelled | JobFailed | None = None
-    """The message that ends the job, sent when none of its files is being written."""
-    treatment: Treatment | None = None
-    """How its micro-batches are computed; None: as planned."""
-    waits_for_pass: bool = False
-    """Its start found no memory, and is tried again, once, when the pass that is suspended has ended."""
-    waited_for_pass: bool = False
-    saved_at_end: bool = False
-    """Whether saving its state at a pause was tried."""
-    resumes: bool = False
-    """Whether it was resumed before its pause had ended."""
+    def __init__(self, spec: JobSpec, run: Callable[[ActiveJob], Running]) -> None:
+        """`run` is called at the first `resume`."""
+        self.spec = spec
+        self.loaded = False
+        """Whether the trainer has loaded it."""
+        self.turn: Future[None] | None = None
+        """Done at the end of a micro-batch; None: it does not train."""
+        self.cancelled: Future[Any] | None = None
+        """Work that nobody waits for any more, which may hold memory until its thread has ended it."""
+        self.snapshot: AdapterRef | None = None
+        """The snapshot of which samples are being generated."""
+        self.sampled: Future[None] | None = None
+        """Done when those samples are; None: the job does not wait for them."""
+        self.trouble: str | None = None
+        """Why the disk refused its adapter; None: it did not."""
+        self.treatment: Treatment | None = None
+        """How its micro-batches are computed; None: as planned."""
+        self.end: Ending | JobSucceeded | None = None
+        """The message that ends the job, sent when its coroutine has ended."""
+        self.resumes = False
+        """Whether it was resumed before its pause had ended."""
+        self.closing = False
+        """Whether the engine ends."""
+        self._running, self._awaited = run(self), tuple[Future[Any], ...]()
+
+    @property
+    def stops(self) -> bool:
+        return self.closing or self.end is not None
+
+    @property
+    def ready(self) -> bool:
+        """What the coroutine is suspended for is done."""
+        return any(future.done() for future in self._awaited)
 
     @property
     def waits_for_samples(self) -> bool:
-        """If it has no turns: nothing but its samples is missing for them."""
-        return self.snapshot is not None and self.work is None and self.write is None
+        """Nothing but its samples is missing for its next turn."""
+        return self.sampled is not None and self._awaited == (self.sampled,)
 
-    @property
-    def timer(self) -> asyncio.TimerHandle | None:
-        """Of the next attempt to publish it."""
-        return None if self.retry is None else self.retry.timer
+    def ends(self, end: Ending) -> None:
+        """It is to end so, unless it was cancelled or has failed already."""
+        if not isinstance(self.end, JobCancelled | JobFailed):
+            self.end, self.resumes = end, False
 
-    def cancel_timer(self) -> None:
-        """There is no next attempt."""
-        if self.timer is not None:
-            self.timer.cancel()
+    def resume(self) -> bool:
+        """Run the coroutine until it is suspended again. False: it has ended."""
+        self._awaited = ()  # an error in one of them would keep the frames that it has passed
+        try:
+            self._awaited = self._running.send(None)
+        except StopIteration:
+            return False
+        return True
 
-    def cancel_work(self) -> bool:
-        """Nobody waits any more for its start or preparation. False: there is none."""
-        cancellation = None if self.work is None else self.work.cancellation
-        if cancellation is not None:
-            cancellation.cancel()
-        return cancellation is not None
+    def run_to_end(self) -> None:
+        """Block until the coroutine has ended. The job stops."""
+        self.closing = True
+        while self.resume():
+            wait(self._awaited, return_when=FIRST_COMPLETED)
+
+    # ---- for the coroutine
+
+    async def until(self, *futures: Future[Any]) -> None:
+        """Suspend the coroutine until one of them is done. Raises `Stopped`."""
+        while not self.stops and not any(future.done() for future in futures):
+            await _suspended(futures)
+        if self.stops:
+            raise Stopped
+
+    async def result(self, future: Future[T]) -> T:
+        """The future's result. The job may stop meanwhile. Raises what the future raises, and `Stopped` if the engine has cancelled it."""
+        try:
+            while not future.done():
+                await _suspended((future,))
+            if future.cancelled():
+                raise Stopped
+            return future.result()
+        finally:
+            del future  # its error would keep this frame, which keeps it

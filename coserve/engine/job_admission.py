@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 from coserve.admission.memory import AdmitsAll, Cause, Start
-from coserve.engine.active_job import ActiveJob, Commit
+from coserve.engine.active_job import ActiveJob
 from coserve.engine.ports import AdmitsJobs, Trains
 from coserve.link import FromEngine, JobNote, JobWaiting
 from coserve.types import JobSpec
@@ -19,7 +20,7 @@ class JobAdmission:
         self._memory, self._trainer, self._send = memory or AdmitsAll(), trainer, send
         self._held: dict[str, Cause] = {}
         """Jobs in line that were told that they wait for memory, and why."""
-        self._leaving: dict[str, Future[Commit] | None] = {}
+        self._leaving: dict[str, Future[Any] | None] = {}
         """Jobs whose memory is not free yet, and their last work on a thread."""
 
     @property
@@ -52,7 +53,7 @@ class JobAdmission:
         """The job waits no more: it ended, or was paused."""
         self._held.pop(job, None)
 
-    def release(self, job: str, cancelled: Future[Commit] | None = None) -> None:
+    def release(self, job: str, cancelled: Future[Any] | None = None) -> None:
         """The job has started, and ended or was paused. Others may have its memory once that is free: once its `cancelled` work on a thread
         has ended, and the pass that it has left."""
         self._leaving[job] = cancelled

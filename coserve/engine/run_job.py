@@ -1,0 +1,262 @@
+"""One job from its start to its end, as a coroutine: see `run_job`.
+
+It is suspended in two ways: for a micro-batch, which the policy grants slice by slice (`ActiveJob.turn`), and for work on a thread. A
+start, the preparation of a large optimizer step and all writing of files run on threads; everything else happens on the event loop,
+between two ticks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from coserve.admission.memory import Start
+from coserve.cancellation import Cancellation
+from coserve.engine.active_job import ActiveJob, Stopped
+from coserve.engine.job_admission import JobAdmission
+from coserve.engine.ports import Trains
+from coserve.errors import CapacityError, CoserveError, EngineFault, JobOutOfMemory, failure_text
+from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobPaused, JobSnapshot, JobStarted, JobSucceeded
+from coserve.state.retries import FOR_EVER, Retries
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Commit = Callable[[], FromEngine | None]
+"""The result of a thread's work. Called on the event loop, it commits the work and returns the message to send."""
+
+
+@dataclass(frozen=True)
+class JobServices:
+    """What the coroutines of all jobs of an engine use."""
+
+    trainer: Trains
+    memory: JobAdmission
+    threads: Executor
+    starts: Retries
+    """Retries starts that the disk refuses."""
+    send: Callable[[FromEngine], None]
+    changed: Callable[[], None]
+    """Wakes the engine; called on any thread."""
+    pass_ended: Callable[[], Future[None] | None]
+    """Done when the micro-batch that is suspended has ended; None: none is."""
+
+
+async def run_job(job: ActiveJob, services: JobServices) -> None:
+    """Start the job, train it, publish its adapter; set `job.end`. Whatever its own work raises ends it alone.
+
+    It trains on while a checkpoint of it is written. It ends when none of its files is being written any more; a pause, and the engine's
+    end, save its last finished optimizer step first. Raises `EngineFault` alone.
+    """
+    one = _Run(job, services)
+    try:
+        await one.start()
+        await one.train()
+        job.end = await one.publish()
+        return
+    except Stopped:
+        pass
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
+        job.ends(job_failed(job.spec.id, error))
+    await one.stop()
+
+
+class _Run:
+    """The parts of `run_job`, and what they share."""
+
+    def __init__(self, job: ActiveJob, services: JobServices) -> None:
+        self._job, self._id, self._services, self._trainer = job, job.spec.id, services, services.trainer
+        self._write: Future[Commit] | None = None
+        """A checkpoint that is being written while the job trains, or a snapshot that is being copied."""
+
+    async def start(self) -> None:
+        """Load the job. A start that finds no memory is tried again: at once where some could be freed, and a single time after the
+        micro-batch that is suspended, which may hold some."""
+        waited = False
+        while True:
+            try:
+                started = (await self._cancellable(self._load))()
+                break
+            except JobOutOfMemory:
+                suspended = None
+                if not self._trainer.release_memory():
+                    suspended = self._services.pass_ended()
+                    if waited or suspended is None:
+                        raise
+            if suspended is not None:
+                waited = True
+                await self._job.until(suspended)
+        self._job.loaded = True
+        self._services.memory.limit(self._job, Start(self._job.treatment))
+        self._services.send(started)
+
+    def _load(self, cancellation: Cancellation) -> Callable[[], JobStarted]:
+        load = partial(self._trainer.load, self._job.spec, cancellation)
+        return self._services.starts.run_blocking(f"start of job {self._id}", load, cancellation.wait)
+
+    async def train(self) -> None:
+        """Micro-batches, and what is due between two of them, until nothing is left but the publication."""
+        while True:
+            if self._trainer.snapshot_due(self._id):
+                await self._written_and_sampled()
+                self._write = self._submit(self._trainer.snapshot(self._id))
+            if self._trainer.finished(self._id):
+                await self._written_and_sampled()
+                return
+            if self._trainer.checkpoint_due(self._id):
+                await self._written()
+                self._write = self._begin_checkpoint()
+            if (prepare := self._trainer.preparation(self._id)) is not None:
+                await self._cancellable(prepare)
+            await self._micro_batch()
+
+    async def publish(self) -> JobSucceeded:
+        """Publish the finished job. Where the disk refuses it, the job keeps its place and its memory, and tries again."""
+        for delay in FOR_EVER.delays():
+            message = (await self._job.result(self._submit(self._trainer.publication(self._id))))()
+            if isinstance(message, JobSucceeded):
+                return message
+            if self._job.stops:
+                break
+            if self._job.trouble is None:
+                self._job.trouble = message.message
+                log.warning("job %s: %s", self._id, message.message)
+                self._services.send(message)
+            await self._sleep(delay)
+        raise Stopped
+
+    async def stop(self) -> None:
+        """Wait for what is being written, and save a job that goes on later. Nothing is kept of its activations meanwhile."""
+        job = self._job
+        job.turn = None
+        if job.loaded and job.end is not None:
+            try:
+                self._trainer.abandon(self._id, finish_update=isinstance(job.end, JobPaused))
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
+                failed = job_failed(self._id, error)
+                job.end = failed if isinstance(job.end, JobPaused) else job.end
+        while self._write is not None:
+            try:
+                message = (await job.result(self._take_write()))()
+                if message is not None:
+                    self._services.send(message)
+            except Stopped:  # it had not begun
+                pass
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
+                job.ends(job_failed(self._id, error))
+        if job.loaded and (job.end is None or isinstance(job.end, JobPaused)):
+            await self._save()
+
+    async def _save(self) -> None:
+        """If it fails, the steps since the last checkpoint are lost, not the job."""
+        with tolerated(self._id):
+            if (save := self._trainer.checkpoint(self._id)) is not None:
+                self._services.send(save() if self._job.closing else await self._job.result(self._submit(save)))
+
+    async def _micro_batch(self) -> None:
+        """Wait for the end of a micro-batch, and take up meanwhile what has been written."""
+        turn = self._job.turn = Future()
+        while not turn.done():
+            await self._job.until(turn, *(() if self._write is None else (self._write,)))
+            if self._write is not None and self._write.done():
+                await self._written()
+
+    async def _written(self) -> None:
+        """Wait for what is being written."""
+        if self._write is None:
+            return
+        await self._job.until(self._write)
+        message = (await self._job.result(self._take_write()))()
+        if isinstance(message, JobSnapshot):
+            self._job.snapshot, self._job.sampled = message.ref, Future()
+        if message is not None:
+            self._services.send(message)
+
+    async def _written_and_sampled(self) -> None:
+        await self._written()
+        if self._job.sampled is not None:
+            await self._job.until(self._job.sampled)
+            self._job.snapshot = self._job.sampled = None
+
+    def _take_write(self) -> Future[Commit]:
+        write, self._write = self._write, None
+        assert write is not None, f"job {self._id} writes nothing"
+        return write
+
+    def _begin_checkpoint(self) -> Future[Commit] | None:
+        """Write a checkpoint; on a full disk it is skipped. None if there is nothing to write."""
+        save = self._trainer.checkpoint(self._id)
+        if save is None:
+            return None
+
+        def work() -> Commit:
+            saved: JobCheckpoint | None = None
+            try:
+                saved = save()
+            except CapacityError as error:
+                log.warning("job %s: no checkpoint: %s", self._id, error.message)
+            return lambda: saved
+
+        return self._submit(work)
+
+    async def _cancellable(self, work: Callable[[Cancellation], T]) -> T:
+        """The result of work on a thread, which writes no files: if the job stops, nobody waits for it."""
+        cancellation = Cancellation()
+        future = self._submit(partial(work, cancellation))
+        try:
+            await self._job.until(future)
+            return await self._job.result(future)
+        except Stopped:
+            cancellation.cancel()
+            self._job.cancelled = future
+            raise
+        finally:
+            del future  # its error would keep this frame, which keeps it
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        future = self._services.threads.submit(work)
+        if not future.done():
+            future.add_done_callback(lambda _: self._services.changed())
+        return future
+
+    async def _sleep(self, seconds: float) -> None:
+        slept = Future[None]()
+
+        def wake() -> None:
+            slept.set_result(None)
+            self._services.changed()
+
+        timer = asyncio.get_running_loop().call_later(seconds, wake)
+        try:
+            await self._job.until(slept)
+        finally:
+            timer.cancel()
+
+
+@contextmanager
+def tolerated(job: str) -> Iterator[None]:
+    """For a checkpoint at a pause or at the engine's end: if it fails, the steps since the last one are lost, not the job."""
+    try:
+        yield
+    except EngineFault:
+        raise
+    except CoserveError as error:
+        log.warning("job %s: no checkpoint: %s", job, error.message)
+    except Exception:
+        log.exception("job %s: internal error; no checkpoint", job)
+
+
+def job_failed(job: str, error: Exception) -> JobFailed:
+    """The message of a job that `error` ends. Re-raises an `EngineFault`."""
+    if isinstance(error, EngineFault):
+        raise error
+    if not isinstance(error, CoserveError):
+        log.error("job %s: internal error", job, exc_info=error)
+    code, message = failure_text(error)
+    return JobFailed(id=job, code=code, message=message)
