@@ -1,4 +1,5 @@
-"""Child processes of the daemon: they get none of its secrets, and ignore stop signals, which are meant for the daemon."""
+"""Child processes of the daemon: they get none of its secrets, end with their parent, and ignore stop signals, which are meant for the
+daemon."""
 
 from __future__ import annotations
 
@@ -20,12 +21,15 @@ log = logging.getLogger(__name__)
 
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PARENT = "_COSERVE_PARENT"
+"""The variable with the pid of the process that started a child."""
 CPU_QUOTA, MEMORY_LIMIT = Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/memory.max")
 
 
 def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment without the daemon's secrets, which its processes do not need."""
-    return {name: value for name, value in environ.items() if name.upper() != "COSERVE_API_KEY"}
+    """The environment of a child of this process: without the daemon's secrets, which its processes do not need."""
+    kept = {name: value for name, value in environ.items() if name.upper() != "COSERVE_API_KEY"}
+    return kept | {PARENT: str(os.getpid())}
 
 
 async def start_child(
@@ -135,10 +139,13 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def obey_parent() -> None:
-    """End when the parent ends, and ignore stop signals: the parent stops this process."""
+def obey_parent(parent: int | None = None) -> None:
+    """End when the parent ends, also if it has ended already, and ignore stop signals: the parent stops this process. `parent`: the pid of the
+    process that forked this one; None: it was started by `start_child` or `spawn_child`, and has their environment."""
     if sys.platform == "linux":  # a second writer must not be left in the data folder by a kill -9 of the parent
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != (int(os.environ[PARENT]) if parent is None else parent):  # it ended before the line above
+        os._exit(1)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

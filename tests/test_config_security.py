@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 from coserve.cli import app
 from coserve.config import Config, load_config
 from coserve.errors import ConfigError
-from coserve.processes import child_environment
+from coserve.processes import PARENT, child_environment
 
 KEY = "0123456789abcdef"
 BLANK = ("", " ", " " * 20, "\t\n")
@@ -132,4 +133,4 @@ def test_no_host_is_allowed_by_an_empty_name() -> None:
 
 
 def test_child_processes_do_not_inherit_the_key() -> None:
-    assert child_environment({"COSERVE_API_KEY": KEY, "PATH": "/bin"}) == {"PATH": "/bin"}
+    assert child_environment({"COSERVE_API_KEY": KEY, "PATH": "/bin"}) == {"PATH": "/bin", PARENT: str(os.getpid())}

@@ -26,10 +26,8 @@ def echo(sock: socket.socket) -> None:
                 os._exit(3)
             pid = worker = os.getpid()
             if name == "fork" and (pid := os.fork()) == 0:
-                obey_parent()
-                if os.getppid() == worker:  # else it has died before
-                    signal.pause()
-                os._exit(0)
+                obey_parent(worker)
+                signal.pause()
             if name == "die with the server":
                 os.kill(os.getppid(), 9)
             if name in ODD:

@@ -39,9 +39,7 @@ def start_compile_pool(workers: int) -> ProcessPoolExecutor:
 
 
 def _initialize(parent: int) -> None:
-    obey_parent()
-    if os.getppid() != parent:  # it died before it could be obeyed
-        os._exit(1)
+    obey_parent(parent)
     os.nice(NICENESS)
     with suppress(OSError):  # not on Linux
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE_ADJ)

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn, Protocol
 
 from coserve.engine.warming.fast_imports import fast_imports
-from coserve.processes import adopt_orphans, obey_parent
+from coserve.processes import PARENT, adopt_orphans, obey_parent
 from coserve.warmup.fork_client import ANSWER, NEW, PID
 
 NICENESS = 10
@@ -66,10 +66,9 @@ def _work_and_exit(sock: socket.socket, work: Callable[[socket.socket], None], s
     status = 1
     try:
         os.setpgid(0, 0)  # a group with the processes that it forks
-        obey_parent()
-        if os.getppid() == server:  # else it has died before it could be obeyed
-            work(sock)
-            status = 0
+        obey_parent(server)
+        work(sock)
+        status = 0
     except BaseException:  # noqa: BLE001 - the stack below is the server's
         sys.excepthook(*sys.exc_info())
     finally:
@@ -123,6 +122,7 @@ def asking_nvml() -> Iterator[None]:
 def work_anew(sock: socket.socket) -> NoReturn:
     """`work` in a new interpreter, in place of a forked one."""
     os.set_inheritable(sock.fileno(), True)
+    os.environ[PARENT] = str(os.getppid())
     module = "coserve.engine.warming.worker_process"
     os.execv(sys.executable, [sys.executable, "-m", module, str(sock.fileno()), ALONE])  # noqa: S606 - our own module
 
