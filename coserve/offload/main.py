@@ -87,6 +87,7 @@ def main() -> None:
         context = TaskContext(Tokenizer.from_state(first[1]), replies.progress)
         while (found := _read_call(calls)) is not None:
             replies.heartbeat = found[0].heartbeat
+            replies.send(Reply(working=True))  # from here on, another process must not run it
             replies.send(*_run(context, *found))
             del found
 

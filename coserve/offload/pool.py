@@ -34,6 +34,10 @@ ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "
 """For NumPy's linear algebra, whose threads spin while they wait for each other: 100 times slower on a machine that is busy serving."""
 
 
+class NotBegun(Exception):
+    """The process ended before it had begun the task: another may run it."""
+
+
 class HelperProcess:
     """One process; one call at a time."""
 
@@ -78,12 +82,16 @@ class HelperProcess:
         """The task's result. `silence`: seconds without a heartbeat after which the process counts as stuck.
 
         Raises what the task raised, `TimeoutError` for a stuck process, `ConnectionError` and `IncompleteReadError` for
-        one that died.
+        one that died, `NotBegun` if it did so before the task.
         """
-        async with asyncio.timeout(silence):
-            await self._send(task, arguments, body, silence)
-        while (reply := await self._reply(silence)).working:
-            pass
+        try:
+            async with asyncio.timeout(silence):
+                await self._send(task, arguments, body, silence)
+            reply = await self._reply(silence)  # the first says that the task begins
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise NotBegun from error
+        while reply.working:
+            reply = await self._reply(silence)
         self.memory = reply.memory
         if reply.failure is not None:
             raise error_of(reply.failure)
@@ -145,33 +153,42 @@ class HelperPool:
         return self._make_setup()
 
     async def run(self, task: Task, arguments: msgspec.Struct, body: bytes | bytearray = b"") -> bytes:
-        """The result of `task`, run in a process. Cancelling it kills the process.
+        """The result of `task`, run in a process. Cancelling it kills the process. One that was killed before it began the task costs nothing:
+        another runs it.
 
         Once it raises, the task has ended. Raises what the task raises, `HelperLost`, and `InvalidRequest` if the
         task sent no heartbeat for `silence` seconds.
         """
         encoded = msgspec.msgpack.encode(arguments)
         async with self._turns:
-            helper = self._idle_helper()
-            done = False
-            try:
-                helper = helper or await self._start()
-                result = await helper.call(name_of(task), encoded, body, self.silence)
-                done = True
-                return result
-            except TimeoutError:
-                raise InvalidRequest(f"expected input that is read within {self.silence:.0f} s") from None
-            except (asyncio.IncompleteReadError, ConnectionError):
-                raise HelperLost("the process that read this request ended before it was done; try again") from None
-            except CoserveError:  # what the task raised
-                done = True
-                raise
-            finally:
-                if helper is not None:
-                    if done and helper.memory <= self._max_memory:
-                        self._idle.append(helper)
-                    else:
-                        await uncancelled(self._end(helper))
+            while True:
+                helper = self._idle_helper()
+                new = helper is None
+                try:
+                    return await self._call(helper or await self._start(), task, encoded, body)
+                except TimeoutError:
+                    raise InvalidRequest(f"expected input that is read within {self.silence:.0f} s") from None
+                except (asyncio.IncompleteReadError, ConnectionError):
+                    raise HelperLost("the process that read this request ended before it was done; try again") from None
+                except NotBegun:
+                    if new:
+                        raise HelperLost("the process that was to read this request was killed; try again") from None
+
+    async def _call(self, helper: HelperProcess, task: Task, arguments: bytes, body: bytes | bytearray) -> bytes:
+        """`HelperProcess.call`; then the process is idle or has ended."""
+        done = False
+        try:
+            result = await helper.call(name_of(task), arguments, body, self.silence)
+            done = True
+            return result
+        except CoserveError:  # what the task raised
+            done = True
+            raise
+        finally:
+            if done and helper.memory <= self._max_memory:
+                self._idle.append(helper)
+            else:
+                await uncancelled(self._end(helper))
 
     async def _start(self) -> HelperProcess:
         return await HelperProcess.start(await asyncio.to_thread(lambda: self._setup), self._log, self.silence)

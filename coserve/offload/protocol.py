@@ -45,7 +45,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """`size` bytes of result follow, unless it is only a heartbeat (`working`)."""
+    """`size` bytes of result follow, unless it is only a heartbeat (`working`). The first heartbeat says that the task begins."""
 
     working: bool = False
     failure: Failure | None = None

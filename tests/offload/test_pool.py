@@ -114,6 +114,29 @@ async def test_a_process_that_is_killed_is_replaced(pool: HelperPool) -> None:
     assert await helper_pid(pool) not in (first, second)
 
 
+async def test_those_that_were_killed_while_they_had_nothing_to_do_cost_no_call() -> None:
+    """Their end is not known yet: the call goes to them."""
+    pool = HelperPool(tokenizer().state, 2)
+    pids = await asyncio.gather(helper_pid(pool), helper_pid(pool))
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    call = asyncio.create_task(pool.run(tasks.echo, NOTHING, body := bytes(8 << 20)))
+    await asyncio.sleep(0.05)  # it is being written
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    assert await call == body
+    assert await helper_pid(pool) not in pids
+    await pool.close()
+
+
+async def test_a_task_that_killed_its_process_is_not_run_again(pool: HelperPool, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    await helper_pid(pool)
+    with pytest.raises(HelperLost):
+        await pool.run(tasks.die, NOTHING, str(runs).encode())
+    assert runs.read_text() == "ran\n"
+
+
 async def test_a_stuck_process_is_killed_and_one_that_works_is_not(
     pool: HelperPool,
 ) -> None:

@@ -72,5 +72,9 @@ def tokens(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
 
 
 def die(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+    """Note in the file that `body` names that it ran, if there is one; then the process is killed."""
+    if body:
+        with Path(body.decode()).open("a") as file:
+            file.write("ran\n")
     os.kill(os.getpid(), signal.SIGKILL)
     return b""
