@@ -75,6 +75,11 @@ class Config:
         choices=("nfs", "slora"),
     )
     threads: int | None = option(None, "CPU threads of the engine; default: all cores but one, two at most")
+    engine_timeout: float = option(
+        600.0,
+        "seconds without a sign of an engine that has work, after which it is ended and started again (one whose process is stopped: after 6 s); longer than any step or "
+        "slice of the base; 0: never",
+    )
     lora_backend: str = option(
         "auto",
         "how LoRA terms are computed",

@@ -13,6 +13,8 @@ import msgspec
 from coserve.errors import EngineUnavailable
 from coserve.link import FromEngine, InT, OutT, ToEngine
 
+ALIVE = 10.0
+"""Seconds between two messages of an engine that has work, unless a single step or slice takes longer."""
 TURN_BYTES = 1 << 16
 """Bytes of messages that a `StreamLink` receives before it yields to the event loop."""
 

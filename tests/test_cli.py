@@ -46,6 +46,7 @@ SETTINGS = [
     "tp",
     "lora_sharding",
     "threads",
+    "engine_timeout",
     "lora_backend",
     "compile",
     "cache_dir",

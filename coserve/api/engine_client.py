@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator
@@ -12,12 +13,13 @@ from coserve.errors import EngineUnavailable
 from coserve.gpu_memory import MemoryModel, PoolShape
 from coserve.health import EngineRanks, RankInfo, Status, Warming, starting_line
 from coserve.link import EngineReady, EngineStats, EngineWarming, FromEngine, Link, ToEngine
-from coserve.state.retries import FOR_EVER
+from coserve.stream_link import ALIVE
 from coserve.types import AdapterRef, BaseSpec
 
-SILENCE = FOR_EVER.longest + 10
-"""Seconds without a message of an engine that has work, from which on `/health` reports it. One whose jobs only wait for disk space sleeps
-until it tries again."""
+SILENCE = 2 * ALIVE
+"""Seconds without a message of an engine that has work, from which on `/health` reports it."""
+LOOK = 0.5
+"""Seconds between two looks at an engine that may hang."""
 
 
 class EngineClient:
@@ -129,6 +131,15 @@ class EngineClient:
         """A line of an engine that has work and says nothing: its process, or its device, stands still."""
         seconds = 0.0 if self._silent_since is None else self._clock() - self._silent_since
         return () if seconds < SILENCE else (f"the engine has said nothing for {seconds:.0f} s, though it has work",)
+
+    async def hung(self, limit: float) -> None:
+        """Wait until the engine has had work and has said nothing for `limit` seconds; for ever if that is 0. Looks are counted and not seconds:
+        while the daemon was stopped itself, the engine was not silent."""
+        looks, since = 0, self._silent_since
+        while limit == 0 or looks * LOOK < limit:
+            await asyncio.sleep(LOOK)
+            looks = looks + 1 if since is not None and since == self._silent_since else 0
+            since = self._silent_since
 
     def open(self, link: Link[ToEngine, FromEngine], ready: EngineReady, ranks: EngineRanks | None) -> None:
         self._link, self.ready, self.ranks, self.troubles, self.warmup = link, ready, ranks, (), None

@@ -146,6 +146,12 @@ class Service:
         self.generation.fail_all(EngineUnavailable(why))
         self.recorder.watchers.notify_all()  # pauses and cancellations must not wait for the next engine
 
+    async def engine_hung(self) -> str:
+        """Wait until the attached engine hangs, then say how."""
+        limit = self._config.engine_timeout
+        await self.engine.hung(limit)
+        return f"it said nothing for {limit:.0f} s, though it had work"
+
     def engine_failed(self, note: str, *, started: bool) -> None:
         """The engine died and is being started again. `note` says why; `started`: it had become ready."""
         self.engine.failed(note, started=started)

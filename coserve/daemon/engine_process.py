@@ -10,7 +10,8 @@ import socket
 import time
 from collections.abc import Callable
 
-from coserve.config import Config, config_to_json
+from coserve.config import Config
+from coserve.daemon.one_process import OneProcess
 from coserve.daemon.rank_group import RankGroup
 from coserve.daemon.supervisor import EngineDied
 from coserve.errors import (
@@ -19,7 +20,7 @@ from coserve.errors import (
 )
 from coserve.link import EngineReady, EngineRefused, EngineWarming, FromEngine, Link, Shutdown, ToEngine
 from coserve.logs.format import log_event
-from coserve.processes import signal_child, start_child
+from coserve.processes import signal_child
 from coserve.stream_link import api_end
 
 log = logging.getLogger(__name__)
@@ -29,16 +30,11 @@ STOP_TIMEOUT = 60.0
 
 
 class EngineProcess:
-    """A ready engine and the link to it. `group`: all of its processes, where there are several; `process` is the first then."""
+    """A ready engine and the link to it."""
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        link: Link[ToEngine, FromEngine],
-        ready: EngineReady,
-        group: RankGroup | None = None,
-    ) -> None:
-        self.process, self.link, self.ready, self.ranks = process, link, ready, group
+    def __init__(self, processes: OneProcess | RankGroup, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None:
+        self.link, self.ready, self._processes = link, ready, processes
+        self._hung: str | None = None
 
     @classmethod
     async def start(
@@ -53,29 +49,21 @@ class EngineProcess:
         Raises `EngineDied`, or the `StartupError` that it names."""
         began = time.monotonic()
         ours, theirs = socket.socketpair()
-        group = RankGroup() if config.tp > 1 else None
+        processes = RankGroup() if config.tp > 1 else OneProcess()
         async with contextlib.AsyncExitStack() as undo:
             with theirs:
                 link = await api_end(ours)
                 undo.push_async_callback(link.close)
-                if group is None:
-                    process = await start_child("coserve.engine.process", theirs, stdin=asyncio.subprocess.PIPE)
-                    undo.push_async_callback(kill, process)
-                    assert process.stdin is not None
-                    process.stdin.write(config_to_json(config))
-                    process.stdin.close()
-                else:
-                    undo.push_async_callback(group.kill)
-                    await group.start(config, theirs)
-                    process = group.leader
-            log_event(log, "engine starts", engine_pid=process.pid, model=config.model)
+                undo.push_async_callback(processes.kill)
+                await processes.start(config, theirs)
+            log_event(log, "engine starts", engine_pid=processes.leader.pid, model=config.model)
             spawned()
-            ready = await _receive_ready(process, link, group, report)
+            ready = await _receive_ready(processes, link, report)
             undo.pop_all()
         log_event(
             log,
             "engine ready",
-            engine_pid=process.pid,
+            engine_pid=processes.leader.pid,
             model=ready.spec.name,
             family=ready.spec.family,
             device=ready.spec.device,
@@ -86,15 +74,34 @@ class EngineProcess:
             seconds=round(time.monotonic() - began, 3),
             notes="; ".join(ready.notes) or None,
         )
-        return cls(process, link, ready, group)
+        return cls(processes, link, ready)
+
+    @property
+    def process(self) -> asyncio.subprocess.Process:
+        """Its process; of several, the one that has the link."""
+        return self._processes.leader
+
+    @property
+    def ranks(self) -> RankGroup | None:
+        """Its processes, where there are several."""
+        return self._processes if isinstance(self._processes, RankGroup) else None
+
+    @property
+    def loss(self) -> str | None:
+        """Why it was ended, where it hung or lost one of its processes."""
+        return self._hung or self._processes.loss
 
     async def wait(self) -> int:
-        return await (self.process if self.ranks is None else self.ranks).wait()
+        return await self._processes.wait()
+
+    def end(self, loss: str) -> None:
+        """Kill it, as it hangs."""
+        self._hung = loss
+        signal_child(self.process, signal.SIGKILL)  # other ranks end with it
 
     async def stop(self) -> None:
         """Ask for a clean end (the engine saves checkpoints); kill what does not end in time."""
-        if self.ranks is not None:
-            self.ranks.stop()
+        self._processes.stop()
         if self.process.returncode is None:
             self.link.send(Shutdown())
             try:
@@ -102,37 +109,31 @@ class EngineProcess:
                     await self.wait()
             except TimeoutError:
                 log.warning("the engine did not stop within %.0f s: killed", STOP_TIMEOUT)
-                await kill(self.process)
-        if self.ranks is not None:
-            await self.ranks.kill()
+        await self._processes.kill()
         await self.link.close()
 
 
 async def _receive_ready(
-    process: asyncio.subprocess.Process,
-    link: Link[ToEngine, FromEngine],
-    group: RankGroup | None,
-    report: Callable[[EngineWarming], None],
+    processes: OneProcess | RankGroup, link: Link[ToEngine, FromEngine], report: Callable[[EngineWarming], None]
 ) -> EngineReady:
     receiving = asyncio.create_task(_receive_end_of_start(link, report))
-    lost = None if group is None else asyncio.create_task(group.lost.wait())
+    lost = asyncio.create_task(processes.lost.wait())
     try:
-        await asyncio.wait({receiving, *(() if lost is None else (lost,))}, return_when=asyncio.FIRST_COMPLETED)
-        message = None if group is not None and group.loss is not None else await receiving
+        await asyncio.wait({receiving, lost}, return_when=asyncio.FIRST_COMPLETED)
+        message = None if processes.loss is not None else await receiving
     except EngineUnavailable:
         message = None
     finally:
         receiving.cancel()
-        if lost is not None:
-            lost.cancel()
+        lost.cancel()
     if message is None:
-        status = await process.wait()
-        if group is not None and group.refusal is not None:
-            raise group.refusal
-        raise EngineDied(status, None if group is None else group.loss)
+        status = await processes.leader.wait()
+        if processes.refusal is not None:
+            raise processes.refusal
+        raise EngineDied(status, processes.loss)
     if isinstance(message, EngineRefused):
-        if group is None:
-            await process.wait()
+        if isinstance(processes, OneProcess):
+            await processes.wait()
         raise error_from_code(message.code, message.message)  # a `StartupError`
     assert isinstance(message, EngineReady), message
     return message
@@ -145,8 +146,3 @@ async def _receive_end_of_start(
     while isinstance(message := await link.receive(), EngineWarming):
         report(message)
     return message
-
-
-async def kill(process: asyncio.subprocess.Process) -> None:
-    signal_child(process, signal.SIGKILL)
-    await process.wait()

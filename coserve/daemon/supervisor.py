@@ -37,8 +37,17 @@ class RunningEngine(Protocol):
         """Its processes, where there are several."""
         ...
 
+    @property
+    def loss(self) -> str | None:
+        """Why it was ended, where it hung or lost one of its processes."""
+        ...
+
     async def wait(self) -> int:
         """Wait until it has ended; its exit status."""
+        ...
+
+    def end(self, loss: str) -> None:
+        """Kill it, as it hangs."""
         ...
 
     async def stop(self) -> None:
@@ -54,6 +63,10 @@ class EngineOwner(Protocol):
     ) -> None: ...
     async def disconnected(self) -> Exception | None:
         """Wait until the attached engine's messages are no longer read. The error that ended this; None if the link closed."""
+        ...
+
+    async def engine_hung(self) -> str:
+        """Wait until the attached engine hangs: it has work and says nothing. Returns what to tell of it."""
         ...
 
     def engine_lost(self) -> None: ...
@@ -126,26 +139,26 @@ class Supervisor:
             tasks.append(attaching)
             await asyncio.wait({ended, attaching}, return_when=asyncio.FIRST_COMPLETED)
             if not attaching.done():
-                return _EngineExit(ended.result(), loss=_loss(engine))
+                return _EngineExit(ended.result(), loss=engine.loss)
             attaching.result()
             began = self._clock()
             self.attached.set()
             disconnected = asyncio.create_task(self._service.disconnected())
-            tasks.append(disconnected)
-            await asyncio.wait({ended, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+            hung = asyncio.create_task(self._service.engine_hung())
+            tasks += [disconnected, hung]
+            await asyncio.wait({ended, disconnected, hung}, return_when=asyncio.FIRST_COMPLETED)
             served = self._clock() - began
             unreadable = disconnected.result() if disconnected.done() else None
+            if hung.done() and not (ended.done() or disconnected.done()):
+                engine.end(hung.result())
+                self._service.engine_lost()  # its requests need not wait until the process is gone
         finally:
             for task in tasks:
                 task.cancel()
             await engine.stop()
             await asyncio.gather(*tasks, return_exceptions=True)
         self._service.engine_lost()
-        return _EngineExit(await engine.wait(), served, started=True, unreadable=unreadable, loss=_loss(engine))
-
-
-def _loss(engine: RunningEngine) -> str | None:
-    return None if engine.ranks is None else engine.ranks.loss
+        return _EngineExit(await engine.wait(), served, started=True, unreadable=unreadable, loss=engine.loss)
 
 
 def how_ended(status: int) -> str:
@@ -169,7 +182,7 @@ class _EngineExit:
     unreadable: Exception | None = None
     """Why its messages could not be read any more, where that is why it was stopped."""
     loss: str | None = None
-    """Which of its processes was lost, where that is why it was stopped."""
+    """How it hung, or which of its processes was lost, where that is why it was stopped."""
 
     @property
     def text(self) -> str:

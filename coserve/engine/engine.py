@@ -50,6 +50,7 @@ from coserve.queues.costs import ATTAINMENT
 from coserve.queues.inference import InferenceQueue, Queued
 from coserve.queues.policy import Costs, Policy, Serve, Train, Wait
 from coserve.state.failpoints import failpoint
+from coserve.stream_link import ALIVE
 from coserve.types import MicroStep
 
 log = logging.getLogger(__name__)
@@ -153,8 +154,7 @@ class Engine:
         self._upgrade.load_layers()
 
     def compile(self) -> None:
-        """Before `run`: begin with compiled steps. Blocks. While requests run it would take several times as long, and delay
-        them."""
+        """Before `run`: begin with compiled steps. Blocks; while requests run, it would take several times as long."""
         assert self._upgrade is not None, "expected steps that can be compiled"
         self._upgrade.begin_compiled()
 
@@ -237,8 +237,9 @@ class Engine:
             case Wait(until):
                 self._measured = self._measured if launched else None
                 self._reports.send(now, force=not flight.slices)
-                if self._jobs.wait_for_memory:  # only the device says when others give it back
-                    until = min(until or math.inf, now + self._memory_poll)
+                if self._running or self._queue or self._adapters.waiting or len(self._jobs):
+                    poll = self._memory_poll if self._jobs.wait_for_memory else ALIVE
+                    until = min(until or math.inf, now + poll)
                 await self._idle.sleep(None if until is None else until - now)
 
     def _idle_until(self, until: float | None, now: float) -> bool:

@@ -103,7 +103,7 @@ async def test_an_engine_that_has_work_and_says_nothing_is_told(tmp_path: Path) 
         api.engine.go_requests.clear()
         call = asyncio.create_task(api.call("POST", "/generate", json={"prompt": "x"}))
         await api.engine.saw(Generate, 2)
-        now = 139.0
+        now = 119.0
         assert await notes(api) == []
         now = 142.4
         assert await notes(api) == ["the engine has said nothing for 42 s, though it has work"]

@@ -32,25 +32,32 @@ class Dies:
     status: int = -9
     unreadable: bool = False
     """It lives on, and what it says cannot be read."""
+    hangs: bool = False
+    """It lives on, and says nothing."""
 
 
 @dataclass
 class Engine:
-    end: Dies
+    fate: Dies
     link: Link[ToEngine, FromEngine] = field(default_factory=lambda: local_pair()[0])
     ready: EngineReady = READY
     ranks: EngineRanks | None = None
+    loss: str | None = None
     stopped: bool = False
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     born: float = field(default_factory=lambda: asyncio.get_running_loop().time())
 
     async def wait(self) -> int:
-        assert self.end.served is not None
-        if self.end.unreadable:
+        assert self.fate.served is not None
+        if self.fate.unreadable or self.fate.hangs:
             await self.stopping.wait()
         else:
-            await asyncio.sleep(self.end.served - (asyncio.get_running_loop().time() - self.born))
-        return self.end.status
+            await asyncio.sleep(self.fate.served - (asyncio.get_running_loop().time() - self.born))
+        return self.fate.status
+
+    def end(self, loss: str) -> None:
+        self.loss = loss
+        self.stopping.set()
 
     async def stop(self) -> None:
         self.stopped = True
@@ -92,12 +99,20 @@ class World:
         self.attached += 1
 
     async def disconnected(self) -> Exception | None:
-        end = self.engines[-1].end
+        end = self.engines[-1].fate
         if not end.unreadable:
             await asyncio.Event().wait()
         assert end.served is not None
         await asyncio.sleep(end.served)
         return ValueError("no message")
+
+    async def engine_hung(self) -> str:
+        fate = self.engines[-1].fate
+        if not fate.hangs:
+            await asyncio.Event().wait()
+        assert fate.served is not None
+        await asyncio.sleep(fate.served)
+        return "it said nothing for 600 s"
 
     def engine_lost(self) -> None:
         self.lost += 1
@@ -162,6 +177,13 @@ def test_one_whose_messages_cannot_be_read_is_stopped_and_started_again() -> Non
     assert world.engines[0].stopped and world.lost == 1
     (note, started), *_ = world.notes
     assert started and note.startswith("the engine was stopped after 50 s of service: its messages could not be read")
+
+
+def test_one_that_hangs_is_killed_and_started_again() -> None:
+    world, _ = live([Dies(50.0, hangs=True), REFUSAL])
+    assert world.engines[0].stopped and world.lost >= 1
+    (note, started), *_ = world.notes
+    assert started and note.startswith("the engine was stopped after 50 s of service: it said nothing for 600 s")
 
 
 def test_one_that_dies_while_it_is_attached_died_early() -> None:

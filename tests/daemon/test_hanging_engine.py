@@ -1,0 +1,63 @@
+"""An engine that hangs is ended and started again; its request gets an error, its job goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.crash_oracle import job_request
+from tests.support.daemon_process import DaemonProcess
+
+pytestmark = pytest.mark.slow
+LOG = ("--log-format", "json")
+
+
+def engine_pid(daemon: DaemonProcess) -> int:
+    """Of the first engine."""
+    return int(daemon.logged("engine starts")["engine_pid"])
+
+
+def check_restarted(daemon: DaemonProcess, why: str) -> None:
+    status, answer = daemon.call("POST", "/generate", {"prompt": "Today we", "max_tokens": 4})
+    while status == 503:
+        status, answer = daemon.call("POST", "/generate", {"prompt": "Today we", "max_tokens": 4})
+    assert status == 200, answer
+    assert daemon.call("GET", "/health")[1]["engine_restarts"] == 1
+    assert any(why in entry["message"] for entry in daemon.entries())
+
+
+def test_one_that_is_stopped_while_it_works(model: Path, tmp_path: Path) -> None:
+    with DaemonProcess(model, tmp_path / "data", options=LOG) as daemon:
+        daemon.wait_ready()
+        status, job = daemon.call("POST", "/finetune", job_request("adapter"))
+        assert status == 202, job
+        events = daemon.events("GET", f"/finetune/{job['id']}/events")
+        next(one for one in events if one["type"] == "metrics")
+        os.kill(engine_pid(daemon), signal.SIGSTOP)
+        status, answer = daemon.call("POST", "/generate", {"prompt": "Today we"})
+        assert (status, answer["error"]["code"]) == (503, "engine_unavailable")
+        assert list(events)[-1]["state"] == "succeeded"
+        check_restarted(daemon, "its process did not run for 6 s")
+
+
+def test_one_that_is_stopped_while_it_starts_or_idles(model: Path, tmp_path: Path) -> None:
+    with DaemonProcess(model, tmp_path / "data", options=LOG) as daemon:
+        os.kill(engine_pid(daemon), signal.SIGSTOP)
+        daemon.wait_ready()
+        daemon.logged("engine ready")
+        check_restarted(daemon, "while it started: its process did not run for 6 s")
+
+
+def test_one_that_makes_no_progress(model: Path, tmp_path: Path) -> None:
+    """Its process runs, as with a device that never ends a step."""
+    options = (*LOG, "--engine-timeout", "3")
+    hangs = "generate.mid_stream=delay:600s@5"
+    with DaemonProcess(model, tmp_path / "data", options=options, failpoints=hangs) as daemon:
+        daemon.wait_ready()
+        body = {"prompt": "Today we", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        *_, last = daemon.events("POST", "/generate", body)
+        assert last["error"]["code"] == "engine_unavailable"
+        check_restarted(daemon, "it said nothing for 3 s, though it had work")
