@@ -15,6 +15,14 @@ MAX_PROMPT_LOGPROBS: Final = 1 << 18
 MAX_LOGIT_BIAS: Final = 1024
 MAX_MESSAGES: Final = 1024
 MAX_ROWS: Final = 1_000_000
+MAX_TEXT: Final = 1 << 24
+"""Characters of any text in a request."""
+MAX_TOKENS: Final = 1 << 20
+"""Token ids of a list in a request."""
+MAX_NAMES: Final = 1024
+"""Modules or patterns in a list or map of a new adapter's settings; imported ones have those of their files."""
+MAX_BLOCK_NAMES: Final = 64
+"""The same of `targets_bd_a` and `targets_bd_b`: each is looked for in each site's name."""
 MAX_RANK: Final = 1024
 """Largest rank of a new adapter; imported ones have the rank of their tensors."""
 MAX_BLOCKS: Final = 64
@@ -42,6 +50,12 @@ RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=10)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 """`presence_penalty` and `frequency_penalty`."""
 Seed = Annotated[int, Meta(ge=0, le=MAX_SEED)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
+ModuleName = Annotated[str, Meta(max_length=512)]
+"""A module's name, a part of one, or a pattern of names."""
+ModuleNames = Annotated[tuple[ModuleName, ...], Meta(max_length=MAX_NAMES)]
+BlockNames = Annotated[tuple[ModuleName, ...], Meta(max_length=MAX_BLOCK_NAMES)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 StopTexts = Annotated[list[StopText], Meta(max_length=MAX_STOPS)]
 StopTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_STOPS)]

@@ -7,11 +7,12 @@ Structs are sent over HTTP or the link to the engine; they are frozen and refuse
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
-from coserve.limits import AuthorName
+from coserve.limits import MAX_MESSAGES, MAX_NAMES, AuthorName, BlockNames, ModuleName, ModuleNames, Text
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -189,12 +190,12 @@ class ChatMessage(Wire, frozen=True):
     """One turn of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str
+    content: Text
     name: AuthorName | None = None
 
 
-class LoraSettings(Wire, frozen=True):
-    """The shape of a new adapter. The meaning is PEFT's, some names are ours: `alpha` is PEFT's `lora_alpha`, `rslora` is
+class LoraRequest(Wire, frozen=True):
+    """The shape of a new adapter, as a user asks for it. The meaning is PEFT's, some names are ours: `alpha` is PEFT's `lora_alpha`, `rslora` is
     `use_rslora`, `dropout` is `lora_dropout`, `targets` is `target_modules`, `init` is `init_lora_weights`, and `bd_blocks`,
     `targets_bd_a` and `targets_bd_b` are `use_bdlora`'s `nblocks`, `target_modules_bd_a` and `target_modules_bd_b`.
     """
@@ -204,20 +205,30 @@ class LoraSettings(Wire, frozen=True):
     """None: `2 * r`."""
     rslora: bool = False
     dropout: float = 0.0
-    targets: tuple[str, ...] | None = None
+    targets: ModuleNames | None = None
     """Suffixes of module names (`"q_proj"`) or whole names; None: every linear site of the decoder layers."""
-    rank_pattern: dict[str, int] = {}
-    alpha_pattern: dict[str, float] = {}
-    init: str = "default"
+    rank_pattern: Annotated[dict[ModuleName, int], Meta(max_length=MAX_NAMES)] = {}
+    alpha_pattern: Annotated[dict[ModuleName, float], Meta(max_length=MAX_NAMES)] = {}
+    init: Annotated[str, Meta(max_length=64)] = "default"
     """`default` (Kaiming A, zero B), `gaussian` (normal A / r, zero B) or `orthogonal`."""
     bd_blocks: int = 1
     """BD-LoRA: diagonal blocks of B at column-parallel sites (q, k, v, gate, up) and of A at row-parallel ones (o, down), for
     tensor parallelism over as many GPUs or any divisor of it. `r` is the rank of all blocks together. 1: plain LoRA."""
-    targets_bd_a: tuple[str, ...] | None = None
+    targets_bd_a: BlockNames | None = None
     """Parts of the names of the sites whose A is block-diagonal; sites that neither list names are plain LoRA. None, and
     `targets_bd_b` too: the row-parallel sites."""
-    targets_bd_b: tuple[str, ...] | None = None
+    targets_bd_b: BlockNames | None = None
     """The same for B. None, and `targets_bd_a` too: the column-parallel sites."""
+
+
+class LoraSettings(LoraRequest, frozen=True):
+    """The shape of an adapter. As `LoraRequest`; an imported adapter may have a name for each of many thousand sites."""
+
+    targets: tuple[str, ...] | None = None
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
+    targets_bd_a: tuple[str, ...] | None = None
+    targets_bd_b: tuple[str, ...] | None = None
 
 
 Auto = Literal["auto"]
@@ -287,7 +298,10 @@ class TrainingRequest(Wire, frozen=True):
     eval_steps: int = 20
     checkpoint_steps: int = 20
     seed: int = 0
-    sample_prompts: tuple[str | tuple[ChatMessage, ...], ...] = ()
+    sample_prompts: Annotated[
+        tuple[Text | Annotated[tuple[ChatMessage, ...], Meta(max_length=MAX_MESSAGES)], ...],
+        Meta(max_length=MAX_MESSAGES),
+    ] = ()
     """Texts, or chats as lists of messages, of which the adapter in training generates samples: one each, every `sample_steps` steps and
     at the end. They do not change what is learned."""
     sample_steps: int = 20

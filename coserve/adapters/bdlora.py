@@ -15,8 +15,6 @@ from coserve.errors import InvalidRequest
 from coserve.limits import MAX_BLOCKS
 from coserve.types import BaseSpec, LoraSettings, SiteSpec
 
-MAX_PATTERNS = 64
-"""Most entries of a new adapter's `targets_bd_a` and `targets_bd_b`: each is looked for in each site's name, on the event loop."""
 CONV1D_FAMILIES = frozenset({"gpt2"})
 """Families whose linear modules are transformers' `Conv1D`, which store their weight transposed."""
 
@@ -147,8 +145,6 @@ def _named(patterns: Iterable[str], site: str) -> bool:
 def _check_patterns(settings: LoraSettings, sites: Collection[str]) -> None:
     for field in ("targets_bd_a", "targets_bd_b"):
         patterns = getattr(settings, field) or ()
-        if len(patterns) > MAX_PATTERNS:
-            raise InvalidRequest(f"expected at most {MAX_PATTERNS} entries, got {len(patterns)}", field=field)
         for pattern in patterns:
             if not pattern or not any(pattern in site for site in sites):
                 raise InvalidRequest(f"{pattern[:80]!r} is part of none of the targeted sites' names", field=field)

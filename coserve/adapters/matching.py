@@ -103,7 +103,7 @@ def _chooser(modules: object, *, otherwise: bool) -> Callable[[str], bool]:
     if modules is None or (isinstance(modules, str) and modules.lower() == ALL_LINEAR and otherwise):
         return lambda site: True
     if not isinstance(modules, str):
-        names = cast("list[str]", modules)
+        names = frozenset(cast("list[str]", modules))
         return lambda site: targets_match(names, site)
     pattern = whole(modules, Steps())
 
@@ -119,16 +119,17 @@ def _chooser(modules: object, *, otherwise: bool) -> Callable[[str], bool]:
 def _layer_chooser(config: Mapping[str, object]) -> Callable[[str], bool]:
     """Whether a site is in one of `layers_to_transform`; sites that are targeted by their whole name always are."""
     layers, targets = config.get("layers_to_transform"), config.get("target_modules")
-    chosen = [layers] if isinstance(layers, int) else cast("list[int]", layers or [])
+    chosen = frozenset([layers] if isinstance(layers, int) else cast("list[int]", layers or []))
     if not chosen or not isinstance(targets, list):
         return lambda site: True
+    whole_names = frozenset(cast("list[str]", targets))
     lists = config.get("layers_pattern") or []
     names = [lists] if isinstance(lists, str) else cast("list[str]", lists)
     steps = Steps()
     patterns = [Pattern(name, steps, form=r"(?:^|.*?\.){}\.(?P<idx>\d+)\.") for name in names]
 
     def inside(site: str) -> bool:
-        if site in targets:
+        if site in whole_names:
             return True
         try:
             found = _first_match(patterns, site) if patterns else _LAYER.match(site)

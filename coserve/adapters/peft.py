@@ -14,7 +14,7 @@ from coserve.adapters.bdlora import CONV1D_FAMILIES, blocks_at, packed_shapes, p
 from coserve.adapters.finite import refuse_non_finite
 from coserve.adapters.gate import read_config
 from coserve.adapters.matching import Known, Matching
-from coserve.adapters.targets import alpha_of, exact, targets_match
+from coserve.adapters.targets import alpha_of, exact, targeted_sites
 from coserve.adapters.tensorfile import TensorEntry, TensorFile
 from coserve.errors import BaseMismatch, CorruptAdapter, ShapeMismatch, UnsupportedAdapter
 from coserve.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -141,7 +141,7 @@ def read_layout(
 def adapter_config(settings: LoraSettings, base: BaseSpec, sites: Collection[str]) -> dict[str, object]:
     """The content of `adapter_config.json` for an adapter with these sites."""
     targets = base.default_targets if settings.targets is None else settings.targets
-    if {site for site in base.sites if targets_match(targets, site)} != set(sites):
+    if set(targeted_sites(targets, base.sites)) != set(sites):
         targets = tuple(sites)
     config: dict[str, object] = {
         "peft_type": "LORA",
@@ -223,7 +223,7 @@ def _targets(names: tuple[str, ...] | None, base: BaseSpec, sites: Collection[st
     """`names`, or the last parts of the sites' names, if they mean just these sites; else the sites."""
     last = tuple(dict.fromkeys(site.rsplit(".", 1)[-1] for site in sites))
     for some in (names, last):
-        if some is not None and {site for site in base.sites if targets_match(some, site)} == set(sites):
+        if some is not None and set(targeted_sites(some, base.sites)) == set(sites):
             return some
     return tuple(sites)
 

@@ -21,8 +21,9 @@ from coserve.limits import (
     StopTexts,
     StopTokenIds,
     Temperature,
+    Text,
     TokenCount,
-    TokenId,
+    TokenIds,
     TopK,
     TopP,
 )
@@ -33,7 +34,7 @@ from coserve.types import ChatMessage, SloClass, Wire
 class GenerateRequest(Wire, frozen=True, omit_defaults=True):
     """`POST /generate`. Exactly one of `prompt` (text or token ids) and `messages`."""
 
-    prompt: str | list[TokenId] | None = None
+    prompt: Text | TokenIds | None = None
     messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)] | None = None
     adapter: AdapterRefText | None = None
     """None: the base itself."""

@@ -11,7 +11,7 @@ from coserve.names import AdapterName, AdapterRefText
 from coserve.schemas.errors import ErrorInfo
 from coserve.schemas.generation import Finish
 from coserve.step_metrics import StepMetrics
-from coserve.types import JobState, LoraSettings, TrainingRequest, TrainingSettings, Wire
+from coserve.types import JobState, LoraRequest, LoraSettings, TrainingRequest, TrainingSettings, Wire
 
 ROWS = """Rows, each of one of these formats (docs/data.md says how each is rendered and what of it is learned):
 `{"text": "..."}`;
@@ -47,7 +47,7 @@ class FinetuneRequest(Wire, frozen=True, omit_defaults=True):
     teacher: AdapterRefText | None = None
     """Distillation: learn this adapter's outputs at the rows' targets, not their tokens. Losses are then KL divergences from it.
     The base itself cannot be a teacher."""
-    lora: LoraSettings | None = None
+    lora: LoraRequest | None = None
     training: TrainingRequest = TrainingRequest()
     metadata: Annotated[
         dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)

@@ -69,8 +69,8 @@ def test_anything_more_than_a_name_is_refused(pattern: str) -> None:
 
 def test_targets_match_whole_parts_from_the_end() -> None:
     site = "model.layers.1.mlp.up_proj"
-    assert all(targets_match([target], site) for target in ("up_proj", "mlp.up_proj", "1.mlp.up_proj", site))
-    assert not any(targets_match([target], site) for target in ("proj", "p.up_proj", "mlp", "model", ""))
+    assert all(targets_match(frozenset({target}), site) for target in ("up_proj", "mlp.up_proj", "1.mlp.up_proj", site))
+    assert not any(targets_match(frozenset({target}), site) for target in ("proj", "p.up_proj", "mlp", "model", ""))
 
 
 def test_settings_resolve_to_sites_in_order() -> None:

@@ -88,6 +88,19 @@ def duplicates(size: int) -> bytes:
     return b"{" + b",".join([*names, names[-1]]) + b"}"
 
 
+def spellings(count: int) -> dict[str, int]:
+    """Patterns of one module's name, with other characters that stand for any."""
+    ends = (
+        "".join(letter if number >> place & 1 else "." for place, letter in enumerate(SITE))
+        for number in range(1, count + 1)
+    )
+    return dict.fromkeys(ends, 4)
+
+
+def job_of(**lora: object) -> bytes:
+    return json.dumps({"adapter": "a", "data": [{"text": "the cat"}], "lora": lora}).encode()
+
+
 BIG = 14 * MIB
 JSON_BODIES: dict[str, tuple[str, Callable[[], bytes], set[int]]] = {
     "2 MB text to tokens": ("/tokenize", lambda: b'{"prompt": "' + b"the cat sat " * (MIB // 6) + b'"}', {200}),
@@ -121,6 +134,9 @@ JSON_BODIES: dict[str, tuple[str, Callable[[], bytes], set[int]]] = {
     ),
     "a large import": ("/adapters", lambda: b'{"name": "' + b"x" * BIG + b'"}', {400}),
     "logit biases": ("/generate", lambda: b'{"prompt":"x","logit_bias":{' + b",".join(b'"%d":1' % i for i in range(500_000)) + b"}}", {400}),
+    "8,000 spellings of a module": ("/finetune", lambda: job_of(rank_pattern=spellings(8000)), {400}),
+    "1,024 spellings of a module": ("/finetune", lambda: job_of(rank_pattern=spellings(1024)), {202}),
+    "100,000 targets": ("/finetune", lambda: job_of(targets=[f"q{number}" for number in range(100_000)]), {400}),
     "stop texts": ("/generate", lambda: joined(b'{"prompt": "x", "stop": [', b'"aa"', BIG, b"]}"), {400}),
 }  # fmt: skip
 CORPORA: dict[str, tuple[Callable[[], bytes], set[int]]] = {
@@ -161,6 +177,14 @@ IMPORTS: dict[str, tuple[Callable[[], bytes], int]] = {
     ),
     "a config of small lists": (
         lambda: adapter(b"{}", joined(b'{"peft_type":"LORA","target_modules":[', b"[]", MIB - 100, b"]}")),
+        422,
+    ),
+    "a config that excludes 200,000 modules": (
+        lambda: adapter(
+            json.dumps(TENSORS).encode(),
+            LORA[:-1] + b', "exclude_modules": [' + b",".join([b'"q"'] * 200_000) + b', "q_proj"]}',
+            data=bytes(128),
+        ),
         422,
     ),
     "a good one with 3 MB of metadata": (

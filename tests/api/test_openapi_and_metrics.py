@@ -60,7 +60,7 @@ async def test_the_description_is_whole(api: Api) -> None:
     assert document["paths"]["/health"]["get"]["security"] == []
     for field in ("text", "completion", "messages", "instruction", "conversations"):
         assert f'"{field}":' in str(schemas["FinetuneRequest"]["properties"]["data"]), "the formats of rows are told"
-    assert "lora_alpha" in schemas["LoraSettings"]["description"], "so are PEFT's names for ours"
+    assert "lora_alpha" in schemas["LoraRequest"]["description"], "so are PEFT's names for ours"
 
 
 async def test_fields_are_described_by_what_stands_below_them(api: Api) -> None:

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from coserve.adapters.targets import resolve_targets
 from coserve.admission.memory import check_fits
 from coserve.admission.optimizers import check_optimizer
@@ -154,9 +156,9 @@ class Submission:
     ) -> tuple[AdapterRecord | None, LoraSettings]:
         """The adapter to continue from and its settings, or None and the settings of the request."""
         if request.continue_from is None:
-            lora = request.lora or LoraSettings()
+            lora = LoraSettings() if request.lora is None else LoraSettings(**msgspec.structs.asdict(request.lora))
             try:
-                resolve_targets(lora, spec)
+                await asyncio.to_thread(resolve_targets, lora, spec)
             except InvalidRequest as error:
                 raise InvalidRequest(error.message, field=f"lora.{error.field}") from None
             return None, lora

@@ -13,6 +13,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from coserve.limits import (
     MAX_MESSAGES,
+    MAX_TOKENS,
     MAX_TOP_K,
     AuthorName,
     CacheSalt,
@@ -28,8 +29,10 @@ from coserve.limits import (
     StopTexts,
     StopTokenIds,
     Temperature,
+    Text,
     TokenCount,
     TokenId,
+    TokenIds,
     TopP,
 )
 from coserve.schemas import Finish, Usage
@@ -121,7 +124,7 @@ class SharedParams(Wire, frozen=True):
 class CompletionRequest(SharedParams, frozen=True, kw_only=True):
     """`POST /v1/completions`."""
 
-    prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+    prompt: Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1, max_length=MAX_TOKENS)]
     """A text, token ids, or a list of texts or of token ids. Nothing is added to token ids."""
     max_tokens: TokenCount | None = None
     """null: 16. 0, with `echo`: the prompt is scored, nothing generated."""
@@ -135,7 +138,7 @@ class ContentPart(Wire, frozen=True):
     """Text is the only kind of content there is."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class OpenAIMessage(Wire, frozen=True):
@@ -144,7 +147,7 @@ class OpenAIMessage(Wire, frozen=True):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)] | None = None
+    content: Text | Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)] | None = None
     """Parts are joined by line breaks, as in vLLM."""
     name: AuthorName | None = None
 

@@ -15,6 +15,7 @@ from coserve.limits import (
     Seed,
     StopTexts,
     Temperature,
+    Text,
     TopK,
     TopP,
 )
@@ -74,7 +75,7 @@ class TgiParameters(Wire, frozen=True):
 class TgiRequest(Wire, frozen=True):
     """`POST /`, `POST /generate` and `POST /generate_stream`, with the field names of LoRAX and TGI."""
 
-    inputs: str
+    inputs: Text
     parameters: TgiParameters | None = None
     stream: bool | None = None
 

@@ -20,13 +20,12 @@ from coserve.api.openai.requests import adapter_of, message_of
 from coserve.api.openai.schemas import ModelName, OpenAIMessage
 from coserve.api.service import Service
 from coserve.errors import InvalidRequest, QueueFull
-from coserve.limits import MAX_MESSAGES, TokenId
+from coserve.limits import MAX_MESSAGES, TokenIds
 from coserve.offload.protocol import Task, TaskContext
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.types import Wire
 
 MAX_CHARACTERS = 4 << 20
-MAX_TOKENS = 1 << 20
 MAX_TEXTS = 64
 
 
@@ -54,7 +53,7 @@ class TokenizeResponse(Wire, frozen=True):
 class DetokenizeRequest(Wire, frozen=True):
     """`POST /detokenize`. Special tokens are part of the text."""
 
-    tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
+    tokens: TokenIds
     model: ModelName | None = None
 
 
