@@ -91,6 +91,10 @@ def parse_object(data: bytes, name: str) -> dict[str, object]:
 
     try:
         value = json.loads(data.decode(), object_pairs_hook=unique, parse_constant=refuse)
+        if b"\\u" in data:
+            json.dumps(
+                value, ensure_ascii=False
+            ).encode()  # raises for half of a surrogate pair, which no file or answer can hold
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise CorruptAdapter(f"{name}: not valid JSON: {reason}") from error
