@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from coserve.adapter_store.reading import read_sites
 from coserve.adapter_store.tensor_writer import write_tensors
 from coserve.adapters.bdlora import blocks_at
 from coserve.adapters.gate import read_config
-from coserve.adapters.peft import FINGERPRINT, PREFIX, AdapterTensors, adapter_config, read_layout
+from coserve.adapters.peft import FINGERPRINT, PREFIX, AdapterTensors, config_file, read_layout
 from coserve.adapters.tensorfile import TensorFile, check_digest, digest_file
 from coserve.model.lora import LoraWeights
 from coserve.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -93,5 +92,4 @@ def save_adapter(folder: Path, weights: LoraWeights, base: BaseSpec) -> None:
         tensors[f"{PREFIX}{site}.lora_A.weight"] = pair.a_RD.detach().float().cpu().contiguous()
         tensors[f"{PREFIX}{site}.lora_B.weight"] = pair.b_OR.detach().float().cpu().contiguous()
     write_tensors(folder / ADAPTER_WEIGHTS, tensors, {"format": "pt", FINGERPRINT: base.fingerprint})
-    config = adapter_config(weights.settings, base, weights.sites)
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    (folder / ADAPTER_CONFIG).write_text(config_file(weights.settings, base, weights.sites))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
+from functools import cache
 
 from coserve.errors import InvalidRequest
 from coserve.limits import MAX_BLOCKS
@@ -154,11 +155,17 @@ def _check_patterns(settings: LoraSettings, sites: Collection[str]) -> None:
 
 
 def _patterns(chosen: Collection[str], sites: Collection[str]) -> tuple[str, ...]:
-    others = [site for site in sites if site not in set(chosen)]
+    named = set(chosen)
+    others = [site for site in sites if site not in named]
+
+    @cache
+    def theirs_alone(part: str) -> bool:
+        return not any(part in other for other in others)
+
     found: dict[str, None] = {}
     for site in chosen:
         candidates = (".".join(site.split(".")[-parts:]) for parts in (1, 2))
-        found[next((one for one in candidates if not any(one in other for other in others)), site)] = None
+        found[next(filter(theirs_alone, candidates), site)] = None
     return tuple(found)
 
 

@@ -6,7 +6,6 @@ norms of the update: norm of the difference over norm of the original, of one si
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -19,7 +18,7 @@ import numpy.typing as npt
 
 from coserve.adapters.bdlora import ParallelStyle, blocks_at, check_blocks, packed_shapes, parallel_style
 from coserve.adapters.gate import read_config
-from coserve.adapters.peft import FINGERPRINT, PREFIX, AdapterTensors, adapter_config, read_layout
+from coserve.adapters.peft import FINGERPRINT, PREFIX, AdapterTensors, config_file, read_layout
 from coserve.adapters.shard_svd import Matrix, SiteShards, lost, shard_update
 from coserve.adapters.targets import alpha_of, exact, rank_and_scaling
 from coserve.adapters.tensorfile import TensorEntry, TensorFile, check_digest, digest_file
@@ -213,8 +212,7 @@ def _write(
 
     metadata = {"format": "pt", FINGERPRINT: base.fingerprint}
     write_arrays(folder / ADAPTER_WEIGHTS, shapes, lambda _: next(matrices), metadata)
-    content = json.dumps(adapter_config(settings, base, list(sites)), indent=2)
-    (folder / ADAPTER_CONFIG).write_text(content + "\n")
+    (folder / ADAPTER_CONFIG).write_text(config_file(settings, base, list(sites)))
 
 
 def _tensor(site: str, part: str) -> str:

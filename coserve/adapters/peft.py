@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from coserve.adapters.finite import refuse_non_finite
 from coserve.adapters.gate import read_config
 from coserve.adapters.matching import Known, Matching
 from coserve.adapters.targets import alpha_of, exact, targeted_sites
-from coserve.adapters.tensorfile import TensorEntry, TensorFile
+from coserve.adapters.tensorfile import MAX_CONFIG, TensorEntry, TensorFile
 from coserve.errors import BaseMismatch, CorruptAdapter, ShapeMismatch, UnsupportedAdapter
 from coserve.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.types import BaseSpec, LoraSettings
@@ -136,6 +137,17 @@ def read_layout(
         sites[site] = _shape(site, rank, own_alphas[site], settings, base, shape, b[site].shape)
     settings = _resolved(settings, config, base, sites, own_alphas, named=matching.named)
     return AdapterTensors(settings, sites, own_alphas, a, b)
+
+
+def config_file(settings: LoraSettings, base: BaseSpec, sites: Collection[str], *, field: str | None = None) -> str:
+    """The text of `adapter_config.json` for an adapter with these sites. Raises `UnsupportedAdapter` if it is larger than what can be read again."""
+    text = json.dumps(adapter_config(settings, base, sites), indent=2) + "\n"
+    if len(text) > MAX_CONFIG:
+        raise UnsupportedAdapter(
+            f"its {ADAPTER_CONFIG} would take {len(text)} bytes: expected at most {MAX_CONFIG}, so fewer or shorter targets and patterns",
+            field=field,
+        )
+    return text
 
 
 def adapter_config(settings: LoraSettings, base: BaseSpec, sites: Collection[str]) -> dict[str, object]:

@@ -18,11 +18,11 @@ from coserve.api.jobs.keys import IdempotencyKeys
 from coserve.api.jobs.submission import Submission
 from coserve.corpus.tokenized import Corpus
 from coserve.errors import QueueFull
-from coserve.link import CancelJob, JobFailed, JobPaused, JobProgress, JobWaiting, PauseJob, StartJob
+from coserve.link import CancelJob, DropAdapter, JobFailed, JobPaused, JobProgress, JobWaiting, PauseJob, StartJob
 from coserve.state.durable import remove_dir
 from coserve.state.failpoints import armed
 from coserve.step_metrics import StepMetrics
-from coserve.types import BaseSpec
+from coserve.types import AdapterRef, BaseSpec
 from tests.support.api_server import REPLY, Api, read_events, serve_api
 from tests.support.fake_engine import write_peft
 
@@ -339,6 +339,9 @@ async def test_a_published_adapter_that_cannot_be_read_fails_the_job(api: Api) -
     job = await submit(api)
     failed = await api.job_until(job["id"], "failed")
     assert failed["error"]["code"] == "corrupt_adapter"
+    await api.settled()
+    assert not api.folder.adapter(AdapterRef("poet", 1)).exists(), "no files without a row"
+    await api.engine.saw(DropAdapter)
     await api.refused(404, "adapter_not_found", "POST", "/generate", json={"prompt": "x", "adapter": "poet"})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from msgspec.inspect import (
 from coserve.api.app import ROUTES
 from coserve.limits import MAX_BLOCK_NAMES, MAX_NAMES
 from tests.support.api_server import Api, serve_api
+from tests.support.fake_engine import write_peft
 
 
 def unbounded(info: Type, path: str, seen: frozenset[type] = frozenset()) -> Iterator[str]:
@@ -71,6 +73,21 @@ async def test_a_job_with_more_is_refused_by_name(tmp_path: Path, field: str) ->
         status, body = await submit(api, TOO_MANY[field])
         assert (status, body["error"]["code"]) == (400, "invalid_request")
         assert body["error"]["field"] == f"lora.{field}"
+
+
+async def test_a_job_whose_adapter_could_not_be_read_again_is_refused(tmp_path: Path) -> None:
+    """An import's own file may be as large as is read at most, and would be written with more white space."""
+    folder = tmp_path / "files"
+    async with serve_api(tmp_path / "data", data_root=tmp_path) as api:
+        write_peft(folder, api.base)
+        config = json.loads((folder / "adapter_config.json").read_text())
+        config["target_modules"] = ["q_proj", *map(str, range(100_000))]
+        (folder / "adapter_config.json").write_text(json.dumps(config, separators=(",", ":")))
+        status, body = await api.call("POST", "/adapters", json={"name": "large", "path": str(folder)})
+        assert status == 201, body
+        asked = {"adapter": "larger", "continue_from": "large", "data": [ROW]}
+        found = await api.refused(422, "unsupported_adapter", "POST", "/finetune", json=asked)
+        assert found["field"] == "continue_from" and str(1 << 20) in found["message"]
 
 
 async def submit(api: Api, lora: dict[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -194,6 +194,7 @@ class JobRecorder:
         except AdapterError as error:
             info = ErrorInfo(code=error.code, message=error.message)
             await self.end(id, lambda registry: registry.set_state(id, JobState.FAILED, error=info))
+            await self._discard(message)
         else:
             await self.end(id, lambda registry: registry.succeed(id, record))
 
@@ -225,6 +226,8 @@ class JobRecorder:
             await self.retries.run(f"job {id}", lambda: self.end(id, change))
             with suppress(EngineUnavailable):
                 self._engine.send(CancelJob(id=id))
+            if isinstance(message, JobSucceeded):
+                await self._discard(message)
         except Exception:
             log.exception("job %s: its failure is not written", id)
 
@@ -236,12 +239,19 @@ class JobRecorder:
             if isinstance(message, JobSucceeded):
                 if record is not None and record.result == message.ref:
                     return  # it is this adapter's own job: the message came twice
-                with suppress(EngineUnavailable):
-                    self._engine.send(DropAdapter(ref=message.ref))
-                await asyncio.to_thread(remove_dir, self._folder.adapter(message.ref))
+                await self._discard(message)
             elif record is None or record.state.terminal:
                 with suppress(EngineUnavailable):
                     self._engine.send(CancelJob(id=message.id))
+        except (OSError, CoserveError) as problem:
+            log.warning("job %s: the engine still has it: %s", message.id, problem)
+
+    async def _discard(self, message: JobSucceeded) -> None:
+        """Delete what a job published and the registry does not have: the engine's copy and the files. Never raises."""
+        with suppress(EngineUnavailable):
+            self._engine.send(DropAdapter(ref=message.ref))
+        try:
+            await asyncio.to_thread(remove_dir, self._folder.adapter(message.ref))
         except (OSError, CoserveError) as problem:
             log.warning("job %s: files of its adapter stay until the next start: %s", message.id, problem)
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from coserve.adapters.targets import resolve_targets
+from coserve.adapters.peft import config_file
+from coserve.adapters.targets import resolve_targets, target_sites
 from coserve.admission.memory import check_fits
 from coserve.admission.optimizers import check_optimizer
 from coserve.admission.ranks import check_ranks
@@ -84,7 +85,7 @@ class Submission:
         told how far a large corpus is.
 
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `AdapterBusy`, `BaseMismatch`,
-        `ForbiddenPath`, `JobTooLarge`, `AdapterTooLarge`.
+        `ForbiddenPath`, `JobTooLarge`, `AdapterTooLarge`, `UnsupportedAdapter`.
         """
         refuse_base_name(request.adapter, spec, field="adapter")
         limit = self._config.micro_batch_tokens
@@ -105,6 +106,7 @@ class Submission:
             given, blocks = "lora", "lora.bd_blocks"
         await asyncio.to_thread(check_ranks, lora, spec, ranks=self._config.tp, field=blocks)
         await refuse_too_large(request.adapter, lora, spec, pool, self._config, field=given)
+        await asyncio.to_thread(_check_publishable, lora, spec, field=given)
         teacher = await self._teacher(request, spec)
         corpus = await self._tokenize(request, self._source(request, upload), longest, show)
         try:
@@ -250,6 +252,11 @@ def _earlier(registry: Registry, *, request: FinetuneRequest, base: str) -> JobR
     refuse_conflict(registry, request)
     found = last_job(registry, request.adapter) if serialised(request) else None
     return found if found is not None and found.base_fingerprint == base else None
+
+
+def _check_publishable(lora: LoraSettings, spec: BaseSpec, *, field: str) -> None:
+    """Raises `UnsupportedAdapter` for settings whose file could not be read again."""
+    config_file(lora, spec, target_sites(lora, spec), field=field)
 
 
 def _small(source: Path) -> bool:
