@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coserve.link import Generate
-from coserve.types import SamplingParams
-from tests.support.api_server import REPLY, Api, read_events, tokenizer
+from coserve.link import Generate, Tokens
+from coserve.logprobs import PackedLogprobs
+from coserve.types import FinishReason, SamplingParams, TokenLogprob
+from tests.support.api_server import REPLY, Api, read_events, serve_api, tokenizer
+from tests.support.fake_engine import FakeEngine
 
 PROMPT = "hello there"
 IDS = tokenizer().encode(PROMPT)
@@ -150,3 +153,22 @@ async def test_other_errors(api: Api) -> None:
     assert (status, body["error_type"]) == (429, "overloaded")
     api.engine.go_requests.set()
     await waiting
+
+
+class UnequalEngine(FakeEngine):
+    """Its choices' tokens have other log-probabilities: choice 1 is the likeliest, 0 the least."""
+
+    async def answer(self, request: Generate) -> None:
+        choice = [message.id for message in self.told if isinstance(message, Generate)].index(request.id)
+        token, logprob = list(self.reply(request))[choice], (-3.0, -0.5, -1.0)[choice]
+        packed = PackedLogprobs.of([TokenLogprob(logprob, ((token, logprob),))])
+        self.link.send(Tokens(id=request.id, tokens=(token,), logprobs=packed, finished=FinishReason.LENGTH))
+
+
+async def test_the_best_of_several_has_the_largest_mean_logprob(tmp_path: Path) -> None:
+    async with serve_api(tmp_path, engine_type=UnequalEngine) as api:
+        answer = await ask(api, best_of=3, do_sample=True, details=True)
+    details = answer["details"]
+    assert [token["logprob"] for token in details["tokens"]] == [-0.5]
+    assert answer["generated_text"] == details["tokens"][0]["text"]
+    assert [one["tokens"][0]["logprob"] for one in details["best_of_sequences"]] == [-1.0, -3.0]

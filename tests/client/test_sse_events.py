@@ -22,6 +22,11 @@ def test_fields() -> None:
     assert parse(stream) == [Event("one\ntwo", "error", "7"), Event("three", "message", "7")]
 
 
+def test_an_id_with_a_null_character_is_ignored() -> None:
+    """As the standard of server-sent events says."""
+    assert parse(b"id: 7\ndata: a\n\nid: 8\0\ndata: b\n\n") == [Event("a", "message", "7"), Event("b", "message", "7")]
+
+
 def test_an_event_without_data_is_none() -> None:
     assert parse(b"event: x\n\n\n\ndata\n\n") == [Event("")]
 

@@ -16,6 +16,7 @@ from coserve.types import JobState
 from tests.support.api_server import tokenizer
 from tests.support.event_files import read_curve, read_texts
 from tests.support.records import make_metrics
+from tests.support.tracker_stand_ins import install
 
 RUN = Run("job-1", "poet@2", {"training.learning_rate": 0.1, "metadata.a|b": "<b>"})
 
@@ -79,6 +80,57 @@ def test_wandb_keeps_a_run_of_the_jobs_id(tmp_path: Path, monkeypatch: pytest.Mo
     content = file.read_bytes()
     assert content.count(b"train/learning_rate") >= len(CURVE)
     assert b"poet@2" in content
+
+
+def test_wandb_has_a_run_for_each_job_and_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb, _ = install(monkeypatch)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    killed, later = context(), context()
+    tell(killed, "wandb", tmp_path, 0, range(1, 5))
+    tell(later, "wandb", tmp_path, 2, range(3, 6))
+    (run,) = wandb.runs.values()
+    assert (run.id, run.name, run.project, run.config) == ("job-1", "poet@2", "coserve", RUN.settings)
+    assert [(step, values["train/loss"]) for step, values in run.history.items()] == CURVE
+    assert [values["train/learning_rate"] for values in run.history.values()] == [0.5] * len(CURVE)
+    close_all(later, msgspec.msgpack.encode(CloseAll()), b"")
+    assert run.finished and "state" not in run.summary, "the job may go on"
+    for ended, code in ((JobState.SUCCEEDED, 0), (JobState.CANCELLED, 1)):
+        tell(context(), "wandb", tmp_path, 4, range(5, 6), ended)
+        assert (run.finished, run.exit_code, run.summary["state"]) == (True, code, ended.value)
+
+
+def test_wandb_goes_where_its_variables_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb, _ = install(monkeypatch)
+    monkeypatch.setenv("WANDB_PROJECT", "poems")
+    tell(context(), "wandb", tmp_path, 0, range(1, 2))
+    assert [run.project for run in wandb.runs.values()] == ["poems"]
+
+
+def test_mlflow_has_a_run_for_each_job_and_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, mlflow = install(monkeypatch)
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    tell(context(), "mlflow", tmp_path, 0, range(1, 5))
+    tell(context(), "mlflow", tmp_path, 2, range(3, 6), JobState.FAILED)
+    (server,) = mlflow.servers.values()
+    assert list(mlflow.servers) == [f"sqlite:///{tmp_path}/mlflow.db"] and list(server.experiments) == ["coserve"]
+    (run,) = server.runs.values()
+    assert [(metric.step, metric.value) for metric in run.metrics if metric.key == "train/loss"] == CURVE
+    assert {metric.timestamp - 1000 * metric.step for metric in run.metrics} == {10**12}
+    assert run.params == {"training.learning_rate": "0.1", "metadata.a_b": "<b>"}
+    assert (run.info.run_name, run.info.status) == ("poet@2", "FAILED")
+
+
+def test_mlflow_takes_long_curves_and_settings_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, mlflow = install(monkeypatch)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracker:5000")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "poems")
+    settings: dict[str, object] = {f"metadata.{number}": "x" * 9000 for number in range(150)}
+    points = [Point(step, 1e9, {f"train/{name}": 1.0 for name in "abc"}) for step in range(1, 1001)]
+    told = Track("mlflow", str(tmp_path), Run("job-2", "poet@3", settings), 0, points, [], JobState.SUCCEEDED)
+    track(context(), msgspec.msgpack.encode(told), b"")
+    (run,) = mlflow.servers["http://tracker:5000"].runs.values()
+    assert (len(run.metrics), len(run.params), run.info.status) == (3000, 100, "FINISHED")
 
 
 def test_a_step_tells_what_was_measured() -> None:
