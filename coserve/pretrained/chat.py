@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
+from typing import NamedTuple
 
 import jinja2
 from jinja2 import Template, nodes
@@ -67,18 +68,44 @@ class _Marks:
         self.spans.append((self.length, text))
 
 
+class TrainingText(NamedTuple):
+    """A chat as text, and the span of each message to learn. `marked`: the template's `{% generation %}` blocks tell the spans."""
+
+    text: str
+    spans: list[Span]
+    marked: bool
+
+
 class ChatTemplate:
     """A base's chat template, with the special tokens that it may use (`bos_token`, `eos_token`, ...)."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str], specials: Collection[str] = ()) -> None:
-        """`specials`: all special tokens of the vocabulary. One of them ends a turn."""
+    def __init__(self, source: str, tokens: Mapping[str, str], added: Collection[str] = ()) -> None:
+        """`added`: all added tokens of the vocabulary. One of them ends a turn."""
         self._source, self._tokens = source, dict(tokens)
-        known = sorted({token for token in (*tokens.values(), *specials) if token}, key=len, reverse=True)
+        known = sorted({token for token in (*tokens.values(), *added) if token.strip()}, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, known)) or "(?!)")
 
     @cached_property
     def _template(self) -> Template:
         return sandbox.SandboxedEnvironment([_GenerationBlocks]).compile_template(self._source)
+
+    @cached_property
+    def end_of_turn(self) -> str | None:
+        """The first added token behind the assistant's answer to one question. None: the template writes none there, or refuses the chat."""
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _END}]
+        try:
+            text, _ = self._render(chat, False)
+        except InvalidRequest:
+            return None
+        answer = text.rfind(_END)
+        found = None if answer < 0 else self._special.search(text, answer + len(_END))
+        return None if found is None else found.group()
+
+    def last_special(self, text: str, span: Span) -> Span | None:
+        """The added token that the span ends with, but for white space; None if it ends otherwise."""
+        start, end = span
+        end = start + len(text[start:end].rstrip())
+        return next((match.span() for match in self._special.finditer(text, start, end) if match.end() == end), None)
 
     def _render(
         self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Message] = ()
@@ -140,24 +167,25 @@ class ChatTemplate:
 
     def render_for_training(
         self, messages: Sequence[Message], tools: Sequence[Message] = (), learned: Sequence[int] | None = None
-    ) -> tuple[str, list[Span]]:
+    ) -> TrainingText:
         """The chat as text, and the span to learn of each message in `learned` (None: every one of the assistant's): its content and its
         end-of-turn token. `tools`: their JSON schemas, for templates that show them.
 
-        The spans are those of the template's `{% generation %}` blocks, as in transformers' `return_assistant_tokens_mask`, each with
-        the end-of-turn token that follows it. In a template without them a span is what the message adds to its prompt, the chat before it
-        with the generation prompt. Raises `InvalidRequest` if the template changes such a message, or what stands before it, when more
-        messages follow, since a loss on the wrong tokens would not be noticed.
+        The spans are those of the template's `{% generation %}` blocks, as in transformers' `return_assistant_tokens_mask`. Only where a block
+        leaves out the end of turn that follows it at once, it is added. In a template without blocks a span is what the message adds to its
+        prompt, the chat before it with the generation prompt. Raises `InvalidRequest` if the template changes such a message, or what stands
+        before it, when more messages follow, since a loss on the wrong tokens would not be noticed.
         """
         text, marks = self._render(messages, False, tools)
         assistant = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         learned = assistant if learned is None else learned
         if marks and len(marks) == len(assistant):
-            return text, [self._with_end_of_turn(text, marks[assistant.index(i)]) for i in learned]
-        spans = [self._added_by(messages, i, text, tools) for i in learned]
-        found = [span for span in spans if span is not None]
-        if len(found) == len(spans):
-            return text, found
+            spans = [self._with_end_of_turn(text, marks[assistant.index(i)]) for i in learned]
+            return TrainingText(text, spans, marked=True)
+        unmarked = [self._added_by(messages, i, text, tools) for i in learned]
+        found = [span for span in unmarked if span is not None]
+        if len(found) == len(unmarked):
+            return TrainingText(text, found, marked=False)
         alone = (self._added_by(messages[: i + 1], i, None, tools) for i in learned)
         advice = _OTHER_TARGETS if any(span is None for span in alone) else _SPLIT
         raise InvalidRequest(
@@ -205,12 +233,12 @@ class ChatTemplate:
         return ends[-1] if ends and not turn[ends[-1] :].strip() else None
 
     def _with_end_of_turn(self, text: str, span: Span) -> Span:
-        """`span` with the special token that follows it, unless it ends with one."""
+        """`span` with the end of turn that follows it, unless it ends with an added token already."""
         start, end = span
-        if any(match.end() == end for match in self._special.finditer(text, start, end)):
+        follows = self.end_of_turn is not None and text.startswith(self.end_of_turn, end)
+        if not follows or self.end_of_turn is None or self.last_special(text, span) is not None:
             return span
-        match = self._special.match(text, end)
-        return (start, match.end()) if match else span
+        return start, end + len(self.end_of_turn)
 
 
 def choose_template(found: object) -> str | None:

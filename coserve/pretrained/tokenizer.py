@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import tokenizers
 from coserve.errors import InvalidRequest, UnsupportedBase
 from coserve.pretrained.chat import LOST_CALLS, ChatTemplate, Message, choose_template, only_calls, refuse_lost_calls
 from coserve.pretrained.source import BUNDLED, fetch_files
+from coserve.pretrained.vocabulary import Vocabulary
 
 _FILES = (
     "tokenizer.json",
@@ -67,14 +69,12 @@ class Tokenizer:
         self.eos_token_ids = tuple(dict.fromkeys(first + eos_token_ids))
         """Ids that end a generation. Training appends the first."""
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
-        self._texts: dict[int, str] = {}
         self.special_tokens, self.chat_template = special_tokens, chat_template
-        added = backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(id for id, token in added.items() if token.special)
+        self._texts: dict[int, str] = {}
+        self.vocabulary = Vocabulary(backend)
         self._chat: ChatTemplate | None = None
         if chat_template is not None:
-            specials = [token.content for token in added.values() if token.special]
-            self._chat = ChatTemplate(chat_template, special_tokens, specials)
+            self._chat = ChatTemplate(chat_template, special_tokens, self.vocabulary.added)
 
     def _id(self, token: str | None) -> int | None:
         return None if token is None else self._backend.token_to_id(token)
@@ -185,22 +185,36 @@ class Tokenizer:
     ) -> tuple[list[int], list[bool]]:
         """Token ids of a chat, and which of them to learn: assistant turns with their end-of-turn token.
 
-        Messages with `weight` 0 are not learned, nor are tokens that are only partly in an assistant turn.
-        Raises `InvalidRequest` as `ChatTemplate.render_for_training` and `refuse_lost_calls` do.
+        Messages with `weight` 0 are not learned. Tokens that are only partly in an assistant turn are learned where the template marks the
+        turns, as in transformers. Raises `InvalidRequest` as `ChatTemplate.render_for_training` and `refuse_lost_calls` do, and for a turn
+        whose end is no token of its own.
         """
         answers = [i for i, one in enumerate(messages) if one.get("role") == "assistant" and one.get("weight") != 0]
         plain = [_without(message, "weight") for message in messages]
-        text, learned = self._template().render_for_training(plain, tools, answers)
+        text, learned, marked = self._template().render_for_training(plain, tools, answers)
         for index, (start, end) in zip(answers, learned, strict=True):
             refuse_lost_calls(messages[index], text[start:end])
         encoding = self._encode(text, add_special=False)
-        learn, spans_left = [], iter(learned)
-        span = next(spans_left, None)
-        for start, end in encoding.offsets:
-            while span is not None and start >= span[1]:
-                span = next(spans_left, None)
-            learn.append(span is not None and span[0] <= start < end <= span[1])
-        return list(encoding.ids), learn
+        ids = list(encoding.ids)
+        places = self.vocabulary.places(ids, encoding.offsets, text)
+        starts, ends = [start for start, _ in places], [end for _, end in places]
+        learn = [False] * len(ids)
+        for span in learned:
+            first, last = bisect_right(ends, span[0]), bisect_left(starts, span[1])
+            if marked:  # of a last character that is several tokens transformers marks the first
+                last = min(last, bisect_right(ends, span[1] - 1) + 1)
+            else:
+                first, last = max(first, bisect_left(starts, span[0])), min(last, bisect_right(ends, span[1]))
+            learn[first:last] = [True] * (last - first)
+            end = self._template().last_special(text, span)
+            name = "" if end is None else text[slice(*end)]
+            if self._id(name) is not None and end not in places[first:last]:
+                raise InvalidRequest(
+                    f"expected the end of turn {name!r} to be a token of its own: the tokenizer splits it, or joins it with "
+                    "its neighbours, so that it would not be learned",
+                    field="messages",
+                )
+        return ids, learn
 
     def _template(self) -> ChatTemplate:
         if self._chat is None:

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from coserve.corpus.rows import parse_row
 from coserve.corpus.tokenize import tokenize_rows
 from coserve.errors import MalformedRow
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.types import TrainOn
+from tests.support.tokenizers import byte_level, sentencepiece_like
 
 transformers = pytest.importorskip("transformers")
 
@@ -136,3 +138,73 @@ def test_all_of_a_chat_is_learned_where_the_assistants_part_cannot_be_told() -> 
     without_calls = changing.replace(CALLS, "")
     with pytest.raises(MalformedRow, match="leaves tool_calls out"):
         learned(row, without_calls, "all")
+
+
+TRL_STYLE = (
+    "{%- for m in messages -%}{{ '<|im_start|>' ~ m.role ~ '\\n' }}"
+    "{%- if m.role == 'assistant' -%}{% generation %}{{ m.content }}{{ '<|im_end|>\\n' }}{% endgeneration %}"
+    "{%- else -%}{{ m.content ~ '<|im_end|>\\n' }}{% endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}"
+)
+"""As TRL's training templates for Qwen and others: the block ends with the line break behind the end of turn."""
+OPEN_BLOCKS = TRL_STYLE.replace("{{ '<|im_end|>\\n' }}{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>\\n' }}")
+UNMARKED = TRL_STYLE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+TURNS = CHATS["system and turns"]
+
+
+def chatml(stripping: tuple[str, ...] = (), *, space: bool = False) -> Any:
+    """A backend with ChatML's tokens, of which those named in `stripping` swallow the white space behind them."""
+    backend = sentencepiece_like() if space else byte_level()
+    added = [AddedToken(token, rstrip=token in stripping, special=True) for token in ("<|im_start|>", "<|im_end|>")]
+    backend.add_special_tokens(added)
+    return backend
+
+
+def both_masks(backend: Any, template: str, messages: Any) -> tuple[list[str], list[str]]:
+    """The texts of the learned tokens: ours and those of transformers."""
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    found = wrapped.apply_chat_template(
+        messages, chat_template=template, return_dict=True, return_assistant_tokens_mask="generation %}" in template
+    )
+    tokenizer = Tokenizer(backend, special_tokens={"eos_token": "<eos>"}, chat_template=template)
+    ids, learn = tokenizer.encode_chat_for_training(messages)
+    assert ids == found["input_ids"]
+    masks = (learn, found.get("assistant_masks", [0] * len(ids)))
+    ours, theirs = ([backend.id_to_token(id) for id, own in zip(ids, mask, strict=True) if own] for mask in masks)
+    return ours, theirs
+
+
+@pytest.mark.parametrize("space", [False, True], ids=["byte_level", "sentencepiece"])
+@pytest.mark.parametrize(
+    "stripping", [(), ("<|im_end|>",), ("<|im_start|>", "<|im_end|>")], ids=["none", "end", "both"]
+)
+def test_blocks_that_end_behind_the_end_of_turn_are_learned_as_transformers_marks_them(
+    stripping: tuple[str, ...], space: bool
+) -> None:
+    ours, theirs = both_masks(chatml(stripping, space=space), TRL_STYLE, TURNS["messages"])
+    assert ours == theirs
+    assert ours.count("<|im_end|>") == 2 and "<|im_start|>" not in ours
+
+
+@pytest.mark.parametrize("template", [UNMARKED, OPEN_BLOCKS], ids=["unmarked", "blocks without it"])
+@pytest.mark.parametrize(
+    "stripping", [(), ("<|im_end|>",), ("<|im_start|>", "<|im_end|>")], ids=["none", "end", "both"]
+)
+def test_an_end_of_turn_that_swallows_white_space_is_learned(stripping: tuple[str, ...], template: str) -> None:
+    ours, _ = both_masks(chatml(stripping), template, TURNS["messages"])
+    assert ours.count("<|im_end|>") == 2 and "<|im_start|>" not in ours
+    plain, _ = both_masks(chatml(), template, TURNS["messages"])
+    assert ours == plain
+
+
+def test_a_turn_whose_end_is_no_token_of_its_own_is_refused() -> None:
+    backend = byte_level()
+    backend.add_special_tokens([AddedToken("stop", special=True, single_word=True)])
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}stop\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    tokenizer = Tokenizer(backend, special_tokens={"eos_token": "<eos>"}, chat_template=template)
+    row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ahoy"}]}
+    with pytest.raises(MalformedRow, match="the end of turn 'stop' to be a token of its own"):
+        tokenize_rows([parse_row(row, 1)], tokenizer, 64)
+    row["messages"][1]["content"] = "Ahoy! "
+    corpus = tokenize_rows([parse_row(row, 1)], tokenizer, 64)
+    assert backend.id_to_token(int(corpus.tokens[corpus.target == 1][-1])) == "stop"

@@ -178,15 +178,15 @@ def test_continuing_the_last_message() -> None:
 
 
 def test_learned_spans_are_the_content_and_the_end_of_turn() -> None:
-    text, spans = ChatTemplate(CHATML, TOKENS, SPECIALS).render_for_training(CHAT)
+    text, spans, _ = ChatTemplate(CHATML, TOKENS, SPECIALS).render_for_training(CHAT)
     assert [text[start:end] for start, end in spans] == ["hello<|end|>", "<think>no</think>\nyes<|end|>"]
-    text, spans = ChatTemplate(LLAMA_2, TOKENS).render_for_training(CHAT[:2])
+    text, spans, _ = ChatTemplate(LLAMA_2, TOKENS).render_for_training(CHAT[:2])
     assert [text[start:end] for start, end in spans] == [" hello <eos>"]
 
 
 def test_a_turn_without_a_special_token_is_learned_to_its_end() -> None:
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-    text, spans = ChatTemplate(source, TOKENS).render_for_training(CHAT[:2])
+    text, spans, _ = ChatTemplate(source, TOKENS).render_for_training(CHAT[:2])
     assert [text[start:end] for start, end in spans] == ["hello\n"]
 
 
@@ -205,10 +205,10 @@ def test_a_template_that_rewrites_turns_is_refused_without_marks() -> None:
 
 def test_a_template_that_rewrites_turns_is_read_by_its_marks() -> None:
     marked = REWRITES.replace("OPEN", OPEN).replace("CLOSE<|end|>", CLOSE)
-    text, spans = ChatTemplate(marked, TOKENS, SPECIALS).render_for_training(CHAT)
+    text, spans, _ = ChatTemplate(marked, TOKENS, SPECIALS).render_for_training(CHAT)
     assert [text[start:end] for start, end in spans] == ["...<|end|>", "<think>no</think>\nyes<|end|>"]
     without_end = REWRITES.replace("OPEN", OPEN).replace("CLOSE<|end|>", "{% endgeneration %}<|end|>")
-    assert ChatTemplate(without_end, TOKENS, SPECIALS).render_for_training(CHAT) == (text, spans)
+    assert ChatTemplate(without_end, TOKENS, SPECIALS).render_for_training(CHAT) == (text, spans, True)
 
 
 def test_marks_in_a_captured_block_are_not_trusted() -> None:

@@ -78,7 +78,7 @@ class TgiApi:
     async def _collect(self, body: TgiRequest) -> TgiResponse:
         parameters = body.parameters or TgiParameters()
         native = tgi_request(body, stream=False)
-        new = partial(TgiLogprobsBuilder, parameters, self._service.tokenizer.special_ids)
+        new = partial(TgiLogprobsBuilder, parameters, self._service.tokenizer.vocabulary.special_ids)
         full = await collect(native, self._service.generation.stream(native), new)
         found = full.response
         pairs = [(choice, scores or new()) for choice, scores in zip(found.choices, full.logprobs, strict=True)]
@@ -123,7 +123,7 @@ class TgiApi:
     async def _events(
         self, body: TgiRequest, native: GenerateRequest, chunks: AsyncGenerator[GenerateChunk, None]
     ) -> AsyncGenerator[TgiStreamEvent, None]:
-        parameters, special = body.parameters or TgiParameters(), self._service.tokenizer.special_ids
+        parameters, special = body.parameters or TgiParameters(), self._service.tokenizer.vocabulary.special_ids
         parts = [body.inputs] if parameters.return_full_text else []
         index = 0
         async for chunk in chunks:
