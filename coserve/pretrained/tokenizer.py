@@ -70,7 +70,6 @@ class Tokenizer:
         """Ids that end a generation. Training appends the first."""
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.special_tokens, self.chat_template = special_tokens, chat_template
-        self._texts: dict[int, str] = {}
         self.vocabulary = Vocabulary(backend)
         self._chat: ChatTemplate | None = None
         if chat_template is not None:
@@ -151,13 +150,6 @@ class Tokenizer:
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special)
         return text
 
-    def token(self, id: int) -> str:
-        """The text of one token, special or not. Bytes that are not a character become U+FFFD."""
-        text = self._texts.get(id)
-        if text is None:
-            text = self._texts[id] = self.decode([id], skip_special=False)
-        return text
-
     def chat(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, continue_final: bool = False
     ) -> list[int]:
@@ -206,9 +198,9 @@ class Tokenizer:
             else:
                 first, last = max(first, bisect_left(starts, span[0])), min(last, bisect_right(ends, span[1]))
             learn[first:last] = [True] * (last - first)
-            end = self._template().last_special(text, span)
-            name = "" if end is None else text[slice(*end)]
-            if self._id(name) is not None and end not in places[first:last]:
+            closing = self._template().last_special(text, span)
+            name = "" if closing is None else text[slice(*closing)]
+            if self._id(name) is not None and closing not in places[first:last]:
                 raise InvalidRequest(
                     f"expected the end of turn {name!r} to be a token of its own: the tokenizer splits it, or joins it with "
                     "its neighbours, so that it would not be learned",

@@ -40,7 +40,7 @@ class Vocabulary:
         text: str = " ".join(pieces) if self._decoder is None else self._decoder.decode(list(pieces))
         return text
 
-    def bytes(self, id: int) -> bytes:
+    def utf8(self, id: int) -> bytes:
         """What the token adds to a text that it continues, as UTF-8; it may be a part of a character. Empty for an id without a token."""
         found = self._bytes.get(id)
         if found is None:
@@ -60,7 +60,7 @@ class Vocabulary:
         r"""The token's text, special or not; of a part of a character its bytes, as OpenAI writes them: `bytes:\xf0\x9f`."""
         found = self._names.get(id)
         if found is None:
-            own = self.bytes(id)
+            own = self.utf8(id)
             try:
                 found = own.decode()
             except UnicodeDecodeError:

@@ -80,7 +80,7 @@ class GenerateRequest(Wire, frozen=True, omit_defaults=True):
 
 
 class Logprob(Wire, frozen=True):
-    """A token, its text on its own, and its natural-log probability."""
+    r"""A token, its own text (of a part of a character its bytes, `bytes:\xf0\x9f`), and its natural-log probability."""
 
     token_id: int
     token: str
@@ -88,19 +88,21 @@ class Logprob(Wire, frozen=True):
 
 
 class ChosenLogprob(Wire, frozen=True):
-    """The chosen token and the likeliest ones in its place."""
+    """The chosen token and the likeliest ones in its place. `text`: what it adds to the choice's text, all of a character with its last part."""
 
     token_id: int
     token: str
+    text: str
     logprob: float
     top: list[Logprob] = []
 
 
 class PromptLogprob(Wire, frozen=True):
-    """A token of the prompt; `logprob` is null for the first one, which follows nothing."""
+    """A token of the prompt, as a chosen one; `logprob` is null for the first one, which follows nothing."""
 
     token_id: int
     token: str
+    text: str
     logprob: float | None
     top: list[Logprob] = []
 

@@ -92,10 +92,10 @@ async def test_usage_so_far(client: AsyncOpenAI, api: Api) -> None:
 async def test_an_echo_with_logprobs(client: AsyncOpenAI, api: Api) -> None:
     done = await client.completions.create(model="fake", prompt=IDS, echo=True, logprobs=1, max_tokens=1)
     (choice,) = done.choices
-    first = tokenizer().token(api.reply[0])
+    first = tokenizer().vocabulary.name(api.reply[0])
     assert choice.text == PROMPT + first
     assert choice.logprobs is not None
-    assert choice.logprobs.tokens == [*map(tokenizer().token, IDS), first]
+    assert choice.logprobs.tokens == [*map(tokenizer().vocabulary.name, IDS), first]
     assert choice.logprobs.token_logprobs == [None, *[-0.25] * (len(IDS) - 1), -0.5]
     assert choice.logprobs.text_offset == [
         len("".join(choice.logprobs.tokens[:i])) for i in range(len(choice.logprobs.tokens))
@@ -142,7 +142,7 @@ async def test_a_chat(client: AsyncOpenAI, api: Api) -> None:
     assert (done.object, choice.message.role, choice.message.content) == ("chat.completion", "assistant", REPLY)
     assert choice.logprobs is not None
     assert choice.logprobs.content is not None
-    assert [entry.token for entry in choice.logprobs.content] == [tokenizer().token(id) for id in api.reply]
+    assert [entry.token for entry in choice.logprobs.content] == [tokenizer().vocabulary.name(id) for id in api.reply]
     assert all(bytes(entry.bytes or []).decode() == entry.token for entry in choice.logprobs.content)
     assert all(entry.top_logprobs[0].token == entry.token for entry in choice.logprobs.content)
     (sent,) = await api.engine.saw(Generate)

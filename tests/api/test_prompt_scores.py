@@ -26,7 +26,7 @@ async def test_a_prompt_is_scored_beside_its_answer(api: Api) -> None:
     first, *others = answer["prompt_logprobs"]
     assert (first["logprob"], first["top"]) == (None, [])
     assert all(entry["logprob"] == -0.25 for entry in others)
-    assert others[0]["top"] == [{"token_id": IDS[1], "token": tokenizer().token(IDS[1]), "logprob": -0.25}]
+    assert others[0]["top"] == [{"token_id": IDS[1], "token": tokenizer().vocabulary.name(IDS[1]), "logprob": -0.25}]
     assert [choice["text"] for choice in answer["choices"]] == [REPLY, REPLY]
     sent = await api.engine.saw(Generate, 2)
     assert [m.sampling.prompt_logprobs for m in sent if isinstance(m, Generate)] == [1, None]  # once is enough
@@ -73,7 +73,7 @@ async def test_what_ends_a_text_can_be_part_of_it(api: Api) -> None:
 
 async def test_special_tokens_are_text_if_wanted(api: Api) -> None:
     api.reply = [*api.reply[:1], 0]
-    special = tokenizer().token(0)
+    special = tokenizer().vocabulary.name(0)
     shown = {"include_stop_str_in_output": True, "skip_special_tokens": False}
     assert (await ask(api, **shown))["choices"][0]["text"] == "the" + special
     assert (await ask(api))["choices"][0]["text"] == "the"

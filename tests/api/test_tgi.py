@@ -78,7 +78,7 @@ async def test_how_it_ends(api: Api) -> None:
     assert (ended["generated_text"], ended["details"]["finish_reason"]) == ("the", "eos_token")
     assert ended["details"]["tokens"][-1] | {"logprob": 0} == {
         "id": 0,
-        "text": tokenizer().token(0),
+        "text": tokenizer().vocabulary.name(0),
         "logprob": 0,
         "special": True,
     }

@@ -106,7 +106,7 @@ def test_special_tokens_are_skipped_or_shown() -> None:
     ids = [*BYTE_LEVEL.encode("hi"), BYTE_LEVEL.eos_token_id or 0]
     assert BYTE_LEVEL.decode(ids) == "hi"
     assert BYTE_LEVEL.decode(ids, skip_special=False) == "hi<eos>"
-    assert BYTE_LEVEL.token(BYTE_LEVEL.eos_token_ids[0]) == "<eos>"
+    assert BYTE_LEVEL.vocabulary.name(BYTE_LEVEL.eos_token_ids[0]) == "<eos>"
 
 
 def test_bos_follows_the_post_processor() -> None:

@@ -40,13 +40,16 @@ class ChoiceDecoder:
         include_stop: bool = False,
         skip_special: bool = True,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._name = tokenizer.vocabulary.name
         self._text = Detokenizer(tokenizer, prompt, skip_special=skip_special)
         self._stops = StopStrings(stops)
         self._stop_token_ids = frozenset(stop_token_ids)
         self._min_tokens = min_tokens
         self._logprobs = logprobs
         self._prompt_left = iter(prompt) if prompt_logprobs else None
+        self._prompt_text = Detokenizer(tokenizer, skip_special=skip_special)
+        self._prompt_count = len(prompt)
+        """Tokens of the prompt whose log-probabilities are not sent yet."""
         self._first_prompt_token_sent = False
         self._include_stop = include_stop
         self.count = 0
@@ -54,25 +57,30 @@ class ChoiceDecoder:
     def feed(self, message: Tokens) -> ChoiceDelta:
         """The delta of the next message. Feed nothing after a delta with `finished` set."""
         parts: list[str] = []
+        added: list[str] = []
         last = len(message.tokens) - 1 if message.finished is FinishReason.STOP else None
         for index, token in enumerate(message.tokens):
             self.count += 1
             if index == last and not self._include_stop:  # the stop token has no text
+                added.append("")
                 break
-            released, stop = self._search(self._text.push((token,)))
+            added.append(self._text.push((token,)))
+            released, stop = self._search(added[-1])
             parts.append(released)
             if stop is not None:
-                return self._delta(message, index + 1, parts, FinishReason.STOP, stop)
+                return self._delta(message, added, parts, FinishReason.STOP, stop)
         if message.finished is None:
-            return self._delta(message, len(message.tokens), parts, None, None)
-        released, stop = self._search(self._text.flush())
+            return self._delta(message, added, parts, None, None)
+        held = self._text.flush()
+        added[-1:] = [text + held for text in added[-1:]]
+        released, stop = self._search(held)
         parts.append(released)
         if stop is not None:
-            return self._delta(message, len(message.tokens), parts, FinishReason.STOP, stop)
+            return self._delta(message, added, parts, FinishReason.STOP, stop)
         parts.append(self._stops.flush())
         ended_by = message.tokens[-1] if last is not None and message.tokens else None
         reason = ended_by if ended_by in self._stop_token_ids else None
-        return self._delta(message, len(message.tokens), parts, message.finished, reason)
+        return self._delta(message, added, parts, message.finished, reason)
 
     def _search(self, text: str) -> tuple[str, str | None]:
         if self.count <= self._min_tokens:
@@ -81,20 +89,26 @@ class ChoiceDecoder:
         return (released, stop) if stop is None or not self._include_stop else (released + stop, stop)
 
     def _delta(
-        self, message: Tokens, count: int, parts: list[str], finished: FinishReason | None, reason: str | int | None
+        self,
+        message: Tokens,
+        added: list[str],
+        parts: list[str],
+        finished: FinishReason | None,
+        reason: str | int | None,
     ) -> ChoiceDelta:
-        ids = message.tokens[:count]
+        """`added`: the text that each token adds, of those that count; `parts`: the text to send."""
+        ids = message.tokens[: len(added)]
         logprobs = None
         if self._logprobs:
-            logprobs = tuple(map(self._chosen, ids, message.logprobs))
+            logprobs = tuple(map(self._chosen, ids, added, message.logprobs))
         return ChoiceDelta("".join(parts), ids, logprobs, self._prompt_logprobs(message), finished, reason)
 
-    def _chosen(self, token: int, found: TokenLogprob) -> ChosenLogprob:
-        text = self._tokenizer.token(token)
-        return ChosenLogprob(token_id=token, token=text, logprob=found.logprob, top=self._top(found))
+    def _chosen(self, token: int, text: str, found: TokenLogprob) -> ChosenLogprob:
+        name = self._name(token)
+        return ChosenLogprob(token_id=token, token=name, text=text, logprob=found.logprob, top=self._top(found))
 
     def _top(self, found: TokenLogprob) -> list[Logprob]:
-        return [Logprob(token_id=id, token=self._tokenizer.token(id), logprob=value) for id, value in found.top]
+        return [Logprob(token_id=id, token=self._name(id), logprob=value) for id, value in found.top]
 
     def _prompt_logprobs(self, message: Tokens) -> tuple[PromptLogprob, ...] | None:
         """Log-probabilities of the next prompt tokens. The first token, which has none, comes before all."""
@@ -103,9 +117,15 @@ class ChoiceDecoder:
         entries: list[PromptLogprob] = []
         if not self._first_prompt_token_sent:
             self._first_prompt_token_sent = True
-            first = next(self._prompt_left)
-            entries.append(PromptLogprob(token_id=first, token=self._tokenizer.token(first), logprob=None))
+            entries.append(self._prompt_entry(next(self._prompt_left), None))
         for found, token in zip(message.prompt_logprobs, self._prompt_left, strict=False):
-            text = self._tokenizer.token(token)
-            entries.append(PromptLogprob(token_id=token, token=text, logprob=found.logprob, top=self._top(found)))
+            entries.append(self._prompt_entry(token, found))
         return tuple(entries) or None
+
+    def _prompt_entry(self, token: int, found: TokenLogprob | None) -> PromptLogprob:
+        text = self._prompt_text.push((token,))
+        self._prompt_count -= 1
+        if self._prompt_count == 0:
+            text += self._prompt_text.flush()
+        logprob, top = (None, []) if found is None else (found.logprob, self._top(found))
+        return PromptLogprob(token_id=token, token=self._name(token), text=text, logprob=logprob, top=top)

@@ -23,17 +23,18 @@ from coserve.api.openai.schemas import (
     StreamOptions,
 )
 from coserve.api.openai.usage import ResponseMeta, UsageCounter, total_usage
-from coserve.schemas import ChosenLogprob, GenerateChunk
+from coserve.pretrained.vocabulary import Vocabulary
+from coserve.schemas import GenerateChunk
 
 
 class ChatLogprobsBuilder:
     """Collects the log-probabilities of one choice."""
 
-    def __init__(self, body: ChatRequest) -> None:
-        self._body, self._content = body, JsonListBuilder[ChatLogprob]()
+    def __init__(self, body: ChatRequest, vocabulary: Vocabulary) -> None:
+        self._body, self._vocabulary, self._content = body, vocabulary, JsonListBuilder[ChatLogprob]()
 
     def add(self, entries: Sequence[LogprobEntry], /) -> None:
-        self._content.add(_entries(self._body, entries))
+        self._content.add(_entries(self._body, self._vocabulary, entries))
 
     def build(self) -> ChatLogprobs:
         return ChatLogprobs(content=self._content.as_list())
@@ -60,19 +61,15 @@ def chat_completion(body: ChatRequest, meta: ResponseMeta, full: FullResponse[Ch
     )
 
 
-def _logprobs(body: ChatRequest, entries: Sequence[ChosenLogprob] | None) -> ChatLogprobs | None:
-    return None if entries is None else ChatLogprobs(content=_entries(body, entries))
-
-
-def _entries(body: ChatRequest, entries: Sequence[LogprobEntry]) -> list[ChatLogprob]:
+def _entries(body: ChatRequest, vocabulary: Vocabulary, entries: Sequence[LogprobEntry]) -> list[ChatLogprob]:
     name = by_id if body.return_tokens_as_token_ids else by_text
     return [
         ChatLogprob(
             token=name(entry),
             logprob=floored(entry.logprob),
-            bytes=_bytes(entry.token),
+            bytes=list(vocabulary.utf8(entry.token_id)),
             top_logprobs=[
-                ChatTopLogprob(token=name(top), logprob=floored(top.logprob), bytes=_bytes(top.token))
+                ChatTopLogprob(token=name(top), logprob=floored(top.logprob), bytes=list(vocabulary.utf8(top.token_id)))
                 for top in entry.top
             ],
         )
@@ -80,20 +77,15 @@ def _entries(body: ChatRequest, entries: Sequence[LogprobEntry]) -> list[ChatLog
     ]
 
 
-def _bytes(token: str) -> list[int] | None:
-    """UTF-8; None for a part of a character."""
-    return None if "\N{REPLACEMENT CHARACTER}" in token else list(token.encode())
-
-
 async def chat_events(
-    body: ChatRequest, meta: ResponseMeta, chunks: AsyncGenerator[GenerateChunk, None]
+    body: ChatRequest, meta: ResponseMeta, vocabulary: Vocabulary, chunks: AsyncGenerator[GenerateChunk, None]
 ) -> AsyncGenerator[ChatChunk, None]:
     """The events of a stream: each choice begins with its role."""
     counter = UsageCounter(body.stream_options or StreamOptions())
     begun: set[int] = set()
     async for chunk in chunks:
         counter.add(0, chunk)
-        choices = []
+        choices, scores = [], chunk.logprobs
         if chunk.index not in begun:
             begun.add(chunk.index)
             choices.append(ChatChunkChoice(index=chunk.index, delta=ChatDelta(role="assistant", content="")))
@@ -101,7 +93,7 @@ async def chat_events(
             ChatChunkChoice(
                 index=chunk.index,
                 delta=ChatDelta(content=chunk.text) if chunk.text else ChatDelta(),
-                logprobs=_logprobs(body, chunk.logprobs),
+                logprobs=None if scores is None else ChatLogprobs(content=_entries(body, vocabulary, scores)),
                 finish_reason=chunk.finish_reason,
                 stop_reason=UNSET if chunk.finish_reason is None else chunk.stop_reason,
                 token_ids=chunk.token_ids if body.return_token_ids else UNSET,

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
 from msgspec import UNSET, UnsetType
 
-from coserve.api.generation.full_response import FLOOR, FullResponse, LogprobEntry, floored
+from coserve.api.generation.full_response import FullResponse, LogprobEntry, floored
 from coserve.api.http.json_blocks import JsonListBuilder
 from coserve.api.openai.schemas import (
     Completion,
@@ -45,14 +45,14 @@ class CompletionLogprobsBuilder:
         self._tokens, self._values = JsonListBuilder[str](), JsonListBuilder[float | None]()
         self._tops = JsonListBuilder[dict[str, float] | None]()
         self._lengths = array("i")
-        """Characters of each token."""
+        """Characters that each token adds to the text."""
 
     def add(self, entries: Sequence[LogprobEntry], /) -> None:
         found = logprobs_of(entries, self._name)
         self._tokens.add(found.tokens)
         self._values.add(found.token_logprobs)
         self._tops.add(found.top_logprobs)
-        self._lengths.extend(len(entry.token) for entry in entries)
+        self._lengths.extend(len(entry.text) for entry in entries)
 
     def after(self, prompt: CompletionLogprobsBuilder | None) -> CompletionLogprobs:
         """The log-probabilities of `prompt`, if given, followed by these."""
@@ -107,7 +107,7 @@ def logprobs_of(entries: Iterable[LogprobEntry], name: Name, offset: int = 0) ->
     for entry in entries:
         tokens.append(name(entry))
         offsets.append(offset)
-        offset += len(entry.token)
+        offset += len(entry.text)
         if entry.logprob is None:
             values.append(None)
             tops.append(None)
@@ -118,10 +118,13 @@ def logprobs_of(entries: Iterable[LogprobEntry], name: Name, offset: int = 0) ->
 
 
 def _top(entry: LogprobEntry, logprob: float, name: Name) -> dict[str, float]:
-    """The likeliest tokens and the chosen one; of tokens with one text, the likeliest stands."""
-    top: dict[str, float] = {}
-    for key, value in [*((name(other), other.logprob) for other in entry.top), (name(entry), logprob)]:
-        top[key] = max(top.get(key, FLOOR), value)
+    """The chosen token and the likeliest ones. Of several tokens with one text, the chosen one and then the likeliest has it; the others are
+    named by their ids."""
+    top = {name(entry): floored(logprob)}
+    for other in entry.top:
+        if other.token_id != entry.token_id:
+            key = name(other)
+            top[by_id(other) if key in top else key] = floored(other.logprob)
     return top
 
 
@@ -143,7 +146,7 @@ async def completion_events(
         at = offsets.setdefault(index, 0)
         if body.logprobs is not None and entries:
             logprobs = logprobs_of(entries, name_of(body), at)
-            offsets[index] += sum(len(entry.token) for entry in entries)
+            offsets[index] += sum(len(entry.text) for entry in entries)
         shown: list[int] | UnsetType | None = UNSET
         if body.return_token_ids and chunk.prompt_token_ids is not None:
             shown = chunk.prompt_token_ids

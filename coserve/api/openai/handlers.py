@@ -58,13 +58,12 @@ class OpenAIApi:
         body = await self._resolve_placeholder(await self._bodies.read(request, ChatRequest, dialect=True))
         native = chat_request(body, self._service.engine.spec)
         meta = self._meta("chatcmpl", body)
+        vocabulary = self._service.tokenizer.vocabulary
         if not body.stream:
-            chunks = self._service.generation.stream(native)
-            return json_response(
-                chat_completion(body, meta, await collect(native, chunks, partial(ChatLogprobsBuilder, body)))
-            )
+            chunks, new = self._service.generation.stream(native), partial(ChatLogprobsBuilder, body, vocabulary)
+            return json_response(chat_completion(body, meta, await collect(native, chunks, new)))
         async with aclosing(self._service.generation.stream(native)) as chunks:
-            return await self._stream(request, chat_events(body, meta, chunks))
+            return await self._stream(request, chat_events(body, meta, vocabulary, chunks))
 
     async def list_models(self, request: web.Request) -> web.StreamResponse:
         return json_response(await list_models(self._service))

@@ -175,7 +175,8 @@ class ChatRequest(SharedParams, frozen=True, kw_only=True):
 
 
 class CompletionLogprobs(Wire, frozen=True):
-    """One entry per token; the prompt's first token has null log-probabilities."""
+    r"""One entry per token; the prompt's first token has null log-probabilities. A part of a character is named by its bytes,
+    `bytes:\xf0\x9f`. `text_offset`: characters of the text before the token's own; all parts of a character have one."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -209,15 +210,15 @@ class Completion(Wire, frozen=True):
 class ChatTopLogprob(Wire, frozen=True):
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
 
 
 class ChatLogprob(Wire, frozen=True):
-    """`bytes` is null for a token that is only part of a character."""
+    r"""`bytes`: what the token adds to the text, as UTF-8. A part of a character is named by them, `bytes:\xf0\x9f`."""
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
     top_logprobs: list[ChatTopLogprob]
 
 

@@ -64,7 +64,7 @@ class TgiLogprobsBuilder:
         if isinstance(entries[0], PromptLogprob):
             self.prefill.add([_prefill(entry) for entry in entries])
             return
-        self.tokens.add([token_of(entry, entry.token, self._parameters, self._special) for entry in entries])
+        self.tokens.add([token_of(entry, entry.text, self._parameters, self._special) for entry in entries])
         tops = (top_tokens(entry, self._parameters, self._special) for entry in entries)
         self._tops.add([top for top in tops if top is not UNSET])
         self._sum, self._count = (

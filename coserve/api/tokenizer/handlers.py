@@ -145,7 +145,7 @@ def tokenize(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     request, base = decode_dialect(body, TokenizeRequest), msgspec.msgpack.decode(arguments, type=BaseLimits)
     adapter_of(request.model, base)
     ids = _encode(request, context.tokenizer)
-    strings = [context.tokenizer.token(id) for id in ids] if request.return_token_strs else UNSET
+    strings = [context.tokenizer.vocabulary.name(id) for id in ids] if request.return_token_strs else UNSET
     return msgspec.json.encode(
         TokenizeResponse(tokens=ids, count=len(ids), max_model_len=base.context, token_strs=strings)
     )
