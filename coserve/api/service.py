@@ -17,6 +17,7 @@ from coserve.api.adapters.conversion import Conversions
 from coserve.api.engine_client import EngineClient
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.in_flight import MAX_PROMPT_SCORES, InFlightRequests
+from coserve.api.generation.stop_tokens import turn_notes
 from coserve.api.jobs.manager import JobManager
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.api.jobs.sampling import JobSampler
@@ -104,6 +105,7 @@ class Service:
             closing=closing,
         )
         self.recorder.watchers.subscribe(self._tracking.notify)
+        self._turn_notes = turn_notes(tokenizer)
         self._started_monotonic, self.started_at = time.monotonic(), time.time()
         self._receiver: asyncio.Task[Exception | None] | None = None
         """Reads the messages of the last engine."""
@@ -263,6 +265,7 @@ class Service:
             notes=[
                 *self.engine.troubles,
                 *self.engine.silence,
+                *self._turn_notes,
                 *(ready.notes if ready is not None else ()),
                 *(stats.troubles if stats is not None else ()),
                 *_starving(stats),

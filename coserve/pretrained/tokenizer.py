@@ -6,6 +6,7 @@ import importlib.resources
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,11 @@ class Tokenizer:
         self._chat: ChatTemplate | None = None
         if chat_template is not None:
             self._chat = ChatTemplate(chat_template, special_tokens, self.vocabulary.added)
+
+    @cached_property
+    def end_of_turn_id(self) -> int | None:
+        """The token with which the chat template ends a turn of the assistant; None: there is no template, or it writes none."""
+        return None if self._chat is None else self._id(self._chat.end_of_turn)
 
     def _id(self, token: str | None) -> int | None:
         return None if token is None else self._backend.token_to_id(token)

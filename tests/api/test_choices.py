@@ -41,7 +41,7 @@ def test_stop_texts_do_not_depend_on_the_cuts(text: str, stops: list[str], data:
 @given(st.text(max_size=20), st.data())
 def test_choices_do_not_depend_on_how_tokens_come(text: str, data: st.DataObject) -> None:
     tokens = tokenizer().encode(text, add_special=False) or [5]
-    decoder = ChoiceDecoder(tokenizer(), (), stops=(), stop_token_ids=(), min_tokens=0, logprobs=False)
+    decoder = ChoiceDecoder(tokenizer(), (), stops=(), stop_tokens={}, min_tokens=0, logprobs=False)
     parts, rest = [], tokens
     while rest:
         size = data.draw(st.integers(1, len(rest)))
@@ -55,7 +55,7 @@ def test_choices_do_not_depend_on_how_tokens_come(text: str, data: st.DataObject
 
 def test_a_stop_text_within_one_message_drops_what_follows() -> None:
     tokens = tuple(tokenizer().encode("one two three", add_special=False))
-    decoder = ChoiceDecoder(tokenizer(), (), stops=("two",), stop_token_ids=(), min_tokens=0, logprobs=False)
+    decoder = ChoiceDecoder(tokenizer(), (), stops=("two",), stop_tokens={}, min_tokens=0, logprobs=False)
     piece = decoder.feed(Tokens(id="x", tokens=tokens, finished=FinishReason.LENGTH))
     assert (piece.text, piece.finished, piece.stop_reason) == ("one ", FinishReason.STOP, "two")
     assert len(piece.token_ids) == decoder.count < len(tokens)
@@ -63,6 +63,6 @@ def test_a_stop_text_within_one_message_drops_what_follows() -> None:
 
 def test_what_looked_like_a_stop_text_comes_out_at_the_end() -> None:
     tokens = tuple(tokenizer().encode("one tw", add_special=False))
-    decoder = ChoiceDecoder(tokenizer(), (), stops=("two",), stop_token_ids=(), min_tokens=0, logprobs=False)
+    decoder = ChoiceDecoder(tokenizer(), (), stops=("two",), stop_tokens={}, min_tokens=0, logprobs=False)
     assert decoder.feed(Tokens(id="x", tokens=tokens)).text == "one "
     assert decoder.feed(Tokens(id="x", tokens=(), finished=FinishReason.LENGTH)).text == "tw"

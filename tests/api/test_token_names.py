@@ -27,7 +27,7 @@ ANSWER = " the 🐈 and the 🙂!"
 def decoded(tokenizer: Tokenizer, prompt: list[int], ids: list[int], finished: FinishReason) -> list[ChoiceDelta]:
     """The deltas of a sequence whose tokens come one by one; the first brings the prompt's log-probabilities."""
     decoder = ChoiceDecoder(
-        tokenizer, prompt, stops=(), stop_token_ids=(), min_tokens=0, logprobs=True, prompt_logprobs=True
+        tokenizer, prompt, stops=(), stop_tokens={}, min_tokens=0, logprobs=True, prompt_logprobs=True
     )
     score = [TokenLogprob(-0.5)]
     return [

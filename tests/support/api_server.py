@@ -160,11 +160,12 @@ async def serve_api(
     max_prompt_scores: int = MAX_PROMPT_SCORES,
     closing: float = CLOSING,
     engine_clock: Callable[[], float] = time.monotonic,
+    tokens: Tokenizer | None = None,
     **settings: Any,
 ) -> AsyncIterator[Api]:
     """The API over the data folder at `path`; `settings` are those of `Config`, `patience`: with a locked registry,
     `cutter` cancels handlers, `middlewares` stand before all others, `clock` tells how long connections have been idle,
-    `engine_clock` how long the engine has been silent; the others are as in `make_app` and `Service`."""
+    `engine_clock` how long the engine has been silent; `tokens`: the base's tokenizer, if not the bundled one; the others are as in `make_app` and `Service`."""
     config = Config(data_dir=path, **settings)
     folder = DataFolder(path)
     with folder.lock():
@@ -173,7 +174,13 @@ async def serve_api(
         )
         client = EngineClient(engine_clock)
         service = Service(
-            config, folder, registry, tokenizer(), client, max_prompt_scores=max_prompt_scores, closing=closing
+            config,
+            folder,
+            registry,
+            tokens or tokenizer(),
+            client,
+            max_prompt_scores=max_prompt_scores,
+            closing=closing,
         )
         app = make_app(service, config, clock, max_texts=max_texts)
         if cutter is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from coserve.api.generation.stop_strings import StopStrings
@@ -25,7 +25,7 @@ class ChoiceDelta:
 
 
 class ChoiceDecoder:
-    """Decodes one choice. Stop strings are not searched in the text of the first `min_tokens` tokens."""
+    """Decodes one choice. Stop strings are not searched in the text of the first `min_tokens` tokens. `stop_tokens`: as by the function."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class ChoiceDecoder:
         prompt: Sequence[int],
         *,
         stops: Sequence[str],
-        stop_token_ids: Sequence[int],
+        stop_tokens: Mapping[int, str | int | None],
         min_tokens: int,
         logprobs: bool,
         prompt_logprobs: bool = False,
@@ -43,7 +43,7 @@ class ChoiceDecoder:
         self._name = tokenizer.vocabulary.name
         self._text = Detokenizer(tokenizer, prompt, skip_special=skip_special)
         self._stops = StopStrings(stops)
-        self._stop_token_ids = frozenset(stop_token_ids)
+        self._stop_tokens = stop_tokens
         self._min_tokens = min_tokens
         self._logprobs = logprobs
         self._prompt_left = iter(prompt) if prompt_logprobs else None
@@ -59,9 +59,11 @@ class ChoiceDecoder:
         parts: list[str] = []
         added: list[str] = []
         last = len(message.tokens) - 1 if message.finished is FinishReason.STOP else None
+        reason = self._stop_tokens.get(message.tokens[-1]) if last is not None and message.tokens else None
+        by_text = reason if isinstance(reason, str) else None
         for index, token in enumerate(message.tokens):
             self.count += 1
-            if index == last and not self._include_stop:  # the stop token has no text
+            if index == last and (by_text is not None or not self._include_stop):  # the stop token has no text
                 added.append("")
                 break
             added.append(self._text.push((token,)))
@@ -78,8 +80,9 @@ class ChoiceDecoder:
         if stop is not None:
             return self._delta(message, added, parts, FinishReason.STOP, stop)
         parts.append(self._stops.flush())
-        ended_by = message.tokens[-1] if last is not None and message.tokens else None
-        reason = ended_by if ended_by in self._stop_token_ids else None
+        if by_text is not None and self._include_stop:
+            parts.append(by_text)
+            added[-1] += by_text
         return self._delta(message, added, parts, message.finished, reason)
 
     def _search(self, text: str) -> tuple[str, str | None]:

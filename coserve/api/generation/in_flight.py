@@ -15,6 +15,7 @@ from coserve.api.generation.output_queue import EngineOutput
 from coserve.api.generation.prompt_group import PromptGroup
 from coserve.api.generation.prompts import check_generate, encode_prompt, sampling_params
 from coserve.api.generation.request_state import RequestState, new_state
+from coserve.api.generation.stop_tokens import stop_tokens
 from coserve.api.generation.targets import targets_of
 from coserve.api.generation.turns import Turns
 from coserve.api.generation.waiting_limit import WaitingLimit
@@ -164,11 +165,12 @@ class InFlightRequests:
     ) -> list[Generate]:
         """One sequence for each choice."""
         max_new_tokens = max(1, self._engine.max_model_len - len(state.prompt))
+        stops = stop_tokens(request, self._tokenizer)
         return [
             Generate(
                 id=sequence,
                 prompt=state.prompt,
-                sampling=sampling_params(request, index, state.seed, max_new_tokens),
+                sampling=sampling_params(request, index, state.seed, max_new_tokens, stops),
                 adapter=state.adapter,
                 slo=slo,
                 cache_salt=request.cache_salt,

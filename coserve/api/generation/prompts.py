@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from coserve.api.generation.async_tokenizer import AsyncTokenizer, check_tokens
 from coserve.errors import EmptyPrompt, InvalidRequest, PromptTooLong
@@ -90,8 +90,10 @@ def check_characters(length: int, context: int, field: str) -> None:
         raise PromptTooLong(f"expected at most {limit} characters, got {length}", field=field, context=context)
 
 
-def sampling_params(request: GenerateRequest, index: int, seed: int, max_new_tokens: int) -> SamplingParams:
-    """The sampling parameters of choice `index`. `max_new_tokens`: how many fit after the prompt."""
+def sampling_params(
+    request: GenerateRequest, index: int, seed: int, max_new_tokens: int, stop_token_ids: Iterable[int]
+) -> SamplingParams:
+    """The sampling parameters of choice `index`. `max_new_tokens`: how many fit after the prompt; `stop_token_ids`: as by `stop_tokens`."""
     return SamplingParams(
         max_tokens=max_new_tokens if request.max_tokens is None else request.max_tokens,
         min_tokens=request.min_tokens,
@@ -102,7 +104,7 @@ def sampling_params(request: GenerateRequest, index: int, seed: int, max_new_tok
         repetition_penalty=request.repetition_penalty,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
-        stop_token_ids=tuple(request.stop_token_ids),
+        stop_token_ids=tuple(stop_token_ids),
         ignore_eos=request.ignore_eos,
         logit_bias=request.logit_bias,
         logprobs=request.logprobs,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from coserve.api.generation.choice_decoder import ChoiceDecoder, ChoiceDelta
 from coserve.api.generation.output_queue import OutputQueue
+from coserve.api.generation.stop_tokens import stop_texts, stop_tokens
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.schemas import GenerateChunk, GenerateRequest, Timing, Usage
 from coserve.types import AdapterRef
@@ -78,13 +79,13 @@ def new_state(
     """The state of a request before its first token. A seed is drawn unless the request has one."""
     id = f"gen-{secrets.token_hex(8)}"
     seed = secrets.randbits(31) if request.seed is None else request.seed
-    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    texts, tokens = stop_texts(request), stop_tokens(request, tokenizer)
     decoders = {
         f"{id}-{index}": ChoiceDecoder(
             tokenizer,
             prompt,
-            stops=stops,
-            stop_token_ids=request.stop_token_ids,
+            stops=texts,
+            stop_tokens=tokens,
             min_tokens=request.min_tokens,
             logprobs=request.logprobs is not None,
             prompt_logprobs=index == 0 and request.prompt_logprobs is not None,

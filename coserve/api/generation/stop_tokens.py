@@ -1,0 +1,37 @@
+"""The tokens that end a request beside EOS: its own, stop texts that are one token, and the end of a turn of its chat."""
+
+from __future__ import annotations
+
+from coserve.pretrained.tokenizer import Tokenizer
+from coserve.schemas import GenerateRequest
+
+
+def stop_texts(request: GenerateRequest) -> list[str]:
+    return [request.stop] if isinstance(request.stop, str) else request.stop or []
+
+
+def stop_tokens(request: GenerateRequest, tokenizer: Tokenizer) -> dict[int, str | int | None]:
+    """Their ids, each with the `stop_reason` that it gives: its id, the stop text that it is, or None for the end of a turn, as for EOS."""
+    end = tokenizer.end_of_turn_id
+    turns: dict[int, str | int | None] = {}
+    if request.messages is not None and end is not None and not request.ignore_eos:
+        turns = {end: None}
+    texts = {id: text for text in stop_texts(request) if (id := tokenizer.vocabulary.added.get(text)) is not None}
+    return turns | texts | {id: id for id in request.stop_token_ids}
+
+
+def turn_notes(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """A note about a chat template whose answers end otherwise than with EOS; none where there is no template."""
+    end = tokenizer.end_of_turn_id
+    if tokenizer.chat_template is None or end in tokenizer.eos_token_ids:
+        return ()
+    note = (
+        "the base's chat template writes no token behind an answer: what is trained on chats does not learn to stop; "
+        "give requests a stop text, or the base another template"
+    )
+    if end is not None:
+        note = (
+            f"the base's chat template ends a turn with {tokenizer.vocabulary.name(end)}, which is no EOS of the base: "
+            "requests with messages stop there, others with stop or stop_token_ids"
+        )
+    return (note,)
