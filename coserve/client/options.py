@@ -51,6 +51,7 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int
     prompt_logprobs: int
     return_prompt_ids: bool
+    add_special_tokens: bool
     skip_special_tokens: bool
     seed: int
     cache_salt: str

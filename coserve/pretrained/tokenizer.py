@@ -7,6 +7,7 @@ import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,8 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._appended = _appended(backend)
+        self.prepended, self._appended = _added_around(backend)
+        """Special tokens that `encode` puts before a text."""
         self.bos_token_id = self._id(special_tokens.get("bos_token"))
         self.eos_token_id = self._id(special_tokens.get("eos_token"))
         first = () if self.eos_token_id is None else (self.eos_token_id,)
@@ -262,15 +264,15 @@ def _without(message: Message, field: str) -> Message:
     return {key: value for key, value in message.items() if key != field}
 
 
-def _appended(backend: tokenizers.Tokenizer) -> int:
-    """Number of special tokens that the post-processor appends to a text."""
+def _added_around(backend: tokenizers.Tokenizer) -> tuple[int, int]:
+    """Numbers of special tokens that the post-processor puts before and behind a text."""
     plain, full = (backend.encode("a", add_special_tokens=special) for special in (False, True))
-    behind = 0
-    for mask in reversed(full.special_tokens_mask):
-        if not mask:
-            break
-        behind += 1
-    return behind if len(full.ids) > len(plain.ids) else 0
+    if len(full.ids) == len(plain.ids):
+        return 0, 0
+    before, behind = (
+        sum(1 for _ in takewhile(bool, masks)) for masks in (full.special_tokens_mask, full.special_tokens_mask[::-1])
+    )
+    return before, behind
 
 
 def _read(path: Path) -> dict[str, Any]:

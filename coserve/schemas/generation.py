@@ -66,6 +66,8 @@ class GenerateRequest(Wire, frozen=True, omit_defaults=True):
     prompt_logprobs: LogprobCount | None = None
     """The same for the prompt's tokens."""
     return_prompt_ids: bool = False
+    add_special_tokens: bool = True
+    """A text gets the tokens that the base expects before it, such as BOS. False: for a prompt that has them already, as a rendered chat has."""
     skip_special_tokens: bool = True
     """Special tokens are not part of the text."""
     seed: Seed | None = None

@@ -215,7 +215,7 @@ IN_CHATS: dict[str, list[Any]] = {
     "top_logprobs": [None, 0],
 }
 IN_TEXTS: dict[str, list[Any]] = {
-    "add_special_tokens": [None, True],
+    "add_special_tokens": [None, True, False],
     "suffix": [None, ""],
     "echo": [None, False],
     "prompt_embeds": [None],

@@ -24,10 +24,19 @@ KINDS = {
 ANSWER = " the 🐈 and the 🙂!"
 
 
-def decoded(tokenizer: Tokenizer, prompt: list[int], ids: list[int], finished: FinishReason) -> list[ChoiceDelta]:
+def decoded(
+    tokenizer: Tokenizer, prompt: list[int], ids: list[int], finished: FinishReason, prepended: int | None = None
+) -> list[ChoiceDelta]:
     """The deltas of a sequence whose tokens come one by one; the first brings the prompt's log-probabilities."""
     decoder = ChoiceDecoder(
-        tokenizer, prompt, stops=(), stop_tokens={}, min_tokens=0, logprobs=True, prompt_logprobs=True
+        tokenizer,
+        prompt,
+        stops=(),
+        stop_tokens={},
+        min_tokens=0,
+        logprobs=True,
+        prompt_logprobs=True,
+        prepended=prepended,
     )
     score = [TokenLogprob(-0.5)]
     return [
@@ -69,6 +78,19 @@ def test_a_character_that_the_end_cuts_off_is_part_of_the_last_tokens_text() -> 
     assert "".join(delta.text for delta in deltas) == own.decode(ids)
     entries = [entry for delta in deltas for entry in delta.logprobs or ()]
     assert "".join(entry.text for entry in entries) == own.decode(ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompts_text_is_shown_with_its_special_tokens_and_without_those_before_it(kind: str) -> None:
+    own, text = KINDS[kind], "the<eos>lo <bos>"
+    for add_special in (True, False):
+        prompt = own.encode(text, add_special=add_special)
+        (delta,) = decoded(
+            own, prompt, own.encode("x")[-1:], FinishReason.LENGTH, prepended=own.prepended * add_special
+        )
+        assert "".join(entry.text for entry in delta.prompt_logprobs or ()) == own.decode(
+            own.encode(text, add_special=False), skip_special=False
+        )
 
 
 def test_the_scored_token_keeps_its_own_number() -> None:

@@ -25,7 +25,11 @@ class ChoiceDelta:
 
 
 class ChoiceDecoder:
-    """Decodes one choice. Stop strings are not searched in the text of the first `min_tokens` tokens. `stop_tokens`: as by the function."""
+    """Decodes one choice. Stop strings are not searched in the text of the first `min_tokens` tokens. `stop_tokens`: as by the function.
+
+    `prepended`: tokens that were put before the prompt's text, which is shown with its special tokens; None: the prompt was no text, and is
+    shown as the choice is.
+    """
 
     def __init__(
         self,
@@ -37,6 +41,7 @@ class ChoiceDecoder:
         min_tokens: int,
         logprobs: bool,
         prompt_logprobs: bool = False,
+        prepended: int | None = None,
         include_stop: bool = False,
         skip_special: bool = True,
     ) -> None:
@@ -47,9 +52,9 @@ class ChoiceDecoder:
         self._min_tokens = min_tokens
         self._logprobs = logprobs
         self._prompt_left = iter(prompt) if prompt_logprobs else None
-        self._prompt_text = Detokenizer(tokenizer, skip_special=skip_special)
-        self._prompt_count = len(prompt)
-        """Tokens of the prompt whose log-probabilities are not sent yet."""
+        self._prompt_text = Detokenizer(tokenizer, skip_special=skip_special and prepended is None)
+        self._prompt_unseen, self._prompt_count = prepended or 0, len(prompt)
+        """Of the prompt's tokens whose log-probabilities are not sent yet, those before its text, and all."""
         self._first_prompt_token_sent = False
         self._include_stop = include_stop
         self.count = 0
@@ -126,7 +131,8 @@ class ChoiceDecoder:
         return tuple(entries) or None
 
     def _prompt_entry(self, token: int, found: TokenLogprob | None) -> PromptLogprob:
-        text = self._prompt_text.push((token,))
+        text = "" if self._prompt_unseen > 0 else self._prompt_text.push((token,))
+        self._prompt_unseen -= 1
         self._prompt_count -= 1
         if self._prompt_count == 0:
             text += self._prompt_text.flush()

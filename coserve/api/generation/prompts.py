@@ -58,7 +58,7 @@ async def _encode(request: GenerateRequest, spec: BaseSpec, texts: AsyncTokenize
     elif request.prompt is not None:
         field, text = "prompt", request.prompt
         check_characters(len(text), spec.context, field)
-        ids = await texts.encode(text, context=spec.context, field=field)
+        ids = await texts.encode(text, context=spec.context, field=field, add_special=request.add_special_tokens)
     else:
         field, turns = "messages", request.messages or []
         check_characters(sum(len(turn.content) for turn in turns), spec.context, field)

@@ -79,6 +79,9 @@ def new_state(
     """The state of a request before its first token. A seed is drawn unless the request has one."""
     id = f"gen-{secrets.token_hex(8)}"
     seed = secrets.randbits(31) if request.seed is None else request.seed
+    prepended = None
+    if isinstance(request.prompt, str):
+        prepended = tokenizer.prepended if request.add_special_tokens else 0
     texts, tokens = stop_texts(request), stop_tokens(request, tokenizer)
     decoders = {
         f"{id}-{index}": ChoiceDecoder(
@@ -89,6 +92,7 @@ def new_state(
             min_tokens=request.min_tokens,
             logprobs=request.logprobs is not None,
             prompt_logprobs=index == 0 and request.prompt_logprobs is not None,
+            prepended=prepended,
             include_stop=request.include_stop_str_in_output,
             skip_special=request.skip_special_tokens,
         )

@@ -39,7 +39,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
 }
 """Values, other than empty ones, that are accepted for features that are not implemented: the other server's defaults."""
-NEUTRAL_IN_COMPLETIONS: dict[str, tuple[object, ...]] = {"suffix": (), "add_special_tokens": (True,)}
+NEUTRAL_IN_COMPLETIONS: dict[str, tuple[object, ...]] = {"suffix": ()}
 NEUTRAL_IN_CHATS: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (False,),
     "tools": (),
@@ -88,7 +88,13 @@ def completion_requests(body: CompletionRequest, spec: BaseSpec, max_queue: int)
     prompt_logprobs = (body.logprobs or 0) if scored else None
     return [
         _request(
-            body, spec, max_tokens=max_tokens, prompt=prompt, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs
+            body,
+            spec,
+            max_tokens=max_tokens,
+            prompt=prompt,
+            logprobs=body.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            add_special_tokens=_or(body.add_special_tokens, True),
         )
         for prompt in prompts
     ]
@@ -159,6 +165,7 @@ def _request(
     prompt: str | list[TokenId] | None = None,
     messages: list[ChatMessage] | None = None,
     prompt_logprobs: int | None = None,
+    add_special_tokens: bool = True,
 ) -> GenerateRequest:
     counted = body.stream_options is not None and body.stream_options.continuous_usage_stats
     return GenerateRequest(
@@ -184,6 +191,7 @@ def _request(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         return_prompt_ids=bool(body.return_token_ids or counted),
+        add_special_tokens=add_special_tokens,
         skip_special_tokens=_or(body.skip_special_tokens, True),
         seed=None if body.seed is None or body.seed == -1 else body.seed & MAX_SEED,
         cache_salt=body.cache_salt or "",

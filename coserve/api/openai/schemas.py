@@ -114,7 +114,6 @@ class SharedParams(Wire, frozen=True):
     spaces_between_special_tokens: Any = None
     truncate_prompt_tokens: Any = None
     prompt_logprobs: Any = None
-    add_special_tokens: Any = None
     priority: Any = None
     reasoning_effort: Any = None
     include_reasoning: Any = None
@@ -131,6 +130,8 @@ class CompletionRequest(SharedParams, frozen=True, kw_only=True):
     echo: bool | None = None
     """The prompt comes before the text, with its log-probabilities if `logprobs` are asked for."""
     logprobs: LogprobCount | None = None
+    add_special_tokens: bool | None = None
+    """false: a text gets no BOS, for prompts that a chat template rendered."""
     suffix: Any = None
 
 
@@ -162,6 +163,7 @@ class ChatRequest(SharedParams, frozen=True, kw_only=True):
     """The old name."""
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
+    add_special_tokens: Any = None
     parallel_tool_calls: Any = None
     tools: Any = None
     tool_choice: Any = None
