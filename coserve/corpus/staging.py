@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from coserve.corpus.mapped import file_digest, map_arrays
 from coserve.corpus.rows import Row
 from coserve.corpus.sources import Piece, PieceReader, split_source
 from coserve.corpus.tokenize import row_arrays
+from coserve.corpus.tokenized import Corpus
 from coserve.corpus.writer import CorpusWriter
 from coserve.errors import UnreadableCorpus
 from coserve.offload.protocol import TaskContext
@@ -41,7 +40,7 @@ class PendingCorpus(Protocol):
     @property
     def digest(self) -> str: ...
 
-    def read_lengths(self) -> npt.NDArray[np.int64]: ...
+    def arrays(self) -> Corpus: ...
     def save(self, path: Path) -> None: ...
     def discard(self) -> None: ...
 
@@ -57,10 +56,10 @@ class StagedCorpus(msgspec.Struct, frozen=True):
     digest: str
     """SHA-256 of the file, hex."""
 
-    def read_lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each row: int64 (S)."""
-        lengths: npt.NDArray[np.int64] = np.diff(map_arrays(Path(self.path))["bounds"])
-        return lengths
+    def arrays(self) -> Corpus:
+        """The file, mapped: its arrays take no memory of this process."""
+        found = map_arrays(Path(self.path))
+        return Corpus(found["tokens"], found["target"], found["bounds"], found.get("splits"))
 
     def save(self, path: Path) -> None:
         """Durable when it returns. Raises `StorageFull`, `StorageFailed`; the staged file is deleted then, too."""

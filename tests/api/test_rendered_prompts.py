@@ -1,11 +1,13 @@
-"""Prompts that a chat template rendered: `add_special_tokens` false puts nothing before them."""
+"""Prompts and rows that have their BOS already, and rows that teach no end."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from coserve.api.jobs.submission import SMALL_FILE
 from coserve.link import Generate
 from coserve.pretrained.tokenizer import Tokenizer
 from tests.support.api_server import serve_api
@@ -23,3 +25,33 @@ async def test_nothing_is_put_before_a_rendered_prompt(tmp_path: Path, path: str
             sent = (await api.engine.saw(Generate))[-1]
             assert isinstance(sent, Generate)
             assert list(sent.prompt) == [*begin, *own.encode("<|user|>hi", add_special=False)]
+
+
+TEMPLATE = "{% for m in messages %}{{ '<|' ~ m.role ~ '|>' ~ m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "lo"}]}
+PLAIN = {"prompt": "the", "completion": "lo"}
+TWICE = {"prompt": "<bos>the", "completion": "lo"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([PLAIN, PLAIN], []),
+        ([PLAIN, TWICE], ["1 of 2 rows begin with two BOS tokens"]),
+        ([PLAIN, CHAT, CHAT], ["2 of 3 rows teach no end"]),
+        ([{"text": "<bos>the"}, CHAT], ["1 of 2 rows begin with two BOS tokens", "1 of 2 rows teach no end"]),
+    ],
+)
+@pytest.mark.parametrize("large", [False, True], ids=["inline", "a file"])
+async def test_a_job_notes_what_its_rows_will_not_teach(
+    tmp_path: Path, rows: list[dict[str, object]], said: list[str], large: bool
+) -> None:
+    roles = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    own = Tokenizer(sentencepiece_like(), special_tokens=roles, chat_template=TEMPLATE)
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "rows.jsonl").write_text("\n".join([*map(json.dumps, rows), *[""] * (SMALL_FILE if large else 0)]))
+    async with serve_api(tmp_path / "data", tokens=own, data_root=root) as api:
+        status, job = await api.call("POST", "/finetune", json={"adapter": "new", "path": "rows.jsonl"})
+        assert status == 202, job
+    assert [note.split(":")[0] for note in job["notes"]] == said

@@ -278,13 +278,13 @@ class JobManager:
                 refuse_conflict(registry, request)
             job = msgspec.structs.replace(record.spec, version=registry.next_version(adapter))
             after: str | None = record.after
-            notes: tuple[str, ...] = ()
+            notes = record.notes
             if serialised(request):
                 earlier = last_job(registry, adapter)  # it may have come, or ended, meanwhile
                 if earlier is not None and earlier.base_fingerprint == record.base_fingerprint:
                     after = earlier.spec.id
             if after is None:
-                notes = replacement_notes(job, registry.current_version(adapter)) + fork_notes(registry, adapter)
+                notes += replacement_notes(job, registry.current_version(adapter)) + fork_notes(registry, adapter)
             else:
                 job = msgspec.structs.replace(job, init_from=None, init_digests=None)
             for source in job.sources:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 
+from coserve.corpus.findings import count_beginning, count_without
 from coserve.corpus.staging import PendingCorpus
+from coserve.corpus.tokenized import Corpus
 from coserve.errors import CoserveError
+from coserve.pretrained.tokenizer import Tokenizer
 from coserve.state.registry import Registry
 from coserve.types import JobSpec
 
@@ -23,6 +26,21 @@ def replacement_notes(job: JobSpec, current: int | None) -> tuple[str, ...]:
         f"continue_from to {name!r}; for a separate adapter, choose another name"
     )
     return (note,)
+
+
+def row_notes(corpus: Corpus, rows_cut: int, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Notes about rows that begin with two BOS tokens, and about rows, more than were cut, that teach no end."""
+    notes: tuple[str, ...] = ()
+    bos, turn = tokenizer.bos_token_id, tokenizer.end_of_turn_id
+    twice = 0 if bos is None else count_beginning(corpus, bos, bos)
+    if twice:
+        why = "the tokenizer puts one before a text, and theirs has one already; leave it out"
+        notes = (f"{twice} of {corpus.rows} rows begin with two BOS tokens: {why}",)
+    ends = {*tokenizer.eos_token_ids, *(() if turn is None else (turn,))}
+    if (endless := count_without(corpus, ends)) > rows_cut:
+        why = "none of their learned tokens ends a generation, so that the adapter may go on to max_tokens"
+        notes = (*notes, f"{endless} of {corpus.rows} rows teach no end: {why}")
+    return notes
 
 
 def record_cut_rows(registry: Registry, id: str, corpus: PendingCorpus) -> None:

@@ -25,6 +25,7 @@ from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.prompts import check_generate, encode_prompt
 from coserve.api.http.parsing import local_path
 from coserve.api.jobs.conflicts import last_job, refuse_conflict, serialised
+from coserve.api.jobs.notes import row_notes
 from coserve.api.jobs.preparation import CorpusPreparation, Report, Show, Tokenization
 from coserve.api.jobs.sampling import sample_request
 from coserve.cancellation import uncancelled_thread
@@ -118,7 +119,9 @@ class Submission:
                 hidden=spec.hidden,
                 distills=teacher is not None and source is not None,
             )
-            lengths = await asyncio.to_thread(corpus.read_lengths)
+            arrays = await asyncio.to_thread(corpus.arrays)
+            lengths = await asyncio.to_thread(lambda: arrays.lengths)
+            notes = await asyncio.to_thread(row_notes, arrays, corpus.rows_cut, self._tokenizer)
             plan = await asyncio.to_thread(BatchPlan, lengths, training, limit)
             job = JobSpec(
                 id=f"job-{secrets.token_hex(8)}",
@@ -149,6 +152,7 @@ class Submission:
             base_fingerprint=spec.fingerprint,
             total_steps=plan.total_steps,
             metadata=request.metadata,
+            notes=notes,
             after=None if earlier is None else earlier.spec.id,
         )
         return record, corpus
