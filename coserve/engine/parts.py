@@ -24,7 +24,7 @@ from coserve.errors import AdapterNotFound, UnsupportedBase
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.memory_profiling import Conditions, keep_graph_bytes, plan_memory
 from coserve.finetune.passes.mixing import BatchLimits
-from coserve.finetune.trainer import Trainer
+from coserve.finetune.trainer import Trainer, TrainerSettings
 from coserve.generate.execution.start import ExecutorStart, WarmKernels, make_start, wake_compiler
 from coserve.gpu_memory import MemoryModel
 from coserve.kernels.gpu.capture import TRAINING_PRIORITY
@@ -214,26 +214,23 @@ class EngineParts:
     def make_trainer(
         self,
         store: AdapterStore,
-        gathering: Callable[[str, bool], None] = lambda *_: None,
         training: TrainingStream | None = None,
         compiled: CompiledLayers | None = None,
+        kind: Callable[[Base, AdapterStore, DataFolder, TrainerSettings], Trainer] = Trainer,
     ) -> Trainer:
-        """`gathering`, `compiled`: see `Trainer`. `training`: slices run beside generation."""
+        """`training`: slices run beside generation; `compiled`: see `TrainerSettings`."""
         config = self.config
-        return Trainer(
-            self.base,
-            store,
-            self.folder,
+        settings = TrainerSettings(
             limits=BatchLimits(config.micro_batch_tokens, config.micro_batch_rows),
             mix_jobs=config.mix_jobs,
             recompute=config.recompute,
             keep_checkpoints=config.keep_checkpoints,
             lora_backend=self.lora_backend,
-            gathering=gathering,
             own_stream=None if training is None else training.enter,
             compiled=compiled,
             graphs=self._layer_graphs(compiled, None if training is None else training.captures),
         )
+        return kind(self.base, store, self.folder, settings)
 
     def _layer_graphs(self, compiled: CompiledLayers | None, captures: torch.cuda.Stream | None) -> LayerGraphs | None:
         """None: layers run without. `captures`: the stream that graphs are captured on; None: training has the default stream."""

@@ -23,7 +23,6 @@ from coserve.adapter_store.store import AdapterStore, Load
 from coserve.config import Config
 from coserve.engine.engine import Engine
 from coserve.engine.parts import EXACT_THREADS, EngineParts, set_up_threads
-from coserve.engine.ports import Trains
 from coserve.engine.ranks.adapters import FollowersCopies, load_on_all
 from coserve.engine.ranks.commands import BuildEngine, MeasurePool
 from coserve.engine.ranks.executor import RankedExecutor
@@ -31,7 +30,7 @@ from coserve.engine.ranks.followers import Answers, Followers
 from coserve.engine.ranks.memory import FollowersMemory
 from coserve.engine.ranks.own_rank import OwnRank
 from coserve.engine.ranks.serve import load_ranked_base, watched
-from coserve.engine.ranks.trainer import RankedTrainer, announce_gathering
+from coserve.engine.ranks.trainer import RankedTrainer
 from coserve.engine.spatial.training_stream import TrainingStream, make_training_stream, prepare_environment
 from coserve.engine.starting import EndedAtStart, until_shutdown
 from coserve.engine.warming.client import WarmUpClient
@@ -46,6 +45,7 @@ from coserve.engine.warming.upgrade import (
     report_progress,
 )
 from coserve.errors import StartupError
+from coserve.finetune.trainer import Trainer
 from coserve.garbage import GarbageCollection, freeze_and_collect_young, freeze_and_disable
 from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.execution.start import wake_compiler
@@ -112,12 +112,8 @@ def build_engine(
         prefix_cache=config.prefix_cache,
     )
     training_layers, training_notes = make_training_layers(parts, warm, training)
-    trainer: Trains
-    if followers is None:
-        trainer = parts.make_trainer(store, training=training, compiled=training_layers)
-    else:
-        local = parts.make_trainer(store, gathering=partial(announce_gathering, followers), compiled=training_layers)
-        trainer = RankedTrainer(local, followers, parts.folder, lambda ref: store.state(ref).in_memory)
+    kind = Trainer if followers is None else partial(RankedTrainer, followers=followers)
+    trainer = parts.make_trainer(store, training=training, compiled=training_layers, kind=kind)
     if built is not None:
         built.wait()
     notes = (

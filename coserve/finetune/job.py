@@ -16,6 +16,7 @@ from coserve.finetune.outcome import CAPTURE_FAILED
 from coserve.model.faults import memory_numbers, out_of_memory
 from coserve.model.lora import LoraWeights
 from coserve.step_metrics import StepMetrics
+from coserve.types import AdapterRef
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,11 @@ class TrainingJob:
     @property
     def id(self) -> str:
         return self.loop.spec.id
+
+    @property
+    def result(self) -> AdapterRef:
+        """The version that it publishes."""
+        return AdapterRef(self.loop.spec.adapter, self.loop.spec.version)
 
     @property
     def notes(self) -> tuple[str, ...]:

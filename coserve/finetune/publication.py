@@ -37,7 +37,7 @@ def publication(
     thread: it makes the version available in memory. `JobWaiting` where the disk refuses the files: begin again later.
     The thread's part raises `NonFiniteLoss` for NaN or infinite weights.
     """
-    id, ref = job.loop.spec.id, AdapterRef(job.loop.spec.adapter, job.loop.spec.version)
+    id, ref = job.id, job.result
     final = job.final_weights()
 
     def write() -> Callable[[], Published]:
@@ -104,15 +104,13 @@ class JobSnapshots:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot that has begun: call it on a thread, and what that returns on the event-loop thread."""
+    """A snapshot that has begun."""
 
     ref: AdapterRef
     step: int
     """Of the job."""
     copy: Callable[[], Callable[[], JobSnapshot | JobNote]]
-
-    def __call__(self) -> Callable[[], JobSnapshot | JobNote]:
-        return self.copy()
+    """Call it on a thread, and what it returns on the event-loop thread."""
 
 
 def snapshot_without_memory(job: str, step: int) -> JobNote:

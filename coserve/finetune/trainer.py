@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
@@ -52,6 +53,28 @@ from coserve.step_metrics import StepMetrics
 from coserve.types import AdapterDigests, AdapterRef, JobSpec, MicroStep
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainerSettings:
+    limits: BatchLimits
+    """Of one forward, whatever a job asks for."""
+    mix_jobs: bool
+    """Jobs may share a forward, unless ranks share the base, or the LoRA backend runs a forward for each adapter."""
+    recompute: bool
+    keep_checkpoints: int
+    lora_backend: LoraBackend
+    clock: Callable[[], float] = time.perf_counter
+    """Gives seconds."""
+    own_stream: Callable[[], AbstractContextManager[object]] | None = None
+    """Enters the stream that all tensors and kernels of jobs belong to: slices are only launched there, and run beside generation. None: they
+    run on the current stream, and have ended when `advance` returns."""
+    compiled: CompiledLayers | None = None
+    """As `graphs`: see `MicroBatchRunner`."""
+    graphs: LayerGraphs | None = None
+    rows_on_tick: int = MAX_ROWS_ON_TICK
+    """See `BatchPlan`."""
+    make_optimizer: Callable[..., AdapterOptimizer] = AdapterOptimizer
+
+
 class Trainer:
     """All jobs of one engine. Each has its own adapter, optimizer, schedule and seed; they share the base.
 
@@ -59,48 +82,22 @@ class Trainer:
     company in a pass changes it by rounding only.
     """
 
-    def __init__(
-        self,
-        base: Base,
-        store: AdapterStore,
-        folder: DataFolder,
-        *,
-        limits: BatchLimits,
-        mix_jobs: bool,
-        recompute: bool,
-        keep_checkpoints: int,
-        lora_backend: LoraBackend,
-        gathering: Callable[[str, bool], None] = lambda *_: None,
-        clock: Callable[[], float] = time.perf_counter,
-        own_stream: Callable[[], AbstractContextManager[object]] | None = None,
-        compiled: CompiledLayers | None = None,
-        graphs: LayerGraphs | None = None,
-        rows_on_tick: int = MAX_ROWS_ON_TICK,
-        make_optimizer: Callable[..., AdapterOptimizer] = AdapterOptimizer,
-    ) -> None:
-        """`limits` of one forward, whatever a job asks for. `mix_jobs`: jobs may share one, unless ranks share the base, or the LoRA backend
-        runs a forward for each adapter. `gathering` is called when a snapshot of a job begins (`AdapterOptimizer`), in which all ranks take
-        part. `clock` gives seconds. `own_stream` enters the stream that all tensors and kernels of jobs belong to: slices are only launched
-        there, and run beside generation. None: they run on the current stream, and have ended when `advance` returns. `compiled`, `graphs`: see
-        `MicroBatchRunner`; `rows_on_tick`: see `BatchPlan`.
-
-        Raises `UnsupportedBase` for a base that cannot be run layer by layer.
-        """
-        self._base, self._store, self._folder = base, store, folder
-        self._limits, self._keep, self._clock = limits, keep_checkpoints, clock
-        self._make_plan = partial(BatchPlan, micro_batch_rows=limits.rows, rows_on_tick=rows_on_tick)
-        self._gathering, self._make_optimizer = gathering, make_optimizer
+    def __init__(self, base: Base, store: AdapterStore, folder: DataFolder, settings: TrainerSettings) -> None:
+        """Raises `UnsupportedBase` for a base that cannot be run layer by layer."""
+        self._base, self._store, self._folder, self._settings = base, store, folder, settings
+        limits, lora_backend = settings.limits, settings.lora_backend
+        self._make_plan = partial(BatchPlan, micro_batch_rows=limits.rows, rows_on_tick=settings.rows_on_tick)
         self._guard = NoPeers() if base.sharding is None else base.sharding.mesh.guard
-        self._stream, self._overlapped = own_stream or nullcontext, own_stream is not None
-        self._compiled, self._graphs, self._kept = compiled, graphs, KeptLora()
-        runner = MicroBatchRunner(base, recompute=recompute, compiled=compiled, graphs=graphs)
+        self._stream, self._overlapped = settings.own_stream or nullcontext, settings.own_stream is not None
+        self._compiled, self._graphs, self._kept = settings.compiled, settings.graphs, KeptLora()
+        runner = MicroBatchRunner(base, recompute=settings.recompute, compiled=self._compiled, graphs=self._graphs)
         self._passes = TrainingPasses(
             lambda jobs: TrainingPass(
                 jobs, runner, lora_backend, base.device, overlapped=self._overlapped, kept=self._kept
             ),
             limits,
-            mix_jobs=mix_jobs and base.sharding is None and not lora_backend.one_adapter_a_step,
-            graphs=graphs,
+            mix_jobs=settings.mix_jobs and base.sharding is None and not lora_backend.one_adapter_a_step,
+            graphs=self._graphs,
         )
         self._jobs: dict[str, TrainingJob] = {}
         self._checkpoints: dict[str, JobCheckpoints] = {}
@@ -277,9 +274,12 @@ class Trainer:
         """Whether samples are to be generated of the job as it is now, between two optimizer steps or at its end."""
         return not self._jobs[job].mid_step and self._snapshots[job].due
 
-    def snapshot(self, job: str) -> Snapshot:
+    def snapshot(self, job: str) -> Callable[[], Callable[[], JobSnapshot | JobNote]]:
         """Begin a snapshot that is due, for requests: see `finetune.publication`. The job may be advanced meanwhile. As a checkpoint, it
         needs the job's host memory for itself."""
+        return self._begin_snapshot(job).copy
+
+    def _begin_snapshot(self, job: str) -> Snapshot:
         with self._job_errors():
             step, weights = self._snapshots[job].take()
         ref = AdapterRef(f"{job}:snapshot", next(self._snapshot_numbers))
@@ -290,6 +290,9 @@ class Trainer:
                 return copy()
 
         return Snapshot(ref, step, run)
+
+    def _gathering(self, job: str, weights_only: bool) -> None:
+        """A snapshot of the job's state begins, in which all ranks take part."""
 
     def gather(self, job: str, *, weights_only: bool) -> None:
         """On a rank that follows: take part in a snapshot of rank 0 (`AdapterOptimizer.snapshot`), and raise what it raises."""
@@ -341,15 +344,17 @@ class Trainer:
         corpus = Corpus.load(self._folder.corpus(spec.id), check, digest=spec.corpus_digest)
         if int(corpus.tokens.max()) >= base.spec.vocab:
             raise CheckpointUnreadable("the job's corpus has tokens that the base does not know")
-        plan = self._make_plan(corpus.lengths, spec.training, self._limits.tokens, check)
+        plan = self._make_plan(corpus.lengths, spec.training, self._settings.limits.tokens, check)
         start = self._initial_weights(spec)
         partition = base.partition(start)
         if partition is not None and not partition.keeps_blocks(start.sites):
             ranks = partition.sharding.mesh.size
             raise InvalidRequest(f"expected bd_blocks that {ranks} GPUs divide, or that divide them", field="bd_blocks")
         gathering = partial(self._gathering, spec.id)
-        optimizer = self._make_optimizer(start, base.spec, spec.training, base.dtype, device, partition, gathering)
-        timer = SliceTimer(self._clock, overlapped=self._overlapped)
+        optimizer = self._settings.make_optimizer(
+            start, base.spec, spec.training, base.dtype, device, partition, gathering
+        )
+        timer = SliceTimer(self._settings.clock, overlapped=self._overlapped)
         loop = TrainingLoop(
             spec,
             corpus,
@@ -362,7 +367,7 @@ class Trainer:
             overlapped=self._overlapped,
         )
         check()
-        checkpoints = JobCheckpoints(self._folder, base.spec, loop, keep=self._keep)
+        checkpoints = JobCheckpoints(self._folder, base.spec, loop, keep=self._settings.keep_checkpoints)
         checkpoints.resume()
         if loop.progress.step < plan.total_steps:
             plan.prepare(loop.progress.step, check)

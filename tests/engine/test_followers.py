@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,24 +179,22 @@ def checkpoint(bench: Bench, job: str) -> dict[str, object]:
 
 
 def test_a_job_is_at_the_same_step_with_the_same_weights(tmp_path: Path) -> None:
-    bench, theirs = Bench(tiny_base("llama"), tmp_path / "0"), Bench(tiny_base("llama"), tmp_path / "1")
-    corpus = random_corpus()
-    spec = bench.place(corpus, job_spec(corpus, steps=4, checkpoint_steps=2))
+    theirs, corpus = Bench(tiny_base("llama"), tmp_path / "1"), random_corpus()
+    spec = theirs.place(corpus, job_spec(corpus, steps=4, checkpoint_steps=2))
     read = list[AdapterRef]()
 
     def reads(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
         read.append(ref)
-        return adapter(bench.base, 0, 1)
+        return adapter(theirs.base, 0, 1)
 
     rank, begun = Rank(eager), set[str]()
     start_thread = lambda: begun.add(threading.current_thread().name.split("_")[0])
     following = Following(lambda _: FollowerParts(rank.kv, rank.executor, theirs.trainer, reads), start_thread)
     with suppress(EngineFault), following:
-        local = bench.trainer
-        ranked = RankedTrainer(local, following.followers, bench.folder, bench.in_memory)
-        cancellation = Cancellation()
+        bench = Bench(tiny_base("llama"), tmp_path / "0", kind=partial(RankedTrainer, followers=following.followers))
+        bench.place(corpus, spec)
+        ranked, cancellation = bench.trainer, Cancellation()
         cancellation.cancel()
-        theirs.place(corpus, spec)
         with pytest.raises(Cancelled):
             ranked.load(spec, cancellation)
         ranked.load(spec, Cancellation())()
@@ -237,7 +236,7 @@ def test_an_error_of_a_follower_in_a_slice_is_the_jobs_alone(
     error: Exception, codes: list[str], tmp_path: Path
 ) -> None:
     """Both ranks begin the step again with less memory, or the job ends; the next one trains."""
-    bench, theirs = Bench(tiny_base("llama"), tmp_path / "0"), Bench(tiny_base("llama"), tmp_path / "1")
+    theirs = Bench(tiny_base("llama"), tmp_path / "1")
     corpus, rank, left = random_corpus(), Rank(eager), [error]
 
     def fails(*_: object) -> None:
@@ -246,7 +245,8 @@ def test_an_error_of_a_follower_in_a_slice_is_the_jobs_alone(
 
     theirs.base.layers[1].register_forward_pre_hook(fails)
     with Following(lambda _: FollowerParts(rank.kv, rank.executor, theirs.trainer, rank.read)) as following:
-        ranked = RankedTrainer(bench.trainer, following.followers, bench.folder, bench.in_memory)
+        bench = Bench(tiny_base("llama"), tmp_path / "0", kind=partial(RankedTrainer, followers=following.followers))
+        ranked = bench.trainer
         ended = list[FromEngine]()
         for job in ("first", "second"):
             spec = bench.place(corpus, theirs.place(corpus, job_spec(corpus, job, steps=2)))

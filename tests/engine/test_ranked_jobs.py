@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -16,7 +17,7 @@ import torch
 
 from coserve.adapter_store.packing import copied_into, packed_bytes
 from coserve.cancellation import Cancellation, Cancelled
-from coserve.engine.ranks.commands import GatherJob, LoadIntoPages
+from coserve.engine.ranks.commands import LoadIntoPages
 from coserve.engine.ranks.follower import FollowerParts
 from coserve.engine.ranks.followers import RankLost
 from coserve.engine.ranks.trainer import RankedTrainer
@@ -63,13 +64,6 @@ def bases() -> list[Base]:
 @contextmanager
 def on_two_ranks(bases: list[Base], root: Path, start_thread: Callable[[], None] = lambda: None) -> Iterator[Jobs]:
     """`start_thread`: see `Follower`."""
-    commands = list[Callable[[GatherJob], None]]()
-
-    def gathering(job: str, weights_only: bool) -> None:
-        for send in commands:
-            send(GatherJob(job, weights_only))
-
-    bench = Bench(bases[0], root / "0", rows_on_tick=1, gathering=gathering)
     theirs = Bench(bases[1], root / "1", rows_on_tick=1)
     base, kv, fail_reads = bases[1], KvCache.for_base(bases[1], POOL, 8), list[Exception]()
 
@@ -78,11 +72,12 @@ def on_two_ranks(bases: list[Base], root: Path, start_thread: Callable[[], None]
             raise fail_reads.pop()
         return adapter(base, 0, 1)
 
-    spec = bench.place(CORPUS, theirs.place(CORPUS, job_spec(CORPUS, sample_prompts=("a",), sample_steps=1)))
     with Following(lambda _: FollowerParts(kv, eager(base, kv), theirs.trainer, read), start_thread) as following:
-        commands.append(following.followers.send)
-        ranked = RankedTrainer(bench.trainer, following.followers, bench.folder, bench.in_memory)
-        yield Jobs(ranked, following, spec, fail_reads, [bench, theirs], kv)
+        ranks = partial(RankedTrainer, followers=following.followers)
+        bench = Bench(bases[0], root / "0", rows_on_tick=1, kind=ranks)
+        spec = bench.place(CORPUS, theirs.place(CORPUS, job_spec(CORPUS, sample_prompts=("a",), sample_steps=1)))
+        assert isinstance(bench.trainer, RankedTrainer)
+        yield Jobs(bench.trainer, following, spec, fail_reads, [bench, theirs], kv)
 
 
 def train(ranked: RankedTrainer, spec: JobSpec, until: Callable[[], bool]) -> None:

@@ -25,7 +25,7 @@ from coserve.finetune.init import new_adapter
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.passes.mixing import BatchLimits
-from coserve.finetune.trainer import Trainer
+from coserve.finetune.trainer import Trainer, TrainerSettings
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobNote, JobProgress, JobStarted, JobSucceeded
 from coserve.model.base import Base, wrap_base
@@ -141,26 +141,22 @@ class Bench:
         keep_checkpoints: int = 2,
         lora_backend: LoraBackend = GROUPED,
         clock: Callable[[], float] = lambda: 0.0,
-        gathering: Callable[[str, bool], None] = lambda *_: None,
         own_stream: Callable[[], AbstractContextManager[object]] | None = None,
         limits: BatchLimits = BatchLimits(64),  # noqa: B008 - frozen
         compiled: CompiledLayers | None = None,
         graphs: LayerGraphs | None = None,
         rows_on_tick: int = MAX_ROWS_ON_TICK,
         make_optimizer: Callable[..., AdapterOptimizer] = AdapterOptimizer,
+        kind: Callable[[Base, AdapterStore, DataFolder, TrainerSettings], Trainer] = Trainer,
     ) -> None:
         self.base, self.folder = base, DataFolder(root)
         self.store = AdapterStore(self._load_adapter, HostBudget(4))
-        self.trainer = Trainer(
-            base,
-            self.store,
-            self.folder,
+        settings = TrainerSettings(
             limits=limits,
             mix_jobs=True,
             recompute=recompute,
             keep_checkpoints=keep_checkpoints,
             lora_backend=lora_backend,
-            gathering=gathering,
             clock=clock,
             own_stream=own_stream,
             compiled=compiled,
@@ -168,6 +164,7 @@ class Bench:
             rows_on_tick=rows_on_tick,
             make_optimizer=make_optimizer,
         )
+        self.trainer = kind(base, self.store, self.folder, settings)
 
     def _load_adapter(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
         return load_adapter(self.folder.adapter(ref), self.base.spec, device=self.base.device, dtype=self.base.dtype)

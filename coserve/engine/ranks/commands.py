@@ -131,13 +131,6 @@ class AdvanceJob(Question, frozen=True, kw_only=True):
     micro_steps: int | None
 
 
-class RetryJob(Command, frozen=True):
-    """See `Trainer.retry`."""
-
-    job: str
-    how: Retry
-
-
 class ReleaseMemory(Command, frozen=True):
     """See `Trainer.release_memory`."""
 
@@ -168,9 +161,10 @@ class CopySnapshot(Question, frozen=True, kw_only=True):
 
 
 class AbandonJob(Command, frozen=True):
-    """See `Trainer.abandon`."""
+    """See `Trainer.abandon`, or `Trainer.retry`."""
 
     job: str
+    how: Retry | None = None
 
 
 class DropJob(Command, frozen=True):
@@ -197,7 +191,6 @@ AnyCommand = (
     | EvictAdapter
     | BeginJob
     | ForgetLoad
-    | RetryJob
     | ReleaseMemory
     | LimitJob
     | GatherJob

@@ -40,7 +40,6 @@ from coserve.engine.ranks.commands import (
     ReadAdapter,
     ReadDevice,
     ReleaseMemory,
-    RetryJob,
     Stop,
 )
 from coserve.engine.ranks.page_tables import PageTables
@@ -131,8 +130,6 @@ class Follower:
             case AdvanceJob():
                 outcome = self._parts.trainer.attempt(command.job, command.micro_steps)
                 self._commands.send(Answer(command.number, outcome.position, outcome.code, outcome.message))
-            case RetryJob(job, how):
-                self._parts.trainer.retry(job, how)
             case ReleaseMemory():
                 self._parts.trainer.release_memory()
             case LimitJob(job, treatment):
@@ -142,8 +139,11 @@ class Follower:
                     self._parts.trainer.gather(job, weights_only=weights_only)
             case CopySnapshot():
                 self._copy_snapshot(command)
-            case AbandonJob(job):
-                self._parts.trainer.abandon(job)
+            case AbandonJob(job, how):
+                if how is None:
+                    self._parts.trainer.abandon(job)
+                else:
+                    self._parts.trainer.retry(job, how)
             case DropJob(job):
                 self._parts.trainer.drop(job)
             case BeginJob():

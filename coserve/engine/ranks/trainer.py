@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from coserve.adapter_store.store import AdapterStore
 from coserve.admission.treatment import Treatment
 from coserve.cancellation import Cancellation
 from coserve.engine.ranks.commands import (
@@ -22,14 +23,12 @@ from coserve.engine.ranks.commands import (
     PrepareJob,
     ReadAdapter,
     ReleaseMemory,
-    RetryJob,
 )
 from coserve.engine.ranks.followers import Followers, RankLost
 from coserve.errors import CoserveError, EngineFault, RequestOutOfMemory, StorageError
 from coserve.finetune.outcome import Outcome, how_to_retry, judge
 from coserve.finetune.publication import snapshot_without_memory, waiting_for_disk
-from coserve.finetune.trainer import Trainer
-from coserve.gpu_memory import TrainingCosts
+from coserve.finetune.trainer import Trainer, TrainerSettings
 from coserve.link import (
     FromEngine,
     JobCheckpoint,
@@ -40,36 +39,35 @@ from coserve.link import (
     JobStarted,
     JobSucceeded,
     JobWaiting,
-    TrainingBatches,
 )
 from coserve.model.agreement import FailedTogether
+from coserve.model.base import Base
 from coserve.state.folder import DataFolder
-from coserve.types import AdapterRef, JobSpec, MicroStep
+from coserve.types import JobSpec
 
 log = logging.getLogger(__name__)
 
 
-class RankedTrainer:
-    """Implements `Trains` over the trainer of rank 0. Checkpoints and adapters are written by rank 0 alone."""
+class RankedTrainer(Trainer):
+    """The trainer of rank 0. It tells the other ranks what it does; checkpoints and adapters are written here alone."""
 
     def __init__(
-        self, local: Trainer, followers: Followers, folder: DataFolder, in_memory: Callable[[AdapterRef], bool]
+        self, base: Base, store: AdapterStore, folder: DataFolder, settings: TrainerSettings, *, followers: Followers
     ) -> None:
-        """`in_memory`: whether rank 0 has a copy of an adapter in memory."""
-        self._local, self._followers, self._folder, self._in_memory = local, followers, folder, in_memory
-        self._specs = dict[str, JobSpec]()
+        super().__init__(base, store, folder, settings)
+        self._followers = followers
 
     def load(self, spec: JobSpec, cancellation: Cancellation) -> Callable[[], JobStarted]:
         """See `Trainer.load`. Raises what any rank raised. Where the load has ended and is not committed, `cancellation` frees the
         memory of the other ranks."""
-        answers = self._followers.ask(LoadJob(spec=spec))
+        answers, load = self._followers.ask(LoadJob(spec=spec)), super().load
 
         def forget() -> None:
             with suppress(RankLost):  # the engine ends, and must be able to
                 self._followers.send(ForgetLoad(answers.number))
 
         try:
-            start = self._local.load(spec, cancellation)
+            start = load(spec, cancellation)
             answers.wait()
             cancellation.on_cancel(forget)
         except Exception:
@@ -79,14 +77,13 @@ class RankedTrainer:
         def begin() -> JobStarted:
             started = start()
             self._followers.send(BeginJob(spec.id, answers.number, started.resumed_from))
-            self._specs[spec.id] = spec
             return started
 
         return begin
 
     def preparation(self, job: str) -> Callable[[Cancellation], None] | None:
         """See `Trainer.preparation`."""
-        prepare = self._local.preparation(job)
+        prepare = super().preparation(job)
         if prepare is None:
             return None
 
@@ -107,13 +104,13 @@ class RankedTrainer:
         """See `Trainer.advance`; each job trains alone. An error of any rank ends the job alone, or begins its optimizer step again on all ranks, with
         less memory or without graphs. Raises `EngineFault` alone."""
         with self._followers.asked(AdvanceJob(job=job, micro_steps=micro_steps)) as answers:
-            own = self._local.attempt(job, micro_steps)
+            own = self.attempt(job, micro_steps)
             theirs = [Outcome(answer.value, answer.code, answer.message) for answer in answers.settle()]
         verdict = judge([own, *theirs])
         if verdict.retry:
-            how = how_to_retry(verdict, graphs=self._local.has_graphs)
-            self._followers.send(RetryJob(job, how))
-            notes = self._local.retry(job, how)
+            how = how_to_retry(verdict, graphs=self.has_graphs)
+            self._followers.send(AbandonJob(job, how))
+            notes = self.retry(job, how)
             if notes or not how.lower:
                 return notes
         if verdict.code:
@@ -122,17 +119,15 @@ class RankedTrainer:
 
     def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
         """See `Trainer.checkpoint`. Raises `JobOutOfMemory` where any rank finds too little, and `FailedTogether`."""
-        self._followers.send(AbandonJob(job))
         with gathered(job):
-            return self._local.checkpoint(job)
+            return super().checkpoint(job)
 
     def publication(self, job: str) -> Callable[[], Callable[[], JobSucceeded | JobWaiting]]:
         """See `Trainer.publication`. Followers read the files that rank 0 wrote; `JobWaiting` also where one of them cannot now. Where any rank has no
         host memory for its copy, none keeps one: the first request reads the files."""
-        spec = self._specs[job]
         with gathered(job):
-            write = self._local.publication(job)
-        ref = AdapterRef(spec.adapter, spec.version)
+            write = super().publication(job)
+        ref = self._jobs[job].result
 
         def run() -> Callable[[], JobSucceeded | JobWaiting]:
             publish = write()
@@ -154,7 +149,7 @@ class RankedTrainer:
 
         def commit(publish: Callable[[], JobSucceeded | JobWaiting]) -> JobSucceeded | JobWaiting:
             message = publish()
-            if not self._in_memory(ref):
+            if not self._store.state(ref).in_memory:
                 drop()
             return message
 
@@ -166,7 +161,7 @@ class RankedTrainer:
     def snapshot(self, job: str) -> Callable[[], Callable[[], JobSnapshot | JobNote]]:
         """See `Trainer.snapshot`. Each rank copies its part of what all of them gathered; `JobNote` where one of them has no memory for it."""
         with gathered(job):
-            own = self._local.snapshot(job)
+            own = self._begin_snapshot(job)
         answers = self._followers.ask(CopySnapshot(job=job, adapter=own.ref))
 
         def drop() -> None:
@@ -175,7 +170,7 @@ class RankedTrainer:
         def run() -> Callable[[], JobSnapshot | JobNote]:
             try:
                 try:
-                    publish = own()
+                    publish = own.copy()
                 finally:
                     answers.settle()  # nobody is told to drop a copy that is being made
                 copied = all(answers.wait())
@@ -196,86 +191,25 @@ class RankedTrainer:
     def limit(self, job: str, treatment: Treatment) -> None:
         """See `Trainer.limit`."""
         self._followers.send(LimitJob(job, treatment))
-        self._local.limit(job, treatment)
-
-    @property
-    def layer_costs(self) -> TrainingCosts | None:
-        """See `Trainer.layer_costs`."""
-        return self._local.layer_costs
+        super().limit(job, treatment)
 
     def release_memory(self) -> bool:
         """See `Trainer.release_memory`."""
         self._followers.send(ReleaseMemory())
-        return self._local.release_memory()
+        return super().release_memory()
 
     def abandon(self, job: str, *, finish_update: bool = False) -> None:
         """See `Trainer.abandon`. Ranks have no updates in slices: none is ever suspended in one."""
         self._followers.send(AbandonJob(job))
-        self._local.abandon(job, finish_update=finish_update)
-
-    def holds_memory_of(self, job: str) -> bool:
-        """See `Trainer.holds_memory_of`."""
-        return self._local.holds_memory_of(job)
+        super().abandon(job, finish_update=finish_update)
 
     def drop(self, job: str) -> None:
         """See `Trainer.drop`."""
-        self._specs.pop(job, None)
         self._followers.send(DropJob(job))
-        self._local.drop(job)
+        super().drop(job)
 
-    # ---- what rank 0 alone knows
-
-    @property
-    def trained(self) -> tuple[str, ...]:
-        """See `Trains`."""
-        return self._local.trained
-
-    @property
-    def batches(self) -> TrainingBatches:
-        """See `Trainer.batches`."""
-        return self._local.batches
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """See `Trainer.notes`."""
-        return self._local.notes
-
-    def mid_batch(self, job: str) -> bool:
-        """See `Trainer.mid_batch`."""
-        return self._local.mid_batch(job)
-
-    def next_micro_step(self, job: str) -> MicroStep:
-        """See `Trainer.next_micro_step`."""
-        return self._local.next_micro_step(job)
-
-    def micro_batch_tokens(self, job: str) -> int:
-        """See `Trainer.micro_batch_tokens`."""
-        return self._local.micro_batch_tokens(job)
-
-    @property
-    def micro_steps_done(self) -> int:
-        """See `Trains`."""
-        return self._local.micro_steps_done
-
-    def limit_shared(self, tokens: int | None) -> None:
-        """Each job trains alone."""
-
-    def finished(self, job: str) -> bool:
-        """See `Trainer.finished`."""
-        return self._local.finished(job)
-
-    def checkpoint_due(self, job: str) -> bool:
-        """See `Trainer.checkpoint_due`."""
-        return self._local.checkpoint_due(job)
-
-    def snapshot_due(self, job: str) -> bool:
-        """See `Trainer.snapshot_due`."""
-        return self._local.snapshot_due(job)
-
-
-def announce_gathering(followers: Followers, job: str, weights_only: bool) -> None:
-    """Rank 0 is about to gather a job's state: see `Trainer`."""
-    followers.send(GatherJob(job, weights_only))
+    def _gathering(self, job: str, weights_only: bool) -> None:
+        self._followers.send(GatherJob(job, weights_only))
 
 
 @contextmanager
@@ -284,7 +218,7 @@ def gathered(job: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, FailedTogether) or isinstance(error.__cause__, FailedTogether):
+        if isinstance(error, FailedTogether | RankLost) or isinstance(error.__cause__, FailedTogether):
             raise
         raise EngineFault(
             f"the state of job {job} could not be gathered on rank 0, and other ranks may wait for it"
