@@ -46,14 +46,17 @@ from coserve.corpus.tokenize import tokenize_rows
 from coserve.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
 from coserve.finetune.job import TrainingJob
-from coserve.finetune.loop import SliceTimer, TrainingLoop
+from coserve.finetune.job_checkpoint import JobCheckpoints
+from coserve.finetune.loop import TrainingLoop
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.passes.training_pass import TrainingPass
+from coserve.finetune.session import Loss, SliceTimer, TrainingSession
 from coserve.kernels.lora.backend import choose_backend
 from coserve.model.base import Base, load_base
 from coserve.model.lora import LoraWeights
 from coserve.pretrained.tokenizer import Tokenizer
+from coserve.state.folder import DataFolder
 from coserve.step_metrics import StepMetrics
 from coserve.types import BaseSpec, JobSpec, LoraSettings, Schedule, TrainingSettings
 
@@ -170,7 +173,11 @@ def run_job(
     )  # fmt: skip
     timer, device = SliceTimer(time.perf_counter), base.device
     optimizer = AdapterOptimizer(start, base.spec, training, base.dtype, device)
-    job = TrainingJob(TrainingLoop(spec, corpus, plan, optimizer, device=device, timer=timer), timer, device)
+    session = TrainingSession(
+        optimizer, Loss(), seed=training.seed, dropout=start.settings.dropout, neftune_alpha=None, device=device, timer=timer
+    )  # fmt: skip
+    loop = TrainingLoop(spec, corpus, plan, session)
+    job = TrainingJob(loop, JobCheckpoints(DataFolder(Path()), base.spec, loop, keep=1))  # none is saved
     runner, backend = MicroBatchRunner(base, recompute=False), choose_backend("auto", device, base.dtype)
     found: list[StepMetrics] = []
     while not job.loop.finished:

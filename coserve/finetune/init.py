@@ -1,4 +1,4 @@
-"""Initial weights of new adapters: PEFT's initialisations, as a function of seed and site."""
+"""Initial weights: those of a published adapter, or PEFT's initialisations, as a function of seed and site."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import math
 import torch
 from torch import Tensor
 
+from coserve.adapter_store.files import load_adapter
 from coserve.adapters.bdlora import blocks_at, packed_shapes
 from coserve.adapters.targets import rank_and_scaling, resolve_targets
+from coserve.errors import AdapterNotFound
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.lora import LoraWeights
-from coserve.types import BaseSpec, LoraSettings, SiteSpec
+from coserve.state.folder import DataFolder
+from coserve.types import AdapterDigests, AdapterRef, BaseSpec, JobSpec, LoraSettings, SiteSpec
 
 
 def new_adapter(
@@ -75,3 +78,19 @@ def _start(
         return a_RD.contiguous(), b_OR
     bound = 1 / math.sqrt(in_features)  # Kaiming uniform with a = sqrt(5)
     return a_RD.uniform_(-bound, bound, generator=generator), b_OR
+
+
+def initial_weights(spec: JobSpec, base: BaseSpec, folder: DataFolder) -> LoraWeights:
+    """fp32, on the CPU: a new adapter, or the continued one from its files (in memory it is rounded to the base's dtype)."""
+    if spec.init_from is None:
+        return new_adapter(spec.lora, base, seed=spec.training.seed, dtype=torch.float32, device="cpu")
+    return published_adapter(spec.init_from, spec.init_digests, "continue_from", base, folder)
+
+
+def published_adapter(
+    ref: AdapterRef, digests: AdapterDigests | None, field: str, base: BaseSpec, folder: DataFolder
+) -> LoraWeights:
+    """A published adapter: fp32, on the CPU. `field` names it in the error."""
+    if not (path := folder.adapter(ref)).is_dir():
+        raise AdapterNotFound(f"no adapter {str(ref)!r}", field=field)
+    return load_adapter(path, base, device="cpu", dtype=torch.float32, digests=digests)

@@ -41,13 +41,13 @@ class JobCheckpoints:
         """Begin a snapshot of the last finished step; training may go on meanwhile. None if that step is on disk already.
 
         Call the returned function on a thread: the checkpoint is durable when it returns, and all but the last `keep` are
-        deleted where the disk allows it. It raises `StorageError`. Raises `RuntimeError` as `TrainingLoop.check_weights`.
+        deleted where the disk allows it. It raises `StorageError`. Raises `RuntimeError` as `TrainingSession.check_weights`.
         """
-        self._loop.check_weights()
+        self._loop.session.check_weights()
         progress = self._loop.progress
         if progress.step == 0 or progress == self._saved:
             return None
-        self._taken, tensors = progress, self._loop.optimizer.snapshot()
+        self._taken, tensors = progress, self._loop.session.snapshot()
 
         def write() -> None:
             save_checkpoint(self._folder, self._loop.spec, self._base, progress, tensors())
@@ -74,7 +74,7 @@ class JobCheckpoints:
         for step, path in reversed(self._folder.checkpoints(spec.id)):
             try:
                 found = load_checkpoint(path, spec, self._base)
-                self._loop.optimizer.restore(found.tensors, steps=found.progress.step)
+                self._loop.session.optimizer.restore(found.tensors, steps=found.progress.step)
             except CheckpointUnreadable as error:
                 log.warning("job %s: checkpoint %d left aside: %s", spec.id, step, error.message)
                 reasons[step] = error.message

@@ -1,116 +1,49 @@
-"""The training loop of one job, as a generator that asks for the sums of micro-batches."""
+"""The steps of one job, as a coroutine over its `TrainingSession`: epochs, validation, early stopping."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
-from enum import Enum
-from functools import partial
+from collections.abc import Sequence
 from zlib import crc32
 
 import msgspec
-import torch
-from torch import Tensor
 
 from coserve.admission.treatment import Treatment
 from coserve.corpus.batch_plan import BatchPlan
 from coserve.corpus.lr_schedule import learning_rate
 from coserve.corpus.tokenized import Corpus
 from coserve.errors import NonFiniteLoss
-from coserve.finetune.embedding_noise import EmbeddingNoise
 from coserve.finetune.losses.formulas import perplexity
 from coserve.finetune.memory_limits import MemoryLimits, MicroBatches
-from coserve.finetune.micro_batch import MicroBatch
-from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.progress import TrainingProgress
-from coserve.model.dropout import DropoutSpec
-from coserve.model.lora import LoraWeights
+from coserve.finetune.session import FinishUpdate, TrainingSession, suspended
 from coserve.state.durable import disk_errors
 from coserve.state.failpoints import failpoint
 from coserve.step_metrics import Rewards, StepMetrics
-from coserve.types import JobSpec, MicroStep
-
-
-class Boundary(Enum):
-    """End of a micro-batch within an optimizer step or evaluation: another job may run."""
-
-    MICRO_BATCH = "micro_batch"
-
-
-Event = MicroBatch | MicroStep | Boundary | StepMetrics
-"""What a loop is suspended for: a micro-batch that is to be computed, `MicroStep.OPTIMIZER` ahead of an update of the weights, a
-`Boundary`, or the metrics of a finished optimizer step."""
-Events = Generator[Event, Tensor | None, None]
-"""A `MicroBatch` is answered with its sums (fp64, (2), of a DPO loss (5)): as `MicroBatchRunner.forward_backward`."""
-_Asking = Generator[Event, Tensor | None, Tensor]
-
-
-class SliceTimer:
-    """Seconds spent in slices since the last `restart`; the pauses between slices do not count."""
-
-    def __init__(self, clock: Callable[[], float], *, overlapped: bool = False) -> None:
-        """`overlapped`: slices are only launched, and the device works on between two of them: pauses count."""
-        self._clock, self._overlapped, self._before, self._began = clock, overlapped, 0.0, 0.0
-
-    @contextmanager
-    def slice(self) -> Iterator[None]:
-        if self._overlapped:
-            yield
-            return
-        self._began = self._clock()
-        try:
-            yield
-        finally:
-            self._before += self._clock() - self._began
-
-    def restart(self) -> None:
-        """Call inside a slice."""
-        self._before, self._began = 0.0, self._clock()
-
-    def seconds(self) -> float:
-        """Call inside a slice."""
-        return self._before + self._clock() - self._began
+from coserve.types import AdapterRef, JobSpec
 
 
 class TrainingLoop:
     """Optimizer steps, evaluations and early stopping of one job. `progress` is up to date whenever `run` is suspended, but for an update of
-    the weights that is done in part: it counts once it is done, by `run` or by `finish_update`."""
+    the weights that is done in part."""
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        corpus: Corpus,
-        plan: BatchPlan,
-        optimizer: AdapterOptimizer,
-        *,
-        device: torch.device,
-        timer: SliceTimer,
-        teacher: LoraWeights | None = None,
-        check_peers: Callable[[], None] = lambda: None,
-        overlapped: bool = False,
-    ) -> None:
-        """`teacher`: this rank's part of the adapter that `spec.teacher` names, in the base's dtype. `check_peers` is called before
-        results of collectives are used for good; it raises if another rank has failed. `overlapped`: slices are only launched;
-        what the device computes is read in a micro-step of its own (`MicroStep.RESULT`)."""
-        self._overlapped = overlapped
-        self.spec, self.plan, self.optimizer = spec, plan, optimizer
+    def __init__(self, spec: JobSpec, corpus: Corpus, plan: BatchPlan, session: TrainingSession) -> None:
+        self.spec, self.plan, self.session = spec, plan, session
         self.progress = TrainingProgress()
-        self._corpus, self._device, self._timer = corpus, device, timer
-        self._teacher, self._check_peers = teacher, check_peers
-        self._beta = None if spec.training.loss is None else spec.training.loss.beta
+        self._corpus = corpus
         self._validation_rows = plan.validation()
-        self._limits = MemoryLimits(plan.lengths, len(optimizer.trainable))
+        self._limits = MemoryLimits(plan.lengths, len(session.optimizer.trainable))
         self._treatment = self._limits.treatment
         """Of all micro-batches of the step or evaluation in progress."""
-        self._finish: Callable[[], None] | None = None
-        """Does the rest of the update that `run` is suspended in."""
-        self._updating = False
-        """An update has begun and is not done: some weights may be new and others old."""
         self._rows_in_progress: tuple[int, ...] | None = None
         """Rows of the micro-batch that is being computed; None: between two steps, and in the optimizer's update."""
         self._next: tuple[int, ...] | None = None
         """Rows of the next micro-batch, while suspended between two of one optimizer step."""
+
+    @property
+    def result(self) -> AdapterRef:
+        """What success publishes."""
+        return AdapterRef(self.spec.adapter, self.spec.version)
 
     @property
     def finished(self) -> bool:
@@ -132,18 +65,6 @@ class TrainingLoop:
         rows, recomputed = self._rows_in_progress, self._treatment.recomputed
         return None if rows is None else self._limits.lower(rows, recomputed)
 
-    def finish_update(self) -> None:
-        """Do the rest of the update that `run` is suspended in, at once: the step counts. Nothing happens elsewhere. If it raises, or
-        if `run` is closed within the update without it, the weights are lost (`check_weights`)."""
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
-
-    def check_weights(self) -> None:
-        """Raises `RuntimeError` where an update of the weights has failed or was dropped half-way: they are those of no step."""
-        if self._updating:
-            raise RuntimeError(f"the update after step {self.progress.step} was not finished: its weights are lost")
-
     @property
     def position(self) -> int:
         """A digest of how far the job is: its finished steps and evaluations, and the micro-batch that is being computed."""
@@ -162,9 +83,8 @@ class TrainingLoop:
 
         Cheap where the step is prepared (`BatchPlan.prepared`).
         """
-        own_loss = self._teacher is not None or self._beta is not None
         treatment = self._limits.treatment if self._next is None else self._treatment
-        if self.progress.pending is not None or self.finished or own_loss or treatment.recomputes:
+        if self.progress.pending is not None or self.finished or treatment.recomputes or not self.session.loss.shares:
             return None
         return self._next or self._limits.cut(self.plan.step(self.progress.step).micro_batches)[0]
 
@@ -172,46 +92,41 @@ class TrainingLoop:
         """Tokens of these rows."""
         return self._limits.size(rows)
 
-    def run(self) -> Events:
-        """Continue from `progress` to the end. Raises `NonFiniteLoss`."""
+    async def run(self) -> None:
+        """Continue from `progress` to the end. Raises `NonFiniteLoss`, and as `TrainingSession.check_weights`."""
         self._next = None
-        return self._run()
-
-    def _run(self) -> Events:
-        self.check_weights()
+        self.session.check_weights()
         while not self.finished:
             if self.progress.pending is None:
-                self._timer.restart()
-                if self._teacher is not None and self._validation_rows and self.progress.step == 0:
-                    yield from self._evaluate_start()
-                yield from self._optimizer_step()
+                self.session.timer.restart()
+                if self.session.loss.teacher is not None and self._validation_rows and self.progress.step == 0:
+                    await self._evaluate_start()
+                await self._optimizer_step()
                 if self._evaluation_is_due():
-                    yield Boundary.MICRO_BATCH
+                    await self.session.next_micro_batch()
             if self._evaluation_is_due():
-                yield from self._evaluate_step()
-            yield self._finish_step()
+                await self._evaluate_step()
+            await suspended(self._finish_step())
 
-    def _optimizer_step(self) -> Events:
+    async def _optimizer_step(self) -> None:
         """Sum the gradients of the step's micro-batches, then update the weights."""
-        step = self.progress.step
+        step, session = self.progress.step, self.session
         batches = self.plan.step(step)
-        self.optimizer.zero_grad()
-        summed = self._zero_sums()
+        session.optimizer.zero_grad()
+        summed = session.zero_sums()
         tokens = targets = denominator = 0
-        for micro, indices in enumerate(self._cut(batches.micro_batches)):
+        for micro, rows in enumerate(self._cut(batches.micro_batches)):
             if micro:
-                self._next = indices
-                yield Boundary.MICRO_BATCH
+                self._next = rows
+                await session.next_micro_batch()
                 self._next = None
-            summed += yield from self._computed(indices, (step << 32) | micro)
-            tokens += self.size(indices)
-            targets += self._targets(indices)
-            denominator += self._denominator(indices)
-        yield MicroStep.OPTIMIZER
-        norm_and_sums = torch.cat((self.optimizer.divide_grads(denominator).double().view(1), summed))
-        norm, *sums = yield from self._read(norm_and_sums)  # the step's only synchronisation
+            self._rows_in_progress, size, draw = rows, self.size(rows), (step << 32) | micro
+            summed += await session.forward_backward(self._corpus, rows, size, self._treatment, draw=draw)
+            tokens += size
+            targets += self._targets(rows)
+            denominator += self._denominator(rows)
+        norm, sums = await session.divide_grads(denominator, summed)
         loss, accuracy, *rewards = _means(sums, denominator, targets)
-        self._check_peers()  # before the weights change
         self._check_finite(loss, "loss")
         self._check_finite(norm, "norm of the gradients")
         with disk_errors():
@@ -233,56 +148,42 @@ class TrainingLoop:
             perplexity=self._perplexity(loss),
             rewards=_rewards(rewards),
         )
-        yield from self._update(norm, metrics)
-
-    def _update(self, norm: float, metrics: StepMetrics) -> Events:
-        """Update the weights, then `progress`. Between two slices `finish_update` may take over."""
-        slices = self.optimizer.slices(norm, metrics.learning_rate)
-        self._updating = True
         try:
-            for _ in slices:
-                self._finish = partial(self._finish_at_once, slices, metrics, self._timer.seconds())
-                yield MicroStep.OPTIMIZER
-        finally:
-            self._finish = None
-        self._updated(metrics, self._timer.seconds())
+            await session.optim_step(rate, norm)
+        except FinishUpdate:
+            self._updated(metrics)
+            raise
+        self._updated(metrics)
 
-    def _finish_at_once(self, slices: Iterator[None], metrics: StepMetrics, seconds: float) -> None:
-        for _ in slices:
-            pass
-        self._updated(metrics, seconds)
-
-    def _updated(self, metrics: StepMetrics, seconds: float) -> None:
-        metrics = msgspec.structs.replace(
-            metrics, seconds=seconds, tokens_per_second=metrics.tokens / seconds if seconds > 0 else None
-        )
+    def _updated(self, metrics: StepMetrics) -> None:
+        seconds = self.session.timer.seconds()
+        rate = metrics.tokens / seconds if seconds > 0 else None
         self.progress = msgspec.structs.replace(
             self.progress,
             step=metrics.step,
             trained_tokens=self.progress.trained_tokens + metrics.tokens,
             last_loss=metrics.loss,
-            pending=metrics,
+            pending=msgspec.structs.replace(metrics, seconds=seconds, tokens_per_second=rate),
         )
-        self._updating = False
 
     def _evaluation_is_due(self) -> bool:
         step = self.progress.step
         due = step % self.spec.training.eval_steps == 0 or step == self.plan.total_steps
         return due and bool(self._validation_rows)
 
-    def _evaluate_start(self) -> Events:
+    async def _evaluate_start(self) -> None:
         """Keep the validation loss before the first step, unless an abandoned attempt at that step has; with early stopping, the weights too."""
         if self.progress.valid_loss_before is None:
-            loss, *_ = yield from self._validation()
+            loss, *_ = await self._validation()
             best = None if self.spec.training.early_stopping_patience is None else loss
             if best is not None:
-                self.optimizer.keep_best()
+                self.session.optimizer.keep_best()
             self.progress = msgspec.structs.replace(self.progress, valid_loss_before=loss, best_valid_loss=best)
-            yield Boundary.MICRO_BATCH
+            await self.session.next_micro_batch()
 
-    def _evaluate_step(self) -> Events:
+    async def _evaluate_step(self) -> None:
         """Add the validation's results to the pending metrics."""
-        loss, accuracy, *rewards = yield from self._validation()
+        loss, accuracy, *rewards = await self._validation()
         assert self.progress.pending is not None, "an evaluation follows a step"
         pending = msgspec.structs.replace(
             self.progress.pending,
@@ -293,18 +194,19 @@ class TrainingLoop:
         )
         self.progress = msgspec.structs.replace(self.progress, pending=pending)
 
-    def _validation(self) -> Generator[Event, Tensor | None, list[float]]:
+    async def _validation(self) -> list[float]:
         """Return the mean loss of the validation rows, their token accuracy, and of a DPO loss the other means."""
-        summed, targets, denominator = self._zero_sums(), 0, 0
-        for micro, indices in enumerate(self._cut(self._validation_rows)):
+        session, targets, denominator = self.session, 0, 0
+        summed = session.zero_sums()
+        for micro, rows in enumerate(self._cut(self._validation_rows)):
             if micro:
-                yield Boundary.MICRO_BATCH
-            summed += yield from self._computed(indices, None)
-            targets += self._targets(indices)
-            denominator += self._denominator(indices)
+                await session.next_micro_batch()
+            self._rows_in_progress = rows
+            summed += await session.forward(self._corpus, rows, self.size(rows), self._treatment)
+            targets += self._targets(rows)
+            denominator += self._denominator(rows)
         self._rows_in_progress = None
-        sums = yield from self._read(summed)
-        means = _means(sums, denominator, targets)
+        means = _means(await session.read(summed), denominator, targets)
         self._check_finite(means[0], "validation loss")
         return means
 
@@ -313,19 +215,9 @@ class TrainingLoop:
         self._treatment = self._limits.treatment
         return self._limits.cut(micro_batches)
 
-    def _zero_sums(self) -> Tensor:
-        return torch.zeros(2 if self._beta is None else 5, dtype=torch.float64, device=self._device)
-
     def _perplexity(self, loss: float) -> float | None:
         """None: the loss is no likelihood."""
-        return perplexity(loss) if self._teacher is None and self._beta is None else None
-
-    def _read(self, values: Tensor) -> Generator[Event, Tensor | None, list[float]]:
-        """The values of a tensor on the device, which the host waits for unless slices are only launched."""
-        if self._overlapped:
-            yield MicroStep.RESULT
-        found: list[float] = values.tolist()
-        return found
+        return perplexity(loss) if self.session.loss.shares else None
 
     def _finish_step(self) -> StepMetrics:
         """Return the pending metrics, now complete, and update early stopping."""
@@ -335,7 +227,7 @@ class TrainingLoop:
         if metrics.valid_loss is not None and self.spec.training.early_stopping_patience is not None:
             if best is None or metrics.valid_loss < best:
                 best, stale = metrics.valid_loss, 0
-                self.optimizer.keep_best()
+                self.session.optimizer.keep_best()
             else:
                 stale += 1
         self.progress = msgspec.structs.replace(
@@ -351,35 +243,9 @@ class TrainingLoop:
                 advice = f"continue_from names {self.spec.init_from}: its weights are too large"
             raise NonFiniteLoss(f"the {name} is not finite {when}; {advice}")
 
-    def _computed(self, rows: tuple[int, ...], place: int | None) -> _Asking:
-        """Ask for a micro-batch; return its sums. `place`: its step and its number there; None: it is an evaluation, without dropout and
-        noise. They are functions of the job's seed and of the place alone: a resumed job draws the same."""
-        p, alpha = self.spec.lora.dropout, self.spec.training.neftune_alpha
-        seed = (self.spec.training.seed << 96) | (place or 0)
-        learns = place is not None
-        self._rows_in_progress = rows
-        sums = yield MicroBatch(
-            self._corpus,
-            rows,
-            self.size(rows),
-            self.optimizer.weights(),
-            self.optimizer.trainable,
-            self.optimizer.grads,
-            learns=learns,
-            dropout=DropoutSpec(p, seed) if learns and p > 0 else None,
-            noise=EmbeddingNoise(alpha, seed) if learns and alpha is not None else None,
-            teacher=self._teacher,
-            beta=self._beta,
-            recomputed=self._treatment.recomputed,
-            partly=self._treatment.partly,
-            for_compiled=self._treatment.compiled,
-        )
-        assert sums is not None, "expected the micro-batch's sums"
-        return sums
-
     def _denominator(self, rows: Sequence[int]) -> int:
         """Over what the loss of these rows is a mean: their target tokens, or the pairs that they are."""
-        return self._targets(rows) if self._beta is None else len(rows)
+        return self._targets(rows) if self.session.loss.beta is None else len(rows)
 
     def _targets(self, rows: Sequence[int]) -> int:
         """Target tokens of these rows."""

@@ -11,7 +11,7 @@ import torch
 from coserve.adapter_store.files import save_adapter
 from coserve.adapter_store.store import AdapterStore
 from coserve.errors import NonFiniteLoss, StorageError, StorageFull
-from coserve.finetune.job import TrainingJob
+from coserve.finetune.loop import TrainingLoop
 from coserve.finetune.lora_tensors import cast, named_tensors
 from coserve.link import JobNote, JobSnapshot, JobSucceeded, JobWaiting
 from coserve.model.base import Base
@@ -29,7 +29,7 @@ Published = JobSucceeded | JobWaiting
 
 
 def publication(
-    job: TrainingJob, base: Base, folder: DataFolder, store: AdapterStore
+    loop: TrainingLoop, base: Base, folder: DataFolder, store: AdapterStore
 ) -> Callable[[], Callable[[], Published]]:
     """Begin to publish the result of a finished job.
 
@@ -37,8 +37,7 @@ def publication(
     thread: it makes the version available in memory. `JobWaiting` where the disk refuses the files: begin again later.
     The thread's part raises `NonFiniteLoss` for NaN or infinite weights.
     """
-    id, ref = job.id, job.result
-    final = job.final_weights()
+    id, ref, final = loop.spec.id, loop.result, loop.session.final_weights()
 
     def write() -> Callable[[], Published]:
         weights = final()
@@ -68,10 +67,10 @@ def waiting_for_disk(job: str, error: StorageError) -> JobWaiting:
 
 
 class JobSnapshots:
-    """Snapshots of the weights of `job`. At most one is being copied at a time, and no checkpoint is meanwhile."""
+    """Snapshots of the weights of the job of `loop`. At most one is being copied at a time, and no checkpoint is meanwhile."""
 
-    def __init__(self, job: TrainingJob) -> None:
-        self._job = job
+    def __init__(self, loop: TrainingLoop) -> None:
+        self._loop = loop
         self._taken = 0
         """The step of the last one."""
         self._gathered: Callable[[], LoraWeights] | None = None
@@ -80,20 +79,22 @@ class JobSnapshots:
     @property
     def due(self) -> bool:
         """The last finished step, or the end, asks for samples, and no snapshot of it was tried."""
-        loop, progress, training = self._job.loop, self._job.loop.progress, self._job.loop.spec.training
+        loop, progress, training = self._loop, self._loop.progress, self._loop.spec.training
         if not training.sample_prompts or progress.pending is not None or progress.step in (0, self._taken):
             return False
         return progress.step % training.sample_steps == 0 or loop.finished
 
     def take(self) -> tuple[int, Callable[[], LoraWeights]]:
-        """The step, and as `TrainingJob.current_weights`, or of a finished job `final_weights`: what it publishes."""
-        self._taken = self._job.loop.progress.step
-        finished = self._job.loop.finished
-        return self._taken, self._job.final_weights() if finished else self._job.current_weights()
+        """The step, and as `TrainingSession.current_weights`, or of a finished job `final_weights`: what it publishes."""
+        self._taken = self._loop.progress.step
+        return self._taken, self._weights(current=not self._loop.finished)
 
     def gather(self, *, weights_only: bool) -> None:
         """On a rank that follows: see `Trainer.gather`."""
-        self._gathered = self._job.gathered_weights(weights_only=weights_only)
+        self._gathered = self._weights(current=weights_only)
+
+    def _weights(self, *, current: bool) -> Callable[[], LoraWeights]:
+        return self._loop.session.current_weights() if current else self._loop.session.final_weights()
 
     def gathered_copy(self, base: Base, store: AdapterStore) -> Callable[[], LoraWeights | None]:
         """See `Trainer.gathered_copy`."""

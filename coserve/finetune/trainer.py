@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
-import torch
-
-from coserve.adapter_store.files import load_adapter
 from coserve.adapter_store.store import AdapterStore
 from coserve.admission.optimizers import check_optimizer
 from coserve.admission.treatment import Treatment
@@ -19,18 +16,17 @@ from coserve.cancellation import Cancellation
 from coserve.corpus.batch_plan import MAX_ROWS_ON_TICK, BatchPlan
 from coserve.corpus.tokenized import Corpus
 from coserve.errors import (
-    AdapterNotFound,
     CheckpointUnreadable,
     EngineFault,
     InvalidRequest,
     JobOutOfMemory,
 )
-from coserve.finetune.init import new_adapter
+from coserve.finetune.init import initial_weights, published_adapter
 from coserve.finetune.job import TrainingJob
 from coserve.finetune.job_checkpoint import JobCheckpoints
 from coserve.finetune.layers.compiled import uncompiled
 from coserve.finetune.layers.graphs import LayerGraphs
-from coserve.finetune.loop import SliceTimer, TrainingLoop
+from coserve.finetune.loop import TrainingLoop
 from coserve.finetune.lora_tensors import cast
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
@@ -38,7 +34,8 @@ from coserve.finetune.outcome import PEER_FAILED, Outcome, Retry
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.passes.passes import TrainingPasses
 from coserve.finetune.passes.training_pass import TrainingPass
-from coserve.finetune.publication import JobSnapshots, Published, Snapshot, publication, snapshot
+from coserve.finetune.publication import Published, Snapshot, publication, snapshot
+from coserve.finetune.session import Loss, SliceTimer, TrainingSession
 from coserve.gpu_memory import TrainingCosts
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.link import FromEngine, JobCheckpoint, JobNote, JobSnapshot, JobStarted, TrainingBatches
@@ -50,7 +47,7 @@ from coserve.parallel.guard import NoPeers, aborting_on_error
 from coserve.parallel.lockstep import PeerFailed
 from coserve.state.folder import DataFolder
 from coserve.step_metrics import StepMetrics
-from coserve.types import AdapterDigests, AdapterRef, JobSpec, MicroStep
+from coserve.types import AdapterRef, JobSpec, MicroStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +97,6 @@ class Trainer:
             graphs=self._graphs,
         )
         self._jobs: dict[str, TrainingJob] = {}
-        self._checkpoints: dict[str, JobCheckpoints] = {}
-        self._snapshots: dict[str, JobSnapshots] = {}
         self._snapshot_numbers = count(1)
         """Each snapshot has a version of its own: a cached prefix is never that of other weights."""
         self.micro_steps_done = 0
@@ -117,13 +112,12 @@ class Trainer:
         `JobOutOfMemory`.
         """
         with self._job_errors():
-            job, checkpoints = self._load(spec, cancellation.check)
+            job = self._load(spec, cancellation.check)
 
         def start() -> JobStarted:
             assert spec.id not in self._jobs, f"job {spec.id} runs already"
-            self._jobs[spec.id], self._checkpoints[spec.id] = job, checkpoints
-            self._snapshots[spec.id] = JobSnapshots(job)
-            return checkpoints.started()
+            self._jobs[spec.id] = job
+            return job.checkpoints.started()
 
         return start
 
@@ -221,7 +215,7 @@ class Trainer:
 
     def checkpoint_due(self, job: str) -> bool:
         """Whether the job's last slice finished an optimizer step that asks for a checkpoint."""
-        return not self._jobs[job].mid_step and self._checkpoints[job].due
+        return not self._jobs[job].mid_step and self._jobs[job].checkpoints.due
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -258,7 +252,7 @@ class Trainer:
         """
         self.abandon(job, finish_update=True)
         with self._job_errors():
-            write = self._checkpoints[job].save()
+            write = self._jobs[job].checkpoints.save()
         if write is None:
             return None
         step = self._jobs[job].loop.progress.step
@@ -272,7 +266,7 @@ class Trainer:
 
     def snapshot_due(self, job: str) -> bool:
         """Whether samples are to be generated of the job as it is now, between two optimizer steps or at its end."""
-        return not self._jobs[job].mid_step and self._snapshots[job].due
+        return not self._jobs[job].mid_step and self._jobs[job].snapshots.due
 
     def snapshot(self, job: str) -> Callable[[], Callable[[], JobSnapshot | JobNote]]:
         """Begin a snapshot that is due, for requests: see `finetune.publication`. The job may be advanced meanwhile. As a checkpoint, it
@@ -281,7 +275,7 @@ class Trainer:
 
     def _begin_snapshot(self, job: str) -> Snapshot:
         with self._job_errors():
-            step, weights = self._snapshots[job].take()
+            step, weights = self._jobs[job].snapshots.take()
         ref = AdapterRef(f"{job}:snapshot", next(self._snapshot_numbers))
         copy = snapshot(job, step, ref, weights, self._base, self._store)
 
@@ -296,11 +290,11 @@ class Trainer:
 
     def gather(self, job: str, *, weights_only: bool) -> None:
         """On a rank that follows: take part in a snapshot of rank 0 (`AdapterOptimizer.snapshot`), and raise what it raises."""
-        self._snapshots[job].gather(weights_only=weights_only)
+        self._jobs[job].snapshots.gather(weights_only=weights_only)
 
     def gathered_copy(self, job: str) -> Callable[[], LoraWeights | None]:
         """On a rank that follows: its own copy of what it gathered last, for requests, made on a thread; None: there is no memory."""
-        return self._snapshots[job].gathered_copy(self._base, self._store)
+        return self._jobs[job].snapshots.gathered_copy(self._base, self._store)
 
     def abandon(self, job: str, *, finish_update: bool = False) -> None:
         """Drop the unfinished optimizer step, and the memory that only it holds. Other jobs of its pass go on. Within an update of the weights
@@ -312,7 +306,7 @@ class Trainer:
     def publication(self, job: str) -> Callable[[], Callable[[], Published]]:
         """Begin to publish a finished job: see `finetune.publication`."""
         with self._job_errors():
-            write = publication(self._jobs[job], self._base, self._folder, self._store)
+            write = publication(self._jobs[job].loop, self._base, self._folder, self._store)
 
         def run() -> Callable[[], Published]:
             with self._job_errors():
@@ -331,66 +325,54 @@ class Trainer:
     def drop(self, job: str) -> None:
         """Free the job's memory, but for what `holds_memory_of` says; its files stay."""
         training = self._jobs.pop(job)
-        del self._checkpoints[job], self._snapshots[job]
         self._kept.forget()
         with self._job_errors():
             self._passes.abandon(training)
         self._passes.job_ended(last=not self._jobs)
 
-    def _load(self, spec: JobSpec, check: Callable[[], None]) -> tuple[TrainingJob, JobCheckpoints]:
-        base, device = self._base, self._base.device
+    def _load(self, spec: JobSpec, check: Callable[[], None]) -> TrainingJob:
+        base = self._base
         ranks = 1 if base.sharding is None else base.sharding.mesh.size
         check_optimizer(spec.training.optimizer, ranks=ranks)
         corpus = Corpus.load(self._folder.corpus(spec.id), check, digest=spec.corpus_digest)
         if int(corpus.tokens.max()) >= base.spec.vocab:
             raise CheckpointUnreadable("the job's corpus has tokens that the base does not know")
         plan = self._make_plan(corpus.lengths, spec.training, self._settings.limits.tokens, check)
-        start = self._initial_weights(spec)
+        start = initial_weights(spec, base.spec, self._folder)
         partition = base.partition(start)
         if partition is not None and not partition.keeps_blocks(start.sites):
             ranks = partition.sharding.mesh.size
             raise InvalidRequest(f"expected bd_blocks that {ranks} GPUs divide, or that divide them", field="bd_blocks")
         gathering = partial(self._gathering, spec.id)
         optimizer = self._settings.make_optimizer(
-            start, base.spec, spec.training, base.dtype, device, partition, gathering
+            start, base.spec, spec.training, base.dtype, base.device, partition, gathering
         )
-        timer = SliceTimer(self._settings.clock, overlapped=self._overlapped)
-        loop = TrainingLoop(
-            spec,
-            corpus,
-            plan,
+        session = TrainingSession(
             optimizer,
-            device=device,
-            timer=timer,
-            teacher=self._teacher_weights(spec),
+            Loss(self._teacher_weights(spec), None if spec.training.loss is None else spec.training.loss.beta),
+            seed=spec.training.seed,
+            dropout=spec.lora.dropout,
+            neftune_alpha=spec.training.neftune_alpha,
+            device=base.device,
+            timer=SliceTimer(self._settings.clock, overlapped=self._overlapped),
             check_peers=self._guard.check,
             overlapped=self._overlapped,
         )
+        loop = TrainingLoop(spec, corpus, plan, session)
         check()
         checkpoints = JobCheckpoints(self._folder, base.spec, loop, keep=self._settings.keep_checkpoints)
         checkpoints.resume()
         if loop.progress.step < plan.total_steps:
             plan.prepare(loop.progress.step, check)
-        return TrainingJob(loop, timer, device), checkpoints
-
-    def _initial_weights(self, spec: JobSpec) -> LoraWeights:
-        """fp32, on the CPU: a new adapter, or the continued one from its files (in memory it is rounded to the base's dtype)."""
-        if spec.init_from is None:
-            return new_adapter(spec.lora, self._base.spec, seed=spec.training.seed, dtype=torch.float32, device="cpu")
-        return self._read(spec.init_from, spec.init_digests, "continue_from")
+        return TrainingJob(loop, checkpoints)
 
     def _teacher_weights(self, spec: JobSpec) -> LoraWeights | None:
         """This rank's part, in the base's dtype and on its device: as it is served."""
         if spec.teacher is None:
             return None
         base, teacher = self._base, spec.teacher
-        return cast(base.shard(self._read(teacher.ref, teacher.digests, "teacher")), base.dtype, base.device)
-
-    def _read(self, ref: AdapterRef, digests: AdapterDigests | None, field: str) -> LoraWeights:
-        """A published adapter: fp32, on the CPU. `field` names it in the error."""
-        if not (path := self._folder.adapter(ref)).is_dir():
-            raise AdapterNotFound(f"no adapter {str(ref)!r}", field=field)
-        return load_adapter(path, self._base.spec, device="cpu", dtype=torch.float32, digests=digests)
+        weights = published_adapter(teacher.ref, teacher.digests, "teacher", base.spec, self._folder)
+        return cast(base.shard(weights), base.dtype, base.device)
 
     @contextmanager
     def _job_errors(self) -> Iterator[None]:

@@ -127,7 +127,7 @@ class RankedTrainer(Trainer):
         host memory for its copy, none keeps one: the first request reads the files."""
         with gathered(job):
             write = super().publication(job)
-        ref = self._jobs[job].result
+        ref = self._jobs[job].loop.result
 
         def run() -> Callable[[], JobSucceeded | JobWaiting]:
             publish = write()

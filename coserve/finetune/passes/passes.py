@@ -110,11 +110,7 @@ class TrainingPasses:
         """Drop the job's unfinished optimizer step. Other jobs of its pass go on. `finish_update`: see `Trainer.abandon`."""
         if (one := self._passes.pop(job.id, None)) is not None:
             one.leave(job)
-        try:
-            if finish_update:
-                job.loop.finish_update()
-        finally:
-            job.abandon()
+        job.abandon(finish_update=finish_update)
 
     def lower_memory(self, job: TrainingJob) -> list[FromEngine]:
         """Memory ran out, and the job's step is abandoned: go on with less. Empty: nothing is left to lower."""

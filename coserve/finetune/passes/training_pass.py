@@ -6,16 +6,14 @@ Each job has a segment of the batch: rank, targets, dropout, loss and gradients 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from coserve.errors import EngineFault
 from coserve.finetune.job import TrainingJob
-from coserve.finetune.loop import Event
 from coserve.finetune.micro_batch import MicroBatch, MicroBatchRunner, MicroSteps
 from coserve.finetune.packed_rows import pack_jobs
 from coserve.kernels.lora.interface import LoraBackend
@@ -76,7 +74,7 @@ class TrainingPass:
             self.close()
         with ExitStack() as slices:
             for job in self.jobs:
-                slices.enter_context(job.timer.slice())
+                slices.enter_context(job.session.timer.slice())
             while not self.ended and (
                 micro_steps is None or (self.micro_steps_done < micro_steps and self.next_micro_step is kind)
             ):
@@ -105,7 +103,7 @@ class TrainingPass:
             self._ask()
         elif self._compute is None:
             job, _ = self._updates.popleft()
-            self._take(job, TrainingJob.update)
+            self._take(job)
         if self._compute is not None:
             try:
                 self.next_micro_step = next(self._compute)
@@ -115,7 +113,7 @@ class TrainingPass:
             self._compute = None
             for (job, _), sums in zip(self._asked, sums_by_job, strict=True):
                 if job in self.jobs:
-                    self._take(job, partial(TrainingJob.answer, sums=sums))
+                    self._take(job, sums)
         if self._updates:
             self.next_micro_step = self._updates[0][1]
         else:
@@ -123,7 +121,7 @@ class TrainingPass:
 
     def _ask(self) -> None:
         for job in self.jobs:
-            self._take(job, TrainingJob.ask)
+            self._take(job)
         if self._asked:
             micro_batches = [micro_batch for _, micro_batch in self._asked]
             self.rows, self.tokens = (
@@ -135,11 +133,11 @@ class TrainingPass:
                 job.batch_tokens = self.tokens
             self._compute = _compute(micro_batches, self._runner, self._lora_backend, self.device, self._kept)
 
-    def _take(self, job: TrainingJob, part: Callable[[TrainingJob], Event]) -> None:
-        """Run a job's own part of the pass."""
+    def _take(self, job: TrainingJob, sums: Tensor | None = None) -> None:
+        """Run a job's own part of the pass: see `TrainingJob.go_on`."""
         try:
             with contained(self.device):
-                event = part(job)
+                event = job.go_on(sums)
         except EngineFault:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
