@@ -13,7 +13,6 @@ from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows
-from coserve.generate.execution.start import wake_compiler
 from coserve.kernels.gpu.capture import TRAINING_PRIORITY
 from coserve.kernels.gpu.graph_memory import GraphMemory
 from coserve.kernels.lora.backend import choose_backend
@@ -31,7 +30,6 @@ def compiled_runner(base: Base) -> MicroBatchRunner:
     """On a GPU of compiled layers, with graphs. All ranks of the base call this."""
     if base.device.type != "cuda":
         return MicroBatchRunner(base, recompute=False)
-    wake_compiler(base.device)
     compiled = CompiledLayers(base, LayerCut(base))
     compiled.compile()
     compiled.forget_examples()

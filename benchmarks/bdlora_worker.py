@@ -30,7 +30,7 @@ from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.graph_sizes import graph_rank
 from coserve.generate.execution.interface import StepExecutor
-from coserve.generate.execution.start import INDUCTOR, wake_compiler
+from coserve.generate.execution.start import INDUCTOR
 from coserve.kernels.gpu.launcher import compile_only
 from coserve.kernels.lora.backend import choose_backend
 from coserve.memory.buffer import page_layout
@@ -115,8 +115,6 @@ class Worker:
         if self._tiny:
             fused = FusedBase(base, compiled=False)
         else:
-            wake_compiler(self._device)
-            lap("compiler")
             fused = FusedBase(base, options=INDUCTOR, gemms=GemmChoice())
             torch.cuda.empty_cache()  # matrices that were stacked
             fused.gemms = load_gemms(gemm_paths(self._folder, model), fused.stacked, self._device) or measure_gemms(
@@ -155,7 +153,6 @@ class Worker:
             path = gemm_paths(self._folder, task.model)[rows_of(task.model).index(task.gemm_rows[0])]
             save_gemms(path, choice, fused.stacked, task.gemm_rows)
         if not self._tiny and task.layers:
-            wake_compiler(self._device)
             fused = FusedBase(base, options=INDUCTOR, gemms=GemmChoice())
             fused.check()
         if not self._tiny and task.classes:

@@ -35,7 +35,6 @@ def serve_arguments(size: Size, model: Path, data: Path) -> dict[str, Any]:
         "max_adapters_resident": 64,
         "micro_batch_tokens": size.batch_tokens,
         "policy": "slack",
-        "compile": "before",
         # Below the limits that are counted (5 s, 45 ms): the policy lets TPOT reach its target.
         "slo_ttft": 1.0,
         "slo_tpot": 0.04,

@@ -1,5 +1,4 @@
-"""What a start imports, on a CPU: the daemon until its engine's process begins, that process, and the workers of a warm-up, started one by
-one or forked.
+"""What a start imports, on a CPU: the daemon until its engine's process begins, that process, and the workers of a warm-up.
 
     python -m benchmarks.imports [--tree FOLDER]
 
@@ -18,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -29,8 +28,8 @@ from benchmarks.serving_results import Results
 from benchmarks.summary import entry, update_summary
 from coserve.config import Config, config_to_json
 from coserve.processes import usable_cores
-from coserve.warmup.fork_client import ForkServer
 from coserve.warmup.messages import WarmUpTask
+from coserve.warmup.workers import ProcessWorker
 
 FILE = "imports.json"
 REPEATS = 7
@@ -71,39 +70,18 @@ def begin_engine(tree: Path, model: Path) -> None:
         assert found, "expected the daemon to start its engine"
 
 
-async def run_part(server: ForkServer) -> None:
+async def run_part(task: WarmUpTask) -> None:
     """A worker's start and its first part."""
-    worker = await server.start_worker()
-    worker.run_part(PART)
-    while (report := await worker.next_report()) is not None and report.done < report.total:
-        pass
-    assert report is not None and report.failure is None, report
+    worker = await ProcessWorker.start(task, {})
+    await worker.run(PART)
+    while (report := await worker.report()).done < report.total:
+        assert report.failure is None, report
     await worker.close()
 
 
-async def forked(task: WarmUpTask) -> None:
-    """All workers of one server."""
-    server = ForkServer(task)
-    await asyncio.gather(*(run_part(server) for _ in range(WORKERS)))
-    await server.close()
-
-
-async def apart(task: WarmUpTask) -> None:
-    """The same number of workers, each of a server of its own: each imports."""
-
-    async def one() -> None:
-        server = ForkServer(task)
-        await run_part(server)
-        await server.close()
-
-    await asyncio.gather(*(one() for _ in range(WORKERS)))
-
-
-Way = Callable[[WarmUpTask], Coroutine[None, None, None]]
-
-
-def _run(way: Way, task: WarmUpTask) -> None:
-    asyncio.run(way(task))
+async def run_parts(task: WarmUpTask) -> None:
+    """In all workers at the same time."""
+    await asyncio.gather(*(run_part(task) for _ in range(WORKERS)))
 
 
 def main() -> None:
@@ -129,12 +107,11 @@ def main() -> None:
         for _ in range(options.repeats):  # in turns: other programs slow down all alike
             for key, work in works.items():
                 engines[key].append(measured(work))
-        ways: dict[str, Way] = {"forked": forked, "apart": apart}
-        workers = {f"start.workers_s.{name}": list[tuple[float, float]]() for name in ways}
-        for _ in range(0 if options.only_engine else max(1, options.repeats // 2)):
-            for name, way in ways.items():
-                workers[f"start.workers_s.{name}"].append(measured(partial(_run, way, task)))
-    for key, samples in (engines | workers).items():
+        workers = [
+            measured(lambda: asyncio.run(run_parts(task)))
+            for _ in range(0 if options.only_engine else max(1, options.repeats // 2))
+        ]
+    for key, samples in (engines | {"start.workers_s": workers}).items():
         if not samples:
             continue
         wall, cpu = ([each[at] for each in samples] for at in (0, 1))

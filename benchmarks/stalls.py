@@ -1,5 +1,7 @@
 """Latency while the daemon starts, while jobs come and go, and beside imports and cancelled requests.
 
+    python -m benchmarks.stalls --only start.cold,start.warm --out benchmarks/results
+    python -m benchmarks.stalls --tp 4 --only start.cold,start.warm --out benchmarks/results
     python -m benchmarks.stalls --scratch /tmp/stalls --only start.cold --budget 150 --out benchmarks/results
     python -m benchmarks.stalls --scratch /tmp/stalls --policy overlap --only jobs.r5,jobs.r20 --budget 110 --out benchmarks/results
     python -m benchmarks.stalls --tiny --out /tmp/tried
@@ -7,13 +9,14 @@
 The Llama-3.1-8B shape with random weights, 32 adapters of rank 16 that the data folder holds before the start, default settings;
 Poisson arrivals over HTTP from processes of their own. Parts, in this order:
 
-start.cold  the compilers' caches are empty; requests come from the time on at which the daemon listens
-start.warm  the same caches again
+start.cold  the compilers' caches are empty: seconds until the daemon is ready; then latency in the first 30 s, jobs aside
+start.warm  the same with filled caches
 jobs.r5, jobs.r20  beside two jobs at a time that start, validate, checkpoint and publish; then the same arrivals beside the same jobs without checkpoints
 churn       beside 64 imports, 200 cancelled requests and a reader that stops reading
 
 Parts after `start.cold` need its caches: name the same `--scratch` if it was an earlier command. Parts after `start.warm` share its daemon.
-Each result is written as soon as its part is done; results of earlier runs stay. Keys of a `--policy` have its name after their first part, as in `stall.overlap.jobs.ft_cost`.
+Each result is written as soon as its part is done; results of earlier runs stay. Keys of a `--policy` or of `--tp N` have that after their first part, as in
+`stall.overlap.jobs.ft_cost` and `start.tp4.cold.ready_s`.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,13 +60,11 @@ from benchmarks.stall_report import (
     worst,
 )
 from coserve.client import Client
-from coserve.config import Config
 from coserve.types import TrainingSettings
-from coserve.workloads.replay import Sample
 
 PARTS = ("start.cold", "start.warm", "jobs.r5", "jobs.r20", "churn")
 RATE = 5.0
-SECONDS = {"start.cold": 75.0, "start.warm": 30.0, "jobs.r5": 80.0, "jobs.r20": 80.0, "churn": 30.0}
+SECONDS = {"start.cold": 30.0, "start.warm": 30.0, "jobs.r5": 80.0, "jobs.r20": 80.0, "churn": 30.0}
 """Of arrivals."""
 CLIENTS = 2
 LEAD = 0.3
@@ -74,45 +75,42 @@ SLO = {"slo_ttft": 1.0, "slo_tpot": 0.04}
 ACTIVE_JOBS, JOB_STEPS, CHECKPOINT_STEPS, EVAL_STEPS = 2, 8, 3, 4
 BLOCKS = (CHECKPOINT_STEPS, 10 * JOB_STEPS, 10 * JOB_STEPS, CHECKPOINT_STEPS)
 """Steps between checkpoints in each quarter of a part beside jobs; in this order a drift of the machine is the same for both kinds."""
-HEALTH_INTERVAL = 0.25
-WARM_PATIENCE = 150.0
-"""Seconds that parts other than the starts wait until the engine is warm."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Daemon:
-    """A daemon that listens. Times are of the monotonic clock."""
+    """A daemon that is ready. Times are of the monotonic clock."""
 
     url: str
     began: float
     """The process's start."""
-    listening: float
+    ready: float
+    """Until then the daemon answers 503."""
 
     def metrics(self) -> str:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as page:
             return str(page.read(), "utf-8")
 
-    def warm(self) -> bool:
-        """Whether `/health` says `ready`."""
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=30) as page:
-                return bool(json.load(page)["status"] == "ready")
-        except OSError:
-            return False
+    def notes(self) -> list[str]:
+        """Of `/health`: what failed."""
+        with urllib.request.urlopen(f"{self.url}/health", timeout=30) as page:
+            return [str(note) for note in json.load(page)["notes"]]
 
 
 class Stalls:
     """The parts of the benchmark. Each writes its results."""
 
     def __init__(
-        self, size: Size, folders: Folders, results: Results, *, budget: float, policy: str | None = None
+        self, size: Size, folders: Folders, results: Results, *, budget: float, policy: str | None = None, tp: int = 1
     ) -> None:
-        """`budget`: seconds of each part, without the time until the daemon is warm; `policy`: None: the daemon's default."""
+        """`budget`: seconds of each part, of the jobs' without the time until the daemon is ready; `policy`: None: the daemon's default."""
         self._size, self._folders, self._results = size, folders, results
-        self._budget, self._policy = budget, policy
+        self._budget, self._policy, self._tp = budget, policy, tp
+        self._kind = ".".join(([] if policy is None else [policy]) + ([] if tp == 1 else [f"tp{tp}"])) or None
+        """Of the keys."""
         self._daemon: Daemon | None = None
         self._stack = contextlib.ExitStack()
-        earlier = results.row(key_of("stall.jobs.max_gap_ms", policy))
+        earlier = results.row(key_of("stall.jobs.max_gap_ms", self._kind))
         self._jobs: dict[str, dict[str, Any]] = {} if earlier is None else earlier["rates"]
         self._zero = time.monotonic()
 
@@ -125,7 +123,6 @@ class Stalls:
             self._start(part, time.monotonic() + self._budget)
         else:
             found = self._warmed()
-            self.log("warm" if found.warm() else "not warm, but measured all the same")
             end = time.monotonic() + self._budget
             if part == "churn":
                 self._churn(found, end)
@@ -147,13 +144,12 @@ class Stalls:
             settings |= {"data_root": self._folders.adapters, "load_format": "dummy", "device": self._size.device}
             if self._policy is not None:
                 settings["policy"] = self._policy
-            if "cache_dir" in {field.name for field in dataclasses.fields(Config)}:
-                settings["cache_dir"] = self._folders.caches / "coserve"
+            settings |= {"cache_dir": self._folders.caches / "coserve", "tp": self._tp}
             began = time.monotonic()
             running = daemon(settings, self._folders.log, **self._folders.environment())
             url = self._stack.enter_context(running)
             self._daemon = Daemon(url, began, time.monotonic())
-            self.log(f"listening after {self._daemon.listening - began:.1f} s")
+            self.log(f"ready after {self._daemon.ready - began:.1f} s")
         return self._daemon
 
     def _warmed(self) -> Daemon:
@@ -161,10 +157,7 @@ class Stalls:
             raise SystemExit(
                 "this part needs the caches and adapters of start.cold: run that first, or name its --scratch"
             )
-        found, patience = self._open(), time.monotonic() + WARM_PATIENCE
-        while not found.warm() and time.monotonic() < patience:
-            time.sleep(HEALTH_INTERVAL)
-        return found
+        return self._open()
 
     # ---- the parts
 
@@ -177,20 +170,12 @@ class Stalls:
         clients = LoadProcesses(CLIENTS)
         found = self._open()
         seconds = self._seconds(part, end)
-        start = found.listening + LEAD
-        with ThreadPoolExecutor(1) as pool:
-            sent = pool.submit(clients.run, found.url, self._requests(RATE, seconds), start=start)
-            warm_s, warm = watch_warming(found, sent)
-            samples = sent.result()
+        start = found.ready + LEAD
+        samples = clients.run(found.url, self._requests(RATE, seconds), start=start)
         check_answers(samples)
-        ready = found.listening - found.began
-        if part == "start.cold" and samples[0].times:  # when the first token is possible, not only a connection
-            ready = start - found.began + samples[0].times[0]
-        row = latency(samples) | {"seconds": seconds, "listening_s": round(found.listening - found.began, 2)}
-        row |= {"warm": warm, "stalls": stalls("", found.metrics())}
-        self._put(f"{part}.ready_s", round(ready, 2), "s", {"listening_s": row["listening_s"]})
-        missed = {} if warm else {"reached": False}  # the load ended first: a lower bound
-        self._put(f"{part}.warm_s", round(warm_s, 2), "s", {"warm": warm} | missed)
+        row = latency(samples) | {"seconds": seconds, "stalls": stalls("", found.metrics())}
+        notes = found.notes()
+        self._put(f"{part}.ready_s", round(found.ready - found.began, 2), "s", {"notes": notes})
         self._put(f"{part}.ttft_p99_ms", row["ttft_p99_ms"], "ms")
         lines = timeline(samples, start - found.began)
         self._put(f"{part}.max_gap_ms", row["max_gap_ms"], "ms", row | {"timeline": lines})
@@ -287,7 +272,7 @@ class Stalls:
         return round(max(1.0, min(wanted, end - TAIL - time.monotonic())), 1)
 
     def _put(self, key: str, value: float, unit: str, about: dict[str, Any] | None = None) -> None:
-        self._results.put(key_of(key, self._policy), value, unit, target(key), about=about)
+        self._results.put(key_of(key, self._kind), value, unit, target(key, self._tp), about=about)
 
 
 def other_prompts(requests: Sequence[LoadRequest], shift: int, size: Size) -> list[LoadRequest]:
@@ -299,16 +284,6 @@ def other_prompts(requests: Sequence[LoadRequest], shift: int, size: Size) -> li
     ]
 
 
-def watch_warming(found: Daemon, sent: Future[list[Sample]]) -> tuple[float, bool]:
-    """Seconds from the process's start until the engine is warm; if the load ends before that, until then, and False."""
-    while not sent.done():
-        asked = time.monotonic()
-        if found.warm():
-            return asked - found.began, True
-        time.sleep(HEALTH_INTERVAL)
-    return time.monotonic() - found.began, found.warm()
-
-
 def parse() -> argparse.Namespace:
     parser = make_parser(__doc__, tiny="a small base, on any machine, to try the script")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
@@ -317,6 +292,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--budget", type=float, default=240.0, help="seconds of each part; its arrivals are cut to fit")
     parser.add_argument("--policy", default=None, help="--policy of the daemon; default: the daemon's")
+    parser.add_argument("--tp", type=int, default=1, help="--tp of the daemon")
     options = parser.parse_args()
     check_tiny(parser, options)
     if unknown := set(options.only.split(",")) - set(PARTS):
@@ -350,7 +326,7 @@ def main() -> None:
             revision=options.commit,
             settings={"rank": RANK, "seconds": SECONDS, "slo": SLO, "jobs": jobs_about},
         )
-        run = Stalls(size, folders, results, budget=options.budget, policy=options.policy)
+        run = Stalls(size, folders, results, budget=options.budget, policy=options.policy, tp=options.tp)
         with contextlib.closing(run):
             for part in PARTS:
                 if part in options.only.split(","):

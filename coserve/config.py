@@ -55,12 +55,6 @@ class Config:
         None, "require 'Authorization: Bearer KEY' on every route but /health and /health/ready; at least 16 characters"
     )
     allowed_hosts: tuple[str, ...] = option((), "further names allowed in the Host and Origin headers")
-    ready_when: str = option(
-        "warm",
-        "when /health/ready answers 200: once kernels and graphs are compiled (warm), or as soon as requests are answered "
-        "(listening)",
-        choices=("warm", "listening"),
-    )
 
     device: str = option("auto", "where the base lives", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "type of the base", choices=("auto", "float32", "bfloat16", "float16"))
@@ -86,10 +80,9 @@ class Config:
         choices=("auto", "reference", "naive", "grouped", "block_sparse", "segmented"),
     )
     compile: str = option(
-        "background",
-        "on a GPU, when the base's layers are compiled: those for adapters of common ranks first, the rest beside serving (background), all before "
-        "the first request (before), or not at all (off)",
-        choices=("background", "before", "off"),
+        "on",
+        "on a GPU, whether the base's layers are compiled and CUDA graphs captured, before the first request",
+        choices=("on", "off"),
     )
     cache_dir: Path | None = option(
         None, "folder of compiled kernels, which later starts load; default: 'cache' in the data folder"

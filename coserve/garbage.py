@@ -25,29 +25,18 @@ class GarbageCollection:
         self,
         collect: Callable[[int], int] = gc.collect,
         count: Callable[[], tuple[int, int, int]] = gc.get_count,
-        *,
-        first_full: Callable[[], None] | None = None,
     ) -> None:
-        """`first_full`: called instead of the first full collection after `start_up_done`. Before that, a busy process makes
-        no full collection, since most of its new objects stay. None: the start-up is done."""
-        self._collect, self._count, self._first_full = collect, count, first_full
-        self._started = first_full is None
-        self._middle_before = 0
-        """Collections of the middle generation during the start-up."""
+        self._collect, self._count = collect, count
 
     @classmethod
     def none(cls) -> GarbageCollection:
         """Collects nothing: the interpreter does."""
         return cls(lambda generation: 0, lambda: (0, 0, 0))
 
-    def start_up_done(self) -> None:
-        """The objects that stay have been made."""
-        self._started, self._middle_before = True, self._count()[2]
-
     def while_busy(self) -> None:
         """Between two steps: collect only if garbage could otherwise grow without bound."""
         young, _, full = self._count()
-        if self._started and full - self._middle_before >= FULL_INTERVAL:
+        if full >= FULL_INTERVAL:
             self.collect_all()
         elif young >= YOUNG_WHEN_BUSY:
             self._collect_young()
@@ -65,12 +54,7 @@ class GarbageCollection:
 
     def collect_all(self) -> None:
         """A full collection, after `IDLE` seconds without work."""
-        self._middle_before = 0
-        if self._started and self._first_full is not None:
-            first_full, self._first_full = self._first_full, None
-            first_full()
-        else:
-            self._collect(2)
+        self._collect(2)
 
     def _collect_young(self) -> None:
         self._collect(1 if self._count()[1] >= MIDDLE_INTERVAL else 0)

@@ -8,9 +8,9 @@ from typing import Literal, Protocol
 from coserve.gpu_memory import MemoryUse
 from coserve.types import Wire
 
-Status = Literal["starting", "warming", "ready"]
-"""`starting`: no engine answers requests, before the first one or during a restart; `warming`: requests are answered, but kernels
-and graphs are still being compiled and captured; `ready`: all of them are there."""
+Status = Literal["starting", "ready"]
+"""`starting`: no engine answers requests, before the first one or during a restart; `ready`: requests are answered, and everything that
+they need is compiled and captured."""
 
 
 class BaseInfo(Wire, frozen=True):
@@ -24,25 +24,25 @@ class BaseInfo(Wire, frozen=True):
 
 
 class Warming(Wire, frozen=True):
-    """Progress of the warm-up."""
+    """How far a start is."""
 
     done: int
     total: int
-    """Kernels, layers and graphs that are compiled or captured, and how many there will be; 0 of 0: not known yet."""
+    """Units of work."""
     seconds_left: float | None
     """Estimated; null: not known yet."""
+    what: str
+    """What is done now, as in "compiling kernels"."""
 
 
 def warming_line(warming: Warming) -> str:
-    """`warming 12/310, about 40 s left`."""
-    if warming.total == 0:
-        return "warming"
+    """`compiling kernels 12/310, about 40 s left`."""
     left = "" if warming.seconds_left is None else f", about {warming.seconds_left:.0f} s left"
-    return f"warming {warming.done}/{warming.total}{left}"
+    return f"{warming.what} {warming.done}/{warming.total}{left}"
 
 
 def starting_line(warming: Warming | None, what: str = "the daemon is starting") -> str:
-    """`the daemon is starting: warming 12/310, about 40 s left`."""
+    """`the daemon is starting: compiling kernels 12/310, about 40 s left`."""
     return what if warming is None else f"{what}: {warming_line(warming)}"
 
 
@@ -75,8 +75,7 @@ class EngineRanks(Protocol):
 
 
 class Health(Wire, frozen=True):
-    """HTTP status 503 while `starting`, 200 otherwise; `/health/ready` has the same body, and 503 while `warming` too unless the
-    daemon runs with `--ready-when listening`."""
+    """HTTP status 503 while `starting`, 200 otherwise; `/health/ready` has the same body, and 503 of an engine that says nothing, too."""
 
     status: Status
     version: str
@@ -95,7 +94,7 @@ class Health(Wire, frozen=True):
     jobs: int
     adapters_resident: int
     warming: Warming | None = None
-    """While `status` is `warming`; also while it is `starting`, once the engine waits for kernels."""
+    """While `status` is `starting`, once the engine says how far it is."""
     tp: int = 1
     """GPUs that share the base (`--tp`)."""
     ranks: list[RankInfo] = []

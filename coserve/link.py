@@ -108,18 +108,14 @@ class EngineNotes(Message, frozen=True):
 
 
 class EngineWarming(Message, frozen=True):
-    """How far warm-up is: kernels compiled, graphs captured. Sent right after `EngineReady`, and again as it goes on; before that,
-    while the engine waits for kernels, any number of times, too.
+    """How far an engine is that starts. Sent any number of times before `EngineReady`, and never after it."""
 
-    `done == total`: fully warm, nothing of this will be sent again. An engine without warm-up sends 0 of 0 once.
-    """
-
+    what: str
+    """It does now, as in "compiling kernels"."""
     done: int
     total: int
     seconds_left: float | None
-    """None: unknown."""
-    notes: tuple[str, ...]
-    """Replaces the notes of `EngineReady`."""
+    """Estimated; None: unknown."""
 
 
 class EngineRefused(Message, frozen=True):

@@ -20,7 +20,7 @@ from typing import IO
 log = logging.getLogger(__name__)
 
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG = 1
 PARENT = "_COSERVE_PARENT"
 """The variable with the pid of the process that started a child."""
 CPU_QUOTA, MEMORY_LIMIT = Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/memory.max")
@@ -130,13 +130,6 @@ def allow_more_files() -> int:
             log.warning("the limit of file descriptors stays at %d: %s", soft, error)
             return soft
     return hard
-
-
-def adopt_orphans() -> None:
-    """What the children of this process leave behind becomes its own, and can be waited for. In a container the first process may wait for
-    nobody."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def obey_parent(parent: int | None = None) -> None:

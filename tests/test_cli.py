@@ -40,7 +40,6 @@ SETTINGS = [
     "port",
     "api_key",
     "allowed_hosts",
-    "ready_when",
     "device",
     "dtype",
     "tp",

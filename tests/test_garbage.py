@@ -43,27 +43,6 @@ def test_without_an_idle_moment_there_is_a_full_collection_in_the_end() -> None:
     assert turns == (MIDDLE_INTERVAL + 1) * FULL_INTERVAL + 1
 
 
-def test_a_process_that_is_not_warm_is_never_interrupted_for_a_full_collection_and_then_settles_once() -> None:
-    interpreter, settled = Interpreter(), list[int]()
-    garbage = GarbageCollection(
-        interpreter.collect, interpreter.count, first_full=lambda: settled.append(interpreter.collect(2))
-    )
-    interpreter.counts = [0, 0, 10 * FULL_INTERVAL]
-    garbage.while_busy()
-    assert interpreter.collected == []
-    garbage.collect_all()
-    assert (interpreter.collected, settled) == ([2], [])
-    interpreter.counts = [0, 0, 10 * FULL_INTERVAL]
-    garbage.start_up_done()
-    garbage.while_busy()
-    assert interpreter.collected == [2], "only what comes now counts"
-    interpreter.counts[2] += FULL_INTERVAL
-    garbage.while_busy()
-    assert (interpreter.collected, settled) == ([2, 2], [0])
-    garbage.collect_all()
-    assert (interpreter.collected, settled) == ([2, 2, 2], [0])
-
-
 def test_a_full_collection_is_due_once_something_was_made() -> None:
     interpreter = Interpreter()
     garbage = GarbageCollection(interpreter.collect, interpreter.count)

@@ -33,7 +33,7 @@ class EngineClient:
         self.ready: EngineReady | None = None
         self.stats: EngineStats | None = None
         self.warmup: EngineWarming | None = None
-        """The last report of the current engine's warm-up."""
+        """The last report of an engine that starts, also once it is ready."""
         self.ranks: EngineRanks | None = None
         """The current engine's processes, or the last one's, where there are several."""
         self.starts = 0
@@ -48,20 +48,15 @@ class EngineClient:
 
     @property
     def status(self) -> Status:
-        if self._link is None:
-            return "starting"
-        if self.warmup is None or self.warmup.done < self.warmup.total:
-            return "warming"
-        return "ready"
+        return "ready" if self.alive else "starting"
 
     @property
     def warming(self) -> Warming | None:
-        """Progress of the warm-up; None if `status` is `ready`, or if an engine that starts has not reported yet."""
-        if self.status == "ready" or (self.warmup is None and not self.alive):
+        """How far an engine is that starts; None if it has not reported yet, or is there."""
+        report = self.warmup
+        if self.alive or report is None:
             return None
-        if self.warmup is None:
-            return Warming(done=0, total=0, seconds_left=None)
-        return Warming(done=self.warmup.done, total=self.warmup.total, seconds_left=self.warmup.seconds_left)
+        return Warming(done=report.done, total=report.total, seconds_left=report.seconds_left, what=report.what)
 
     @contextlib.contextmanager
     def watched(self, watcher: Callable[[], None]) -> Iterator[None]:
@@ -142,19 +137,13 @@ class EngineClient:
             since = self._silent_since
 
     def open(self, link: Link[ToEngine, FromEngine], ready: EngineReady, ranks: EngineRanks | None) -> None:
-        self._link, self.ready, self.ranks, self.troubles, self.warmup = link, ready, ranks, (), None
+        self._link, self.ready, self.ranks, self.troubles = link, ready, ranks, ()
         self._silent_since = None
         self.starts += 1
         self._changed()
 
-    def warm(self, report: EngineWarming) -> None:
-        """The engine's warm-up made progress."""
-        self.warmup = report
-        self.note(report.notes)
-        self._changed()
-
     def starting(self, report: EngineWarming) -> None:
-        """Progress of a warm-up that an engine waits for before it is ready."""
+        """An engine that starts made progress."""
         self.warmup = report
         self._changed()
 

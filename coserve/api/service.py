@@ -217,11 +217,9 @@ class Service:
                 self.metrics.engine.report(message)
             case EngineNotes():
                 self.engine.note(message.notes)
-            case EngineWarming():
-                self.engine.warm(message)
             case EngineStopped():
                 log.info("the engine stopped")
-            case EngineReady() | EngineRefused():
+            case EngineReady() | EngineRefused() | EngineWarming():
                 log.warning("the engine answered twice whether it is ready")
             case JobSnapshot():
                 self._sampler.begin(message)
@@ -234,9 +232,7 @@ class Service:
     @property
     def ready(self) -> bool:
         """What `GET /health/ready` tells a load balancer: whether this daemon should get requests."""
-        if self.engine.silence:
-            return False
-        return self.engine.alive if self._config.ready_when == "listening" else self.engine.status == "ready"
+        return self.engine.alive and not self.engine.silence
 
     def health(self) -> Health:
         """The response of `GET /health`."""

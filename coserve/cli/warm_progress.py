@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from coserve.health import Warming, warming_line
 
+COMPILES = "compiling kernels"
 REPEAT = 5.0
 """Seconds between two lines where standard error is not a terminal."""
 
@@ -29,7 +30,7 @@ class WarmProgress:
         self._printed: float | None = None
         self.done = self.total = 0
         self._bar = Progress(
-            TextColumn("warming"),
+            TextColumn(COMPILES),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -60,7 +61,7 @@ class WarmProgress:
                 self._bar.update(self._task, completed=done, total=total, left=text)
             elif self._printed is None or now - self._printed >= REPEAT:
                 self._printed = now
-                line = warming_line(Warming(done=done, total=total, seconds_left=left))
+                line = warming_line(Warming(done=done, total=total, seconds_left=left, what=COMPILES))
                 self._console.print(line, highlight=False, soft_wrap=True)
 
     def _left(self, now: float) -> float | None:

@@ -19,7 +19,7 @@ from coserve.engine.gauges import STATS_INTERVAL, Reports
 from coserve.engine.idle import Idle
 from coserve.engine.inbox import Inbox
 from coserve.engine.job_runner import JobRunner
-from coserve.engine.ports import Generates, StoresAdapters, Trains, Upgrades
+from coserve.engine.ports import Generates, StoresAdapters, Trains
 from coserve.engine.reception import Reception
 from coserve.engine.running import RunningRequests
 from coserve.engine.spatial.slices_in_flight import Between, EndedSlice, LaunchedStep, Mark, SlicesInFlight
@@ -32,7 +32,6 @@ from coserve.link import (
     CancelJob,
     CancelRequest,
     DropAdapter,
-    EngineNotes,
     EngineStopped,
     FromEngine,
     Generate,
@@ -87,7 +86,6 @@ class Engine:
         clock: Callable[[], float],
         attainment: float = ATTAINMENT,
         pace: Callable[[], Awaitable[None]] = _yield_to_loop,
-        upgrade: Upgrades | None = None,
         job_threads: Executor | None = None,
         garbage: GarbageCollection | None = None,
         memory: DeviceMemory | None = None,
@@ -101,7 +99,7 @@ class Engine:
         or `between_slices`; None: a slice has ended when the trainer returns. `mark_step`: the end of a step is an event, too; None: the engine
         waits for it. `memory_poll`: seconds between two looks at `memory` while a job waits for it."""
         self._generator, self._adapters = generator, adapters
-        self._policy, self._link, self._clock, self._pace, self._upgrade = policy, link, clock, pace, upgrade
+        self._policy, self._link, self._clock, self._pace = policy, link, clock, pace
         self._memory, self._memory_poll, self._garbage = memory, memory_poll, garbage or GarbageCollection.none()
         self._queue = InferenceQueue(max_queue, fair=fair)
         self._running, self._stalls = RunningRequests(step_tokens), Stalls(clock)
@@ -116,7 +114,6 @@ class Engine:
             max_active=max_active_jobs,
             threads=threads,
             changed=self._change_from_a_thread,
-            may_start=(lambda _: True) if upgrade is None else upgrade.may_train,
             memory=memory,
         )
         self._flight = SlicesInFlight(mark_training, clock, self._change_from_a_thread, between_slices, mark_step)
@@ -130,52 +127,20 @@ class Engine:
             self._queue, self._running, self._views, send=link.send_all, cancel=generator.cancel
         )
         parts = generator, adapters, self._jobs, self._views, self._stalls
-        self._reports = Reports(link, clock, parts, (self._queue, self._running), memory, upgrade)
+        self._reports = Reports(link, clock, parts, (self._queue, self._running), memory)
         self._measured: float | None = None
         """When the last step or slice ended: what follows is part of the next one's time. None: the engine waited since."""
         self._step = LaunchedStep()
         """The last one."""
-        if upgrade is not None:
-            upgrade.notify(self._changed.set)
-
-    @property
-    def warms_up(self) -> bool:
-        """Steps become faster while it runs."""
-        return self._upgrade is not None
-
-    @property
-    def compiled(self) -> bool:
-        """Whether it begins with compiled steps."""
-        return self._upgrade is not None and self._upgrade.compiled
-
-    def load_layers(self) -> None:
-        """Before `run`, and before `compile`: the part of it that needs no kernels but the layers' own. Blocks."""
-        assert self._upgrade is not None, "expected steps that can be compiled"
-        self._upgrade.load_layers()
-
-    def compile(self) -> None:
-        """Before `run`: begin with compiled steps. Blocks; while requests run, it would take several times as long."""
-        assert self._upgrade is not None, "expected steps that can be compiled"
-        self._upgrade.begin_compiled()
-
-    def preload_eager(self) -> None:
-        """Before `run`: load the kernels of prompts that are scored. Blocks."""
-        assert self._upgrade is not None, "expected steps that can be compiled"
-        self._upgrade.preload_eager()
 
     async def run(self) -> None:
         """Tick until `Shutdown` comes or the API process is gone. Raises what only a new process mends: `EngineFault`, and
         any error outside of the work of one request or one job."""
         self._loop = asyncio.get_running_loop()
-        tasks = [asyncio.create_task(self._inbox.run())]
-        if self._upgrade is not None:
-            tasks.append(asyncio.create_task(self._compile_and_adopt(self._upgrade)))
-        else:
-            self._garbage.start_up_done()
-        for task in tasks:
-            task.add_done_callback(lambda _: self._changed.set())
+        inbox = asyncio.create_task(self._inbox.run())
+        inbox.add_done_callback(lambda _: self._changed.set())
         try:
-            while not (self._stopping or tasks[0].done()):
+            while not (self._stopping or inbox.done()):
                 self._changed.clear()  # what came until now, the policy sees now
                 with self._stalls.during("gc"):
                     self._garbage.while_busy()
@@ -189,12 +154,10 @@ class Engine:
                 for ended in self._flight.take_ended():
                     self._slice_ended(ended)
                 await self._tick(self._clock())
-                for task in tasks:
-                    if task.done():
-                        task.result()  # a fault in a message's handling must not leave the engine deaf
+                if inbox.done():
+                    inbox.result()  # a fault in a message's handling must not leave the engine deaf
         finally:
-            for task in tasks:
-                task.cancel()
+            inbox.cancel()
             self._adapters.close()
             self._jobs.close()
         failpoint("shutdown")
@@ -249,26 +212,6 @@ class Engine:
     def _prepare(self) -> bool:
         with self._stalls.during("prepare"):
             return self._generator.prepare()
-
-    async def _compile_and_adopt(self, upgrade: Upgrades) -> None:
-        """Compile on a thread, then switch to compiled steps. A shutdown does not wait for the thread."""
-        loop, executor = asyncio.get_running_loop(), ThreadPoolExecutor(1, "compile")
-        try:
-            await upgrade.ready()
-            await loop.run_in_executor(executor, upgrade.compile)
-            with self._stalls.during("adopt"):
-                notes = upgrade.adopt()
-            self._garbage.start_up_done()
-            self._link.send(EngineNotes(notes=notes))
-            self._changed.set()  # the first graphs may be captured
-            for part in upgrade.part_loads:
-                while not part.done:
-                    await part.ready()
-                    await loop.run_in_executor(executor, part.load)
-                    self._link.send(EngineNotes(notes=upgrade.notes))
-                    self._changed.set()  # jobs may start, or fit otherwise
-        finally:
-            executor.shutdown(wait=False)
 
     # ---- the two kinds of work
 
@@ -346,7 +289,7 @@ class Engine:
 
     async def _train(self, decision: Train) -> None:
         if not (self._queue or self._running):
-            self._prepare()  # else a job would keep the engine from becoming ready
+            self._prepare()  # else a job would keep graphs from being captured
             self._measured = self._clock()
         assert self._measured is not None, "it decided to train"
         began, job = (self._measured if self._flight.takes_turns else self._clock()), decision.job

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from coserve.engine.device_memory import DeviceMemory
 from coserve.engine.job_runner import JobRunner
-from coserve.engine.ports import Generates, StoresAdapters, Upgrades
+from coserve.engine.ports import Generates, StoresAdapters
 from coserve.engine.running import RunningRequests
 from coserve.engine.stalls import Stalls
 from coserve.engine.views import Views
-from coserve.link import EngineStats, EngineWarming, FromEngine, Link, ToEngine
+from coserve.link import EngineStats, FromEngine, Link, ToEngine
 from coserve.logs.throttled import ThrottledLog
 from coserve.queues.inference import InferenceQueue
 
@@ -23,7 +23,7 @@ LOGGED_BACKLOG = 8 << 20
 
 
 class Reports:
-    """Gauges, and how far the warm-up is."""
+    """Sends gauges."""
 
     def __init__(
         self,
@@ -32,15 +32,12 @@ class Reports:
         parts: tuple[Generates, StoresAdapters, JobRunner, Views, Stalls],
         requests: tuple[InferenceQueue, RunningRequests],
         memory: DeviceMemory | None,
-        upgrade: Upgrades | None,
     ) -> None:
         """`requests` that wait and that run."""
-        self._link, self._parts, self._memory, self._upgrade = link, parts, memory, upgrade
+        self._link, self._parts, self._memory = link, parts, memory
         self._adapters, (self._queue, self._running) = parts[1], requests
         self._unread = ThrottledLog(log, "the API process does not read what the engine sends", clock)
         self._due = 0.0
-        self._warming: EngineWarming | None = None
-        """The last that was sent."""
         self.serve_seconds = self.train_seconds = 0.0
         """In generation steps and in slices."""
 
@@ -49,20 +46,12 @@ class Reports:
         if now < self._due and not force:
             return
         self._due = now + STATS_INTERVAL
-        self._report_warming()
         started, backlog = self._running.started, self._link.backlog
         if backlog >= LOGGED_BACKLOG:
             self._unread.warn(f": {backlog >> 20} MiB wait")
         waiting = len(self._queue) + self._adapters.waiting + len(self._running) - started
         seconds = (self.serve_seconds, self.train_seconds)
         self._link.send(engine_stats(*self._parts, now, (waiting, started), seconds, self._memory, backlog))
-
-    def _report_warming(self) -> None:
-        last = self._warming
-        if self._upgrade is not None and (last is None or last.done < last.total):
-            self._warming = self._upgrade.progress()
-            if self._warming != last:
-                self._link.send(self._warming)
 
 
 def engine_stats(

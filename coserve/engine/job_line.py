@@ -7,15 +7,13 @@ from collections.abc import Callable
 
 from coserve.types import JobSpec
 
-WAITS_FOR_KERNELS = "jobs: some start once their kernels are compiled"
-
 
 class JobLine:
-    """First come, first served, but jobs whose kernels are not there yet let others pass."""
+    """First come, first served."""
 
-    def __init__(self, may_start: Callable[[JobSpec], bool], withdrawn: Callable[[str], None]) -> None:
-        """`may_start`: whether a job's kernels are there. `withdrawn` is told of jobs that leave without a place."""
-        self._may_start, self._withdrawn = may_start, withdrawn
+    def __init__(self, withdrawn: Callable[[str], None]) -> None:
+        """`withdrawn` is told of jobs that leave without a place."""
+        self._withdrawn = withdrawn
         self._jobs: deque[JobSpec] = deque()
 
     def __len__(self) -> int:
@@ -36,10 +34,4 @@ class JobLine:
         return found
 
     def first(self) -> JobSpec | None:
-        """The first job whose kernels are there."""
-        return next(filter(self._may_start, self._jobs), None)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """For /health."""
-        return () if all(map(self._may_start, self._jobs)) else (WAITS_FOR_KERNELS,)
+        return next(iter(self._jobs), None)

@@ -35,11 +35,10 @@ class JobRunner:
         max_active: int,
         threads: Executor,
         changed: Callable[[], None],
-        may_start: Callable[[JobSpec], bool] = lambda _: True,
         memory: AdmitsJobs | None = None,
     ) -> None:
         """`threads` run what may take long: two for each active job. `changed` is called, on any thread, when something of that is done.
-        `may_start`: whether a job's kernels are there, asked before each tick. `memory`: admits jobs by it; None: all."""
+        `memory`: admits jobs by it; None: all."""
         self._memory = JobAdmission(memory, trainer, send)
         self._trainer, self._send, self._max_active, self._threads = trainer, send, max_active, threads
         self._starts = Retries(FOR_EVER, changed=changed)
@@ -49,7 +48,7 @@ class JobRunner:
         """Jobs that have a place: those that start or end, too."""
         self._pass: Future[None] | None = None
         """Done when no micro-batch is suspended any more; None: nobody waits for that."""
-        self._pending = JobLine(may_start, self._memory.left_line)
+        self._pending = JobLine(self._memory.left_line)
         self._paused: dict[str, JobSpec] = {}
         self.slice_tokens = 0  # of the last slice's micro-batch; 0: no job of it is left
 
@@ -58,7 +57,7 @@ class JobRunner:
         """Starts and publications of jobs that are being tried again, and jobs that train in smaller parts."""
         refused = ((job, active.trouble) for job, active in self._active.items() if active.trouble is not None)
         ends = (f"end of job {job}: {why}; it is tried again" for job, why in refused)
-        return (*self._pending.notes, *self._memory.troubles, *self._starts.notes, *ends, *self._trainer.notes)
+        return (*self._memory.troubles, *self._starts.notes, *ends, *self._trainer.notes)
 
     @property
     def wait_for_memory(self) -> bool:

@@ -20,12 +20,13 @@ from coserve.config import Config
 from coserve.engine.device_memory import DeviceMemory, Fixed
 from coserve.engine.sizes import STEP_TOKENS
 from coserve.engine.spatial.training_stream import TrainingStream
+from coserve.engine.warming.caches import Caches
 from coserve.errors import AdapterNotFound, UnsupportedBase
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.memory_profiling import Conditions, keep_graph_bytes, plan_memory
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.trainer import Trainer, TrainerSettings
-from coserve.generate.execution.start import ExecutorStart, WarmKernels, make_start, wake_compiler
+from coserve.generate.execution.start import ExecutorStart, make_start
 from coserve.gpu_memory import MemoryModel
 from coserve.kernels.gpu.capture import TRAINING_PRIORITY
 from coserve.kernels.gpu.graph_memory import GraphMemory
@@ -68,13 +69,6 @@ def default_threads() -> int:
     return min(EXACT_THREADS, max(1, usable_cores() - 1))
 
 
-def _cut(base: Base, *, wake: bool) -> LayerCut:
-    """`wake`: the compiler, too: layers will be compiled in this process."""
-    if wake:
-        wake_compiler(base.device)
-    return LayerCut(base)
-
-
 @dataclass(frozen=True)
 class PoolSize:
     tokens: int
@@ -103,8 +97,8 @@ class EngineParts:
             return load_packed(path, spec, dtype=dtype, digests=digests, pinned=True)
         return self.base.shard(load_adapter(path, spec, device="cpu", dtype=dtype, digests=digests))
 
-    def pool_size(self, *, shared: int = 0) -> PoolSize:
-        """The page pool: as set, or what the memory plan leaves. `shared`: bytes that a warm-up may take for a while."""
+    def pool_size(self) -> PoolSize:
+        """The page pool: as set, or what the memory plan leaves."""
         base, config = self.base, self.config
         if config.kv_tokens is not None:
             return PoolSize(config.kv_tokens)
@@ -112,9 +106,7 @@ class EngineParts:
             return PoolSize(CPU_TOKENS)
         if self.lora_backend.capturable and self.lora_backend.groups_inputs and config.compile != "off":
             share_inputs(base)  # as `make_start` will: what is measured is what runs
-        plan = plan_memory(
-            base, self._conditions, fraction=config.memory_fraction, path=self._profile_path, shared=shared
-        )
+        plan = plan_memory(base, self._conditions, fraction=config.memory_fraction, path=self._profile_path)
         note = plan.note(config.page_tokens)
         log.info("%s", note)
         loaded = torch.cuda.memory_allocated(base.device)
@@ -176,24 +168,23 @@ class EngineParts:
         """Under tensor parallelism the profile is measured at each start: all ranks run its forwards, or none."""
         return self.folder.memory if self.config.tp == 1 else None
 
-    def make_start(self, kv: KvCache, warm: WarmKernels | None = None) -> ExecutorStart:
-        """How steps run at first. Under tensor parallelism layers are compiled, and graphs captured, before the first request: a
-        collective needs all ranks at the same time."""
+    def make_start(self, kv: KvCache, caches: Caches | None = None) -> ExecutorStart:
+        """How steps run: see `generate.execution.start.make_start`. `caches`: what was measured ahead."""
         config = self.config
         return make_start(
             self.base,
             kv,
             max_running=config.batch_requests,
             lora_backend=self.lora_backend,
-            when=config.compile if config.tp == 1 or config.compile == "off" else "before",
+            compile=config.compile == "on",
             step_tokens=self.step_tokens,
-            warm=warm,
+            gemms=None if caches is None else caches.gemms,
             graph_bytes=self.graph_bytes,
         )
 
     def training_layers(
         self,
-        warm: WarmKernels | None = None,
+        caches: Caches | None = None,
         stream: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> CompiledLayers:
         """The layers that training runs once they are compiled. Ranks that share a base do this at the same time. Raises `UnsupportedBase` and, of
@@ -205,10 +196,9 @@ class EngineParts:
             raise UnsupportedBase("compile is off")
         if not self.lora_backend.groups_inputs:
             raise UnsupportedBase(f"the LoRA backend is {self.lora_backend.name}")
-        ready = warm is not None and warm.training_layers_ready()
         mesh = None if base.sharding is None else base.sharding.mesh
-        cut = on_all_ranks(mesh, base.device, partial(_cut, base, wake=not ready))
-        costs = (lambda: None) if warm is None else warm.layer_costs
+        cut = on_all_ranks(mesh, base.device, partial(LayerCut, base))
+        costs = (lambda: None) if caches is None else caches.layer_costs
         return CompiledLayers(base, cut, stream=stream, costs=costs)
 
     def make_trainer(

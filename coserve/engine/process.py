@@ -11,10 +11,10 @@ import sys
 
 from coserve.config import config_from_json
 from coserve.engine.ranks.own_rank import own_rank
-from coserve.engine.warming.early_start import start_warm_up
 from coserve.engine.warming.fast_imports import fast_imports
 from coserve.pretrained.read_ahead import read_ahead, weight_files
 from coserve.processes import obey_parent
+from coserve.warmup.launch import start_warm_up
 
 
 def main() -> None:

@@ -1,14 +1,15 @@
-"""An engine that starts hears its end: it may wait for kernels for minutes."""
+"""An engine that starts says how far it is, and hears its end: it may wait for kernels for minutes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from coserve.errors import EngineUnavailable
-from coserve.link import FromEngine, Link, Shutdown, ToEngine
+from coserve.link import EngineWarming, FromEngine, Link, Shutdown, ToEngine
 
 T = TypeVar("T")
 
@@ -36,3 +37,36 @@ async def until_shutdown(start: Coroutine[Any, Any, T], link: Link[FromEngine, T
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+LOADING, CAPTURING = 10, 40
+"""Units of progress of what follows the compilations, as `warmup.parts.Part.weight`."""
+
+
+class StartProgress:
+    """Tells the API process what a start does and how far it is, in units."""
+
+    def __init__(
+        self, send: Callable[[EngineWarming], None], compiling: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`compiling`: units of the compilations."""
+        self._send, self._compiling, self._clock = send, compiling, clock
+        self._first: tuple[float, int] | None = None
+
+    def compiles(self, what: str, done: int) -> None:
+        self._tell(what, done)
+
+    def loads(self, what: str) -> None:
+        self._tell(what, self._compiling)
+
+    def captures(self, done: int, total: int) -> None:
+        """So many graphs are there, of so many."""
+        self._tell("capturing CUDA graphs", self._compiling + LOADING + CAPTURING * done // total)
+
+    def _tell(self, what: str, done: int) -> None:
+        total, now = self._compiling + LOADING + CAPTURING, self._clock()
+        if self._first is None:
+            self._first = now, done  # what the caches hold took no time
+        began, before = self._first
+        left = round((now - began) * (total - done) / (done - before), 1) if done > before else None
+        self._send(EngineWarming(what=what, done=done, total=total, seconds_left=left))

@@ -44,7 +44,6 @@ from coserve.model.faults import out_of_memory
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.types import DEFAULT_RANK, LoraSettings, MicroStep, TrainingSettings
-from coserve.warmup.gpu import CONTEXT_BYTES
 
 SEQUENCE = 512
 """Longest sequence of the micro-batches. Attention memory is linear in tokens, so longer ones take no more."""
@@ -68,14 +67,12 @@ def plan_memory(
     *,
     fraction: float,
     path: Path | None,
-    shared: int = 0,
     meter: MemoryMeter | None = None,
 ) -> MemoryPlan:
     """The page pool that fits into `fraction` of the GPU's memory. The profile is measured once and kept at `path`; None: it is
     measured now.
 
-    `shared`: bytes that other processes of ours may take now. They do not count: they are given back soon, and lie in what
-    `fraction` leaves. `meter`: None is the GPU's.
+    `meter`: None is the GPU's.
 
     Raises:
         UnsupportedBase: a base that cannot be trained layer by layer.
@@ -92,8 +89,6 @@ def plan_memory(
     torch.cuda.empty_cache()
     meter.reset()  # profiling does not count in the peak that is compared with the plan
     free, total = torch.cuda.mem_get_info(base.device)
-    own = torch.cuda.memory_reserved(base.device) + CONTEXT_BYTES
-    free += max(0, min(shared, total - own - free))
     page_tokens, work = conditions.page_tokens, conditions.work
     page_bytes = page_layout(base.kv_shapes, page_tokens, base.dtype).page_bytes
     least = -(-work.step_tokens // page_tokens)

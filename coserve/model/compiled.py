@@ -126,10 +126,6 @@ class Layers:
         """The graph that each layer of this step ran through torch.compile; None: not run yet, or bound."""
         self._rows = 0
 
-    def twin(self, layers: Sequence[nn.Module]) -> Layers:
-        """The same compiled code for other modules."""
-        return Layers(layers, self._forwards)
-
     def begin(self, rows: int) -> None:
         """A step of so many rows."""
         self._rows, self._ran = rows, [None] * len(self._layers)

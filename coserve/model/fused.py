@@ -10,10 +10,8 @@ so that one compiled layer serves every layer, every batch, with and without ada
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -221,25 +219,6 @@ class FusedBase:
     def exchanges(self) -> Mapping[SiteGroup, Exchange]:
         """Of fully sharded adapters; empty: the base is whole."""
         return exchanges_of(self._shards)
-
-    def shadow(self) -> FusedBase:
-        """The same weights and the same compiled code behind modules of their own.
-
-        What a shadow compiles, on any thread, this base need not compile again. Their forwards may run at once: each patches
-        its own modules while it runs, and contexts are per thread.
-        """
-        base, known = self.base, {}
-        shared = [tensor for group in base.sites.shared() for tensor in group.stacked.tensors]
-        owned = [value for module in base.model.modules() for value in vars(module).values()]
-        for tensor in (*base.model.parameters(), *base.model.buffers(), *shared, *owned):
-            if isinstance(tensor, Tensor):
-                known[id(tensor)] = tensor
-        model, layers, sites = copy.deepcopy((base.model, base.layers, base.sites), known)
-        shadow = copy.copy(self)
-        shadow.base = replace(base, model=model, layers=layers, sites=sites)
-        shadow._layers = self._layers.twin(layers)
-        shadow._stubs = [shadow._stub(index) for index in range(len(layers))]
-        return shadow
 
     @torch.no_grad()
     def forward(

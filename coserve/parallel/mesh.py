@@ -142,7 +142,7 @@ class Mesh:
         """Leaves the group. Waits for nobody."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
-        """Modules that are copied (`FusedBase.shadow`) stay in the same group."""
+        """Modules that are copied stay in the same group."""
         return self
 
 

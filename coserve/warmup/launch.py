@@ -1,12 +1,13 @@
-"""Plans a warm-up and starts its process: while an engine starts and serves, or by itself (`coserve warm`)."""
+"""Plans a warm-up and begins it: in a process of an engine that starts, or by itself (`coserve warm`). Imports no torch."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import json
+import os
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,65 +17,101 @@ from coserve.config import Config, config_to_json
 from coserve.errors import StartupError
 from coserve.processes import spawn_child, usable_cores
 from coserve.warmup.gpu import CONTEXT_BYTES, Gpu, find_gpu
-from coserve.warmup.key import cache_folder, cache_root, key_fields, shape_key
+from coserve.warmup.key import cache_folder, cache_root, compiler_environment, key_fields, shape_key
 from coserve.warmup.messages import Progress, WarmUpTask
+from coserve.warmup.warm_up import warm_up
 
-MODULE = "coserve.warmup.process"
-MAX_WORKERS = 6
-"""Compiling takes processor cores, and the engine needs some."""
+MODULE = "coserve.warmup.warm_up"
+MAX_WORKERS = 12
+CORES_A_WORKER = 3
+"""A worker keeps one busy itself, and has others compile for it."""
 WORKER_LAYERS = 2
 """About as many layers as the base of a worker has (`model.truncate`)."""
+WORK_BYTES = 2 << 30
+"""About what a worker's steps and micro-batches take."""
+CAPTURABLE = ("auto", "segmented")
+"""Values of `lora_backend` with which an engine on a GPU compiles layers and captures graphs."""
 
 
 @dataclass(frozen=True)
-class WarmUpPlan:
+class StartedWarmUp:
+    """A warm-up's process. `socket`: `Progress` lines come from it, and closing it ends the process. `concurrent`: the engine may load its
+    base meanwhile."""
+
     task: WarmUpTask
     concurrent: bool
-    """The engine may load its base meanwhile: a worker fits into the GPU memory that `memory_fraction` leaves."""
+    socket: socket.socket
+    process: subprocess.Popen[bytes]
 
 
-def plan_warm_up(config: Config, gpu: Gpu, *, cores: int | None = None, alone: bool = False) -> WarmUpPlan:
-    """How to warm up for these settings. `alone`: no engine runs meanwhile, so workers may use the whole GPU."""
+def plan_warm_up(config: Config, gpu: Gpu, *, beside: int = 0, cores: int | None = None) -> tuple[WarmUpTask, bool]:
+    """How to warm up for these settings, and whether a worker fits into the GPU's memory beside so many bytes. If not, nothing else may
+    use the GPU meanwhile."""
     root = cache_root(config)
     fields = key_fields(gpu, root)
-    available = gpu.memory_bytes * (0.9 if alone else 1 - config.memory_fraction)
-    fit = int(available // worker_bytes(config))
-    most = max(1, min(MAX_WORKERS, (cores or usable_cores()) - 2))
+    memory = int(gpu.memory_bytes * config.memory_fraction)
+    worker = CONTEXT_BYTES + WORK_BYTES + base_bytes(config, WORKER_LAYERS)
+    concurrent = memory - beside >= worker
+    fit = (memory - (beside if concurrent else 0)) // worker
     task = WarmUpTask(
         config=config_to_json(config).decode(),
         folder=str(cache_folder(root, fields)),
         fields=fields,
         shape=shape_key(config),
-        workers=max(1, min(most, fit)),
+        workers=max(1, min(MAX_WORKERS, (cores or usable_cores()) // CORES_A_WORKER, fit)),
     )
-    return WarmUpPlan(task, concurrent=fit > 0)
+    return task, concurrent
 
 
-def worker_bytes(config: Config) -> int:
-    """Estimated GPU memory of one worker: a base of few layers, whose embedding is also its head."""
-    described = Path(config.model) / "config.json"
+def base_bytes(config: Config, layers: int | None = None) -> int:
+    """Estimated GPU memory of the base, of so many layers and an embedding that is also its head; None: of all, and each rank's part. 0 where
+    nothing is known."""
     try:
-        found = json.loads(described.read_bytes())
+        found = json.loads((Path(config.model) / "config.json").read_bytes())
         hidden, inner = found["hidden_size"], found.get("intermediate_size", 4 * found["hidden_size"])
         experts = max(1, found.get("num_local_experts") or found.get("num_experts") or 1)
-        weights = found["vocab_size"] * hidden + WORKER_LAYERS * (4 * hidden * hidden + 3 * hidden * inner * experts)
+        count, heads = (layers, 1) if layers is not None else (found["num_hidden_layers"], 2)
+        layer = 4 * hidden * hidden + 3 * hidden * inner * experts
+        numbers = heads * found["vocab_size"] * hidden + count * layer // (1 if layers is not None else config.tp)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return 3 * CONTEXT_BYTES
-    return CONTEXT_BYTES + 2 * int(weights)
+        return 0
+    return int(numbers) * (4 if config.dtype == "float32" else 2)
 
 
-def spawn_warm_up(task: WarmUpTask) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """The warm-up's process, and the socket that it sends `Progress` lines to. Closing the socket ends the process."""
+def start_warm_up(config: Config) -> StartedWarmUp | None:
+    """Start the warm-up's process, and make this process use its caches. None if there is nothing to warm up."""
+    gpu = _gpu(config)
+    if gpu is None:
+        return None
+    task, concurrent = plan_warm_up(config, gpu, beside=CONTEXT_BYTES + base_bytes(config))
     ours, theirs = socket.socketpair()
     with theirs:
-        return spawn_child(MODULE, theirs, msgspec.json.encode(task)), ours
+        process = spawn_child(MODULE, theirs, msgspec.json.encode(task))
+    os.environ.update(compiler_environment(Path(task.folder)))
+    return StartedWarmUp(task, concurrent, ours, process)
+
+
+def use_caches(config: Config) -> WarmUpTask | None:
+    """Make this process, a rank that follows, use the caches that the warm-up of rank 0 fills. None if there is nothing to warm up."""
+    gpu = _gpu(config)
+    if gpu is None:
+        return None
+    task, _ = plan_warm_up(config, gpu)
+    os.environ.update(compiler_environment(Path(task.folder)))
+    return task
+
+
+def _gpu(config: Config) -> Gpu | None:
+    """The GPU to compile for; None: nothing is compiled."""
+    wanted = config.device != "cpu" and config.compile != "off" and config.lora_backend in CAPTURABLE
+    return find_gpu() if wanted else None
 
 
 def compile_ahead(config: Config, progress: Callable[[int, int], None]) -> None:
     """Compile every kernel that an engine with these settings can use, and keep them in the cache folder.
 
-    Imports no torch: other processes compile. `progress` is called with (done, total) units; at the end they are equal.
-    Blocks. An exception of `progress` ends the processes and is raised.
+    `progress` is called with (done, total) units; at the end they are equal. Blocks. An exception of `progress` ends the processes
+    and is raised.
 
     Raises:
         StartupError: there is no GPU, or a part failed.
@@ -82,25 +119,13 @@ def compile_ahead(config: Config, progress: Callable[[int, int], None]) -> None:
     gpu = find_gpu() if config.device != "cpu" else None
     if gpu is None:
         raise StartupError("found no usable GPU: there is nothing to warm up")
-    process, sock = spawn_warm_up(plan_warm_up(config, gpu, alone=True).task)
-    last: Progress | None = None
-    try:
-        for last in _lines(sock):
-            progress(last.done, last.total)
-    finally:
-        with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
-        sock.close()
-        process.wait()
-    if last is None or not last.ended:
-        raise StartupError("the warm-up's process died")
-    if last.failed:
-        raise StartupError("; ".join(last.notes))
+    task, _ = plan_warm_up(config, gpu)
+    notes = list[str]()
 
+    def report(found: Progress) -> None:
+        notes[:] = found.notes
+        progress(found.done, found.total)
 
-def _lines(sock: socket.socket) -> Iterator[Progress]:
-    with sock.makefile("rb") as lines:
-        for line in lines:
-            if not line.endswith(b"\n"):  # the process was killed while it wrote
-                return
-            yield msgspec.json.decode(line, type=Progress)
+    asyncio.run(warm_up(task, report))
+    if notes:
+        raise StartupError("; ".join(notes))

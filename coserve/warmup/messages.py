@@ -7,11 +7,11 @@ from typing import Literal
 import msgspec
 
 FailureKind = Literal["memory", "unsupported", "error"]
-"""Why a part failed: the GPU's memory is full; this base cannot be compiled; any other error, maybe a corrupt cache."""
+"""Why a part failed: the GPU's memory is full; this base cannot be compiled; any other error."""
 
 
 class WarmUpTask(msgspec.Struct, frozen=True):
-    """What a warm-up's process gets on its standard input."""
+    """What is to be compiled, and where it is kept."""
 
     config: str
     """The settings, from `config_to_json`."""
@@ -22,13 +22,7 @@ class WarmUpTask(msgspec.Struct, frozen=True):
     shape: str
     """`key.shape_key` of the settings."""
     workers: int
-    """Maximum number of worker processes."""
-
-
-class DoPart(msgspec.Struct, frozen=True):
-    """Tells a worker to run a part."""
-
-    name: str
+    """Maximum number of processes that use the GPU."""
 
 
 class PartReport(msgspec.Struct, frozen=True):
@@ -45,12 +39,9 @@ class Progress(msgspec.Struct, frozen=True):
 
     done: int
     total: int
-    complete: list[str]
-    """Parts whose kernels are on disk."""
     notes: list[str] = []
-    """Failures, and what makes the warm-up slower than it could be, for the operator."""
-    failed: list[str] = []
-    """Parts whose kernels will not be on disk."""
+    """Failures, for the operator."""
     waiting: bool = False
-    """Another daemon's warm-up holds the cache folder. No further line comes until it has ended."""
+    """Another process holds the cache folder."""
     ended: bool = False
+    """All parts are complete or have failed, and no process uses the GPU any more."""

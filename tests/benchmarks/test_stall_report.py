@@ -99,7 +99,7 @@ def test_costs_and_targets() -> None:
     assert worst({"r5": {"max_gap_ms": 3.0}, "r20": {"max_gap_ms": 7.0}}, "max_gap_ms") == 7.0
     assert worst({"r5": {"ft_cost": 0.01}, "r20": {"ft_cost": None}}, "ft_cost") is None
     assert all(str(target(key)).startswith("<= ") for key in TARGETS)
-    assert target("start.warm.max_gap_ms") is None
+    assert target("start.warm.gap_p50_ms") is None
 
 
 def test_allocations_are_those_between_two_pages() -> None:

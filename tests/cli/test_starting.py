@@ -38,29 +38,29 @@ async def test_a_command_that_needs_the_engine_says_that_it_starts(
     }
     for command, advice in commands.items():
         assert await said(cold, capsys, *command) == (1, f"coserve: the daemon is starting{advice}")
-    cold.service.engine.starting(EngineWarming(done=12, total=310, seconds_left=41.7, notes=()))
+    cold.service.engine.starting(EngineWarming(what="compiling kernels", done=12, total=310, seconds_left=41.7))
     for command, advice in commands.items():
         assert await said(cold, capsys, *command) == (
             1,
-            f"coserve: the daemon is starting: warming 12/310, about 42 s left{advice}",
+            f"coserve: the daemon is starting: compiling kernels 12/310, about 42 s left{advice}",
         )
 
 
 async def test_generate_can_wait_for_a_daemon_that_starts(cold: Api, capsys: pytest.CaptureFixture[str]) -> None:
-    cold.service.engine.starting(EngineWarming(done=12, total=310, seconds_left=1.0, notes=()))
+    cold.service.engine.starting(EngineWarming(what="compiling kernels", done=12, total=310, seconds_left=1.0))
     waiting = asyncio.create_task(said(cold, capsys, "generate", "hi", "--wait"))
     asked = asyncio.Event()
     health = cold.service.health
     cold.service.health = lambda: (asked.set(), health())[1]  # type: ignore[func-returns-value, method-assign]
     await asked.wait()
     await cold.start_engine()
-    assert await waiting == (0, "the daemon is starting: warming 12/310, about 1 s left")
+    assert await waiting == (0, "the daemon is starting: compiling kernels 12/310, about 1 s left")
 
 
 async def test_lists_are_shown_meanwhile_with_a_word_of_it(cold: Api, capsys: pytest.CaptureFixture[str]) -> None:
-    cold.service.engine.starting(EngineWarming(done=12, total=310, seconds_left=None, notes=()))
+    cold.service.engine.starting(EngineWarming(what="compiling kernels", done=12, total=310, seconds_left=None))
     for command in (["jobs", "list"], ["adapters", "list"]):
-        assert await said(cold, capsys, *command) == (0, "the daemon is starting: warming 12/310")
+        assert await said(cold, capsys, *command) == (0, "the daemon is starting: compiling kernels 12/310")
     await cold.start_engine()
     for command in (["jobs", "list"], ["adapters", "list"]):
         assert await said(cold, capsys, *command) == (0, "")
@@ -76,11 +76,14 @@ async def test_a_restart_is_told_as_one(cold: Api, capsys: pytest.CaptureFixture
         1,
         "coserve: the engine stopped and is being restarted; --wait waits for it",
     )
-    cold.service.engine.starting(EngineWarming(done=1, total=2, seconds_left=3.0, notes=()))
+    cold.service.engine.starting(EngineWarming(what="compiling kernels", done=1, total=2, seconds_left=3.0))
     status, line = await said(cold, capsys, "generate", "hi")
     advice = "; --wait waits for it"
     assert (status, line) == (
         1,
-        f"coserve: the engine stopped and is being restarted: warming 1/2, about 3 s left{advice}",
+        f"coserve: the engine stopped and is being restarted: compiling kernels 1/2, about 3 s left{advice}",
     )
-    assert await said(cold, capsys, "jobs", "list") == (0, "the daemon is starting: warming 1/2, about 3 s left")
+    assert await said(cold, capsys, "jobs", "list") == (
+        0,
+        "the daemon is starting: compiling kernels 1/2, about 3 s left",
+    )

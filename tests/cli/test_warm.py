@@ -58,7 +58,11 @@ def test_lines_with_the_time_left_where_there_is_no_terminal() -> None:
     steps = [(1.0, 2, 12), (2.0, 3, 12), (1.0 + REPEAT, 4, 12), (1.5 + REPEAT, 5, 12), (99.0, 12, 12)]
     lines = progress_text(terminal=False, steps=steps).splitlines()
     # Two were there already; 5 s for the two others leaves 20 s for the eight that are missing.
-    assert lines == ["warming 2/12", "warming 4/12, about 20 s left", "warming 12/12, about 0 s left"]
+    assert lines == [
+        "compiling kernels 2/12",
+        "compiling kernels 4/12, about 20 s left",
+        "compiling kernels 12/12, about 0 s left",
+    ]
 
 
 def test_a_bar_with_the_time_left_on_a_terminal() -> None:

@@ -32,7 +32,7 @@ class Engine:
         cls.made.append(engine)
         await asyncio.sleep(0)
         spawned()
-        report(EngineWarming(done=1, total=2, seconds_left=None, notes=()))
+        report(EngineWarming(what="compiling kernels", done=1, total=2, seconds_left=None))
         try:
             await engine.ready
         except asyncio.CancelledError:

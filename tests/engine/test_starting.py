@@ -7,19 +7,16 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from coserve.api.engine_client import EngineClient
 from coserve.config import Config
-from coserve.engine.starting import EndedAtStart, until_shutdown
-from coserve.engine.warming.client import WarmUpClient
-from coserve.engine.warming.upgrade import CAPTURING, LOADING, report_progress
+from coserve.engine.starting import CAPTURING, LOADING, EndedAtStart, StartProgress, until_shutdown
+from coserve.engine.warming.follow import follow
 from coserve.engine.worker import build_engine
 from coserve.errors import UnsupportedBase
+from coserve.health import Warming
 from coserve.link import EngineWarming, FromEngine, LocalLink, Shutdown, ToEngine, local_pair
-from coserve.warmup.messages import Progress, WarmUpTask
-from coserve.warmup.parts import PROFILE
 from tests.support.real_server import bundled_base
 
 ENDS: dict[str, Callable[[LocalLink[ToEngine, FromEngine]], object]] = {
@@ -29,43 +26,44 @@ ENDS: dict[str, Callable[[LocalLink[ToEngine, FromEngine]], object]] = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-async def test_it_does_not_wait_for_kernels_any_more(end: str, tmp_path: Path) -> None:
+async def test_it_does_not_wait_for_kernels_any_more(end: str) -> None:
     """The warm-up's process lives, and never completes a part."""
     api, own = local_pair()
     ours, theirs = socket.socketpair()
-    warm = WarmUpClient(WarmUpTask("{}", str(tmp_path), {}, "shape", 1))
     with theirs:
-        await warm.listen(ours)
-        started = asyncio.create_task(until_shutdown(warm.wait_for_parts((PROFILE,)), own))
+        started = asyncio.create_task(until_shutdown(follow(ours, lambda what, done: None), own))
         await asyncio.sleep(0)
         ENDS[end](api)
         with pytest.raises(EndedAtStart):
             async with asyncio.timeout(60):
                 await started
-        await warm.close()
 
 
-async def test_the_progress_of_kernels_that_it_waits_for_is_told(tmp_path: Path) -> None:
+def test_what_a_start_does_and_how_far_it_is_are_told() -> None:
     """To the API process, whose health shows it before there is an engine."""
-    api, own = local_pair()
-    ours, theirs = socket.socketpair()
-    warm, client = WarmUpClient(WarmUpTask("{}", str(tmp_path), {}, "shape", 1)), EngineClient()
-    telling = asyncio.create_task(report_progress(own, warm))
+    now, client, said = 0.0, EngineClient(), list[Warming | None]()
+
+    def send(report: EngineWarming) -> None:
+        client.starting(report)
+        said.append(client.warming)
+
     assert (client.status, client.warming) == ("starting", None)
-    with theirs:
-        await warm.listen(ours)
-        for done in (0, 50):
-            theirs.sendall(msgspec.json.encode(Progress(done, 100, [])) + b"\n")
-            report = await api.receive()
-            assert isinstance(report, EngineWarming)
-            client.starting(report)
-            shown = client.warming
-            assert client.status == "starting" and shown is not None
-            assert (shown.done, shown.total, shown.seconds_left is None) == (done, 100 + LOADING + CAPTURING, done == 0)
-        client.failed("died", started=False)
-        assert client.warming is None, "another engine starts from the beginning"
-        await warm.close()
-    telling.cancel()
+    progress = StartProgress(send, 100, lambda: now)
+    progress.compiles("compiling kernels", 60)
+    now = 10.0
+    progress.compiles("compiling kernels", 80)
+    progress.loads("measuring memory")
+    progress.captures(1, 4)
+    total = 100 + LOADING + CAPTURING
+    captured = 100 + LOADING + CAPTURING // 4
+    assert said == [
+        Warming(60, total, None, "compiling kernels"),  # what was there took no time
+        Warming(80, total, 10.0 * (total - 80) / 20, "compiling kernels"),
+        Warming(100, total, 10.0 * (total - 100) / 40, "measuring memory"),
+        Warming(captured, total, round(10.0 * (total - captured) / (captured - 60), 1), "capturing CUDA graphs"),
+    ]
+    client.failed("died", started=False)
+    assert client.warming is None, "another engine starts from the beginning"
 
 
 async def test_what_a_start_comes_to_is_passed_on_and_later_messages_are_not_lost() -> None:

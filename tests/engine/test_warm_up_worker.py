@@ -1,4 +1,4 @@
-"""A worker of the warm-up, and its fork server, end without a word once the process at the other end of their socket is gone."""
+"""A worker of the warm-up reports each part, and ends without a word once the process at the other end of its socket is gone."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ import torch
 
 from coserve.config import Config, config_to_json
 from coserve.engine.warming import worker
-from coserve.engine.warming.worker_process import serve_forks
 from coserve.errors import UnsupportedBase
-from coserve.warmup.fork_client import PID
-from coserve.warmup.messages import DoPart, PartReport, WarmUpTask
+from coserve.warmup.messages import PartReport, WarmUpTask
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +29,7 @@ def open_worker(folder: Path) -> tuple[socket.socket, socket.socket]:
     """Both ends of a worker's socket; its task, and two parts that it cannot run, are sent."""
     ours, theirs = socket.socketpair()
     task = WarmUpTask(config_to_json(Config(device="cpu")).decode(), str(folder), {}, "shape", 1)
-    for message in (task, DoPart("gpu0-nothing"), DoPart("gpu0-nothing")):
+    for message in (task, "gpu0-nothing", "gpu0-nothing"):
         ours.sendall(msgspec.json.encode(message) + b"\n")
     return ours, theirs
 
@@ -129,12 +127,3 @@ def test_an_end_that_closed_with_unread_reports_ends_the_worker(
     monkeypatch.setattr(worker, "gpu_of", run)
     with theirs:
         worker.work(theirs)
-
-
-@pytest.mark.parametrize("unread", [b"", PID.pack(7)])
-def test_a_fork_server_without_a_client_ends(unread: bytes) -> None:
-    ours, theirs = socket.socketpair()
-    theirs.sendall(unread)
-    ours.close()
-    with theirs:
-        serve_forks(theirs, lambda _: None)

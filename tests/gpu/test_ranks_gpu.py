@@ -17,7 +17,7 @@ GREEDY: Json = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True}
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
-@pytest.mark.parametrize("compile", ["before", "off"])
+@pytest.mark.parametrize("compile", ["on", "off"])
 def test_texts_and_losses_on_two_gpus_are_those_of_one(tmp_path: Path, compile: str) -> None:
     found = []
     for tp in (1, 2):
@@ -34,7 +34,7 @@ def test_texts_and_losses_on_two_gpus_are_those_of_one(tmp_path: Path, compile: 
             tokens = [answer["choices"][0]["token_ids"] for answer in (*texts, learned)]
             health = daemon.call("GET", "/health")[1]
             found.append((tokens, losses, [rank["state"] for rank in health["ranks"]]))
-            if compile == "before":
+            if compile == "on":
                 assert not [note for note in health["notes"] if "operation by operation" in note]
                 assert not [note for note in health["notes"] if "layers run without CUDA graphs" in note]
             assert daemon.stop() == 0
@@ -47,7 +47,7 @@ def test_texts_and_losses_on_two_gpus_are_those_of_one(tmp_path: Path, compile: 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
 def test_jobs_on_two_gpus_run_their_layers_as_graphs(tmp_path: Path) -> None:
     """In 16 bits, beside generation; a second job goes on with the graphs of the first."""
-    options = ("--tp", "2", "--device", "cuda", "--dtype", "bfloat16", "--compile", "before", "--kv-tokens", "16384")
+    options = ("--tp", "2", "--device", "cuda", "--dtype", "bfloat16", "--kv-tokens", "16384")
     with DaemonProcess(Path("bundled"), tmp_path, options=options) as daemon:
         daemon.wait_ready()
         losses = list[list[float]]()

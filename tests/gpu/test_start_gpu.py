@@ -1,15 +1,11 @@
-"""Compilation beside serving, and graphs one at a time, on a GPU. Run with `pytest -m gpu`."""
+"""Compiled steps and their graphs, captured before and between steps, on a GPU. Run with `pytest -m gpu`."""
 
 from __future__ import annotations
-
-import threading
 
 import pytest
 from torch._dynamo.utils import counters
 
-from coserve.engine.warming.upgrade import Upgrade
-from coserve.generate.execution.eager import EagerExecutor
-from coserve.generate.execution.start import COMPILING, make_start
+from coserve.generate.execution.start import COMPILED, make_start
 from coserve.generate.generator import Generator
 from coserve.memory.kv import KvCache
 from tests.support.compiling import ask, ask_all, steps
@@ -23,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-def test_requests_that_run_go_on_compiled_and_graphed(family: str) -> None:
+def test_requests_have_the_same_texts_compiled_and_graphed(family: str) -> None:
     base = gpu_base(tiny_model(family))
     kv = KvCache.for_base(base, 1024, 16)
 
@@ -35,23 +31,15 @@ def test_requests_that_run_go_on_compiled_and_graphed(family: str) -> None:
         return found
 
     expected = plain()
-    start = make_start(base, kv, max_running=8, lora_backend=SEGMENTED, when="background")
-    assert isinstance(start.executor, EagerExecutor)
-    assert start.notes == (COMPILING,)
-    assert start.compilation is not None
+    start = make_start(base, kv, max_running=8, lora_backend=SEGMENTED, compile=True)
+    assert start.notes == (COMPILED,) and start.graphs is start.executor and start.compiled is not None
+    compiled = counters["stats"]["unique_graphs"]
     gen, found = (
-        Generator(base, Shelf().store(), kv, eager(base, kv, SEGMENTED), max_running=8, step_tokens=64),
+        Generator(base, Shelf().store(), kv, start.executor, max_running=8, step_tokens=64),
         dict[str, list[int]](),
     )
-    upgrade = Upgrade(start.compilation, gen, ())
     ask_all(gen)
     steps(gen, found, 3)
-    thread = threading.Thread(target=upgrade.compile)
-    thread.start()
-    while thread.is_alive():
-        assert plain() == expected
-    upgrade.adopt()
-    compiled = counters["stats"]["unique_graphs"]
     pieces = 0
     while gen.prepare():
         pieces += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -158,39 +157,3 @@ def test_a_graph_that_is_new_is_made_for_all_layers() -> None:
         with torch.no_grad():
             expected = base.run(TOKENS[:rows], TOKENS[:rows], PackedAttention((0, rows)), None)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", sample(["llama", "gemma2", "gpt2"], "gpt2"))
-def test_a_shadow_compiles_for_the_base(family: str) -> None:
-    """On another thread, while the base runs as it is; the base's own first steps compile nothing."""
-    base = wrap_base(tiny_model(family), name=family)
-    expected = logits(base)
-    traced = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequence[object]]:
-        traced.append(graph)
-        return graph.forward
-
-    fused = FusedBase(base, backend=backend)
-    shadow = fused.shadow()
-    assert not {id(m) for m in shadow.base.model.modules()} & {id(m) for m in base.model.modules()}
-    own, theirs = (dict(b.model.named_parameters()) for b in (base, shadow.base))
-    assert all(own[name] is theirs[name] for name in own)
-    assert [s.weight.data_ptr() for s in shadow.base.sites.shared()] == [
-        g.weight.data_ptr() for g in base.sites.shared()
-    ]
-    with ThreadPoolExecutor(1) as thread:
-        checking = thread.submit(shadow.check)
-        while not checking.done():
-            assert torch.equal(logits(base), expected)
-        checking.result()
-    made = len(traced)
-    assert made > 0
-    for rows in (16, 1, 7):
-        got = fused.forward(TOKENS[:rows], TOKENS[:rows], PackedAttention((0, rows)), lora=None, keep=None)
-        with torch.no_grad():
-            plain = base.run(TOKENS[:rows], TOKENS[:rows], PackedAttention((0, rows)), None)
-        torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-4)
-    assert len(traced) == made
-    assert torch.equal(logits(base), expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import time
@@ -70,12 +69,7 @@ class Api:
         """A new engine, attached; the one before it must be dead."""
         ours, theirs = local_pair()
         self.engine = self.engine_type(theirs, self.base, self.folder, self._reply)
-        first = asyncio.Event()
-        with self.service.engine.watched(first.set):
-            await self.service.attach(ours, self.engine.ready)
-            while self.service.engine.warmup is None:  # until the first report of its warm-up
-                first.clear()
-                await first.wait()
+        await self.service.attach(ours, self.engine.ready)
 
     def _reply(self, request: Generate) -> Iterable[int]:
         return self.reply

@@ -23,7 +23,6 @@ from coserve.link import (
     EngineReady,
     EngineStats,
     EngineStopped,
-    EngineWarming,
     FromEngine,
     Generate,
     JobCancelled,
@@ -101,7 +100,6 @@ def metrics(step: int, total: int) -> StepMetrics:
 class FakeEngine:
     """`reply` gives the tokens for a request; `hold_requests`, `hold_jobs`: stop before the first token, or step."""
 
-    warmup_steps = 0
     memory: MemoryModel | None = None
 
     def __init__(
@@ -128,7 +126,6 @@ class FakeEngine:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._specs: dict[str, JobSpec] = {}
         self._main = asyncio.create_task(self._run())
-        self.warming(0)
 
     @property
     def ready(self) -> EngineReady:
@@ -140,11 +137,6 @@ class FakeEngine:
             memory=self.memory,
             notes=("a fake",),
         )
-
-    def warming(self, done: int, seconds_left: float | None = None, notes: tuple[str, ...] = ("a fake",)) -> None:
-        """Report that `done` of `warmup_steps` are done."""
-        total = self.warmup_steps
-        self.link.send(EngineWarming(done=done, total=total, seconds_left=seconds_left, notes=notes))
 
     async def saw(self, kind: type[ToEngine], count: int = 1) -> list[ToEngine]:
         """Wait until `count` messages of a kind have come."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from coserve.engine.spatial.training_stream import TrainingStream
 from coserve.engine.worker import build_engine
-from coserve.link import EngineWarming, Shutdown, local_pair
+from coserve.link import Shutdown, local_pair
 from coserve.model.base import Base, load_base
 from tests.support.api_server import Api, serve_api
 
@@ -29,7 +29,6 @@ async def serve_real(
     async with serve_api(path, engine=False, **{"kv_tokens": 2048, **settings}) as api:
         ours, theirs = local_pair()
         engine, ready = build_engine(base or bundled_base(), api.config, theirs, training=training)
-        theirs.send(EngineWarming(done=0, total=0, seconds_left=None, notes=ready.notes))
         running = asyncio.create_task(engine.run())
         await api.service.attach(ours, ready)
         try:

@@ -20,7 +20,7 @@ JOB = {
 async def served(folder: Path, training: TrainingStream | None, **settings: str) -> tuple[list[Any], dict[str, Any]]:
     """Texts before, while and after a job trains, the last with its adapter, and the job's metrics."""
     base = load_base("bundled", device="cuda", dtype="float32")
-    async with serve_real(folder, base, training=training, kv_tokens=8192, compile="before", **settings) as api:
+    async with serve_real(folder, base, training=training, kv_tokens=8192, **settings) as api:
 
         async def ask(prompt: str, **more: str) -> object:
             body = {"prompt": prompt, "max_tokens": 24, "temperature": 0.0, "ignore_eos": True, **more}

@@ -12,10 +12,8 @@ import json
 import sys
 
 from coserve.config import config_from_json
-from coserve.engine.warming.early_start import start_warm_up
+from coserve.warmup.launch import start_warm_up
 
-STAGES = 3
-"""Of what is loaded while the engine serves: compiled steps, layers of training, and those that keep less."""
 REPEATED = (
     "profile",
     "training-16",
@@ -23,7 +21,7 @@ REPEATED = (
     "training-256",
     "blocks-16",
     "blocks-256",
-    "sites-16",
+    "adapters-16",
     "adapters-128",
 )
 """Parts of the warm-up that are run again, and find everything."""
@@ -35,22 +33,23 @@ async def start(settings: str) -> dict[str, object]:
     assert started is not None
     from torch._dynamo.utils import counters
 
-    from coserve.engine.warming.client import WarmUpClient
+    from coserve.engine.spatial.training_stream import make_training_stream
     from coserve.engine.warming.compilations import watch_compilations
+    from coserve.engine.warming.follow import follow
     from coserve.engine.warming.part_runner import make_part_runner
     from coserve.engine.worker import build_engine
-    from coserve.link import EngineNotes, EngineWarming, Generate, Shutdown, Tokens, local_pair
+    from coserve.link import Generate, Shutdown, Tokens, local_pair
     from coserve.model.base import load_base
     from coserve.types import SamplingParams, Slo
 
     compilations = watch_compilations()
-    warm = WarmUpClient(started.task)
-    await warm.listen(started.socket)
     base = load_base(config.model, device=config.device, dtype=config.dtype, load_format=config.load_format)
-    await warm.wait_until_ended()
+    config = config.resolved(device="cuda")
+    training = make_training_stream(config, base.device)
+    notes = await follow(started.socket, lambda what, done: None)
     api, end = local_pair()
-    engine, _ = build_engine(base, config, end, warm=warm)
-    counters.clear()
+    engine, ready = build_engine(base, config, end, task=started.task, training=training)
+    before = len(compilations.kernels)
     running = asyncio.create_task(engine.run())
     for number in range(8):
         api.send(
@@ -62,22 +61,22 @@ async def start(settings: str) -> dict[str, object]:
                 slo=Slo(ttft=60.0, tpot=60.0),
             )
         )
-    ended, notes, warmed = 0, 0, False
-    while ended < 8 or notes < STAGES or not warmed:
+    ended = 0
+    while ended < 8:
         message = await api.receive()
         ended += isinstance(message, Tokens) and message.finished is not None
-        notes += isinstance(message, EngineNotes)
-        warmed = warmed or (isinstance(message, EngineWarming) and message.done == message.total)
     api.send(Shutdown())
     await running
+    serving = compilations.kernels[before:]
     repeated = make_part_runner(base, config, started.task)
     # Whichever worker compiled them, before or after it compiled layers: the keys are this process's.
     for name in REPEATED:
         for _ in repeated.run(name):
             pass
     return {
-        "notes": list(warm.notes),
+        "notes": [*notes, *(note for note in ready.notes if "could not" in note or "refuses" in note)],
         "kernels": compilations.kernels,
+        "serving": serving,
         "graphs": counters["inductor"]["fxgraph_cache_miss"],
     }
 

@@ -12,15 +12,7 @@ from coserve.config import Config
 from coserve.warmup.gpu import Gpu
 from coserve.warmup.key import cache_folder, cache_root, compiler_environment, key_fields, shape_key
 from coserve.warmup.launch import plan_warm_up
-from coserve.warmup.manifest import (
-    Manifest,
-    clear_cache,
-    is_intact,
-    list_files,
-    load_manifest,
-    save_manifest,
-    with_parts,
-)
+from coserve.warmup.manifest import Manifest, clear, load, save
 
 FIELDS = {"torch": "1", "gpu": "H200"}
 GPU = Gpu("NVIDIA H200", "9.0", 12080, 141 << 30)
@@ -30,57 +22,54 @@ def filled(folder: Path) -> Manifest:
     for name in ("triton/ABC/kernel.cubin", "inductor/fxgraph/ab/cd"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(name.encode())
-    manifest = with_parts(Manifest(FIELDS), "shape", {"steps"})
-    manifest = Manifest(manifest.fields, manifest.parts, list_files(folder))
-    save_manifest(folder, manifest)
-    return manifest
+    save(folder, Manifest(FIELDS), "shape", {"steps"})
+    return load(folder, FIELDS)
 
 
 def test_what_was_saved_is_found_again(tmp_path: Path) -> None:
-    manifest = filled(tmp_path)
-    assert load_manifest(tmp_path, FIELDS) == manifest
-    assert len(manifest.files) == 2
-    assert is_intact(tmp_path, manifest)
+    found = filled(tmp_path)
+    assert found.parts == {"shape": ["steps"]} and len(found.files) == 2
     assert not list(tmp_path.glob("*.tmp"))
+    save(tmp_path, found, "other", {"steps"})
+    assert load(tmp_path, FIELDS).parts.keys() == {"shape", "other"}
 
 
 def test_another_library_or_gpu_finds_nothing(tmp_path: Path) -> None:
     filled(tmp_path)
-    assert load_manifest(tmp_path, FIELDS | {"torch": "2"}) == Manifest(FIELDS | {"torch": "2"})
+    assert load(tmp_path, FIELDS | {"torch": "2"}) == Manifest(FIELDS | {"torch": "2"})
 
 
 @given(content=st.binary(max_size=200))
 def test_a_damaged_manifest_counts_as_none(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     folder = tmp_path_factory.mktemp("cache")
     (folder / "manifest.json").write_bytes(content)
-    assert load_manifest(folder, FIELDS) == Manifest(FIELDS)
+    assert load(folder, FIELDS) == Manifest(FIELDS)
 
 
 def test_a_damaged_or_missing_file_is_seen_and_further_ones_do_no_harm(tmp_path: Path) -> None:
-    manifest = filled(tmp_path)
-    kernel = tmp_path / "triton" / "ABC" / "kernel.cubin"
+    found, kernel = filled(tmp_path), tmp_path / "triton" / "ABC" / "kernel.cubin"
     (kernel.parent / "other.cubin").write_bytes(b"new")
-    assert is_intact(tmp_path, manifest)
-    before = kernel.read_bytes()
-    kernel.write_bytes(before[:-1] + b"?")
-    assert not is_intact(tmp_path, manifest)
+    assert load(tmp_path, FIELDS) == found
+    kernel.write_bytes(kernel.read_bytes()[:-1] + b"?")
+    assert load(tmp_path, FIELDS) == Manifest(FIELDS)
     kernel.unlink()
-    assert not is_intact(tmp_path, manifest)
+    assert load(tmp_path, FIELDS) == Manifest(FIELDS)
 
 
 def test_unfinished_entries_of_the_compilers_do_not_count(tmp_path: Path) -> None:
-    before = filled(tmp_path).files
+    before = filled(tmp_path)
     unfinished = tmp_path / "triton" / "ABC" / "tmp.pid_7_x"
     unfinished.mkdir()
     (unfinished / "kernel.cubin").write_bytes(b"half")
     (tmp_path / "triton" / "ABC" / "kernel.json.tmp.7").write_bytes(b"half")
-    assert list_files(tmp_path) == before
+    save(tmp_path, before, "shape", {"steps"})
+    assert load(tmp_path, FIELDS) == before
 
 
 def test_clearing_removes_what_is_ours_alone(tmp_path: Path) -> None:
     filled(tmp_path)
     (tmp_path / "mine").write_bytes(b"keep")
-    clear_cache(tmp_path)
+    clear(tmp_path)
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["mine"]
 
 
@@ -100,14 +89,15 @@ def test_a_moved_cache_is_not_used(tmp_path: Path) -> None:
     """Triton's files name others by their absolute paths, and those that do not exist are compiled again."""
     (tmp_path / "link").symlink_to(tmp_path / "built")
     built, same, mounted = (
-        plan_warm_up(Config(cache_dir=tmp_path / name), GPU).task for name in ("built", "link", "mounted")
+        plan_warm_up(Config(cache_dir=tmp_path / name), GPU)[0] for name in ("built", "link", "mounted")
     )
     assert (built.folder, built.fields) == (same.folder, same.fields)
-    save_manifest(Path(built.folder), with_parts(Manifest(built.fields), built.shape, {"steps"}))
+    Path(built.folder).mkdir(parents=True)
+    save(Path(built.folder), Manifest(built.fields), built.shape, {"steps"})
     (tmp_path / "built").rename(tmp_path / "mounted")
     for folder in (tmp_path / "mounted").iterdir():
-        assert load_manifest(folder, built.fields).parts
-        assert not load_manifest(folder, mounted.fields).parts
+        assert load(folder, built.fields).parts
+        assert not load(folder, mounted.fields).parts
         assert Path(mounted.folder) != folder, "the owner of the first path may still use it"
 
 

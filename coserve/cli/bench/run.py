@@ -17,7 +17,7 @@ from coserve.cli.bench.progress import BenchProgress, CountedTarget, shown
 from coserve.client import AsyncClient
 from coserve.client.transport import most_connections
 from coserve.errors import InvalidRequest
-from coserve.health import warming_line
+from coserve.health import starting_line
 from coserve.processes import allow_more_files
 from coserve.workloads.openai_target import OpenAITarget
 from coserve.workloads.replay import Probe, ReplayResult, Rest, Target, replay
@@ -140,8 +140,8 @@ async def _on_coserve(trace: Trace, totals: Totals, rest: Rest, server: Server) 
     prefix = f"bench-{secrets.token_hex(4)}-" if server.prefix is None else server.prefix
     async with AsyncClient(server.url, api_key=server.key, retry=NO_RETRIES) as client:
         health = await client.health()  # fails before anything is created if no daemon answers
-        if health.warming is not None:
-            print(f"the daemon is {warming_line(health.warming)}: some requests are slower until then", file=sys.stderr)
+        if health.status == "starting":
+            print(starting_line(health.warming), file=sys.stderr)
         completions = None
         if server.route is Route.COMPLETIONS:
             model = server.model or (health.base.name if health.base is not None else "")

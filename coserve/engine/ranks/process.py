@@ -10,9 +10,9 @@ import sys
 
 from coserve.config import config_from_json
 from coserve.engine.ranks.own_rank import own_rank
-from coserve.engine.warming.early_start import use_caches
 from coserve.engine.warming.fast_imports import fast_imports
 from coserve.processes import obey_parent
+from coserve.warmup.launch import use_caches
 
 
 def main() -> None:

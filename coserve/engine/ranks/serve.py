@@ -24,9 +24,8 @@ from coserve.engine.ranks.follower import Follower, FollowerParts
 from coserve.engine.ranks.followers import RankLost
 from coserve.engine.ranks.monitor import Monitor
 from coserve.engine.ranks.own_rank import OwnRank
-from coserve.engine.warming.client import KernelsOnDisk
 from coserve.engine.warming.compilations import watch_compilations, watch_layers
-from coserve.engine.warming.training_layers import make_training_layers
+from coserve.engine.warming.compiled import make_compiled
 from coserve.errors import ConfigError, EngineFault, StartupError
 from coserve.garbage import freeze_heap
 from coserve.logs.format import log_event
@@ -107,7 +106,6 @@ def follow(config: Config, rank: OwnRank, warm_up: WarmUpTask | None) -> None:
 
 
 def _make_follower(base: Base, config: Config, rank: OwnRank, warm_up: WarmUpTask | None) -> Follower:
-    warm = None if warm_up is None else KernelsOnDisk(warm_up)
     parts = EngineParts(base, config)
     store = AdapterStore(
         parts.read_adapter, HostBudget(config.max_adapters_resident), pinned=base.device.type == "cuda"
@@ -118,9 +116,8 @@ def _make_follower(base: Base, config: Config, rank: OwnRank, warm_up: WarmUpTas
 
     def build(tokens: int) -> FollowerParts:
         kv = KvCache.for_base(base, tokens, config.page_tokens)
-        executor = parts.make_start(kv, warm).executor
-        layers, _ = make_training_layers(parts, warm)  # rank 0 tells the operator
-        made = FollowerParts(kv, executor, parts.make_trainer(store, compiled=layers), read)
+        compiled = make_compiled(parts, kv, warm_up)  # rank 0 tells the operator
+        made = FollowerParts(kv, compiled.executor, parts.make_trainer(store, compiled=compiled.layers), read)
         freeze_heap()
         rank.monitor.ready(base.device.type)
         return made

@@ -7,22 +7,21 @@ from functools import partial
 
 import torch
 
-from coserve.engine.warming.client import layer_costs_path, level_costs_path
+from coserve.engine.warming.caches import Caches
 from coserve.errors import UnsupportedBase
 from coserve.finetune.costs import training_costs
 from coserve.finetune.costs.layer_times import LayerTimer
-from coserve.finetune.layers.graph_passes import CaptureFailed
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryProfiler
 from coserve.gpu_memory import Kept
 from coserve.kernels.gpu.capture import TRAINING_PRIORITY
 from coserve.kernels.gpu.graph_memory import GraphMemory
 from coserve.kernels.gpu.timing import CudaClock
-from coserve.memory.profile import load_layer_costs, save_layer_costs
+from coserve.memory.profile import save_layer_costs
 from coserve.model.base import Base
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.types import DEFAULT_RANK
-from coserve.warmup.messages import WarmUpTask
+from coserve.warmup.parts import TRAINING_LAYERS, TRAINING_LEVELS
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +29,14 @@ MEASURED_TOKENS = 2048
 """Of the largest micro-batch that compiled layers are measured with: their memory is a line."""
 
 
-def measure_layers(layers: CompiledLayers, base: Base, conditions: Conditions, task: WarmUpTask) -> None:
+def measure_layers(layers: CompiledLayers, base: Base, conditions: Conditions, caches: Caches) -> None:
     """Keep the memory that training takes through layers that keep all. Raises `torch.OutOfMemoryError`."""
-    path = layer_costs_path(task)
+    path = caches.path(TRAINING_LAYERS)
     path.parent.mkdir(parents=True, exist_ok=True)
     save_layer_costs(path, _profiler(base, conditions, layers).costs(_tokens(conditions)))
 
 
-def measure_levels(layers: CompiledLayers, base: Base, conditions: Conditions, task: WarmUpTask) -> None:
+def measure_levels(layers: CompiledLayers, base: Base, conditions: Conditions, caches: Caches) -> None:
     """After `measure_layers`: compile the layers that keep less, and keep their memory and the times of all. Nothing is kept where the base
     cannot have them, which the engine tells when it loads them.
 
@@ -45,7 +44,7 @@ def measure_levels(layers: CompiledLayers, base: Base, conditions: Conditions, t
         UnsupportedBase: they cannot be measured: jobs go on with layers that keep all or run their forward again.
         torch.OutOfMemoryError: memory ran out.
     """
-    costs, tokens = load_layer_costs(layer_costs_path(task)), _tokens(conditions)
+    costs, tokens = caches.layer_costs(), _tokens(conditions)
     if costs is None:
         raise UnsupportedBase("layers that keep less are not measured: those that keep all were not")
     try:
@@ -61,9 +60,7 @@ def measure_levels(layers: CompiledLayers, base: Base, conditions: Conditions, t
         graphs.release()
         phases = _profiler(base, conditions, layers).phases
         found = training_costs.measure_levels(phases, costs, base.spec, stays, times, tokens)
-        save_layer_costs(level_costs_path(task), found)
-    except CaptureFailed as error:  # no sign of a corrupt cache, as an error of another kind would be
-        raise UnsupportedBase(str(error)) from error
+        save_layer_costs(caches.path(TRAINING_LEVELS), found)
     finally:
         layers.forget_examples()
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from itertools import product
-from pathlib import Path
 
 import torch
 
@@ -14,8 +13,7 @@ from coserve.adapters.targets import resolve_targets
 from coserve.config import Config
 from coserve.engine.sizes import STEP_TOKENS
 from coserve.engine.warming import compiled_terms
-from coserve.engine.warming.client import gemm_paths
-from coserve.engine.warming.compile_pool import compilations_beside_requests
+from coserve.engine.warming.caches import Caches
 from coserve.engine.warming.compiled_terms import CompiledTerms
 from coserve.engine.warming.gemm_cases import gemm_cases
 from coserve.engine.warming.layer_measurements import measure_layers, measure_levels
@@ -35,10 +33,10 @@ from coserve.errors import InvalidRequest, NonFiniteLoss, UnsupportedBase
 from coserve.finetune.init import new_adapter
 from coserve.finetune.memory_profiling import WARM_UP_TOKENS, Conditions, CudaMemoryMeter, MemoryProfiler, NoMeter
 from coserve.generate.execution.eager import EagerExecutor
-from coserve.generate.execution.graph_executor import GraphExecutor
+from coserve.generate.execution.graph_executor import Capture, GraphExecutor
 from coserve.generate.execution.graph_sizes import DECODE_BATCHES, MIXED_TOKENS
 from coserve.generate.execution.interface import BASE_ONLY, SequenceInput, StepExecutor, StepInput
-from coserve.generate.execution.start import INDUCTOR, wake_compiler
+from coserve.generate.execution.start import INDUCTOR
 from coserve.generate.sampling.device_sampler import DeviceSampler
 from coserve.generate.sampling.rows import SamplingRow
 from coserve.kernels.attention.interface import TokenRun
@@ -51,14 +49,13 @@ from coserve.memory.plan import Work
 from coserve.memory.profile import sizes as profiled_sizes
 from coserve.model.base import Base
 from coserve.model.fused import FusedBase
-from coserve.model.gemm_choice import GemmChoice, load_gemms, measure_gemms, run_gemms, save_gemms
+from coserve.model.gemm_choice import GemmChoice, measure_gemms, run_gemms, save_gemms
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.processes import usable_cores
 from coserve.types import DEFAULT_RANK, AdapterRef, LoraSettings, SamplingParams
 from coserve.warmup.messages import WarmUpTask
-from coserve.warmup.parts import FIRST, GEMMS, SCORED, SLOT_KERNELS, TRAINING_LAYERS, TRAINING_LEVELS
+from coserve.warmup.parts import TRAINING_LAYERS, TRAINING_LEVELS
 
 TARGETS = (
     ("q_proj", "v_proj"),
@@ -68,6 +65,8 @@ TARGETS = (
     ("c_attn",),
 )
 """Target modules that adapters often have, besides all of them."""
+SOME = 4
+"""One of so many mixes is run with adapters of some modules."""
 Adapter = tuple[AdapterRef, LoraWeights]
 
 
@@ -83,9 +82,8 @@ class PartRunner:
         on_compiled: OnCompiled = ignore_compiled,
     ) -> None:
         """`processes`, `on_compiled`: see `compile_only`."""
-        self._base, self._conditions, self._task = base, conditions, task
+        self._base, self._conditions, self._caches = base, conditions, Caches(task)
         self._processes, self._on_compiled = processes, on_compiled
-        self._max_concurrent: int | None = None  # see `compile_only`
         self._max_running, self._step_tokens = conditions.max_running, conditions.work.step_tokens
         longest, page_tokens = max(CONTEXTS) + self._step_tokens, conditions.page_tokens
         self._kv = KvCache.for_base(base, max(longest, 16 * page_tokens), page_tokens)
@@ -95,60 +93,41 @@ class PartRunner:
         """Mixes at position 0: LoRA kernels do not depend on positions."""
         self._rare_mixes = rare_mixes(self._max_running, self._step_tokens, min(base.spec.context, longest))
         self._number = 0
-        self._compiler_initialized = False
         self._on_gpu = base.device.type == "cuda"
         self._ranks = 1 if base.sharding is None else base.sharding.mesh.size
 
     def run(self, name: str) -> Iterator[tuple[int, int]]:
         """Run a part of `warmup.parts.all_parts`. Yields (done, total) after each piece of its work."""
-        beside = compilations_beside_requests(self._task.workers, usable_cores())
-        self._max_concurrent = None if name in (*FIRST, *GEMMS, *SCORED, SLOT_KERNELS) else beside
-        kind, _, number = name.partition("-")
+        kind, _, which = name.partition("-")
+        if name in (TRAINING_LAYERS, TRAINING_LEVELS):
+            return self._training_layers(levels=name == TRAINING_LEVELS)
+        number = int(which or 0)
         match kind:
+            case "layers":
+                return self._layers()
+            case "gemms":
+                return self._gemms(number, name)
+            case "graphs" | "mixed":
+                return self._graphs(number, decodes=kind == "graphs")
+            case "kernels":
+                return self._slot_kernels(number)
             case "steps":
                 return self._steps()
             case "adapters":
-                sets = self._adapter_sets(int(number))
-                mixes = [*self._first_mixes, *self._rare_mixes]
-                return self._adapters([*product(mixes, sets[:1]), *self._some_sites(sets, 8)])
-            case "decodes" | "prompts":
-                mixes = [mix for mix in self._first_mixes if mix.decodes is (kind == "decodes")]
-                return self._adapters([*product(mixes, self._adapter_sets(int(number))[:1])])
-            case "sites":
-                sets = self._adapter_sets(int(number))
-                return self._adapters([*product(self._rare_mixes, sets[:1]), *self._some_sites(sets, 4)])
+                return self._adapters(number)
             case "profile":
                 return self._profile()
-            case "training" if name == TRAINING_LAYERS:
-                return self._training_layers()
-            case "training" if name == TRAINING_LEVELS:
-                return self._training_levels()
             case "training":
-                return self._training(int(number))
+                return self._training(number)
             case "blocks":
-                return self._training(int(number), bd_blocks=2 * self._ranks)
+                return self._training(number, bd_blocks=2 * self._ranks)
             case "gpu":
                 return self._other_gpu()
-            case "layers":
-                return self._layers()
-            case "kernels":
-                return self._slot_kernels(int(number))
-            case "gemms":
-                return self._gemms(int(number), gemm_paths(self._task)[GEMMS.index(name)])
-            case "graphs":
-                return self._graphs(int(number), decodes=True)
-            case "mixed":
-                return self._graphs(int(number), decodes=False)
         raise AssertionError(f"expected a part of a warm-up, got {name!r}")
 
-    def preload_kernels(
-        self, executor: Callable[[KvCache], StepExecutor | None] | None = None, *, decodes: bool = True
-    ) -> None:
-        """Run a few steps of each kind: a process loads a kernel from disk at its first launch. `executor` makes the step
-        executor; None: eager steps. Without `decodes`, prompts only."""
+    def run_steps(self, executor: Callable[[KvCache], StepExecutor] | None = None, *, decodes: bool = True) -> None:
+        """Run a few steps of each kind. `executor` makes the step executor; None: eager steps. Without `decodes`, prompts only."""
         steps = self._eager if executor is None else executor(self._kv)
-        if steps is None:
-            return
         adapters = self._copies(DEFAULT_RANK, self._base.spec.default_targets)
         for mix in first_steps(self._max_running, self._step_tokens, self._base.spec.context, decodes=decodes):
             for count in sorted({0, *adapter_counts(mix, len(adapters))}):
@@ -156,7 +135,7 @@ class PartRunner:
         if decodes:
             self._sampled(steps)
 
-    def preload_training(self) -> None:
+    def run_micro_batches(self) -> None:
         """Run a few micro-batches of a job with an adapter of `DEFAULT_RANK`, and their updates, on the current stream."""
         profiler = MemoryProfiler(self._base, NoMeter(), self._conditions, rank=DEFAULT_RANK)
         for tokens in first_micro_batches(self._conditions.work.micro_batch_tokens):
@@ -166,7 +145,7 @@ class PartRunner:
     def _compiling(self) -> Iterator[None]:
         """Inside, kernels are compiled and not launched, those of backward passes too: autograd's own threads know nothing of it."""
         with (
-            compile_only(self._processes, self._on_compiled, self._max_concurrent),
+            compile_only(self._processes, self._on_compiled),
             torch.autograd.set_multithreading_enabled(False),
         ):
             yield
@@ -188,16 +167,16 @@ class PartRunner:
             for tokens in ((1,), (1,) * min(5, self._max_running), (8,)):
                 self._step(executor, Mix(tokens, 0), (), params)
 
-    def _adapters(self, steps: Sequence[tuple[Mix, list[Adapter]]]) -> Iterator[tuple[int, int]]:
+    def _adapters(self, rank: int) -> Iterator[tuple[int, int]]:
+        """Adapters of all target modules in all mixes; of some modules, which differ only in how many sites share a launch, in some."""
+        every, *others = self._adapter_sets(rank)
+        some = self._first_mixes[:: SOME if rank == DEFAULT_RANK else 2 * SOME]
+        steps = [*product([*self._first_mixes, *self._rare_mixes], [every]), *product(some, others)]
         with self._compiling():
             for done, (mix, adapters) in enumerate(steps):
                 yield done, len(steps)
                 for count in adapter_counts(mix, len(adapters)):
                     self._step(self._eager, mix, adapters[:count])
-
-    def _some_sites(self, sets: Sequence[list[Adapter]], step: int) -> list[tuple[Mix, list[Adapter]]]:
-        """One of `step` sizes: these adapters differ from those of all sites in how many share a launch only."""
-        return [(mix, adapters) for adapters in sets[1:] for mix in self._first_mixes[::step]]
 
     def _adapter_sets(self, rank: int) -> list[list[Adapter]]:
         """Adapters of this rank: first with all target modules, then with some of them."""
@@ -280,13 +259,7 @@ class PartRunner:
     # ---- compiled layers
 
     def _fused(self, gemms: GemmChoice) -> FusedBase:
-        self._wake_compiler()
         return FusedBase(self._base, compiled=self._on_gpu, options=INDUCTOR, gemms=gemms)
-
-    def _wake_compiler(self) -> None:
-        if self._on_gpu and not self._compiler_initialized:
-            wake_compiler(self._base.device)
-            self._compiler_initialized = True
 
     def _stacked(self) -> list[StackedWeights]:
         return FusedBase(self._base, compiled=False, gemms=GemmChoice()).stacked
@@ -302,40 +275,33 @@ class PartRunner:
 
     def _layers(self) -> Iterator[tuple[int, int]]:
         yield 0, 2
-        self._fused(GemmChoice()).shadow().check()
+        self._fused(GemmChoice()).check()
 
-    def _training_layers(self) -> Iterator[tuple[int, int]]:
+    def _training_layers(self, *, levels: bool) -> Iterator[tuple[int, int]]:
         yield 0, 2
-        layers = self._compiled_layers()
+        layers = None if levels and self._base.sharding is not None else self._compiled_layers()
         if layers is not None:
             yield 1, 2
-            measure_layers(layers, self._base, self._conditions, self._task)
-
-    def _training_levels(self) -> Iterator[tuple[int, int]]:
-        yield 0, 2
-        layers = None if self._base.sharding is not None else self._compiled_layers()
-        if layers is not None:
-            yield 1, 2
-            measure_levels(layers, self._base, self._conditions, self._task)
+            measure = measure_levels if levels else measure_layers
+            measure(layers, self._base, self._conditions, self._caches)
 
     def _compiled_layers(self) -> CompiledLayers | None:
         """Those of training; None: the engine says why there are none."""
         if self._on_gpu and self._conditions.lora_backend.groups_inputs:
-            self._wake_compiler()
             with suppress(UnsupportedBase):
                 layers = CompiledLayers(self._base, LayerCut(self._base))
                 layers.compile()
                 return layers
         return None
 
-    def _gemms(self, rows: int, path: Path) -> Iterator[tuple[int, int]]:
+    def _gemms(self, rows: int, part: str) -> Iterator[tuple[int, int]]:
         yield 0, 2
         stacked, choice = self._stacked(), GemmChoice()
         if self._on_gpu:
             with self._compiling():  # measured one by one, they would be compiled one by one
                 run_gemms(stacked, self._base.device, (rows,))
             choice = measure_gemms(gemm_cases(stacked), self._base.device, (rows,))
-        save_gemms(path, choice, stacked, (rows,))
+        save_gemms(self._caches.path(part), choice, stacked, (rows,))
 
     def _slot_kernels(self, rank: int) -> Iterator[tuple[int, int]]:
         """Run what `_graphs` runs before its captures, without compiled layers."""
@@ -351,7 +317,7 @@ class PartRunner:
             self._eager,
             max_running=self._max_running,
             step_tokens=self._step_tokens,
-            on_disk=lambda _: False,
+            capture=Capture.NEVER,
         )
 
     def _slot_steps(self, executor: GraphExecutor, mixes: Sequence[Mix], rank: int) -> Iterator[int]:
@@ -366,9 +332,8 @@ class PartRunner:
     def _graphs(self, rank: int, *, decodes: bool) -> Iterator[tuple[int, int]]:
         """Run decode steps, or all others, without graphs; then capture the graphs."""
         stacked = self._stacked()
-        gemms = load_gemms(gemm_paths(self._task), stacked, self._base.device)
-        fused = self._fused(gemms or GemmChoice())
-        fused.shadow().check()
+        fused = self._fused(self._caches.gemms(stacked, self._base.device) or GemmChoice())
+        fused.check()
         executor = self._executor(fused)
         mixes = [mix for mix in (self._first_mixes if rank else self._mixes) if mix.decodes is decodes]
         total = len(mixes) + 4 * (len(DECODE_BATCHES) if decodes else len(MIXED_TOKENS))

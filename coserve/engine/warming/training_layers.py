@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import nullcontext
 
 from coserve.engine.parts import EngineParts
 from coserve.engine.spatial.training_stream import TrainingStream
+from coserve.engine.warming.caches import Caches
 from coserve.errors import UnsupportedBase
-from coserve.generate.execution.start import WarmKernels
 from coserve.model.agreement import FailedTogether
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.parallel.lora import Strategy
@@ -16,45 +17,50 @@ from coserve.parallel.lora import Strategy
 log = logging.getLogger(__name__)
 
 FULLY_SHARDED = "training: with lora_sharding slora, layers of jobs without bd_blocks run without CUDA graphs"
+EXPECTED = (FailedTogether, UnsupportedBase)
+"""Errors that say why by themselves."""
 
 
 def make_training_layers(
-    parts: EngineParts, warm: WarmKernels | None, training: TrainingStream | None = None
+    parts: EngineParts, caches: Caches | None, training: TrainingStream | None = None
 ) -> tuple[CompiledLayers | None, tuple[str, ...]]:
-    """The layers of training that can be compiled, and notes for the operator. Ranks that share a base compile them now, all at the same
+    """The layers of training, compiled or loaded from the caches, and notes for the operator. Ranks that share a base do this at the same
     time, and all of them have some or none has: an error that is one rank's alone ends it."""
+    base = parts.base
+    if base.device.type == "cpu":
+        return None, ()
+    began = time.monotonic()
     try:
-        layers = parts.training_layers(warm, nullcontext if training is None else training.enter)
-        if parts.base.sharding is not None:
-            layers.compile()
-    except Exception as error:  # whatever a compiler raises that does not work
-        if parts.base.sharding is not None and not isinstance(error, FailedTogether | UnsupportedBase):
-            raise
-        if parts.base.device.type == "cpu":
-            return None, ()
-        note = training_note(error)
-        log.warning("%s", note, exc_info=None if isinstance(error, FailedTogether | UnsupportedBase) else error)
-        return None, (note,)
-    sharding = parts.base.sharding
-    return layers, (FULLY_SHARDED,) if sharding is not None and sharding.strategy is Strategy.SLORA else ()
-
-
-def compile_layers(layers: CompiledLayers) -> str:
-    """Compile them; returns a note for the operator where that failed."""
-    try:
+        layers = parts.training_layers(caches, nullcontext if training is None else training.enter)
         layers.compile()
-    except Exception as error:
-        note = training_note(error)
-        log.warning("%s", note, exc_info=error)
-        return note
-    return ""
+    except Exception as error:  # whatever a compiler raises that does not work
+        if base.sharding is not None and not isinstance(error, EXPECTED):
+            raise
+        return None, (_told("training: layers run operation by operation", error),)
+    notes: tuple[str, ...] = (
+        (FULLY_SHARDED,) if base.sharding is not None and base.sharding.strategy is Strategy.SLORA else ()
+    )
+    if layers.may_keep_less and caches is not None:
+        notes += compile_levels(layers, caches)
+    log.info("layers of training compiled in %.1f s", time.monotonic() - began)
+    return layers, notes
 
 
-def training_note(why: Exception) -> str:
-    """For the operator: jobs run the base's own layers."""
-    return f"training: layers run operation by operation: {first_line(why)}"
+def compile_levels(layers: CompiledLayers, caches: Caches) -> tuple[str, ...]:
+    """Load the layers that keep less, where they were measured. Returns a note for the operator where there are none: jobs go on without."""
+    try:
+        costs = caches.level_costs()
+        if costs is None:
+            raise UnsupportedBase("the warm-up could not compile or measure others")
+        layers.compile_levels(costs)
+    except Exception as error:  # noqa: BLE001 - as above
+        return (_told("training: layers keep all or run their forward again", error),)
+    finally:
+        layers.forget_examples()
+    return ()
 
 
-def first_line(error: Exception) -> str:
-    """What it says, or its name."""
-    return (str(error) or type(error).__name__).splitlines()[0]
+def _told(what: str, error: Exception) -> str:
+    note = f"{what}: {(str(error) or type(error).__name__).splitlines()[0]}"
+    log.warning("%s", note, exc_info=None if isinstance(error, EXPECTED) else error)
+    return note

@@ -1,5 +1,4 @@
-"""A worker of a warm-up: loads the engine's base with few layers and random weights, and runs parts. `worker_process` is the
-process's entry."""
+"""A worker of a warm-up: loads the engine's base with few layers and random weights, and runs parts. `process` is its entry."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from coserve.logs.setup import LogSettings, set_up_logging
 from coserve.model.base import Base, load_base
 from coserve.model.faults import out_of_memory
 from coserve.parallel.mesh import LoneRank
-from coserve.warmup.messages import DoPart, PartReport, WarmUpTask
+from coserve.warmup.messages import PartReport, WarmUpTask
 from coserve.warmup.parts import gpu_of
 
 log = logging.getLogger(__name__)
@@ -63,7 +62,7 @@ def load_few_layers(config: Config, rank: int, device: str) -> Base:
 
 
 def work(sock: socket.socket) -> None:
-    """Run parts until the other end of the socket closes, whether it is read from or written to then."""
+    """Read the `WarmUpTask`, then names of parts as JSON lines; run each, and write `PartReport` lines. Until the other end closes."""
     with sock.makefile("rb") as lines, suppress(ConnectionError):
         if not (line := lines.readline()):
             return
@@ -72,56 +71,68 @@ def work(sock: socket.socket) -> None:
         set_up_logging("warm", LogSettings.of(config))
         disable_progress_bar()
         torch.set_num_threads(THREADS)
-        runners = dict[int, PartRunner]()
+        worker = _Worker(config, task, lambda report: sock.sendall(msgspec.json.encode(report) + b"\n"))
+        try:
+            for line in lines:
+                worker.run(msgspec.json.decode(line, type=str))
+        finally:
+            worker.close()
+
+
+class _Worker:
+    def __init__(self, config: Config, task: WarmUpTask, send: Callable[[PartReport], None]) -> None:
+        self._config, self._task, self._send = config, task, send
+        self._runners = dict[int, PartRunner]()
         """By the number of the GPU."""
-        set_sm_count: Callable[[bool], None] = lambda trains: None
+        self._on_gpu = config.device != "cpu" and not interpreted()
+        self._processes = start_compile_pool(task.workers) if self._on_gpu else None  # before CUDA is used
+        self._compiled, self._progress = watch_compilations(), PartReport(0, 1)
+        self._set_sm_count: Callable[[bool], None] = lambda trains: None
 
-        def send(report: PartReport) -> None:
-            sock.sendall(msgspec.json.encode(report) + b"\n")
+    def close(self) -> None:
+        if self._processes is not None:
+            self._processes.shutdown(cancel_futures=True)
 
-        compiled, progress = watch_compilations(), PartReport(0, 1)
+    def run(self, part: str) -> None:
+        """Run it and report its end, whatever that is."""
+        began, kernels, seconds = time.monotonic(), len(self._compiled.kernels), self._compiled.seconds
+        self._progress = PartReport(0, 1)
+        try:
+            self._run(part)
+        except BrokenProcessPool:  # it died, most likely as the machine ran out of memory; this worker is replaced
+            self._send(PartReport(0, 1, "memory", "a process that compiles died"))
+        except CoserveError as error:
+            self._send(PartReport(0, 1, "unsupported", error.message[:MAX_REASON]))
+        except Exception as error:  # noqa: BLE001 - any error fails the part alone
+            reason = f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"
+            self._send(PartReport(0, 1, "memory" if out_of_memory(error) else "error", reason[:MAX_REASON]))
+        else:
+            log.info(
+                "%s: %.1f s, of which %d kernels took %.1f s to compile",
+                part,
+                time.monotonic() - began,
+                len(self._compiled.kernels) - kernels,
+                self._compiled.seconds - seconds,
+            )
+            self._send(PartReport(1, 1))
 
-        def count(name: str, seconds: float) -> None:
-            compiled.add(name, seconds)
-            send(progress)  # it is no process that hangs
+    def _run(self, part: str) -> None:
+        gpu = gpu_of(part)
+        with use_gpu(self._config, gpu) as device:
+            if gpu not in self._runners:
+                base = load_few_layers(self._config, gpu, device)
+                self._runners[gpu] = make_part_runner(base, self._config, self._task, self._processes, self._count)
+                self._set_sm_count = sm_count_setter(self._config, base.device)
+            self._set_sm_count(part.startswith(TRAINING))
+            for done, total in self._runners[gpu].run(part):
+                self._progress = PartReport(done, max(total, done + 1))
+                self._send(self._progress)
+            if self._on_gpu:
+                log.info("%s: at most %.2f GiB", part, torch.cuda.max_memory_reserved() / (1 << 30))
+                torch.cuda.empty_cache()  # else a worker keeps what its largest part took
+                torch.cuda.reset_peak_memory_stats()
 
-        on_gpu = config.device != "cpu" and not interpreted()
-        processes = start_compile_pool(task.workers) if on_gpu else None  # before CUDA is used
-        for line in lines:
-            name, began = msgspec.json.decode(line, type=DoPart).name, time.monotonic()
-            kernels, seconds, progress = len(compiled.kernels), compiled.seconds, PartReport(0, 1)
-            most = 0.0
-            try:
-                gpu = gpu_of(name)
-                with use_gpu(config, gpu) as device:
-                    if gpu not in runners:
-                        base = load_few_layers(config, gpu, device)
-                        runners[gpu] = make_part_runner(base, config, task, processes, count)
-                        set_sm_count = sm_count_setter(config, base.device)
-                    set_sm_count(name.startswith(TRAINING))
-                    for done, total in runners[gpu].run(name):
-                        progress = PartReport(done, max(total, done + 1))
-                        send(progress)
-                    if on_gpu:
-                        most = torch.cuda.max_memory_reserved() / (1 << 30)
-                        torch.cuda.empty_cache()  # else a worker keeps what its largest part took, beside the engine
-                        torch.cuda.reset_peak_memory_stats()
-            except BrokenProcessPool:  # it died, most likely as the machine ran out of memory; this worker is replaced
-                send(PartReport(0, 1, "memory", "a process that compiles died"))
-            except CoserveError as error:
-                send(PartReport(0, 1, "unsupported", error.message[:MAX_REASON]))
-            except Exception as error:  # noqa: BLE001 - any error fails the part alone
-                reason = f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"
-                send(PartReport(0, 1, "memory" if out_of_memory(error) else "error", reason[:MAX_REASON]))
-            else:
-                kernels, seconds = len(compiled.kernels) - kernels, compiled.seconds - seconds
-                took = time.monotonic() - began
-                log.info(
-                    "%s: %.1f s, of which %d kernels took %.1f s to compile; at most %.2f GiB",
-                    name,
-                    took,
-                    kernels,
-                    seconds,
-                    most,
-                )
-                send(PartReport(1, 1))
+    def _count(self, name: str, seconds: float) -> None:
+        """A process has compiled a kernel."""
+        self._compiled.add(name, seconds)
+        self._send(self._progress)  # it is no process that hangs

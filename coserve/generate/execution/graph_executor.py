@@ -7,8 +7,9 @@ runs as one CUDA graph, if there is one that holds it, else kernel by kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import chain
 
 import torch
@@ -41,8 +42,17 @@ from coserve.model.lora import LoraWeights
 from coserve.parallel.lora import Strategy
 from coserve.types import AdapterRef
 
-KernelsOnDisk = Callable[[int], bool]
-"""Whether all kernels of graphs for adapters up to a rank are on disk; 0: no adapters."""
+
+class Capture(Enum):
+    """When a graph is captured that a step needs and none has."""
+
+    IN_STEPS = auto()
+    """At once, whatever must be compiled."""
+    BETWEEN_STEPS = auto()
+    """Piece by piece, also between steps (`STEPS_A_PIECE`); until then steps run without."""
+    NEVER = auto()
+
+
 STEPS_A_PIECE = 4
 """Steps between two pieces of a capture, where requests run all the time. A piece takes the host some tens of milliseconds."""
 _ENDED = object()
@@ -97,14 +107,11 @@ class GraphExecutor:
         slots: int | None = None,
         step_tokens: int = MIXED_TOKENS[-1],
         capture_after: int = CAPTURE_AFTER,
-        on_disk: KernelsOnDisk | None = None,
+        capture: Capture = Capture.IN_STEPS,
         graph_bytes: GraphBytes | None = None,
     ) -> None:
         """`slots`: adapters that steps find on the device at once, at least `max_running`. `step_tokens`: most tokens of a
-        step that graphs are captured for. `capture_after`: see `CAPTURE_AFTER`.
-
-        `on_disk`: a graph is captured once its kernels are on disk, piece by piece, also between steps (`STEPS_A_PIECE`);
-        None: a step that needs a graph captures it, whatever must be compiled. `graph_bytes`: counts what captures take.
+        step that graphs are captured for. `capture_after`: see `CAPTURE_AFTER`, for captures in steps. `graph_bytes`: counts what captures take.
         """
         base = fused.base
         self._fused, self._kv, self._eager, self._device = fused, kv, eager, base.device
@@ -119,9 +126,9 @@ class GraphExecutor:
         state = GraphState(fused, self._token_slots, self._adapter_slots, logits, pool)
         self._decode_graphs = DecodeGraphs(state, kv, batches, context)
         capacities = mixed_capacities(step_tokens, batches[-1], context)
-        after = capture_after if on_disk is None else None
+        after = capture_after if capture is Capture.IN_STEPS else None
         self._mixed_graphs = MixedGraphs(state, kv, capacities, capture_after=after)
-        self._on_disk, self._steps = on_disk, 0
+        self._when, self._steps = capture, 0
         self._graph_bytes, self._captures = graph_bytes or GraphBytes(None), pool
         self._capture: Iterator[None] | None = None
         """Of the graph that is being captured."""
@@ -175,10 +182,11 @@ class GraphExecutor:
 
     def _next_capture(self) -> Iterator[None] | None:
         """At first the graph of the largest decode batch, which all decode steps can use meanwhile."""
-        ready = [one for one in self._footprints if self._on_disk is None or self._on_disk(one.max_rank)]
+        if self._when is Capture.NEVER:
+            return None
         decode, mixed = self._decode_graphs, self._mixed_graphs
-        first = (decode.prepare(footprint) for footprint in ready if not decode.any(footprint))
-        others = (mixed.prepare(footprint) or decode.prepare(footprint) for footprint in ready)
+        first = (decode.prepare(footprint) for footprint in self._footprints if not decode.any(footprint))
+        others = (mixed.prepare(footprint) or decode.prepare(footprint) for footprint in self._footprints)
         return next((capture for capture in chain(first, others) if capture is not None), None)
 
     def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> list[StepInFlight]:
@@ -189,7 +197,7 @@ class GraphExecutor:
             others = [sequence for sequence in step.sequences if sequence.needs_prompt_logits]
             launched.extend(self._eager.launch(StepInput(step.adapters, others), adapters))
         self._steps += 1
-        if self._on_disk is not None and self._steps % STEPS_A_PIECE == 0:
+        if self._when is Capture.BETWEEN_STEPS and self._steps % STEPS_A_PIECE == 0:
             self.prepare()  # while the device computes the step
         return launched
 
@@ -216,7 +224,7 @@ class GraphExecutor:
         batch = self._pack(step, adapters)
         graph = None
         if batch.footprint is not None and batch.decodes:
-            capture = self._on_disk is None
+            capture = self._when is Capture.IN_STEPS
             graph = self._decode_graphs.holding(len(batch.runs), batch.footprint, capture=capture)
         host = (self._mixed(batch) if graph is None else self._decode(batch, graph)).fetch()
         copied = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]

@@ -66,19 +66,17 @@ def _tuples(value: object) -> object:
 
 
 @contextmanager
-def compiled_by(
-    processes: Executor, on_compiled: OnCompiled = ignore_compiled, max_concurrent: int | None = None
-) -> Iterator[None]:
+def compiled_by(processes: Executor, on_compiled: OnCompiled = ignore_compiled) -> Iterator[None]:
     """Inside, a kernel's `warmup` has one of these processes compile what its arguments need, once; all is compiled at the end. A kernel that
-    is launched all the same is compiled here. `max_concurrent`: compilations at the same time; None: as many as there are processes.
+    is launched all the same is compiled here.
 
     What a compilation raised is raised at the end, whatever became of it inside; nothing more is compiled then.
     """
     target, asked, before = driver.active.get_current_target(), set[str](), knobs.runtime.jit_cache_hook
     running, failed = set[Future[tuple[str, float] | None]](), list[BaseException]()
 
-    def collect(fewer_than: int) -> None:
-        while len(running) >= fewer_than:
+    def collect() -> None:
+        while running:
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 running.remove(future)
                 if (error := future.exception()) is not None:
@@ -90,8 +88,6 @@ def compiled_by(
         given = compile["specialization_data"]
         if is_manual_warmup and given not in asked and not failed:
             asked.add(given)
-            if max_concurrent is not None:
-                collect(fewer_than=max_concurrent)
             try:
                 running.add(processes.submit(compile_kernel, fn.module, fn.name, given, target))
             except BrokenExecutor as error:
@@ -101,7 +97,7 @@ def compiled_by(
     knobs.runtime.jit_cache_hook = ask
     try:
         yield
-        collect(fewer_than=1)
+        collect()
     finally:
         knobs.runtime.jit_cache_hook = before
         for future in running:

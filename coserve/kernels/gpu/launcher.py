@@ -38,19 +38,14 @@ Constant = bool | int
 
 
 @contextmanager
-def compile_only(
-    processes: Executor | None, on_compiled: OnCompiled = ignore_compiled, max_concurrent: int | None = None
-) -> Iterator[None]:
+def compile_only(processes: Executor | None, on_compiled: OnCompiled = ignore_compiled) -> Iterator[None]:
     """Inside, `Launcher` and `launch` launch nothing, and these processes compile: what kernels would have written is
     undefined. All is compiled at the end, or what a compilation raised is raised. For processes that fill caches while others use the GPU.
 
-    `processes`: None: this process compiles. `on_compiled`: called for each kernel that they compiled; `max_concurrent`: compilations at the
-    same time; None: as many as there are processes."""
+    `processes`: None: this process compiles. `on_compiled`: called for each kernel that they compiled."""
     token = _mode.set(_Mode.COMPILE)
     try:
-        with (
-            nullcontext() if interpreted() or processes is None else compiled_by(processes, on_compiled, max_concurrent)
-        ):
+        with nullcontext() if interpreted() or processes is None else compiled_by(processes, on_compiled):
             yield
     finally:
         _mode.reset(token)

@@ -1,0 +1,39 @@
+"""What the compiling processes of a start have measured, and left in the cache folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from coserve.gpu_memory import TrainingCosts
+from coserve.kernels.lora.types import StackedWeights
+from coserve.memory.profile import load_layer_costs
+from coserve.model.gemm_choice import GemmChoice, load_gemms
+from coserve.warmup.key import GEMM_FOLDER
+from coserve.warmup.messages import WarmUpTask
+from coserve.warmup.parts import GEMMS, TRAINING_LAYERS, TRAINING_LEVELS
+
+
+class Caches:
+    """Reads it, for this base and these settings."""
+
+    def __init__(self, task: WarmUpTask) -> None:
+        self._folder, self._shape = Path(task.folder) / GEMM_FOLDER, task.shape
+
+    def path(self, part: str) -> Path:
+        """The file with what a part measured."""
+        return self._folder / f"{self._shape}-{part}.json"
+
+    def gemms(self, stacked: Sequence[StackedWeights], device: torch.device) -> GemmChoice | None:
+        """The fastest GEMM kernels; None: they were not measured."""
+        return load_gemms(map(self.path, GEMMS), stacked, device)
+
+    def layer_costs(self) -> TrainingCosts | None:
+        """The memory of compiled training layers; None: it was not measured."""
+        return load_layer_costs(self.path(TRAINING_LAYERS))
+
+    def level_costs(self) -> TrainingCosts | None:
+        """That, with the memory and the times of layers that keep less; None: they were not measured."""
+        return load_layer_costs(self.path(TRAINING_LEVELS))

@@ -1,0 +1,93 @@
+"""Makes a rank ready before it serves: layers are compiled or loaded, graphs captured, and kernels that graphs do not hold loaded."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from coserve.engine.parts import EngineParts
+from coserve.engine.spatial.training_stream import TrainingStream
+from coserve.engine.warming.caches import Caches
+from coserve.engine.warming.part_runner import PartRunner, make_part_runner
+from coserve.engine.warming.training_layers import make_training_layers
+from coserve.generate.execution.graph_executor import Capture, GraphExecutor
+from coserve.generate.execution.interface import StepExecutor
+from coserve.generate.execution.start import CompiledSteps
+from coserve.memory.kv import KvCache
+from coserve.model.training.compiled_layers import CompiledLayers
+from coserve.types import DEFAULT_RANK
+from coserve.warmup.messages import WarmUpTask
+
+log = logging.getLogger(__name__)
+
+NOT_LOADED = "kernels could not be loaded ahead (see the log): the first step of each kind waits for them"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """How steps and the layers of jobs run."""
+
+    executor: StepExecutor
+    layers: CompiledLayers | None
+    """Of training; None: operation by operation."""
+    notes: tuple[str, ...]
+    """For the operator."""
+
+
+def make_compiled(
+    parts: EngineParts,
+    kv: KvCache,
+    task: WarmUpTask | None,
+    training: TrainingStream | None = None,
+    captured: Callable[[int, int], None] = lambda done, total: None,
+) -> Compiled:
+    """Ranks that share a base do this at the same time. `task`: what was compiled ahead; `training`: see `build_engine`; `captured`: is told
+    how many graphs are there, and how many there will be."""
+    base, caches = parts.base, None if task is None else Caches(task)
+    start = parts.make_start(kv, caches)
+    layers, notes = make_training_layers(parts, caches, training)
+    if task is not None and base.sharding is None:  # else all ranks would have to run the same
+        runner = make_part_runner(base, parts.config, task)
+        if (compiled := start.compiled) is not None:
+            stream = torch.cuda.Stream(base.device)  # type: ignore[no-untyped-call]
+            notes += _loaded("generation", lambda: _run_steps(runner, compiled), torch.cuda.stream(stream))
+        notes += _loaded("training", runner.run_micro_batches, nullcontext() if training is None else training.enter())
+    if start.graphs is not None:
+        torch.cuda.empty_cache()
+        _capture(start.graphs, captured)
+    return Compiled(start.executor, layers, start.notes + notes)
+
+
+def _run_steps(runner: PartRunner, compiled: CompiledSteps) -> None:
+    runner.run_steps(lambda kv: compiled.executor(kv, Capture.NEVER))
+    runner.run_steps(decodes=False)  # prompts that are scored run without compiled layers
+
+
+def _loaded(what: str, run: Callable[[], None], stream: AbstractContextManager[object]) -> tuple[str, ...]:
+    """Run something of each kind on the stream that such work has: a process loads a kernel at its first launch, and libraries make their
+    handles. Returns a note for the operator where that failed."""
+    began = time.monotonic()
+    try:
+        with stream:
+            run()
+            torch.cuda.current_stream().synchronize()
+    except Exception:  # the first ones load their kernels
+        log.exception("the kernels of %s could not be loaded ahead", what)
+        return (f"{what}: {NOT_LOADED}",)
+    log.info("kernels of %s loaded in %.1f s", what, time.monotonic() - began)
+    return ()
+
+
+@torch.no_grad()
+def _capture(graphs: GraphExecutor, captured: Callable[[int, int], None]) -> None:
+    """The graphs of steps without adapters, and with adapters of the default rank."""
+    began, most = time.monotonic(), 1
+    while graphs.prepare((DEFAULT_RANK,)):
+        most = max(most, graphs.missing)
+        captured(most - graphs.missing, most)
+    log.info("graphs captured in %.1f s", time.monotonic() - began)

@@ -1,0 +1,30 @@
+"""A worker of a warm-up: `python -m coserve.engine.warming.process FD`. FD is one end of a socket pair (see `worker.work`)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+
+from coserve.engine.warming.fast_imports import fast_imports
+from coserve.processes import obey_parent
+
+NICENESS = 10
+"""The engine and the API process go first where there are too few processor cores."""
+
+
+def main() -> None:
+    obey_parent()
+    os.nice(NICENESS)
+    with fast_imports():
+        from coserve.engine.warming.worker import work
+
+    with socket.socket(fileno=int(sys.argv[1])) as sock:
+        work(sock)
+    logging.shutdown()
+    os._exit(0)  # what the interpreter would tidy up takes seconds
+
+
+if __name__ == "__main__":
+    main()
