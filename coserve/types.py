@@ -66,6 +66,8 @@ class BaseSpec(Wire, frozen=True):
     """Suffixes of the sites that a new adapter targets unless told otherwise (all linear sites of a layer)."""
     context_note: str = ""
     """Why `context` is less than the model's own maximum; empty if it is not."""
+    hub_name: str | None = None
+    """NAME or OWNER/NAME on the hub; None: it was read from a folder, or is bundled."""
 
 
 class SamplingParams(Wire, frozen=True):

@@ -158,7 +158,7 @@ def adapter_config(settings: LoraSettings, base: BaseSpec, sites: Collection[str
     config: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base.name,
+        "base_model_name_or_path": base.hub_name,  # PEFT and transformers look any name up on the hub
         "inference_mode": True,
         "r": settings.r,
         "lora_alpha": _plain(alpha_of(settings)),

@@ -20,6 +20,7 @@ from coserve.cli.distillation import (
     result_lines,
     start_distillation,
 )
+from coserve.cli.failures import FAILED
 from coserve.cli.job_table import age, columns
 from coserve.cli.jobs import follow_job
 from coserve.errors import CoserveError
@@ -31,7 +32,7 @@ adapters_app = typer.Typer(
     rich_markup_mode=PLAIN,
     help="List, import, download, roll back, convert and delete adapters.",
 )
-HEADERS = ("ADAPTER", "RANK", "SIZE", "AGE", "SOURCE")
+HEADERS = ("ADAPTER", "RANK", "SIZE", "AGE", "SOURCE", "NEWER")
 
 
 @adapters_app.command("list")
@@ -42,7 +43,7 @@ def list_adapters(
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
-    """List adapters with their current versions."""
+    """List adapters with their current versions, and the newest one if a rollback has left a newer one behind."""
     with connect(url, key) as client:
         page = client.adapters(after=after, limit=limit)
         say_if_starting(client)
@@ -77,9 +78,17 @@ def download_adapter(name: str, folder: Path, url: Url = DEFAULT_URL, key: Key =
 
 
 @adapters_app.command("delete")
-def delete_adapter(name: str, as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
-    """Delete one version of an adapter (NAME@VERSION), or all of them (NAME)."""
+def delete_adapter(
+    name: str,
+    yes: Annotated[bool, typer.Option("--yes", help="delete all versions without asking")] = False,
+    as_json: AsJson = False,
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+) -> None:
+    """Delete one version of an adapter (NAME@VERSION), or all of them (NAME), after a question unless --yes is given."""
     with connect(url, key) as client:
+        if "@" not in name and not yes:
+            _confirm(client.adapter(name))
         gone = client.delete_adapter(name)
     if as_json:
         print(json_text(gone, False))
@@ -87,6 +96,21 @@ def delete_adapter(name: str, as_json: AsJson = False, url: Url = DEFAULT_URL, k
     print(f"deleted {', '.join(f'{gone.id}@{version}' for version in gone.versions)}")
     if gone.current_ref is not None:
         print(f"{gone.id} now means {gone.current_ref}")
+
+
+def asks() -> bool:
+    """Whether somebody is there who can answer a question."""
+    return sys.stdin.isatty()
+
+
+def _confirm(adapter: Adapter) -> None:
+    """Ask before all versions go. Raises `typer.BadParameter` where nobody can answer, and `typer.Exit` for a no."""
+    versions = adapter.versions or [adapter.version]
+    what = f"{adapter.ref}, its only version" if len(versions) == 1 else f"all {len(versions)} versions of {adapter.id}"
+    if not asks():
+        raise typer.BadParameter(f"expected --yes to delete {what}, or NAME@VERSION for one of them")
+    if not typer.confirm(f"delete {what}?", err=True):
+        raise typer.Exit(FAILED)
 
 
 @adapters_app.command("rollback")
@@ -184,7 +208,8 @@ def _show_adapter(adapter: Adapter, as_json: bool) -> None:
 
 
 def _cells(adapter: Adapter, now: float) -> tuple[str, ...]:
-    return adapter.ref, _rank(adapter), _size(adapter), age(now - adapter.created_at), adapter.source
+    newer = "" if adapter.newest in (None, adapter.version) else f"{adapter.id}@{adapter.newest}"
+    return adapter.ref, _rank(adapter), _size(adapter), age(now - adapter.created_at), adapter.source, newer
 
 
 def _rank(adapter: Adapter) -> str:

@@ -50,7 +50,7 @@ def run_safely(command: Callable[[], object]) -> int:
         return status if isinstance(status, int) else 0
     except SystemExit as leaving:
         return _status(leaving)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):  # at a question, Ctrl-C and Ctrl-D are an `Abort`
         _say("stopped")
         return INTERRUPTED
     except BrokenPipeError:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from coserve.client.options import cut_warning
 from coserve.client.progress import clock, learned_texts
 from coserve.schemas import Job, Preparing
 
-HEADERS = ("ID", "ADAPTER", "STATE", "STEP", "LOSS", "ACCURACY", "AGE", "LEFT", "NOTE")
+HEADERS = ("ID", "ADAPTER", "STATE", "STEP", "LOSS", "AGE", "LEFT")
+LEAST_NAME = 8
+"""Characters of an adapter's name that a narrow terminal leaves."""
 
 
 def age(seconds: float) -> str:
@@ -20,10 +22,29 @@ def age(seconds: float) -> str:
     return f"{max(0, int(seconds))}s"
 
 
-def job_table(jobs: Iterable[Job], now: float | None = None) -> Iterator[str]:
-    """A header, then one line a job, in columns."""
+def job_table(
+    jobs: Sequence[Job], now: float | None = None, *, notes: bool = False, width: int | None = None
+) -> Iterator[str]:
+    """A header, then one line a job, in columns; with `notes`, a job's notes below it. `width`: long names of adapters are cut so that lines
+    fit into so many characters."""
     now = time.time() if now is None else now
-    return columns([HEADERS, *(_cells(job, now) for job in jobs)])
+    rows = [HEADERS, *(_cells(job, now) for job in jobs)]
+    lines = columns(rows)
+    if width is not None and (over := max(map(len, columns(rows))) - width) > 0:
+        longest = max(max(len(row[1]) for row in rows) - over, LEAST_NAME)
+        lines = columns([(row[0], _cut(row[1], longest), *row[2:]) for row in rows])
+    yield next(lines)
+    for line, job in zip(lines, jobs, strict=True):
+        yield line
+        yield from (f"    {note}" for note in job_notes(job) if notes)
+
+
+def _cut(text: str, length: int) -> str:
+    """The text, or its two ends: the version is at the end."""
+    if len(text) <= length:
+        return text
+    end = text[text.rindex("@") :]
+    return f"{text[: max(0, length - len(end) - 1)]}…{end}"
 
 
 def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -34,29 +55,24 @@ def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _cells(job: Job, now: float) -> tuple[str, ...]:
-    notes = [] if job.error is None else [job.error.code]
-    notes += [] if job.waiting is None else [job.waiting]
-    notes += [] if job.queue_position is None else [f"{job.queue_position} ahead"]
-    notes += [f"{_count(job.rows_cut, 'row')} cut"] if job.rows_cut else []
     return (
         job.id,
         f"{job.adapter}@{job.version}",
         job.state.value,
         f"{job.step}/{job.total_steps}",
         "-" if job.loss is None else f"{job.loss:.3f}",
-        _accuracy(job) or "-",
         age(now - job.created_at),
         "-" if job.eta is None else clock(job.eta),
-        ", ".join(notes),
     )
 
 
-def _accuracy(job: Job) -> str:
-    """Of the last step's target tokens or, of a DPO job, pairs; empty: not known."""
-    if job.metrics is None:
-        return ""
-    known = job.metrics.token_accuracy if job.metrics.rewards is None else job.metrics.rewards.accuracy
-    return "" if known is None else f"{known:.1%}"
+def job_notes(job: Job) -> list[str]:
+    """Why it failed or waits, how many are before it, what it learned of, and the daemon's notes to its user."""
+    notes = [] if job.error is None else [f"{job.error.code}: {job.error.message}"]
+    notes += [] if job.waiting is None else [job.waiting]
+    notes += [] if job.queue_position is None else [f"{job.queue_position} ahead"]
+    notes += [f"{_count(job.rows_cut, 'row')} cut"] if job.rows_cut else []
+    return [*notes, *job.notes]
 
 
 def job_line(job: Job) -> str:

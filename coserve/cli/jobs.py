@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -25,7 +26,7 @@ from coserve.cli.common import (
 from coserve.cli.failures import FAILED, usage_errors
 from coserve.cli.job_plot import collect_steps, save_plot
 from coserve.cli.job_samples import collect_samples
-from coserve.cli.job_table import cut_line, job_line, job_table, preparing_line
+from coserve.cli.job_table import cut_line, job_line, job_notes, job_table, preparing_line
 from coserve.client import JobHandle
 from coserve.client.progress import sample_lines
 from coserve.errors import InvalidRequest, WrongJobState
@@ -63,6 +64,9 @@ def print_note(line: str | None) -> None:
 def list_jobs(
     limit: Limit = PAGE_SIZE,
     after: Annotated[str | None, typer.Option(help="list the jobs older than this one")] = None,
+    notes: Annotated[
+        bool, typer.Option("--notes", help="below each job why it failed or waits, and the daemon's notes")
+    ] = False,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
@@ -75,7 +79,10 @@ def list_jobs(
         for job in page.data:
             print_job(job, True)
     else:
-        print("\n".join([*map(preparing_line, page.preparing), *job_table(page.data)]))
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print("\n".join([*map(preparing_line, page.preparing), *job_table(page.data, notes=notes, width=width)]))
+        if not notes and (noted := sum(bool(job_notes(job)) for job in page.data)):
+            print_note(f"jobs with notes: {noted} (coserve jobs list --notes)")
     if page.has_more:
         say_more("jobs list", limit, page.data[-1].id)
 

@@ -153,13 +153,23 @@ def most_connections() -> int:
 
 
 def _check_url(text: str) -> None:
+    if not _is_url(text):
+        meant = f"http://{text}"
+        hint = f"; did you mean {meant!r}?" if "://" not in text and _is_url(meant) else ""
+        raise InvalidRequest(f"expected a URL like http://127.0.0.1:8000, got {text!r}{hint}", field="base_url")
+    root = text.rstrip("/").removesuffix("/v1")
+    if root != text.rstrip("/"):
+        raise InvalidRequest(
+            f"expected the daemon's own URL, {root!r}, got {text!r}: /v1 is for OpenAI's clients", field="base_url"
+        )
+
+
+def _is_url(text: str) -> bool:
     try:
         url = URL(text)
-        sound = url.scheme in ("http", "https") and bool(url.host) and url.port is not None
+        return url.scheme in ("http", "https") and bool(url.host) and url.port is not None
     except ValueError:
-        sound = False
-    if not sound:
-        raise InvalidRequest(f"expected a URL like http://127.0.0.1:8000, got {text!r}", field="base_url")
+        return False
 
 
 def _address(base_url: str) -> str:

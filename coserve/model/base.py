@@ -157,7 +157,7 @@ def load_base(
     if source == "bundled" and not (folder / "config.json").is_file():
         raise UnsupportedBase("the bundled base is not part of this installation")
     name = source if source == "bundled" or not local else folder.resolve().name
-    path = str(folder) if local else source
+    path, hub_name = (str(folder), None) if local else (source, source)
     with _loadable(name):
         settings, _ = PretrainedConfig.get_config_dict(path, local_files_only=local)
         refuse_settings(name, settings, trust_remote_code)
@@ -179,7 +179,7 @@ def load_base(
             )
         # Collectives fail with a RuntimeError where another rank has died: that says nothing about the base.
         shard = loaded.share_fingerprint(where)
-        return wrap_base(shard.model, name=name, shard=shard)
+        return wrap_base(shard.model, name=name, hub_name=hub_name, shard=shard)
     with _loadable(name):
         if seed is not None:
             model = _random_model(
@@ -195,7 +195,7 @@ def load_base(
             )
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedBase(f"{name}: it brings an adapter of its own; expected a base model")
-    return wrap_base(model.to(where), name=name)
+    return wrap_base(model.to(where), name=name, hub_name=hub_name)
 
 
 @contextmanager
@@ -237,6 +237,7 @@ def wrap_base(
     model: PreTrainedModel,
     *,
     name: str,
+    hub_name: str | None = None,
     eos_token_ids: Collection[int] | None = None,
     shard: Shard | None = None,
 ) -> Base:
@@ -263,7 +264,7 @@ def wrap_base(
     identity = fingerprint(model) if shard is None else shard.fingerprint
     base = Base(
         model=model,
-        spec=_spec(model, name, identity, context, path, modules, eos_token_ids),
+        spec=_spec(model, name, hub_name, identity, context, path, modules, eos_token_ids),
         device=device,
         dtype=dtype,
         layers=layers,
@@ -291,6 +292,7 @@ def _check_forward(base: Base, expected_TV: Tensor) -> None:
 def _spec(
     model: PreTrainedModel,
     name: str,
+    hub_name: str | None,
     identity: str,
     context: Context,
     path: str,
@@ -309,6 +311,7 @@ def _spec(
         sites[site] = SiteSpec(in_features, out_features, layer)
     return BaseSpec(
         name=name,
+        hub_name=hub_name,
         fingerprint=identity,
         family=model.config.model_type,
         dtype=str(model.dtype).removeprefix("torch."),

@@ -46,6 +46,8 @@ class Adapter(Wire, frozen=True):
     """All versions, ascending; null in lists."""
     current: bool = True
     """The name without a version means this one."""
+    newest: int | None = None
+    """The newest version of the name; after a rollback the name means an older one."""
     bd_blocks: int = 1
     """Diagonal blocks of a BD-LoRA adapter; 1: plain LoRA."""
 

@@ -7,7 +7,7 @@ import msgspec
 from coserve.errors import AdapterNotFound
 from coserve.hints import near_miss
 from coserve.state.database import Database
-from coserve.state.records import AdapterRecord
+from coserve.state.records import AdapterRecord, JobRecord
 from coserve.types import AdapterRef
 
 MAX_SHOWN = 8
@@ -21,6 +21,10 @@ _decode = msgspec.msgpack.Decoder(AdapterRecord).decode
 
 class AdapterTable(Database):
     """A version number is never used twice, not even one of a failed job or of a deleted adapter."""
+
+    def unfinished(self) -> list[JobRecord]:
+        """The jobs that may publish versions: see `Registry`."""
+        raise NotImplementedError
 
     def reserve_version(self, id: str) -> AdapterRef:
         """Claim the next version of a name, so that its files can be written before it is registered."""
@@ -74,21 +78,31 @@ class AdapterTable(Database):
         return _decode(row[0])
 
     def _not_found(self, id: str, version: int | None) -> AdapterNotFound:
-        """The error for a missing adapter, with the versions that its name has or a name like it."""
+        """The error for a missing adapter: the job that is to publish it, the versions that its name has, or a name like it."""
         newest = "SELECT version FROM adapters WHERE id = ? ORDER BY version DESC LIMIT ?"
         versions = [str(found) for (found,) in self._db.execute(newest, (id, MAX_SHOWN + 1))]
         name = id if version is None else f"{id}@{version}"
+        for job in self.unfinished():
+            if job.spec.adapter == id and version in (None, job.spec.version):
+                progress = f"{job.spec.id} is {job.state}, step {job.step} of {job.total_steps}"
+                return AdapterNotFound(f"no adapter {name!r} yet: it is still training ({progress})", field="adapter")
         if versions:
             shown = ", ".join(versions[:MAX_SHOWN]) + (", ..." if len(versions) > MAX_SHOWN else "")
             return AdapterNotFound(f"no adapter {name!r}; versions of {id!r}: {shown}", field="adapter")
         like = "SELECT DISTINCT id FROM adapters WHERE abs(length(id) - ?) <= 3 LIMIT ?"
         names = [found for (found,) in self._db.execute(like, (len(id), MAX_COMPARED))]
+        names += [job.spec.adapter for job in self.unfinished() if job.spec.adapter != id]
         return AdapterNotFound(f"no adapter {name!r}{near_miss(id, names)}", field="adapter")
 
     def current_version(self, id: str) -> int | None:
         """The version that a name without a version refers to; None for an unknown name."""
         row = self._db.execute("SELECT version FROM current_versions WHERE id = ?", (id,)).fetchone()
         return None if row is None else int(row[0])
+
+    def newest_version(self, id: str) -> int:
+        """The newest version of an adapter that has one."""
+        (version,) = self._db.execute("SELECT max(version) FROM adapters WHERE id = ?", (id,)).fetchone()
+        return int(version)
 
     def adapters(self, *, after: str | None = None, limit: int = 100) -> list[AdapterRecord]:
         """The current version of each adapter, by name, after `after`."""

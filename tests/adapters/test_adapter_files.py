@@ -257,6 +257,28 @@ def test_what_coserve_saves_peft_loads(case: str, tmp_path: Path) -> None:
         assert again.sites[site].a_RD.shape == pair.a_RD.shape
 
 
+@pytest.mark.parametrize(("hub_name", "asked"), [(None, []), ("owner/base", ["owner/base"])])
+def test_peft_looks_up_a_base_on_the_hub_only_if_it_comes_from_there(
+    hub_name: str | None, asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it saves again an adapter that came from here."""
+    looked_up: list[str] = []
+
+    def exists(id: str, *_: object) -> bool:
+        looked_up.append(id)
+        return False
+
+    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", exists)
+    model, base = tiny_model("llama"), wrap_base(tiny_model("llama"), name="bundled", hub_name=hub_name)
+    weights = new_adapter(LoraSettings(r=2), base.spec, seed=1, dtype=torch.float32, device="cpu")
+    (tmp_path / "ours").mkdir()
+    save_adapter(tmp_path / "ours", weights, base.spec)
+    config = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == hub_name
+    PeftModel.from_pretrained(model, str(tmp_path / "ours")).save_pretrained(str(tmp_path / "again"))
+    assert looked_up == asked
+
+
 @pytest.mark.parametrize(
     "settings",
     [

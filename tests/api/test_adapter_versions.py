@@ -89,6 +89,10 @@ async def test_a_rollback_holds_until_something_newer_comes(poet: Api) -> None:
     assert await meant(poet) == 4
     await poet.call("POST", "/adapters/poet/rollback", json={"version": 2})
     assert await meant(poet) == 2
+    for path in ("/adapters", "/adapters/poet"):
+        _, shown = await poet.call("GET", path)
+        adapter = shown["data"][0] if "data" in shown else shown
+        assert (adapter["version"], adapter["newest"]) == (2, 4), path
     assert await bring_in(poet) == 5
     assert await meant(poet) == 5
 

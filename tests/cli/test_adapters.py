@@ -68,13 +68,15 @@ def test_help_shows_defaults_that_the_daemon_chooses(command: str, shown: str) -
 
 
 def test_a_list_has_columns_with_headers(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = msgspec.structs.replace(ADAPTER, ref="po@2", rank=8, bd_blocks=1, source="import", created_at=time.time())
+    plain = msgspec.structs.replace(
+        ADAPTER, id="po", version=2, newest=3, ref="po@2", rank=8, bd_blocks=1, source="import", created_at=time.time()
+    )
     listed = AdapterList(data=[plain, ADAPTER], has_more=False)
     client = SimpleNamespace(adapters=lambda **_: listed, health=lambda: SimpleNamespace(status="ready"))
     monkeypatch.setattr(adapters, "connect", lambda *_: nullcontext(client))
     first, second, third = CliRunner().invoke(app, ["adapters", "list"]).output.splitlines()
-    assert first.split() == ["ADAPTER", "RANK", "SIZE", "AGE", "SOURCE"]
-    assert second.split() == ["po@2", "8", "1.0", "MiB", "0s", "import"]
+    assert first.split() == ["ADAPTER", "RANK", "SIZE", "AGE", "SOURCE", "NEWER"]
+    assert second.split() == ["po@2", "8", "1.0", "MiB", "0s", "import", "po@3"]
     assert third.startswith("poet-bd4@1  32 in 4 blocks  1.0 MiB  ") and third.endswith("  convert:poet@2")
     assert first.index("SOURCE") == second.index("import") == third.index("convert:")
     assert CliRunner().invoke(app, ["adapters", "list", "--json"]).output.count("\n") == 2
@@ -87,6 +89,38 @@ def test_a_deletion_names_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CliRunner().invoke(app, ["adapters", "delete", "po@1"]).output == "deleted po@1, po@3\npo now means po@2\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "answer", "status", "deletes"),
+    [
+        (["po"], None, 2, False),
+        (["po", "--yes"], None, 0, True),
+        (["po@1"], None, 0, True),
+        (["po"], "y\n", 0, True),
+        (["po"], "n\n", 1, False),
+        (["po"], "\n", 1, False),
+    ],
+)
+def test_all_versions_go_after_a_question(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], answer: str | None, status: int, deletes: bool
+) -> None:
+    """`answer`: of who sits at the terminal; None: nobody does."""
+    deleted: list[str] = []
+
+    def delete(name: str) -> DeletedAdapter:
+        deleted.append(name)
+        return DeletedAdapter(id="po", versions=[1, 2])
+
+    known = msgspec.structs.replace(ADAPTER, id="po", versions=[1, 2])
+    client = SimpleNamespace(delete_adapter=delete, adapter=lambda _: known)
+    monkeypatch.setattr(adapters, "connect", lambda *_: nullcontext(client))
+    monkeypatch.setattr(adapters, "asks", lambda: answer is not None)
+    result = CliRunner().invoke(app, ["adapters", "delete", *arguments], input=answer)
+    assert result.exit_code == status, result.output
+    assert deleted == ([arguments[0]] if deletes else [])
+    if arguments == ["po"]:
+        assert "all 2 versions of po" in " ".join(result.output.replace("│", "").split())
+
+
 GONE = DeletedAdapter(id="poet-bd4", versions=[1])
 
 
@@ -96,7 +130,7 @@ GONE = DeletedAdapter(id="poet-bd4", versions=[1])
         (("show", "poet-bd4"), "adapter", ADAPTER),
         (("import", "poet-bd4", "folder"), "import_adapter", ADAPTER),
         (("rollback", "poet-bd4", "1"), "rollback_adapter", ADAPTER),
-        (("delete", "poet-bd4"), "delete_adapter", GONE),
+        (("delete", "poet-bd4@1"), "delete_adapter", GONE),
     ],
 )
 def test_json_is_the_answer_on_one_line(

@@ -82,7 +82,8 @@ def test_no_daemon_answers_as_it_should(
 
 ADDRESSES = {
     NOBODY: "no daemon answers at 127.0.0.1:1: Connection refused; check that it runs and that the URL is right (coserve",
-    "localhost:8000": "expected a URL",
+    "localhost:8000": "got 'localhost:8000'; did you mean 'http://localhost:8000'?",
+    "http://localhost:8000/v1": "expected the daemon's own URL, 'http://localhost:8000', got 'http://localhost:8000/v1'",
     "http://": "expected a URL",
     "": "URL",
     "http://no-such-host.invalid": "no daemon answers at no-such-host.invalid:80: ",

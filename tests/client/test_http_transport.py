@@ -213,7 +213,10 @@ async def test_leaving_a_stream_closes_its_connection() -> None:
             await gone.wait()
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "", "http://", "http://h:x", "http://h:99999"])
+@pytest.mark.parametrize(
+    "url",
+    ["localhost:8000", "http://h/v1", "http://h:8000/v1/", "ftp://x", "", "http://", "http://h:x", "http://h:99999"],
+)
 def test_addresses_are_checked(url: str) -> None:
     with pytest.raises(InvalidRequest, match="base_url"):
         AsyncClient(url)

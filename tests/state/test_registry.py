@@ -458,3 +458,20 @@ def test_a_missing_adapter_is_answered_with_what_there_is(
     with pytest.raises(AdapterNotFound) as missing:
         registry.adapter(*ref)
     assert missing.value.message == says
+
+
+@pytest.mark.parametrize(("version", "name"), [(None, "pirate"), (1, "pirate@1")])
+def test_an_adapter_in_training_is_told_as_one(registry: Registry, version: int | None, name: str) -> None:
+    job = make_job(adapter="pirate")
+    registry.create_job(job)
+    with pytest.raises(AdapterNotFound) as missing:
+        registry.adapter("pirate", version)
+    progress = f"{job.spec.id} is queued, step 0 of {job.total_steps}"
+    assert missing.value.message == f"no adapter {name!r} yet: it is still training ({progress})"
+    with pytest.raises(AdapterNotFound, match="^no adapter 'pirate@2'$"):
+        registry.adapter("pirate", 2)
+    with pytest.raises(AdapterNotFound, match="no adapter 'pirat'; did you mean 'pirate'"):
+        registry.adapter("pirat")
+    registry.set_state(job.spec.id, JobState.CANCELLED)
+    with pytest.raises(AdapterNotFound, match="^no adapter 'pirate'$"):
+        registry.adapter("pirate")

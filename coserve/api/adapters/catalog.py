@@ -97,7 +97,7 @@ class AdapterCatalog:
         async with self._importing:
             record = await self._commits.run(self._install(source, name, spec, origin))
         failpoint("api.before_reply")
-        return self._view(record)
+        return self._view(record, record.ref.version)
 
     async def _install(self, source: Path, name: str, spec: BaseSpec, origin: str) -> AdapterRecord:
         """Reserve a version, copy the files, check the copy, register it. A failure leaves no files."""
@@ -114,7 +114,9 @@ class AdapterCatalog:
 
     # ---- show
 
-    def _view(self, record: AdapterRecord, versions: list[int] | None = None, *, current: bool = True) -> Adapter:
+    def _view(
+        self, record: AdapterRecord, newest: int, versions: list[int] | None = None, *, current: bool = True
+    ) -> Adapter:
         return Adapter(
             id=record.ref.id,
             version=record.ref.version,
@@ -131,6 +133,7 @@ class AdapterCatalog:
             resident=self._engine.resident(record.ref),
             versions=versions,
             current=current,
+            newest=newest,
             bd_blocks=record.bd_blocks,
         )
 
@@ -142,12 +145,19 @@ class AdapterCatalog:
                 return registry.adapter(name, version), registry.versions(name), registry.current_version(name)
 
         record, records, current = await self._registry.read(find)
-        return self._view(record, [each.ref.version for each in records], current=record.ref.version == current)
+        versions = [each.ref.version for each in records]
+        return self._view(record, versions[-1], versions, current=record.ref.version == current)
 
     async def list(self, after: str | None, limit: int) -> AdapterList:
         """The current version of each adapter, by name."""
-        records = await self._registry.read(lambda registry: registry.adapters(after=after, limit=limit + 1))
-        return AdapterList(data=[self._view(record) for record in records[:limit]], has_more=len(records) > limit)
+
+        def find(registry: Registry) -> list[tuple[AdapterRecord, int]]:
+            with registry.snapshot():
+                records = registry.adapters(after=after, limit=limit + 1)
+                return [(record, registry.newest_version(record.ref.id)) for record in records]
+
+        found = await self._registry.read(find)
+        return AdapterList(data=[self._view(*each) for each in found[:limit]], has_more=len(found) > limit)
 
     # ---- download
 
