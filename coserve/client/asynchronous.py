@@ -50,6 +50,7 @@ from coserve.schemas import (
     OnConflict,
     Preparing,
     RollbackRequest,
+    RowField,
 )
 from coserve.types import LoraSettings, TrainingRequest
 
@@ -151,11 +152,13 @@ class AsyncClient:
         training: TrainingRequest | Mapping[str, Any] | None = None,
         metadata: Mapping[str, str] | None = None,
         on_conflict: OnConflict = "wait",
+        columns: Mapping[RowField, str] | None = None,
         idempotency_key: str | None = None,
         on_preparing: Callable[[Preparing], None] | None = None,
     ) -> AsyncJobHandle:
-        """Start a job that makes the next version of `adapter` from one of: rows, a JSONL file (or its content) from
-        here, or the path of a file at the daemon. As `data`, a path names a file from here. docs/data.md describes rows.
+        """Start a job that makes the next version of `adapter` from one of: rows, a file from here (JSON Lines, CSV,
+        parquet or a JSON array) or its content, or the path of a file at the daemon. As `data`, a path names a file from here. docs/data.md
+        describes rows; `columns` names columns that are called otherwise: `{"prompt": "question", "completion": "answer"}`.
 
         With a `teacher` the job learns that adapter's outputs at the rows' targets instead of their tokens (distillation).
 
@@ -179,7 +182,9 @@ class AsyncClient:
         check_header(key, "idempotency_key")
         if isinstance(data, str | Path):
             data, file = None, data
-        body = finetune_request(adapter, data, path, continue_from, teacher, lora, training, metadata, on_conflict)
+        body = finetune_request(
+            adapter, data, path, continue_from, teacher, lora, training, metadata, on_conflict, columns
+        )
         request = self._caller.request(
             "POST",
             "/finetune",

@@ -15,7 +15,7 @@ from coserve.client.transport import Upload
 from coserve.errors import InvalidRequest
 from coserve.hints import fields_of, hint
 from coserve.names import ADAPTER_FILES
-from coserve.schemas import ChatMessage, FinetuneRequest, GenerateRequest, ImportRequest, Job, OnConflict
+from coserve.schemas import ChatMessage, FinetuneRequest, GenerateRequest, ImportRequest, Job, OnConflict, RowField
 from coserve.types import LoraSettings, SloClass, TrainingRequest
 from coserve.validation import explain
 
@@ -106,10 +106,12 @@ def finetune_request(
     training: TrainingRequest | Mapping[str, Any] | None,
     metadata: Mapping[str, str] | None,
     on_conflict: OnConflict,
+    columns: Mapping[RowField, str] | None,
 ) -> FinetuneRequest:
     """Raises `InvalidRequest` for what is no row, metadata or setting; `encode` and `with_rows` look at the values."""
-    if metadata is not None and not isinstance(metadata, Mapping):
-        raise InvalidRequest(f"expected a mapping, got {type(metadata).__name__}", field="metadata")
+    for field, given in (("metadata", metadata), ("columns", columns)):
+        if given is not None and not isinstance(given, Mapping):
+            raise InvalidRequest(f"expected a mapping, got {type(given).__name__}", field=field)
     request = FinetuneRequest(
         adapter=adapter,
         data=None if data is None else rows_of(data),
@@ -119,6 +121,7 @@ def finetune_request(
         lora=None if lora is None else as_struct(lora, LoraSettings, "lora"),
         metadata=dict(metadata or {}),
         on_conflict=on_conflict,
+        columns=dict(columns or {}),
     )
     if training is None:
         return request  # the daemon's defaults hold, not ours
@@ -165,13 +168,13 @@ def with_rows(request: FinetuneRequest) -> FinetuneRequest | Upload:
 
 
 def corpus_upload(request: FinetuneRequest, file: Path | str | bytes) -> Upload:
-    """The settings and a JSONL file, or its content. Raises `InvalidRequest` for a path that is not a file."""
+    """The settings and a file of rows, or its content. Raises `InvalidRequest` for a path that is not a file."""
     if not isinstance(file, bytes):
         file = Path(file)
         if not file.is_file():
             found = "a folder" if file.is_dir() else "nothing there"
-            raise InvalidRequest(f"expected a JSONL file, got {str(file)!r}: {found}", field="file")
-    return Upload(encode_body(request), (("corpus.jsonl", file),))
+            raise InvalidRequest(f"expected a file of rows, got {str(file)!r}: {found}", field="file")
+    return Upload(encode_body(request), (("corpus", file),))
 
 
 def cut_warning(job: Job) -> str | None:

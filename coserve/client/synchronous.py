@@ -36,6 +36,7 @@ from coserve.schemas import (
     JobList,
     OnConflict,
     Preparing,
+    RowField,
 )
 from coserve.types import LoraSettings, TrainingRequest
 
@@ -266,6 +267,7 @@ class Client:
         training: TrainingRequest | Mapping[str, Any] | None = None,
         metadata: Mapping[str, str] | None = None,
         on_conflict: OnConflict = "wait",
+        columns: Mapping[RowField, str] | None = None,
         idempotency_key: str | None = None,
         on_preparing: Callable[[Preparing], None] | None = None,
     ) -> JobHandle:
@@ -281,6 +283,7 @@ class Client:
                 training=training,
                 metadata=metadata,
                 on_conflict=on_conflict,
+                columns=columns,
                 idempotency_key=idempotency_key,
                 on_preparing=show,
             )

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
+from coserve.corpus.columns import Columns
 from coserve.corpus.rows import LIMITS, CorpusLimits, Row, parse_row
 from coserve.errors import MalformedRow, UnreadableCorpus
 from coserve.state.durable import disk_errors
@@ -27,20 +28,24 @@ _OTHER_FORMATS = {
 """Files that users send in place of JSON Lines, by their first bytes."""
 
 
-def parse_jsonl(source: bytes | Path, limits: CorpusLimits = LIMITS) -> Iterator[Row]:
+def parse_jsonl(source: bytes | Path, limits: CorpusLimits = LIMITS, columns: Columns | None = None) -> Iterator[Row]:
     """Rows of a JSONL file, read line by line; empty lines are skipped but counted.
 
     Raises `MalformedRow` with the line: not JSON, not UTF-8, a duplicate or unknown field, NaN or Infinity, more
     than `limits` allow. Raises `UnreadableCorpus` for a file that cannot be opened.
     """
-    for line, row in enumerate(parse_lines(source, limits), start=1):
+    for line, row in enumerate(parse_lines(source, limits, columns=columns), start=1):
         limits.check_line(line)
         if row is not None:
             yield row
 
 
 def parse_lines(
-    source: bytes | Path, limits: CorpusLimits, start: int = 0, stop: int | None = None
+    source: bytes | Path,
+    limits: CorpusLimits,
+    start: int = 0,
+    stop: int | None = None,
+    columns: Columns | None = None,
 ) -> Iterator[Row | None]:
     """Of each line that begins within the bytes `start` to `stop` (exclusive; None: the end), its row, or None of an empty one.
 
@@ -55,7 +60,7 @@ def parse_lines(
             if len(content) > limits.row_bytes:
                 raise MalformedRow(f"expected at most {limits.row_bytes} bytes a line", line=line)
             text = content.removeprefix(codecs.BOM_UTF8) if position == 0 else content
-            yield parse_row(_decode_line(text, line), line) if text.strip() else None
+            yield parse_row(_decode_line(text, line), line, columns) if text.strip() else None
             line, position = line + 1, position + len(content)
 
 
@@ -64,10 +69,6 @@ def _refuse_other_formats(beginning: bytes) -> None:
     for magic, name in _OTHER_FORMATS.items():
         if beginning.startswith(magic):
             raise MalformedRow(f"expected JSON Lines in UTF-8, got {name}", line=1)
-    if beginning.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-        raise MalformedRow(
-            "expected JSON Lines, one object a line, got a JSON array; `jq -c '.[]' FILE` writes it so", line=1
-        )
 
 
 def _seek_line(file: BinaryIO, start: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile, zip_longest
 from types import NoneType
@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from coserve.corpus.columns import Columns, listed
 from coserve.errors import MalformedRow
 from coserve.types import Wire
 from coserve.validation import decoder_of, explain
@@ -314,42 +315,59 @@ FORMATS = (
     '{"prompt", "chosen", "rejected"}'
 )
 """What every error of a row's shape ends with."""
+OTHER_NAMES = "`columns` names columns that are called otherwise (--columns prompt=question,completion=answer)"
 
 
 _KINDS: dict[type, str] = {NoneType: "null", bool: "a bool", str: "a text", list: "an array"}
 """JSON's names of what is no object; the rest are numbers."""
 
 
-def parse_row(obj: object, line: int) -> Row:
+def parse_row(obj: object, line: int, columns: Columns | None = None) -> Row:
     """Convert decoded JSON to a row. Raises `MalformedRow` with `line`, which counts from 1."""
+    columns = Columns() if columns is None else columns
     if not isinstance(obj, dict):
         raise MalformedRow(f"expected an object, got {_KINDS.get(type(obj), 'a number')}; {FORMATS}", line=line)
-    row_format = next((_FORMATS[key] for key in _FORMATS if key in obj), None)
-    if row_format is None:
-        fields = ", ".join(sorted(repr(key)[:40] for key in list(obj)[:8])) or "none"
-        raise MalformedRow(f"expected the fields of a row, got {fields}; {FORMATS}", line=line)
+    row_format, read = choose_columns(obj, line, columns)
+    found = {field: obj[column] for field, column in read.items()}
     try:
-        row = msgspec.convert(obj, row_format).row(line)
+        row = msgspec.convert(found, row_format).row(line)
         msgspec.json.encode(row)  # raises for text that UTF-8, and so the tokenizer, cannot hold
     except msgspec.ValidationError as error:
-        found = explain(error, obj, row_format)
-        raise MalformedRow(f"{_meant(obj, row_format) or found}; {FORMATS}", line=line, field=found.field) from error
+        wrong = explain(error, found, row_format)
+        raise MalformedRow(f"{wrong}; {FORMATS}", line=line, field=wrong.field) from error
     except UnicodeEncodeError as error:
         raise MalformedRow("expected valid Unicode, got half of a surrogate pair", line=line) from error
     return row
 
 
-def _meant(obj: dict[object, object], row_format: type[_Format]) -> str:
-    """What is wrong with a row that other libraries take; empty: nothing of the kind."""
-    others = [key for key in _FORMATS if key in obj and key not in row_format.__struct_fields__]
+def choose_columns(found: Collection[object], line: int, columns: Columns) -> tuple[type[_Format], dict[str, str]]:
+    """The format of a row that has these columns, and the column that each of the format's fields is read from.
+
+    Raises `MalformedRow` for columns of no format, of two, or that are nearly a field's.
+    """
+    present = columns.present(found)
+    row_format = next((_FORMATS[key] for key in _FORMATS if key in (present or found)), None)
+    if row_format is None:
+        named = (
+            f"the columns {', '.join(map(repr, columns.names.values()))}" if columns.names else "the fields of a row"
+        )
+        raise MalformedRow(f"expected {named}, got {listed(found)}; {FORMATS}; {OTHER_NAMES}", line=line)
+    fields = msgspec.structs.fields(row_format)
+    names = [field.encode_name for field in fields]
+    others = [key for key in _FORMATS if key in (present or found) and key not in names]
     if others:
-        first = next(key for key in _FORMATS if key in obj)
-        return f"expected the fields of one format, got those of two: {first!r} and {others[0]!r}; leave one out"
-    return ""
+        first = next(key for key in _FORMATS if key in (present or found))
+        raise MalformedRow(
+            f"expected the fields of one format, got those of two: {first!r} and {others[0]!r}; leave one out, or name the "
+            f"columns to read; {FORMATS}",
+            line=line,
+            field=others[0],
+        )
+    return row_format, columns.read(found, names, [field.encode_name for field in fields if field.required], line)
 
 
-def parse_rows(objects: Iterable[object]) -> Iterator[Row]:
+def parse_rows(objects: Iterable[object], columns: Columns | None = None) -> Iterator[Row]:
     """Convert an inline corpus; the first row is line 1. Raises `MalformedRow`."""
     for line, obj in enumerate(objects, start=1):
         LIMITS.check_line(line)
-        yield parse_row(obj, line)
+        yield parse_row(obj, line, columns)

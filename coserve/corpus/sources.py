@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from coserve.corpus.columns import Columns
 from coserve.corpus.jsonl import parse_lines
 from coserve.corpus.rows import LIMITS, CorpusLimits, Row, parse_row
 from coserve.errors import InvalidRequest, MalformedRow, UnreadableCorpus
@@ -111,15 +112,15 @@ class PieceReader:
     Fields that are null count as absent: columns of Arrow have a value in every row. Raises what `parse_lines` raises.
     """
 
-    def __init__(self, piece: Piece, limits: CorpusLimits = LIMITS) -> None:
-        self._piece, self._limits = piece, limits
+    def __init__(self, piece: Piece, limits: CorpusLimits = LIMITS, columns: Columns | None = None) -> None:
+        self._piece, self._limits, self._columns = piece, limits, columns or Columns()
         self.lines = 0
         """Read so far: rows, and empty lines."""
 
     def __iter__(self) -> Iterator[Row]:
         piece = self._piece
         if piece.format == "jsonl":
-            rows = parse_lines(Path(piece.path), self._limits, piece.start, piece.stop)
+            rows = parse_lines(Path(piece.path), self._limits, piece.start, piece.stop, self._columns)
         else:
             rows = self._table_rows()
         for row in rows:
@@ -135,7 +136,7 @@ class PieceReader:
                 raise MalformedRow("expected texts, numbers, lists and objects", line=line) from error
             if length > self._limits.row_bytes:
                 raise MalformedRow(f"expected at most {self._limits.row_bytes} bytes a row", line=line)
-            yield parse_row(found, line)
+            yield parse_row(found, line, self._columns)
 
 
 def _arrow_rows(piece: Piece) -> Iterator[object]:

@@ -11,6 +11,8 @@ from typing import Protocol
 
 import msgspec
 
+from coserve.corpus.columns import Columns
+from coserve.corpus.conversion import as_json_lines
 from coserve.corpus.mapped import file_digest, map_arrays
 from coserve.corpus.rows import Row
 from coserve.corpus.sources import Piece, PieceReader, split_source
@@ -73,9 +75,18 @@ class StagedCorpus(msgspec.Struct, frozen=True):
 
 
 class SplitSource(msgspec.Struct, frozen=True):
-    """Arguments of `split_into_pieces`: a file or folder."""
+    """Arguments of `split_into_pieces`: a file or folder; `rows`: the path of its rows as JSON Lines, if it is CSV or a JSON array."""
 
     source: str
+    rows: str
+    columns: dict[str, str] = {}
+
+
+class Split(msgspec.Struct, frozen=True):
+    """The pieces of a source, and columns that are not used, as far as its beginning tells."""
+
+    pieces: list[Piece]
+    unused: list[str]
 
 
 class TokenizePiece(msgspec.Struct, frozen=True):
@@ -89,16 +100,18 @@ class TokenizePiece(msgspec.Struct, frozen=True):
     one_row_per_answer: bool = False
     memory: int = MEMORY
     """Bytes of memory that it may take."""
+    columns: dict[str, str] = {}
 
 
 class CorpusPart(msgspec.Struct, frozen=True):
-    """A tokenised piece. `lines`: of the source, rows and empty ones."""
+    """A tokenised piece. `lines`: of the source, rows and empty ones; `unused`: columns of the rows."""
 
     path: str
     lines: int
     rows: int
     target_tokens: int
     rows_cut: int
+    unused: list[str] = []
 
 
 class JoinParts(msgspec.Struct, frozen=True):
@@ -109,10 +122,12 @@ class JoinParts(msgspec.Struct, frozen=True):
 
 
 def split_into_pieces(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Task of a helper process: `SplitSource` in, a list of `Piece` out, as MessagePack. Raises as `split_source`."""
-    source = Path(msgspec.msgpack.decode(arguments, type=SplitSource).source)
+    """Task of a helper process: `SplitSource` in, `Split` out, as MessagePack. Raises as `split_source` and `as_json_lines`."""
+    request = msgspec.msgpack.decode(arguments, type=SplitSource)
+    columns = Columns(request.columns)
     with _bounded_memory(MEMORY):
-        return msgspec.msgpack.encode(split_source(source))
+        source = as_json_lines(Path(request.source), Path(request.rows), columns, context.progress)
+        return msgspec.msgpack.encode(Split(split_source(source), list(columns.unused)))
 
 
 def tokenize_piece(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
@@ -124,7 +139,8 @@ def tokenize_piece(context: TaskContext, arguments: bytes, body: bytes) -> bytes
 
 
 def _tokenize_piece(context: TaskContext, request: TokenizePiece) -> CorpusPart:
-    piece = PieceReader(request.piece)
+    columns = Columns(request.columns)
+    piece = PieceReader(request.piece, columns=columns)
     rows = row_arrays(
         _with_progress(piece, context.progress),
         context.tokenizer,
@@ -138,7 +154,7 @@ def _tokenize_piece(context: TaskContext, request: TokenizePiece) -> CorpusPart:
         for row in rows:
             part.add(row.tokens, row.target, row.split)
             cut += row.cut
-    return CorpusPart(request.target, piece.lines, part.rows, part.target_tokens, cut)
+    return CorpusPart(request.target, piece.lines, part.rows, part.target_tokens, cut, list(columns.unused))
 
 
 def join_parts(context: TaskContext, arguments: bytes, body: bytes) -> bytes:

@@ -40,6 +40,7 @@ from coserve.schemas.jobs import (
     JobList,
     OnConflict,
     Preparing,
+    RowField,
     Sample,
     SubmissionEvent,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "PromptLogprob",
     "ROWS",
     "RollbackRequest",
+    "RowField",
     "STREAM_END",
     "Sample",
     "Timing",

@@ -24,12 +24,25 @@ for `training.loss` of type `dpo`, `{"prompt": "...", "chosen": "...", "rejected
 may be left out if both others begin with it."""
 
 
+RowField = Literal[
+    "text",
+    "prompt",
+    "completion",
+    "messages",
+    "tools",
+    "instruction",
+    "input",
+    "output",
+    "conversations",
+    "chosen",
+    "rejected",
+]
 OnConflict = Literal["wait", "fork", "refuse"]
 
 
 class FinetuneRequest(Wire, frozen=True, omit_defaults=True):
     """`POST /finetune`: as a JSON body with `data` or `path`, or as multipart/form-data with a part `settings` (this, as
-    JSON, without both) and then a part `file` (JSONL). A header `Idempotency-Key` makes the request safe to repeat.
+    JSON, without both) and then a part `file` (a corpus as `path` takes it). A header `Idempotency-Key` makes the request safe to repeat.
 
     The answer comes once the whole corpus is tokenised; with `Accept: text/event-stream` events say how far it is.
     """
@@ -37,7 +50,10 @@ class FinetuneRequest(Wire, frozen=True, omit_defaults=True):
     adapter: AdapterName
     data: Annotated[list[dict[str, Any]], Meta(max_length=MAX_ROWS, description=ROWS)] | None = None
     path: LocalPath | None = None
-    """A JSONL or parquet file, or a folder of `Dataset.save_to_disk`, under the daemon's `data_root`."""
+    """A file of JSON Lines, CSV, parquet or a JSON array, or a folder of `Dataset.save_to_disk`, under the daemon's `data_root`."""
+    columns: Annotated[dict[RowField, Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=16)] = {}
+    """By field of a row's format: the column of the corpus that it is read from, such as `{"prompt": "question", "completion": "answer"}`. A
+    field that is not named is read from the column of its own name. Columns that are not used are in the job's `notes`."""
     continue_from: AdapterRefText | None = None
     """Go on from this adapter instead of a new one; then `lora` must be left out."""
     on_conflict: OnConflict = "wait"

@@ -130,3 +130,34 @@ def test_another_librarys_name_of_an_optimizer_is_answered_with_ours(
     assert run(["finetune", "name", str(rows), "--optimizer", name]) == USAGE
     said = capsys.readouterr().err
     assert says in said and "--optimizer" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "columns"),
+    [
+        (["--columns", "prompt=question, completion=the answer"], {"prompt": "question", "completion": "the answer"}),
+        (["--columns", "prompt=q", "--columns", "completion=a=b"], {"prompt": "q", "completion": "a=b"}),
+        (["--set", 'columns={"prompt": "a,b"}'], {"prompt": "a,b"}),
+    ],
+)
+def test_columns_are_named_by_field(
+    options: list[str], columns: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def finetune(name: str, **given: object) -> SimpleNamespace:
+        asked.append(given["columns"])
+        return SimpleNamespace(info=job())
+
+    monkeypatch.setattr(command, "connect", lambda *_: nullcontext(SimpleNamespace(finetune=finetune)))
+    (tmp_path / "rows.csv").write_text("q,a\n1,2\n")
+    result = CliRunner().invoke(app, ["finetune", "name", str(tmp_path / "rows.csv"), "--detach", *options])
+    assert result.exit_code == 0, result.output
+    assert asked == [columns]
+
+
+@pytest.mark.parametrize("text", ["prompt", "prompt=", "=question", "prompt=q,,completion=a"])
+def test_columns_that_name_nothing(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.csv").write_text("q,a\n1,2\n")
+    assert run(["finetune", "name", str(tmp_path / "rows.csv"), "--columns", text]) == USAGE
+    assert "expected FIELD=COLUMN,..." in capsys.readouterr().err

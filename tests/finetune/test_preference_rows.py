@@ -137,7 +137,7 @@ def test_a_text_prompt_is_cut_alike_for_both_answers(tokenizer: Tokenizer) -> No
             MalformedRow,
             r"differ first in messages of the assistant, got user and user \(message 2, from 0\)",
         ),
-        (TEXTS | {"score": 1}, MalformedRow, "score"),
+        (TEXTS | {"tool": []}, MalformedRow, "did you mean 'tools'"),
         ({"prompt": "a", "completion": "b"}, MalformedRow, "a dpo loss expects"),
     ],
 )

@@ -19,11 +19,13 @@ from typing import TypeVar
 import msgspec
 
 from coserve.cancellation import uncancelled_thread
+from coserve.corpus.columns import Columns
 from coserve.corpus.rows import LIMITS, CorpusLimits
 from coserve.corpus.sources import Piece
 from coserve.corpus.staging import (
     CorpusPart,
     JoinParts,
+    Split,
     SplitSource,
     StagedCorpus,
     TokenizePiece,
@@ -60,22 +62,33 @@ class CorpusPreparation:
     def __init__(self, helpers: HelperPool, folder: Path, workers: int, limits: CorpusLimits = LIMITS) -> None:
         self._helpers, self._folder, self._window, self._limits = helpers, folder, workers + 1, limits
 
-    async def tokenize(self, source: Path, options: Tokenization, report: Report = lambda *_: None) -> StagedCorpus:
-        """Raises `CorpusError` leaves, with the line in `source`, `InvalidRequest`, `HelperLost`, `StorageError`. Nothing stays on the
+    async def tokenize(
+        self,
+        source: Path,
+        options: Tokenization,
+        report: Report = lambda *_: None,
+        columns: Columns | None = None,
+    ) -> StagedCorpus:
+        """Columns that are not used are added to `columns`. Raises `CorpusError` leaves, with the line in `source`, `InvalidRequest`, `HelperLost`, `StorageError`. Nothing stays on the
         disk then, nor if the caller is cancelled."""
+        columns = Columns() if columns is None else columns
         folder = self._folder / f"corpus-{secrets.token_hex(8)}"  # partial files have a unique name
         try:
-            parts = await self._parts(source, options, folder, report)
+            parts = await self._parts(source, options, columns, folder, report)
             joined = await self._helpers.run(join_parts, JoinParts(parts, str(folder / "corpus")))
         except BaseException:
             await uncancelled_thread(shutil.rmtree, folder, ignore_errors=True)
             raise
         return msgspec.msgpack.decode(joined, type=StagedCorpus)
 
-    async def _parts(self, source: Path, options: Tokenization, folder: Path, report: Report) -> list[CorpusPart]:
-        split = await self._helpers.run(split_into_pieces, SplitSource(str(source)))
-        pieces = msgspec.msgpack.decode(split, type=list[Piece])
-        calls = (self._tokenized(piece, options, folder / f"part-{i}") for i, piece in enumerate(pieces))
+    async def _parts(
+        self, source: Path, options: Tokenization, columns: Columns, folder: Path, report: Report
+    ) -> list[CorpusPart]:
+        request = SplitSource(str(source), str(folder / "rows"), columns.names)
+        split = msgspec.msgpack.decode(await self._helpers.run(split_into_pieces, request), type=Split)
+        columns.add_unused(split.unused)
+        pieces = split.pieces
+        calls = (self._tokenized(each, options, columns, folder / f"part-{i}") for i, each in enumerate(pieces))
         parts: list[CorpusPart] = []
         lines = rows = 0
         async with aclosing(_in_order(calls, self._window)) as results:
@@ -84,6 +97,7 @@ class CorpusPreparation:
                     lines += part.lines
                     rows += part.rows
                     parts.append(part)
+                    columns.add_unused(part.unused)
                     report(rows, len(parts) / len(pieces))
                     if lines > self._limits.rows:
                         break
@@ -94,9 +108,15 @@ class CorpusPreparation:
             raise EmptyCorpus(NO_ROWS)
         return parts
 
-    async def _tokenized(self, piece: Piece, options: Tokenization, target: Path) -> CorpusPart:
+    async def _tokenized(self, piece: Piece, options: Tokenization, columns: Columns, target: Path) -> CorpusPart:
         request = TokenizePiece(
-            piece, str(target), options.max_length, options.train_on, options.pairs, options.one_row_per_answer
+            piece,
+            str(target),
+            options.max_length,
+            options.train_on,
+            options.pairs,
+            options.one_row_per_answer,
+            columns=columns.names,
         )
         return msgspec.msgpack.decode(await self._helpers.run(tokenize_piece, request), type=CorpusPart)
 

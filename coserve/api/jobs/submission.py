@@ -31,11 +31,13 @@ from coserve.api.jobs.sampling import sample_request
 from coserve.cancellation import uncancelled_thread
 from coserve.config import Config
 from coserve.corpus.batch_plan import BatchPlan
+from coserve.corpus.columns import Columns, unused_notes
+from coserve.corpus.conversion import is_json_lines
 from coserve.corpus.defaults import choose_training
 from coserve.corpus.jsonl import parse_jsonl
 from coserve.corpus.limits import check_training, longest_row
 from coserve.corpus.rows import parse_rows
-from coserve.corpus.sources import is_dataset, is_jsonl
+from coserve.corpus.sources import is_dataset
 from coserve.corpus.staging import PendingCorpus
 from coserve.corpus.tokenize import tokenize_rows
 from coserve.errors import InvalidRequest, RequestError
@@ -109,7 +111,8 @@ class Submission:
         await refuse_too_large(request.adapter, lora, spec, pool, self._config, field=given)
         await asyncio.to_thread(_check_publishable, lora, spec, field=given)
         teacher = await self._teacher(request, spec)
-        corpus = await self._tokenize(request, self._source(request, upload), longest, show)
+        columns = Columns({str(field): column for field, column in request.columns.items()})
+        corpus = await self._tokenize(request, self._source(request, upload), columns, longest, show)
         try:
             training, auto = choose_training(
                 request.training,
@@ -154,6 +157,7 @@ class Submission:
             metadata=request.metadata,
             notes=notes,
             after=None if earlier is None else earlier.spec.id,
+            notes=unused_notes(columns.unused),
         )
         return record, corpus
 
@@ -194,13 +198,18 @@ class Submission:
         return Teacher(ref=record.ref, digests=record.digests, rank=record.rank)
 
     async def _tokenize(
-        self, request: FinetuneRequest, source: list[dict[str, Any]] | Path, longest: int, show: Show
+        self,
+        request: FinetuneRequest,
+        source: list[dict[str, Any]] | Path,
+        columns: Columns,
+        longest: int,
+        show: Show,
     ) -> PendingCorpus:
         """Small corpora in a thread, other files and folders in helper processes, which are killed when the client leaves."""
         asked = request.training
         options = Tokenization(longest, asked.train_on, asked.loss is not None, asked.one_row_per_answer)
-        if isinstance(source, list) or await asyncio.to_thread(_small, source):
-            rows = parse_rows(source) if isinstance(source, list) else parse_jsonl(source)
+        if isinstance(source, list) or await asyncio.to_thread(_small, source, columns):
+            rows = parse_rows(source, columns) if isinstance(source, list) else parse_jsonl(source, columns=columns)
             return await asyncio.to_thread(
                 tokenize_rows,
                 rows,
@@ -211,7 +220,7 @@ class Submission:
                 one_row_per_answer=options.one_row_per_answer,
             )
         with self._shown(request.adapter, show) as report:
-            return await self._preparation.tokenize(source, options, report)
+            return await self._preparation.tokenize(source, options, report, columns)
 
     @contextmanager
     def _shown(self, adapter: str, show: Show) -> Iterator[Report]:
@@ -263,8 +272,8 @@ def _check_publishable(lora: LoraSettings, spec: BaseSpec, *, field: str) -> Non
     config_file(lora, spec, target_sites(lora, spec), field=field)
 
 
-def _small(source: Path) -> bool:
-    return is_jsonl(source) and source.stat().st_size <= SMALL_FILE
+def _small(source: Path, columns: Columns) -> bool:
+    return is_json_lines(source, columns) and source.stat().st_size <= SMALL_FILE
 
 
 def _own_settings(request: FinetuneRequest, earlier: JobRecord) -> LoraSettings:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, connect, optimizer_named, target_names
-from coserve.cli.finetuning.settings import request_settings
+from coserve.cli.finetuning.settings import column_names, request_settings
 from coserve.cli.job_table import chosen_line, cut_line, preparing_line
 from coserve.cli.jobs import follow_job, print_job, print_note
 from coserve.schemas import OnConflict, Preparing
@@ -24,7 +24,17 @@ TRAINING = TrainingRequest()
 
 def finetune(
     adapter: Annotated[str, typer.Argument(help="name of the adapter to make, or to add a version to")],
-    file: Annotated[Path, typer.Argument(help="JSONL or parquet file of rows", exists=True, dir_okay=False)],
+    file: Annotated[
+        Path, typer.Argument(help="file of rows: JSON Lines, CSV, parquet or a JSON array", exists=True, dir_okay=False)
+    ],
+    columns: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=COLUMN",
+            help="columns of the file that are called otherwise than the fields of a row, such as prompt=question,completion=answer",
+            show_default="the fields' own names",
+        ),
+    ] = None,
     rank: Annotated[int | None, typer.Option(help="rank of a new adapter", show_default=str(LORA.r))] = None,
     alpha: Annotated[
         float | None, typer.Option(help="its scale is alpha / rank", show_default="twice the rank")
@@ -120,7 +130,7 @@ def finetune(
 ) -> None:
     """Upload a corpus, start a job and follow it to its end.
 
-    Rows are JSON objects, one a line: {"text": ...}, {"prompt": ..., "completion": ...}, {"messages": [...]},
+    Rows are JSON objects, one a line, or the records of a CSV file: {"text": ...}, {"prompt": ..., "completion": ...}, {"messages": [...]},
     {"instruction": ..., "output": ...} (alpaca), {"conversations": [...]} (ShareGPT) or, with --dpo-beta,
     {"prompt": ..., "chosen": ..., "rejected": ...}; docs/data.md describes them.
 
@@ -129,6 +139,7 @@ def finetune(
     """
     settings = request_settings(
         {
+            "columns": column_names(columns) if columns else None,
             "continue_from": continue_from,
             "on_conflict": on_conflict,
             "lora.r": rank,

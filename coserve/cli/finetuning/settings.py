@@ -18,6 +18,7 @@ ARGUMENTS = {
 }
 """Fields of the request that are no settings, with what to do instead."""
 OPTIONS = {
+    "columns": "--columns",
     "continue_from": "--continue-from",
     "on_conflict": "--on-conflict",
     "lora.r": "--rank",
@@ -66,6 +67,17 @@ def request_settings(options: Mapping[str, object], assignments: Iterable[str]) 
     if any(origin == "--set" for _, origin in given.values()):
         _check(settings)
     return settings
+
+
+def column_names(texts: Iterable[str]) -> dict[str, str]:
+    """The columns by field in values of `--columns`, each `FIELD=COLUMN,...`. Raises `typer.BadParameter`."""
+    names = {}
+    for text in ",".join(texts).split(","):
+        field, equals, column = text.partition("=")
+        if not (equals and field.strip() and column.strip()):
+            raise typer.BadParameter(f"--columns: expected FIELD=COLUMN,..., got {text!r}")
+        names[field.strip()] = column.strip()
+    return names
 
 
 def _path(field: str) -> _Path:
