@@ -37,7 +37,7 @@ from coserve.types import JobState
 jobs_app = typer.Typer(
     cls=CommandGroup,
     rich_markup_mode=PLAIN,
-    help="List, watch, plot, pause, resume and cancel fine-tuning jobs.",
+    help="List, watch, plot, pause, resume, cancel and delete fine-tuning jobs.",
 )
 
 
@@ -156,6 +156,15 @@ def cancel_job(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """Cancel a job; it leaves no adapter."""
     with connect(url, key) as client:
         print_job(client.job(id).cancel(), False)
+
+
+@jobs_app.command("delete")
+def delete_jobs(ids: list[str], url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """Delete jobs that have ended, with their events; their adapters stay."""
+    with connect(url, key) as client:
+        for id in ids:
+            gone = client.job(id).delete()
+            print(f"deleted {gone.id}" + ("" if gone.result is None else f"; {gone.result} stays"))
 
 
 def print_job(job: Job, as_json: bool) -> None:

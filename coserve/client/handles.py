@@ -10,7 +10,7 @@ from coserve.client.caller import Caller, decode
 from coserve.client.failures import event_error, job_error
 from coserve.client.progress import progress_for
 from coserve.errors import CapacityError, CoserveError, Unreachable
-from coserve.schemas import Job, JobEvent
+from coserve.schemas import DeletedJob, Job, JobEvent
 from coserve.types import JobState
 
 
@@ -43,6 +43,10 @@ class AsyncJobHandle:
     async def cancel(self) -> Job:
         """End the job without an adapter. Raises `WrongJobState`."""
         return await self._ask("POST", "/cancel")
+
+    async def delete(self) -> DeletedJob:
+        """Delete the job, which has ended, and its events; its adapter stays. Raises `WrongJobState`."""
+        return await self._caller.json(self._caller.request("DELETE", f"/finetune/{self.id}"), DeletedJob)
 
     async def _ask(self, method: str, suffix: str) -> Job:
         self.info = await self._caller.json(self._caller.request(method, f"/finetune/{self.id}{suffix}"), Job)

@@ -28,6 +28,7 @@ from coserve.schemas import (
     AdapterList,
     ConvertedAdapter,
     DeletedAdapter,
+    DeletedJob,
     Distillation,
     GenerateChunk,
     GenerateResponse,
@@ -190,6 +191,9 @@ class JobHandle:
 
     def cancel(self) -> Job:
         return self._portal.call(self._handle.cancel())
+
+    def delete(self) -> DeletedJob:
+        return self._portal.call(self._handle.delete())
 
     def events(self, after: int = 0) -> Generator[JobEvent, None, None]:
         return self._portal.iterate(self._handle.events(after))

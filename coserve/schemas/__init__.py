@@ -32,6 +32,7 @@ from coserve.schemas.generation import (
 )
 from coserve.schemas.jobs import (
     ROWS,
+    DeletedJob,
     EventLevel,
     EventType,
     FinetuneRequest,
@@ -56,6 +57,7 @@ __all__ = [
     "ConvertRequest",
     "ConvertedAdapter",
     "DeletedAdapter",
+    "DeletedJob",
     "Distillation",
     "ErrorBody",
     "ErrorInfo",

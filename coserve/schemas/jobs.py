@@ -129,6 +129,15 @@ class Job(Wire, frozen=True):
     """Those of the last step that has any, by prompt. The events have all."""
 
 
+class DeletedJob(Wire, frozen=True):
+    """A job that is no more, with its events."""
+
+    id: str
+    adapter: str
+    result: str | None
+    """The version that it published, which stays."""
+
+
 class Preparing(Wire, frozen=True):
     """A corpus that is being tokenised, before its job exists."""
 

@@ -93,10 +93,16 @@ class Registry(AdapterTable):
     def predecessor(self, job: JobRecord) -> JobRecord:
         """The job whose end decides from where a waiting `job` continues: the one that it waits for. If that one ended without a version
         while it waited itself, the one before it."""
-        assert job.after is not None, f"job {job.spec.id} waits for none"
-        found = self.job(job.after)
-        while found.state.terminal and found.state is not JobState.SUCCEEDED and found.after is not None:
-            found = self.job(found.after)
+        return self.job(self._awaited(job)[-1])
+
+    def _awaited(self, job: JobRecord) -> list[str]:
+        """The job that a job waits for, and those before it up to its `predecessor`; empty for one that waits for none."""
+        found = []
+        while job.after is not None:
+            found.append(job.after)
+            job = self.job(job.after)
+            if not job.state.terminal or job.state is JobState.SUCCEEDED:
+                break
         return found
 
     def _save(self, record: JobRecord) -> JobRecord:
@@ -311,6 +317,23 @@ class Registry(AdapterTable):
             )
             self._log_on_commit("adapter published", adapter=adapter.ref.id, version=adapter.ref.version, job=id)
             return self._save(record)
+
+    def delete_job(self, id: str) -> JobRecord:
+        """Delete a job that has ended, and its events. What it published stays; its idempotency key is free again.
+
+        Raises `JobNotFound`, and `WrongJobState` for a job that has not ended or on whose end another one waits.
+        """
+        with self._transaction():
+            record = self.job(id)
+            if not record.state.terminal:
+                raise WrongJobState(f"the job is {record.state}: only a job that has ended can be deleted", field="id")
+            for waiting in self.unfinished():
+                if id in self._awaited(waiting):
+                    raise WrongJobState(f"job {waiting.spec.id} continues from what this one leaves", field="id")
+            self._db.execute("DELETE FROM events WHERE job = ?", (id,))
+            self._db.execute("DELETE FROM jobs WHERE id = ?", (id,))
+            self._log_on_commit("job deleted", job=id, adapter=record.spec.adapter)
+        return record
 
     # ---- adapters
 

@@ -60,7 +60,7 @@ def test_methods() -> None:
         "stream",
         "wait_ready",
     }
-    assert set(public(AsyncJobHandle)) == {"cancel", "events", "pause", "refresh", "resume", "wait"}
+    assert set(public(AsyncJobHandle)) == {"cancel", "delete", "events", "pause", "refresh", "resume", "wait"}
 
 
 @pytest.mark.parametrize(("face", "implementation"), [(Client, AsyncClient), (JobHandle, AsyncJobHandle)])

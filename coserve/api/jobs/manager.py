@@ -18,6 +18,7 @@ from coserve.api.engine_client import EngineClient
 from coserve.api.jobs.chain import Decision, JobChain
 from coserve.api.jobs.conflicts import fork_notes, last_job, refuse_conflict, serialised
 from coserve.api.jobs.deaths import ENGINE_CRASHED, MAX_DEATHS, Deaths
+from coserve.api.jobs.deletion import delete_job
 from coserve.api.jobs.keys import IdempotencyKeys
 from coserve.api.jobs.notes import record_cut_rows, replacement_notes
 from coserve.api.jobs.preparation import Show
@@ -32,7 +33,7 @@ from coserve.errors import CoserveError, EngineUnavailable, InvalidRequest, Queu
 from coserve.link import CancelJob, PauseJob, ResumeJob, StartJob
 from coserve.offload.pool import HelperPool
 from coserve.pretrained.tokenizer import Tokenizer
-from coserve.schemas import FinetuneRequest, Job, JobList
+from coserve.schemas import DeletedJob, FinetuneRequest, Job, JobList
 from coserve.state.commits import Commits
 from coserve.state.durable import remove_dir
 from coserve.state.failpoints import failpoint
@@ -321,6 +322,10 @@ class JobManager:
     async def cancel(self, id: str) -> Job:
         """Raises `JobNotFound`, `WrongJobState`."""
         return await self._transition(id, JobState.CANCELLED, CancelJob(id=id))
+
+    async def delete(self, id: str) -> DeletedJob:
+        """Raises `JobNotFound`, `WrongJobState` for a job that has not ended."""
+        return await self._commits.run(delete_job(id, self._registry, self._folder, self._recorder))
 
     async def resume(self, id: str) -> Job:
         """Queue a paused job again. Raises `JobNotFound`, `WrongJobState`."""

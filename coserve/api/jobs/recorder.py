@@ -43,7 +43,7 @@ from coserve.state.records import JobRecord
 from coserve.state.registry import Registry
 from coserve.state.retries import FOR_EVER, Backoff, Retries
 from coserve.state.thread import RegistryThread
-from coserve.types import JobState
+from coserve.types import AdapterRef, JobState
 
 log = logging.getLogger(__name__)
 
@@ -237,8 +237,8 @@ class JobRecorder:
         try:
             record = await self.retries.run(f"job {message.id}", lambda: self._find(message.id))
             if isinstance(message, JobSucceeded):
-                if record is not None and record.result == message.ref:
-                    return  # it is this adapter's own job: the message came twice
+                if await self.retries.run(f"job {message.id}", lambda: self._is_published(message.ref)):
+                    return  # by this job: the message came twice
                 await self._discard(message)
             elif record is None or record.state.terminal:
                 with suppress(EngineUnavailable):
@@ -254,6 +254,10 @@ class JobRecorder:
             await asyncio.to_thread(remove_dir, self._folder.adapter(message.ref))
         except (OSError, CoserveError) as problem:
             log.warning("job %s: files of its adapter stay until the next start: %s", message.id, problem)
+
+    async def _is_published(self, ref: AdapterRef) -> bool:
+        refs = await self._registry(lambda registry: registry.adapter_refs())
+        return ref in refs
 
     async def _find(self, id: str) -> JobRecord | None:
         try:

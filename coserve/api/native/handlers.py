@@ -128,6 +128,9 @@ class NativeApi:
     async def cancel_job(self, request: web.Request) -> web.StreamResponse:
         return json_response(await self._service.jobs.cancel(request.match_info["id"]))
 
+    async def delete_job(self, request: web.Request) -> web.StreamResponse:
+        return json_response(await self._service.jobs.delete(request.match_info["id"]))
+
     async def job_events(self, request: web.Request) -> web.StreamResponse:
         id, after = request.match_info["id"], _last_event(request)
         stream = EventStream(request, write_timeout=self._config.read_timeout)

@@ -14,6 +14,7 @@ from coserve.schemas import (
     ConvertedAdapter,
     ConvertRequest,
     DeletedAdapter,
+    DeletedJob,
     FinetuneRequest,
     GenerateChunk,
     GenerateRequest,
@@ -73,6 +74,14 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
         Route("POST", "/finetune/{id}/pause", api.pause_job, "Pause a job", response=Job, errors=(404, 409, 507)),
         Route("POST", "/finetune/{id}/resume", api.resume_job, "Resume a job", response=Job, errors=(404, 409, 507)),
         Route("POST", "/finetune/{id}/cancel", api.cancel_job, "Cancel a job", response=Job, errors=(404, 409, 507)),
+        Route(
+            "DELETE",
+            "/finetune/{id}",
+            api.delete_job,
+            "Delete a job that has ended, and its events; its adapter stays",
+            response=DeletedJob,
+            errors=(404, 409, 507),
+        ),
         Route("GET", "/adapters", api.list_adapters, "List adapters by name", response=AdapterList, query=PAGE),
         Route(
             "POST",
