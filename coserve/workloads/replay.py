@@ -112,7 +112,7 @@ class JobSample(Wire, frozen=True):
 
 
 class ReplayResult(Wire, frozen=True):
-    """All samples. `duration`: from the start to the last answer, or to the end of the last job if jobs were awaited.
+    """All samples. `duration`: from the start to the last answer, or to the end of the last job if jobs were awaited, or to the interruption.
 
     `snapshots`: the server's gauges over time, if it was asked for them.
     """
@@ -122,6 +122,8 @@ class ReplayResult(Wire, frozen=True):
     samples: tuple[Sample, ...]
     jobs: tuple[JobSample, ...]
     snapshots: tuple[Snapshot, ...] = ()
+    interrupted: bool = False
+    """It was cancelled: requests and jobs that had not ended are missing."""
 
 
 Probe = Callable[[float], Awaitable[Snapshot]]
@@ -138,13 +140,24 @@ async def replay(
     observe: Observer | None = None,
     probe: Probe | None = None,
     probe_interval: float = 1.0,
+    on_interrupt: Callable[[ReplayResult], None] = lambda _: None,
 ) -> ReplayResult:
-    """Send every arrival at its time, and wait for the answers.
+    """Send every arrival at its time, and wait for the answers. A replay that is cancelled gives what it has to `on_interrupt`.
 
     A generation that takes longer than `request_timeout` seconds is abandoned (error `timeout`). `observe` is called with each
     sample as soon as it is complete, `probe` every `probe_interval` seconds until the end.
     """
     recorder = _Recorder(target, asyncio.get_running_loop().time(), request_timeout, observe or (lambda sample: None))
+    try:
+        duration = await _send(trace, recorder, rest, probe, probe_interval)
+    except asyncio.CancelledError:
+        on_interrupt(recorder.result(trace.scenario, recorder.now(), interrupted=True))
+        raise
+    return recorder.result(trace.scenario, duration)
+
+
+async def _send(trace: Trace, recorder: _Recorder, rest: Rest, probe: Probe | None, probe_interval: float) -> float:
+    """The replay; its duration in seconds."""
     async with asyncio.TaskGroup() as watching:
         probing = watching.create_task(recorder.probe(probe, probe_interval)) if probe is not None else None
         async with asyncio.TaskGroup() as sending:
@@ -165,13 +178,7 @@ async def replay(
         duration = recorder.now()
     if rest is Rest.CANCEL:
         await recorder.cancel_unfinished()
-    return ReplayResult(
-        scenario=trace.scenario,
-        duration=duration,
-        samples=tuple(sorted(recorder.samples, key=lambda sample: sample.index)),
-        jobs=tuple(sorted(recorder.jobs, key=lambda job: job.index)),
-        snapshots=tuple(recorder.snapshots),
-    )
+    return duration
 
 
 @dataclass
@@ -287,6 +294,16 @@ class _Recorder:
             with suppress(CoserveError, OSError):
                 self.snapshots.append(await ask(self.now()))
             await asyncio.sleep(interval)
+
+    def result(self, scenario: Scenario, duration: float, *, interrupted: bool = False) -> ReplayResult:
+        return ReplayResult(
+            scenario=scenario,
+            duration=duration,
+            samples=tuple(sorted(self.samples, key=lambda sample: sample.index)),
+            jobs=tuple(sorted(self.jobs, key=lambda job: job.index)),
+            snapshots=tuple(self.snapshots),
+            interrupted=interrupted,
+        )
 
     async def watched(self) -> None:
         """Wait until every job has ended."""

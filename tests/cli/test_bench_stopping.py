@@ -9,6 +9,7 @@ import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.support.real_server import serve_real
@@ -16,7 +17,8 @@ from tests.support.real_server import serve_real
 OPTIONS = "--duration 600 --rate 2 --adapters 2 --rank 4 --max-tokens 8 --finetune-rows 8 --steps 1000"
 
 
-async def test_a_run_that_is_terminated_cleans_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
+async def test_a_run_that_is_ended_cleans_up_and_reports_what_it_has(tmp_path: Path, ending: signal.Signals) -> None:
     async with serve_real(tmp_path / "data") as api:
         url = f"http://127.0.0.1:{api.port}"
         command = f"-m coserve.cli bench --url {url} --report {tmp_path / 'report'} {OPTIONS}".split()
@@ -24,12 +26,18 @@ async def test_a_run_that_is_terminated_cleans_up(tmp_path: Path) -> None:
         while True:
             _, adapters = await api.call("GET", "/adapters")
             _, jobs = await api.call("GET", "/finetune")
-            if len(adapters["data"]) == 2 and any(job["version"] > 1 for job in jobs["data"]):
+            answered = "coserve_requests_total{" in await (await api.http.get("/metrics")).text()
+            if len(adapters["data"]) == 2 and answered and any(job["version"] > 1 for job in jobs["data"]):
                 break
             await asyncio.sleep(0.05)
-        bench.send_signal(signal.SIGTERM)
+        bench.send_signal(ending)
         _, said = await bench.communicate()
-        assert (bench.returncode, said.decode().splitlines()[-1]) == (130, "deleting the adapters of this run")
+        *_, cleaned, told = said.decode().splitlines()
+        assert bench.returncode == 130, said.decode()
+        assert cleaned == "deleting the adapters of this run"
+        assert told == "interrupted; the report is of what was answered until then"
+        report = msgspec.json.decode((tmp_path / "report" / "report.json").read_bytes())
+        assert report["summary"]["completed"] > 0 and report["run"]["interrupted"]
         _, adapters = await api.call("GET", "/adapters")
         _, jobs = await api.call("GET", "/finetune")
         assert adapters["data"] == []

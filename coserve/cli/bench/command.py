@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +27,7 @@ from coserve.workloads.report.files import check_folder, write_report
 from coserve.workloads.report.tables import adapter_table, class_table, failure_lines, latency_table, totals_table
 from coserve.workloads.scenario import Scenario, given_settings, sections
 from coserve.workloads.summary import Summary, summarise
-from coserve.workloads.trace import save_trace
+from coserve.workloads.trace import Trace, save_trace
 
 
 def _bench(
@@ -116,7 +116,9 @@ def _bench(
         metrics_interval=metrics_interval,
     )
     with usage_errors(MalformedRow), _terminated_as_interrupted():
-        result = asyncio.run(run_until_terminated(trace, rest, where))
+        result = _run(
+            trace, rest, where, lambda found: _print_report(report, found, summarise(found, peak=peak), server)
+        )
     summary = summarise(result, peak=peak)
     _print_report(report, result, summary, server)
     held = _all_hold(conditions, summary)
@@ -134,6 +136,18 @@ def _terminated_as_interrupted() -> Iterator[None]:
         yield
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
+
+
+def _run(trace: Trace, rest: Rest, server: Server, report: Callable[[ReplayResult], None]) -> ReplayResult:
+    """Run it; of a run that is interrupted, `report` gets what it has measured, once it has cleaned up."""
+    measured: list[ReplayResult] = []
+    try:
+        return asyncio.run(run_until_terminated(trace, rest, server, measured.append))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        if measured and measured[0].samples:
+            print("interrupted; the report is of what was answered until then", file=sys.stderr)
+            report(measured[0])
+        raise
 
 
 def _key_for(server: ServerKind, key: str | None) -> str | None:

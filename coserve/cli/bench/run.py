@@ -7,7 +7,7 @@ import secrets
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
@@ -53,19 +53,27 @@ class Server:
     """Seconds between two looks at `/metrics`; 0: none."""
 
 
-async def run_until_terminated(trace: Trace, rest: Rest, server: Server) -> ReplayResult:
+OnInterrupt = Callable[[ReplayResult], None]
+"""Called with what a run that is interrupted has measured, before it cleans up."""
+
+
+async def run_until_terminated(
+    trace: Trace, rest: Rest, server: Server, on_interrupt: OnInterrupt = lambda _: None
+) -> ReplayResult:
     """`run_bench`, cancelled by SIGTERM as by Ctrl-C, so that it cleans up; another SIGTERM ends that too."""
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
     try:
-        return await run_bench(trace, rest, server)
+        return await run_bench(trace, rest, server, on_interrupt)
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
 
 
-async def run_bench(trace: Trace, rest: Rest, server: Server) -> ReplayResult:
+async def run_bench(
+    trace: Trace, rest: Rest, server: Server, on_interrupt: OnInterrupt = lambda _: None
+) -> ReplayResult:
     """Replay a trace; the adapters that were made for it are deleted at the end, unless `rest` leaves everything.
 
     Raises what reading the trace raises before anything is sent.
@@ -73,9 +81,9 @@ async def run_bench(trace: Trace, rest: Rest, server: Server) -> ReplayResult:
     totals = count(trace)
     _tell_of_few_files(totals)
     if server.kind is ServerKind.OPENAI:
-        return await _on_any_server(trace, totals, server)
+        return await _on_any_server(trace, totals, server, on_interrupt)
     with _plain_warnings():
-        return await _on_coserve(trace, totals, rest, server)
+        return await _on_coserve(trace, totals, rest, server, on_interrupt)
 
 
 def _tell_of_few_files(totals: Totals) -> None:
@@ -114,7 +122,7 @@ def _plain_warnings() -> Iterator[None]:
         yield
 
 
-async def _on_any_server(trace: Trace, totals: Totals, server: Server) -> ReplayResult:
+async def _on_any_server(trace: Trace, totals: Totals, server: Server, on_interrupt: OnInterrupt) -> ReplayResult:
     if totals.jobs:
         print(
             f"{totals.jobs} fine-tuning jobs of the workload are not sent: only coserve has them",
@@ -131,12 +139,13 @@ async def _on_any_server(trace: Trace, totals: Totals, server: Server) -> Replay
             print(f"the server lists no model called {', '.join(unlisted)[:200]}", file=sys.stderr)
         progress = BenchProgress(trace.scenario, totals.prompts)
         async with shown(progress):
-            return await _replay(
-                Trace(trace.scenario, only_prompts), target, target.probe, Rest.LEAVE, server, progress
-            )
+            prompts = Trace(trace.scenario, only_prompts)
+            return await _replay(prompts, target, target.probe, Rest.LEAVE, server, progress, on_interrupt)
 
 
-async def _on_coserve(trace: Trace, totals: Totals, rest: Rest, server: Server) -> ReplayResult:
+async def _on_coserve(
+    trace: Trace, totals: Totals, rest: Rest, server: Server, on_interrupt: OnInterrupt
+) -> ReplayResult:
     prefix = f"bench-{secrets.token_hex(4)}-" if server.prefix is None else server.prefix
     async with AsyncClient(server.url, api_key=server.key, retry=NO_RETRIES) as client:
         health = await client.health()  # fails before anything is created if no daemon answers
@@ -152,7 +161,7 @@ async def _on_coserve(trace: Trace, totals: Totals, rest: Rest, server: Server) 
             # The connections of `completions` are closed before the clean-up opens others.
             async with completions or nullcontext(), shown(progress):
                 await target.prepare(totals.adapters)
-                return await _replay(trace, target, target.probe, rest, server, progress)
+                return await _replay(trace, target, target.probe, rest, server, progress, on_interrupt)
         finally:
             if rest is not Rest.LEAVE:
                 await clean_up(target)
@@ -163,7 +172,13 @@ def _completions(trace: Trace, server: Server, prefix: str, model: str) -> OpenA
 
 
 async def _replay(
-    trace: Trace, target: Target, probe: Probe, rest: Rest, server: Server, progress: BenchProgress
+    trace: Trace,
+    target: Target,
+    probe: Probe,
+    rest: Rest,
+    server: Server,
+    progress: BenchProgress,
+    on_interrupt: OnInterrupt,
 ) -> ReplayResult:
     progress.begin()
     return await replay(
@@ -173,6 +188,7 @@ async def _replay(
         observe=progress.observe,
         probe=probe if server.metrics_interval > 0 else None,
         probe_interval=server.metrics_interval,
+        on_interrupt=on_interrupt,
     )
 
 
