@@ -11,20 +11,20 @@ import json
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from coserve.client import AsyncClient, AsyncJobHandle
 from coserve.errors import StartupError
 from coserve.processes import signal_child
-from coserve.schemas import JobEvent
+from coserve.schemas import GenerateResponse, JobEvent
 from coserve.types import LoraSettings, Schedule, TrainingSettings
 from coserve.workloads.bundled import bundled_prompts
 from coserve.workloads.metrics import Limits
@@ -43,6 +43,16 @@ TRAINING = TrainingSettings(
 )
 REQUESTS_PER_SECOND = 1.5
 SECONDS = 50.0
+BURST = 8
+"""Requests at once to the base and to each adapter, once both are there."""
+STARTING = (
+    "a daemon starts on the bundled base; the first time Python compiles PyTorch and transformers, a minute or more"
+)
+NEXT = """next, in this terminal and in a second one (after . .venv/bin/activate):
+  coserve serve
+  coserve finetune pirate coserve/assets/corpora/pirate.jsonl --rank 8
+  coserve generate "Today we" --adapter pirate --max-tokens 40
+README.md goes on from there; docs/data.md says what your own rows look like"""
 LIMITS = Limits(ttft=2.0, tpot=0.2)
 
 
@@ -53,16 +63,22 @@ def _refusal(log: Path) -> StartupError:
 
 
 @asynccontextmanager
-async def _daemon(folder: Path, log: Path) -> AsyncIterator[str]:
-    """Run a daemon on a free port; yields its URL."""
+async def _daemon(folder: Path, log: Path, console: Console) -> AsyncIterator[str]:
+    """Run a daemon on a free port, and show how long it starts and what it says of it; yields its URL."""
     command = (sys.executable, "-P", "-m", "coserve.cli", "serve", "--port", "0", "--data-dir", str(folder))
     with log.open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=stderr)
     assert process.stdout is not None
     try:
-        line = (await process.stdout.readline()).decode()
-        if not line:
-            raise _refusal(log)
+        line = STARTING
+        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+        with Progress(*columns, console=console) as start:
+            shown = start.add_task(line, total=None)
+            while "listens on" not in line:
+                line = (await process.stdout.readline()).decode().strip()
+                if not line:
+                    raise _refusal(log)
+                start.update(shown, description=line)
         yield line.split()[-1]
     finally:
         signal_child(process, signal.SIGTERM)
@@ -102,7 +118,7 @@ class _ShownTarget(DaemonTarget):
         job = await self._client.finetune(
             arrival.adapter, arrival.rows, lora=LoraSettings(r=rank, alpha=32), training=TRAINING
         )
-        bar = self._bars.add_task(f"{arrival.adapter} (rank {rank})", total=None, note="queued")
+        bar = self._bars.add_task(f"{arrival.adapter} (rank {rank})", total=job.info.total_steps, note="queued")
         self._tasks[job.id] = (bar, [])
         return job
 
@@ -157,6 +173,28 @@ def _comparison(before: str, after: dict[str, str]) -> Table:
     return table
 
 
+async def _burst(client: AsyncClient, console: Console) -> None:
+    """The base and both adapters answer at once."""
+    loop = asyncio.get_running_loop()
+
+    async def seconds(calls: list[Coroutine[Any, Any, GenerateResponse]]) -> float:
+        began = loop.time()
+        await asyncio.gather(*calls)
+        return loop.time() - began
+
+    def call(adapter: str | None) -> Coroutine[Any, Any, GenerateResponse]:
+        return client.generate(PROMPT, adapter=adapter, max_tokens=32, temperature=0, ignore_eos=True)
+
+    everyone = [None, *RANKS]
+    alone = await seconds([call(None)])
+    together = await seconds([call(adapter) for adapter in everyone * BURST])
+    names = ", ".join(f"{BURST} for {name or 'the base'}" for name in everyone)
+    console.print(
+        f"{BURST * len(everyone)} requests at once ({names}), all in one batch: {together:.2f} s; one alone takes {alone:.2f} s",
+        highlight=False,
+    )
+
+
 async def _show(client: AsyncClient, console: Console) -> ReplayResult:
     console.rule("1. The bundled base streams")
     for prompt in ("The with statement", "Return a list of"):
@@ -166,6 +204,7 @@ async def _show(client: AsyncClient, console: Console) -> ReplayResult:
     run = await _train_and_serve(client, console)
     console.rule("3. What the adapters changed; they serve from the moment their jobs end")
     console.print(_comparison(before, {name: await _continuation(client, name) for name in RANKS}))
+    await _burst(client, console)
     return run
 
 
@@ -184,10 +223,10 @@ async def demo(report: Path) -> None:
     """
     console = Console()
     with tempfile.TemporaryDirectory(prefix="coserve-demo-") as folder:
-        console.print("starting a daemon on the bundled base ...")
-        async with _daemon(Path(folder), report / "daemon.log") as url, AsyncClient(url) as client:
+        async with _daemon(Path(folder), report / "daemon.log", console) as url, AsyncClient(url) as client:
             run = await _show(client, console)
     summary = summarise(run)
     _report(console, run, summary, report)
     if summary.errors or summary.job_errors or summary.jobs_succeeded != len(RANKS):
         raise StartupError(f"the demo went wrong: {summary.errors or summary.job_errors}")
+    console.print(NEXT, markup=False, highlight=False)

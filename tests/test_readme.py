@@ -21,7 +21,7 @@ from tests.support.daemon_process import DaemonProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-MAKE = {"make demo", "make serve MODEL=path-or-hub-name", "make serve PORT=8001 DATA=another-folder"}
+MAKE = {"make demo", "make serve", "make serve MODEL=path-or-hub-name PORT=8001 DATA=another-folder"}
 """Too long for a test, or with values of nobody's; that they are targets of the Makefile is checked."""
 
 
