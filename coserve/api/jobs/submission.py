@@ -155,9 +155,8 @@ class Submission:
             base_fingerprint=spec.fingerprint,
             total_steps=plan.total_steps,
             metadata=request.metadata,
-            notes=notes,
+            notes=(*notes, *unused_notes(columns.unused)),
             after=None if earlier is None else earlier.spec.id,
-            notes=unused_notes(columns.unused),
         )
         return record, corpus
 
