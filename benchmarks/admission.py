@@ -13,18 +13,17 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
 from benchmarks.demo import hardware
 from benchmarks.options import make_parser
 from benchmarks.serving_results import Results
-from coserve.adapter_store.pages import Activated
 from coserve.generate.output_lengths import OutputLengths
 from coserve.generate.schedule import Scheduler
-from coserve.generate.sequence_state import SequenceState
 from coserve.link import Generate
-from coserve.memory.pages import PagePool
-from coserve.types import AdapterRef, SamplingParams, Slo
+from coserve.queues.request import Request
+from coserve.types import SamplingParams, Slo
+from tests.support.pages import BareAdapters, BarePages
 
 REQUESTS, PROMPT, PAGES, PAGE_TOKENS, PLACES = 1500, 50, 1024, 16, 256
 STOP = 1
@@ -36,59 +35,6 @@ LOADS: dict[str, tuple[Callable[[random.Random], float], int]] = {
     "always100": (lambda chance: 100, 100),
 }
 """How many tokens answers have, and how many they may have."""
-
-
-class Pool:
-    """Pages without tensors or prefixes."""
-
-    page_tokens = PAGE_TOKENS
-
-    def __init__(self) -> None:
-        self._pool = PagePool(PAGES)
-
-    @property
-    def free_pages(self) -> int:
-        return self._pool.free_pages
-
-    def allocate(self, n: int) -> list[int] | None:
-        return self._pool.allocate(n)
-
-    def free(self, pages: Sequence[int]) -> None:
-        self._pool.free(pages)
-
-    def label(self, page: int, key: bytes) -> None:
-        raise NotImplementedError
-
-    def unlabel(self, page: int) -> None:
-        raise NotImplementedError
-
-    def find(self, keys: Iterable[bytes]) -> list[int]:
-        raise NotImplementedError
-
-    def pages_for(self, tokens: int) -> int:
-        return -(-tokens // PAGE_TOKENS)
-
-
-class NoAdapters:
-    """Nobody has one."""
-
-    def failure(self, ref: AdapterRef) -> Exception | None:
-        raise NotImplementedError
-
-    def reading(self, ref: AdapterRef) -> bool:
-        raise NotImplementedError
-
-    def needs(self, ref: AdapterRef) -> int:
-        raise NotImplementedError
-
-    def to_copy(self, ref: AdapterRef) -> int:
-        raise NotImplementedError
-
-    def activate(self, ref: AdapterRef) -> Activated | None:
-        raise NotImplementedError
-
-    def deactivate(self, ref: AdapterRef) -> None:
-        raise NotImplementedError
 
 
 class Hopeful(OutputLengths):
@@ -107,22 +53,26 @@ class Run:
         self._ends = [max(1, min(most, int(draw(chance)))) for _ in range(REQUESTS)]
         lengths = Hopeful() if how == "pages" else None
         self._scheduler = Scheduler(
-            Pool(), NoAdapters(), max_running=PLACES, step_tokens=REQUESTS * PROMPT, lengths=lengths
+            BarePages(PAGES, PAGE_TOKENS),
+            BareAdapters(),
+            max_running=PLACES,
+            step_tokens=REQUESTS * PROMPT,
+            lengths=lengths,
         )
         for number, end in enumerate(self._ends):
             stops = frozenset[int]() if how == "known" else frozenset([STOP])
-            self._scheduler.add(_sequence(number, end if how == "known" else most, stops))
+            self._scheduler.add(_request(number, end if how == "known" else most, stops))
         self.steps = self.longest_wait = self._computed = 0
         self.plan_us: list[float] = []
         self._seen: dict[int, int] = {}
 
     def step(self) -> None:
         began = time.perf_counter()
-        shares = self._scheduler.plan()
+        shares = self._scheduler.commit(self._scheduler.propose())
         self.plan_us.append(1e6 * (time.perf_counter() - began))
         self.steps += 1
         for share in shares:
-            own = share.sequence
+            own = share.request
             own.computed += share.tokens
             self._computed += share.tokens
             if own.pending == 0:
@@ -130,6 +80,7 @@ class Run:
                 self._seen[own.number] = self.steps
                 if own.push(STOP if own.generated + 1 == self._ends[own.number] else 0) is not None:
                     self._scheduler.remove(own)
+        self._scheduler.changed()
 
     def until_all_have_ended(self) -> Run:
         while len(self._scheduler):
@@ -147,10 +98,10 @@ class Run:
         return (self._computed - once) / once
 
 
-def _sequence(number: int, max_tokens: int, stops: frozenset[int]) -> SequenceState:
-    slo = Slo(ttft=1, tpot=1)
-    request = Generate(id=str(number), prompt=(0,) * PROMPT, sampling=SamplingParams(), adapter=None, slo=slo)
-    return SequenceState(request, number, max_tokens, stops, [0] * PROMPT)
+def _request(number: int, max_tokens: int, stop_ids: frozenset[int]) -> Request:
+    sampling, slo = SamplingParams(max_tokens=max_tokens), Slo(ttft=1, tpot=1)
+    message = Generate(id=str(number), prompt=(0,) * PROMPT, sampling=sampling, adapter=None, slo=slo)
+    return Request(message, stop_ids=stop_ids)
 
 
 def main() -> None:

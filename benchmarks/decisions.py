@@ -1,4 +1,4 @@
-"""Cost of one scheduling decision: the engine's view of its queues, and the policy's answer, with learned times of steps and slices.
+"""Cost of one scheduling decision: the next step's plan, the engine's view of it, and the policy's answer, with learned times of steps and slices.
 
     python -m benchmarks.decisions --out benchmarks/results
 
@@ -15,19 +15,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
+from msgspec import structs
+
 from benchmarks.demo import hardware
 from benchmarks.options import make_parser
 from benchmarks.serving_results import Results, Target
 from coserve.config import Config
-from coserve.engine.running import RunningRequests
 from coserve.engine.views import Views
+from coserve.generate.schedule import Scheduler
 from coserve.link import Generate, Tokens
 from coserve.queues.finetune import JobQueue
-from coserve.queues.inference import InferenceQueue
 from coserve.queues.policies.choice import make_policy
 from coserve.queues.policy import Train
+from coserve.queues.request import Request
 from coserve.queues.shapes import StepKind, StepShape
 from coserve.types import AdapterRef, MicroStep, SamplingParams, Slo
+from tests.support.pages import BareAdapters, BarePages
 
 WAITING, BATCH, JOBS, ADAPTERS, REPEATS = 1000, 64, 100, 32, 2000
 LEARNED = 2000
@@ -69,27 +72,23 @@ class Case:
 
     def __init__(self, policy: str, running: int) -> None:
         config = Config(policy=policy)
-        self._queue, self._running, jobs = (
-            InferenceQueue(2 * WAITING, fair=config.fair),
-            RunningRequests(2048),
-            JobQueue(),
-        )
+        jobs, self._scheduler = JobQueue(), Scheduler(
+            BarePages(BATCH, 4096), BareAdapters(), max_running=BATCH, step_tokens=2048, max_queue=2 * WAITING,
+            fair=config.fair,
+        )  # fmt: skip
         for job in range(JOBS):
             jobs.add(f"j{job}")
         self._numbers = count()
         for _ in range(WAITING):
             self._push()
-        for i in range(running):
-            self._running.add(f"x{i}", Slo(ttft=2.0, tpot=0.2), now=0.0, deadline=1.0, prompt=256)
         self._tokens = [Tokens(id=f"x{i}", tokens=(1,), finished=None) for i in range(running)]
-        self._views = Views(
-            self._queue,
-            self._running,
-            Jobs(jobs),
-            max_running=BATCH,
-            step_tokens=2048,
-            beside=config.trains_concurrently,
-        )
+        for own in self._tokens:
+            self._scheduler.add(Request(structs.replace(request(0), id=own.id)))
+        for _ in range(BATCH):  # until all prompts are computed
+            for share in self._scheduler.commit(self._scheduler.propose(), 0):
+                share.request.computed += share.tokens
+            self._scheduler.changed()
+        self._views = Views(Jobs(jobs), beside=config.trains_concurrently)
         self._policy = make_policy(config)
         self._learn()
 
@@ -104,23 +103,23 @@ class Case:
                 self._views.slices.ran(Train("j0", 1), MicroStep.FORWARD, 1, 4096, 0.01 + beside / 4, 0.0, beside, kind)
 
     def _push(self) -> None:
-        self._queue.push(request(next(self._numbers)), arrived=0.0, deadline=2.0)
+        self._scheduler.arrive(Request(request(next(self._numbers))))
 
     def nothing(self) -> None:
         """The queues stay as they are."""
 
     def step(self) -> None:
-        self._running.accept(self._tokens, 0.5)
+        self._scheduler.tokens_came(self._tokens, 0.5)
 
     def arrival(self) -> None:
-        self._queue.pop(1)
+        self._scheduler.cancel_queued([self._scheduler.queue.waiting(1)[0].id])
         self._push()
 
     def seconds(self, change: Callable[[], None]) -> float:
         """Of a decision after `change`."""
         change()
         began = time.perf_counter()
-        self._policy.decide(self._views.view(0.5, reading=0, blocked=False), 0.5)
+        self._policy.decide(self._views.view(self._scheduler.propose(), 0.5), 0.5)
         return time.perf_counter() - began
 
 

@@ -20,7 +20,8 @@ from statistics import median
 from benchmarks.options import make_parser
 from benchmarks.serving_results import Results
 from benchmarks.slack_risk import LEAD, LOADS, MICRO_SECONDS, SECONDS, Recording, step_seconds, workload
-from coserve.engine.engine import Engine
+from coserve.engine.engine import Engine, JobPlaces
+from coserve.engine.spatial.slices_in_flight import Marks
 from coserve.link import (
     EngineStopped,
     FromEngine,
@@ -77,7 +78,9 @@ async def _play(
     """What was sent, and shares of the arrivals' time: training, alone, and both at once."""
     loop, rng = asyncio.get_running_loop(), random.Random(seed)
     gpu = SharedGpu(*speeds)
-    generator = SharingGenerator(lambda shape: slower(rng) * step_seconds(shape, *STEP), 1.5e-3, 2048, rng)
+    generator = SharingGenerator(
+        lambda shape: slower(rng) * step_seconds(shape, *STEP), 1.5e-3, 2048, rng, max_running=256
+    )
     generator.gpu = gpu
     spec = job_spec("j")
     trainer = SharingTrainer(Meter(), FREE, job_always(spec), rng, loop.time, gpu=gpu)
@@ -91,9 +94,8 @@ async def _play(
     api: LocalLink[ToEngine, FromEngine] = LocalLink(to_engine, from_engine)
     link = Recording(from_engine, to_engine)
     engine = Engine(
-        generator, trainer, NoAdapters(), Overlap(1.0, floor=0.05), link, max_running=256, max_queue=4096, fair=True,
-        max_active_jobs=1, step_tokens=2048, clock=loop.time, job_threads=Inline(), mark_training=gpu.mark,
-        between_slices=gpu.between, mark_step=gpu.mark_step,
+        generator, trainer, NoAdapters(), Overlap(1.0, floor=0.05), link, clock=loop.time,
+        jobs=JobPlaces(1, Inline()), marks=Marks(gpu.mark, gpu.between, gpu.mark_step),
     )  # fmt: skip
     run = asyncio.create_task(engine.run())
     api.send(StartJob(spec=spec))

@@ -3,7 +3,7 @@
     python -m benchmarks.queue_costs --out benchmarks/results
 
 Each row is the median of the repeats in microseconds: of an arrival (its place in the queue, and whether it would be late) with requests of one class and
-of both, of an admission with 32 adapters waiting and with one for each request, and of a client that leaves while all others leave, too. Needs no GPU.
+of both, of an admission (a plan of its step, and its pages) with 32 adapters waiting and with one for each request, and of a client that leaves while all others leave, too. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from benchmarks.demo import hardware
 from benchmarks.options import make_parser
 from benchmarks.serving_results import Results
-from coserve.link import Generate
-from coserve.queues.inference import InferenceQueue
-from coserve.queues.shedding import Shedding
-from coserve.types import AdapterRef, SamplingParams, Slo
+from coserve.engine.reception import Reception
+from coserve.engine.views import Views
+from coserve.generate.schedule import Scheduler
+from coserve.link import Generate, RequestFailed
+from coserve.queues.request import State
+from coserve.types import AdapterRef, MicroStep, SamplingParams, Slo
+from tests.support.pages import BareAdapters, BarePages
 
 WAITING, ADAPTERS, REPEATS, ROUNDS = (1000, 4096), 32, 500, 5
 BATCH_SHARE = 0.3
@@ -28,16 +31,34 @@ FAR = 1e6
 """Seconds until the first token is due, so that nobody is late."""
 
 
+class NoJobs:
+    """Nothing trains."""
+
+    def ready(self) -> tuple[str, ...]:
+        return ()
+
+    def next_micro_step(self, job: str) -> MicroStep:
+        raise NotImplementedError
+
+    def micro_batch_tokens(self, job: str) -> int:
+        raise NotImplementedError
+
+    def in_training(self, job: str) -> bool:
+        raise NotImplementedError
+
+
 class Case:
     """A full batch before `waiting` requests; every 10 ms one is admitted and another one comes."""
 
     def __init__(self, waiting: int, adapters: int, batch_share: float = 0.0) -> None:
         self._rng, self._now, self._made = random.Random(0), 0.0, 0
         self._adapters, self._batch_share = adapters, batch_share
-        self._queue = InferenceQueue(2 * waiting, fair=True)
-        self._shedding = Shedding(self._queue, lambda _: False)
+        self._scheduler = Scheduler(
+            BarePages(waiting, 4096), BareAdapters(), max_running=1, step_tokens=2048, max_queue=2 * waiting
+        )
+        self._reception = Reception(self._scheduler, Views(NoJobs()), self._refused)
         for _ in range(waiting):
-            self._queue.push(self._request(), arrived=self._now, deadline=self._now + 2.0)
+            self._reception.enqueue(self._request(), self._now)
 
     def _request(self) -> Generate:
         number, self._made, self._now = self._made, self._made + 1, self._now + 0.01
@@ -46,27 +67,29 @@ class Case:
             prompt=(1,) * 256,
             sampling=SamplingParams(max_tokens=64 + self._rng.randrange(200)),
             adapter=AdapterRef(f"a{number % self._adapters}", 1),
-            slo=Slo(ttft=2.0, tpot=0.2, batch=self._rng.random() < self._batch_share),
+            slo=Slo(ttft=FAR, tpot=0.2, batch=self._rng.random() < self._batch_share, shed=True),
         )
+
+    def _refused(self, messages: Sequence[RequestFailed]) -> None:
+        raise AssertionError(messages)
 
     def repeat(self) -> tuple[float, float]:
         """Microseconds of an admission, and of an arrival."""
-        admission = _microseconds(
-            lambda: self._shedding.admitted(self._queue.pop(1), self._now, full=True),
-        )
+        for running in [each for each in self._scheduler.requests.values() if each.state is State.ACTIVE]:
+            self._scheduler.remove(running)
+
+        def admit() -> None:
+            self._scheduler.commit(self._scheduler.propose(), 1)
+            self._reception.admitted(1, self._now)
+
         request = self._request()
-
-        def arrive() -> None:
-            self._queue.push(request, arrived=self._now, deadline=self._now + 2.0)
-            self._shedding.arrived(request, self._now + FAR, 0, 0.01, 0.05, self._now, full=True)
-
-        return admission, _microseconds(arrive)
+        return _microseconds(admit), _microseconds(lambda: self._reception.enqueue(request, self._now))
 
     def leave(self) -> float:
         """Microseconds for each of all clients, who leave at once."""
-        ids = [entry.message.id for entry in self._queue.waiting(len(self._queue))]
+        ids = [entry.id for entry in self._scheduler.queue.waiting(len(self._scheduler.queue))]
         self._rng.shuffle(ids)
-        return _microseconds(lambda: self._queue.cancel(ids)) / len(ids)
+        return _microseconds(lambda: self._scheduler.cancel_queued(ids)) / len(ids)
 
 
 def _microseconds(work: Callable[[], object]) -> float:

@@ -239,6 +239,8 @@ class Bench:
             self.executor,
             max_running=shape.max_running,
             step_tokens=shape.step_tokens,
+            max_queue=4096,
+            fair=False,
             prefix_cache=prefix_cache,
         )
         self.api, engine_end = local_pair()
@@ -248,11 +250,6 @@ class Bench:
             self.store,
             make_policy(config),
             engine_end,
-            max_running=shape.max_running,
-            max_queue=4096,
-            fair=False,
-            max_active_jobs=1,
-            step_tokens=shape.step_tokens,
             clock=time.monotonic,
         )
 

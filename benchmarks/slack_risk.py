@@ -24,7 +24,7 @@ from msgspec import structs
 
 from benchmarks.options import make_parser
 from benchmarks.serving_results import Results
-from coserve.engine.engine import Engine
+from coserve.engine.engine import Engine, JobPlaces
 from coserve.link import (
     EngineStopped,
     FromEngine,
@@ -120,7 +120,7 @@ def workload(rate: float, slo: Slo, seed: int) -> list[tuple[float, Generate]]:
 async def _play(requests: list[tuple[float, Generate]], seed: int) -> tuple[Recording, BlockingTrainer]:
     loop, rng = asyncio.get_running_loop(), random.Random(seed)
     steps, slices = Noise(rng, 0.04, 1 / 300), Noise(rng, 0.03, 1 / 300)
-    generator = OverlappedGenerator(lambda shape: steps(step_seconds(shape)), 1.5e-3, 2048, rng)
+    generator = OverlappedGenerator(lambda shape: steps(step_seconds(shape)), 1.5e-3, 2048, rng, max_running=256)
     spec = job_spec("j")
     trainer = BlockingTrainer(Meter(), fake_ports.Prices(0, 0, 0, 0), job_always(spec), rng, loop.time)
     sizes = random.Random(seed + 1)
@@ -131,8 +131,7 @@ async def _play(requests: list[tuple[float, Generate]], seed: int) -> tuple[Reco
     api: LocalLink[ToEngine, FromEngine] = LocalLink(to_engine, from_engine)
     link = Recording(from_engine, to_engine)
     engine = Engine(
-        generator, trainer, NoAdapters(), Slack(patience=1.0), link, max_running=256, max_queue=4096, fair=True,
-        max_active_jobs=1, step_tokens=2048, clock=loop.time, job_threads=Inline(),
+        generator, trainer, NoAdapters(), Slack(patience=1.0), link, clock=loop.time, jobs=JobPlaces(1, Inline()),
     )  # fmt: skip
     run = asyncio.create_task(engine.run())
     api.send(StartJob(spec=spec))

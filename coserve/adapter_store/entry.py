@@ -44,11 +44,11 @@ class Entry:
     """Bytes of a copy, once there was one (`packing.packed_bytes`)."""
     reading: bool = False
     failure: Exception | None = None
-    """Why the last read failed, while requests still use the GPU copy."""
+    """Why there will be no further copy, while requests still use or await one."""
     references: int = 0
     """Requests that acquired it and have not released it."""
     waiting: int = 0
-    """Requests that wait for it in the store."""
+    """Requests that wait until it is read."""
     deleted: bool = False
     """Its files are gone. Requests that acquired it keep it; nobody acquires it any more."""
 

@@ -1,4 +1,4 @@
-"""All adapters of one engine by (id, version), on disk, in host memory and on the GPU, and the requests that wait for one.
+"""All adapters of one engine by (id, version), on disk, in host memory and on the GPU.
 
 Files are read on threads, while other requests are served. Everything else happens on the event-loop thread.
 """
@@ -14,12 +14,10 @@ from coserve.adapter_store.host import HostBudget, HostCopies
 from coserve.adapter_store.mirror import CopyMirror, NoMirror
 from coserve.adapter_store.packing import packed, packed_bytes
 from coserve.adapter_store.pages import Activated, AdapterPages
-from coserve.adapter_store.waiting import WaitingRequests
 from coserve.errors import AdapterBusy, AdapterNotFound, RequestOutOfMemory
 from coserve.memory.buffer import PageBuffer
 from coserve.model.faults import out_of_memory
 from coserve.model.lora import LoraWeights
-from coserve.queues.inference import Queued
 from coserve.state.retries import Backoff, Retries
 from coserve.types import AdapterDigests, AdapterRef
 
@@ -35,7 +33,7 @@ Load = Callable[[AdapterRef, AdapterDigests | None], LoraWeights]
 class AdapterStore:
     """A cache of adapters over their files. One entry an adapter version; idle copies are evicted by last use.
 
-    A request waits here until its adapter is in memory (`ready`, `next_arrived`, `failed`), then acquires it, and releases it
+    A request waits until its adapter is in memory (`ready`, `reading`, `waited`), then acquires it, and releases it
     when it ends. In between it may be scheduled and preempted: `activate` and `deactivate`. The copies on the host and on the
     GPU are evicted independently. A host copy is read again when a request comes for an adapter that has a GPU copy alone:
     the request runs meanwhile, and should it be preempted and the GPU copy evicted, it does not need the disk.
@@ -58,7 +56,6 @@ class AdapterStore:
         self._entries: dict[AdapterRef, Entry] = {}  # least recently used first
         self._host = HostCopies(budget)
         self._pages: AdapterPages | None = None
-        self._requests = WaitingRequests()
         self._threads = ThreadPoolExecutor(READERS, "adapters")
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed: Callable[[], None] = lambda: None
@@ -71,52 +68,31 @@ class AdapterStore:
         self._changed = changed
 
     @property
-    def waiting(self) -> int:
-        """Requests that wait here."""
-        return len(self._requests)
-
-    @property
     def troubles(self) -> tuple[str, ...]:
         """Reads that failed and are being tried again."""
         return self._retries.notes
 
-    def ready(self, request: Queued) -> bool:
-        """Whether the request's adapter is in memory. If it is not, its files are read, and the request waits here."""
-        ref = request.message.adapter
-        if ref is None:
-            return True
+    def ready(self, ref: AdapterRef, digests: AdapterDigests | None = None) -> bool:
+        """Whether the adapter is in memory. If it is not, its files are read, and nothing evicts it until `waited` is called, as soon as it is not
+        `reading` any more: then it can be acquired, or has a `failure`."""
         entry = self._entry(ref)
         if entry.host is None and not entry.reading:
-            entry.digests = request.message.digests or entry.digests
+            entry.digests = digests or entry.digests
             self._start_reading(entry)
         if entry.state.in_memory:
             return True
-        self._requests.add(request, entry)
+        entry.waiting += 1
         return False
 
-    def next_arrived(self) -> Queued | None:
-        """Remove and return the first of the waiting requests whose adapter is in memory now; None if there is none.
-
-        It acquires its adapter before the next one is asked for: until then nothing evicts it.
-        """
-        return self._requests.pop_arrived()
-
-    def failed(self) -> list[tuple[Queued, Exception]]:
-        """Remove and return the requests whose adapters could not be read, and what was raised."""
-        return self._requests.pop_failed()
-
-    def cancel(self, id: str) -> bool:
-        """Forget a waiting request. False if it does not wait here."""
-        if id not in self._requests:
-            return False
-        if (entry := self._requests.cancel(id)) is not None:
-            self._discard_if_unused(entry)
-            self._evict()
-        return True
+    def waited(self, ref: AdapterRef) -> None:
+        """Once for each `ready` that returned False: that request has acquired the adapter, or has ended."""
+        entry = self._entries[ref]
+        entry.waiting -= 1
+        self._discard_if_unused(entry)
+        self._evict()
 
     def close(self) -> None:
-        """Stop reading. Nobody waits any more."""
-        self._requests.clear()
+        """Stop reading."""
         for task in self._tasks:
             task.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -190,9 +166,7 @@ class AdapterStore:
         if entry is None:
             self._mirror.dropped(ref)
             return
-        entry.deleted, entry.temporary = True, False
-        if not entry.reading:
-            self._requests.fail(entry, _deleted(ref))
+        entry.deleted, entry.temporary, entry.failure = True, False, _deleted(ref)
         self._discard_if_unused(entry)
 
     # ---- pages of the GPU
@@ -218,12 +192,12 @@ class AdapterStore:
         return self._in_pages.pages(self._entries[ref])
 
     def failure(self, ref: AdapterRef) -> Exception | None:
-        """Why an acquired adapter cannot be activated any more: it has lost its last copy, and reading its files raised this."""
+        """Why an adapter that a request waits for or has acquired is not in memory, nor will be: reading its files raised this, or it was deleted."""
         entry = self._entries[ref]
         return entry.failure if entry.state is State.DISK else None
 
     def reading(self, ref: AdapterRef) -> bool:
-        """Whether an acquired adapter has no copy now, but its files are being read; the end of that is `notify`'d."""
+        """Whether an adapter has no copy now, but its files are being read; the end of that is `notify`'d."""
         return self._entries[ref].state is State.READING
 
     def needs(self, ref: AdapterRef) -> int:
@@ -241,6 +215,12 @@ class AdapterStore:
         entry = self._entries[ref]
         assert entry.state is not State.DISK, f"{ref} has no copy"
         return self._in_pages.activate(entry)
+
+    def in_pages(self, ref: AdapterRef) -> LoraWeights:
+        """An activated adapter."""
+        copy = self._entries[ref].gpu
+        assert copy is not None, f"{ref} is not in pages"
+        return copy.weights
 
     def deactivate(self, ref: AdapterRef) -> None:
         """Gives back one `activate`."""
@@ -266,14 +246,11 @@ class AdapterStore:
                 f"adapter {entry.ref}",
                 lambda: loop.run_in_executor(self._threads, self._read_files, entry.ref, entry.digests),
             )
-            if entry.deleted:
-                self._requests.fail(entry, _deleted(entry.ref))
             published_meanwhile = entry.host is not None
             if not published_meanwhile and not (entry.deleted and entry.idle):
                 self._keep(entry, weights)
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends the requests for this adapter alone
             entry.failure = error
-            self._requests.fail(entry, error)
             if entry.host is None:  # the mirror may have read it
                 self._mirror.dropped(entry.ref)
         finally:

@@ -1,4 +1,4 @@
-"""The tick: ask the policy, do what it says, hand the results back.
+"""The tick: collect, propose, decide, commit or train, hand the results out.
 
 The engine knows neither HTTP nor text nor the registry. Requests and jobs come in as messages over a `Link`, tokens and
 the events of jobs go out the same way. All state changes happen on the event loop between two ticks, so that a
@@ -12,7 +12,8 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
+from dataclasses import dataclass
 
 from coserve.engine.device_memory import DeviceMemory
 from coserve.engine.gauges import STATS_INTERVAL, Reports
@@ -21,12 +22,11 @@ from coserve.engine.inbox import Inbox
 from coserve.engine.job_runner import JobRunner
 from coserve.engine.ports import Generates, StoresAdapters, Trains
 from coserve.engine.reception import Reception
-from coserve.engine.running import RunningRequests
-from coserve.engine.spatial.slices_in_flight import Between, EndedSlice, LaunchedStep, Mark, SlicesInFlight
+from coserve.engine.spatial.slices_in_flight import TURNS, EndedSlice, LaunchedStep, Marks, SlicesInFlight
 from coserve.engine.stalls import Stalls
 from coserve.engine.views import Views
-from coserve.errors import CoserveError, EngineFault, failure_text
 from coserve.garbage import GarbageCollection
+from coserve.generate.plan import Plan, Ran
 from coserve.link import (
     Admitted,
     CancelJob,
@@ -37,17 +37,16 @@ from coserve.link import (
     Generate,
     Link,
     PauseJob,
-    RequestFailed,
     ResumeJob,
     Shutdown,
     SnapshotDone,
     StartJob,
     ToEngine,
-    Tokens,
 )
 from coserve.queues.costs import ATTAINMENT
-from coserve.queues.inference import InferenceQueue, Queued
 from coserve.queues.policy import Costs, Policy, Serve, Train, Wait
+from coserve.queues.request import State
+from coserve.queues.shapes import StepKind
 from coserve.state.failpoints import failpoint
 from coserve.stream_link import ALIVE
 from coserve.types import MicroStep
@@ -64,6 +63,17 @@ async def _yield_to_loop() -> None:
         await asyncio.sleep(0)
 
 
+@dataclass(frozen=True)
+class JobPlaces:
+    """`max_active` jobs take turns. `threads` run what may take long for them; None: two for each. `memory`: the GPU's, where jobs are admitted by it, looked at
+    every `memory_poll` seconds while one waits for it."""
+
+    max_active: int = 1
+    threads: Executor | None = None
+    memory: DeviceMemory | None = None
+    memory_poll: float = STATS_INTERVAL
+
+
 class Engine:
     """One base, one GPU, one loop.
 
@@ -78,56 +88,37 @@ class Engine:
         policy: Policy,
         link: Link[FromEngine, ToEngine],
         *,
-        max_running: int,
-        max_queue: int,
-        fair: bool,
-        max_active_jobs: int,
-        step_tokens: int,
         clock: Callable[[], float],
+        jobs: JobPlaces = JobPlaces(),
+        marks: Marks = TURNS,
         attainment: float = ATTAINMENT,
         pace: Callable[[], Awaitable[None]] = _yield_to_loop,
-        job_threads: Executor | None = None,
         garbage: GarbageCollection | None = None,
-        memory: DeviceMemory | None = None,
-        mark_training: Mark | None = None,
-        between_slices: Between = nullcontext,
-        mark_step: Mark | None = None,
-        memory_poll: float = STATS_INTERVAL,
     ) -> None:
-        """`attainment`: share of answers that are to be in time. `garbage` is collected while no request runs; None: by the
-        interpreter. `memory`: the GPU's, where jobs are admitted by it. `mark_training`: slices are only launched, and run beside generation,
-        or `between_slices`; None: a slice has ended when the trainer returns. `mark_step`: the end of a step is an event, too; None: the engine
-        waits for it. `memory_poll`: seconds between two looks at `memory` while a job waits for it."""
-        self._generator, self._adapters = generator, adapters
+        """`marks`: whether slices and steps are only launched, and their ends are events; `attainment`: share of answers that are to be in time. `garbage` is
+        collected while no request runs; None: by the interpreter."""
+        self._generator, self._scheduler, self._adapters = generator, generator.scheduler, adapters
         self._policy, self._link, self._clock, self._pace = policy, link, clock, pace
-        self._memory, self._memory_poll, self._garbage = memory, memory_poll, garbage or GarbageCollection.none()
-        self._queue = InferenceQueue(max_queue, fair=fair)
-        self._running, self._stalls = RunningRequests(step_tokens), Stalls(clock)
-        self._changed = asyncio.Event()
+        self._memory_poll, self._garbage = jobs.memory_poll, garbage or GarbageCollection.none()
+        self._stalls, self._changed = Stalls(clock), asyncio.Event()
         self._idle = Idle(self._changed, self._garbage, self._stalls)
         self._inbox = Inbox(link, self._handle, self._changed, self._stalls, clock)
         self._loop: asyncio.AbstractEventLoop | None = None
-        threads = ThreadPoolExecutor(2 * max_active_jobs, "jobs") if job_threads is None else job_threads
         self._jobs = JobRunner(
             trainer,
             link.send,
-            max_active=max_active_jobs,
-            threads=threads,
+            max_active=jobs.max_active,
+            threads=jobs.threads or ThreadPoolExecutor(2 * jobs.max_active, "jobs"),
             changed=self._change_from_a_thread,
-            memory=memory,
+            memory=jobs.memory,
         )
-        self._flight = SlicesInFlight(mark_training, clock, self._change_from_a_thread, between_slices, mark_step)
+        self._flight = SlicesInFlight(marks, clock, self._change_from_a_thread)
         adapters.notify(self._changed.set)
         self._stopping = False
-        self._views = Views(
-            self._queue, self._running, self._jobs, max_running=max_running, step_tokens=step_tokens,
-            room=lambda: generator.room, attainment=attainment, beside=mark_training is not None,
-        )  # fmt: skip
-        self._reception = Reception(
-            self._queue, self._running, self._views, send=link.send_all, cancel=generator.cancel
-        )
+        self._views = Views(self._jobs, attainment=attainment, beside=marks.training is not None)
+        self._reception = Reception(self._scheduler, self._views, link.send_all)
         parts = generator, adapters, self._jobs, self._views, self._stalls
-        self._reports = Reports(link, clock, parts, (self._queue, self._running), memory)
+        self._reports = Reports(link, clock, parts, jobs.memory)
         self._measured: float | None = None
         """When the last step or slice ended: what follows is part of the next one's time. None: the engine waited since."""
         self._step = LaunchedStep()
@@ -147,10 +138,8 @@ class Engine:
                 with self._stalls.during("jobs"):
                     self._jobs.activate()
                 with self._stalls.during("adapters"):
-                    while (request := self._adapters.next_arrived()) is not None:
-                        self._admit(request)
-                    for request, error in self._adapters.failed():
-                        self._fail(request.message, error)
+                    self._scheduler.take_loaded()
+                    self._link.send_all(self._generator.take_failed())
                 for ended in self._flight.take_ended():
                     self._slice_ended(ended)
                 await self._tick(self._clock())
@@ -170,23 +159,23 @@ class Engine:
             self._loop.call_soon_threadsafe(self._changed.set)
 
     async def _tick(self, now: float) -> None:
-        self._stalls.step_can_begin(has_requests=bool(self._queue) or bool(self._running))
+        scheduler, launched = self._scheduler, self._generator.in_flight
+        self._stalls.step_can_begin(has_requests=bool(scheduler) or bool(scheduler.queue))
         self._inbox.step_can_begin()
         self._reception.refuse_late(now)
-        flight, reading, generator = self._flight.view(), self._adapters.waiting, self._generator
-        blocked, launched = generator.blocked, generator.in_flight
         if launched and self._step.ended:
             await self._collect()
             return
+        plan = scheduler.propose()
         collected = max(now, self._step.expected) if launched else None
-        view = self._views.view(now, reading=reading, blocked=blocked, in_flight=flight, collected=collected)
+        view = self._views.view(plan, now, in_flight=self._flight.view(), collected=collected)
         decision = self._policy.decide(view, now)
         # Where slices are only launched, their launches before a step are no part of its time.
         if self._measured is None or not (launched or self._flight.takes_turns):
             self._measured = now
         match decision:
             case Serve():
-                await self._serve(decision, view.costs)
+                await self._serve(decision, plan, view.costs)
             case Train() if launched and self._flight.takes_turns:
                 # Its tokens need not wait for the slice. When they are there, the policy decides again.
                 await self._collect()
@@ -199,15 +188,15 @@ class Engine:
                 await self._pace()
             case Wait(until):
                 self._measured = self._measured if launched else None
-                self._reports.send(now, force=not flight.slices)
-                if self._running or self._queue or self._adapters.waiting or len(self._jobs):
+                self._reports.send(now, force=not view.in_flight.slices)
+                if scheduler.requests or len(self._jobs):
                     poll = self._memory_poll if self._jobs.wait_for_memory else ALIVE
                     until = min(until or math.inf, now + poll)
                 await self._idle.sleep(None if until is None else until - now)
 
     def _idle_until(self, until: float | None, now: float) -> bool:
         """Nobody waits for an adapter to be read, and no timer fires soon."""
-        return not (self._adapters.waiting or self._running) and (until is None or until - now > PREPARATION)
+        return not (self._scheduler.loading or self._scheduler) and (until is None or until - now > PREPARATION)
 
     def _prepare(self) -> bool:
         with self._stalls.during("prepare"):
@@ -215,80 +204,54 @@ class Engine:
 
     # ---- the two kinds of work
 
-    async def _serve(self, decision: Serve, costs: Costs) -> None:
-        began, admit = self._clock(), decision.admit
-        if admit and not self._running:
+    async def _serve(self, decision: Serve, plan: Plan, costs: Costs) -> None:
+        began, queued = self._clock(), len(self._scheduler.queue)
+        if decision.admit and not self._scheduler:
             self._views.turns.dispatched()
         with self._stalls.during("admit"):
-            for request in (popped := self._queue.pop(admit)):
-                if self._adapters.ready(request):
-                    self._admit(request)
-            self._reception.admitted(popped, began)
-        if not self._running or self._generator.blocked:  # all were refused, or wait for their adapters
+            shares = self._scheduler.commit(plan, decision.admit)
+            self._reception.admitted(queued - len(self._scheduler.queue), began)
+        if not (shares or self._generator.in_flight):  # all were refused, or wait for their adapters
+            self._link.send_all(self._generator.take_failed())
             await self._pace()
             self._measured = None
             return
+        kind: StepKind = "prefill" if any(share.tokens > 1 for share in shares) else "decode"
         collected = self._step if self._generator.in_flight else None
         with (
-            self._stalls.during(kind := self._running.step_kind()),
+            self._stalls.during(kind),
             self._flight.step(began, costs.of(decision), between=decision.between, kind=kind) as self._step,
         ):
-            results = self._generator.step()
-        self._report_started(began)
+            ran = self._generator.run(shares)
+        for id in ran.started:
+            self._link.send(Admitted(id=id, at=began))
         failpoint("generate.mid_stream")
-        self._running.computed(self._generator.launched_prompts())
-        await self._accept(results, began, collected or self._step)
+        await self._accept(ran, began, collected or self._step)
 
     async def _collect(self) -> None:
         """Wait for the step in flight."""
         began = self._clock()
         with self._stalls.during("decode"):
-            results = self._generator.collect()
-        await self._accept(results, began, self._step)
+            ran = self._generator.collect()
+        await self._accept(ran, began, self._step)
 
-    async def _accept(self, results: list[Tokens | RequestFailed], began: float, step: LaunchedStep) -> None:
+    async def _accept(self, ran: Ran, began: float, step: LaunchedStep) -> None:
         """What the generator has collected. The time since the last work was measured is that of its steps: those that overlap
         the host's work begin when the one before them ends."""
         await self._pace()
-        now, shape = self._clock(), self._generator.computed()
+        now, shape = self._clock(), ran.computed
         seconds = 0.0 if shape is None and self._generator.in_flight else now - began  # a launch counts with its step
         if shape is not None and (since := self._measured) is not None:
             seconds = now - self._flight.began(step, since)
             self._views.step_took(shape, seconds, overlapped=self._flight.overlapped(step, since))
             self._measured = now
         self._reports.serve_seconds += seconds
-        self._link.send_all(self._running.accept(results, now))
+        self._scheduler.tokens_came(ran.messages, now)
+        self._link.send_all(ran.messages)
         self._reports.send(now)
 
-    def _admit(self, entry: Queued) -> None:
-        request = entry.message
-        try:
-            self._generator.add(request)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this request's alone
-            self._fail(request, error)
-        else:
-            adapter = request.adapter
-            size = 0 if adapter is None else self._adapters.size(adapter)
-            self._running.add(
-                request.id, request.slo, deadline=entry.deadline, prompt=len(request.prompt), end=entry.end,
-                tokens=entry.decodes + 1, adapter=adapter, adapter_bytes=size, now=self._clock(),
-            )  # fmt: skip
-
-    def _fail(self, request: Generate, error: Exception) -> None:
-        """Report `error` as the request's end; re-raise an `EngineFault`."""
-        if isinstance(error, EngineFault):
-            raise error
-        if not isinstance(error, CoserveError):
-            log.error("request %s: internal error", request.id, exc_info=error)
-        code, message = failure_text(error)
-        self._link.send(RequestFailed(id=request.id, code=code, message=message))
-
-    def _report_started(self, at: float) -> None:
-        for id in self._running.start(self._generator.started()):
-            self._link.send(Admitted(id=id, at=at))
-
     async def _train(self, decision: Train) -> None:
-        if not (self._queue or self._running):
+        if not (self._scheduler or self._scheduler.queue):
             self._prepare()  # else a job would keep graphs from being captured
             self._measured = self._clock()
         assert self._measured is not None, "it decided to train"
@@ -297,7 +260,10 @@ class Engine:
         with self._stalls.during(f"train_{kind}"):
             begins = kind is MicroStep.BEGIN
             shared_tokens = self._views.slices.tokens_within(decision.max_micro_step) if begins else None
-            suspended = self._jobs.advance(job, decision.micro_steps, shared_tokens)
+            most = decision.micro_steps
+            if most is not None and not self._views.slices.knows(kind):
+                most = 1  # others tell little about it, and requests would wait for all of them
+            suspended = self._jobs.advance(job, most, shared_tokens)
         micro_steps = self._jobs.micro_steps_done
         tokens = self._jobs.slice_tokens if suspended else tokens  # the job itself may have failed
         expected = micro_steps * self._views.slices.predict(job, kind, tokens).expected
@@ -322,9 +288,12 @@ class Engine:
     def _handle(self, message: ToEngine) -> None:
         match message:
             case Generate():
-                self._reception.enqueue(message, self._clock(), reading=self._adapters.waiting)
+                self._reception.enqueue(message, self._clock())
             case CancelRequest(id=id):
-                if not (self._reception.cancel(id) or self._adapters.cancel(id)) and self._running.remove(id):
+                request = self._scheduler.requests.get(id)
+                if request is not None and request.state is State.QUEUED:
+                    self._reception.cancel(id)
+                else:
                     self._generator.cancel(id)
             case StartJob(spec=spec, paused=paused):
                 self._jobs.place(spec, paused=paused)

@@ -8,12 +8,10 @@ from collections.abc import Callable
 from coserve.engine.device_memory import DeviceMemory
 from coserve.engine.job_runner import JobRunner
 from coserve.engine.ports import Generates, StoresAdapters
-from coserve.engine.running import RunningRequests
 from coserve.engine.stalls import Stalls
 from coserve.engine.views import Views
 from coserve.link import EngineStats, FromEngine, Link, ToEngine
 from coserve.logs.throttled import ThrottledLog
-from coserve.queues.inference import InferenceQueue
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +28,9 @@ class Reports:
         link: Link[FromEngine, ToEngine],
         clock: Callable[[], float],
         parts: tuple[Generates, StoresAdapters, JobRunner, Views, Stalls],
-        requests: tuple[InferenceQueue, RunningRequests],
         memory: DeviceMemory | None,
     ) -> None:
-        """`requests` that wait and that run."""
         self._link, self._parts, self._memory = link, parts, memory
-        self._adapters, (self._queue, self._running) = parts[1], requests
         self._unread = ThrottledLog(log, "the API process does not read what the engine sends", clock)
         self._due = 0.0
         self.serve_seconds = self.train_seconds = 0.0
@@ -46,12 +41,11 @@ class Reports:
         if now < self._due and not force:
             return
         self._due = now + STATS_INTERVAL
-        started, backlog = self._running.started, self._link.backlog
+        backlog = self._link.backlog
         if backlog >= LOGGED_BACKLOG:
             self._unread.warn(f": {backlog >> 20} MiB wait")
-        waiting = len(self._queue) + self._adapters.waiting + len(self._running) - started
         seconds = (self.serve_seconds, self.train_seconds)
-        self._link.send(engine_stats(*self._parts, now, (waiting, started), seconds, self._memory, backlog))
+        self._link.send(engine_stats(*self._parts, now, seconds, self._memory, backlog))
 
 
 def engine_stats(
@@ -61,16 +55,16 @@ def engine_stats(
     views: Views,
     stalls: Stalls,
     now: float,
-    requests: tuple[int, int],
     seconds: tuple[float, float],
     memory: DeviceMemory | None,
     backlog: int,
 ) -> EngineStats:
-    """`requests` that wait and that run; `seconds` in generation steps and in slices."""
-    allocator = generator.allocator()
+    """`seconds` in generation steps and in slices."""
+    allocator, scheduler = generator.allocator(), generator.scheduler
+    first, running = scheduler.queue.first_arrival, scheduler.started
     return EngineStats(
-        waiting=requests[0],
-        running=requests[1],
+        waiting=len(scheduler.requests) - running,
+        running=running,
         jobs=len(jobs),
         pages_used=generator.pages_used,
         pages_total=generator.pages_total,
@@ -81,9 +75,9 @@ def engine_stats(
         cuda_frees=allocator.frees,
         cuda_alloc_retries=allocator.retries,
         pinned_allocs=allocator.pinned,
-        preemptions=generator.preemptions,
-        prefix_queries=generator.prefix_queries,
-        prefix_hits=generator.prefix_hits,
+        preemptions=scheduler.preemptions,
+        prefix_queries=scheduler.prefix_queries,
+        prefix_hits=scheduler.prefix_hits,
         resident=adapters.resident(),
         serve_seconds=seconds[0],
         train_seconds=seconds[1],
@@ -92,7 +86,7 @@ def engine_stats(
         batches=jobs.batches,
         patience_slices=views.slices.by_patience,
         starving=views.slices.starving(now),
-        request_waits=views.request_waits(now),
+        request_waits=0.0 if first is None else now - first,
         training_waits=views.slices.waits(now),
         train_speed_beside=views.train_speed_beside,
         stalls=stalls.totals(),

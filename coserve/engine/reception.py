@@ -3,132 +3,126 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from itertools import chain
+from collections.abc import Callable, Collection, Iterable, Sequence
+from heapq import heappop, heappush
 
-from coserve.engine.running import RunningRequests
 from coserve.engine.views import Views
-from coserve.errors import Overloaded, QueueFull
+from coserve.errors import InvalidRequest, Overloaded, QueueFull
+from coserve.generate.schedule import Scheduler
 from coserve.link import Generate, RequestFailed
-from coserve.queues.inference import InferenceQueue, Queued
-from coserve.queues.shedding import Shedding
+from coserve.queues.request import Request, State
+from coserve.queues.shedding import QueueSpeed, retry_after
 
-MOST_STEPS = 3
-"""Steps with prompts from a request's admission to its first token, at most: the one in flight, one with others' prompts, its own."""
+FIRST_TOKEN_STEPS = 2
+"""Steps with prompts from a request's admission to its first token: the one in flight, and its own."""
 
 
 class Reception:
-    """Puts requests into the queue. Refuses those that it has no place for, and those whose first token will come too late
-    (`queues/shedding.py`), as soon as that is known."""
+    """Puts requests into the queue. Refuses those that it has no place for, and those whose first token would come too late: when they
+    arrive, by the wait that is predicted then, or once no admission could be in time any more. A request that finds a place when it
+    arrives is never refused for being late: below capacity all do. All requests of a call are refused together, and none once one of them
+    has left the queue."""
 
-    def __init__(
-        self,
-        queue: InferenceQueue,
-        running: RunningRequests,
-        views: Views,
-        *,
-        send: Callable[[Sequence[RequestFailed]], None],
-        cancel: Callable[[str], None],
-    ) -> None:
-        """`cancel` a request that the generator has."""
-        self._queue, self._running, self._views = queue, running, views
-        self._send, self._cancel = send, cancel
-        self._shedding = Shedding(queue, running.passed_over)
+    def __init__(self, scheduler: Scheduler, views: Views, send: Callable[[Sequence[RequestFailed]], None]) -> None:
+        self._scheduler, self._views, self._send = scheduler, views, send
+        self._speed = QueueSpeed()
+        self._deadlines: list[tuple[float, int, Request]] = []
+        """When the first tokens of requests that wait for a place must come, the number of their arrival, and the requests: a heap."""
+        self._arrivals = 0
         self._cancelled: list[str] = []
         """Requests that leave the queue before anybody looks at it: many take little longer than one."""
 
-    def enqueue(self, request: Generate, now: float, *, reading: int) -> None:
-        """`reading`: how many requests wait for their adapters to be read."""
+    def enqueue(self, message: Generate, now: float) -> None:
         self._cancel_all()
-        arrived = now if request.arrived is None else min(now, request.arrived)
+        request = Request(message, now if message.arrived is None else min(now, message.arrived))
+        queue, own = self._scheduler.queue, [message.id, *message.choices]
         try:
-            displaced = self._queue.push(request, arrived=arrived, deadline=arrived + request.slo.ttft)
-        except QueueFull as error:
-            self._remove(request.choices)
-            self._refuse(request.id, error)
+            displaced = self._scheduler.arrive(request)
+        except (QueueFull, InvalidRequest) as error:
+            self._scheduler.cancel_queued(message.choices)
+            self._refuse([message.id], error)
             return
-        entry = self._queue.get(request.id)
-        assert entry is not None, "it was queued"
-        views = self._views
-        retry = self._shedding.arrived(
-            request, self._due(entry), views.headroom(reading), views.step_seconds, self._first_token_seconds, now, displaced,
-            full=views.headroom(0) <= 0, decodes=self._running.most_decodes,
-        )  # fmt: skip
-        if retry is not None:
-            self._remove([request.id, *request.choices])
-            self._refuse(request.id, _overloaded(retry))
+        leaving = [] if displaced is None else [displaced.id, *displaced.message.choices]
+        if len(queue) == 1:
+            self._speed.began_to_wait()
+        if (late := self._late(request, leaving, now)) > 0:
+            self._scheduler.cancel_queued(own)
+            self._refuse([message.id], _overloaded(late))
         elif displaced is not None:
-            self._remove([displaced.message.id, *displaced.message.choices])
+            self._scheduler.cancel_queued(leaving)
             why = "the queue is full, and other requests go first; try again later"
-            self._refuse(displaced.message.id, QueueFull(why, retry_after=self._queue.retry_after(now)))
+            self._refuse([displaced.id], QueueFull(why, retry_after=queue.retry_after(now)))
 
-    def cancel(self, id: str) -> bool:
-        """A client left: whether its request waits in the queue. It leaves it with the next call of `enqueue` or `refuse_late`."""
-        if self._queue.get(id) is None:
-            return False
+    def cancel(self, id: str) -> None:
+        """A client left, whose request waits in the queue. It leaves it with the next call of `enqueue` or `refuse_late`."""
         self._cancelled.append(id)
-        return True
 
-    def _cancel_all(self) -> None:
-        if self._cancelled:
-            self._queue.cancel(self._cancelled)
-            self._cancelled.clear()
+    def admitted(self, count: int, now: float) -> None:
+        """So many requests have left the queue, for the batch or to have their adapters read."""
+        full = self._scheduler.places <= 0
+        self._speed.admitted(count, now, others_wait=full and len(self._scheduler.queue) > 0)
 
-    def admitted(self, requests: Sequence[Queued], now: float) -> None:
-        """These requests have left the queue, for the batch or to have their adapters read."""
-        self._shedding.admitted(requests, now, full=self._views.headroom(0) <= 0)
+    def refuse_late(self, now: float) -> None:
+        """Before each decision: requests in the queue that would be late if they were admitted now."""
+        self._cancel_all()
+        late = list[Request]()
+        while self._deadlines and self._deadlines[0][0] < now + self._first_token_seconds:
+            request = heappop(self._deadlines)[2]
+            if request.state is State.QUEUED and not self._has_begun(request.message.choices):
+                late.append(request)
+        if late:
+            error = _overloaded(self._scheduler.queue.retry_after(now))
+            self._scheduler.cancel_queued([id for each in late for id in (each.id, *each.message.choices)])
+            self._refuse([each.id for each in late], error)
 
-    def _due(self, entry: Queued) -> float:
-        """When a request's first token would have to come if one step computed its prompt; infinite where it is not to be refused for being late. An answer's
-        tokens take no longer than a step with others' prompts each."""
-        slo, views = entry.message.slo, self._views
-        decodes = self._running.expected_decodes(entry.message.sampling)
-        answer = decodes * max(views.decode_seconds, min(self._running.token_seconds, views.prompt_step_seconds))
-        due = min(entry.deadline if slo.shed else math.inf, entry.end - answer if slo.shed_e2e else math.inf)
-        return due - self._long_prompt_seconds(entry.tokens)
+    def _late(self, request: Request, leaving: Collection[str], now: float) -> float:
+        """By how many seconds the first token of a request that was just queued will be late; 0: it will not, or is not to be refused for it.
+        `leaving`: requests that would leave the queue for it."""
+        due = self._due(request)
+        if due == math.inf or self._has_begun(request.message.choices):
+            return 0.0
+        scheduler, queue = self._scheduler, self._scheduler.queue
+        headroom = scheduler.headroom
+        ahead = queue.ahead(request, leaving) - headroom if len(queue) - len(leaving) > headroom else -1
+        if ahead < 0:
+            return 0.0
+        wait = self._speed.wait(ahead, now, full=scheduler.places <= 0)
+        late = now + wait + self._first_token_seconds - due
+        if wait and late > 0:
+            return late
+        heappush(self._deadlines, (due, self._arrivals, request))
+        self._arrivals += 1
+        return 0.0
+
+    def _due(self, request: Request) -> float:
+        """When a request's first token would have to come if one step computed its prompt; infinite where it is not to be refused for being late."""
+        slo, sampling = request.message.slo, request.sampling
+        tokens = request.max_tokens if sampling.ignore_eos else max(sampling.min_tokens, self._scheduler.lengths.mean)
+        answer = min(request.decodes, max(0.0, tokens - 1)) * self._views.decode_seconds
+        due = min(request.deadline if slo.shed else math.inf, request.end - answer if slo.shed_e2e else math.inf)
+        return due - (-(-request.pending // self._scheduler.budget.tokens) - 1) * self._views.prompt_step_seconds
 
     @property
     def _first_token_seconds(self) -> float:
-        """From a request's admission to its first token, as few others have exceeded; at least the next step, which it may have to wait for, and no more
-        than `MOST_STEPS` with prompts: what took longer was a machine that stood still, or pages that were missing. Prompts in the batch that fill several steps
-        go first."""
-        views, most = self._views, MOST_STEPS * self._views.prompt_step_seconds
-        usual = max(views.step_seconds, min(self._running.first_token_seconds, most))
-        return usual + self._long_prompt_seconds(self._running.prompt_tokens)
+        """From a request's admission to its first token, at most."""
+        return max(self._views.step_seconds, FIRST_TOKEN_STEPS * self._views.prompt_step_seconds)
 
-    def _long_prompt_seconds(self, tokens: int) -> float:
-        return self._views.long_prompt_seconds(int(self._running.uncached_share * tokens))
+    def _has_begun(self, choices: Iterable[str]) -> bool:
+        """Answers that have begun are not thrown away for a late one."""
+        found = map(self._scheduler.requests.get, choices)
+        return any(request is None or request.state is not State.QUEUED for request in found)
 
-    def refuse_late(self, now: float) -> None:
-        """Before each decision. Refuse the requests that have become late: in the queue, or in the batch if no step had pages or room for them."""
-        self._cancel_all()
-        if not self._shedding.watches:
-            return
-        late = self._shedding.expired(self._first_token_seconds, now)
-        if not late:
-            return
-        gone = self._remove(late)
-        self._remove([*chain.from_iterable(late[id].choices for id in gone)])
-        self._send([_failed(id, _overloaded(one.retry)) for id, one in late.items() if id in gone])
+    def _cancel_all(self) -> None:
+        if self._cancelled:
+            self._scheduler.cancel_queued(self._cancelled)
+            self._cancelled.clear()
 
-    def _remove(self, ids: Collection[str]) -> set[str]:
-        """Take those of these requests that have not begun out of the queue and the batch. Returns their ids."""
-        gone = self._queue.cancel(ids)
-        for id in set(ids) - gone:
-            if self._running.passed_over(id):
-                self._running.remove(id)
-                self._cancel(id)
-                gone.add(id)
-        return gone
-
-    def _refuse(self, id: str, error: QueueFull | Overloaded) -> None:
-        self._send([_failed(id, error)])
+    def _refuse(self, ids: Iterable[str], error: QueueFull | InvalidRequest) -> None:
+        retry = error.retry_after if isinstance(error, QueueFull) else None
+        self._send([RequestFailed(id=id, code=error.code, message=error.message, retry_after=retry) for id in ids])
 
 
-def _overloaded(retry: float) -> Overloaded:
+def _overloaded(seconds: float) -> Overloaded:
+    retry = retry_after(seconds)
     why = f"no place in the batch before the time that the request's targets leave; try again in {retry:.0f} s"
     return Overloaded(why, retry_after=retry)
-
-
-def _failed(id: str, error: QueueFull | Overloaded) -> RequestFailed:
-    return RequestFailed(id=id, code=error.code, message=error.message, retry_after=error.retry_after)

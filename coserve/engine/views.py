@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from sys import maxsize
 from typing import Protocol
 
-from coserve.engine.running import RunningRequests
+from coserve.generate.plan import Plan
 from coserve.link import StepCounts
 from coserve.queues.beside import SpeedBeside, Trials
 from coserve.queues.costs import ATTAINMENT, Predictors
-from coserve.queues.inference import InferenceQueue
-from coserve.queues.policy import Costs, InFlight, View, Waiting
+from coserve.queues.policy import Costs, InFlight, View
 from coserve.queues.shapes import STEP_FEATURES, STEP_KINDS, StepKind, StepShape
 from coserve.queues.slices import Slices
 from coserve.queues.sliding import SlidingQuantile
@@ -44,16 +41,11 @@ class ReadyJobs(Protocol):
 
 
 class Views:
-    """Views cost little, however long the queue: requests that cannot be admitted now are only counted."""
+    """What steps and slices are expected to take, and what else a policy may know of the past."""
 
-    def __init__(
-        self, queue: InferenceQueue, running: RunningRequests, jobs: ReadyJobs, *, max_running: int, step_tokens: int,
-        room: Callable[[], int] = lambda: maxsize, attainment: float = ATTAINMENT, beside: bool = True,
-    ) -> None:  # fmt: skip
-        """`step_tokens`: maximum number of tokens of a generation step; `room`: how many more requests the generator should be given
-        now; `attainment`: share of answers that are to be in time; `beside`: steps may run beside training, so what they take then is predicted, too."""
-        self._queue, self._running, self._jobs = queue, running, jobs
-        self._max_running, self._step_tokens, self._room = max_running, step_tokens, room
+    def __init__(self, jobs: ReadyJobs, *, attainment: float = ATTAINMENT, beside: bool = True) -> None:
+        """`attainment`: share of answers that are to be in time; `beside`: steps may run beside training, so what they take then is predicted, too."""
+        self._jobs = jobs
         self._steps, self.slices, self.turns = Predictors(STEP_FEATURES, attainment), Slices(attainment), Turns()
         self._beside = beside
         self._in_turn = Counter[StepKind]()
@@ -107,50 +99,27 @@ class Views:
         """Seconds that 90% of the latest steps with prompts did not exceed; 0: there were none."""
         return self._prompt_steps.at(PROMPT_STEP)
 
-    def long_prompt_seconds(self, tokens: int) -> float:
-        """Expected seconds of the steps before the last one of a prompt of so many tokens; 0 if one step computes it. What attention costs is left out: it grows
-        with the square of the tokens, and was measured on shorter prompts.
-        """
-        if steps := max(0, tokens - 1) // self._step_tokens:
-            full = StepShape(prefill=self._step_tokens)
-            return steps * self._steps.predict(full.features, *_KINDS["prefill", False]).expected
-        return 0.0
-
-    def request_waits(self, now: float) -> float:
-        """Seconds that the oldest request in the queue has waited; 0: none waits."""
-        first = self._queue.first_arrival
-        return 0.0 if first is None else now - first
-
-    def headroom(self, reading: int) -> int:
-        """How many more requests can be admitted. `reading`: as in `view`."""
-        return max(0, min(self._max_running - len(self._running), self._room()) - reading)
-
-    def view(
-        self, now: float, *, reading: int, blocked: bool, in_flight: InFlight = NOTHING, collected: float | None = None
-    ) -> View:
-        """`reading`: how many requests wait for their adapters to be read; `blocked`: no running request can compute anything;
-        `collected`: when the tokens of a step come that was launched; None: there is none."""
+    def view(self, plan: Plan, now: float, *, in_flight: InFlight = NOTHING, collected: float | None = None) -> View:
+        """Of the next step, as it is planned. `collected`: when the tokens of a step come that was launched; None: there is none."""
         jobs = self._jobs.ready()
         self.slices.ready(jobs, now)
         if in_flight.slices and jobs and self._jobs.next_micro_step(jobs[0]) is MicroStep.RESULT:
             jobs = ()  # its micro-batch is suspended: no other job can begin one
-        headroom = self.headroom(reading)
-        waiting = self._queue.waiting(headroom)
         return View(
-            waiting=waiting,
-            queued=len(self._queue),
-            first_arrival=self._queue.first_arrival,
-            running=() if blocked else self._running.view(collected),
-            step_tokens=self._step_tokens,
-            headroom=headroom,
+            waiting=plan.waiting,
+            queued=plan.queued,
+            first_arrival=plan.first_arrival,
+            running=() if plan.blocked else plan.deadlines.view(collected),
+            step_tokens=plan.step_tokens,
+            headroom=plan.headroom,
             jobs=jobs,
             turn=self.turns.view(self._jobs.in_training),
             train_waiting_since=self.slices.waiting_since if jobs else None,
-            costs=self._costs(waiting, jobs, overlapped=in_flight.slices > 0),
+            costs=self._costs(plan, jobs, overlapped=in_flight.slices > 0),
             in_flight=in_flight,
         )
 
-    def _costs(self, waiting: Sequence[Waiting], jobs: tuple[str, ...], *, overlapped: bool) -> Costs:
+    def _costs(self, plan: Plan, jobs: tuple[str, ...], *, overlapped: bool) -> Costs:
         """`overlapped`: the next step runs beside training."""
         micro_step = 0.0
         if jobs:
@@ -158,9 +127,9 @@ class Views:
             tokens = self._jobs.micro_batch_tokens(job)
             micro_step = self.slices.predict(job, self._jobs.next_micro_step(job), tokens).most
         nobody = None
-        if waiting and self._beside:
-            nobody = self._step_costs(self._running.next_step(()), micro_step, overlapped=overlapped)
-        return self._step_costs(self._running.next_step(waiting), micro_step, overlapped=overlapped, nobody=nobody)
+        if plan.waiting and self._beside:
+            nobody = self._step_costs(plan.admitting_nobody, micro_step, overlapped=overlapped)
+        return self._step_costs(plan.admitting_all, micro_step, overlapped=overlapped, nobody=nobody)
 
     def _step_costs(
         self, step: StepShape, micro_step: float, *, overlapped: bool, nobody: Costs | None = None

@@ -22,7 +22,7 @@ from coserve.adapter_store.host import HostBudget
 from coserve.adapter_store.mirror import CopyMirror
 from coserve.adapter_store.store import AdapterStore, Load
 from coserve.config import Config
-from coserve.engine.engine import Engine
+from coserve.engine.engine import Engine, JobPlaces
 from coserve.engine.parts import EXACT_THREADS, EngineParts, set_up_threads
 from coserve.engine.ranks.adapters import FollowersCopies, load_on_all
 from coserve.engine.ranks.commands import BuildEngine, MeasurePool
@@ -32,6 +32,7 @@ from coserve.engine.ranks.memory import FollowersMemory
 from coserve.engine.ranks.own_rank import OwnRank
 from coserve.engine.ranks.serve import load_ranked_base, watched
 from coserve.engine.ranks.trainer import RankedTrainer
+from coserve.engine.spatial.slices_in_flight import TURNS, Marks
 from coserve.engine.spatial.training_stream import TrainingStream, make_training_stream, prepare_environment
 from coserve.engine.starting import EndedAtStart, StartProgress, until_shutdown
 from coserve.engine.warming.compilations import watch_compilations, watch_layers
@@ -99,6 +100,8 @@ def build_engine(
         compiled.executor if followers is None else RankedExecutor(compiled.executor, followers),
         max_running=config.batch_requests,
         step_tokens=parts.step_tokens,
+        max_queue=config.max_queue,
+        fair=config.fair,
         prefix_cache=config.prefix_cache,
     )
     kind = Trainer if followers is None else partial(RankedTrainer, followers=followers)
@@ -114,18 +117,14 @@ def build_engine(
         store,
         make_policy(config, tpot=config.targets(device=base.device.type)[1]),
         link,
-        max_running=config.batch_requests,
-        max_queue=config.max_queue,
-        fair=config.fair,
-        attainment=config.slo_attainment,
-        max_active_jobs=config.max_active_jobs,
-        step_tokens=parts.step_tokens,
         clock=time.monotonic,
-        memory=parts.device_memory(pool, (lambda: 0) if followers is None else FollowersMemory(followers).taken),
+        jobs=JobPlaces(
+            config.max_active_jobs,
+            memory=parts.device_memory(pool, (lambda: 0) if followers is None else FollowersMemory(followers).taken),
+        ),
+        marks=TURNS if training is None else Marks(training.mark, training.between, training.mark_step),
+        attainment=config.slo_attainment,
         garbage=garbage,
-        mark_training=None if training is None else training.mark,
-        between_slices=nullcontext if training is None else training.between,
-        mark_step=None if training is None else training.mark_step,
     )
     ready = EngineReady(
         spec=base.spec,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from coserve.admission.pool import too_large
 from coserve.errors import EmptyPrompt, InvalidRequest, NonFiniteLogits, PromptTooLong, RequestError
 from coserve.generate.sampling.choices import NoToken
-from coserve.generate.sequence_state import SequenceState
 from coserve.link import Generate
 from coserve.memory.kv import KvCache
+from coserve.queues.request import Request
 from coserve.types import BaseSpec
 
 
@@ -57,14 +57,14 @@ def check_fits_pool(request: Generate, max_tokens: int, kv: KvCache, *, adapter_
         )
 
 
-def no_token_error(sequence: SequenceState, reason: NoToken) -> RequestError:
+def no_token_error(request: Request, reason: NoToken) -> RequestError:
     """The error that ends a request for which no token can be chosen."""
     if reason is NoToken.NONE_LEFT:
         return InvalidRequest("logit_bias, penalties and min_tokens leave no token to choose")
-    whose = f"the adapter {sequence.adapter}" if sequence.adapter else "the base without an adapter"
+    whose = f"the adapter {request.adapter}" if request.adapter else "the base without an adapter"
     return NonFiniteLogits(
-        f"expected finite logits, got NaN or infinity from {whose} at token {len(sequence.tokens)}",
-        field="adapter" if sequence.adapter else None,
+        f"expected finite logits, got NaN or infinity from {whose} at token {len(request.tokens)}",
+        field="adapter" if request.adapter else None,
     )
 
 

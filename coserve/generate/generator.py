@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from sys import maxsize
 from typing import Protocol
 
 import torch
 
 from coserve.adapter_store.store import AdapterStore
-from coserve.errors import EngineFault, InvalidRequest, RequestOutOfMemory, failure_text
+from coserve.errors import CoserveError, EngineFault, RequestOutOfMemory, failure_text
 from coserve.generate.checks import allowed_tokens, check_fits_pool, no_token_error
-from coserve.generate.execution.interface import StepExecutor, StepResult
+from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepResult
 from coserve.generate.output_lengths import OutputLengths
+from coserve.generate.plan import Ran, Share, step_shape
 from coserve.generate.sampling.choices import Choice, NoToken
-from coserve.generate.schedule import SCORED_TOKENS, Scheduler, Share
-from coserve.generate.sequence_state import SequenceState
+from coserve.generate.schedule import SCORED_TOKENS, Scheduler
 from coserve.generate.step_input import step_input
-from coserve.generate.step_shape import LaunchedShares, step_shape
 from coserve.link import MAX_PROMPT_LOGPROBS, Generate, RequestFailed, Tokens
 from coserve.logprobs import PackedLogprobs
 from coserve.memory.allocator import AllocatorStats, allocator_stats
 from coserve.memory.kv import KvCache
 from coserve.memory.prefix import PageKeys
 from coserve.model.faults import contained, memory_numbers, out_of_memory
+from coserve.queues.request import Request, State
 from coserve.queues.shapes import StepShape
 from coserve.types import AdapterRef, BaseSpec, FinishReason, TokenLogprob
 
@@ -39,8 +41,20 @@ class DescribesBase(Protocol):
     def device(self) -> torch.device: ...
 
 
+@dataclass(frozen=True)
+class _Launched:
+    """A step that an executor has launched, and what it computes."""
+
+    step: StepInFlight
+    shares: list[Share]
+    samples: frozenset[int]
+    """Numbers of the requests that sample a token."""
+    shape: StepShape
+
+
 class Generator:
-    """Requests come in with `add`, tokens come out of `step`; between steps requests may be added and cancelled.
+    """Runs the steps that the scheduler plans. Requests come in through the scheduler (or `add`), tokens come out of `run`; between steps
+    requests may come and be cancelled.
 
     On CPU the tokens of a request depend on the request alone (prompt, parameters, seed, adapter version), bit for
     bit, whatever runs beside it and however often it was preempted. On CUDA they may differ in the last bits of logits.
@@ -55,37 +69,37 @@ class Generator:
         *,
         max_running: int,
         step_tokens: int,
+        max_queue: int = maxsize,
+        fair: bool = True,
         prefix_cache: bool = True,
         scored_tokens: int = SCORED_TOKENS,
         lengths: OutputLengths | None = None,
     ) -> None:
-        """`executor`: runs the steps; `step_tokens`: most tokens of a step; `max_running`: sequences that hold pages at once
-        (no more than a step has tokens), further ones wait; `prefix_cache`: sequences of one adapter version that begin
+        """`executor`: runs the steps; `step_tokens`: most tokens of a step; `max_running`: requests that hold pages at once
+        (no more than a step has tokens), further ones wait; `max_queue`, `fair`: see `InferenceQueue`; `prefix_cache`: sequences of one adapter version that begin
         alike share pages; `scored_tokens`: most tokens of a step that belong to prompts which are scored; `lengths`: of past answers."""
         assert max_running > 0 < step_tokens, f"expected at least 1 each, got {max_running=}, {step_tokens=}"
         self._base, self._store, self._kv = base, store, kv
         store.use_pool(kv.buffer, self._evicted)
-        self._scheduler = Scheduler(
-            kv, store, max_running=max_running, step_tokens=step_tokens, scored_tokens=scored_tokens, lengths=lengths
-        )
+        self.scheduler = Scheduler(
+            kv, store, max_running=max_running, step_tokens=step_tokens, max_queue=max_queue, fair=fair,
+            scored_tokens=scored_tokens, lengths=lengths, prepare=self._prepare, failed=self._refuse,
+        )  # fmt: skip
         self._prefix_cache = prefix_cache
         self._executor = executor
-        self._in_flight: list[LaunchedShares] = []
+        self._in_flight: list[_Launched] = []
         self._failed_alone: int | None = None
         """Number of a sequence for one token of which there was no memory, a step ago."""
         self._computed: StepShape | None = None
-        self._launched_prompts = dict[str, int]()
         self._failed: list[RequestFailed] = []
-        """Requests that ended at a launch, not yet reported."""
-        self._sequences: dict[str, SequenceState] = {}
-        self._numbered: dict[int, SequenceState] = {}
-        """The same by their numbers: an id may come back while a step of its first request is in flight."""
-        self._arrivals = 0
+        """Requests that ended without a step, or at a launch, not yet reported."""
+        self._numbered: dict[int, Request] = {}
+        """Those in the batch, by their numbers: an id may come back while a step of its first request is in flight."""
 
     @property
     def running(self) -> int:
-        """Requests that were added and have not ended."""
-        return len(self._sequences)
+        """Requests in the batch."""
+        return len(self.scheduler)
 
     @property
     def pages_used(self) -> int:
@@ -105,26 +119,6 @@ class Generator:
         return self._kv.pool.total
 
     @property
-    def preemptions(self) -> int:
-        """How often a sequence lost its pages to an earlier one, since the start."""
-        return self._scheduler.preemptions
-
-    @property
-    def prefix_queries(self) -> int:
-        """Prompt tokens that were looked for in the prefix cache, since the start."""
-        return self._scheduler.prefix_queries
-
-    @property
-    def prefix_hits(self) -> int:
-        """Those of them that were found, and not computed again."""
-        return self._scheduler.prefix_hits
-
-    @property
-    def room(self) -> int:
-        """How many more requests may be added so that few wait for pages."""
-        return self._scheduler.room
-
-    @property
     def notes(self) -> tuple[str, ...]:
         """What runs slower than it could, and why."""
         return self._kv.notes
@@ -132,7 +126,7 @@ class Generator:
     @property
     def troubles(self) -> tuple[str, ...]:
         """What is done in smaller parts since memory ran out."""
-        budget = self._scheduler.budget
+        budget = self.scheduler.budget
         if not budget.lowered:
             return self._executor.troubles
         return (
@@ -140,8 +134,8 @@ class Generator:
             f"generation: memory ran out; a step has at most {budget.tokens} tokens instead of {budget.full} until more fit",
         )
 
-    def add(self, request: Generate) -> None:
-        """Put a request in line. Its `max_tokens` is cut to what the context leaves after the prompt.
+    def add(self, message: Generate) -> None:
+        """Put a request into the batch, without a queue. Its `max_tokens` is cut to what the context leaves after the prompt.
 
         Raises:
             EmptyPrompt: no prompt tokens.
@@ -149,37 +143,22 @@ class Generator:
             InvalidRequest: an id that runs already, or a token id outside of the vocabulary.
             AdapterNotFound, AdapterError: what `AdapterStore.acquire` raises.
         """
-        if request.id in self._sequences:
-            raise InvalidRequest(f"expected a new request id, got {request.id!r}, which is running", field="id")
-        max_tokens = allowed_tokens(request, self._base.spec)
-        check_fits_pool(request, max_tokens, self._kv, adapter_pages=0)
-        if request.adapter is not None:
-            self._acquire(request.adapter, request, max_tokens)
-        sampling = request.sampling
-        ends = () if sampling.ignore_eos else self._base.spec.eos_token_ids
-        sequence = SequenceState(
-            request,
-            number=self._arrivals,
-            max_tokens=max_tokens,
-            stop_ids=frozenset((*sampling.stop_token_ids, *ends)),
-            tokens=list(request.prompt),
-            keys=self._keys(request) if self._prefix_cache else None,
-        )
-        self._arrivals += 1
-        self._sequences[request.id] = self._numbered[sequence.number] = sequence
-        self._scheduler.add(sequence)
+        self.scheduler.add(Request(message))
 
     def cancel(self, id: str) -> None:
         """Forget a request and free its pages at once; nothing happens if it has ended already."""
-        sequence = self._sequences.get(id)
-        if sequence is not None:
-            self._end(sequence)
+        if (request := self.scheduler.requests.get(id)) is not None:
+            self._end(request)
 
-    def started(self) -> list[str]:
-        """The requests that were scheduled for the first time since the last call. Before that they waited for a place in
-        the batch, or for pages."""
-        found, self._scheduler.started = self._scheduler.started, []
-        return [sequence.id for sequence in found]
+    def _prepare(self, request: Request) -> None:
+        message = request.message
+        request.max_tokens = allowed_tokens(message, self._base.spec)
+        check_fits_pool(message, request.max_tokens, self._kv, adapter_pages=0)
+        if message.adapter is not None:
+            self._acquire(message.adapter, message, request.max_tokens)
+        ends = () if message.sampling.ignore_eos else self._base.spec.eos_token_ids
+        request.stop_ids = frozenset((*message.sampling.stop_token_ids, *ends))
+        request.keys = self._keys(message) if self._prefix_cache else None
 
     def adopt(self, executor: StepExecutor) -> None:
         """From now on `executor` runs the steps, as if it had been there from the start."""
@@ -192,54 +171,54 @@ class Generator:
         return self._executor.prepare()
 
     @property
-    def blocked(self) -> bool:
-        """A step would compute nothing: whoever is next waits for an adapter that was evicted and is being read again."""
-        return not self._in_flight and self._scheduler.blocked
-
-    @property
     def in_flight(self) -> bool:
         """A step was launched whose tokens have not been collected."""
         return bool(self._in_flight)
 
-    def launched_prompts(self) -> Mapping[str, int]:
-        """By request: tokens of its prompt that are still to be computed after the step that was launched last, for each prompt that this step works on."""
-        return self._launched_prompts
-
-    def computed(self) -> StepShape | None:
-        """What the steps computed that were collected since the last call; None: there were none."""
-        computed, self._computed = self._computed, None
-        return computed
+    def step(self) -> list[Tokens | RequestFailed]:
+        """One step of all requests, whatever it takes."""
+        self.scheduler.take_loaded()
+        return self.run(self.scheduler.commit(self.scheduler.propose())).messages
 
     @torch.no_grad()
-    def step(self) -> list[Tokens | RequestFailed]:
-        """One iteration: a token for each running sequence, and chunks of prompts; one message per token or failure.
+    def run(self, shares: Sequence[Share]) -> Ran:
+        """One iteration, of shares that `Scheduler.commit` has pages for: a token for each active request, and chunks of prompts.
 
         A token that ends a sequence (end of sequence, stop id) is part of the output. Where the executor overlaps steps,
         the tokens are those of the step before.
         """
-        shares = self._scheduler.plan()
-        self._launched_prompts = dict[str, int]()
+        started = [share.request for share in shares if not share.request.started]
+        for request in started:
+            request.started = True
         launched = self._launch(shares) if shares else []
-        messages = self.collect()
+        messages = self._collect_flight()
         for launch in launched:
             if launch.step.overlaps:
                 self._in_flight.append(launch)
             else:
                 messages.extend(self._collect(launch))
-        messages += self._failed
-        self._failed = []
-        failed, self._scheduler.failed = self._scheduler.failed, []
-        # One that was preempted may have ended with the step in flight.
-        return messages + [self._abort(sequence, error) for sequence, error in failed if self._runs(sequence)]
+        return self._ran(messages, [request.id for request in started])
 
-    def collect(self) -> list[Tokens | RequestFailed]:
+    def collect(self) -> Ran:
         """Waits for the step in flight, if there is one, and gives its tokens."""
+        return self._ran(self._collect_flight(), [])
+
+    def take_failed(self) -> list[RequestFailed]:
+        """Requests that ended without a step since the last call, and the last step: their adapters could not be read, or they are refused."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _ran(self, messages: list[Tokens | RequestFailed], started: list[str]) -> Ran:
+        computed, self._computed = self._computed, None
+        return Ran([*messages, *self.take_failed()], started, computed)
+
+    def _collect_flight(self) -> list[Tokens | RequestFailed]:
         steps, self._in_flight = self._in_flight, []
         return [message for step in steps for message in self._collect(step)]
 
-    def _launch(self, shares: Sequence[Share]) -> list[LaunchedShares]:
+    def _launch(self, shares: Sequence[Share]) -> list[_Launched]:
         """Launch the step of these shares. Where memory runs out nothing is launched. Any other error ends the sequences."""
-        step, adapters = step_input(shares)
+        step, adapters = step_input(shares, self._store.in_pages)
         try:
             with contained(self._base.device):
                 launched = self._executor.launch(step, adapters)
@@ -249,60 +228,62 @@ class Generator:
             if out_of_memory(error):
                 self._lower_memory(shares, error)
             else:
-                self._failed += self._abort_all([share.sequence for share in shares], error)
+                self._failed += self._abort_all([share.request for share in shares], error)
             return []
         samples = frozenset(own.sequence for own in step.sequences if own.sampling is not None)
-        by_number = {share.sequence.number: share for share in shares}
+        by_number = {share.request.number: share for share in shares}
         found = []
         for own in launched:
             parts = [by_number[number] for number in own.sequences]
             shape = step_shape(parts, self._store.size, alone=not self._in_flight)
-            found.append(LaunchedShares(own, parts, samples, shape))
+            found.append(_Launched(own, parts, samples, shape))
         for share in shares:
-            if (left := len(share.sequence.request.prompt) - share.sequence.computed) > 0:
-                self._launched_prompts[share.sequence.id] = max(0, left - share.tokens)
-            share.sequence.computed += share.tokens
-            share.sequence.in_flight += share.sequence.number in samples
+            self._numbered[share.request.number] = share.request
+            share.request.computed += share.tokens
+            share.request.in_flight += share.request.number in samples
+        self.scheduler.changed()
         return found
 
-    def _undo(self, launched: LaunchedShares) -> None:
+    def _undo(self, launched: _Launched) -> None:
         """The sequences are as before the launch of a step that was not computed to its end.
 
         Keys and values that it has written are written again, with the same values.
         """
         for share in launched.shares:
-            if self._runs(share.sequence):
-                share.sequence.computed -= share.tokens
-                share.sequence.in_flight -= share.sequence.number in launched.samples
+            if self._runs(share.request):
+                share.request.computed -= share.tokens
+                share.request.in_flight -= share.request.number in launched.samples
+        self.scheduler.changed()
 
     def _lower_memory(self, shares: Sequence[Share], error: Exception) -> None:
         """Memory ran out for these shares: smaller steps from now on, or the end of a request that does not fit alone."""
         tokens, numbers = sum(share.tokens for share in shares), memory_numbers(error, self._base.device)
         if tokens == 1:
-            sequence = shares[0].sequence
-            if self._failed_alone != sequence.number:  # tried once more: memory may be there again
-                self._failed_alone = sequence.number
+            request = shares[0].request
+            if self._failed_alone != request.number:  # tried once more: memory may be there again
+                self._failed_alone = request.number
                 return
-            message = f"not enough memory for one token after {sequence.computed} others ({numbers}); try again later"
-            log.warning("request %s: %s", sequence.id, message)
-            if self._runs(sequence):
-                self._failed.append(self._abort(sequence, RequestOutOfMemory(message)))
+            message = f"not enough memory for one token after {request.computed} others ({numbers}); try again later"
+            log.warning("request %s: %s", request.id, message)
+            if self._runs(request):
+                self._refuse(request, RequestOutOfMemory(message))
             return
-        budget = self._scheduler.budget
+        budget = self.scheduler.budget
         budget.lower(tokens)
         log.warning("no memory for a step of %d tokens (%s): at most %d from now on", tokens, numbers, budget.tokens)
 
-    def _collect(self, launched: LaunchedShares) -> list[Tokens | RequestFailed]:
+    def _collect(self, launched: _Launched) -> list[Tokens | RequestFailed]:
         """The messages of one step. What it raises ends the requests in it: nothing of it is in what others share. A step
         that found too little memory is undone."""
         step = launched.step
+        self.scheduler.changed()
         # Others have ended with an earlier step, or were cancelled.
-        running = [sequence for number in step.sequences if (sequence := self._numbered.get(number)) is not None]
+        running = [request for number in step.sequences if (request := self._numbered.get(number)) is not None]
         try:
             with contained(self._base.device):
                 result = step.collect()
                 self._computed = launched.shape if self._computed is None else self._computed + launched.shape
-                self._scheduler.budget.succeeded()
+                self.scheduler.budget.succeeded()
                 self._failed_alone = None
                 return self._accept(running, result)
         except EngineFault:
@@ -314,23 +295,31 @@ class Generator:
                 return []
             return [*self._abort_all(running, error)]
 
-    def _abort_all(self, sequences: Sequence[SequenceState], error: Exception) -> list[RequestFailed]:
+    def _abort_all(self, sequences: Sequence[Request], error: Exception) -> list[RequestFailed]:
         log.error("requests %s: internal error", ", ".join(own.id for own in sequences), exc_info=error)
         return [self._abort(own, error) for own in sequences]
 
-    def _abort(self, sequence: SequenceState, error: Exception) -> RequestFailed:
+    def _abort(self, request: Request, error: Exception) -> RequestFailed:
         """The end of a request whose step raised. Raises `EngineFault` if its pages cannot be freed."""
         try:
-            if self._runs(sequence):  # else it ended in the step, and its last message is lost
-                self._scheduler.disown(sequence)
-                self._end(sequence)
+            if self._runs(request):  # else it ended in the step, and its last message is lost
+                self.scheduler.disown(request)
+                self._end(request)
         except Exception as broken:
             raise EngineFault("the pages of a request that failed cannot be freed") from broken
         code, message = failure_text(error)
-        return RequestFailed(id=sequence.id, code=code, message=message)
+        return RequestFailed(id=request.id, code=code, message=message)
 
-    def _runs(self, sequence: SequenceState) -> bool:
-        return sequence.number in self._numbered
+    def _refuse(self, request: Request, error: Exception) -> None:
+        """The end of a request without a step. Raises `EngineFault` if that is what `error` is."""
+        if isinstance(error, EngineFault):
+            raise error
+        if not isinstance(error, CoserveError):
+            log.error("request %s: internal error", request.id, exc_info=error)
+        self._failed.append(self._abort(request, error))
+
+    def _runs(self, request: Request) -> bool:
+        return request.state is State.ACTIVE
 
     def _evicted(self, ref: AdapterRef) -> None:
         """An adapter has lost its GPU copy."""
@@ -352,15 +341,15 @@ class Generator:
             self._store.release(ref)
             raise
 
-    def _accept(self, running: Sequence[SequenceState], result: StepResult) -> list[Tokens | RequestFailed]:
+    def _accept(self, running: Sequence[Request], result: StepResult) -> list[Tokens | RequestFailed]:
         """Scores first, then the ends of requests that ask for nothing else, then sampled tokens."""
         messages: list[Tokens | RequestFailed] = []
         for number, entries in result.scores:
             messages.extend(self._score(self._numbered[number], entries))
-        for sequence in running:
-            if not sequence.max_tokens and not sequence.pending and self._runs(sequence):
-                self._end(sequence)
-                messages.append(Tokens(id=sequence.id, tokens=(), finished=FinishReason.LENGTH))
+        for request in running:
+            if not request.max_tokens and not request.pending and self._runs(request):
+                self._end(request)
+                messages.append(Tokens(id=request.id, tokens=(), finished=FinishReason.LENGTH))
         for number, choice in result.sampled:
             sampled = self._numbered.get(number)
             if sampled is not None:
@@ -368,33 +357,35 @@ class Generator:
                 messages.append(self._push(sampled, choice))
         return messages
 
-    def _score(self, sequence: SequenceState, entries: tuple[TokenLogprob, ...] | None) -> list[Tokens | RequestFailed]:
+    def _score(self, request: Request, entries: tuple[TokenLogprob, ...] | None) -> list[Tokens | RequestFailed]:
         """Log-probabilities of prompt tokens; None: they are not finite."""
         if entries is None:
-            return [self._fail(sequence, NoToken.NOT_FINITE)]
-        sequence.scored += len(entries)
+            return [self._fail(request, NoToken.NOT_FINITE)]
+        request.scored += len(entries)
         parts = (entries[first : first + MAX_PROMPT_LOGPROBS] for first in range(0, len(entries), MAX_PROMPT_LOGPROBS))
-        return [Tokens(id=sequence.id, tokens=(), prompt_logprobs=PackedLogprobs.of(part)) for part in parts]
+        return [Tokens(id=request.id, tokens=(), prompt_logprobs=PackedLogprobs.of(part)) for part in parts]
 
-    def _fail(self, sequence: SequenceState, reason: NoToken) -> RequestFailed:
+    def _fail(self, request: Request, reason: NoToken) -> RequestFailed:
         if reason is NoToken.NOT_FINITE:
-            self._scheduler.disown(sequence)
-        self._end(sequence)
-        error = no_token_error(sequence, reason)
-        return RequestFailed(id=sequence.id, code=error.code, message=error.message)
+            self.scheduler.disown(request)
+        self._end(request)
+        error = no_token_error(request, reason)
+        return RequestFailed(id=request.id, code=error.code, message=error.message)
 
-    def _push(self, sequence: SequenceState, choice: Choice | NoToken) -> Tokens | RequestFailed:
+    def _push(self, request: Request, choice: Choice | NoToken) -> Tokens | RequestFailed:
         if isinstance(choice, NoToken):
-            return self._fail(sequence, choice)
-        finished = sequence.push(choice.token)
+            return self._fail(request, choice)
+        finished = request.push(choice.token)
         if finished is not None:
-            self._end(sequence)
+            self._end(request)
         logprobs = PackedLogprobs.of(() if choice.logprob is None else (choice.logprob,))
-        return Tokens(id=sequence.id, tokens=(choice.token,), logprobs=logprobs, finished=finished)
+        return Tokens(id=request.id, tokens=(choice.token,), logprobs=logprobs, finished=finished)
 
-    def _end(self, sequence: SequenceState) -> None:
-        del self._sequences[sequence.id], self._numbered[sequence.number]
-        self._executor.forget(sequence.number)
-        self._scheduler.remove(sequence)
-        if sequence.adapter is not None:
-            self._store.release(sequence.adapter)
+    def _end(self, request: Request) -> None:
+        in_batch = self._runs(request)
+        self.scheduler.remove(request)
+        if in_batch:
+            self._numbered.pop(request.number, None)
+            self._executor.forget(request.number)
+            if request.adapter is not None:
+                self._store.release(request.adapter)

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from coserve.queues.request import Request
+
 REMEMBERED = 256
 """Answers, the latest, from which lengths are expected."""
 UNKNOWN = 512
@@ -31,6 +33,7 @@ class OutputLengths:
 
     def __init__(self) -> None:
         self._latest: deque[tuple[int, bool]] = deque()
+        self._sum = 0
         self._ordered: list[tuple[int, bool]] = []
         """The same, by length; of one length those that were cut come last."""
         self._under_way: list[tuple[int, bool]] = []
@@ -39,11 +42,19 @@ class OutputLengths:
         self._longer: list[float] = []
         """For each the share of answers that are longer, negative: so it increases."""
 
+    @property
+    def mean(self) -> float:
+        """Mean tokens of the answers that ended last; 0: none has."""
+        return self._sum / len(self._latest) if self._latest else 0.0
+
     def ended(self, tokens: int, *, cut: bool) -> None:
         """An answer of `tokens` tokens ended; `cut`: at its `max_tokens`. One that a client cancelled gave its pages back all the
         same, so it ended by itself."""
         if len(self._latest) == REMEMBERED:
-            del self._ordered[bisect_left(self._ordered, self._latest.popleft())]
+            oldest = self._latest.popleft()
+            del self._ordered[bisect_left(self._ordered, oldest)]
+            self._sum -= oldest[0]
+        self._sum += tokens
         self._latest.append((tokens, cut))
         insort(self._ordered, (tokens, cut))
         self._lengths = None
@@ -68,6 +79,23 @@ class OutputLengths:
             return min(max_tokens, lengths[drawn])
         longest = self._ordered[-1][0] if self._ordered else 0
         return min(max_tokens, max(UNKNOWN, 2 * generated, 2 * longest))
+
+    def growth(self, request: Request) -> int:
+        """Tokens that a request is expected to compute beyond those that it has pages for. Its last one is not computed."""
+        prompt = len(request.message.prompt)
+        reached = max(request.length - prompt, request.sampling.min_tokens - 1)
+        output = self.expected(request.number, reached, request.max_tokens, stops=bool(request.stop_ids))
+        return max(0, prompt + output - 1 - request.length)
+
+    def fit(self, active: Sequence[Request], new: Request, own: int, free: int, page_tokens: int) -> bool:
+        """`free` pages, beside `own` ones that a new request takes now, are expected to be enough for it and the active ones."""
+        self.under_way([each.generated for each in active])
+        growing = [
+            Growing(each.length, self.growth(each), len(each.pages) - each.shared, bool(each.stop_ids))
+            for each in active
+        ]
+        growing.append(Growing(new.length, self.growth(new), own, bool(new.stop_ids)))
+        return fits(growing, free, page_tokens)
 
     def _curve(self) -> tuple[list[int], list[float]]:
         if self._lengths is None:

@@ -1,22 +1,26 @@
-"""Which tokens the next step computes, and who holds pages for them. Pure bookkeeping: no tensors.
+"""The scheduler: every request from its arrival to its end, what the next step computes, and who holds pages for it. No tensors.
 
 Iteration-level batching (Orca, OSDI '22 §3.1) with chunked prefill (Sarathi-Serve, OSDI '24 §4.2) and preemption by
-recomputation (vLLM, SOSP '23 §4.5), of what other sequences' pages do not hold.
+recomputation (vLLM, SOSP '23 §4.5), of what other requests' pages do not hold.
 """
 
 from __future__ import annotations
 
 import logging
 from bisect import insort
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
+from itertools import chain
+from sys import maxsize
 
-from coserve.adapter_store.pages import Activated
-from coserve.generate.output_lengths import Growing, OutputLengths, fits
-from coserve.generate.sequence_state import SequenceState
+from coserve.errors import EngineFault, InvalidRequest
+from coserve.generate.output_lengths import OutputLengths
+from coserve.generate.plan import Plan, Room, Share, step_shape
+from coserve.generate.sources import AdapterSource, PageSource
 from coserve.generate.step_budget import StepBudget
-from coserve.types import AdapterRef
+from coserve.link import RequestFailed, Tokens
+from coserve.queues.deadlines import Deadlines
+from coserve.queues.inference import InferenceQueue
+from coserve.queues.request import Request, State
 
 log = logging.getLogger(__name__)
 
@@ -24,32 +28,6 @@ PREEMPTED = (
     "preemptions so far: %d (a request gives its pages of the KV cache up to an earlier one, and is computed again later); more "
     "--kv-tokens or less --max-running make them rarer"
 )
-
-
-class PageSource(Protocol):
-    """What the scheduler needs of `memory.KvCache`."""
-
-    @property
-    def page_tokens(self) -> int: ...
-    @property
-    def free_pages(self) -> int: ...
-    def allocate(self, n: int) -> list[int] | None: ...
-    def free(self, pages: Sequence[int]) -> None: ...
-    def label(self, page: int, key: bytes) -> None: ...
-    def unlabel(self, page: int) -> None: ...
-    def find(self, keys: Iterable[bytes]) -> list[int]: ...
-    def pages_for(self, tokens: int) -> int: ...
-
-
-class AdapterSource(Protocol):
-    """What the scheduler needs of `AdapterStore`, which loads adapters into pages of the same pool."""
-
-    def failure(self, ref: AdapterRef) -> Exception | None: ...
-    def reading(self, ref: AdapterRef) -> bool: ...
-    def needs(self, ref: AdapterRef) -> int: ...
-    def to_copy(self, ref: AdapterRef) -> int: ...
-    def activate(self, ref: AdapterRef) -> Activated | None: ...
-    def deactivate(self, ref: AdapterRef) -> None: ...
 
 
 SCORED_TOKENS = 512
@@ -61,29 +39,23 @@ LOADED_BYTES = 256 << 20
 which the sequences that run wait."""
 
 FEW = 8
-"""Sequences that may wait for pages here while there are too few pages. Others wait where they are ordered by deadlines."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """The next `tokens` tokens of a sequence, computed in one step."""
-
-    sequence: SequenceState
-    tokens: int
+"""Requests that may wait for pages in line while there are too few pages. Others wait in the queue, where they take turns."""
 
 
 class Scheduler:
-    """First come, first served. A sequence is waiting (no pages) or active (it holds pages, and its adapter is in some).
+    """Requests wait in the queue, then for their adapters to be read, then in line for pages; active ones hold pages, and their adapters
+    are in some.
 
-    A sequence becomes active when the pool has pages for its adapter, for all its tokens so far, and for those that all
-    active ones are expected to need later (`OutputLengths`). It takes them one at a time, and when there is none the latest
-    arrival gives up its pages and waits again, ahead of those that came after it. The earliest is never made to wait for
-    pages, every sequence fits the pool alone with its adapter, and whoever is first in line lets nobody pass: so all of
-    them end. Only active sequences hold adapters in pages; when none is active all pages are free, and then no adapter is
-    in another's way.
+    `propose` says what the next step would compute, and changes nothing; `commit` takes the pages for it.
 
-    A page whose tokens are all computed can be found by later sequences that begin alike, also after its own sequence
-    ended or gave way. Pages that nobody holds are as good as free: no sequence waits for them.
+    In line it is first come, first served. A request becomes active when the pool has pages for its adapter, for all its tokens so
+    far, and for those that all active ones are expected to need later (`OutputLengths`). It takes them one at a time, and when there
+    is none the latest gives up its pages and is in line again, ahead of those that came after it. The earliest is never made to wait
+    for pages, every request fits the pool alone with its adapter, and whoever is first in line lets nobody pass: so all of them end.
+    Only active requests hold adapters in pages; when none is active all pages are free, and then no adapter is in another's way.
+
+    A page whose tokens are all computed can be found by later requests that begin alike, also after its own request ended or gave way.
+    Pages that nobody holds are as good as free: no request waits for them.
     """
 
     def __init__(
@@ -93,229 +65,344 @@ class Scheduler:
         *,
         max_running: int,
         step_tokens: int,
+        max_queue: int = maxsize,
+        fair: bool = True,
         scored_tokens: int = SCORED_TOKENS,
         loaded_bytes: int = LOADED_BYTES,
         lengths: OutputLengths | None = None,
+        prepare: Callable[[Request], None] = lambda request: None,
+        failed: Callable[[Request, Exception], None] = lambda request, error: None,
     ) -> None:
-        """`scored_tokens`: most tokens of a step that belong to prompts which are scored; `loaded_bytes`: of adapters, from
-        which on a step loads no further one; `lengths`: what is known of answers that ended."""
-        # No more than a step holds: then every decode is in every step, and a prompt under way always moves.
-        self._pages, self._max_running = pages, min(max_running, step_tokens)
+        """`max_queue`, `fair`: see `InferenceQueue`; `scored_tokens`: most tokens of a step that belong to prompts which are scored; `loaded_bytes`: of
+        adapters, from which on a step loads no further one; `lengths`: what is known of answers that ended. `prepare` is called with a request
+        that enters the batch, whose adapter is in memory, and raises what ends it; `failed` hears of a request that ends so, or whose adapter
+        cannot be loaded."""
+        self.queue, self.requests = InferenceQueue(max_queue, fair=fair), dict[str, Request]()
+        """Requests that have not ended are in `requests`, whatever they wait for."""
         self.budget = StepBudget(step_tokens)
-        self._adapters, self._scored_tokens = adapters, scored_tokens
-        self._loaded_bytes = loaded_bytes
-        self._waiting: list[SequenceState] = []
-        self._active: list[SequenceState] = []
-        self._lengths = OutputLengths() if lengths is None else lengths
+        self.lengths = OutputLengths() if lengths is None else lengths
+        self._pages, self._adapters, self._prepare, self._failed = pages, adapters, prepare, failed
+        self._max_running, self._scored_tokens, self._loaded_bytes = max_running, scored_tokens, loaded_bytes
+        # No more than a step holds: then every decode is in every step, and a prompt under way always moves.
+        self._max_active = min(max_running, step_tokens)
+        self._loading: list[Request] = []
+        self._line: list[Request] = []
+        self._active: list[Request] = []
+        self._entered = 0
+        self._plan: Plan | None = None
+        """The last one, while nothing has changed."""
         self._outgrown = False
         """The first in line was found to need too many pages beside the active ones, and none of those has ended since."""
         self._lacks_pages = False
-        """The last sequence that could have become active found too few pages."""
-        self._few = self._max_running
-        """Sequences that may wait: `FEW` while there are too few pages, twice as many after each plan that finds enough for all."""
-        self.failed: list[tuple[SequenceState, Exception]] = []
-        """Sequences whose adapters cannot be loaded any more, and why; the caller removes both."""
-        self.started: list[SequenceState] = []
-        """Sequences that `plan` made active for the first time; the caller removes them."""
+        """The last request that could have become active found too few pages."""
+        self._few = self._max_active
+        """Requests that may be in line: `FEW` while there are too few pages, twice as many after each step that finds enough for all."""
         self._loaded = 0
-        """Bytes of adapters that were loaded for the step being planned."""
+        """Bytes of adapters that were loaded for the step being committed."""
         self.preemptions = 0
         self.prefix_queries = 0
-        """Tokens of the sequences that looked for pages of others, each counted when it first became active."""
+        """Tokens of the requests that looked for pages of others, each counted when it first became active."""
         self.prefix_hits = 0
         """Tokens of them that were found."""
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._active)
+        """Requests in the batch."""
+        return len(self._line) + len(self._active)
 
     @property
-    def room(self) -> int:
-        """How many more sequences may be added so that few wait for pages."""
-        return max(0, self._few - len(self._waiting))
+    def started(self) -> int:
+        """Requests in the batch that have been computed in some step."""
+        return sum(request.started for request in chain(self._active, self._line))
 
-    def add(self, sequence: SequenceState) -> None:
-        """Put a sequence in line. Its tokens up to `max_tokens` and its adapter must fit the pool."""
-        insort(self._waiting, sequence, key=_arrival)
+    @property
+    def loading(self) -> int:
+        """Requests whose adapters are being read."""
+        return len(self._loading)
 
-    def remove(self, sequence: SequenceState) -> None:
-        """Forget a sequence and free its pages."""
-        (self._active if sequence in self._active else self._waiting).remove(sequence)
-        self._release(sequence)
-        self._outgrown = False
-        if sequence.generated:
-            self._lengths.ended(sequence.generated, cut=sequence.generated >= sequence.max_tokens)
+    @property
+    def places(self) -> int:
+        """Free ones in the batch for requests in the queue. While there are too few pages few are in line for them."""
+        return max(0, min(self._max_running - len(self), self._few - len(self._line)))
 
-    def disown(self, sequence: SequenceState) -> None:
-        """Remove the sequence's pages from the prefix cache."""
-        for page in sequence.pages:
+    @property
+    def headroom(self) -> int:
+        """Places that those whose adapters are being read do not need."""
+        return max(0, self.places - len(self._loading))
+
+    # ---- a request's life
+
+    def arrive(self, request: Request) -> Request | None:
+        """Into the queue: see `InferenceQueue.push`."""
+        self._check_id(request)
+        displaced = self.queue.push(request)
+        self.requests[request.id] = request
+        self._plan = None
+        return displaced
+
+    def add(self, request: Request) -> None:
+        """Into the batch. Its adapter is in memory. Raises what `prepare` raises, and `InvalidRequest` for an id that is there already."""
+        self._check_id(request)
+        self._prepare(request)
+        request.number, request.state = self._entered, State.ACTIVE
+        self._entered += 1
+        self.requests[request.id] = request
+        self._stand_in_line(request)
+
+    def _check_id(self, request: Request) -> None:
+        if self.requests.get(request.id, request) is not request:
+            raise InvalidRequest(f"expected a new request id, got {request.id!r}, which is running", field="id")
+
+    def cancel_queued(self, ids: Collection[str]) -> set[str]:
+        """Forget those of these requests that are in the queue, and return their ids. Takes little longer for many than for one."""
+        gone = self.queue.cancel(ids)
+        for id in gone:
+            self.requests.pop(id).state = State.ENDED
+        self._plan = None if gone else self._plan
+        return gone
+
+    def remove(self, request: Request) -> None:
+        """Forget a request, and free its pages."""
+        if request.state is State.QUEUED:
+            self.queue.cancel([request.id])
+        elif request.state is State.LOADING:
+            self._loading.remove(request)
+            assert request.adapter is not None, "it waits for one"
+            self._adapters.waited(request.adapter)
+        else:
+            (self._active if request.pages else self._line).remove(request)
+            self._release(request)
+            self._outgrown = False
+            if request.generated:
+                self.lengths.ended(request.generated, cut=request.generated >= request.max_tokens)
+        request.state, self._plan = State.ENDED, None
+        del self.requests[request.id]
+
+    def disown(self, request: Request) -> None:
+        """Remove the request's pages from the prefix cache."""
+        for page in request.pages:
             self._pages.unlabel(page)
-        sequence.keys = None
+        request.keys = None
 
-    def plan(self) -> list[Share]:
-        """At most `budget` tokens, one share a sequence: decodes, then prompts under way, then new ones.
+    def changed(self) -> None:
+        """Tokens of active requests were computed, or undone."""
+        self._plan = None
 
-        The pages for all shares are taken. Of prompts that are scored at most `scored_tokens` are in it. Where the budget
-        has less than a token for each active sequence, the latest ones give way.
-        """
+    def tokens_came(self, messages: Sequence[Tokens | RequestFailed], now: float) -> None:
+        """These were sent to the clients: the next tokens of their requests have deadlines."""
+        for message in messages:
+            if (
+                isinstance(message, Tokens)
+                and message.tokens
+                and (request := self.requests.get(message.id)) is not None
+            ):
+                request.token_came(now)
+        self._plan = None
+
+    def take_loaded(self) -> None:
+        """Requests whose adapters have been read enter the batch, in the order in which they left the queue."""
+        for request in [*self._loading]:
+            ref = request.adapter
+            assert ref is not None, "it waits for one"
+            if not self._adapters.reading(ref):
+                self._loading.remove(request)
+                self._enter(request, self._adapters.failure(ref))
+                self._adapters.waited(ref)
+
+    def _enter(self, request: Request, failure: Exception | None = None) -> None:
+        """From the queue, or after its adapter was read. With a `failure` it ends."""
+        self._plan = None
+        try:
+            if failure is not None:
+                raise failure
+            self.add(request)
+        except EngineFault:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this request's alone
+            request.state = State.ENDED
+            del self.requests[request.id]
+            self._failed(request, error)
+
+    # ---- steps
+
+    def propose(self) -> Plan:
+        """What the next step would compute, of at most `budget` tokens: decodes, then prompts under way, then new ones. Of prompts that are
+        scored at most `scored_tokens` are in it. Where the budget has less than a token for each active request, the latest ones give way."""
+        if self._plan is None or self._plan.blocked:  # a blocked one ends when an adapter was read
+            active, waiting = self._active[: self.budget.tokens], self.queue.waiting(self.headroom)
+            shares = [Share(request, 1) for request in active if request.pending == 1]
+            left = self.budget.tokens - len(shares)
+            room = Room(left, min(left, self._scored_tokens))
+            shares += room.fill([request for request in active if request.pending > 1])
+            in_line = [*shares, *room.fill(self._line, in_order=True)]
+            nobody = step_shape(in_line, self._adapters.size)
+            self._plan = Plan(
+                shares=shares,
+                waiting=waiting,
+                headroom=self.headroom,
+                queued=len(self.queue),
+                first_arrival=self.queue.first_arrival,
+                step_tokens=self.budget.tokens,
+                blocked=self._blocked,
+                deadlines=Deadlines(chain(self._active, self._line), self.budget.tokens),
+                admitting_nobody=nobody,
+                admitting_all=step_shape(in_line + room.fill(waiting, in_order=True), self._adapters.size)
+                if waiting
+                else nobody,
+            )
+        return self._plan
+
+    def commit(self, plan: Plan, admit: int | None = None) -> list[Share]:
+        """Take the pages for a plan, with the first `admit` requests that wait (None: all). Returns what is to be computed: without those that
+        gave their pages up to earlier ones, and with as much of new prompts as finds pages."""
+        assert plan is self._plan, "something has changed since it was proposed"
+        for request in self.queue.pop(len(plan.waiting) if admit is None else admit):
+            self._leave_queue(request)
+        self._plan = None
         while len(self._active) > self.budget.tokens:
             self._preempt(self._active[-1])
-        for sequence in self._active:
-            self._label(sequence)
+        for request in self._active:
+            self._label(request)
         self._loaded = 0
         before = self.preemptions
-        shares = [Share(s, 1) for s in tuple(self._active) if s.pending == 1 and self._grow(s, before)]
-        budget = self.budget.tokens - len(shares)
-        scored = min(budget, self._scored_tokens)
-        for sequence in self._active:
-            budget_left = min(budget, scored) if sequence.scores_prompt else budget
-            if budget_left and sequence.pending > 1:
-                shares.append(Share(sequence, min(budget_left, sequence.pending)))
-                budget -= shares[-1].tokens
-                scored -= shares[-1].tokens if sequence.scores_prompt else 0
-        while budget and self._waiting and self.preemptions == before:
-            budget_left = min(budget, scored) if self._waiting[0].scores_prompt else budget
-            admitted = self._admit() if budget_left else None
-            if admitted is None:
+        shares = [share for share in plan.shares if self._grow(share.request)]
+        decodes = sum(share.request.pending == 1 for share in shares)
+        room = Room(self.budget.tokens, min(self.budget.tokens - decodes, self._scored_tokens))
+        for share in shares:
+            room.take(share)
+        while self._line and self.preemptions == before and room.for_prompt(self._line[0]) > 0:
+            if (admitted := self._admit()) is None:
                 break
-            shares.append(Share(admitted, min(budget_left, admitted.pending)))
-            budget -= shares[-1].tokens
-            scored -= shares[-1].tokens if admitted.scores_prompt else 0
-        if self._waiting and self._lacks_pages:
+            shares.append(room.take(Share(admitted, room.for_prompt(admitted))))
+        if self._line and self._lacks_pages:
             self._few = FEW
-        elif not self._waiting:
-            self._few = min(2 * self._few, self._max_running)
+        elif not self._line:
+            self._few = min(2 * self._few, self._max_active)
         return shares
 
+    def _leave_queue(self, request: Request) -> None:
+        ref = request.adapter
+        if ref is None or self._adapters.ready(ref, request.message.digests):
+            self._enter(request)
+        else:
+            request.state = State.LOADING
+            self._loading.append(request)
+
     @property
-    def blocked(self) -> bool:
-        """No sequence is active, and the first in line cannot become so before its adapter's files have been read."""
-        if self._active or not self._waiting:
+    def _blocked(self) -> bool:
+        """No request is active, and the first in line cannot become so before its adapter's files have been read."""
+        if self._active or not self._line:
             return False
-        ref = self._waiting[0].adapter
+        ref = self._line[0].adapter
         return ref is not None and self._adapters.reading(ref)
 
-    def _grow(self, sequence: SequenceState, before: int) -> bool:
-        """A page for the next token if it needs one; False when the sequence had to give up its own, now or since there
-        were `before` preemptions."""
-        if self.preemptions != before and sequence not in self._active:
+    def _grow(self, request: Request) -> bool:
+        """A page for the next token if it needs one; False when the request had to give up its own."""
+        if not request.pages:
             return False
-        need = self._pages.pages_for(sequence.length) - len(sequence.pages)
+        need = self._pages.pages_for(request.length) - len(request.pages)
         if not need:
             return True
         while (pages := self._pages.allocate(need)) is None:
             victim = self._active[-1]
-            assert victim is not sequence or len(self._active) > 1, "a sequence alone does not fit the pool"
+            assert victim is not request or len(self._active) > 1, "a sequence alone does not fit the pool"
             self._preempt(victim)
-            if victim is sequence:
+            if victim is request:
                 return False
-        sequence.pages.extend(pages)
+        request.pages.extend(pages)
         return True
 
-    def _preempt(self, sequence: SequenceState) -> None:
-        self._active.remove(sequence)
-        self._release(sequence)
-        self.add(sequence)
+    def _preempt(self, request: Request) -> None:
+        self._active.remove(request)
+        self._release(request)
+        self._stand_in_line(request)
         self.preemptions += 1
         self._lacks_pages = True
         if str(self.preemptions).rstrip("0") == "1":
             log.warning(PREEMPTED, self.preemptions)
 
-    def _admit(self) -> SequenceState | None:
+    def _stand_in_line(self, request: Request) -> None:
+        insort(self._line, request, key=_number)
+        self._plan = None
+
+    def _admit(self) -> Request | None:
         """Make the first in line active, if there is a place for it and all its tokens find pages, also later."""
-        if self._outgrown or len(self._active) >= min(self._max_running, self.budget.tokens):
+        if self._outgrown or len(self._active) >= min(self._max_active, self.budget.tokens):
             return None
-        sequence = self._waiting[0]
-        found = self._find(sequence)
-        others = self._pages.pages_for(len(sequence.tokens)) - len(found)
-        if not self._activate(sequence, found, others):
+        request = self._line[0]
+        found = self._find(request)
+        others = self._pages.pages_for(len(request.tokens)) - len(found)
+        if not self._activate(request, found, others):
             self._pages.free(found)
             return None
         pages = self._pages.allocate(others)
         assert pages is not None, "fewer pages are free than were counted"
-        self._waiting.pop(0)
-        sequence.pages = found + pages
-        sequence.labelled = sequence.shared = len(found)
-        sequence.computed = len(found) * self._pages.page_tokens
-        if sequence.keys is not None and not (sequence.scores_prompt or sequence.admitted):
-            self.prefix_queries += len(sequence.tokens)
-            self.prefix_hits += sequence.computed
-        if not sequence.admitted:
-            sequence.admitted = True
-            self.started.append(sequence)
-        insort(self._active, sequence, key=_arrival)
-        return sequence
+        self._line.pop(0)
+        request.pages = found + pages
+        request.labelled = request.shared = len(found)
+        request.computed = len(found) * self._pages.page_tokens
+        if request.keys is not None and not (request.scores_prompt or request.started):
+            self.prefix_queries += len(request.tokens)
+            self.prefix_hits += request.computed
+        insort(self._active, request, key=_number)
+        return request
 
-    def _activate(self, sequence: SequenceState, found: list[int], others: int) -> bool:
-        """Load the sequence's adapter if `others` pages are free beside it; False if not. The pages in `found` may move."""
-        ref = sequence.adapter
+    def _activate(self, request: Request, found: list[int], others: int) -> bool:
+        """Load the request's adapter if `others` pages are free beside it; False if not. The pages in `found` may move."""
+        ref = request.adapter
         if ref is not None and (error := self._adapters.failure(ref)) is not None:
-            self.failed.append((sequence, error))
+            self._failed(request, error)
             return False
         # Counted first: an adapter that was loaded for nothing would have evicted others, at every step again.
         if self._loaded >= self._loaded_bytes and ref is not None and self._adapters.to_copy(ref):
             return False
         free = self._pages.free_pages - others - (0 if ref is None else self._adapters.needs(ref))
-        self._outgrown = free >= 0 and bool(self._active) and not self._can_grow(sequence, others, free)
+        self._outgrown = (
+            free >= 0
+            and bool(self._active)
+            and not self.lengths.fit(self._active, request, others, free, self._pages.page_tokens)
+        )
         self._lacks_pages = free < 0 or self._outgrown
         if self._lacks_pages:
             return False
         if ref is None:
             return True
         self._loaded += self._adapters.to_copy(ref)
-        # What this raises is not contained: pages may have moved, and no sequence was told.
+        # What this raises is not contained: pages may have moved, and no request was told.
         activated = self._adapters.activate(ref)
         if activated is None:
             return False
-        sequence.weights = activated.weights
+        request.holds_adapter = True
         if activated.moved:
             for pages in (found, *(other.pages for other in self._active)):
                 pages[:] = [activated.moved.get(page, page) for page in pages]
         return True
 
-    def _can_grow(self, sequence: SequenceState, others: int, free: int) -> bool:
-        """`free` pages, beside `others` that the first in line takes now, are enough for what it and the active ones are expected
-        to need."""
-        self._lengths.under_way([own.generated for own in self._active])
-        growing = [
-            Growing(own.length, self._growth(own), len(own.pages) - own.shared, bool(own.stop_ids))
-            for own in self._active
-        ]
-        growing.append(Growing(sequence.length, self._growth(sequence), others, bool(sequence.stop_ids)))
-        return fits(growing, free, self._pages.page_tokens)
-
-    def _growth(self, sequence: SequenceState) -> int:
-        """Tokens that it is expected to compute beyond those that it has pages for. Its last one is not computed."""
-        prompt = len(sequence.request.prompt)
-        reached = max(sequence.length - prompt, sequence.sampling.min_tokens - 1)
-        output = self._lengths.expected(sequence.number, reached, sequence.max_tokens, stops=bool(sequence.stop_ids))
-        return max(0, prompt + output - 1 - sequence.length)
-
-    def _find(self, sequence: SequenceState) -> list[int]:
+    def _find(self, request: Request) -> list[int]:
         """Pages that hold its first tokens; never the last token, which must be computed for what comes next."""
-        if sequence.keys is None or sequence.scores_prompt:
+        if request.keys is None or request.scores_prompt:
             return []
-        full = (len(sequence.tokens) - 1) // self._pages.page_tokens
-        return self._pages.find(sequence.keys.first(full, sequence.tokens))
+        full = (len(request.tokens) - 1) // self._pages.page_tokens
+        return self._pages.find(request.keys.first(full, request.tokens))
 
-    def _label(self, sequence: SequenceState) -> None:
+    def _label(self, request: Request) -> None:
         """Let others find the pages that are full by now."""
-        full = min(sequence.computed, len(sequence.tokens)) // self._pages.page_tokens
-        if sequence.keys is None or full <= sequence.labelled:
+        full = min(request.computed, len(request.tokens)) // self._pages.page_tokens
+        if request.keys is None or full <= request.labelled:
             return
-        keys = sequence.keys.first(full, sequence.tokens)
-        for page in range(sequence.labelled, full):
-            self._pages.label(sequence.pages[page], keys[page])
-        sequence.labelled = full
+        keys = request.keys.first(full, request.tokens)
+        for page in range(request.labelled, full):
+            self._pages.label(request.pages[page], keys[page])
+        request.labelled = full
 
-    def _release(self, sequence: SequenceState) -> None:
-        self._label(sequence)
-        self._pages.free(sequence.pages)
-        if sequence.adapter is not None and sequence.weights is not None:
-            self._adapters.deactivate(sequence.adapter)
-        sequence.weights = None
-        sequence.pages = []
-        sequence.computed = sequence.labelled = 0
+    def _release(self, request: Request) -> None:
+        self._label(request)
+        self._pages.free(request.pages)
+        if request.adapter is not None and request.holds_adapter:
+            self._adapters.deactivate(request.adapter)
+        request.holds_adapter = False
+        request.pages = []
+        request.computed = request.labelled = 0
 
 
-def _arrival(sequence: SequenceState) -> int:
-    return sequence.number
+def _number(request: Request) -> int:
+    return request.number

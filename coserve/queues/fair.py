@@ -64,8 +64,6 @@ class DeficitRoundRobin(Generic[T]):
         """Whether the last flow of the round is in the middle of its turn."""
         self._due: list[_Due[T]] = []
         """All items in the order in which they leave."""
-        self.rounds = 0.0
-        """So far. A round in which some of the flows have had their turn counts as that part of one."""
 
     def push(self, key: Hashable, id: str, cost: int, item: T) -> None:
         """Append an item to its flow. A new flow has its first turn after all others."""
@@ -125,10 +123,6 @@ class DeficitRoundRobin(Generic[T]):
         """Number of waiting items of a flow."""
         return len(flow.items) if (flow := self._flows.get(key)) is not None else 0
 
-    def rounds_until_last(self, key: Hashable) -> float:
-        """From now until the newest item of a flow leaves."""
-        return self._rounds(self._last(self._flows[key]))
-
     def before_last(self, key: Hashable) -> int:
         """How many items leave before the newest one of a flow."""
         return bisect_right(self._due, self._last(self._flows[key]).order, key=_order) - 1
@@ -136,12 +130,6 @@ class DeficitRoundRobin(Generic[T]):
     def _last(self, flow: _Flow[T]) -> _Due[T]:
         id = next(reversed(flow.items))
         return self._schedule(flow, id, flow.items[id][0], flow.cost)
-
-    def _rounds(self, due: _Due[T]) -> float:
-        """Until an item leaves."""
-        turn, position = due.order
-        turns = turn - self._turns
-        return turns - 1 + (position - self._round[0].position + 1) / len(self._round) if turns else 0.0
 
     def longest_first(self) -> Iterator[tuple[Hashable, str]]:
         """Key and id of all items, the newest first, flow by flow from the one with the most items on."""
@@ -160,7 +148,6 @@ class DeficitRoundRobin(Generic[T]):
             return []
         del self._due[:count]
         last = popped[-1]
-        self.rounds += self._rounds(last)
         turns = last.turn - last.flow.turns - self._turns
         for due in popped:
             _, cost = due.flow.items.pop(due.id)

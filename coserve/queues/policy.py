@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 
 class Waiting(Protocol):
-    """A request in the queue. `deadline` of its first token; `tokens` of its prompt; `end`: deadline of its last token, infinite
+    """A request in the queue. `deadline` of its first token; `pending`: tokens of its prompt; `end`: deadline of its last token, infinite
     without one; `decodes`: most decode steps from its first token to its last."""
 
     @property
@@ -21,7 +21,7 @@ class Waiting(Protocol):
     @property
     def deadline(self) -> float: ...
     @property
-    def tokens(self) -> int: ...
+    def pending(self) -> int: ...
     @property
     def end(self) -> float: ...
     @property

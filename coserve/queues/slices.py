@@ -51,6 +51,10 @@ class Slices:
         those of other jobs, else from micro-steps of any kind."""
         return self._costs.predict((1.0, tokens), (job, kind), kind, ANY)
 
+    def knows(self, kind: MicroStep) -> bool:
+        """Whether micro-steps of this kind have been measured, of any job: else their time is guessed from other kinds."""
+        return self._costs.knows(kind)
+
     def tokens_within(self, seconds: float | None) -> int | None:
         """Most tokens of a micro-batch whose micro-steps are predicted to take at most `seconds`; None: any number, as far as known."""
         if seconds is None:

@@ -16,11 +16,9 @@ from coserve.adapter_store.mirror import NoMirror
 from coserve.adapter_store.store import AdapterStore
 from coserve.errors import AdapterBusy, AdapterNotFound, RequestOutOfMemory
 from coserve.kernels.lora.types import LoraPair
-from coserve.link import Generate
 from coserve.memory.buffer import ALIGNMENT, PageBuffer
 from coserve.model.lora import LoraWeights
-from coserve.queues.inference import Queued
-from coserve.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
+from coserve.types import AdapterDigests, AdapterRef, LoraSettings
 from tests.support.examples import examples
 
 REFS = [AdapterRef(id, version) for id in "abc" for version in (1, 2)]
@@ -84,9 +82,10 @@ async def test_a_copy_that_was_read_elsewhere_goes_when_the_read_fails_here(wait
     if waits:
         changed = asyncio.Event()
         store.notify(changed.set)
-        assert not store.ready(queued("r", REFS[0]))
+        assert not store.ready(REFS[0])
         await changed.wait()
-        assert [type(error) for _, error in store.failed()] == [RequestOutOfMemory]
+        assert isinstance(store.failure(REFS[0]), RequestOutOfMemory)
+        store.waited(REFS[0])
     else:
         with pytest.raises(RequestOutOfMemory, match="no host memory for adapter a@1"):
             store.acquire(REFS[0])
@@ -164,11 +163,6 @@ def test_the_budget_counts_bytes() -> None:
     assert store.resident() == (REFS[5],), "what was just published stays until something else comes"
 
 
-def queued(id: str, ref: AdapterRef | None) -> Queued:
-    slo = Slo(ttft=1.0, tpot=1.0)
-    return Queued(Generate(id=id, prompt=(1,), sampling=SamplingParams(), adapter=ref, slo=slo), 0.0, 1.0)
-
-
 async def settled(store: AdapterStore) -> None:
     """Until every read has ended."""
     changed = asyncio.Event()
@@ -181,19 +175,16 @@ async def settled(store: AdapterStore) -> None:
 async def test_what_somebody_waits_for_is_not_evicted_before_they_have_it() -> None:
     disk = Disk(*REFS)
     store = AdapterStore(disk, HostBudget(1))
-    waiting = [queued(str(i), ref) for i, ref in enumerate(REFS[:3])]
-    for one in waiting:
-        assert not store.ready(one)
-    assert store.ready(queued("base", None))
-    assert store.waiting == 3
+    for ref in REFS[:3]:
+        assert not store.ready(ref) and store.reading(ref)
     await settled(store)
     assert set(store.resident()) == set(REFS[:3])
-    assert store.cancel("1") and not store.cancel("1")
-    for one in (waiting[0], waiting[2]):
-        assert store.next_arrived() is one
-        assert one.message.adapter is not None
-        store.acquire(one.message.adapter)
-        store.release(one.message.adapter)
+    store.waited(REFS[1])
+    for ref in (REFS[0], REFS[2]):
+        assert not store.reading(ref)
+        store.acquire(ref)
+        store.waited(ref)
+        store.release(ref)
     assert len(store.resident()) == 1
     assert sorted(disk.reads) == sorted(REFS[:3])
     store.close()
@@ -201,31 +192,29 @@ async def test_what_somebody_waits_for_is_not_evicted_before_they_have_it() -> N
 
 async def test_who_waits_for_a_deleted_adapter_fails_read_or_not() -> None:
     store = AdapterStore(Disk(*REFS), HostBudget(2))
-    read, unread = queued("read", REFS[0]), queued("unread", REFS[1])
-    assert not store.ready(read)
+    assert not store.ready(REFS[0])
     await settled(store)
-    assert not store.ready(unread)
+    assert not store.ready(REFS[1])
     for ref in REFS[:2]:
         store.drop(ref)
     await settled(store)
-    assert store.next_arrived() is None
-    failed = store.failed()
-    assert {request.message.id for request, _ in failed} == {"read", "unread"}
-    assert all(isinstance(error, AdapterNotFound) for _, error in failed)
+    for ref in REFS[:2]:
+        with pytest.raises(AdapterNotFound):
+            store.acquire(ref)
+        store.waited(ref)
+        assert store.state(ref) is State.DISK
     assert store.resident() == ()
-    assert store.waiting == 0
     store.close()
 
 
 async def test_an_adapter_that_is_published_while_it_is_read_serves_at_once() -> None:
     store = AdapterStore(Disk(), HostBudget(2))
-    assert not store.ready(queued("early", REFS[0]))
+    assert not store.ready(REFS[0])
     store.publish(REFS[0], sized(1))
-    early = store.next_arrived()
-    assert early is not None
-    assert early.message.id == "early"
+    assert not store.reading(REFS[0])
     await settled(store)
-    assert store.failed() == []
+    assert store.failure(REFS[0]) is None
+    store.waited(REFS[0])
     assert store.resident() == (REFS[0],)
     store.close()
 
@@ -253,7 +242,7 @@ async def test_the_gpu_copy_outlives_the_host_copy_and_serves_without_it() -> No
     store.publish(REFS[1], sized(1))  # evicts the host copy of the first
     assert store.state(REFS[0]) is State.GPU
     assert set(store.resident()) == set(REFS[:2])
-    assert store.ready(queued("one", REFS[0])), "it need not wait for the disk"
+    assert store.ready(REFS[0]), "it need not wait for the disk"
     assert disk.reads == []
     run_once(store, REFS[0])
     store.close()
@@ -265,7 +254,7 @@ async def test_a_request_that_lost_the_gpu_copy_goes_on_from_the_host_copy_that_
     store.publish(REFS[0], sized(1))
     run_once(store, REFS[0])
     store.publish(REFS[1], sized(1))
-    assert store.ready(queued("one", REFS[0]))
+    assert store.ready(REFS[0])
     store.acquire(REFS[0])
     taken = buffer.pool.allocate(8)
     assert taken is not None
@@ -285,7 +274,7 @@ async def test_a_request_whose_last_copy_is_gone_is_told_why() -> None:
     store.publish(REFS[0], sized(1))
     run_once(store, REFS[0])
     store.publish(REFS[1], sized(1))
-    assert store.ready(queued("one", REFS[0]))
+    assert store.ready(REFS[0])
     store.acquire(REFS[0])
     await until_read(store)
     assert store.failure(REFS[0]) is None

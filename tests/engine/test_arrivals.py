@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from coserve.engine.engine import Engine
+from coserve.engine.engine import Engine, JobPlaces
 from coserve.link import EngineStopped, FromEngine, Generate, LocalLink, RequestFailed, Shutdown, ToEngine
 from coserve.queues.policies.slack import Slack
 from coserve.types import SamplingParams, Slo
@@ -22,11 +22,10 @@ async def _refused(waited: float) -> bool:
     loop, meter, rng = asyncio.get_running_loop(), Meter(), random.Random(0)
     to_engine, from_engine = asyncio.Queue[ToEngine | None](), asyncio.Queue[FromEngine | None]()
     api: LocalLink[ToEngine, FromEngine] = LocalLink(to_engine, from_engine)
-    generator = FakeGenerator(meter, Prices(0.1, 0.0, 0.0, 0.0), 64, rng, 0.0)
+    generator = FakeGenerator(meter, Prices(0.1, 0.0, 0.0, 0.0), 64, rng, 0.0, max_running=1)
     engine = Engine(
         generator, FakeTrainer(meter, FREE, {}, rng, loop.time), NoAdapters(), Slack(1.0), LocalLink(from_engine, to_engine),
-        max_running=1, max_queue=8, fair=True, max_active_jobs=1, step_tokens=64, clock=loop.time, job_threads=Inline(),
-        pace=meter.pace,
+        clock=loop.time, jobs=JobPlaces(1, Inline()), pace=meter.pace,
     )  # fmt: skip
     run = asyncio.create_task(engine.run())
     await asyncio.sleep(5.0)

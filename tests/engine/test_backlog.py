@@ -27,8 +27,7 @@ def test_a_backlog_is_reported_and_logged(caplog: pytest.LogCaptureFixture) -> N
         to_engine, from_engine = asyncio.Queue[ToEngine | None](), asyncio.Queue[FromEngine | None]()
         engine = Engine(
             FakeGenerator(meter, PRICES, 64, rng, 0.0), FakeTrainer(meter, PRICES, {}, rng, loop.time), NoAdapters(),
-            Slack(1.0), Unread(from_engine, to_engine), max_running=4, max_queue=4, fair=True, max_active_jobs=1,
-            step_tokens=64, clock=loop.time, pace=meter.pace,
+            Slack(1.0), Unread(from_engine, to_engine), clock=loop.time, pace=meter.pace,
         )  # fmt: skip
         run = asyncio.create_task(engine.run())
         first = await from_engine.get()

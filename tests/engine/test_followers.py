@@ -130,7 +130,7 @@ def test_pages_are_the_same_after_bursts_and_cancels(
         with pytest.raises(AdapterNotFound):
             store.acquire(AdapterRef("nobody", 1))
         following.catch_up()
-        assert generator.preemptions > 0 or executor is not eager
+        assert generator.scheduler.preemptions > 0 or executor is not eager
         assert len(leads.reads) > ADAPTERS + 1 or executor is not eager, "host copies are evicted"
         assert follows.reads == leads.reads
         assert torch.equal(follows.kv.buffer.bytes, leads.kv.buffer.bytes)

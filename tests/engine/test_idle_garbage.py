@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 
 from coserve.engine.engine import Engine
 from coserve.garbage import IDLE, YOUNG_WHEN_IDLE, GarbageCollection
+from coserve.generate.plan import Ran, Share
 from coserve.link import EngineStopped, Generate, Shutdown, Tokens, local_pair
 from coserve.queues.policies.slack import Slack
 from coserve.types import SamplingParams, Slo
@@ -25,10 +27,10 @@ class Littering(FakeGenerator):
 
     interpreter: Interpreter
 
-    def step(self) -> list[Tokens]:  # type: ignore[override]
+    def run(self, shares: Sequence[Share]) -> Ran:
         self.interpreter.counts[0] += YOUNG_WHEN_IDLE // 10
         assert self.interpreter.collected.count(2) == 0, "a request runs"
-        return super().step()  # type: ignore[return-value]
+        return super().run(shares)
 
 
 def test_a_request_is_not_interrupted_and_the_idle_engine_collects_once() -> None:
@@ -39,7 +41,7 @@ def test_a_request_is_not_interrupted_and_the_idle_engine_collects_once() -> Non
         api, engine_end = local_pair()
         engine = Engine(
             generator, FakeTrainer(meter, PRICES, {}, rng, loop.time), NoAdapters(), Slack(1.0), engine_end,
-            max_running=4, max_queue=4, fair=True, max_active_jobs=1, step_tokens=64, clock=loop.time, pace=meter.pace,
+            clock=loop.time, pace=meter.pace,
             garbage=GarbageCollection(interpreter.collect, interpreter.count),
         )  # fmt: skip
         run = asyncio.create_task(engine.run())

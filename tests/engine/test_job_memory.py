@@ -17,7 +17,7 @@ from coserve.admission.memory import GIB, Hold, MemoryAdmission, Start
 from coserve.admission.treatment import JobMemory, Treatment, job_memory
 from coserve.cancellation import Cancellation
 from coserve.engine.device_memory import DeviceMemory, Fixed
-from coserve.engine.engine import Engine
+from coserve.engine.engine import Engine, JobPlaces
 from coserve.engine.job_runner import JobRunner
 from coserve.errors import JobOutOfMemory
 from coserve.gpu_memory import MemoryModel, MemoryUse
@@ -286,7 +286,7 @@ def test_while_a_job_waits_for_memory_the_policys_timers_fire_in_time() -> None:
         api, ours = local_pair()
         engine = Engine(
             FakeGenerator(meter, FREE, 64, rng, 0.0), FakeTrainer(meter, FREE, plans, rng, loop.time), NoAdapters(), Ets(4, 0.2), ours,
-            max_running=4, max_queue=8, fair=True, max_active_jobs=1, step_tokens=64, clock=loop.time, job_threads=Inline(), memory=own,
+            clock=loop.time, jobs=JobPlaces(1, Inline(), own),
         )  # fmt: skip
         running, sent = asyncio.create_task(engine.run()), 0.0
         came = dict[type[FromEngine], float]()

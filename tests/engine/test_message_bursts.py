@@ -36,8 +36,7 @@ def test_a_burst_is_handled_between_steps() -> None:
         api, engine_end = local_pair()
         engine = Engine(
             FakeGenerator(meter, PRICES, 64, rng, 0.0), FakeTrainer(meter, PRICES, {}, rng, loop.time), adapters,
-            Slack(1.0), engine_end, max_running=4, max_queue=4, fair=True, max_active_jobs=1, step_tokens=64,
-            clock=lambda: loop.time() + COST * adapters.dropped, pace=meter.pace,
+            Slack(1.0), engine_end, clock=lambda: loop.time() + COST * adapters.dropped, pace=meter.pace,
         )  # fmt: skip
         run = asyncio.create_task(engine.run())
         api.send(REQUEST)

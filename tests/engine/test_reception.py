@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from coserve.engine.reception import Reception
-from coserve.engine.running import FEW_FIRSTS, RunningRequests
 from coserve.engine.views import Views
-from coserve.link import Generate, RequestFailed, Tokens
-from coserve.queues.inference import InferenceQueue
+from coserve.generate.schedule import Scheduler
+from coserve.link import Generate, RequestFailed
+from coserve.queues.request import State
 from coserve.queues.shapes import StepShape
 from coserve.types import AdapterRef, MicroStep, SamplingParams, Slo
+from tests.support.pages import BareAdapters, BarePages, next_shares
 
 LIMIT = 5
 
@@ -42,26 +43,23 @@ def request(
 
 
 class Line:
-    """A queue before a full batch, which takes a request each second."""
+    """A queue before a batch of one place, which has taken a request each second, at 0 to 3 s."""
 
-    def __init__(self, limit: int = LIMIT, *, first: float = 0.0) -> None:
-        """`first`: seconds that first tokens took, while steps took 0.2 s; 0: nothing was measured."""
-        self.queue, self.refused = InferenceQueue(limit, fair=True), dict[str, str]()
-        self.retry_after, self.cancelled = dict[str, float](), set[str]()
-        running = self.running = RunningRequests(step_tokens=64)
-        views = Views(self.queue, running, NoJobs(), max_running=0, step_tokens=64)
-        for number in range(FEW_FIRSTS if first else 0):
-            running.add(f"f{number}", Slo(ttft=1.0, tpot=1.0), now=0.0, deadline=1.0, prompt=1)
-            running.accept([Tokens(id=f"f{number}", tokens=(1,), finished=None)], first)
-            running.remove(f"f{number}")
-            views.step_took(StepShape(1, 1, 0, 0, 0), 0.2)
-            views.step_took(StepShape(prefill=64), 0.2)
-            views.view(0.0, reading=0, blocked=False)
-        self._reception = Reception(self.queue, running, views, send=self._refuse, cancel=self.cancelled.add)
+    def __init__(self, limit: int = LIMIT, *, prompt_step: float = 0.0) -> None:
+        """`prompt_step`: seconds of a step with prompts; 0: none was measured."""
+        self.refused, self.retry_after = dict[str, str](), dict[str, float]()
+        self.scheduler = Scheduler(
+            BarePages(1 << 12, 64), BareAdapters(), max_running=1, step_tokens=64, max_queue=limit
+        )
+        views = Views(NoJobs())
+        for _ in range(9 if prompt_step else 0):
+            views.step_took(StepShape(1, 1), prompt_step)
+            views.step_took(StepShape(prefill=64), prompt_step)
+            views.view(self.scheduler.propose(), 0.0)
+        self._reception = Reception(self.scheduler, views, send=self._refuse)
         for number in range(4):
             self.arrives(request(f"early{number}"), 0.0)
-        for second in range(4):
-            self._reception.admitted(self.queue.pop(1), float(second))
+            self.admits(float(number))
 
     def _refuse(self, messages: Sequence[RequestFailed]) -> None:
         for message in messages:
@@ -69,16 +67,25 @@ class Line:
             self.retry_after[message.id] = message.retry_after or 0.0
 
     def arrives(self, request: Generate, now: float = 4.0) -> None:
-        self._reception.enqueue(request, now, reading=0)
+        self._reception.enqueue(request, now)
+
+    def admits(self, now: float) -> str:
+        """The request in the batch ends, and the next one has its place."""
+        for running in [each for each in self.scheduler.requests.values() if each.state is State.ACTIVE]:
+            self.scheduler.remove(running)
+        queued = len(self.scheduler.queue)
+        (share,) = next_shares(self.scheduler)
+        self._reception.admitted(queued - len(self.scheduler.queue), now)
+        return share.request.id
 
     def refuse_late(self, now: float) -> None:
         self._reception.refuse_late(now)
 
-    def cancel(self, id: str) -> bool:
-        return self._reception.cancel(id)
+    def cancel(self, id: str) -> None:
+        self._reception.cancel(id)
 
     def ids(self) -> list[str]:
-        return [entry.message.id for entry in self.queue.waiting(99)]
+        return [entry.id for entry in self.scheduler.queue.waiting(999)]
 
 
 def test_nobody_goes_for_a_request_that_is_refused_itself() -> None:
@@ -91,7 +98,7 @@ def test_nobody_goes_for_a_request_that_is_refused_itself() -> None:
     assert (line.ids(), line.refused) == (before, {"late": "overloaded"})
     line.arrives(request("in time", 9.0, shed=True))
     assert line.refused == {"late": "overloaded", "b": "queue_full"}
-    assert len(line.queue) == LIMIT
+    assert len(line.scheduler.queue) == LIMIT
 
 
 def test_whoever_goes_is_not_counted_before_the_one_that_comes() -> None:
@@ -138,43 +145,6 @@ def test_choices_go_together_for_a_request_that_goes_first() -> None:
     assert (line.refused, line.ids()) == ({"c1": "queue_full"}, [*(f"r{number}" for number in range(LIMIT - 2)), "new"])
 
 
-def test_choices_of_which_one_has_begun_are_not_refused() -> None:
-    line = Line(limit=20)
-    line.arrives(request("c0", 3.0))
-    line.arrives(request("c1", 3.0, shed=True, choices=("c0",)))
-    assert [entry.message.id for entry in line.queue.pop(1)] == ["c0"]
-    line.refuse_late(9.0)
-    line.arrives(request("d1", 0.1, shed=True, choices=("d0",)))
-    line.refuse_late(9.0)
-    assert line.refused == {}
-
-
-def test_choices_in_the_batch_that_no_step_had_room_for_are_refused_together() -> None:
-    line = Line(limit=20)
-    line.arrives(request("c0", 3.0))
-    line.arrives(request("c1", 3.0, shed=True, choices=("c0",)))
-    for entry in line.queue.pop(2):
-        line.running.add(entry.message.id, entry.message.slo, now=4.0, deadline=entry.deadline, prompt=1)
-    line.running.start([])  # a step without pages for them
-    line.refuse_late(9.0)
-    assert line.refused == {"c1": "overloaded"}
-    assert line.cancelled == {"c0", "c1"}
-
-
-def test_those_that_become_late_together_are_refused_together() -> None:
-    line = Line()
-    for number in range(LIMIT - 1):
-        line.arrives(request(f"r{number}", 9.0, shed=number % 2 == 1, adapter="ab"[number // 2]))
-    line.refuse_late(12.9)
-    assert line.refused == {}
-    line.refuse_late(13.1)
-    assert line.refused == {"r1": "overloaded", "r3": "overloaded"}
-    assert line.ids() == ["r0", "r2"]
-    assert 1 < line.retry_after["r1"] < line.retry_after["r3"], (
-        "those that stay are served first, and nobody was for long"
-    )
-
-
 def calls_of(work: Callable[[], None]) -> int:
     calls = 0
 
@@ -203,75 +173,6 @@ def test_each_of_many_that_become_late_at_once_takes_as_little_work_as_one_of_fe
     assert calls_to_refuse(400) < 5 * calls_to_refuse(100), "all streams wait for it"
 
 
-def test_an_answer_and_a_long_prompt_need_time_before_the_deadline() -> None:
-    """A request is admitted each second, and nobody waits before them."""
-    line = Line(first=0.1)
-    line.arrives(request("other", 99.0))
-    line.arrives(request("plain", 5.0, shed=True))
-    line.arrives(request("whole answer", e2e=6.4))
-    line.arrives(request("long", 6.8, shed=True, prompt=640))
-    line.refuse_late(8.75)
-    assert line.refused == {}
-    line.refuse_late(8.85)
-    assert set(line.refused) == {"plain", "whole answer", "long"}, (
-        "they have until 9 s, as the answer takes 1.4 s, and nine steps before the last one of a prompt 1.8 s"
-    )
-
-
-def test_first_tokens_that_came_after_a_machine_stood_still_refuse_nobody() -> None:
-    """They took 9 s. One takes no longer than three steps with prompts."""
-    line = Line(first=9.0)
-    line.arrives(request("other", 99.0))
-    line.arrives(request("plain", 5.0, shed=True))
-    line.refuse_late(8.3)
-    assert line.refused == {}
-    line.refuse_late(8.5)
-    assert line.refused == {"plain": "overloaded"}
-
-
-def test_long_prompts_in_the_batch_go_first() -> None:
-    """Of 640 tokens nine steps of 0.2 s are computed before anybody's first token."""
-    line = Line(first=0.1)
-    line.arrives(request("other", 99.0))
-    line.arrives(request("plain", 5.0, shed=True))
-    line.running.add("long", Slo(ttft=99.0, tpot=1.0), now=4.0, deadline=103.0, prompt=640)
-    line.refuse_late(6.9)
-    assert line.refused == {}
-    line.refuse_late(7.1)
-    assert line.refused == {"plain": "overloaded"}
-
-
-def test_long_prompts_that_were_in_the_prefix_cache_take_one_step() -> None:
-    line = Line(first=0.1)
-    for _ in range(20):
-        line.running.add("cached", Slo(ttft=99.0, tpot=1.0), now=0.0, deadline=99.0, prompt=640)
-        line.running.computed({"cached": 0})
-        line.running.remove("cached")
-    line.arrives(request("other", 99.0))
-    line.arrives(request("long", 5.0, shed=True, prompt=640))
-    line.refuse_late(8.75)
-    assert line.refused == {}
-    line.refuse_late(8.85)
-    assert line.refused == {"long": "overloaded"}
-
-
-def test_whoever_left_is_not_counted_before_the_next_one_and_not_refused() -> None:
-    line = Line(limit=20)
-    for number in range(9):
-        line.arrives(request(f"r{number}"))
-    line.arrives(request("gone", 30.0, shed=True))
-    assert all(line.cancel(id) for id in ("gone", *(f"r{number}" for number in range(8))))
-    line.arrives(request("new", 2.5, shed=True))
-    assert line.refused == {}
-    line.refuse_late(99.0)
-    assert (line.refused, line.ids()) == ({"new": "overloaded"}, ["r8"])
-
-
-def test_a_request_that_does_not_wait_is_not_cancelled_here() -> None:
-    line = Line()
-    assert not line.cancel("early0")
-
-
 def calls_to_cancel(count: int) -> int:
     line = Line(count)
     for number in range(count):
@@ -291,21 +192,6 @@ def test_each_of_many_clients_that_leave_at_once_takes_as_little_work_as_one_of_
     assert calls_to_cancel(400) < 5 * calls_to_cancel(100)
 
 
-def test_a_request_that_found_a_place_costs_nothing_when_its_time_is_over() -> None:
-    """However many wait then."""
-
-    def calls(waiting: int) -> int:
-        line = Line(500)
-        line.refuse_late(4.0)
-        line.arrives(request("served", 3.0, shed=True))
-        line.queue.pop(1)
-        for number in range(waiting):
-            line.arrives(request(f"r{number}", batch=number % 3 == 0))
-        return calls_of(lambda: line.refuse_late(9.0))
-
-    assert calls(400) == calls(4)
-
-
 def test_a_whole_call_that_goes_is_not_counted_before_the_one_that_comes() -> None:
     """Four of others stay before it, so its first token comes after 5 s or so."""
     line = Line(limit=12)
@@ -315,4 +201,78 @@ def test_a_whole_call_that_goes_is_not_counted_before_the_one_that_comes() -> No
         choices = tuple(f"c{before}" for before in range(7)) if number == 7 else ()
         line.arrives(request(f"c{number}", choices=choices))
     line.arrives(request("new", 6.0, shed=True, adapter="other"))
-    assert (line.refused, len(line.queue)) == ({"c7": "queue_full"}, 5)
+    assert (line.refused, len(line.scheduler.queue)) == ({"c7": "queue_full"}, 5)
+
+
+def test_choices_of_which_one_has_begun_are_not_refused() -> None:
+    line = Line(limit=20)
+    line.arrives(request("c0", 3.0))
+    line.arrives(request("c1", 3.0, shed=True, choices=("c0",)))
+    assert line.admits(4.5) == "c0"
+    line.refuse_late(9.0)
+    line.arrives(request("d1", 0.1, shed=True, choices=("d0",)))
+    line.refuse_late(9.0)
+    assert line.refused == {}
+
+
+def test_those_that_become_late_together_are_refused_together() -> None:
+    line = Line()
+    for number in range(LIMIT - 1):
+        line.arrives(request(f"r{number}", 9.0, shed=number % 2 == 1, adapter="ab"[number // 2]))
+    line.refuse_late(12.9)
+    assert line.refused == {}
+    line.refuse_late(13.1)
+    assert line.refused == {"r1": "overloaded", "r3": "overloaded"}
+    assert line.ids() == ["r0", "r2"]
+    assert all(1 <= retry <= 30 for retry in line.retry_after.values())
+
+
+def test_an_answer_and_a_long_prompt_need_time_before_the_deadline() -> None:
+    """Steps with prompts take 0.2 s, and a first token comes after two of them."""
+    line = Line(prompt_step=0.2)
+    line.arrives(request("other", 99.0))
+    line.arrives(request("plain", 5.0, shed=True))
+    line.arrives(request("whole answer", e2e=6.4))
+    line.arrives(request("long", 6.8, shed=True, prompt=640))
+    line.refuse_late(8.55)
+    assert line.refused == {}
+    line.refuse_late(8.65)
+    assert set(line.refused) == {"plain", "whole answer", "long"}, (
+        "they have until 9 s, as the answer takes 1.4 s, and nine steps before the last one of a prompt 1.8 s"
+    )
+
+
+def test_whoever_left_is_not_counted_before_the_next_one_and_not_refused() -> None:
+    line = Line(limit=20)
+    for number in range(9):
+        line.arrives(request(f"r{number}"))
+    line.arrives(request("gone", 30.0, shed=True))
+    for id in ("gone", *(f"r{number}" for number in range(8))):
+        line.cancel(id)
+    line.arrives(request("new", 2.5, shed=True))
+    assert line.refused == {}
+    line.refuse_late(99.0)
+    assert (line.refused, line.ids()) == ({"new": "overloaded"}, ["r8"])
+
+
+def test_a_request_that_found_a_place_is_not_refused_when_its_time_is_over() -> None:
+    line = Line()
+    line.scheduler.remove(line.scheduler.requests["early3"])
+    line.arrives(request("served", 0.001, shed=True))
+    line.refuse_late(99.0)
+    assert line.refused == {}
+
+
+def test_a_request_that_has_begun_is_not_refused() -> None:
+    line = Line()
+    line.arrives(request("first", 9.0, shed=True))
+    assert line.admits(5.0) == "first"
+    line.refuse_late(99.0)
+    assert line.refused == {}
+
+
+def test_an_id_that_is_there_already_is_refused_alone() -> None:
+    line = Line()
+    line.arrives(request("twice"))
+    line.arrives(request("twice"))
+    assert (line.refused, line.ids()) == ({"twice": "invalid_request"}, ["twice"])

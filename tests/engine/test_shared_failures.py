@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from coserve.engine.engine import Engine
+from coserve.engine.engine import Engine, JobPlaces
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.link import JobFailed, JobSucceeded, StartJob, local_pair
 from coserve.names import ADAPTER_WEIGHTS
@@ -44,8 +44,8 @@ async def test_the_leader_of_a_pass_that_fails_ends_itself_alone(tmp_path: Path)
     api, ours = local_pair()
     generator = FakeGenerator(Meter(), Prices(0, 0, 0, 0), 16, random.Random(0), 0.0)
     engine = Engine(
-        generator, bench.trainer, NoAdapters(), MicroStepByMicroStep(), ours, max_running=4, max_queue=10, fair=True,
-        max_active_jobs=2, step_tokens=16, clock=asyncio.get_running_loop().time, job_threads=Inline(),
+        generator, bench.trainer, NoAdapters(), MicroStepByMicroStep(), ours,
+        clock=asyncio.get_running_loop().time, jobs=JobPlaces(2, Inline()),
     )  # fmt: skip
     for spec in (leader, other):
         bench.place(CORPUS, spec)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 import weakref
 from concurrent.futures import Future
-from contextlib import nullcontext
 
 import pytest
 
-from coserve.engine.spatial.slices_in_flight import SlicesInFlight
+from coserve.engine.spatial.slices_in_flight import TURNS, Marks, SlicesInFlight
 from coserve.queues.policy import InFlight, Train
 from coserve.types import MicroStep
 
@@ -19,7 +18,7 @@ class Device:
 
     def __init__(self) -> None:
         self.now, self.marks = 0.0, list[Future[None]]()
-        self.flight = SlicesInFlight(self.mark, lambda: self.now, lambda: None, nullcontext, self.mark)
+        self.flight = SlicesInFlight(Marks(self.mark, steps=self.mark), lambda: self.now, lambda: None)
 
     def mark(self) -> Future[None]:
         self.marks.append(Future())
@@ -76,7 +75,7 @@ def test_seconds_of_a_slice_beside_steps(first: str) -> None:
 
 
 def test_whether_a_slice_was_launched_after_the_last_step_is_known_where_they_take_turns() -> None:
-    flight = SlicesInFlight(None, lambda: 0.0, lambda: None)
+    flight = SlicesInFlight(TURNS, lambda: 0.0, lambda: None)
     for kind, seen in ((MicroStep.RESULT, False), (MicroStep.FORWARD, True), (MicroStep.RESULT, True)):
         flight.launched(Train("j", 1), kind, 1, 64, 0.0)
         assert flight.view() == InFlight(0, seen)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from coserve.engine.running import RunningRequests
 from coserve.engine.views import FORGET, Views
-from coserve.link import Tokens
+from coserve.generate.schedule import Scheduler
+from coserve.link import Generate, Tokens
 from coserve.queues.beside import ENOUGH, FIRST_GUESS, TRIAL_AFTER, TRIALS
-from coserve.queues.inference import InferenceQueue
 from coserve.queues.policy import Costs
+from coserve.queues.request import Request
 from coserve.queues.risk import FIRST_GUESS as FIRST_MARGIN
 from coserve.queues.shapes import STEP_KINDS, StepKind
-from coserve.types import MicroStep, Slo
+from coserve.types import MicroStep, SamplingParams, Slo
+from tests.support.pages import BareAdapters, BarePages, next_shares
 
 ALONE, BESIDE = 0.01, 0.02
 """Seconds of a step."""
@@ -41,13 +42,20 @@ class Steps:
     """Of one running request: the next one computes its prompt (prefill), or its next token (decode)."""
 
     def __init__(self, kind: StepKind) -> None:
-        self.jobs, running = OneJob(), RunningRequests(step_tokens=64)
-        running.add("r", Slo(ttft=1.0, tpot=0.05), now=0.0, deadline=1.0, prompt=10, tokens=99)
+        self.jobs = OneJob()
+        self.scheduler = Scheduler(BarePages(99, 16), BareAdapters(), max_running=8, step_tokens=64)
+        message = Generate(
+            id="r", prompt=(1,) * 10, sampling=SamplingParams(max_tokens=99), adapter=None, slo=Slo(ttft=1.0, tpot=0.05)
+        )
+        self.scheduler.add(request := Request(message))
         if kind == "decode":
-            running.accept([Tokens(id="r", tokens=(1,), finished=None)], 0.0)
-        queue = InferenceQueue(8, fair=True)
-        self.views = Views(queue, running, self.jobs, max_running=8, step_tokens=64)
-        self._shape = running.next_step(())
+            next_shares(self.scheduler)
+            request.computed = 10
+            request.push(1)
+            self.scheduler.tokens_came([Tokens(id="r", tokens=(1,), finished=None)], 0.0)
+        self.views = Views(self.jobs)
+        self._shape = self.scheduler.propose().admitting_nobody
+        assert self._shape.kind == kind
 
     def took(self, seconds: float, times: int = 1, *, beside: bool = False, alone: bool = True) -> None:
         """`alone`: launched with no other step in flight."""
@@ -63,7 +71,7 @@ class Steps:
 
     @property
     def costs(self) -> Costs:
-        return self.views.view(0.0, reading=0, blocked=False).costs
+        return self.views.view(self.scheduler.propose(), 0.0).costs
 
 
 @pytest.mark.parametrize("kind", STEP_KINDS)

@@ -17,9 +17,9 @@ from coserve.generate.sampling.device_sampler import DeviceSampler
 from coserve.generate.sampling.draws import likeliest
 from coserve.generate.sampling.logprobs import logprobs_of
 from coserve.generate.sampling.sampler import choose
-from coserve.generate.sequence_state import SequenceState
 from coserve.generate.step_input import sampling_row
 from coserve.link import Generate
+from coserve.queues.request import Request
 from coserve.types import SamplingParams, Slo
 from tests.support.examples import examples
 
@@ -29,10 +29,8 @@ NUMBERS = count()
 
 
 def sequence(params: SamplingParams, prompt: tuple[int, ...] = (1, 2, 3), stop_ids: frozenset[int] = frozenset()):
-    request = Generate(id="x", prompt=prompt, sampling=params, adapter=None, slo=Slo(ttft=1, tpot=1))
-    return SequenceState(
-        request, number=next(NUMBERS), max_tokens=params.max_tokens, stop_ids=stop_ids, tokens=list(prompt)
-    )
+    message = Generate(id="x", prompt=prompt, sampling=params, adapter=None, slo=Slo(ttft=1, tpot=1))
+    return Request(message, number=next(NUMBERS), stop_ids=stop_ids)
 
 
 def logits(rows: int, seed: int) -> Tensor:
@@ -40,7 +38,7 @@ def logits(rows: int, seed: int) -> Tensor:
     return (torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 4).round() / 2
 
 
-def by_the_host(logits_BV: Tensor, ready: list[SequenceState]) -> list[Choice | NoToken]:
+def by_the_host(logits_BV: Tensor, ready: list[Request]) -> list[Choice | NoToken]:
     return choose(logits_BV, [sampling_row(s) for s in ready], batch=2)
 
 
@@ -74,7 +72,7 @@ def test_tokens_and_logprobs_are_those_of_the_host(
     device = DeviceSampler(VOCAB, DEVICE, batch=2)
     ahead = [sequence(*one, frozenset({0, 1, 2, 3})) for one in asked]
     known = [sequence(*one, frozenset({0, 1, 2, 3})) for one in asked]
-    copying: list[tuple[SequenceState, int]] = []
+    copying: list[tuple[Request, int]] = []
     for t, (by_host, fewer) in enumerate(steps):
         places = range(1 if fewer else 0, len(asked))
         values = logits(len(asked), 100 * seed + t)[places.start :]
@@ -98,7 +96,7 @@ def test_tokens_and_logprobs_are_those_of_the_host(
                 ahead[i].push(choice.token)
 
 
-def collect(copying: list[tuple[SequenceState, int]]) -> None:
+def collect(copying: list[tuple[Request, int]]) -> None:
     for one, token in copying:
         one.in_flight -= 1
         one.push(token)

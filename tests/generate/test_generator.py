@@ -118,7 +118,7 @@ def test_greedy_equals_generate(family: str) -> None:
     assert {one.id: alone(base, one).tokens for one in requests} == expected
     for gen in (generator(base), generator(base, step_tokens=7), generator(base, tokens=72, page_tokens=4)):
         assert {id: result.tokens for id, result in collect(gen, requests).items()} == expected
-    assert gen.preemptions > 0
+    assert gen.scheduler.preemptions > 0
 
 
 def sampled(base: Base, refs: list[AdapterRef]) -> list[Generate]:
@@ -163,7 +163,7 @@ def test_neighbours_chunks_and_preemptions_change_no_bit(family: str) -> None:
     ):
         gen = generator(base, shelf, **shape)
         assert collect(gen, requests) == expected, shape
-        preemptions += gen.preemptions
+        preemptions += gen.scheduler.preemptions
     assert preemptions > 0
     assert not +shelf.held
 
@@ -332,9 +332,9 @@ def test_the_error_names_whose_logits_are_not_finite_and_nobody_finds_the_pages(
     assert ("loud@3" if ref else "the base") in failed.message
     assert gen.pages_used == 0
     collect(gen, [request("again", prompt(70), GREEDY, ref)])
-    assert gen.prefix_hits == 0
+    assert gen.scheduler.prefix_hits == 0
     collect(gen, [request("good pages stay", prompt(70), GREEDY, ref)])
-    assert gen.prefix_hits > 0
+    assert gen.scheduler.prefix_hits > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

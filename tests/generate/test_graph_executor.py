@@ -74,7 +74,7 @@ def test_texts_are_those_of_steps_one_by_one(fused: FusedBase) -> None:
     for changes in ({}, {"step_tokens": 11}, {"max_running": 3}, {"tokens": 64}):
         gen = generator(fused, None, ahead=True, **changes)
         assert collect(gen, requests) == expected, changes
-        assert bool(gen.preemptions) == ("tokens" in changes)
+        assert bool(gen.scheduler.preemptions) == ("tokens" in changes)
     for one in requests:
         assert collect(generator(fused, None, ahead=True), [one])[one.id] == expected[one.id]
 

@@ -177,8 +177,30 @@ def test_the_latest_give_way_to_the_earliest_while_memory_is_short() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Base, "forward", limited)
         assert finish(gen, requests) == expected
-    assert gen.preemptions > 0
+    assert gen.scheduler.preemptions > 0
     assert max(most) == 2
+
+
+def test_after_a_shortage_a_prompt_takes_as_many_steps_as_policies_are_told() -> None:
+    gen, forward = generator(ahead=False), Base.forward
+
+    def limited(self: Base, tokens_T: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(tokens_T) > 12:
+            raise torch.OutOfMemoryError
+        return forward(self, tokens_T, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Base, "forward", limited)
+        gen.add(request("r", prompt(40), GREEDY))
+        while gen.scheduler.budget.tokens > 12:
+            assert gen.step() == []
+        plan = gen.scheduler.propose()
+        (due,) = plan.deadlines.view()
+        assert (due.steps, plan.step_tokens, plan.admitting_nobody.prefill) == (4, 10, 10)
+        steps = 1
+        while not gen.step():
+            steps += 1
+    assert steps == due.steps
 
 
 def test_an_adapter_whose_slot_found_no_memory_is_placed_again() -> None:

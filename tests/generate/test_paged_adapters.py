@@ -23,7 +23,6 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
-from coserve.queues.inference import Queued
 from coserve.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
 from tests.support.executors import eager, graphs
 from tests.support.lengths import OneMoreToken
@@ -114,7 +113,7 @@ def check(base: Base, lora_backend: LoraBackend, fuse: Callable[[Base], FusedBas
     small = Paged(base, largest + 5, 3, lora_backend, None if fuse is None else fuse(base))
     assert small.texts(asked) == expected
     assert small.reads > len(REFS), "the host tier is too small for all as well"
-    assert small.generator.preemptions > 0
+    assert small.generator.scheduler.preemptions > 0
 
 
 def test_one_step_at_a_time() -> None:
@@ -195,11 +194,10 @@ def test_a_request_starts_when_it_has_pages_and_not_when_it_is_let_in() -> None:
     first, second = one(10, 5, REFS[0]), msgspec.structs.replace(one(40, 5, None), id="second")
     paged.generator.add(first)
     paged.generator.add(second)
-    assert paged.generator.started() == []
-    seen: list[str] = []
+    scheduler, seen = paged.generator.scheduler, list[str]()
     while paged.generator.running:
-        messages = paged.generator.step()
-        seen += [f"{id} starts" for id in paged.generator.started()]
+        messages, started, _ = paged.generator.run(scheduler.commit(scheduler.propose()))
+        seen += [f"{id} starts" for id in started]
         seen += [f"{message.id} ends" for message in messages if isinstance(message, Tokens) and message.finished]
     assert seen == ["x starts", "x ends", "second starts", "second ends"]
 
@@ -228,17 +226,17 @@ async def test_nothing_can_run_while_the_adapter_of_the_first_is_read_again() ->
     store.acquire(REFS[1])
     store.release(REFS[1])
     asked = one(3, 6, REFS[2])
-    assert store.ready(Queued(asked, arrived=0.0, deadline=1.0))
+    assert store.ready(REFS[2])
     generator.add(asked)
-    assert not generator.blocked
+    assert not generator.scheduler.propose().blocked
     pages = pool.allocate(40)
     assert pages is not None
     pool.free(pages)
     assert store.state(REFS[2]) is State.READING
-    assert generator.blocked
+    assert generator.scheduler.propose().blocked
     assert generator.step() == []
     await read.wait()
-    assert not generator.blocked
+    assert not generator.scheduler.propose().blocked
     found: list[int] = []
     while generator.running:
         found += [token for message in generator.step() for token in message.tokens]

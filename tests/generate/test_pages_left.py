@@ -18,16 +18,18 @@ from coserve.adapter_store.host import HostBudget
 from coserve.adapter_store.pages import Activated
 from coserve.adapter_store.store import AdapterStore
 from coserve.generate.output_lengths import OutputLengths
-from coserve.generate.schedule import Scheduler, Share
-from coserve.generate.sequence_state import SequenceState
+from coserve.generate.plan import Share
+from coserve.generate.schedule import Scheduler
 from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate
 from coserve.memory.buffer import ALIGNMENT, PageBuffer
 from coserve.memory.prefix import PageKeys
 from coserve.model.lora import LoraWeights
+from coserve.queues.request import Request
 from coserve.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
 from tests.support.examples import sample
 from tests.support.lengths import OneMoreToken
+from tests.support.pages import next_shares
 
 PAGES, PAGE_TOKENS, STEP_TOKENS, RUNNING = 64, 4, 48, 12
 PAGE_BYTES = 2 * ALIGNMENT
@@ -67,6 +69,18 @@ class Memory:
         for page in pages or ():
             self.slots[page] = [0] * PAGE_TOKENS
         return pages
+
+    def ready(self, ref: AdapterRef, digests: AdapterDigests | None) -> bool:
+        return self.store.ready(ref, digests)
+
+    def waited(self, ref: AdapterRef) -> None:
+        self.store.waited(ref)
+
+    def reading(self, ref: AdapterRef) -> bool:
+        return self.store.reading(ref)
+
+    def size(self, ref: AdapterRef) -> int:
+        return self.store.size(ref)
 
     def failure(self, ref: AdapterRef) -> Exception | None:
         return self.store.failure(ref)
@@ -110,20 +124,19 @@ class Memory:
 class Life:
     """A request as the fake base sees it."""
 
-    sequence: SequenceState
+    request: Request
     marks: list[int] = field(default_factory=list)
 
     def mark(self, position: int) -> int:
         for at in range(len(self.marks), position + 1):
-            before = self.marks[-1] if self.marks else crc32(str(self.sequence.adapter).encode())
-            self.marks.append(hash((before, self.sequence.tokens[at])) | 1)
+            before = self.marks[-1] if self.marks else crc32(str(self.request.adapter).encode())
+            self.marks.append(hash((before, self.request.tokens[at])) | 1)
         return self.marks[position]
 
     def compute(self, share: Share, memory: Memory) -> None:
-        own, start = self.sequence, self.sequence.computed
+        own, start = self.request, self.request.computed
         if own.adapter is not None:
-            assert own.weights is not None
-            assert is_in_pages(own.adapter, own.weights)
+            assert own.holds_adapter and is_in_pages(own.adapter, memory.store.in_pages(own.adapter))
         if start % PAGE_TOKENS == 0 or share.tokens > 1:
             self.check(memory)
         for at in range(start, start + share.tokens):
@@ -134,7 +147,7 @@ class Life:
 
     def check(self, memory: Memory) -> None:
         """The pages hold what this sequence would have written itself."""
-        own = self.sequence
+        own = self.request
         for at in range(own.computed):
             assert memory.slots[own.pages[at // PAGE_TOKENS]][at % PAGE_TOKENS] == self.mark(at), own.id
 
@@ -151,7 +164,7 @@ def make(number: int, chance: random.Random, roots: list[list[int]], memory: Mem
         room = memory.pool.total - (0 if adapter is None else memory.store.pages(adapter))
         max_tokens = room * PAGE_TOKENS + 1 - len(tokens)
     scored = 1 if chance.random() < 0.05 else None
-    request = Generate(
+    message = Generate(
         id=str(number),
         prompt=tuple(tokens),
         sampling=SamplingParams(max_tokens=max_tokens, prompt_logprobs=scored),
@@ -160,7 +173,7 @@ def make(number: int, chance: random.Random, roots: list[list[int]], memory: Mem
     )
     keys = PageKeys(PAGE_TOKENS, base="b", adapter=adapter)
     stop_ids = frozenset(range(chance.choice((0, 5))))  # half of them end nobody knows when
-    return Life(SequenceState(request, number, max_tokens, stop_ids, tokens, keys=keys))
+    return Life(Request(message, stop_ids=stop_ids, keys=keys))
 
 
 class Traffic:
@@ -177,15 +190,15 @@ class Traffic:
 
     def arrive(self) -> None:
         life = make(self.made, self.chance, self.roots, self.memory)
-        self.live[life.sequence.id] = life
-        self.scheduler.add(life.sequence)
+        self.live[life.request.id] = life
+        self.scheduler.add(life.request)
         self.made += 1
 
     def remove(self, id: str) -> None:
         own = self.live.pop(id).sequence
         self.scheduler.remove(own)
         assert own.pages == []
-        assert own.weights is None
+        assert not own.holds_adapter
         if own.adapter is not None:
             self.memory.store.release(own.adapter)
 
@@ -195,25 +208,26 @@ class Traffic:
 
     def run(self, shares: list[Share]) -> None:
         for share in shares:
-            own, life = share.sequence, self.live[share.sequence.id]
+            own, life = share.request, self.live[share.request.id]
             life.compute(share, self.memory)
             if own.pending == 0 and own.push(life.mark(own.computed - 1) // 2 % 50) is not None:
                 assert own.generated == own.sampling.max_tokens or own.tokens[-1] in own.stop_ids
                 life.check(self.memory)
                 self.remove(own.id)
                 self.ended += 1
+        self.scheduler.changed()
 
     @property
-    def waiting(self) -> list[SequenceState]:
+    def waiting(self) -> list[Request]:
         """In line, first come first."""
-        found = [life.sequence for life in self.live.values() if not life.sequence.pages]
-        return sorted(found, key=lambda sequence: sequence.number)
+        found = [life.request for life in self.live.values() if not life.request.pages]
+        return sorted(found, key=lambda request: request.number)
 
-    def promised(self, *others: SequenceState) -> int:
+    def promised(self, *others: Request) -> int:
         """Most pages that the active sequences and `others` may need beyond those that they hold."""
-        active = [life.sequence for life in self.live.values() if life.sequence.pages]
+        active = [life.request for life in self.live.values() if life.request.pages]
         return sum(
-            self.memory.pages_for(len(own.request.prompt) + own.max_tokens - 1) - len(own.pages)
+            self.memory.pages_for(len(own.message.prompt) + own.max_tokens - 1) - len(own.pages)
             for own in (*active, *others)
         )
 
@@ -230,7 +244,7 @@ def test_ten_thousand_requests_with_cancels_leave_no_page_behind(seed: int) -> N
         if traffic.live and chance.random() < 0.1:
             traffic.cancel()
         before = scheduler.preemptions
-        shares = scheduler.plan()
+        shares = next_shares(scheduler)
         steps += 1
         assert bool(shares) == bool(traffic.live), "nobody moves"
         check_nobody_waits_in_vain(traffic, shares, preempted=scheduler.preemptions > before)
@@ -274,7 +288,7 @@ def test_nothing_waits_before_95_percent_of_the_pool_are_used_or_promised_and_ha
         if traffic.live and traffic.chance.random() < 0.2:
             traffic.cancel()
         before, asked = traffic.scheduler.preemptions, memory.pool.used
-        shares = traffic.scheduler.plan()
+        shares = next_shares(traffic.scheduler)
         if traffic.scheduler.preemptions > before:
             gave_way += 1
             least = min(least, asked / pages)

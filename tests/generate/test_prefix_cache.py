@@ -118,8 +118,8 @@ def test_a_hit_changes_no_bit(family: str) -> None:
         for some in [others] if together else [[one] for one in others]:
             got |= run(gen, *some)
         assert got == expected
-        assert gen.prefix_hits == hits
-        assert gen.prefix_queries == sum(len(one.prompt) for one in (*firsts, *others))
+        assert gen.scheduler.prefix_hits == hits
+        assert gen.scheduler.prefix_queries == sum(len(one.prompt) for one in (*firsts, *others))
 
 
 class RecordingExecutor(EagerExecutor):
@@ -157,10 +157,10 @@ def test_nobody_hits_the_pages_of_another_version_adapter_or_salt() -> None:
     gen = make(base)
     for one in requests:
         assert run(gen, one)[one.id] == expected[one.id]
-        assert gen.prefix_hits == 0, one.id
+        assert gen.scheduler.prefix_hits == 0, one.id
     for i, one in enumerate(requests):
         assert run(gen, one)[one.id] == expected[one.id]
-        assert gen.prefix_hits == 40 * (i + 1)
+        assert gen.scheduler.prefix_hits == 40 * (i + 1)
 
 
 def test_an_answer_is_found_when_it_comes_back_as_part_of_a_prompt() -> None:
@@ -169,7 +169,7 @@ def test_an_answer_is_found_when_it_comes_back_as_part_of_a_prompt() -> None:
     follow_up = request("next", text(10) + tuple(tokens) + text(4, 9))
     expected = run(make(llama(), cached=False), follow_up)
     assert run(gen, follow_up) == expected
-    assert gen.prefix_hits == 40, "the last token of an answer is never computed, all before it are"
+    assert gen.scheduler.prefix_hits == 40, "the last token of an answer is never computed, all before it are"
 
 
 def test_those_that_run_side_by_side_hold_shared_pages_once() -> None:
@@ -194,7 +194,7 @@ def test_what_is_not_computed_yet_is_not_shared() -> None:
     gen.cancel("early")
     assert gen.pages_used == 0
     assert run(gen, late) == expected
-    assert gen.prefix_hits == 8
+    assert gen.scheduler.prefix_hits == 8
 
 
 @pytest.mark.slow
@@ -216,7 +216,7 @@ def test_the_pages_of_one_that_gave_way_are_taken_up_again() -> None:
     base.forward = count  # type: ignore[method-assign]
     for _ in range(2):
         assert run(gen, *requests) == expected
-    assert gen.preemptions > 3
+    assert gen.scheduler.preemptions > 3
     again = make(base, cached=False, tokens=72)
     with_cache, computed = computed, 0
     for _ in range(2):
@@ -237,11 +237,11 @@ def test_a_scored_prompt_computes_all_its_tokens_and_leaves_its_pages() -> None:
             assert isinstance(message, Tokens)
             count += len(message.prompt_logprobs)
     assert count == 41
-    assert (gen.prefix_queries, gen.prefix_hits) == (41, 0)
+    assert (gen.scheduler.prefix_queries, gen.scheduler.prefix_hits) == (41, 0)
     gen = make(base)
     run(gen, scored)
     run(gen, request("second", (*prompt, 8)))
-    assert gen.prefix_hits == 40
+    assert gen.scheduler.prefix_hits == 40
 
 
 def replace_sampling(one: Generate, **changes: object) -> Generate:

@@ -3,115 +3,47 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coserve.adapter_store.pages import Activated
-from coserve.generate.schedule import Scheduler, Share
-from coserve.generate.sequence_state import SequenceState
+from coserve.generate.plan import Share
+from coserve.generate.schedule import Scheduler
 from coserve.link import Generate
-from coserve.memory.pages import PagePool
-from coserve.model.lora import LoraWeights
-from coserve.types import AdapterRef, FinishReason, LoraSettings, SamplingParams, Slo
+from coserve.queues.request import Request
+from coserve.types import AdapterRef, FinishReason, SamplingParams, Slo
 from tests.support.examples import examples
 from tests.support.lengths import OneMoreToken
-
-
-class Source:
-    """A pool with no tensors."""
-
-    def __init__(self, pages: int, page_tokens: int) -> None:
-        self.pool, self.page_tokens = PagePool(pages), page_tokens
-
-    @property
-    def free_pages(self) -> int:
-        return self.pool.free_pages
-
-    def allocate(self, n: int) -> list[int] | None:
-        return self.pool.allocate(n)
-
-    def free(self, pages: list[int]) -> None:
-        self.pool.free(pages)
-
-    def label(self, page: int, key: bytes) -> None:
-        self.pool.label(page, key)
-
-    def unlabel(self, page: int) -> None:
-        self.pool.unlabel(page)
-
-    def find(self, keys: Iterable[bytes]) -> list[int]:
-        return self.pool.find(keys)
-
-    def pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_tokens)
-
-
-class NoAdapters:
-    """Nobody in these tests has one."""
-
-    def needs(self, ref: AdapterRef) -> int:
-        raise NotImplementedError
-
-    failure = activate = deactivate = to_copy = needs
-
-
-class Adapters:
-    """Each of 100 bytes and no pages."""
-
-    def __init__(self) -> None:
-        self.loaded: list[AdapterRef] = []
-
-    def failure(self, ref: AdapterRef) -> Exception | None:
-        return None
-
-    def reading(self, ref: AdapterRef) -> bool:
-        return False
-
-    def needs(self, ref: AdapterRef) -> int:
-        return 0
-
-    def to_copy(self, ref: AdapterRef) -> int:
-        return 0 if ref in self.loaded else 100
-
-    def activate(self, ref: AdapterRef) -> Activated:
-        if ref not in self.loaded:
-            self.loaded.append(ref)
-        return Activated(LoraWeights(LoraSettings(), {}), {})
-
-    def deactivate(self, ref: AdapterRef) -> None:
-        pass
-
+from tests.support.pages import BareAdapters, BarePages, next_shares
 
 STOP = 2
 
 
-def sequence(
+def request(
     arrival: int, prompt: int, max_tokens: int, adapter: AdapterRef | None = None, *, stops: bool = False
-) -> SequenceState:
-    request = Generate(
-        id=str(arrival), prompt=(0,) * prompt, sampling=SamplingParams(), adapter=adapter, slo=Slo(ttft=1, tpot=1)
-    )
-    return SequenceState(request, arrival, max_tokens, frozenset([STOP] if stops else []), [0] * prompt)
+) -> Request:
+    sampling, slo = SamplingParams(max_tokens=max_tokens), Slo(ttft=1, tpot=1)
+    message = Generate(id=str(arrival), prompt=(0,) * prompt, sampling=sampling, adapter=adapter, slo=slo)
+    return Request(message, stop_ids=frozenset([STOP] if stops else []))
 
 
-def run(scheduler: Scheduler, source: Source, shares: list[Share], step_tokens: int) -> list[SequenceState]:
+def run(scheduler: Scheduler, source: BarePages, shares: list[Share], step_tokens: int) -> list[Request]:
     """What a forward does to the state, with every check that a plan must pass; returns who ended."""
     assert sum(share.tokens for share in shares) <= step_tokens
-    assert len({share.sequence.id for share in shares}) == len(shares)
-    held = [page for share in shares for page in share.sequence.pages]
+    assert len({share.request.id for share in shares}) == len(shares)
+    held = [page for share in shares for page in share.request.pages]
     assert len(held) == len(set(held)), "a page is held twice"
     ended = []
     for share in shares:
-        own = share.sequence
+        own = share.request
         assert 0 < share.tokens <= own.pending
         assert source.pages_for(own.computed + share.tokens) <= len(own.pages)
         own.computed += share.tokens
         if own.pending == 0 and own.push(1) is FinishReason.LENGTH:
             scheduler.remove(own)
             ended.append(own)
+    scheduler.changed()
     source.pool.check_integrity()
     return ended
 
@@ -127,15 +59,15 @@ def run(scheduler: Scheduler, source: Source, shares: list[Share], step_tokens: 
 def test_everything_ends_and_nothing_is_left(
     seed: int, pages: int, page_tokens: int, step_tokens: int, max_running: int
 ) -> None:
-    chance, source = random.Random(seed), Source(pages, page_tokens)
-    scheduler = Scheduler(source, NoAdapters(), max_running=max_running, step_tokens=step_tokens)
-    live: dict[str, SequenceState] = {}
+    chance, source = random.Random(seed), BarePages(pages, page_tokens)
+    scheduler = Scheduler(source, BareAdapters(), max_running=max_running, step_tokens=step_tokens)
+    live: dict[str, Request] = {}
     ended, arrivals = 0, 0
     room = pages * page_tokens
     while arrivals < 60 or live:
         if arrivals < 60 and chance.random() < 0.5:
             prompt = chance.randint(1, room)
-            new = sequence(arrivals, prompt, chance.randint(1, room - prompt + 1))
+            new = request(arrivals, prompt, chance.randint(1, room - prompt + 1))
             arrivals += 1
             live[new.id] = new
             scheduler.add(new)
@@ -143,7 +75,7 @@ def test_everything_ends_and_nothing_is_left(
             gone = live.pop(chance.choice(list(live)))
             scheduler.remove(gone)
             assert gone.pages == []
-        shares = scheduler.plan()
+        shares = next_shares(scheduler)
         assert bool(shares) == bool(live), "nobody moves"
         if shares:
             assert min(live.values(), key=lambda s: s.number).pages, "the earliest waits"
@@ -158,87 +90,88 @@ def test_everything_ends_and_nothing_is_left(
 
 def test_a_step_loads_few_adapters() -> None:
     """Those that run wait for the copies."""
-    scheduler = Scheduler(Source(200, 4), Adapters(), max_running=20, step_tokens=100, loaded_bytes=150)
+    scheduler = Scheduler(BarePages(200, 4), BareAdapters(), max_running=20, step_tokens=100, loaded_bytes=150)
     for arrival, adapter in enumerate("abcdaaef"):
-        scheduler.add(sequence(arrival, 3, 50, AdapterRef(adapter, 1)))
+        scheduler.add(request(arrival, 3, 50, AdapterRef(adapter, 1)))
     started = []
     for _ in range(4):
-        for share in scheduler.plan():
-            share.sequence.computed += share.tokens
-            share.sequence.push(1)
-        started.append([own.number for own in scheduler.started])
-        scheduler.started = []
+        shares = next_shares(scheduler)
+        started.append([share.request.number for share in shares if not share.request.computed])
+        for share in shares:
+            share.request.computed += share.tokens
+            share.request.push(1)
+        scheduler.changed()
     assert started == [[0, 1], [2, 3, 4, 5], [6, 7], []]
 
 
 def test_decodes_go_before_prefill_and_chunks_fill_the_step() -> None:
-    source = Source(100, 4)
-    scheduler = Scheduler(source, NoAdapters(), max_running=8, step_tokens=10)
+    source = BarePages(100, 4)
+    scheduler = Scheduler(source, BareAdapters(), max_running=8, step_tokens=10)
     for arrival, prompt in enumerate((4, 25)):
-        scheduler.add(sequence(arrival, prompt, 50))
+        scheduler.add(request(arrival, prompt, 50))
     plans = []
     for _ in range(4):
-        shares = scheduler.plan()
-        plans.append([(share.sequence.number, share.tokens) for share in shares])
+        shares = next_shares(scheduler)
+        plans.append([(share.request.number, share.tokens) for share in shares])
         run(scheduler, source, shares, 10)
     assert plans == [[(0, 4), (1, 6)], [(0, 1), (1, 9)], [(0, 1), (1, 9)], [(0, 1), (1, 1)]]
 
 
 def test_no_more_run_than_a_step_has_tokens() -> None:
-    source = Source(100, 4)
-    scheduler = Scheduler(source, NoAdapters(), max_running=5, step_tokens=2)
+    source = BarePages(100, 4)
+    scheduler = Scheduler(source, BareAdapters(), max_running=5, step_tokens=2)
     for arrival in range(5):
-        scheduler.add(sequence(arrival, 1, 20))
+        scheduler.add(request(arrival, 1, 20))
     ended = []
     while len(scheduler):
-        shares = scheduler.plan()
+        shares = next_shares(scheduler)
         ended += [s.number for s in run(scheduler, source, shares, 2)]
     assert ended == [0, 1, 2, 3, 4]
 
 
 def test_the_latest_gives_way_and_is_first_in_line_again() -> None:
-    source = Source(4, 2)
-    scheduler = Scheduler(source, NoAdapters(), max_running=4, step_tokens=16, lengths=OneMoreToken())
-    first, second, third = sequence(0, 3, 5), sequence(1, 3, 5), sequence(2, 1, 1)
+    source = BarePages(4, 2)
+    scheduler = Scheduler(source, BareAdapters(), max_running=4, step_tokens=16, lengths=OneMoreToken())
+    first, second, third = request(0, 3, 5), request(1, 3, 5), request(2, 1, 1)
     for one in (first, second, third):
         scheduler.add(one)
-    run(scheduler, source, scheduler.plan(), 16)  # both have 3 + 1 tokens on 2 pages
-    run(scheduler, source, scheduler.plan(), 16)  # the fourth token is computed, the pages are full
+    run(scheduler, source, next_shares(scheduler), 16)  # both have 3 + 1 tokens on 2 pages
+    run(scheduler, source, next_shares(scheduler), 16)  # the fourth token is computed, the pages are full
     assert not third.pages
-    shares = scheduler.plan()
-    assert [share.sequence for share in shares] == [first]
+    shares = next_shares(scheduler)
+    assert [share.request for share in shares] == [first]
     assert scheduler.preemptions == 1
     assert (second.pages, second.computed, second.generated) == ([], 0, 2)
     run(scheduler, source, shares, 16)
     while first.generated < 5:
-        run(scheduler, source, scheduler.plan(), 16)
-    shares = scheduler.plan()
-    assert [(share.sequence, share.tokens) for share in shares] == [(second, 5), (third, 1)]
+        run(scheduler, source, next_shares(scheduler), 16)
+    shares = next_shares(scheduler)
+    assert [(share.request, share.tokens) for share in shares] == [(second, 5), (third, 1)]
     while len(scheduler):
         run(scheduler, source, shares, 16)
-        shares = scheduler.plan()
+        shares = next_shares(scheduler)
     assert second.generated == 5
 
 
 def test_the_one_that_grows_may_be_the_one_that_gives_way() -> None:
-    source = Source(3, 2)
-    scheduler = Scheduler(source, NoAdapters(), max_running=4, step_tokens=16, lengths=OneMoreToken())
-    first, second = sequence(0, 3, 2), sequence(1, 2, 2)
+    source = BarePages(3, 2)
+    scheduler = Scheduler(source, BareAdapters(), max_running=4, step_tokens=16, lengths=OneMoreToken())
+    first, second = request(0, 3, 2), request(1, 2, 2)
     for one in (first, second):
         scheduler.add(one)
-    run(scheduler, source, scheduler.plan(), 16)
-    shares = scheduler.plan()
-    assert [share.sequence for share in shares] == [first]
+    run(scheduler, source, next_shares(scheduler), 16)
+    shares = next_shares(scheduler)
+    assert [share.request for share in shares] == [first]
     assert second.pages == []
 
 
 def test_a_sequence_that_does_not_fit_alone_is_our_own_bug() -> None:
-    source = Source(1, 2)
-    scheduler = Scheduler(source, NoAdapters(), max_running=4, step_tokens=16)
-    scheduler.add(sequence(0, 2, 5))
-    run(scheduler, source, scheduler.plan(), 16)
+    source = BarePages(1, 2)
+    scheduler = Scheduler(source, BareAdapters(), max_running=4, step_tokens=16)
+    scheduler.add(request(0, 2, 5))
+    run(scheduler, source, next_shares(scheduler), 16)
     with pytest.raises(AssertionError, match="alone"):
-        scheduler.plan()
+        next_shares(scheduler)
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -251,17 +184,17 @@ def test_nothing_gives_way_where_lengths_are_known(
     sizes: list[tuple[int, int, int]], pages: int, page_tokens: int
 ) -> None:
     """Each comes some steps after the one before it, with a prompt that is one step's work."""
-    source = Source(pages, page_tokens)
-    scheduler = Scheduler(source, NoAdapters(), max_running=99, step_tokens=10_000)
+    source = BarePages(pages, page_tokens)
+    scheduler = Scheduler(source, BareAdapters(), max_running=99, step_tokens=10_000)
     steps = arrival = 0
     due = 0
     while arrival < len(sizes) or len(scheduler):
         while arrival < len(sizes) and due <= steps:
             prompt, max_tokens, pause = sizes[arrival]
-            scheduler.add(sequence(arrival, prompt, max_tokens))
+            scheduler.add(request(arrival, prompt, max_tokens))
             arrival += 1
             due += pause
-        run(scheduler, source, scheduler.plan(), 10_000)
+        run(scheduler, source, next_shares(scheduler), 10_000)
         steps += 1
     assert scheduler.preemptions == 0
 
@@ -269,17 +202,17 @@ def test_nothing_gives_way_where_lengths_are_known(
 @pytest.mark.parametrize("seed", range(3))
 def test_as_many_run_as_past_lengths_let_hope(seed: int) -> None:
     """Answers may have 1000 tokens and have about 50: the pool holds four whole ones, and many more run. Few give way."""
-    chance, source = random.Random(seed), Source(500, 8)
-    scheduler = Scheduler(source, NoAdapters(), max_running=200, step_tokens=10_000)
+    chance, source = random.Random(seed), BarePages(500, 8)
+    scheduler = Scheduler(source, BareAdapters(), max_running=200, step_tokens=10_000)
     for arrival in range(1000):
-        scheduler.add(sequence(arrival, 10, 1000, stops=True))
+        scheduler.add(request(arrival, 10, 1000, stops=True))
     ends: dict[int, int] = {}
     running = []
     while len(scheduler):
-        shares = scheduler.plan()
+        shares = next_shares(scheduler)
         running.append(len(shares))
         for share in shares:
-            own = share.sequence
+            own = share.request
             own.computed += share.tokens
             length = ends.setdefault(own.number, 1 + int(chance.expovariate(1 / 50)))
             if own.pending == 0 and own.push(STOP if own.generated + 1 == length else 1) is not None:
@@ -290,22 +223,22 @@ def test_as_many_run_as_past_lengths_let_hope(seed: int) -> None:
 
 def test_few_wait_here_while_pages_are_the_limit() -> None:
     """The others wait where they are ordered by deadlines. When there are pages again, more come at once each step."""
-    source = Source(20, 4)
-    scheduler = Scheduler(source, NoAdapters(), max_running=100, step_tokens=200)
-    assert scheduler.room == 100
+    source = BarePages(20, 4)
+    scheduler = Scheduler(source, BareAdapters(), max_running=100, step_tokens=200)
+    assert scheduler.places == 100
     for arrival in range(30):
-        scheduler.add(sequence(arrival, 5, 12))
+        scheduler.add(request(arrival, 5, 12))
     rooms = []
     for arrival in range(30, 60):
-        run(scheduler, source, scheduler.plan(), 200)
-        rooms.append(scheduler.room)
-        if scheduler.room:
-            scheduler.add(sequence(arrival, 5, 12))
+        run(scheduler, source, next_shares(scheduler), 200)
+        rooms.append(scheduler.places)
+        if scheduler.places:
+            scheduler.add(request(arrival, 5, 12))
     assert rooms[0] == 0
     waited = len(scheduler)
     while len(scheduler):
-        run(scheduler, source, scheduler.plan(), 200)
+        run(scheduler, source, next_shares(scheduler), 200)
     assert waited < 30
     for _ in range(9):
-        scheduler.plan()
-    assert scheduler.room == 100
+        next_shares(scheduler)
+    assert scheduler.places == 100

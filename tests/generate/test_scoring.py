@@ -167,7 +167,7 @@ def test_a_preempted_prompt_is_scored_once() -> None:
     asked = {str(i): prompt(12, i) for i in range(4)}
     gen = generator(tokens=64, step_tokens=16)
     messages = run(gen, [ask(id, tokens, long) for id, tokens in asked.items()])
-    assert gen.preemptions
+    assert gen.scheduler.preemptions
     for id, tokens in asked.items():
         check(scores(messages[id]), tokens)
 

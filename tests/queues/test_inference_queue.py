@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from coserve.errors import QueueFull
 from coserve.link import Generate
 from coserve.queues.inference import QUANTUM, InferenceQueue
+from coserve.queues.request import Request
 from coserve.types import AdapterRef, SamplingParams, Slo
 
 LIMIT = 5
@@ -28,13 +29,17 @@ def request(
     )
 
 
+def push(queue: InferenceQueue, message: Generate, arrived: float = 0.0) -> Request | None:
+    return queue.push(Request(message, arrived))
+
+
 def fill(queue: InferenceQueue, *requests: Generate, arrived: float = 0.0) -> None:
     for one in requests:
-        assert queue.push(one, arrived=arrived, deadline=arrived + 1) is None
+        assert push(queue, one, arrived) is None
 
 
 def ids(queue: InferenceQueue, count: int = 99) -> list[str]:
-    return [entry.message.id for entry in queue.pop(count)]
+    return [entry.id for entry in queue.pop(count)]
 
 
 def test_full_queue_says_when_to_come_back() -> None:
@@ -43,7 +48,7 @@ def test_full_queue_says_when_to_come_back() -> None:
     fill(queue, request("b"), arrived=1.0)
     for now, seconds in [(1.5, 1.5), (0.1, 1.0), (1000.0, 30.0)]:
         with pytest.raises(QueueFull, match="2 requests") as caught:
-            queue.push(request("c"), arrived=now, deadline=now)
+            push(queue, request("c"), now)
         assert caught.value.retry_after == queue.retry_after(now) == seconds
     assert ids(queue) == ["a", "b"]
     assert queue.first_arrival is None
@@ -55,7 +60,7 @@ def test_adapters_take_turns_and_their_versions_share_one() -> None:
     others = [request("x", "other", max_tokens=QUANTUM - 1), request("b0"), request("b1")]
     queue = InferenceQueue(9, fair=True)
     fill(queue, *hot, *others)
-    assert [entry.message.id for entry in queue.waiting(99)] == ["h0", "x", "b0", "h1", "b1", "h2", "h3"]
+    assert [entry.id for entry in queue.waiting(99)] == ["h0", "x", "b0", "h1", "b1", "h2", "h3"]
     assert ids(queue, 2) == ["h0", "x"]
     fill(queue, request("late", "new"))
     assert ids(queue) == ["b0", "h1", "late", "b1", "h2", "h3"]
@@ -79,21 +84,21 @@ def test_the_first_arrival_is_the_oldest_whoevers_turn_it_is() -> None:
     queue = InferenceQueue(9, fair=True)
     fill(queue, request("old", "a", max_tokens=10 * QUANTUM), arrived=3.0)
     fill(queue, request("new", "b"), arrived=4.0)
-    assert (queue.waiting(99)[0].message.id, queue.first_arrival) == ("new", 3.0)
+    assert (queue.waiting(99)[0].id, queue.first_arrival) == ("new", 3.0)
 
 
 def test_nobody_keeps_others_out_by_filling_the_queue() -> None:
     queue = InferenceQueue(4, fair=True)
     fill(queue, *(request(f"h{i}", "hot") for i in range(4)))
-    displaced = queue.push(request("x", "light"), arrived=2.0, deadline=3.0)
+    displaced = push(queue, request("x", "light"), 2.0)
     assert displaced is not None
-    assert displaced.message.id == "h3" and queue.cancel(["h3"])
+    assert displaced.id == "h3" and queue.cancel(["h3"])
     with pytest.raises(QueueFull):
-        queue.push(request("h4", "hot"), arrived=2.0, deadline=3.0)
-    displaced = queue.push(request("y"), arrived=2.0, deadline=3.0)
-    assert displaced is not None and queue.cancel([displaced.message.id])
+        push(queue, request("h4", "hot"), 2.0)
+    displaced = push(queue, request("y"), 2.0)
+    assert displaced is not None and queue.cancel([displaced.id])
     with pytest.raises(QueueFull):  # two of one and one each of the others: as even as it gets
-        queue.push(request("z", "light"), arrived=2.0, deadline=3.0)
+        push(queue, request("z", "light"), 2.0)
     assert len(queue) == 4
 
 
@@ -101,12 +106,12 @@ def test_a_choice_goes_only_while_none_of_its_request_has_begun() -> None:
     queue = InferenceQueue(3, fair=True)
     last = msgspec.structs.replace(request("h2", "hot"), choices=("h0", "h1"))
     fill(queue, request("h0", "hot"), request("h1", "hot"), last)
-    displaced = queue.push(request("x", "light"), arrived=2.0, deadline=3.0)
-    assert displaced is not None and displaced.message.id == "h2"
+    displaced = push(queue, request("x", "light"), 2.0)
+    assert displaced is not None and displaced.id == "h2"
     assert queue.cancel(["x"]) and ids(queue, 1) == ["h0"]
     fill(queue, request("y", "other"))
     with pytest.raises(QueueFull):
-        queue.push(request("x", "light"), arrived=2.0, deadline=3.0)
+        push(queue, request("x", "light"), 2.0)
 
 
 def test_who_has_not_begun_goes_for_one_whose_choices_have() -> None:
@@ -115,30 +120,30 @@ def test_who_has_not_begun_goes_for_one_whose_choices_have() -> None:
     fill(queue, request("c0", "hot"), request("old", "hot"), request("c1", "hot"), last)
     assert ids(queue, 1) == ["c0"]
     fill(queue, request("b0", "base"), request("b1", "base"))
-    displaced = queue.push(request("x", "light"), arrived=2.0, deadline=3.0)
-    assert displaced is not None and displaced.message.id == "old"
+    displaced = push(queue, request("x", "light"), 2.0)
+    assert displaced is not None and displaced.id == "old"
     assert queue.cancel(["old"]) and queue.cancel(["x"])
     fill(queue, request("b2", "base"))
-    displaced = queue.push(request("x", "light"), arrived=2.0, deadline=3.0)
-    assert displaced is not None and displaced.message.id == "b2"
+    displaced = push(queue, request("x", "light"), 2.0)
+    assert displaced is not None and displaced.id == "b2"
 
 
 def test_an_adapter_gives_way_though_the_class_batch_has_begun() -> None:
     queue = InferenceQueue(5, fair=True)
     last = msgspec.structs.replace(of_class("b1", batch=True), choices=("b0",))
     fill(queue, *(request(f"h{i}", "hot") for i in range(4)), last)
-    displaced = queue.push(request("x", "light"), arrived=2.0, deadline=3.0)
-    assert displaced is not None and displaced.message.id == "h3"
+    displaced = push(queue, request("x", "light"), 2.0)
+    assert displaced is not None and displaced.id == "h3"
     assert queue.cancel(["h3"])
     with pytest.raises(QueueFull):
-        queue.push(of_class("b2", batch=True, adapter="light"), arrived=2.0, deadline=3.0)
+        push(queue, of_class("b2", batch=True, adapter="light"), 2.0)
 
 
 def test_strictly_first_come_first_served_nobody_is_displaced() -> None:
     queue = InferenceQueue(3, fair=False)
     fill(queue, *(request(f"h{i}", "hot") for i in range(3)))
     with pytest.raises(QueueFull):
-        queue.push(request("x", "light"), arrived=0.0, deadline=1.0)
+        push(queue, request("x", "light"), 0.0)
 
 
 class QueueAgainstLists(RuleBasedStateMachine):
@@ -162,7 +167,7 @@ class QueueAgainstLists(RuleBasedStateMachine):
         most = max(len(self.waiting(each)) for each in "abn")
         full, evens_out = len(self.model) == LIMIT, most >= len(self.waiting(flow)) + 2
         try:
-            displaced = self.queue.push(new, arrived=self.now, deadline=self.now + 2)
+            displaced = push(self.queue, new, self.now)
         except QueueFull:
             assert full
             assert not evens_out
@@ -170,11 +175,11 @@ class QueueAgainstLists(RuleBasedStateMachine):
         if full:
             assert evens_out
             assert displaced is not None
-            own = self.waiting(displaced.message.id[0])
+            own = self.waiting(displaced.id[0])
             assert len(own) == most
-            assert own[-1] == displaced.message.id
-            assert self.queue.cancel([displaced.message.id])
-            self.forget([displaced.message.id])
+            assert own[-1] == displaced.id
+            assert self.queue.cancel([displaced.id])
+            self.forget([displaced.id])
         else:
             assert displaced is None
         self.model.append((new.id, self.now))
@@ -190,10 +195,10 @@ class QueueAgainstLists(RuleBasedStateMachine):
         assert tuple(taken) == promised
         assert len(taken) == min(count, len(self.model))
         for flow in "abn":
-            own = [entry.message.id for entry in taken if entry.message.id[0] == flow or not self.fair]
+            own = [entry.id for entry in taken if entry.id[0] == flow or not self.fair]
             assert own == self.waiting(flow)[: len(own)]
-        assert {(entry.message.id, entry.arrived) for entry in taken} <= set(self.model)
-        self.forget([entry.message.id for entry in taken])
+        assert {(entry.id, entry.arrived) for entry in taken} <= set(self.model)
+        self.forget([entry.id for entry in taken])
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
@@ -208,7 +213,7 @@ class QueueAgainstLists(RuleBasedStateMachine):
             assert len(self.queue) == len(self.model)
             entries = self.queue.waiting(99)
             assert entries is self.queue.waiting(99)
-            assert sorted((entry.message.id, entry.arrived) for entry in entries) == sorted(self.model)
+            assert sorted((entry.id, entry.arrived) for entry in entries) == sorted(self.model)
             assert self.queue.first_arrival == (self.model[0][1] if self.model else None)
             assert len(set(self.gone)) == len(self.gone)
 
@@ -224,17 +229,16 @@ def of_class(id: str, *, batch: bool, adapter: str | None = None) -> Generate:
 def push_classes(queue: InferenceQueue, classes: str, arrived: float = 0.0) -> None:
     for number, name in enumerate(classes):
         one = of_class(f"{name}{number}", batch=name == "b")
-        assert queue.push(one, arrived=arrived, deadline=arrived + one.slo.ttft) is None
+        assert push(queue, one, arrived) is None
 
 
 def test_interactive_requests_go_first() -> None:
     queue = InferenceQueue(9, fair=True)
     push_classes(queue, "bibi")
-    assert [entry.message.id for entry in queue.waiting(3)] == ["i1", "i3", "b0"]
-    assert [queue.ahead_of([id])[id] for id in ("i1", "i3", "b0", "b2")] == [0, 1, 2, 3]
-    assert [queue.ahead(queue.waiting(4)[at].message) for at in (1, 3)] == [1, 3], "the newest of both classes"
+    assert [entry.id for entry in queue.waiting(3)] == ["i1", "i3", "b0"]
+    assert [queue.ahead(queue.waiting(4)[at]) for at in (1, 3)] == [1, 3], "the newest of both classes"
     assert ids(queue, 1) == ["i1"]
-    queue.push(of_class("new", batch=False), arrived=59.5, deadline=60.5)
+    push(queue, of_class("new", batch=False), 59.5)
     assert ids(queue) == ["i3", "new", "b0", "b2"], "though the batch's first is due before"
     strict = InferenceQueue(9, fair=False)
     push_classes(strict, "bibi")
@@ -246,7 +250,7 @@ def test_of_the_class_batch_one_that_is_due_goes_after_every_fourth_interactive_
     push_classes(queue, "bbbb")
     push_classes(queue, "." * 9, arrived=59.5)
     due = [0, 1, 2, 3, "b0", 4, 5, 6, 7, "b1", 8, "b2", "b3"]
-    assert [entry.message.id.removeprefix(".") for entry in queue.waiting(99)] == [str(each) for each in due]
+    assert [entry.id.removeprefix(".") for entry in queue.waiting(99)] == [str(each) for each in due]
     for count in (2, 4, 7):  # those that were admitted count
         popped = ids(queue, count)
         assert popped == [f".{each}" if isinstance(each, int) else each for each in due[:count]]
@@ -258,7 +262,7 @@ def test_a_backlog_of_the_class_batch_does_not_hold_up_an_interactive_request() 
     push_classes(queue, "b" * 50)
     assert len(queue.pop(5)) == 5
     push_classes(queue, "i", arrived=100.0)
-    assert queue.waiting(1)[0].message.id == "i0", "who arrived 100 s later"
+    assert queue.waiting(1)[0].id == "i0", "who arrived 100 s later"
 
 
 def test_the_class_batch_is_not_first_because_it_is_due_later() -> None:
@@ -275,14 +279,14 @@ def test_the_class_batch_is_not_first_because_it_is_due_later() -> None:
 def test_how_many_are_ahead_of_the_newest_of_a_line(arrivals: list[tuple[bool, str, int, int]], left: int) -> None:
     """Counted, and found by listing all."""
     queue = InferenceQueue(99, fair=True)
-    newest: dict[tuple[bool, str], Generate] = {}
+    newest: dict[tuple[bool, str], Request] = {}
     for number, (batch, adapter, due, tokens) in enumerate(arrivals):
         one = request(f"r{number}", adapter, max_tokens=tokens)
-        one = msgspec.structs.replace(one, slo=msgspec.structs.replace(one.slo, batch=batch))
-        newest[batch, adapter] = one
-        queue.push(one, arrived=0.0, deadline=float(due))
+        one = msgspec.structs.replace(one, slo=msgspec.structs.replace(one.slo, batch=batch, ttft=float(due)))
+        newest[batch, adapter] = waiting = Request(one)
+        queue.push(waiting)
     queue.pop(left)
-    order = [entry.message.id for entry in queue.waiting(99)]
+    order = [entry.id for entry in queue.waiting(99)]
     for one in newest.values():
         if one.id in order:
             at = order.index(one.id)
@@ -293,12 +297,12 @@ def test_how_many_are_ahead_of_the_newest_of_a_line(arrivals: list[tuple[bool, s
 def test_in_a_full_queue_the_class_batch_gives_way() -> None:
     queue = InferenceQueue(3, fair=True)
     push_classes(queue, "ibb")
-    displaced = queue.push(of_class("new", batch=False), arrived=1.0, deadline=2.0)
-    assert displaced is not None and displaced.message.id == "b2" and queue.cancel(["b2"])
+    displaced = push(queue, of_class("new", batch=False), 1.0)
+    assert displaced is not None and displaced.id == "b2" and queue.cancel(["b2"])
     with pytest.raises(QueueFull):
-        queue.push(of_class("b9", batch=True, adapter="other"), arrived=1.0, deadline=61.0)
+        push(queue, of_class("b9", batch=True, adapter="other"), 1.0)
     assert queue.cancel(["b1"])
-    assert queue.push(of_class("more", batch=False, adapter="x"), arrived=1.0, deadline=2.0) is None
+    assert push(queue, of_class("more", batch=False, adapter="x"), 1.0) is None
     with pytest.raises(QueueFull):
-        queue.push(of_class("b9", batch=True), arrived=1.0, deadline=61.0)
+        push(queue, of_class("b9", batch=True), 1.0)
     assert sorted(ids(queue)) == ["i0", "more", "new"]

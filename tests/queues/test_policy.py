@@ -25,7 +25,7 @@ class Request(NamedTuple):
 
     arrived: float
     deadline: float
-    tokens: int = 1
+    pending: int = 1
     end: float = math.inf
     decodes: int = 0
 

@@ -28,7 +28,7 @@ class Request(NamedTuple):
 
     arrived: float
     deadline: float
-    tokens: int
+    pending: int
     end: float
     decodes: int
 
@@ -215,7 +215,7 @@ def test_slack_breaks_no_promise_that_it_can_keep(view: View, now: float) -> Non
     if isinstance(decision, Train) and (view.running or view.waiting):
         assert decision.micro_steps is not None
         end = now + decision.micro_steps * view.costs.micro_step
-        tokens = accumulate(each.tokens for each in view.waiting)
+        tokens = accumulate(each.pending for each in view.waiting)
         steps = [math.ceil(each / view.step_tokens) for each in tokens]
         dues = [Due(each.deadline, count) for each, count in zip(view.waiting, steps, strict=True)]
         dues += [Due(each.end, count, each.decodes) for each, count in zip(view.waiting, steps, strict=True)]

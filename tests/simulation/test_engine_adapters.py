@@ -31,7 +31,6 @@ from coserve.link import (
     local_pair,
 )
 from coserve.model.lora import LoraWeights
-from coserve.queues.inference import Queued
 from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.slack import Slack
 from coserve.queues.policy import Policy
@@ -67,16 +66,6 @@ class Disk:
         return LoraWeights(LoraSettings(), {})
 
 
-class Acquiring(FakeGenerator):
-    """Asserts that the adapter of each request is in memory."""
-
-    store: AdapterStore
-
-    def add(self, request: Generate) -> None:
-        assert request.adapter is None or self.store.state(request.adapter) is State.HOST
-        super().add(request)
-
-
 @dataclass
 class Scene:
     disk: Disk
@@ -101,13 +90,11 @@ class Scene:
 async def scene(policy: Policy | None = None, max_running: int = 4, disk: Disk | None = None) -> AsyncIterator[Scene]:
     meter, rng, loop, disk = Meter(), random.Random(0), asyncio.get_running_loop(), disk or Disk()
     store = AdapterStore(disk, HostBudget(4))
-    generator = Acquiring(meter, FREE, 64, rng, 0.0)
-    generator.store = store
+    generator = FakeGenerator(meter, FREE, 64, rng, 0.0, max_running=max_running, store=store)
     api, engine_end = local_pair()
     trainer = FakeTrainer(meter, FREE, {}, rng, loop.time)
     engine = Engine(
-        generator, trainer, store, policy or Slack(1.0), engine_end, max_running=max_running, max_queue=8,
-        fair=True, max_active_jobs=1, step_tokens=64, clock=loop.time,
+        generator, trainer, store, policy or Slack(1.0), engine_end, clock=loop.time,
     )  # fmt: skip
     running = asyncio.create_task(engine.run())
     try:
@@ -213,18 +200,13 @@ async def test_a_machine_that_stays_busy_fails_the_request_alone() -> None:
     disk.busy = 1000
     store = AdapterStore(disk, HostBudget(4), backoff=Backoff(first=1.0, total=3.0), sleep=sleep)
     store.notify(changed.set)
-    assert not store.ready(Queued(ask("cold", COLD), arrived=0.0, deadline=1.0))
+    assert not store.ready(COLD)
     assert store.state(COLD) is State.READING
-    failed: list[tuple[Queued, Exception]] = []
-    while not failed:
+    while store.reading(COLD):
         await changed.wait()
         changed.clear()
-        assert store.next_arrived() is None
-        failed = store.failed()
-    ((request, error),) = failed
-    assert isinstance(error, StorageBusy)
-    assert (request.message.id, error.code) == ("cold", StorageBusy.code)
-    assert store.waiting == 0
+    assert isinstance(store.failure(COLD), StorageBusy)
+    store.waited(COLD)
     assert store.state(COLD) is State.DISK
     store.close()
 
@@ -275,32 +257,20 @@ async def test_a_fault_in_reading_ends_that_request_alone() -> None:
         await at.until(ended("bare"))
 
 
-class Late(FakeGenerator):
-    """Starts no request before the test allows it."""
-
-    go = False
-
-    def step(self) -> list[Tokens | RequestFailed]:
-        return super().step() if self.go else []
-
-    def started(self) -> list[str]:
-        return super().started() if self.go else []
-
-
 async def test_who_was_let_in_is_admitted_when_it_starts_and_waits_until_then() -> None:
-    meter, rng, loop = Meter(), random.Random(0), asyncio.get_running_loop()
-    generator, trainer = Late(meter, FREE, 64, rng, 0.0), FakeTrainer(meter, FREE, {}, rng, loop.time)
+    """Its adapter was evicted between."""
+    meter, rng, loop, adapters = Meter(), random.Random(0), asyncio.get_running_loop(), NoAdapters()
+    generator, trainer = FakeGenerator(meter, FREE, 64, rng, 0.0), FakeTrainer(meter, FREE, {}, rng, loop.time)
+    generator.adapters.lost = True
     api, engine_end = local_pair()
-    engine = Engine(
-        generator, trainer, NoAdapters(), Slack(1.0), engine_end, max_running=4, max_queue=8,
-        fair=True, max_active_jobs=1, step_tokens=64, clock=loop.time,
-    )  # fmt: skip
+    engine = Engine(generator, trainer, adapters, Slack(1.0), engine_end, clock=loop.time)
     running = asyncio.create_task(engine.run())
-    api.send(ask("late", None))
+    api.send(ask("late", COLD))
     while not (isinstance(message := await api.receive(), EngineStats) and message.waiting):
         assert not isinstance(message, Admitted)
     assert (message.waiting, message.running) == (1, 0)
-    generator.go = True
+    generator.adapters.lost = False
+    adapters.changed()
     assert isinstance(await api.receive(), Admitted)
     while not ended("late")(await api.receive()):
         pass

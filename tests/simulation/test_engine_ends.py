@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from coserve.engine.engine import Engine
+from coserve.engine.engine import Engine, JobPlaces
 from coserve.link import (
     CancelRequest,
     EngineStats,
@@ -66,14 +66,9 @@ def live(script: Script, generator_type: type[FakeGenerator] = FakeGenerator) ->
             NoAdapters(),
             Slack(1.0),
             engine_end,
-            max_running=4,
-            max_queue=4,
-            fair=True,
-            max_active_jobs=1,
-            step_tokens=64,
             clock=loop.time,
+            jobs=JobPlaces(1, Inline()),
             pace=meter.pace,
-            job_threads=Inline(),
         )
         run = asyncio.create_task(engine.run())
         peer = Peer(api_end)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from coserve.engine.engine import Engine
+from coserve.engine.engine import Engine, JobPlaces
+from coserve.engine.spatial.slices_in_flight import Marks
 from coserve.link import (
     EngineStats,
     EngineStopped,
@@ -55,7 +56,7 @@ async def _live(gpu: SharedGpu, policy: Overlap, tpot: float) -> Seen:
     def step_seconds(shape: StepShape) -> float:
         return (PROMPT if shape.prefill else STEP) * rng.uniform(0.97, 1.03)
 
-    generator = SharingGenerator(step_seconds, 1e-3, 64, rng)
+    generator = SharingGenerator(step_seconds, 1e-3, 64, rng, max_running=16)
     generator.gpu = gpu
     spec = job_spec("j")
     trainer = SharingTrainer(Meter(), FREE, job_always(spec), rng, loop.time, gpu=gpu)
@@ -63,9 +64,8 @@ async def _live(gpu: SharedGpu, policy: Overlap, tpot: float) -> Seen:
     to_engine, from_engine = asyncio.Queue[ToEngine | None](), asyncio.Queue[FromEngine | None]()
     api: LocalLink[ToEngine, FromEngine] = LocalLink(to_engine, from_engine)
     engine = Engine(
-        generator, trainer, NoAdapters(), policy, LocalLink(from_engine, to_engine), max_running=16, max_queue=64, fair=True,
-        max_active_jobs=1, step_tokens=64, clock=loop.time, job_threads=Inline(), mark_training=gpu.mark,
-        between_slices=gpu.between, mark_step=gpu.mark_step,
+        generator, trainer, NoAdapters(), policy, LocalLink(from_engine, to_engine),
+        clock=loop.time, jobs=JobPlaces(1, Inline()), marks=Marks(gpu.mark, gpu.between, gpu.mark_step),
     )  # fmt: skip
     running = asyncio.create_task(engine.run())
     api.send(StartJob(spec=spec))

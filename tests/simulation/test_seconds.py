@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from coserve.engine.engine import Engine
+from coserve.engine.engine import Engine, JobPlaces
+from coserve.engine.spatial.slices_in_flight import Marks
 from coserve.link import (
     EngineStats,
     EngineStopped,
@@ -53,8 +54,7 @@ async def live() -> tuple[EngineStats, float]:
     trainer.seconds = lambda kind, tokens: MICRO_STEP
     api, ours = local_pair()
     engine = Engine(
-        generator, trainer, NoAdapters(), Slack(1.0), ours, max_running=8, max_queue=8, fair=True, max_active_jobs=1,
-        step_tokens=64, clock=loop.time, job_threads=Inline(),
+        generator, trainer, NoAdapters(), Slack(1.0), ours, clock=loop.time, jobs=JobPlaces(1, Inline()),
     )  # fmt: skip
     return await last_stats(engine, api, spec)
 
@@ -112,7 +112,7 @@ async def shared(*, between: bool) -> EngineStats:
     api, ours = local_pair()
     policy = OneByOne(lambda: generator.in_flight, between=between)
     engine = Engine(
-        generator, trainer, NoAdapters(), policy, ours, max_running=8, max_queue=8, fair=True, max_active_jobs=1, step_tokens=64,
-        clock=loop.time, job_threads=Inline(), mark_training=gpu.mark, between_slices=gpu.between, mark_step=gpu.mark_step,
+        generator, trainer, NoAdapters(), policy, ours, clock=loop.time, jobs=JobPlaces(1, Inline()),
+        marks=Marks(gpu.mark, gpu.between, gpu.mark_step),
     )  # fmt: skip
     return (await last_stats(engine, api, spec))[0]

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from coserve.link import RequestFailed, Tokens
+from coserve.generate.plan import Ran, Share
 from coserve.queues.shapes import StepShape
 from coserve.types import JobSpec, MicroStep
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, JobPlan, Meter, Prices
@@ -40,48 +40,28 @@ def _loop() -> VirtualClockLoop:
 class OverlappedGenerator(FakeGenerator):
     """A step's tokens come with the next step, or with `collect`: both wait until the device has computed it."""
 
+    overlaps = True
+
     def __init__(
-        self, seconds: Callable[[StepShape], float], host: float, step_tokens: int, rng: random.Random
+        self,
+        seconds: Callable[[StepShape], float],
+        host: float,
+        step_tokens: int,
+        rng: random.Random,
+        *,
+        max_running: int = 8,
+        max_queue: int = 4096,
     ) -> None:
         """`host`: seconds that the launch of a step takes."""
-        super().__init__(Meter(), FREE, step_tokens, rng, 0.0)
-        self._seconds, self._host = seconds, host
-        self._launched_steps: list[tuple[Callable[[], None], list[Tokens | RequestFailed], StepShape]] = []
-        self._free_at = 0.0
-        self._collected: StepShape | None = None
-        self.longest_prompt = 0
+        super().__init__(Meter(), FREE, step_tokens, rng, 0.0, max_running=max_running, max_queue=max_queue)
+        self._seconds, self._host, self._free_at = seconds, host, 0.0
 
-    @property
-    def in_flight(self) -> bool:  # type: ignore[override]
-        return bool(self._launched_steps)
+    def run(self, shares: Sequence[Share]) -> Ran:
+        _loop().block(self._host)
+        return super().run(shares)
 
-    def computed(self) -> StepShape | None:
-        computed, self._collected = self._collected, None
-        return computed
-
-    def step(self) -> list[Tokens | RequestFailed]:
-        loop = _loop()
-        loop.block(self._host)
-        self._launched_prompts = {}
-        launched = None
-        if self._sequences:
-            results = super().step()
-            shape = super().computed()
-            assert shape is not None
-            shape = shape._replace(alone=int(not self._launched_steps))
-            launched = self.compute(self._seconds(shape)), results, shape
-        found = self.collect()
-        if launched is not None:
-            self._launched_steps.append(launched)
-        return found
-
-    def collect(self) -> list[Tokens | RequestFailed]:
-        if not self._launched_steps:
-            return []
-        ((wait, results, self._collected),) = self._launched_steps
-        self._launched_steps = []
-        wait()
-        return results
+    def _compute(self, shape: StepShape, tokens: int) -> Callable[[], None]:
+        return self.compute(self._seconds(shape))
 
     def compute(self, seconds: float) -> Callable[[], None]:
         """Give the device a step; the result waits for its end."""

@@ -9,17 +9,20 @@ from __future__ import annotations
 import asyncio
 import random
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from coserve.adapter_store.host import HostBudget
+from coserve.adapter_store.pages import Activated
 from coserve.adapter_store.store import AdapterStore
 from coserve.admission.treatment import Treatment
 from coserve.cancellation import Cancellation
-from coserve.errors import CheckpointUnreadable, PromptTooLong
+from coserve.errors import CheckpointUnreadable, PromptTooLong, failure_text
 from coserve.finetune.passes.mixing import BatchLimits, Size, companions
+from coserve.generate.plan import Ran, Share, step_shape
+from coserve.generate.schedule import Scheduler
 from coserve.gpu_memory import TrainingCosts
 from coserve.link import (
     FromEngine,
@@ -38,10 +41,10 @@ from coserve.link import (
 )
 from coserve.memory.allocator import AllocatorStats
 from coserve.model.lora import LoraWeights
-from coserve.queues.inference import Queued
+from coserve.queues.request import Request, State
 from coserve.queues.shapes import StepShape
 from coserve.step_metrics import StepMetrics
-from coserve.types import AdapterDigests, AdapterRef, FinishReason, JobSpec, LoraSettings, MicroStep
+from coserve.types import AdapterDigests, AdapterRef, JobSpec, LoraSettings, MicroStep
 
 T = TypeVar("T")
 
@@ -80,143 +83,232 @@ class Prices:
     spikes: float
 
 
+class Pages:
+    """As many as asked for, without tensors. Who grows finds none now and then (`refuses`), so that the latest give way."""
+
+    page_tokens = 16
+
+    def __init__(self, refuses: Callable[[], bool]) -> None:
+        self._refuses, self._counted = refuses, False
+
+    @property
+    def free_pages(self) -> int:
+        self._counted = True
+        return 1 << 30
+
+    def allocate(self, n: int) -> list[int] | None:
+        counted, self._counted = self._counted, False
+        return None if not counted and self._refuses() else [0] * n
+
+    def free(self, pages: Sequence[int]) -> None:
+        """Nobody counts them."""
+
+    def label(self, page: int, key: bytes) -> None:
+        raise NotImplementedError
+
+    def unlabel(self, page: int) -> None:
+        raise NotImplementedError
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        raise NotImplementedError
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_tokens)
+
+
+class Adapters:
+    """Those of a store, as the scheduler sees them, in no pages. While `lost`, none can be activated, and all are being read again."""
+
+    def __init__(self, store: NoAdapters | AdapterStore) -> None:
+        self.store, self.lost = store, False
+
+    def ready(self, ref: AdapterRef, digests: AdapterDigests | None) -> bool:
+        return self.store.ready(ref, digests)
+
+    def waited(self, ref: AdapterRef) -> None:
+        self.store.waited(ref)
+
+    def failure(self, ref: AdapterRef) -> Exception | None:
+        return self.store.failure(ref)
+
+    def reading(self, ref: AdapterRef) -> bool:
+        return self.lost or self.store.reading(ref)
+
+    def size(self, ref: AdapterRef) -> int:
+        return 0
+
+    def needs(self, ref: AdapterRef) -> int:
+        return 0
+
+    def to_copy(self, ref: AdapterRef) -> int:
+        return 0
+
+    def activate(self, ref: AdapterRef) -> Activated | None:
+        return None if self.lost else Activated(LoraWeights(LoraSettings(), {}), {})
+
+    def deactivate(self, ref: AdapterRef) -> None:
+        """It is in no pages."""
+
+
 @dataclass
-class _Sequence:
-    request: Generate
-    to_prefill: int
-    made: int = 0
+class Launched:
+    """A step of the device: `wait` until it is computed, then the requests in `sampled` have their next tokens."""
+
+    wait: Callable[[], None]
+    sampled: list[Request]
+    shape: StepShape
 
 
 class FakeGenerator:
-    """Packs decodes, then chunks of prefill, up to `step_tokens`; now and then preempts or fails a sequence, or preempts all
-    and loses the adapter of the first: until it was read again (`read` is called then), no step can compute anything."""
+    """Runs the steps of a real scheduler. Now and then requests give way or fail (`chaos`), or adapters are lost: until they were read again
+    (`read` is called then), no request that has one becomes active."""
 
-    def __init__(self, meter: Meter, prices: Prices, step_tokens: int, rng: random.Random, chaos: float) -> None:
-        self._meter, self._prices, self._step_tokens, self._rng, self._chaos = meter, prices, step_tokens, rng, chaos
-        self._sequences: dict[str, _Sequence] = {}
+    overlaps = False
+    """A step's tokens come with the next step, or with `collect`."""
+
+    def __init__(
+        self,
+        meter: Meter,
+        prices: Prices,
+        step_tokens: int,
+        rng: random.Random,
+        chaos: float,
+        *,
+        max_running: int = 4,
+        max_queue: int = 8,
+        fair: bool = True,
+        store: NoAdapters | AdapterStore | None = None,
+    ) -> None:
+        self._meter, self._prices, self._rng, self._chaos = meter, prices, rng, chaos
+        self.adapters = Adapters(store or NoAdapters())
+        self.scheduler = Scheduler(
+            Pages(self._lacks_pages), self.adapters, max_running=max_running, step_tokens=step_tokens, max_queue=max_queue,
+            fair=fair, prepare=self._prepare, failed=self._refuse,
+        )  # fmt: skip
+        self._in_flight: list[Launched] = []
+        self._failed: list[RequestFailed] = []
         self.admitted: dict[str, float] = {}
-        self._waiting = set[str]()
-        """No step has worked on them."""
-        self._started: list[str] = []
-        self.preemptions = 0
-        self.prefix_queries = self.prefix_hits = 0
         self.troubles: tuple[str, ...] = ()
         self.pages_total = 1 << 20
         self.adapter_pages = 0
         self.tokens_computed = 0
         """Tokens, in all steps."""
         self.read: Callable[[], None] = lambda: None
-        self._lost = False
-        self._launched_prompts = dict[str, int]()
-        self._shape: StepShape | None = None
-
-    in_flight = False
-    room = 1 << 20
-
-    def launched_prompts(self) -> dict[str, int]:
-        return self._launched_prompts
-
-    def computed(self) -> StepShape | None:
-        shape, self._shape = self._shape, None
-        return shape
 
     @property
-    def blocked(self) -> bool:
-        return self._lost and bool(self._sequences)
+    def in_flight(self) -> bool:
+        return bool(self._in_flight)
 
     @property
     def running(self) -> int:
-        return len(self._sequences)
+        return len(self.scheduler)
 
     @property
     def pages_used(self) -> int:
-        return sum(len(s.request.prompt) - s.to_prefill + s.made for s in self._sequences.values())
+        return sum(request.computed for request in self.scheduler.requests.values())
 
     def allocator(self) -> AllocatorStats:
         return AllocatorStats()
 
-    def add(self, request: Generate) -> None:
-        assert request.id not in self.admitted, f"{request.id} was admitted twice"
-        self.admitted[request.id] = asyncio.get_running_loop().time()
-        if len(request.prompt) > CONTEXT:
-            raise PromptTooLong(f"expected at most {CONTEXT} tokens, got {len(request.prompt)}")
-        self._sequences[request.id] = _Sequence(request, len(request.prompt))
-        self._waiting.add(request.id)
-
-    def cancel(self, id: str) -> None:
-        self._sequences.pop(id, None)  # it may have ended in the step that runs
-        self._waiting.discard(id)
-
-    def collect(self) -> list[Tokens | RequestFailed]:
-        return []
-
-    def started(self) -> list[str]:
-        found, self._started = self._started, []
-        return found
-
     def prepare(self) -> bool:
         return False
 
-    def step(self) -> list[Tokens | RequestFailed]:
-        assert not self.blocked, "a step that can compute nothing"
-        budget, results, shape = self._step_tokens, list[Tokens | RequestFailed](), StepShape()
-        self._launched_prompts = {}
-        self._preempt_one()
-        for sequence in sorted(self._sequences.values(), key=lambda s: s.to_prefill > 0):  # decodes first; stable
-            if budget == 0:
-                break
-            if sequence.request.id in self._waiting:
-                self._waiting.discard(sequence.request.id)
-                self._started.append(sequence.request.id)
-            chunk = min(sequence.to_prefill, budget)
-            context = len(sequence.request.prompt) + sequence.made
-            if chunk:
-                shape = shape.and_prompt(chunk, context - sequence.to_prefill)
-            else:
-                shape += StepShape(1, context)
-            budget -= max(chunk, 1)
-            sequence.to_prefill -= chunk
-            if chunk:
-                self._launched_prompts[sequence.request.id] = sequence.to_prefill
-            if sequence.to_prefill == 0:
-                results.append(self._next(sequence))
-        self._shape, spent = shape, self._step_tokens - budget
+    # ---- requests
+
+    def _prepare(self, request: Request) -> None:
+        assert request.id not in self.admitted, f"{request.id} was admitted twice"
+        self.admitted[request.id] = asyncio.get_running_loop().time()
+        if len(request.message.prompt) > CONTEXT:
+            raise PromptTooLong(f"expected at most {CONTEXT} tokens, got {len(request.message.prompt)}")
+        if request.adapter is not None:
+            self.adapters.store.acquire(request.adapter)
+
+    def _refuse(self, request: Request, error: Exception) -> None:
+        if request.state is State.ACTIVE:
+            self._end(request)
+        code, message = failure_text(error)
+        self._failed.append(RequestFailed(id=request.id, code=code, message=message))
+
+    def take_failed(self) -> list[RequestFailed]:
+        failed, self._failed = self._failed, []
+        return failed
+
+    def cancel(self, id: str) -> None:
+        if (request := self.scheduler.requests.get(id)) is not None:  # it may have ended in the step that runs
+            self._end(request)
+
+    def _end(self, request: Request) -> None:
+        acquired = request.state is State.ACTIVE
+        self.scheduler.remove(request)
+        if acquired and request.adapter is not None:
+            self.adapters.store.release(request.adapter)
+
+    # ---- steps
+
+    def run(self, shares: Sequence[Share]) -> Ran:
+        started = [share.request for share in shares if not share.request.started]
+        for request in started:
+            request.started = True
+        launched = [self._launch(shares)] if shares else []
+        found = self.collect()
+        if self.overlaps:
+            self._in_flight = launched
+        elif launched:
+            found = Ran([*found.messages, *self._collect(launched[0]), *self.take_failed()], [], launched[0].shape)
+        return found._replace(started=[request.id for request in started])
+
+    def collect(self) -> Ran:
+        steps, self._in_flight = self._in_flight, []
+        messages = [message for step in steps for message in self._collect(step)]
+        return Ran([*messages, *self.take_failed()], [], steps[0].shape if steps else None)
+
+    def _launch(self, shares: Sequence[Share]) -> Launched:
+        shape = step_shape(shares, self.adapters.size, alone=self.overlaps and not self._in_flight)
+        sampled = [share.request for share in shares if share.tokens == share.request.pending]
+        spent = sum(share.tokens for share in shares)
         self.tokens_computed += spent
-        self._lose_one()
+        for share in shares:
+            share.request.computed += share.tokens
+        for request in sampled:
+            request.in_flight += 1
+        self.scheduler.changed()
+        self._lose_adapters()
+        return Launched(self._compute(shape, spent), sampled, shape)
+
+    def _compute(self, shape: StepShape, tokens: int) -> Callable[[], None]:
+        """Give the device a step of so many tokens. Waits for its end."""
         factor = 10 if self._rng.random() < self._prices.spikes else 1
-        self._meter.charge("serve", factor * (self._prices.step + spent * self._prices.token))
-        return results
+        self._meter.charge("serve", factor * (self._prices.step + tokens * self._prices.token))
+        return lambda: None
 
-    def _preempt_one(self) -> None:
-        if self._sequences and self._rng.random() < self._chaos:
-            self._preempt(self._rng.choice(list(self._sequences.values())))
+    def _collect(self, step: Launched) -> list[Tokens | RequestFailed]:
+        step.wait()
+        self.scheduler.changed()
+        return [self._next(request) for request in step.sampled if request.state is State.ACTIVE]
 
-    def _preempt(self, victim: _Sequence) -> None:
-        victim.to_prefill = len(victim.request.prompt) + victim.made
-        self.preemptions += 1
+    def _next(self, request: Request) -> Tokens | RequestFailed:
+        request.in_flight -= 1
+        if self._rng.random() < self._chaos / 4:
+            self._end(request)
+            return RequestFailed(id=request.id, code="internal_error", message="chaos")
+        made = token(request.message, request.generated)
+        finished = request.push(made)
+        if finished:
+            self._end(request)
+        return Tokens(id=request.id, tokens=(made,), finished=finished)
 
-    def _lose_one(self) -> None:
-        if self._sequences and self._rng.random() < self._chaos:
-            for victim in self._sequences.values():
-                self._preempt(victim)
-            self._lost = True
+    def _lacks_pages(self) -> bool:
+        several = sum(bool(request.pages) for request in self.scheduler.requests.values()) > 1
+        return several and self._rng.random() < 5 * self._chaos
+
+    def _lose_adapters(self) -> None:
+        if not self.adapters.lost and self._rng.random() < self._chaos:
+            self.adapters.lost = True
             asyncio.get_running_loop().call_later(self._rng.expovariate(5), self._find)
 
     def _find(self) -> None:
-        self._lost = False
+        self.adapters.lost = False
         self.read()
-
-    def _next(self, sequence: _Sequence) -> Tokens | RequestFailed:
-        request = sequence.request
-        if self._rng.random() < self._chaos / 4:
-            del self._sequences[request.id]
-            return RequestFailed(id=request.id, code="internal_error", message="chaos")
-        made = token(request, sequence.made)
-        sequence.made += 1
-        finished = FinishReason.LENGTH if sequence.made == request.sampling.max_tokens else None
-        if finished:
-            del self._sequences[request.id]
-        return Tokens(id=request.id, tokens=(made,), finished=finished)
 
 
 @dataclass(frozen=True)
@@ -518,29 +610,31 @@ class Inline(Executor):
 class NoAdapters:
     """An adapter store in which every adapter is in memory."""
 
-    waiting = 0
     troubles: tuple[str, ...] = ()
 
     def notify(self, changed: Callable[[], None]) -> None:
         self.changed = changed
 
-    def ready(self, request: Queued) -> bool:
+    def ready(self, ref: AdapterRef, digests: AdapterDigests | None) -> bool:
         return True
 
-    def next_arrived(self) -> Queued | None:
+    def waited(self, ref: AdapterRef) -> None:
+        raise AssertionError(ref)
+
+    def failure(self, ref: AdapterRef) -> Exception | None:
         return None
 
-    def failed(self) -> list[tuple[Queued, Exception]]:
-        return []
-
-    def cancel(self, id: str) -> bool:
+    def reading(self, ref: AdapterRef) -> bool:
         return False
+
+    def acquire(self, ref: AdapterRef) -> LoraWeights:
+        return LoraWeights(LoraSettings(), {})
+
+    def release(self, ref: AdapterRef) -> None:
+        """Nothing is kept."""
 
     def drop(self, ref: AdapterRef) -> None:
         """Nothing is kept."""
-
-    def size(self, ref: AdapterRef) -> int:
-        return 0
 
     def resident(self) -> tuple[AdapterRef, ...]:
         return ()

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from coserve.cancellation import Cancellation, Cancelled
 from coserve.engine.device_memory import DeviceMemory
-from coserve.engine.engine import Engine
-from coserve.engine.spatial.slices_in_flight import Mark
+from coserve.engine.engine import Engine, JobPlaces
+from coserve.engine.spatial.slices_in_flight import Mark, Marks
 from coserve.link import (
     EngineStats,
     FromEngine,
@@ -28,6 +28,7 @@ from coserve.link import (
 )
 from coserve.queues.policies.slack import Slack
 from coserve.queues.policies.spatial import Spatial
+from coserve.queues.request import Request
 from coserve.types import JobSpec, SamplingParams, Slo
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters, Prices
 from tests.support.records import make_spec
@@ -106,10 +107,10 @@ class Trouble(FakeTrainer):
 
 
 class Picky(FakeGenerator):
-    def add(self, request: Generate) -> None:
+    def _prepare(self, request: Request) -> None:
         if request.id == "poison":
             raise ZeroDivisionError("in /some/private/path")
-        super().add(request)
+        super()._prepare(request)
 
 
 @dataclass
@@ -152,14 +153,14 @@ async def scene(
     mark: Mark | None = None,
     memory_poll: float = 1.0,
 ) -> AsyncIterator[Scene]:
-    """`mark`: slices are only launched; see `Mark`. `memory_poll`: see `Engine`."""
+    """`mark`: slices are only launched; see `Mark`. `memory_poll`: see `JobPlaces`."""
     meter, rng, loop = Meter(), random.Random(0), asyncio.get_running_loop()
     trainer = kind(meter, FREE, PLANS, rng, loop.time, operation=operation, error=error, holds=holds)
     adapters = NoAdapters()
     api, engine_end = local_pair()
     engine = Engine(
-        Picky(meter, FREE, 64, rng, 0.0), trainer, adapters, Slack(1.0) if mark is None else Spatial(), engine_end, max_running=4, max_queue=8,
-        fair=True, max_active_jobs=active, step_tokens=64, clock=loop.time, memory=memory, mark_training=mark, memory_poll=memory_poll,
+        Picky(meter, FREE, 64, rng, 0.0), trainer, adapters, Slack(1.0) if mark is None else Spatial(), engine_end,
+        clock=loop.time, jobs=JobPlaces(active, memory=memory, memory_poll=memory_poll), marks=Marks(mark),
     )  # fmt: skip
     running = asyncio.create_task(engine.run())
     try:

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from coserve.engine.engine import Engine
+from coserve.engine.engine import Engine, JobPlaces
+from coserve.engine.spatial.slices_in_flight import Marks
 from coserve.link import (
     CancelJob,
     CancelRequest,
@@ -330,7 +331,6 @@ async def _play(scenario: Scenario) -> Outcome:
         trainer = LaunchingTrainer(device, slower, scenario.plans, rng, loop.time, batch_rows=scenario.batch_rows)
         prices = _slower(prices, 1 - share)
     trainer.sample_every = scenario.sample_every
-    generator = FakeGenerator(meter, prices, scenario.step_tokens, rng, scenario.chaos)
     policy = Watched(scenario.policy, lambda: (generator.tokens_computed, len(trainer.gaps)))
     device.ended = policy.event
     to_engine, from_engine = asyncio.Queue[ToEngine | None](), asyncio.Queue[FromEngine | None]()
@@ -340,6 +340,10 @@ async def _play(scenario: Scenario) -> Outcome:
         assert isinstance(loop, VirtualClockLoop)
         loop.thread_seconds = lambda: rng.expovariate(1 / scenario.cold)
     adapters = adapters_on_disk(1, policy.event) if scenario.cold else NoAdapters()
+    generator = FakeGenerator(
+        meter, prices, scenario.step_tokens, rng, scenario.chaos, max_running=scenario.max_running,
+        max_queue=scenario.max_queue, fair=scenario.fair, store=adapters,
+    )  # fmt: skip
 
     def read_again() -> None:
         policy.event()
@@ -352,15 +356,10 @@ async def _play(scenario: Scenario) -> Outcome:
         adapters,
         policy,
         engine_end,
-        max_running=scenario.max_running,
-        max_queue=scenario.max_queue,
-        fair=scenario.fair,
-        max_active_jobs=scenario.max_active_jobs,
-        step_tokens=scenario.step_tokens,
         clock=loop.time,
+        jobs=JobPlaces(scenario.max_active_jobs, Inline()),
+        marks=Marks(None if share is None else device.mark),
         pace=meter.pace,
-        job_threads=Inline(),
-        mark_training=None if share is None else device.mark,
     )
     outcome = Outcome(scenario, generator, trainer, meter, device)
     api = _Api(outcome, api_end)

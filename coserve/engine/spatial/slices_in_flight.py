@@ -23,6 +23,20 @@ Between = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
+class Marks:
+    """How the ends of work are noted. `training`: slices are only launched, and run beside generation, or `between` its steps; None: a slice has
+    ended when the trainer returns. `steps`: of generation's stream, where the ends of steps are events, too; None: the engine waits for them."""
+
+    training: Mark | None = None
+    between: Between = nullcontext
+    steps: Mark | None = None
+
+
+TURNS = Marks()
+"""Slices and steps take turns."""
+
+
+@dataclass(frozen=True)
 class EndedSlice:
     """`tokens`: of its micro-batch; `seconds`: from its launch, or the end of the work before, to its own end, `at`; `beside`: those in which a generation
     step ran beside it."""
@@ -95,18 +109,10 @@ class LaunchedStep:
 class SlicesInFlight:
     """Slices end in the order of their launch. Used on the event loop; ends are noted on any thread."""
 
-    def __init__(
-        self,
-        mark: Mark | None,
-        clock: Callable[[], float],
-        changed: Callable[[], None],
-        between: Between = nullcontext,
-        mark_step: Mark | None = None,
-    ) -> None:
-        """`mark`: None where slices and steps take turns, so that none is ever in flight. `clock` gives seconds; `changed` is
-        called, on any thread, when a slice has ended. `mark_step`: of generation's stream, where ends of steps are events, too."""
-        self._mark, self._clock, self._changed, self._between = mark, clock, changed, between
-        self._mark_step = mark_step
+    def __init__(self, marks: Marks, clock: Callable[[], float], changed: Callable[[], None]) -> None:
+        """`clock` gives seconds; `changed` is called, on any thread, when a slice or a step has ended."""
+        self._mark, self._between, self._mark_step = marks.training, marks.between, marks.steps
+        self._clock, self._changed = clock, changed
         self._works: deque[_Work] = deque()
         self._since_step, self._until = False, 0.0
         self._last_end, self._last_slice = 0.0, (0.0, 0.0)

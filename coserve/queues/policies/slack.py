@@ -86,7 +86,7 @@ def latest_start(
     )
     tokens = 0  # of the prompts so far
     for each in view.waiting:
-        tokens += each.tokens
+        tokens += each.pending
         steps = -(-tokens // step_tokens)
         target = min(each.arrived + wait, each.deadline - (1 - weight) * (each.deadline - each.arrived) - steps * serve)
         end = each.end
