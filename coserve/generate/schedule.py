@@ -227,7 +227,7 @@ class Scheduler:
     def propose(self) -> Plan:
         """What the next step would compute, of at most `budget` tokens: decodes, then prompts under way, then new ones. Of prompts that are
         scored at most `scored_tokens` are in it. Where the budget has less than a token for each active request, the latest ones give way."""
-        if self._plan is None or self._plan.blocked:  # a blocked one ends when an adapter was read
+        if self._plan is None or self._plan.blocked != self._blocked:  # an adapter was evicted, or read again
             active, waiting = self._active[: self.budget.tokens], self.queue.waiting(self.headroom)
             shares = [Share(request, 1) for request in active if request.pending == 1]
             left = self.budget.tokens - len(shares)

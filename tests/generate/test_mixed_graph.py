@@ -101,7 +101,7 @@ def test_texts_are_those_of_packed_steps(family: str, steps: StepRecorder) -> No
         assert not steps.others
         assert all(size == next(b for b in MIXED_TOKENS if b >= tokens) for tokens, size in steps.graphs)
         steps.graphs.clear()
-        assert bool(padded.preemptions) == ("tokens" in changes)
+        assert bool(padded.scheduler.preemptions) == ("tokens" in changes)
 
 
 @pytest.mark.slow

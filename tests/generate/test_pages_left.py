@@ -195,7 +195,7 @@ class Traffic:
         self.made += 1
 
     def remove(self, id: str) -> None:
-        own = self.live.pop(id).sequence
+        own = self.live.pop(id).request
         self.scheduler.remove(own)
         assert own.pages == []
         assert not own.holds_adapter

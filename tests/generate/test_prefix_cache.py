@@ -110,7 +110,7 @@ def test_a_hit_changes_no_bit(family: str) -> None:
     others += [request(f"{ref} whole", shared[:44], ref) for ref in adapters]
     plain = make(base, cached=False)
     expected = {one.id: run(plain, one)[one.id] for one in (*firsts, *others)}
-    assert (plain.prefix_queries, plain.prefix_hits) == (0, 0)
+    assert (plain.scheduler.prefix_queries, plain.scheduler.prefix_hits) == (0, 0)
     hits = shared_with_first([*firsts, *others])
     assert hits == 2 * (44 + 40 + 32 + 0 + 40)
     for gen, together in ((make(base), False), (make(base), True), (make(base, step_tokens=13), True)):
@@ -221,7 +221,7 @@ def test_the_pages_of_one_that_gave_way_are_taken_up_again() -> None:
     with_cache, computed = computed, 0
     for _ in range(2):
         assert run(again, *requests) == expected
-    assert again.preemptions > 3
+    assert again.scheduler.preemptions > 3
     assert with_cache < computed
 
 
@@ -256,15 +256,15 @@ def test_a_small_pool_full_of_old_pages_takes_what_fits_exactly() -> None:
     assert run(gen, whole) == run(make(llama(), cached=False), whole)
 
 
-def test_what_a_step_leaves_of_prompts_is_told_without_cached_tokens() -> None:
+def test_what_a_step_computes_of_a_prompt_leaves_out_cached_tokens() -> None:
     generator = make(wrap_base(tiny_model("llama"), name="llama"), step_tokens=8)
-    prompt = text(20)
-    for name, left in (("first", [12, 4, 0]), ("again", [0])):  # 16 tokens are found; a step computes 8
+    scheduler, prompt = generator.scheduler, text(20)
+    for name, computed in (("first", [8, 8, 4]), ("again", [4])):  # 16 tokens are found; a step computes 8
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
         generator.add(Generate(id=name, prompt=prompt, sampling=sampling, adapter=None, slo=Slo(ttft=1.0, tpot=1.0)))
-        told = list[dict[str, int]]()
+        shares = list[int]()
         while generator.running:
-            generator.step()
-            told.append(dict(generator.launched_prompts()))
-        assert told[: len(left)] == [{name: each} for each in left]
-        assert not any(told[len(left) :])
+            (share,) = scheduler.commit(scheduler.propose())
+            shares.append(share.tokens)
+            generator.run([share])
+        assert shares == computed

@@ -57,15 +57,15 @@ def test_above_capacity_nobody_is_late_and_the_others_are_told_at_once(ttft: flo
     assert len(late) <= 0.02 * len(firsts)
     assert len(firsts) >= 0.4 * 200, "the batch is full all the time"
     at_once = [seconds for seconds in refusals if seconds <= 2 * STEP]
-    assert len(at_once) >= 0.9 * len(refusals), "but for those before the speed was known"
+    assert len(at_once) >= 0.8 * len(refusals), "but for those before the speed was known, and who just missed a place"
 
 
 @pytest.mark.parametrize("ttft", sample([1.0, 3.0], 1.0))
-def test_whose_adapter_has_many_before_it_is_told_at_once_though_others_come_later_and_go_first(ttft: float) -> None:
+def test_whom_others_overtake_who_come_later_is_told_before_its_deadline(ttft: float) -> None:
     firsts, refusals = ends(live(1.5 * CAPACITY, ttft=ttft, count=600, adapters=8))
     assert sum(seconds > ttft for seconds in firsts) <= 0.02 * len(firsts)
     assert len(firsts) >= 0.6 * 600, "the batch is full all the time"
-    assert sum(seconds <= 2 * STEP for seconds in refusals) >= 0.4 * len(refusals) > 0, "0.2 by the queue alone"
+    assert refusals and max(refusals) <= ttft
 
 
 @pytest.mark.slow
