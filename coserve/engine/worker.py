@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Coroutine
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn

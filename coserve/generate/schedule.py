@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from sys import maxsize
 
-from coserve.errors import EngineFault, InvalidRequest
+from coserve.errors import InvalidRequest
 from coserve.generate.output_lengths import OutputLengths
 from coserve.generate.plan import Plan, Room, Share, step_shape
 from coserve.generate.sources import AdapterSource, PageSource
@@ -85,7 +85,8 @@ class Scheduler:
         self._max_running, self._scored_tokens, self._loaded_bytes = max_running, scored_tokens, loaded_bytes
         # No more than a step holds: then every decode is in every step, and a prompt under way always moves.
         self._max_active = min(max_running, step_tokens)
-        self._loading: list[Request] = []
+        self.loading: list[Request] = []
+        """Requests whose adapters are being read."""
         self._line: list[Request] = []
         self._active: list[Request] = []
         self._entered = 0
@@ -115,11 +116,6 @@ class Scheduler:
         return sum(request.started for request in chain(self._active, self._line))
 
     @property
-    def loading(self) -> int:
-        """Requests whose adapters are being read."""
-        return len(self._loading)
-
-    @property
     def places(self) -> int:
         """Free ones in the batch for requests in the queue. While there are too few pages few are in line for them."""
         return max(0, min(self._max_running - len(self), self._few - len(self._line)))
@@ -127,7 +123,7 @@ class Scheduler:
     @property
     def headroom(self) -> int:
         """Places that those whose adapters are being read do not need."""
-        return max(0, self.places - len(self._loading))
+        return max(0, self.places - len(self.loading))
 
     # ---- a request's life
 
@@ -153,7 +149,7 @@ class Scheduler:
             raise InvalidRequest(f"expected a new request id, got {request.id!r}, which is running", field="id")
 
     def cancel_queued(self, ids: Collection[str]) -> set[str]:
-        """Forget those of these requests that are in the queue, and return their ids. Takes little longer for many than for one."""
+        """Forget those of these requests that are in the queue, and return their ids: see `InferenceQueue.cancel`."""
         gone = self.queue.cancel(ids)
         for id in gone:
             self.requests.pop(id).state = State.ENDED
@@ -165,9 +161,9 @@ class Scheduler:
         if request.state is State.QUEUED:
             self.queue.cancel([request.id])
         elif request.state is State.LOADING:
-            self._loading.remove(request)
-            assert request.adapter is not None, "it waits for one"
-            self._adapters.waited(request.adapter)
+            self.loading.remove(request)
+            if request.adapter is not None:
+                self._adapters.waited(request.adapter)
         else:
             (self._active if request.pages else self._line).remove(request)
             self._release(request)
@@ -200,11 +196,9 @@ class Scheduler:
 
     def take_loaded(self) -> None:
         """Requests whose adapters have been read enter the batch, in the order in which they left the queue."""
-        for request in [*self._loading]:
-            ref = request.adapter
-            assert ref is not None, "it waits for one"
-            if not self._adapters.reading(ref):
-                self._loading.remove(request)
+        for request, ref in [(each, each.adapter) for each in self.loading]:
+            if ref is not None and not self._adapters.reading(ref):
+                self.loading.remove(request)
                 self._enter(request, self._adapters.failure(ref))
                 self._adapters.waited(ref)
 
@@ -215,9 +209,7 @@ class Scheduler:
             if failure is not None:
                 raise failure
             self.add(request)
-        except EngineFault:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this request's alone
+        except Exception as error:  # noqa: BLE001 - whoever hears of it re-raises what is not this request's alone
             request.state = State.ENDED
             del self.requests[request.id]
             self._failed(request, error)
@@ -285,7 +277,7 @@ class Scheduler:
             self._enter(request)
         else:
             request.state = State.LOADING
-            self._loading.append(request)
+            self.loading.append(request)
 
     @property
     def _blocked(self) -> bool:

@@ -127,12 +127,12 @@ def test_who_waits_for_an_adapter_holds_a_place_and_enters_when_it_was_read() ->
     scheduler.arrive(first := asked("first", 5, adapter="cold"))
     scheduler.arrive(second := asked("second", 5))
     assert [share.request for share in next_shares(scheduler)] == [second]
-    assert (first.state, scheduler.loading, scheduler.headroom) == (State.LOADING, 1, 62)
+    assert (first.state, scheduler.loading, scheduler.headroom) == (State.LOADING, [first], 62)
     scheduler.take_loaded()
     assert first.state is State.LOADING
     batch.adapters.unread.clear()
     scheduler.take_loaded()
-    assert (first.state, scheduler.loading, batch.adapters.awaited) == (State.ACTIVE, 0, [])
+    assert (first.state, scheduler.loading, batch.adapters.awaited) == (State.ACTIVE, [], [])
 
 
 @pytest.mark.parametrize("ends", ["cancelled", "broken"])
@@ -152,7 +152,7 @@ def test_who_waits_for_an_adapter_that_does_not_come_ends_alone(ends: str) -> No
         adapters.unread.clear()
         scheduler.take_loaded()
     assert failed == ([] if ends == "cancelled" else ["r: LookupError"])
-    assert (request.state, scheduler.loading, adapters.awaited, scheduler.requests) == (State.ENDED, 0, [], {})
+    assert (request.state, scheduler.loading, adapters.awaited, scheduler.requests) == (State.ENDED, [], [], {})
 
 
 def test_an_id_that_runs_is_refused() -> None:

@@ -46,10 +46,8 @@ def begin(pieces: int) -> tuple[Engine, Preparing, LocalLink[ToEngine, FromEngin
     generator = Preparing(meter, FREE, 64, rng, 0.0)
     generator.prepared, generator.ready, generator.pieces = [], asyncio.Event(), pieces
     api, engine_end = local_pair()
-    engine = Engine(
-        generator, FakeTrainer(meter, FREE, {}, rng, loop.time), NoAdapters(), Slack(1.0), engine_end, max_running=4,
-        max_queue=4, fair=True, max_active_jobs=1, step_tokens=64, clock=loop.time,
-    )  # fmt: skip
+    trainer = FakeTrainer(meter, FREE, {}, rng, loop.time)
+    engine = Engine(generator, trainer, NoAdapters(), Slack(1.0), engine_end, clock=loop.time)
     return engine, generator, api
 
 
