@@ -120,11 +120,11 @@ UNSUPPORTED = frozenset(
     {
         # in messages
         *("annotations", "audio", "function_call", "provider_specific_fields", "reasoning", "reasoning_content"),
-        *("refusal", "thinking_blocks", "tool_call_id", "tool_calls"),
+        *("refusal", "thinking_blocks"),
         # of OpenAI
         *("prediction", "web_search_options"),
         # of vLLM
-        *("allowed_token_ids", "bad_words", "chat_template", "chat_template_kwargs", "documents", "guided_choice"),
+        *("allowed_token_ids", "bad_words", "chat_template", "documents", "guided_choice"),
         *("guided_grammar", "guided_json", "guided_regex", "kv_transfer_params", "logits_processors"),
         *("mm_processor_kwargs", "prompt_embeds", "request_id", "structured_outputs", "vllm_xargs"),
     }

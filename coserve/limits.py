@@ -63,8 +63,8 @@ LogitBias = Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Me
 LogprobCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 """How many of the likeliest tokens are shown with each token."""
 CacheSalt = Annotated[str, Meta(max_length=256)]
-AuthorName = Annotated[str, Meta(max_length=64)]
-"""`name` of a chat message."""
+AuthorName = Annotated[str, Meta(max_length=256)]
+"""`name` and `tool_call_id` of a chat message."""
 Seconds = Annotated[float, Meta(ge=0.001, le=3600)]
 LocalPath = Annotated[str, Meta(min_length=1, max_length=4096)]
 """A path under the daemon's `data_root`."""

@@ -132,6 +132,18 @@ def allow_more_files() -> int:
     return hard
 
 
+@contextlib.contextmanager
+def limited(kind: int, most: int) -> Iterator[None]:
+    """This process's limit of a resource (`resource.RLIMIT_*`) is at most `most` while the body runs."""
+    soft, hard = resource.getrlimit(kind)
+    known = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(kind, (min([most, *known]), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, (soft, hard))
+
+
 def obey_parent(parent: int | None = None) -> None:
     """End when the parent ends, also if it has ended already, and ignore stop signals: the parent stops this process. `parent`: the pid of the
     process that forked this one; None: it was started by `start_child` or `spawn_child`, and has their environment."""

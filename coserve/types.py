@@ -12,7 +12,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from coserve.limits import MAX_MESSAGES, MAX_NAMES, AuthorName, BlockNames, ModuleName, ModuleNames, Text
+from coserve.chat.messages import ChatMessage
+from coserve.limits import MAX_MESSAGES, MAX_NAMES, BlockNames, ModuleName, ModuleNames, Text
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -186,14 +187,6 @@ class Schedule(StrEnum):
 
 DEFAULT_RANK = 16
 """Rank of a new adapter unless the job sets one. Memory is profiled with it, and its kernels are compiled first."""
-
-
-class ChatMessage(Wire, frozen=True):
-    """One turn of a conversation."""
-
-    role: Literal["system", "user", "assistant", "tool"]
-    content: Text
-    name: AuthorName | None = None
 
 
 class LoraRequest(Wire, frozen=True):

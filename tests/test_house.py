@@ -20,7 +20,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = (
     {"limits"},
-    {"types", "names", "errors", "hints", "processes", "garbage", "ranks"},
+    {"names", "errors", "hints", "processes", "garbage", "ranks"},
+    {"chat"},
+    {"types"},
     {"cancellation", "logprobs", "validation", "options", "gpu_memory", "step_metrics"},
     {"link", "config", "health", "schemas", "pretrained", "kernels"},
     {"parallel"},

@@ -59,6 +59,8 @@ LOSS_SECONDS = 1.0
 """Most seconds from the end of rank 0's link until it is known how its process ended."""
 MAX_BODY_HELPERS = 2
 """Helper processes that decode large bodies."""
+CHAT_HELPERS = 2
+"""Helper processes that render chats."""
 
 
 class Service:
@@ -85,7 +87,8 @@ class Service:
         self.recorder = JobRecorder(folder, registry, self.engine, self.metrics)
         self.helpers = HelperPool(tokenizer.state, MAX_BODY_HELPERS, LogSettings.of(config))
         self._preparers = HelperPool(tokenizer.state, config.tokenizer_processes, LogSettings.of(config))
-        self.texts = AsyncTokenizer(tokenizer, self.helpers)
+        self.chats = HelperPool(tokenizer.state, CHAT_HELPERS, LogSettings.of(config))
+        self.texts = AsyncTokenizer(tokenizer, self.helpers, self.chats)
         self.generation = InFlightRequests(
             config, self.engine, registry, tokenizer, self.texts, self.metrics, max_prompt_scores=max_prompt_scores
         )
@@ -105,7 +108,6 @@ class Service:
             closing=closing,
         )
         self.recorder.watchers.subscribe(self._tracking.notify)
-        self._turn_notes = turn_notes(tokenizer)
         self._started_monotonic, self.started_at = time.monotonic(), time.time()
         self._receiver: asyncio.Task[Exception | None] | None = None
         """Reads the messages of the last engine."""
@@ -172,6 +174,7 @@ class Service:
         await self.conversions.close()
         await self.adapters.close()
         await self.helpers.close()
+        await self.chats.close()
         await self._preparers.close()
         await self._sampler.close()
         await self.recorder.settled()
@@ -261,7 +264,7 @@ class Service:
             notes=[
                 *self.engine.troubles,
                 *self.engine.silence,
-                *self._turn_notes,
+                *(turn_notes(self.tokenizer) if self.texts.template_read else ()),
                 *(ready.notes if ready is not None else ()),
                 *(stats.troubles if stats is not None else ()),
                 *_starving(stats),

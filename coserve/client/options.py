@@ -24,7 +24,7 @@ MAX_INLINE_BYTES = 8 << 20
 
 T = TypeVar("T")
 
-Messages = Iterable[ChatMessage | Mapping[str, str]]
+Messages = Iterable[ChatMessage | Mapping[str, object]]
 Prompt = str | Sequence[int]
 
 
@@ -33,6 +33,8 @@ class GenerateOptions(TypedDict, total=False):
     out. Times in seconds.
     """
 
+    tools: list[dict[str, Any]] | None
+    chat_template_kwargs: dict[str, Any] | None
     n: int
     max_tokens: int | None
     min_tokens: int

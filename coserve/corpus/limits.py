@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from coserve.chat.messages import characters
 from coserve.errors import InvalidRequest
 from coserve.limits import below_one
 from coserve.types import TrainingSettings
@@ -102,7 +103,7 @@ def _check_samples(training: TrainingSettings) -> None:
     if count > MAX_SAMPLE_PROMPTS:
         raise InvalidRequest(f"expected at most {MAX_SAMPLE_PROMPTS}, got {count}", field="training.sample_prompts")
     for prompt in training.sample_prompts:
-        size = len(prompt) if isinstance(prompt, str) else sum(len(message.content) for message in prompt)
+        size = len(prompt) if isinstance(prompt, str) else characters(prompt)
         if size > MAX_SAMPLE_CHARACTERS:
             raise InvalidRequest(
                 f"expected at most {MAX_SAMPLE_CHARACTERS} characters, got {size}", field="training.sample_prompts"

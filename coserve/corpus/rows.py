@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile, zip_longest
 from types import NoneType
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
+from coserve.chat.messages import ChatMessage, TemplateOptions, Tools, for_template
 from coserve.corpus.columns import Columns, listed
-from coserve.errors import MalformedRow
+from coserve.errors import InvalidRequest, MalformedRow
 from coserve.types import Wire
 from coserve.validation import decoder_of, explain
 
@@ -52,12 +53,13 @@ class CompletionRow:
 @dataclass(frozen=True)
 class ChatRow:
     """Train on the assistant messages whose `weight` is not 0. The base's chat template renders the text, with `tools` if there are
-    any. `completion_start`: index of the first message of the completion; None: the last message is the completion."""
+    any, and `options`, further variables that it reads. `completion_start`: index of the first message of the completion; None: the last message is the completion."""
 
     line: int
     messages: tuple[dict[str, object], ...]
     tools: tuple[dict[str, object], ...] = ()
     completion_start: int | None = None
+    options: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,53 +81,14 @@ class _Text(Wire, frozen=True):
         return TextRow(line, self.text)
 
 
-class _Function(Wire, frozen=True):
-    name: str
-    arguments: dict[str, Any] | str
-
-
-class _ToolCall(Wire, frozen=True, omit_defaults=True):
-    function: _Function
-    id: str | None = None
-    type: Literal["function"] = "function"
-
-    def rendered(self, line: int, field: str) -> dict[str, object]:
-        """As templates expect it: with the arguments as an object, which OpenAI's format has as a text."""
-        arguments = self.function.arguments
-        if isinstance(arguments, str):
-            try:
-                arguments = msgspec.json.decode(arguments, type=dict[str, Any])
-            except msgspec.MsgspecError as error:
-                raise MalformedRow("expected arguments that are a JSON object", line=line, field=field) from error
-        named: dict[str, object] = {} if self.id is None else {"id": self.id}
-        return named | {"type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
-
-
-class _Message(Wire, frozen=True, omit_defaults=True):
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str | None = None
-    name: str | None = None
-    weight: Literal[0, 1] | None = None
-    tool_calls: list[_ToolCall] | None = None
-    tool_call_id: str | None = None
-
-    def rendered(self, line: int, field: str) -> dict[str, object]:
-        """As templates expect it. Raises `MalformedRow` with `field` for fields that the role does not have."""
-        if self.weight is not None and self.role != "assistant":
-            raise MalformedRow("expected a weight on assistant messages only", line=line, field=field)
-        if self.tool_calls and self.role != "assistant":
-            raise MalformedRow("expected tool_calls on assistant messages only", line=line, field=field)
-        if self.content is None and not self.tool_calls:
-            raise MalformedRow("expected content, or tool_calls, in each message", line=line, field=field)
-        message: dict[str, object] = msgspec.to_builtins(self)
-        message.setdefault("content", "")  # some templates read it, and none writes an empty text
-        if self.tool_calls:
-            message["tool_calls"] = [call.rendered(line, field) for call in self.tool_calls]
-        return message
-
-
-def _rendered(messages: list[_Message], line: int, field: str) -> list[dict[str, object]]:
-    return [message.rendered(line, field) for message in messages]
+def _rendered(messages: list[ChatMessage], line: int, field: str) -> list[dict[str, object]]:
+    """As templates expect them. Raises `MalformedRow` with `field`."""
+    if any(message.content is None and not message.tool_calls for message in messages):
+        raise MalformedRow("expected content, or tool_calls, in each message", line=line, field=field)
+    try:
+        return for_template(messages, field)
+    except InvalidRequest as error:
+        raise MalformedRow(error.message, line=line, field=error.field) from error
 
 
 def _context(messages: list[dict[str, object]]) -> list[dict[str, object]]:
@@ -134,21 +97,21 @@ def _context(messages: list[dict[str, object]]) -> list[dict[str, object]]:
 
 
 class _Completion(Wire, frozen=True):
-    prompt: str | list[_Message]
-    completion: str | list[_Message]
-    tools: list[dict[str, Any]] | None = None
+    prompt: str | list[ChatMessage]
+    completion: str | list[ChatMessage]
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateOptions | None = None
 
     def row(self, line: int) -> Row:
         """Raises `MalformedRow` for texts beside messages or tools."""
         match self.prompt, self.completion:
             case str(prompt), str(completion):
-                if self.tools:
-                    raise MalformedRow("expected tools beside messages only, got texts", line=line, field="tools")
+                _refuse_beside_texts(self, line)
                 return CompletionRow(line, prompt, completion)
             case list(prompt), list(completion):
                 before = _context(_rendered(prompt, line, "prompt"))
                 after = _rendered(completion, line, "completion")
-                return ChatRow(line, (*before, *after), tuple(self.tools or ()), len(before))
+                return _chat_row(self, line, [*before, *after], len(before))
             case _:
                 raise MalformedRow(
                     "expected prompt and completion as two texts, or as two lists of messages",
@@ -158,11 +121,12 @@ class _Completion(Wire, frozen=True):
 
 
 class _Chat(Wire, frozen=True):
-    messages: list[_Message]
-    tools: list[dict[str, Any]] | None = None
+    messages: list[ChatMessage]
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateOptions | None = None
 
     def row(self, line: int) -> Row:
-        return ChatRow(line, tuple(_rendered(self.messages, line, "messages")), tuple(self.tools or ()))
+        return _chat_row(self, line, _rendered(self.messages, line, "messages"))
 
 
 class _Alpaca(Wire, frozen=True):
@@ -214,15 +178,17 @@ class _ShareGpt(Wire, frozen=True):
 
 
 class _Preference(Wire, frozen=True):
-    chosen: str | list[_Message]
-    rejected: str | list[_Message]
-    prompt: str | list[_Message] | None = None
-    tools: list[dict[str, Any]] | None = None
+    chosen: str | list[ChatMessage]
+    rejected: str | list[ChatMessage]
+    prompt: str | list[ChatMessage] | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateOptions | None = None
 
     def row(self, line: int) -> Row:
         """Raises `MalformedRow` for texts beside messages, for texts without a prompt, and for a prompt that ends with the assistant."""
         match self.prompt, self.chosen, self.rejected:
-            case str(prompt), str(chosen), str(rejected) if not self.tools:
+            case str(prompt), str(chosen), str(rejected):
+                _refuse_beside_texts(self, line)
                 return PreferenceRow(line, CompletionRow(line, prompt, chosen), CompletionRow(line, prompt, rejected))
             case list(prompt), list(chosen), list(rejected):
                 before = _rendered(prompt, line, "prompt")
@@ -264,8 +230,23 @@ class _Preference(Wire, frozen=True):
     ) -> PreferenceRow:
         if prompt and prompt[-1]["role"] == "assistant":
             raise MalformedRow("expected a prompt that ends before the answer", line=line, field="prompt")
-        before, tools = _context(prompt), tuple(self.tools or ())
-        return PreferenceRow(line, ChatRow(line, (*before, *chosen), tools), ChatRow(line, (*before, *rejected), tools))
+        before = _context(prompt)
+        return PreferenceRow(
+            line, _chat_row(self, line, [*before, *chosen]), _chat_row(self, line, [*before, *rejected])
+        )
+
+
+def _chat_row(
+    row: _Completion | _Chat | _Preference, line: int, messages: list[dict[str, object]], start: int | None = None
+) -> ChatRow:
+    return ChatRow(line, tuple(messages), tuple(row.tools or ()), start, row.chat_template_kwargs or {})
+
+
+def _refuse_beside_texts(row: _Completion | _Preference, line: int) -> None:
+    """Raises `MalformedRow` for fields that only messages have."""
+    for name in ("tools", "chat_template_kwargs"):
+        if getattr(row, name):
+            raise MalformedRow(f"expected {name} beside messages only, got texts", line=line, field=name)
 
 
 def _common_messages(line: int, chosen: list[dict[str, object]], rejected: list[dict[str, object]]) -> int:
@@ -323,10 +304,11 @@ _KINDS: dict[type, str] = {NoneType: "null", bool: "a bool", str: "a text", list
 
 
 def parse_row(obj: object, line: int, columns: Columns | None = None) -> Row:
-    """Convert decoded JSON to a row. Raises `MalformedRow` with `line`, which counts from 1."""
+    """Convert decoded JSON to a row; fields that are null count as absent. Raises `MalformedRow` with `line`, which counts from 1."""
     columns = Columns() if columns is None else columns
     if not isinstance(obj, dict):
         raise MalformedRow(f"expected an object, got {_KINDS.get(type(obj), 'a number')}; {FORMATS}", line=line)
+    obj = {name: value for name, value in obj.items() if value is not None}
     row_format, read = choose_columns(obj, line, columns)
     found = {field: obj[column] for field, column in read.items()}
     try:

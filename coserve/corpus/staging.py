@@ -21,6 +21,7 @@ from coserve.corpus.tokenized import Corpus
 from coserve.corpus.writer import CorpusWriter
 from coserve.errors import UnreadableCorpus
 from coserve.offload.protocol import TaskContext
+from coserve.processes import limited
 from coserve.state.durable import disk_errors, move_file
 from coserve.types import TrainOn
 
@@ -176,18 +177,13 @@ def join_parts(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
 @contextmanager
 def _bounded_memory(size: int) -> Iterator[None]:
     """This process can allocate at most `size` bytes. Files that are mapped do not count. Raises `UnreadableCorpus` for `MemoryError`."""
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(
-        resource.RLIMIT_DATA, (size if before[1] == resource.RLIM_INFINITY else min(size, before[1]), before[1])
-    )
     try:
-        yield
+        with limited(resource.RLIMIT_DATA, size):
+            yield
     except MemoryError as error:
         raise UnreadableCorpus(
             f"expected a corpus that is read within {size >> 20} MiB of memory", field="path"
         ) from error
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 def _with_progress(rows: Iterable[Row], progress: Callable[[], None]) -> Iterator[Row]:

@@ -230,10 +230,10 @@ def _chat(row: ChatRow, tokenizer: Tokenizer, max_length: int, train_on: TrainOn
         return TokenizedRow([], [])
     try:
         if train_on == "all":
-            tokens = tokenizer.encode_whole_chat(messages, row.tools)
+            tokens = tokenizer.encode_whole_chat(messages, row.tools, row.options)
             targets = [True] * len(tokens)
         else:
-            tokens, targets = tokenizer.encode_chat_for_training(messages, row.tools)
+            tokens, targets = tokenizer.encode_chat_for_training(messages, row.tools, row.options)
     except InvalidRequest as error:
         raise MalformedRow(error.message, line=row.line, field="messages") from error
     return TokenizedRow(tokens[:max_length], targets[:max_length], cut=len(tokens) > max_length)

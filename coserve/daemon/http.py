@@ -37,7 +37,15 @@ async def open_service(config: Config, folder: DataFolder, engine: EngineClient,
     service = Service(config, folder, registry, tokenizer, engine)
     stack.push_async_callback(service.close)  # after the engine: its last messages are recorded
     await service.open()
+    warming = asyncio.create_task(service.texts.read_template())
+    stack.push_async_callback(_cancelled, warming)
     return service
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    """End a task that may still run."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def serve_http(service: Service, config: Config, sock: socket.socket, stack: AsyncExitStack) -> None:

@@ -18,6 +18,7 @@ import msgspec
 from coserve.errors import CoserveError, InternalError
 from coserve.logs.setup import LogSettings, set_up_logging
 from coserve.offload.protocol import Call, Reply, Task, TaskContext, failure_of, find
+from coserve.pretrained import sandbox
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.processes import obey_parent
 
@@ -79,12 +80,13 @@ def _run(context: TaskContext, call: Call, body: bytes) -> tuple[Reply, bytes]:
 def main() -> None:
     set_up_logging("helper", LogSettings(level=sys.argv[2], format=sys.argv[3]))
     obey_parent()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a process that ends at a limit of its own leaves no dump
     with socket.socket(fileno=int(sys.argv[1])) as sock, sock.makefile("rb") as calls, sock.makefile("wb") as file:
         replies = _Replies(file)
         first = _read_call(calls)
         if first is None:
             return
-        context = TaskContext(Tokenizer.from_state(first[1]), replies.progress)
+        context = TaskContext(Tokenizer.from_state(first[1], sandbox.limits), replies.progress)
         while (found := _read_call(calls)) is not None:
             replies.heartbeat = found[0].heartbeat
             replies.send(Reply(working=True))  # from here on, another process must not run it

@@ -19,6 +19,7 @@ from coserve.cancellation import uncancelled
 from coserve.errors import CoserveError, HelperLost, InvalidRequest
 from coserve.logs.setup import LogSettings
 from coserve.offload.protocol import Call, Reply, Task, error_of, name_of
+from coserve.pretrained.sandbox import TOO_LONG
 from coserve.processes import signal_child, start_child
 
 CHUNK = 256 << 10
@@ -118,13 +119,13 @@ class HelperProcess:
             size -= len(chunks[-1])
         return b"".join(chunks)
 
-    async def end(self) -> None:
-        """Kill the process and wait for its end."""
+    async def end(self) -> int:
+        """Kill the process and wait for its end. Returns its exit status: minus the signal's number, of the first that ended it."""
         signal_child(self._process, signal.SIGKILL)
         self._writer.close()
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()
-        await self._process.wait()
+        return await self._process.wait()
 
 
 class HelperPool:
@@ -146,7 +147,7 @@ class HelperPool:
         self.silence, self._max_memory = silence, max_memory
         self._turns = asyncio.Semaphore(size)
         self._idle: list[HelperProcess] = []
-        self._ends: set[asyncio.Task[None]] = set()
+        self._ends: set[asyncio.Task[int]] = set()
 
     @cached_property
     def _setup(self) -> bytes:
@@ -157,7 +158,7 @@ class HelperPool:
         another runs it.
 
         Once it raises, the task has ended. Raises what the task raises, `HelperLost`, and `InvalidRequest` if the
-        task sent no heartbeat for `silence` seconds.
+        task sent no heartbeat for `silence` seconds, or a chat template took too much processor time.
         """
         encoded = msgspec.msgpack.encode(arguments)
         async with self._turns:
@@ -184,6 +185,10 @@ class HelperPool:
         except CoserveError:  # what the task raised
             done = True
             raise
+        except (asyncio.IncompleteReadError, ConnectionError):
+            if await uncancelled(self._end(helper)) == -signal.SIGXCPU:
+                raise InvalidRequest(TOO_LONG, field="messages") from None
+            raise
         finally:
             if done and helper.memory <= self._max_memory:
                 self._idle.append(helper)
@@ -202,7 +207,7 @@ class HelperPool:
             self._end(helper)
         return None
 
-    def _end(self, helper: HelperProcess) -> asyncio.Task[None]:
+    def _end(self, helper: HelperProcess) -> asyncio.Task[int]:
         task = asyncio.create_task(helper.end())
         self._ends.add(task)
         task.add_done_callback(self._ends.discard)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, partial
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -18,8 +19,10 @@ from coserve.errors import InvalidRequest
 from coserve.pretrained import sandbox
 
 Message = Mapping[str, object]
+Limits = Callable[[], AbstractContextManager[None]]
 Span = tuple[int, int]
 """Characters `start` to `end` (exclusive) of a rendered chat."""
+_Render = Callable[[Sequence[Message], bool], tuple[str, list[Span]]]
 
 _END = "\N{SYMBOL FOR END OF TEXT}coserve"
 """Marks the end of a message that is to be continued."""
@@ -36,7 +39,6 @@ _TEMPLATE_FAULTS = (
     AttributeError,
     SyntaxError,
     RecursionError,
-    MemoryError,
 )
 
 
@@ -79,14 +81,17 @@ class TrainingText(NamedTuple):
 class ChatTemplate:
     """A base's chat template, with the special tokens that it may use (`bos_token`, `eos_token`, ...)."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str], added: Collection[str] = ()) -> None:
-        """`added`: all added tokens of the vocabulary. One of them ends a turn."""
-        self._source, self._tokens = source, dict(tokens)
+    def __init__(
+        self, source: str, tokens: Mapping[str, str], added: Collection[str] = (), limits: Limits = nullcontext
+    ) -> None:
+        """`added`: all added tokens of the vocabulary. One of them ends a turn. `limits`: the template is compiled and rendered inside it."""
+        self._source, self._tokens, self._limits = source, dict(tokens), limits
         known = sorted({token for token in (*tokens.values(), *added) if token.strip()}, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, known)) or "(?!)")
 
     @cached_property
-    def _template(self) -> Template:
+    def _compiled(self) -> tuple[Template, frozenset[str]]:
+        """The template, and the variables that it reads."""
         return sandbox.SandboxedEnvironment([_GenerationBlocks]).compile_template(self._source)
 
     @cached_property
@@ -108,7 +113,11 @@ class ChatTemplate:
         return next((match.span() for match in self._special.finditer(text, start, end) if match.end() == end), None)
 
     def _render(
-        self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Message] = ()
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        tools: Sequence[Message] = (),
+        options: Mapping[str, object] | None = None,
     ) -> tuple[str, list[Span]]:
         marks, parts = _Marks(), []
         values: dict[str, object] = {
@@ -120,21 +129,28 @@ class ChatTemplate:
             "coserve_marks": marks,
         }
         try:
-            template = self._template
-            with sandbox.limits() as budget:
-                budget.size(values["messages"])
-                budget.size(values["tools"])
-                for part in sandbox.render(template, values):
+            with self._limits():
+                template, variables = self._compiled
+                for name in options or {}:
+                    _check_option(name, {each for each in variables - values.keys() if not each.endswith("_token")})
+                for part in sandbox.render(template, {**(options or {}), **values}):
                     parts.append(part)
                     marks.length += len(part)
         except sandbox.LimitExceeded as error:
             raise InvalidRequest(f"the base's chat template exceeds its limits: {error}", field="messages") from error
         except _TEMPLATE_FAULTS as error:
             detail = str(error)[:500] if isinstance(error, jinja2.TemplateError) else type(error).__name__
+            detail = detail.encode(errors="replace").decode()
             raise InvalidRequest(
                 f"the base's chat template refuses the messages: {detail}", field="messages"
             ) from error
         text = "".join(parts)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                "the base's chat template writes half of a surrogate pair, which is no text", field="messages"
+            ) from error
         spans = [(start, start + len(part)) for start, part in marks.spans]
         if any(text[start:end] != part for (start, end), (_, part) in zip(spans, marks.spans, strict=True)):
             spans = []  # a mark inside a captured block: its position is unknown
@@ -147,46 +163,52 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final: bool = False,
         tools: Sequence[Message] = (),
+        options: Mapping[str, object] | None = None,
     ) -> str:
-        """The chat as text. `continue_final`: the last message is left open, for the model to continue it. `tools`: as in
-        `render_for_training`.
+        """The chat as text. `continue_final`: the last message is left open, for the model to continue it. `tools`: their JSON schemas, for
+        templates that show them; `options`: further variables that the template reads.
 
         Raises `InvalidRequest` if the template refuses the messages or exceeds the sandbox's limits.
         """
         if not messages:
             raise InvalidRequest("expected at least one message", field="messages")
         if not continue_final:
-            return self._render(messages, add_generation_prompt, tools)[0]
+            return self._render(messages, add_generation_prompt, tools, options)[0]
         content = str(messages[-1].get("content", ""))
         last = {**messages[-1], "content": content + _END}
-        text, _ = self._render([*messages[:-1], last], False, tools)
+        text, _ = self._render([*messages[:-1], last], False, tools, options)
         if text.count(_END) != 1:
             raise InvalidRequest("the base's chat template cannot continue a message", field="messages")
         text = text[: text.index(_END)]
         return text if text.endswith(content) else text.rstrip()
 
     def render_for_training(
-        self, messages: Sequence[Message], tools: Sequence[Message] = (), learned: Sequence[int] | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] = (),
+        learned: Sequence[int] | None = None,
+        options: Mapping[str, object] | None = None,
     ) -> TrainingText:
         """The chat as text, and the span to learn of each message in `learned` (None: every one of the assistant's): its content and its
-        end-of-turn token. `tools`: their JSON schemas, for templates that show them.
+        end-of-turn token. `tools` and `options`: as in `render`.
 
         The spans are those of the template's `{% generation %}` blocks, as in transformers' `return_assistant_tokens_mask`. Only where a block
         leaves out the end of turn that follows it at once, it is added. In a template without blocks a span is what the message adds to its
         prompt, the chat before it with the generation prompt. Raises `InvalidRequest` if the template changes such a message, or what stands
         before it, when more messages follow, since a loss on the wrong tokens would not be noticed.
         """
-        text, marks = self._render(messages, False, tools)
+        render = partial(self._render, tools=tools, options=options)
+        text, marks = render(messages, False)
         assistant = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         learned = assistant if learned is None else learned
         if marks and len(marks) == len(assistant):
             spans = [self._with_end_of_turn(text, marks[assistant.index(i)]) for i in learned]
             return TrainingText(text, spans, marked=True)
-        unmarked = [self._added_by(messages, i, text, tools) for i in learned]
+        unmarked = [self._added_by(messages, i, text, render) for i in learned]
         found = [span for span in unmarked if span is not None]
         if len(found) == len(unmarked):
             return TrainingText(text, found, marked=False)
-        alone = (self._added_by(messages[: i + 1], i, None, tools) for i in learned)
+        alone = (self._added_by(messages[: i + 1], i, None, render) for i in learned)
         advice = _OTHER_TARGETS if any(span is None for span in alone) else _SPLIT
         raise InvalidRequest(
             "cannot tell what the assistant wrote in what the base's chat template, which has no {% generation %} blocks, makes of these "
@@ -194,19 +216,17 @@ class ChatTemplate:
             field="messages",
         )
 
-    def _added_by(
-        self, messages: Sequence[Message], index: int, text: str | None, tools: Sequence[Message]
-    ) -> Span | None:
+    def _added_by(self, messages: Sequence[Message], index: int, text: str | None, render: _Render) -> Span | None:
         """Characters of `text` that message `index` adds to its prompt; None if it cannot be told. `text`: the rendered messages; None:
         not rendered yet."""
         last = index + 1 == len(messages)
         try:
-            prompt = self._render(messages[:index], True, tools)[0]
-            turn = text if last and text is not None else self._render(messages[: index + 1], False, tools)[0]
+            prompt = render(messages[:index], True)[0]
+            turn = text if last and text is not None else render(messages[: index + 1], False)[0]
         except InvalidRequest:
             return None  # the template accepts only whole conversations
         text = turn if text is None else text
-        bare = turn.removesuffix(self._end_of_chat(messages[:index], prompt, tools))
+        bare = turn.removesuffix(self._end_of_chat(messages[:index], prompt, render))
         content = str(messages[index].get("content") or "").rpartition(_END_OF_THOUGHT)[2].strip()
         if not (bare.startswith(prompt) and text.startswith(bare) and content in bare[len(prompt) :]):
             return None
@@ -215,11 +235,11 @@ class ChatTemplate:
             bare, closed = turn, self._closed(turn, len(prompt))
         return len(prompt), len(bare) if closed is None else closed
 
-    def _end_of_chat(self, messages: Sequence[Message], prompt: str, tools: Sequence[Message]) -> str:
+    def _end_of_chat(self, messages: Sequence[Message], prompt: str, render: _Render) -> str:
         """What the template writes behind the last message of a chat that asks for no answer, as Phi-3's writes EOS; mostly nothing.
         `prompt`: the messages rendered with the generation prompt."""
         try:
-            ended = self._render(messages, False, tools)[0]
+            ended = render(messages, False)[0]
         except InvalidRequest:
             return ""
         equal = takewhile(lambda pair: pair[0] == pair[1], zip(ended, prompt, strict=False))
@@ -239,6 +259,16 @@ class ChatTemplate:
         if not follows or self.end_of_turn is None or self.last_special(text, span) is not None:
             return span
         return start, end + len(self.end_of_turn)
+
+
+def _check_option(name: str, known: Collection[str]) -> None:
+    """Raises `InvalidRequest` for a variable that the template does not read, or that it gets from elsewhere."""
+    if name not in known:
+        names = ", ".join(sorted(known)[:20]) or "none"
+        raise InvalidRequest(
+            f"expected a variable that the base's chat template reads ({names}), got {name!r}",
+            field="chat_template_kwargs",
+        )
 
 
 def choose_template(found: object) -> str | None:

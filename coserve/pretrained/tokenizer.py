@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.resources
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,15 @@ import msgspec
 import tokenizers
 
 from coserve.errors import InvalidRequest, UnsupportedBase
-from coserve.pretrained.chat import LOST_CALLS, ChatTemplate, Message, choose_template, only_calls, refuse_lost_calls
+from coserve.pretrained.chat import (
+    LOST_CALLS,
+    ChatTemplate,
+    Limits,
+    Message,
+    choose_template,
+    only_calls,
+    refuse_lost_calls,
+)
 from coserve.pretrained.source import BUNDLED, fetch_files
 from coserve.pretrained.vocabulary import Vocabulary
 
@@ -59,8 +68,10 @@ class Tokenizer:
         special_tokens: dict[str, str],
         eos_token_ids: tuple[int, ...] = (),
         chat_template: str | None = None,
+        limits: Limits = nullcontext,
     ) -> None:
-        """`special_tokens`: by role (`bos_token`, `eos_token`, ...). `eos_token_ids`: further ids that end a generation."""
+        """`special_tokens`: by role (`bos_token`, `eos_token`, ...). `eos_token_ids`: further ids that end a generation. `limits`: as a
+        `ChatTemplate`'s."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -76,11 +87,12 @@ class Tokenizer:
         self.vocabulary = Vocabulary(backend)
         self._chat: ChatTemplate | None = None
         if chat_template is not None:
-            self._chat = ChatTemplate(chat_template, special_tokens, self.vocabulary.added)
+            self._chat = ChatTemplate(chat_template, special_tokens, self.vocabulary.added, limits)
+        self.end_of_turn_id: int | None = None
+        """The token with which the chat template ends a turn of the assistant. None: it writes none, or `find_end_of_turn` was not asked."""
 
-    @cached_property
-    def end_of_turn_id(self) -> int | None:
-        """The token with which the chat template ends a turn of the assistant; None: there is no template, or it writes none."""
+    def find_end_of_turn(self) -> int | None:
+        """What `end_of_turn_id` is to be: it takes a rendering."""
         return None if self._chat is None else self._id(self._chat.end_of_turn)
 
     def _id(self, token: str | None) -> int | None:
@@ -105,7 +117,10 @@ class Tokenizer:
         template = choose_template(config.get("chat_template"))
         template_file = folder / "chat_template.jinja"
         if template_file.is_file():
-            template = template_file.read_text(encoding="utf-8")
+            try:
+                template = template_file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise UnsupportedBase(f"{template_file.name} of the base is not UTF-8") from error
         ends = [_read(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
         eos_token_ids = [id for end in ends for id in (end if isinstance(end, list) else [end]) if isinstance(id, int)]
         found = cls(backend, special_tokens=special_tokens, eos_token_ids=tuple(eos_token_ids), chat_template=template)
@@ -120,13 +135,14 @@ class Tokenizer:
         )
 
     @classmethod
-    def from_state(cls, state: bytes) -> Tokenizer:
+    def from_state(cls, state: bytes, limits: Limits = nullcontext) -> Tokenizer:
         found = msgspec.msgpack.decode(state, type=_TokenizerState)
         return cls(
             tokenizers.Tokenizer.from_str(found.backend),
             special_tokens=found.special_tokens,
             eos_token_ids=found.eos_token_ids,
             chat_template=found.chat_template,
+            limits=limits,
         )
 
     def _encode(self, text: str, *, add_special: bool) -> tokenizers.Encoding:
@@ -159,29 +175,42 @@ class Tokenizer:
         return text
 
     def chat(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, continue_final: bool = False
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] = (),
+        options: Mapping[str, object] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final: bool = False,
     ) -> list[int]:
-        """Token ids of a chat by the base's template. Raises `InvalidRequest` (no template, or it refuses)."""
+        """Token ids of a chat by the base's template, which does not get weights. Raises `InvalidRequest` (no template, or it refuses)."""
         text = self._template().render(
-            messages, add_generation_prompt=add_generation_prompt, continue_final=continue_final
+            [_without(message, "weight") for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            continue_final=continue_final,
+            tools=tools,
+            options=options,
         )
         return self.encode(text, add_special=False)
 
-    def encode_whole_chat(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
+    def encode_whole_chat(
+        self, messages: Sequence[Message], tools: Sequence[Message] = (), options: Mapping[str, object] | None = None
+    ) -> list[int]:
         """Token ids of a chat that is learned whole, so that nobody needs to know which part the assistant wrote.
 
         Raises `InvalidRequest` as `ChatTemplate.render` does, and as in `encode_chat_for_training` for calls that are left out.
         """
         plain = [_without(message, "weight") for message in messages]
-        text = self._template().render(plain, add_generation_prompt=False, tools=tools)
+        render = partial(self._template().render, add_generation_prompt=False, tools=tools, options=options)
+        text = render(plain)
         if any(only_calls(message) and message.get("weight") != 0 for message in messages):
             silent = [_without(message, "tool_calls") for message in plain]
-            if self._template().render(silent, add_generation_prompt=False, tools=tools) == text:
+            if render(silent) == text:
                 raise InvalidRequest(LOST_CALLS, field="messages")
         return self.encode(text, add_special=False)
 
     def encode_chat_for_training(
-        self, messages: Sequence[Message], tools: Sequence[Message] = ()
+        self, messages: Sequence[Message], tools: Sequence[Message] = (), options: Mapping[str, object] | None = None
     ) -> tuple[list[int], list[bool]]:
         """Token ids of a chat, and which of them to learn: assistant turns with their end-of-turn token.
 
@@ -191,7 +220,7 @@ class Tokenizer:
         """
         answers = [i for i, one in enumerate(messages) if one.get("role") == "assistant" and one.get("weight") != 0]
         plain = [_without(message, "weight") for message in messages]
-        text, learned, marked = self._template().render_for_training(plain, tools, answers)
+        text, learned, marked = self._template().render_for_training(plain, tools, answers, options)
         for index, (start, end) in zip(answers, learned, strict=True):
             refuse_lost_calls(messages[index], text[start:end])
         encoding = self._encode(text, add_special=False)
@@ -281,8 +310,11 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UnsupportedBase(f"{path.name} of the base is not JSON") from error
+        json.dumps(
+            content, ensure_ascii=False
+        ).encode()  # raises for half of a surrogate pair, which no other process could be told
+    except (UnicodeError, json.JSONDecodeError) as error:
+        raise UnsupportedBase(f"{path.name} of the base is not JSON in UTF-8") from error
     if not isinstance(content, dict):
         raise UnsupportedBase(f"{path.name} of the base: expected an object, got {type(content).__name__}")
     return content

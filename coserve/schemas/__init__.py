@@ -7,6 +7,7 @@ byte is `event: error` with an `ErrorBody`. `slo_e2e` counts from arrival to the
 
 from __future__ import annotations
 
+from coserve.chat.messages import ChatMessage
 from coserve.schemas.adapters import (
     Adapter,
     AdapterList,
@@ -46,7 +47,6 @@ from coserve.schemas.jobs import (
     SubmissionEvent,
 )
 from coserve.schemas.service import STREAM_END, Pointers
-from coserve.types import ChatMessage
 
 __all__ = [
     "Adapter",

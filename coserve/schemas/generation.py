@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from coserve.chat.messages import ChatMessage, TemplateOptions, Tools
 from coserve.limits import (
     MAX_MESSAGES,
     CacheSalt,
@@ -28,7 +29,7 @@ from coserve.limits import (
     TopP,
 )
 from coserve.names import AdapterRefText
-from coserve.types import ChatMessage, SloClass, Wire
+from coserve.types import SloClass, Wire
 
 
 class GenerateRequest(Wire, frozen=True, omit_defaults=True):
@@ -36,6 +37,10 @@ class GenerateRequest(Wire, frozen=True, omit_defaults=True):
 
     prompt: Text | TokenIds | None = None
     messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)] | None = None
+    tools: Tools | None = None
+    """Of `messages`: JSON schemas for the base's chat template. A call that the model writes is part of its text."""
+    chat_template_kwargs: TemplateOptions | None = None
+    """Of `messages`: variables that the base's chat template reads, such as Qwen3's `enable_thinking`."""
     adapter: AdapterRefText | None = None
     """None: the base itself."""
     stream: bool = False

@@ -17,7 +17,7 @@ ROWS = """Rows, each of one of these formats (docs/data.md says how each is rend
 `{"text": "..."}`;
 `{"prompt": "...", "completion": "..."}`, as texts or as lists of messages, then with `tools` if there are any;
 `{"messages": [{"role": "system|user|assistant|tool", "content": "...", "weight": 0 or 1, of the assistant's alone}], "tools": [...]}`
-(the assistant's `tool_calls` and a tool's `tool_call_id` and `name`, too);
+(messages are those of requests, with `tool_calls`, `tool_call_id` and `name`; rows of messages may have `chat_template_kwargs`, too);
 `{"instruction": "...", "input": "...", "output": "..."}` (alpaca; `input` may be left out);
 `{"conversations": [{"from": "human|gpt|system|tool", "value": "..."}]}` (ShareGPT);
 for `training.loss` of type `dpo`, `{"prompt": "...", "chosen": "...", "rejected": "..."}`, as texts or as lists of messages; of messages, `prompt`

@@ -19,6 +19,7 @@ from tests.support.fake_engine import CONTEXT
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TEXT: dict[str, Any] = {"model": "fake", "prompt": "x"}
 TURN = {"role": "user", "content": "x"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
 CHAT: dict[str, Any] = {"model": "fake", "messages": [TURN]}
 PATHS = ("/v1/completions", "/v1/chat/completions")
 
@@ -70,8 +71,20 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [TURN | {"content": [{"type": "text", "text": "x"}] * 1025}]}, "messages[0].content"),
     ({"messages": [TURN | {"content": [{"type": "input_audio", "text": ""}]}]}, "messages[0].content[0].type"),
     ({"messages": [TURN | {"role": "root"}]}, "messages[0].role"),
-    ({"messages": [TURN | {"tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls"),
-    ({"messages": [TURN | {"tool_call_id": "x"}]}, "messages[0].tool_call_id"),
+    ({"messages": [TURN | {"tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls[0].function"),
+    ({"messages": [TURN | {"tool_calls": [CALL]}]}, "messages[0].tool_calls"),
+    ({"messages": [TURN | {"weight": 1}]}, "messages[0].weight"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    ({"tools": {"type": "function"}}, "tools"),
+    ({"tools": [CALL], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [CALL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    *(
+        ({"chat_template_kwargs": {name: "x"}}, "chat_template_kwargs")
+        for name in ("messages", "tools", "add_generation_prompt", "eos_token", "raise_exception", "coserve_marks", "x")
+    ),
     ({"messages": [TURN | {"content": "word " * CONTEXT}]}, "messages"),
 ]
 CASES = [
@@ -175,7 +188,7 @@ async def test_an_enum_lists_its_values_and_not_the_one_that_came(api: Api) -> N
         "messages[1].role",
     )
     error = await api.refused(400, "invalid_request", "POST", "/generate", json=role)
-    assert (error["message"], error["field"]) == ("expected one of assistant, system, tool, user", "messages[1].role")
+    assert (error["message"], error["field"]) == (listed, "messages[1].role")
     job = {"adapter": "a", "data": [{"text": "x"}], "training": {"schedule": "p4ssw0rd"}}
     error = await api.refused(400, "invalid_request", "POST", "/finetune", json=job)
     assert error["message"].startswith("expected one of ")

@@ -241,7 +241,7 @@ async def test_unknown_models(client: AsyncOpenAI) -> None:
 
 async def test_what_is_not_supported_is_refused_by_name(client: AsyncOpenAI) -> None:
     chat = {
-        "tools": [{"type": "function"}],
+        "tool_choice": "required",
         "response_format": {"type": "json_object"},
         "top_logprobs": 1,
         "echo": True,

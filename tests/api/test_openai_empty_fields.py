@@ -13,8 +13,9 @@ from msgspec.inspect import StructType, type_info
 
 from coserve.api.http.parsing import decode_dialect
 from coserve.api.openai import requests as openai_requests
-from coserve.api.openai.schemas import ChatRequest, CompletionRequest, ContentPart, OpenAIMessage, StreamOptions
+from coserve.api.openai.schemas import ChatRequest, CompletionRequest, StreamOptions
 from coserve.api.tgi.schemas import TgiParameters, TgiRequest
+from coserve.chat.messages import ChatMessage, FunctionCall, TextPart, ToolCall
 from coserve.errors import CoserveError, UnknownField
 from tests.support.api_server import REPLY, Api
 from tests.support.examples import examples
@@ -30,8 +31,10 @@ EMPTY: list[Any] = [None, "", [], {}, {"refusal": None, "deeper": {"a": [], "b":
 NEEDED: dict[type[msgspec.Struct], dict[str, Any]] = {
     CompletionRequest: {"prompt": "x"},
     ChatRequest: {"messages": [TURN]},
-    OpenAIMessage: {"role": "user"},
-    ContentPart: {"type": "text", "text": "x"},
+    ChatMessage: {"role": "user"},
+    TextPart: {"type": "text", "text": "x"},
+    ToolCall: {"function": {"name": "f"}},
+    FunctionCall: {"name": "f"},
     StreamOptions: {},
     TgiRequest: {"inputs": "x"},
     TgiParameters: {},
@@ -141,7 +144,6 @@ async def test_turns_as_sdks_send_them_back(api: Api, extra: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("extra", "name"),
     [
-        ({"tool_calls": [{"id": "x"}]}, "tool_calls"),
         ({"reasoning_content": "hm"}, "reasoning_content"),
         ({"provider_specific_fields": {"refusal": "no"}}, "provider_specific_fields"),
         ({"function_call": {"name": "f", "arguments": ""}}, "function_call"),

@@ -68,7 +68,7 @@ async def test_the_end_of_a_turn_ends_a_chat_and_no_other_request(tmp_path: Path
 
 async def test_a_template_without_an_end_of_turn_is_told_of(tmp_path: Path) -> None:
     async with serve_api(tmp_path, tokens=with_one_eos(OPEN_TEMPLATE)) as api:
+        await api.call("POST", "/generate", json={"messages": CHAT})
         note, *_ = (await api.call("GET", "/health"))[1]["notes"]
         assert "writes no token behind an answer" in note
-        await api.call("POST", "/generate", json={"messages": CHAT})
         assert (await sampled(api)).stop_token_ids == ()

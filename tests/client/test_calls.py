@@ -66,7 +66,7 @@ async def test_generate_sends_what_was_said_and_nothing_else() -> None:
         (
             "POST",
             "/generate",
-            {"messages": [{"role": role, "content": text, "name": None} for role, text in turns]},
+            {"messages": [{"role": role, "content": text} for role, text in turns]},
         ),
     ]
     assert daemon.requests[0].headers["Authorization"] == "Bearer key"

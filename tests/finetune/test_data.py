@@ -191,7 +191,7 @@ MALFORMED = {
     "role": '{"messages": [{"role": "robot", "content": "a"}]}',
     "weight": '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}',
     "weight of a user": '{"messages": [{"role": "user", "content": "a", "weight": 1}]}',
-    "content parts": '{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}',
+    "content parts": '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}]}',
     "half a surrogate": '{"text": "\\ud800"}',
     "half a surrogate in chat": '{"messages": [{"role": "user", "content": "\\udfff"}]}',
     "depth": "[" * 100_000,
@@ -235,12 +235,12 @@ def test_the_error_of_a_broken_row_is_a_whole_sentence(content: str, says: str) 
         ),
         (
             {"messages": [{"role": "me", "content": "a"}]},
-            "line 1: messages[0].role: expected one of assistant, system, tool, user; ",
+            "line 1: messages[0].role: expected one of assistant, developer, system, tool, user; ",
             "messages[0].role",
         ),
         (
             {"messages": [{"role": "user", "content": 7}]},
-            "line 1: messages[0].content: expected str or null, got int; ",
+            "line 1: messages[0].content: expected str or array or null, got int; ",
             "messages[0].content",
         ),
     ],

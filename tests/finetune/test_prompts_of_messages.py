@@ -87,8 +87,8 @@ def test_a_completion_without_the_assistant_is_refused(tokenizer: Tokenizer, row
     [
         (
             {"prompt": [{"role": "user", "content": "a", "weight": 1}], "completion": []},
-            "line 1: expected a weight on assistant messages only",
-            "prompt",
+            "line 1: expected weight on assistant messages only",
+            "prompt[0].weight",
         ),
         (
             {"prompt": [], "completion": [{"role": "assistant"}]},
@@ -97,7 +97,7 @@ def test_a_completion_without_the_assistant_is_refused(tokenizer: Tokenizer, row
         ),
         (
             {"prompt": [], "completion": [{"role": "assistant", "content": 7}]},
-            "line 1: completion[0].content: expected str or null, got int; ",
+            "line 1: completion[0].content: expected str or array or null, got int; ",
             "completion[0].content",
         ),
         (

@@ -274,7 +274,7 @@ def test_a_chat_with_tools_is_rendered_as_transformers_renders_it() -> None:
     assert isinstance(row, ChatRow) and row == parse_row(tool_chat({"city": "Köln"}), 1)
     folder = Path(__file__).resolve().parents[2] / "coserve" / "assets" / "tiny"
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    text, spans = ChatTemplate(TEMPLATE, {}, ("<|end|>",)).render_for_training(row.messages, row.tools)
+    text, spans, _ = ChatTemplate(TEMPLATE, {}, ("<|end|>",)).render_for_training(row.messages, row.tools)
     expected = theirs.apply_chat_template(
         list(row.messages), tools=list(row.tools), chat_template=TEMPLATE, tokenize=False
     )

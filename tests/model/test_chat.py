@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 
 import pytest
@@ -12,7 +11,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from coserve.errors import InvalidRequest
 from coserve.pretrained.chat import ChatTemplate, choose_template
 from coserve.pretrained.tokenizer import Tokenizer
-from tests.support.examples import sample
 from tests.support.tokenizers import byte_level
 
 TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>"}
@@ -85,81 +83,30 @@ def test_date_comes_from_the_clock() -> None:
     assert text == time.strftime("%Y")
 
 
-HOSTILE = {
-    "repeat": "{{ 'x' * 10**9 }}",
-    "repeat_parts": "{% set x = 'x' * 100000 %}{{ x * 100000 }}",
-    "power": "{{ 9 ** 999999999 }}",
-    "nested_power": "{{ 9 ** 999 ** 999 }}",
-    "nested_loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "printing_loops": "{% for a in range(99999) %}{% for b in range(99999) %}xxxxxxxx{% endfor %}{% endfor %}",
-    "range": "{{ range(10**12) | list }}",
-    "center": "{{ 'x' | center(1000000000) }}",
-    "method_center": "{{ 'x'.center(1000000000) }}",
-    "ljust": "{{ 'x'.ljust(1000000000) }}",
-    "zfill": "{{ 'x'.zfill(1000000000) }}",
-    "format_percent": "{{ '%1000000000d' % 1 }}",
-    "format_star": "{{ '%*d' % (1000000000, 1) }}",
-    "format_filter": "{{ '%1000000000d' | format(1) }}",
-    "format_method": "{{ '{:1000000000}'.format(1) }}",
-    "format_map": "{{ '{a:1000000000}'.format_map({'a': 1}) }}",
-    "indent": "{{ 'x' | indent(1000000000, true) }}",
-    "tojson_indent": "{{ [1] | tojson(indent=1000000000) }}",
-    "round": "{{ 5 | round(1000000000, 'floor') }}",
-    "doubling_concat": "{% set ns = namespace(x='xxxxxxxx') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-    "doubling_add": "{% set ns = namespace(x='xxxxxxxx') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
-    "doubling_block": "{% set ns = namespace(x='xxxxxxxx') %}{% for i in range(60) %}"
-    "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}{% endfor %}",
-    "doubling_list": "{% set ns = namespace(x=['xxxxxxxx']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
-    "{{ ns.x }}",
-    "doubling_dict": "{% set ns = namespace(x={}) %}{% for i in range(60) %}{% set ns.x = {1: ns.x, 2: ns.x} %}{% endfor %}"
-    "{{ ns.x == ns.x }}",
-    "doubling_dict_call": "{% set ns = namespace(x={}) %}{% for i in range(60) %}{% set ns.x = dict(a=ns.x, b=ns.x) %}{% endfor %}",
-    "doubling_number": "{% set ns = namespace(x=3) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}",
-    "doubling_replace": "{% set x = 'x' * 100000 %}{{ x.replace('x', x) }}",
-    "replace_filter": "{% set x = 'x' * 100000 %}{{ x | replace('x', x) }}",
-    "join": "{% set x = 'x' * 100000 %}{{ x | join(x) }}",
-    "join_method": "{% set x = 'x' * 100000 %}{{ x.join(x) }}",
-    "sum_of_lists": "{{ (['ab'] * 99999) | map('list') | sum(start=[]) | length }}",
-    "strip": "{% set x = 'a' * 1000000 %}{{ ('b' * 1000000).strip(x ~ 'b') }}",
-    "trim": "{% set x = 'a' * 1000000 %}{{ ('b' * 1000000) | trim(x ~ 'b') }}",
-    "format_names": "{% set x = 'a' * 1000000 %}{{ ('%(x)s' * 100000) % {'x': x} }}",
-    "format_filter_names": "{% set x = 'a' * 1000000 %}{{ ('%(x)s' * 100000) | format(x=x) }}",
-    "nested_blocks": "{% for a in 'a' %}" * 40 + "{% endfor %}" * 40,
-    "nested_parentheses": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
-    "include": "{% include '/etc/passwd' %}",
-    "many_large": "{% set x = 'x' * 1000000 %}{% for i in range(99999) %}{% set y = x ~ i %}{% endfor %}",
-    "keep_large": "{% set x = 'x' * 1000000 %}{% set y %}{% for i in range(99999) %}{{ x ~ i }}{% endfor %}{% endset %}",
-    "to_bytes": "{{ (1).to_bytes(1000000000, 'big') }}",
-    "lipsum": "{{ lipsum(n=1000000) }}",
-    "batch": "{{ [1] | batch(1000000000, 0) | list }}",
-    "strftime": "{{ strftime_now('%999999999d') }}",
-    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "recursive_list": "{% set ns = namespace() %}{% set ns.x = ns %}{{ ns }}{{ undefined_name.attribute }}",
-    "attribute": "{{ ''.__class__.__mro__ }}{{ cycler.__init__.__globals__.os }}",
-    "namespace_printing": "{% set ns = namespace(x=1) %}{% for i in range(60) %}{% set ns.x = namespace(a=ns.x, b=ns.x) %}"
-    "{% endfor %}{{ ns.x }}{{ raise_exception('end') }}",
-    "mutation": "{{ messages.append(1) }}",
-    "syntax": "{% for %}",
-    "unknown_filter": "{{ 1 | pprint }}",
-    "division": "{{ 1 / 0 }}",
-    "source": "x" * (1 << 19),
-}
-
-
-@pytest.mark.parametrize("source", sample(HOSTILE, *(set(HOSTILE) - {"sum_of_lists", "printing_loops"})))
-def test_hostile_templates_end_with_a_typed_error(source: str) -> None:
-    with pytest.raises(InvalidRequest, match="the base's chat template"):
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for %}",
+        "{{ 1 | nonsense }}",
+        "{{ 1 / 0 }}",
+        "x" * (1 << 19),
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__[1] }}",
+        "{{ cycler.__init__.__globals__.os.path }}",
+        "{% include '/etc/passwd' %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% for a in 'a' %}" * 40 + "{% endfor %}" * 40,
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "{{ undefined_name.attribute }}",
+        "{{ range(10**12) | list }}",
+        "{{ '%c' % 55296 }}",
+        "{{ raise_exception('%c' % 55296) }}",
+    ],
+)
+def test_a_template_that_fails_is_an_error_of_the_request(source: str) -> None:
+    with pytest.raises(InvalidRequest, match="the base's chat template") as refused:
         ChatTemplate(source, TOKENS).render(CHAT)
-
-
-def test_the_tracer_from_before_is_back() -> None:
-    before = sys.gettrace()
-    for source in (CHATML, HOSTILE["nested_loops"]):
-        try:
-            ChatTemplate(source, TOKENS).render(CHAT)
-        except InvalidRequest:
-            assert source != CHATML
-        assert sys.gettrace() is before
+    refused.value.message.encode()
 
 
 @given(st.text(max_size=30))

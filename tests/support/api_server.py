@@ -49,6 +49,19 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.load("bundled")
 
 
+def with_template(template: str | None) -> Tokenizer:
+    """The bundled base's tokenizer, with another chat template unless it is None."""
+    found = tokenizer()
+    if template is None:
+        return found
+    return Tokenizer(
+        found._backend,
+        special_tokens=found.special_tokens,
+        eos_token_ids=found.eos_token_ids,
+        chat_template=template,
+    )
+
+
 @dataclass
 class Api:
     """A running server: `http` speaks to it."""

@@ -11,6 +11,8 @@ import msgspec
 
 from coserve.errors import InvalidRequest, MalformedRow, StorageFull
 from coserve.offload.protocol import TaskContext
+from coserve.pretrained import sandbox
+from coserve.pretrained.chat import ChatTemplate
 
 
 def echo(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
@@ -78,3 +80,17 @@ def die(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
             file.write("ran\n")
     os.kill(os.getpid(), signal.SIGKILL)
     return b""
+
+
+def render(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+    """A chat by a template of its own."""
+    template = ChatTemplate(msgspec.msgpack.decode(arguments)["template"], {}, limits=sandbox.limits)
+    return template.render([{"role": "user", "content": "hi"}]).encode()
+
+
+def compute(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+    """Take almost as much processor time as a template may."""
+    seconds, began = sandbox.SECONDS - 1, time.process_time()
+    while time.process_time() - began < seconds:
+        pass
+    return str(seconds).encode()

@@ -1,4 +1,4 @@
-"""Tokenisation without blocking the event loop: short texts here, longer ones in a thread, the longest in a helper process."""
+"""Tokenisation without blocking the event loop: short texts here, longer ones in a thread, the longest, and chats, in a helper process."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from coserve.errors import PromptTooLong
+from coserve.chat.messages import Chat, for_template
+from coserve.errors import InvalidRequest, PromptTooLong
 from coserve.offload.pool import HelperPool
 from coserve.offload.protocol import TaskContext
-from coserve.pretrained.chat import Message
 from coserve.pretrained.tokenizer import Tokenizer
 
 MAX_INLINE_CHARACTERS = 4096
@@ -24,15 +24,21 @@ MAX_INLINE_IDS = 1024
 
 
 class EncodeArguments(msgspec.Struct, frozen=True):
-    """Arguments of `encode`. `context`: the base's, in tokens; `field`: the request field that `PromptTooLong` names.
-
-    `messages` None: the body is a text.
-    """
+    """Arguments of `encode`, whose body is a text. `context`: the base's, in tokens; `field`: the request field that `PromptTooLong` names."""
 
     context: int
     field: str
     add_special: bool = True
-    messages: list[dict[str, object]] | None = None
+
+
+class ChatArguments(msgspec.Struct, frozen=True):
+    """Arguments of `encode_chat`, whose body is a `Chat` as JSON. `context`: the base's, in tokens."""
+
+    context: int
+
+
+class NoArguments(msgspec.Struct, frozen=True):
+    """Arguments of `find_end_of_turn`."""
 
 
 class DecodeArguments(msgspec.Struct, frozen=True):
@@ -44,8 +50,10 @@ class DecodeArguments(msgspec.Struct, frozen=True):
 class AsyncTokenizer:
     """Token ids of texts and chats. Raises `PromptTooLong` unless at least one token fits after them in the context."""
 
-    def __init__(self, tokenizer: Tokenizer, helpers: HelperPool) -> None:
-        self._tokenizer, self._helpers = tokenizer, helpers
+    def __init__(self, tokenizer: Tokenizer, helpers: HelperPool, chats: HelperPool) -> None:
+        """`chats`: renders chats, by templates that may need any time or memory."""
+        self._tokenizer, self._helpers, self._chats = tokenizer, helpers, chats
+        self.template_read = tokenizer.chat_template is None
 
     async def encode(self, text: str, *, context: int, field: str, add_special: bool = True) -> list[int]:
         if len(text) <= MAX_INLINE_CHARACTERS:
@@ -57,12 +65,19 @@ class AsyncTokenizer:
             return _unpack(await self._helpers.run(encode, arguments, text.encode()))
         return _checked(ids, context, field)
 
-    async def chat(self, messages: Sequence[Message], *, context: int) -> list[int]:
+    async def chat(self, chat: Chat, *, context: int) -> list[int]:
         """By the base's template. Raises `InvalidRequest` too."""
-        if sum(len(str(message.get("content", ""))) for message in messages) <= MAX_THREAD_CHARACTERS:
-            return _checked(await asyncio.to_thread(self._tokenizer.chat, messages), context, "messages")
-        arguments = EncodeArguments(context, "messages", messages=[dict(message) for message in messages])
-        return _unpack(await self._helpers.run(encode, arguments))
+        await self.read_template()
+        body = msgspec.json.encode(chat)  # MessagePack has no integers of more than 64 bits, which tools may have
+        return _unpack(await self._chats.run(encode_chat, ChatArguments(context), body))
+
+    async def read_template(self) -> None:
+        """Have the base's chat template compiled, and learn how it ends a turn, in a process that then renders chats. Raises `InvalidRequest`,
+        `HelperLost`."""
+        if not self.template_read:
+            found = await self._chats.run(find_end_of_turn, NoArguments())
+            self._tokenizer.end_of_turn_id = int(found) if found else None
+            self.template_read = True
 
     async def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
         if len(ids) <= MAX_INLINE_IDS:
@@ -79,11 +94,37 @@ def decode(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
 def encode(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     """Helper task: token ids as int32."""
     options = msgspec.msgpack.decode(arguments, type=EncodeArguments)
-    if options.messages is None:
-        ids = context.tokenizer.encode(body.decode(), add_special=options.add_special)
-    else:
-        ids = context.tokenizer.chat(options.messages)
+    ids = context.tokenizer.encode(body.decode(), add_special=options.add_special)
     return array("i", _checked(ids, options.context, options.field)).tobytes()
+
+
+def encode_chat(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+    """Helper task: token ids as int32."""
+    options = msgspec.msgpack.decode(arguments, type=ChatArguments)
+    try:
+        chat = msgspec.json.decode(body, type=Chat)
+    except RecursionError:
+        raise InvalidRequest("expected messages and tools of moderate depth", field="messages") from None
+    ids = chat_ids(context.tokenizer, chat)
+    return array("i", _checked(ids, options.context, "messages")).tobytes()
+
+
+def chat_ids(tokenizer: Tokenizer, chat: Chat, *, prompts: bool = True, continues: bool = False) -> list[int]:
+    """Token ids by the base's template. `prompts`: a generation prompt follows; `continues`: the last message is left open. Raises
+    `InvalidRequest`."""
+    return tokenizer.chat(
+        for_template(chat.messages),
+        tools=chat.tools,
+        options=chat.options,
+        add_generation_prompt=prompts,
+        continue_final=continues,
+    )
+
+
+def find_end_of_turn(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+    """Helper task: the id of the token, or nothing."""
+    found = context.tokenizer.find_end_of_turn()
+    return b"" if found is None else str(found).encode()
 
 
 def _unpack(packed: bytes) -> list[int]:

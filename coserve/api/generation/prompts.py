@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from coserve.api.generation.async_tokenizer import AsyncTokenizer, check_tokens
+from coserve.chat.messages import Chat, characters
 from coserve.errors import EmptyPrompt, InvalidRequest, PromptTooLong
 from coserve.limits import MAX_PROMPT_LOGPROBS
-from coserve.pretrained.chat import Message
-from coserve.schemas import ChatMessage, GenerateRequest
+from coserve.schemas import GenerateRequest
 from coserve.types import BaseSpec, SamplingParams
 
 LONGEST_TOKEN = 256
@@ -24,6 +24,9 @@ def check_generate(request: GenerateRequest, spec: BaseSpec) -> None:
         raise EmptyPrompt("expected a prompt with at least one token", field="prompt")
     if request.messages is not None and not request.messages:
         raise EmptyPrompt("expected at least one message", field="messages")
+    for name in ("tools", "chat_template_kwargs"):
+        if getattr(request, name) and request.messages is None:
+            raise InvalidRequest("expected it with messages only", field=name)
     most = spec.context if request.max_tokens is None else request.max_tokens
     if most > spec.context:
         raise InvalidRequest(f"expected at most the context, {spec.context}, got {most}", field="max_tokens")
@@ -61,8 +64,9 @@ async def _encode(request: GenerateRequest, spec: BaseSpec, texts: AsyncTokenize
         ids = await texts.encode(text, context=spec.context, field=field, add_special=request.add_special_tokens)
     else:
         field, turns = "messages", request.messages or []
-        check_characters(sum(len(turn.content) for turn in turns), spec.context, field)
-        ids = await texts.chat(chat_messages(turns), context=spec.context)
+        check_characters(characters(turns), spec.context, field)
+        chat = Chat(messages=turns, tools=request.tools or [], options=request.chat_template_kwargs or {})
+        ids = await texts.chat(chat, context=spec.context)
     if not ids:
         raise EmptyPrompt("expected a prompt with at least one token", field=field)
     check_tokens(len(ids), spec.context, field)
@@ -73,14 +77,6 @@ async def _encode(request: GenerateRequest, spec: BaseSpec, texts: AsyncTokenize
             field="prompt_logprobs",
         )
     return tuple(ids)
-
-
-def chat_messages(turns: Sequence[ChatMessage]) -> list[Message]:
-    """Messages in the form that chat templates read."""
-    return [
-        {"role": turn.role, "content": turn.content} | ({} if turn.name is None else {"name": turn.name})
-        for turn in turns
-    ]
 
 
 def check_characters(length: int, context: int, field: str) -> None:

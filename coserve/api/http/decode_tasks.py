@@ -50,7 +50,10 @@ def decode_body(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     if options.context is not None:
         value = with_token_ids(value, context.tokenizer, options.context)
     _check_size(value)
-    return name_of(type(value)).encode() + b"\n" + msgspec.msgpack.encode(value)
+    try:
+        return name_of(type(value)).encode() + b"\n" + msgspec.msgpack.encode(value)
+    except OverflowError:
+        raise InvalidRequest("expected integers of at most 64 bits in a request of this size") from None
 
 
 def unpack(result: bytes) -> object:

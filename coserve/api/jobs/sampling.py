@@ -10,6 +10,7 @@ from contextlib import aclosing, suppress
 from coserve.api.engine_client import EngineClient
 from coserve.api.generation.in_flight import InFlightRequests
 from coserve.api.jobs.progress import JobSample, Progress
+from coserve.chat.messages import ChatMessage
 from coserve.errors import CoserveError, EngineUnavailable
 from coserve.link import JobNote, JobSnapshot, SnapshotDone
 from coserve.schemas import Finish, GenerateRequest, Sample
@@ -17,7 +18,7 @@ from coserve.state.missing_samples import without_samples
 from coserve.state.records import JobRecord
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
-from coserve.types import ChatMessage, JobSpec, TrainingRequest
+from coserve.types import JobSpec, TrainingRequest
 
 log = logging.getLogger(__name__)
 

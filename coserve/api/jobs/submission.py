@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,16 +36,17 @@ from coserve.corpus.conversion import is_json_lines
 from coserve.corpus.defaults import choose_training
 from coserve.corpus.jsonl import parse_jsonl
 from coserve.corpus.limits import check_training, longest_row
-from coserve.corpus.rows import parse_rows
+from coserve.corpus.rows import ChatRow, PreferenceRow, Row, parse_rows
 from coserve.corpus.sources import is_dataset
 from coserve.corpus.staging import PendingCorpus
 from coserve.corpus.tokenize import tokenize_rows
-from coserve.errors import InvalidRequest, RequestError
+from coserve.errors import CoserveError, InvalidRequest, RequestError
 from coserve.gpu_memory import MemoryModel, PoolShape
 from coserve.names import split_ref
 from coserve.offload.pool import HelperPool
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.schemas import FinetuneRequest, Preparing
+from coserve.state.durable import disk_errors
 from coserve.state.folder import DataFolder
 from coserve.state.records import AdapterRecord, JobRecord
 from coserve.state.registry import Registry
@@ -71,7 +72,7 @@ class Submission:
     ) -> None:
         self._config, self._folder, self._registry, self._tokenizer = config, folder, registry, tokenizer
         self._preparation = CorpusPreparation(helpers, folder.staging, config.tokenizer_processes)
-        self._texts = AsyncTokenizer(tokenizer, helpers)
+        self._texts = AsyncTokenizer(tokenizer, helpers, chats=helpers)
         self._preparing: dict[object, Preparing] = {}
         self._inspection, self._clock = Inspection(helpers), clock
 
@@ -204,22 +205,33 @@ class Submission:
         longest: int,
         show: Show,
     ) -> PendingCorpus:
-        """Small corpora in a thread, other files and folders in helper processes, which are killed when the client leaves."""
+        """Small corpora of texts in a thread; others, and all chats, in helper processes, which are killed when the client leaves."""
         asked = request.training
         options = Tokenization(longest, asked.train_on, asked.loss is not None, asked.one_row_per_answer)
         if isinstance(source, list) or await asyncio.to_thread(_small, source, columns):
             rows = parse_rows(source, columns) if isinstance(source, list) else parse_jsonl(source, columns=columns)
-            return await asyncio.to_thread(
-                tokenize_rows,
-                rows,
-                self._tokenizer,
-                longest,
-                asked.train_on,
-                pairs=options.pairs,
-                one_row_per_answer=options.one_row_per_answer,
-            )
-        with self._shown(request.adapter, show) as report:
-            return await self._preparation.tokenize(source, options, report, columns)
+            with suppress(_Chat):
+                return await asyncio.to_thread(
+                    tokenize_rows, _texts(rows), self._tokenizer, longest, asked.train_on, pairs=options.pairs
+                )
+        with suppress(CoserveError):  # rows that the template is needed for will say why
+            await self._texts.read_template()
+        async with self._file(source) as file:
+            with self._shown(request.adapter, show) as report:
+                return await self._preparation.tokenize(file, options, report, columns)
+
+    @asynccontextmanager
+    async def _file(self, source: list[dict[str, Any]] | Path) -> AsyncIterator[Path]:
+        """The source as a file or folder; rows are written to a file, which is deleted when the block ends."""
+        if isinstance(source, Path):
+            yield source
+            return
+        file = self._folder.staging / f"rows-{secrets.token_hex(8)}"
+        try:
+            await uncancelled_thread(_write_rows, file, source)
+            yield file
+        finally:
+            await uncancelled_thread(file.unlink, missing_ok=True)
 
     @contextmanager
     def _shown(self, adapter: str, show: Show) -> Iterator[Report]:
@@ -269,6 +281,23 @@ def _earlier(registry: Registry, *, request: FinetuneRequest, base: str) -> JobR
 def _check_publishable(lora: LoraSettings, spec: BaseSpec, *, field: str) -> None:
     """Raises `UnsupportedAdapter` for settings whose file could not be read again."""
     config_file(lora, spec, target_sites(lora, spec), field=field)
+
+
+class _Chat(Exception):
+    """A row is a chat, or has some."""
+
+
+def _texts(rows: Iterable[Row]) -> Iterator[Row]:
+    """The rows up to the first that only a helper process may render. Raises `_Chat` for that one."""
+    for row in rows:
+        if isinstance(row.chosen if isinstance(row, PreferenceRow) else row, ChatRow):
+            raise _Chat
+        yield row
+
+
+def _write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
+    with disk_errors():
+        file.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
 def _small(source: Path, columns: Columns) -> bool:

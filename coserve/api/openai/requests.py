@@ -11,14 +11,14 @@ from coserve.api.openai.schemas import (
     ChatRequest,
     CompletionRequest,
     ModelName,
-    OpenAIMessage,
     SharedParams,
     StreamOptions,
 )
+from coserve.chat.messages import ChatMessage, TemplateOptions, Tools
 from coserve.errors import AdapterNotFound, EmptyPrompt, InvalidRequest
 from coserve.limits import MAX_SEED, TokenId
 from coserve.names import is_adapter_ref
-from coserve.schemas import ChatMessage, GenerateRequest
+from coserve.schemas import GenerateRequest
 from coserve.types import BaseSpec, SloClass
 
 DEFAULT_TOKENS = 16
@@ -42,7 +42,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 NEUTRAL_IN_COMPLETIONS: dict[str, tuple[object, ...]] = {"suffix": ()}
 NEUTRAL_IN_CHATS: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (False,),
-    "tools": (),
     "tool_choice": ("none", "auto"),
     "functions": (),
     "function_call": ("none", "auto"),
@@ -109,17 +108,11 @@ def chat_request(body: ChatRequest, spec: BaseSpec) -> GenerateRequest:
         body,
         spec,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
-        messages=[message_of(message) for message in body.messages],
+        messages=body.messages,
+        tools=body.tools or None,
+        chat_template_kwargs=body.chat_template_kwargs or None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-
-
-def message_of(message: OpenAIMessage) -> ChatMessage:
-    """The message with its text parts joined."""
-    content = message.content or ""
-    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-    role = "system" if message.role == "developer" else message.role
-    return ChatMessage(role=role, content=text, name=message.name or None)
 
 
 def _check(body: SharedParams, neutral: dict[str, tuple[object, ...]]) -> None:
@@ -164,6 +157,8 @@ def _request(
     logprobs: int | None,
     prompt: str | list[TokenId] | None = None,
     messages: list[ChatMessage] | None = None,
+    tools: Tools | None = None,
+    chat_template_kwargs: TemplateOptions | None = None,
     prompt_logprobs: int | None = None,
     add_special_tokens: bool = True,
 ) -> GenerateRequest:
@@ -171,6 +166,8 @@ def _request(
     return GenerateRequest(
         prompt=prompt,
         messages=messages,
+        tools=tools,
+        chat_template_kwargs=chat_template_kwargs,
         adapter=adapter_of(body.model, spec),
         stream=body.stream or False,
         n=_or(body.n, 1),

@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from coserve.chat.messages import ChatMessage, TemplateOptions, Tools
 from coserve.limits import (
     MAX_MESSAGES,
     MAX_TOKENS,
     MAX_TOP_K,
-    AuthorName,
     CacheSalt,
     Choices,
     LogitBias,
@@ -135,28 +135,15 @@ class CompletionRequest(SharedParams, frozen=True, kw_only=True):
     suffix: Any = None
 
 
-class ContentPart(Wire, frozen=True):
-    """Text is the only kind of content there is."""
-
-    type: Literal["text"]
-    text: Text
-
-
-class OpenAIMessage(Wire, frozen=True):
-    """One message. `developer` means `system`. Fields that SDKs send back with earlier messages (`refusal`, `annotations`,
-    `tool_calls`, ...) are accepted while they are empty.
-    """
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)] | None = None
-    """Parts are joined by line breaks, as in vLLM."""
-    name: AuthorName | None = None
-
-
 class ChatRequest(SharedParams, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[OpenAIMessage], Meta(max_length=MAX_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)]
+    """Fields that SDKs send back with earlier messages (`refusal`, `annotations`, ...) are accepted while they are empty."""
+    tools: Tools | None = None
+    """The base's chat template shows them to the model. A call that it writes is part of `content`."""
+    chat_template_kwargs: TemplateOptions | None = None
+    """Variables that the base's chat template reads, such as Qwen3's `enable_thinking`."""
     max_completion_tokens: PositiveTokenCount | None = None
     """null: as many as fit."""
     max_tokens: PositiveTokenCount | None = None
@@ -165,7 +152,6 @@ class ChatRequest(SharedParams, frozen=True, kw_only=True):
     top_logprobs: LogprobCount | None = None
     add_special_tokens: Any = None
     parallel_tool_calls: Any = None
-    tools: Any = None
     tool_choice: Any = None
     functions: Any = None
     function_call: Any = None

@@ -12,16 +12,17 @@ from aiohttp import web
 from msgspec import UNSET, Meta, UnsetType
 
 from coserve import __version__
-from coserve.api.generation.prompts import chat_messages
+from coserve.api.generation.async_tokenizer import chat_ids
 from coserve.api.http.bodies import SMALL_BODY, BodyReader
 from coserve.api.http.parsing import decode_dialect
 from coserve.api.http.responses import encoded_json, json_response
-from coserve.api.openai.requests import adapter_of, message_of
-from coserve.api.openai.schemas import ModelName, OpenAIMessage
+from coserve.api.openai.requests import adapter_of
+from coserve.api.openai.schemas import ModelName
 from coserve.api.service import Service
+from coserve.chat.messages import Chat, ChatMessage, TemplateOptions, Tools, characters
 from coserve.errors import InvalidRequest, QueueFull
 from coserve.limits import MAX_MESSAGES, TokenIds
-from coserve.offload.protocol import Task, TaskContext
+from coserve.offload.protocol import TaskContext
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.types import Wire
 
@@ -33,7 +34,9 @@ class TokenizeRequest(Wire, frozen=True):
     """`POST /tokenize`. One of `prompt` and `messages`. A text may be longer than the context."""
 
     prompt: Annotated[str, Meta(max_length=MAX_CHARACTERS)] | None = None
-    messages: Annotated[list[OpenAIMessage], Meta(max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)] | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateOptions | None = None
     model: ModelName | None = None
     """The base or an adapter: they share the tokenizer."""
     add_special_tokens: bool | None = None
@@ -86,21 +89,24 @@ class TokenizerApi:
         self._running = 0
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
-        return await self._run(request, tokenize)
+        """In a helper process: it may be a chat."""
+        async with self._bodies.body(request) as body:
+            helpers = self._service.helpers if len(body) > SMALL_BODY else self._service.chats
+            with self._slot():
+                return encoded_json(await helpers.run(tokenize, self._base(), body))
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
-        return await self._run(request, detokenize)
-
-    async def _run(self, request: web.Request, task: Task) -> web.StreamResponse:
-        """The task's JSON: a small body's in a thread, a large one's in a helper process."""
+        """A small body in a thread, a large one in a helper process."""
         async with self._bodies.body(request) as body:
-            spec = self._service.engine.spec
-            base = BaseLimits(spec.name, spec.context, spec.vocab)
             with self._slot():
                 if len(body) > SMALL_BODY:
-                    return encoded_json(await self._service.helpers.run(task, base, body))
-                context = TaskContext(self._service.tokenizer, progress=lambda: None)
-                return encoded_json(await asyncio.to_thread(task, context, msgspec.msgpack.encode(base), bytes(body)))
+                    return encoded_json(await self._service.helpers.run(detokenize, self._base(), body))
+                context, base = TaskContext(self._service.tokenizer, lambda: None), msgspec.msgpack.encode(self._base())
+                return encoded_json(await asyncio.to_thread(detokenize, context, base, bytes(body)))
+
+    def _base(self) -> BaseLimits:
+        spec = self._service.engine.spec
+        return BaseLimits(spec.name, spec.context, spec.vocab)
 
     @contextmanager
     def _slot(self) -> Iterator[None]:
@@ -156,17 +162,18 @@ def _encode(request: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
         got = "none" if request.prompt is None else "both"
         raise InvalidRequest(f"expected one of prompt and messages, got {got}", field="prompt")
     if request.prompt is not None:
+        for name in ("tools", "chat_template_kwargs"):
+            if getattr(request, name):
+                raise InvalidRequest("expected it with messages only", field=name)
         return tokenizer.encode(request.prompt, add_special=request.add_special_tokens is not False)
     if request.add_special_tokens:
         raise InvalidRequest("expected it left out with messages", field="add_special_tokens")
-    turns = [message_of(message) for message in request.messages or []]
-    if sum(len(turn.content) for turn in turns) > MAX_CHARACTERS:
+    chat = Chat(messages=request.messages or [], tools=request.tools or [], options=request.chat_template_kwargs or {})
+    if characters(chat.messages) > MAX_CHARACTERS:
         raise InvalidRequest(f"expected at most {MAX_CHARACTERS} characters", field="messages")
-    return tokenizer.chat(
-        chat_messages(turns),
-        add_generation_prompt=request.add_generation_prompt is not False and not request.continue_final_message,
-        continue_final=request.continue_final_message or False,
-    )
+    continues = request.continue_final_message or False
+    prompts = request.add_generation_prompt is not False and not continues
+    return chat_ids(tokenizer, chat, prompts=prompts, continues=continues)
 
 
 def detokenize(context: TaskContext, arguments: bytes, body: bytes) -> bytes:

@@ -1,0 +1,149 @@
+"""A chat has one form: requests of each API and rows of each format render the same text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from coserve.link import Generate
+from tests.support.api_server import Api, serve_api, with_template
+from tests.support.chat_templates import QWEN3
+
+TOOLS = [{"type": "function", "function": {"name": "sky", "parameters": {"maximum": 10**30, "default": None}}}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "sky", "arguments": {"city": "Köln"}}}
+PLAIN = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Rain?\nSun?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "dry", "tool_call_id": "c1", "name": "sky"},
+]
+AS_SENT = [
+    {"role": "developer", "content": "Be kind.", "tool_calls": None},
+    {"role": "user", "content": [{"type": "text", "text": "Rain?"}, {"type": "text", "text": "Sun?"}], "name": None},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{**CALL, "function": {"name": "sky", "arguments": '{"city": "Köln"}'}}],
+    },
+    PLAIN[3] | {"weight": None},
+]
+"""The same with OpenAI's content parts, arguments as text, and fields that are null."""
+ANSWER = {"role": "assistant", "content": "No."}
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[Api]:
+    (tmp_path / "root").mkdir()
+    async with serve_api(
+        tmp_path / "data", tokens=with_template(QWEN3), context=1024, data_root=tmp_path / "root"
+    ) as api:
+        yield api
+
+
+async def prompt_of(api: Api, path: str, body: dict[str, Any]) -> str:
+    """The text of the prompt that the engine got."""
+    status, answer = await api.call("POST", path, json=body)
+    assert status == 200, answer
+    if path == "/tokenize":
+        ids = answer["tokens"]
+    else:
+        ids = [message.prompt for message in await api.engine.saw(Generate) if isinstance(message, Generate)][-1]
+    return with_template(None).decode(ids, skip_special=False)
+
+
+async def rows_of(api: Api, row: dict[str, Any], *, arrow: bool = True) -> tuple[int, int]:
+    """Tokens of a row, and those that are learned; the same whether it comes inline, as JSONL or as parquet."""
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    assert api.config.data_root is not None
+    if arrow:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), api.config.data_root / "rows.parquet")
+    form = aiohttp.FormData()
+    form.add_field("settings", '{"adapter": "sent"}', content_type="application/json")
+    form.add_field("file", json.dumps(row | {"chosen": None}).encode(), filename="corpus")
+    found = []
+    for body in (
+        {"json": {"adapter": "a", "data": [row | {"text": None}]}},
+        {"data": form},
+        *([{"json": {"adapter": "b", "path": "rows.parquet"}}] if arrow else []),
+    ):
+        status, job = await api.call("POST", "/finetune", **body)
+        assert status == 202, job
+        found.append((job["tokens"], job["target_tokens"]))
+    assert len(set(found)) == 1
+    return found[0]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/tokenize"])
+async def test_requests_render_tools_calls_and_parts(api: Api, path: str) -> None:
+    expected = with_template(QWEN3).chat(PLAIN, tools=TOOLS)
+    text = with_template(None).decode(expected, skip_special=False)
+    assert "Köln" in text and "sky" in text and str(10**30) in text
+    for messages in (PLAIN, AS_SENT):
+        body = {"messages": messages, "tools": TOOLS, "max_tokens": 1}
+        if path == "/tokenize":
+            del body["max_tokens"]
+        assert await prompt_of(api, path, body) == text
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/tokenize"])
+async def test_what_no_process_can_pass_on_is_refused(api: Api, path: str) -> None:
+    """Tools so deep that another process could not read them, and integers that MessagePack, which long requests take, does not have."""
+    deep = b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"a": ' + b"[" * 985 + b"]" * 985 + b"}]}"
+    number = json.dumps({"messages": [{"role": "user", "content": "x" * 70_000}], "tools": TOOLS}).encode()
+    for body in (deep, number):
+        status, answer = await api.call("POST", path, data=body, headers={"Content-Type": "application/json"})
+        assert status == 400 or (path == "/tokenize" and body is number), answer
+
+
+async def test_tools_may_be_offered_and_not_be_forced(api: Api) -> None:
+    text = with_template(None).decode(with_template(QWEN3).chat(PLAIN, tools=TOOLS), skip_special=False)
+    for choice in ("none", "auto", None):
+        body = {"messages": PLAIN, "tools": TOOLS, "tool_choice": choice}
+        assert await prompt_of(api, "/v1/chat/completions", body) == text
+    status, answer = await api.call(
+        "POST", "/v1/chat/completions", json={"messages": PLAIN, "tools": TOOLS, "tool_choice": "required"}
+    )
+    assert (status, answer["error"]["param"]) == (400, "tool_choice")
+
+
+async def test_rows_are_requests_with_their_answer(api: Api) -> None:
+    tools = [{"type": "function", "function": {"name": "sky"}}]
+    whole = with_template(QWEN3).encode_whole_chat([*PLAIN, ANSWER], tools)
+    for messages, arrow in ((PLAIN, True), (AS_SENT, False)):  # a column has one type
+        before = [one | {"weight": 0} if one["role"] == "assistant" else one for one in messages]
+        tokens, learned = await rows_of(
+            api, {"messages": [*before, ANSWER | {"weight": 1}], "tools": tools}, arrow=arrow
+        )
+        assert tokens == len(whole) and 0 < learned < tokens
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/tokenize"])
+async def test_variables_of_the_template(api: Api, path: str) -> None:
+    body = {"messages": PLAIN[:2]}
+    plain = await prompt_of(api, path, body)
+    assert await prompt_of(api, path, body | {"chat_template_kwargs": {"enable_thinking": True}}) == plain
+    without = await prompt_of(api, path, body | {"chat_template_kwargs": {"enable_thinking": False}})
+    assert without == plain + "<think>\n\n</think>\n\n"
+    status, answer = await api.call("POST", path, json=body | {"chat_template_kwargs": {"enable_thinkin": False}})
+    assert status == 400 and "got 'enable_thinkin'" in answer["error"]["message"], answer
+    status, answer = await api.call("POST", path, json={"prompt": "x", "chat_template_kwargs": {"enable_thinking": 1}})
+    assert status == 400
+
+
+async def test_variables_of_the_template_in_rows(api: Api) -> None:
+    row = {"messages": [*PLAIN[:2], ANSWER]}
+    tokens, learned = await rows_of(api, row)
+    assert await rows_of(api, row | {"chat_template_kwargs": {"enable_thinking": True}}) == (tokens, learned)
+    less = await rows_of(api, row | {"chat_template_kwargs": {"enable_thinking": False}})
+    assert less[0] == tokens and less[1] < learned
+    assert await rows_of(api, {"prompt": row["messages"][:2], "completion": [ANSWER]}) == (tokens, learned)
+    bad = {"adapter": "a", "data": [row, row | {"chat_template_kwargs": {"tokenize": True}}]}
+    status, answer = await api.call("POST", "/finetune", json=bad)
+    assert (status, answer["error"]["line"]) == (422, 2)
+    assert "a variable that the base's chat template reads" in answer["error"]["message"]

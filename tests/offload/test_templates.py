@@ -1,0 +1,72 @@
+"""Templates that need any time or memory end in a helper process, with a typed error."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from coserve.errors import InvalidRequest
+from coserve.offload.pool import HelperPool
+from coserve.pretrained.sandbox import SECONDS
+from tests.support import tasks
+from tests.support.api_server import tokenizer
+from tests.support.chat_templates import GPT_OSS
+from tests.support.examples import sample
+
+HOSTILE = {
+    "repeat": "{{ 'x' * 10**9 }}",
+    "power": "{{ 9 ** 999999999 }}",
+    "nested_loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "center": "{{ 'x' | center(1000000000) }}",
+    "format_percent": "{{ '%1000000000d' % 1 }}",
+    "format_filter": "{{ '%1000000000d' | format(1) }}",
+    "indent": "{{ 'x' | indent(1000000000, true) }}",
+    "tojson_indent": "{{ [1] | tojson(indent=1000000000) }}",
+    "round": "{{ 5 | round(1000000000, 'floor') }}",
+    "doubling_concat": "{% set ns = namespace(x='xxxxxxxx') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "doubling_block": "{% set ns = namespace(x='xxxxxxxx') %}{% for i in range(60) %}"
+    "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}{% endfor %}",
+    "doubling_list": "{% set ns = namespace(x=['xxxxxxxx']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+    "{{ ns.x }}",
+    "doubling_number": "{% set ns = namespace(x=3) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}",
+    "replace_filter": "{% set x = 'x' * 100000 %}{{ x | replace('x', x) }}",
+    "join_method": "{% set x = 'x' * 100000 %}{{ x.join(x) }}",
+    "sum_of_lists": "{{ (['ab'] * 99999) | map('list') | sum(start=[]) | length }}",
+    "strip": "{% set x = 'a' * 1000000 %}{{ ('b' * 1000000).strip(x ~ 'b') }}",
+    "many_large": "{% set x = 'x' * 1000000 %}{% for i in range(99999) %}{% set y = x ~ i %}{% endfor %}",
+    "to_bytes": "{{ (1).to_bytes(1000000000, 'big') }}",
+    "namespace_printing": "{% set ns = namespace(x=1) %}{% for i in range(60) %}{% set ns.x = namespace(a=ns.x, b=ns.x) %}"
+    "{% endfor %}{{ ns.x }}{{ raise_exception('end') }}",
+    "tojson_separators": "{{ range(9999) | list | tojson(separators=('x' * 1000000, ':')) }}",
+}
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[HelperPool]:
+    pool = HelperPool(tokenizer().state, 1)
+    yield pool
+    await pool.close()
+
+
+class Source(msgspec.Struct):
+    template: str
+
+
+@pytest.mark.parametrize("source", sample(HOSTILE, "repeat", "nested_loops"))
+async def test_a_hostile_template_ends_with_a_typed_error(pool: HelperPool, source: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"the base's chat template (exceeds|refuses)") as refused:
+        await pool.run(tasks.render, Source(source))
+    assert refused.value.field == "messages"
+    assert await pool.run(tasks.render, Source("ok")) == b"ok"
+
+
+@pytest.mark.slow
+async def test_processor_time_is_counted_for_each_rendering(pool: HelperPool) -> None:
+    """Not for the process, and not while it waits for a processor."""
+    first = await pool.run(tasks.pid, Source(""))
+    for _ in range(2):
+        assert await pool.run(tasks.compute, Source("")) == str(SECONDS - 1).encode()
+        assert await pool.run(tasks.render, Source(GPT_OSS))
+    assert await pool.run(tasks.pid, Source("")) == first
