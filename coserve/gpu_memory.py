@@ -113,7 +113,7 @@ class JobUse(Wire, frozen=True):
 
     id: str
     adapter: int
-    """The copies that forwards read, and the teacher's."""
+    """The copies that forwards read, and those of a teacher or a reference."""
     gradients: int
     optimizer: int
     """fp32 weights, moments, or the buffers that paged ones pass through, and the best weights of a job with early stopping."""

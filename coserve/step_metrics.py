@@ -37,6 +37,8 @@ class StepMetrics(Wire, frozen=True):
     best_valid_loss: float | None = None
     """The smallest one so far, with a teacher the one before the first step included: of the weights that are published. Of jobs with
     early stopping."""
+    best_step: int | None = None
+    """After which `best_valid_loss` was measured; 0: before the first one."""
     tokens_per_second: float | None = None
     """`tokens` by `seconds`; None if no time was measured."""
     token_accuracy: float | None = None

@@ -235,11 +235,13 @@ TrainOn = Literal["completion", "all", "assistant"]
 
 
 class DpoLoss(Wire, frozen=True):
-    """Direct preference optimization (Rafailov et al. 2023, equation 7). The reference is the base without an adapter."""
+    """Direct preference optimization (Rafailov et al. 2023, equation 7)."""
 
     type: Literal["dpo"]
     beta: float = 0.1
     """How strongly the adapter is held to the reference: the scale of the rewards."""
+    reference: Literal["start", "base"] = "start"
+    """Whose answers the loss is relative to: of the adapter that the job continues, as it was (a new one: the base), or of the base."""
 
 
 class TrainingRequest(Wire, frozen=True):

@@ -112,18 +112,18 @@ def job_state(
     optimizer: Optimizer = Optimizer.ADAMW,
     *,
     early_stopping: bool,
-    teacher: Iterable[SiteShape] = (),
+    compared: Iterable[SiteShape] = (),
 ) -> JobState:
     """Of `finetune.optimizer`: copies in the base's dtype; fp32 gradient sums; fp32 weights, the optimizer's moments, or the buffers that
-    paged ones pass through, and with early stopping the best weights. `teacher`: of the adapter that the job learns from."""
+    paged ones pass through, and with early stopping the best weights. `compared`: of the adapter that the loss is relative to, a teacher or a reference."""
     size, element = flat_elements(_parts(shapes), aligned(optimizer)), ITEMSIZE[dtype]
     paged = paged_kinds(optimizer)
     kept = (kind for kind in state_kinds(optimizer, early_stopping=early_stopping) if kind not in paged)
     buffers = BUFFERS * sum(_rounded(row_bytes(kind, min(PIECE, size))) for kind in paged)
     constants = 2 * 4 * CODES if optimizer.eight_bit else ALLOCATION  # otherwise AdamW's counts of steps
-    taught = sum(_rounded(part * element) for shape in teacher for part in (shape.a, shape.b))
+    frozen = sum(_rounded(part * element) for shape in compared for part in (shape.a, shape.b))
     return JobState(
-        adapter=_rounded(size * element) + taught,
+        adapter=_rounded(size * element) + frozen,
         gradients=_rounded(4 * size),
         optimizer=sum(_rounded(row_bytes(kind, size)) for kind in kept) + buffers + constants,
     )

@@ -109,15 +109,21 @@ class JobMemory:
         return next((option for option in self.options if option.activations <= activations), None)
 
 
+def has_reference(spec: JobSpec) -> bool:
+    """Whether the job keeps a copy of the adapter that it continues, for a DPO loss that is relative to it."""
+    loss = spec.training.loss
+    return loss is not None and loss.reference == "start" and spec.init_from is not None
+
+
 def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_tokens: int) -> JobMemory:
     """`micro_batch_tokens`: the engine's limit. Raises `InvalidRequest` for LoRA settings that do not fit the base."""
     shapes = lora_shapes(spec.lora, base, ranks=model.ranks, fully_sharded=model.fully_sharded)
-    taught = LoraSettings() if spec.teacher is None else LoraSettings(r=spec.teacher.rank)
-    teacher = (
-        () if spec.teacher is None else lora_shapes(taught, base, ranks=model.ranks, fully_sharded=model.fully_sharded)
-    )
+    compared = shapes if has_reference(spec) else ()
+    if spec.teacher is not None:
+        taught = LoraSettings(r=spec.teacher.rank)
+        compared = lora_shapes(taught, base, ranks=model.ranks, fully_sharded=model.fully_sharded)
     early = spec.training.early_stopping_patience is not None
-    state = job_state(shapes, base.dtype, spec.training.optimizer, early_stopping=early, teacher=teacher)
+    state = job_state(shapes, base.dtype, spec.training.optimizer, early_stopping=early, compared=compared)
     # in host memory every rank has all of the adapter
     on_host = shapes if model.ranks == 1 else lora_shapes(spec.lora, base)
     pinned = model.ranks * pinned_bytes(on_host, spec.training.optimizer, early_stopping=early)

@@ -12,7 +12,7 @@ from coserve.step_metrics import Rewards, StepMetrics
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-INK = {"loss": "#2a6f97", "validation": "#bc4b51", "rate": "#e9a23b", "speed": "#2a9d8f"}
+INK = {"loss": "#2a6f97", "validation": "#bc4b51", "rate": "#e9a23b", "speed": "#2a9d8f", "published": "#6c757d"}
 Values = tuple[int, float | None, float | None]
 """Step, of training, of validation."""
 
@@ -54,6 +54,9 @@ def save_plot(path: Path, job: Job, steps: Sequence[StepMetrics]) -> None:
     timed = [step for step in steps if step.seconds > 0]
     speeds = [step.tokens / step.seconds for step in timed]
     speed.plot([step.step for step in timed], speeds, color=INK["speed"], marker=marker)
+    if job.published_step is not None and job.published_step != job.step:
+        for panel in panels:
+            panel.axvline(job.published_step, color=INK["published"], linestyle="--", linewidth=1)
     own = "loss" if job.training.loss is None else "DPO loss"
     loss.set_ylabel(own if job.teacher is None else "KL divergence")
     rate.set_ylabel("learning rate")
@@ -61,10 +64,17 @@ def save_plot(path: Path, job: Job, steps: Sequence[StepMetrics]) -> None:
     for panel in panels:
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(
-        f"{job.adapter}@{job.version}  ({job.id}, {job.state}, step {job.step}/{job.total_steps})", fontsize=10
-    )
+    figure.suptitle(plot_title(job), fontsize=10)
     figure.savefig(path, dpi=120)
+
+
+def plot_title(job: Job) -> str:
+    """The job, how far it went, and which step it has published, if that is not the last one."""
+    parts = [job.id, job.state.value, f"step {job.step}/{job.total_steps}"]
+    parts += ["stopped early"] if job.stopped_early else []
+    if job.published_step is not None and job.published_step != job.step:
+        parts.append(f"step {job.published_step} published (dashed)")
+    return f"{job.adapter}@{job.version}  ({', '.join(parts)})"
 
 
 def learned_curves(steps: Sequence[StepMetrics]) -> dict[str, list[Values]]:

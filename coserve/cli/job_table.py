@@ -71,6 +71,7 @@ def job_notes(job: Job) -> list[str]:
     notes = [] if job.error is None else [f"{job.error.code}: {job.error.message}"]
     notes += [] if job.waiting is None else [job.waiting]
     notes += [] if job.queue_position is None else [f"{job.queue_position} ahead"]
+    notes += [f"stopped early, step {job.published_step} published"] if job.stopped_early else []
     notes += [f"{_count(job.rows_cut, 'row')} cut"] if job.rows_cut else []
     return [*notes, *job.notes]
 
@@ -80,13 +81,22 @@ def job_line(job: Job) -> str:
     loss = "" if job.loss is None else f"  loss {job.loss:.3f}"
     if job.metrics is not None:
         loss += "" if job.metrics.valid_loss is None else f"  validation loss {job.metrics.valid_loss:.3f}"
+        loss += _best(job)
         loss += "" if job.metrics.perplexity is None else f"  perplexity {job.metrics.perplexity:.4g}"
         loss += "".join(f"  {text}" for text in learned_texts(job.metrics))
     error = "" if job.error is None else f"  {job.error.code}: {job.error.message}"
     waiting = "" if job.waiting is None else f"  {job.waiting}"
-    return (
-        f"{job.id}  {job.adapter}@{job.version}  {job.state}  step {job.step}/{job.total_steps}{loss}{waiting}{error}"
-    )
+    step = f"step {job.step}/{job.total_steps}{', stopped early' if job.stopped_early else ''}"
+    return f"{job.id}  {job.adapter}@{job.version}  {job.state}  {step}{loss}{waiting}{error}"
+
+
+def _best(job: Job) -> str:
+    """With early stopping: which step is published, or would be now; else nothing."""
+    metrics = job.metrics
+    if metrics is None or metrics.best_step is None or metrics.best_valid_loss is None:
+        return ""
+    what = "best" if job.published_step is None else "published"
+    return f" ({what}: {metrics.best_valid_loss:.3f} of step {metrics.best_step})"
 
 
 def preparing_line(preparing: Preparing) -> str:

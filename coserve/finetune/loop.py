@@ -178,7 +178,9 @@ class TrainingLoop:
             best = None if self.spec.training.early_stopping_patience is None else loss
             if best is not None:
                 self.session.optimizer.keep_best()
-            self.progress = msgspec.structs.replace(self.progress, valid_loss_before=loss, best_valid_loss=best)
+            self.progress = msgspec.structs.replace(
+                self.progress, valid_loss_before=loss, best_valid_loss=best, best_step=None if best is None else 0
+            )
             await self.session.next_micro_batch()
 
     async def _evaluate_step(self) -> None:
@@ -224,16 +226,17 @@ class TrainingLoop:
         metrics = self.progress.pending
         assert metrics is not None, "a step was done"
         best, stale = self.progress.best_valid_loss, self.progress.evaluations_without_gain
+        best_step = self.progress.best_step
         if metrics.valid_loss is not None and self.spec.training.early_stopping_patience is not None:
             if best is None or metrics.valid_loss < best:
-                best, stale = metrics.valid_loss, 0
+                best, best_step, stale = metrics.valid_loss, metrics.step, 0
                 self.session.optimizer.keep_best()
             else:
                 stale += 1
         self.progress = msgspec.structs.replace(
-            self.progress, best_valid_loss=best, evaluations_without_gain=stale, pending=None
+            self.progress, best_valid_loss=best, best_step=best_step, evaluations_without_gain=stale, pending=None
         )
-        return msgspec.structs.replace(metrics, best_valid_loss=best)
+        return msgspec.structs.replace(metrics, best_valid_loss=best, best_step=best_step)
 
     def _check_finite(self, value: float, name: str) -> None:
         if not math.isfinite(value):

@@ -5,8 +5,8 @@ section 4.2) are never computed. With `recompute` only the layers' inputs are ke
 checkpointing).
 
 With a teacher, an adapter on the same base, the loss is the divergence from its distributions instead of the NLL of the rows' tokens
-(distillation): the base runs twice, first with the teacher's LoRA terms and without gradients. With a DPO loss it runs first without
-LoRA terms and without gradients: that is the reference, of which only the likelihoods are kept.
+(distillation): the base runs twice, first with the teacher's LoRA terms and without gradients. With a DPO loss it runs first with those of
+the reference, or without any, and without gradients: only the likelihoods are kept.
 
 The generators below yield after each micro-step. While suspended they hold no context (gradient mode, LoRA batch), so
 inference may run in between.
@@ -79,6 +79,8 @@ class MicroBatch:
     teacher: LoraWeights | None = None
     beta: float | None = None
     """Of a DPO loss; None: it has another loss."""
+    reference: LoraWeights | None = None
+    """Of a DPO loss; None: the base."""
     recomputed: int = 0
     """`Treatment.recomputed`."""
     partly: int = 0
@@ -123,6 +125,7 @@ class MicroBatchRunner:
         *,
         teacher: LoraBatch | None = None,
         beta: float | None = None,
+        reference: LoraBatch | None = None,
         recomputed: int = 0,
         partly: int = 0,
         for_compiled: bool = False,
@@ -132,7 +135,8 @@ class MicroBatchRunner:
         targets it has predicted (`losses.formulas.negative_log_likelihood_`).
 
         The loss is the targets' NLL; with a `teacher`, of one job, the divergence from its distributions at the targets' places; with
-        `beta` the DPO loss of the rows, pairs of one job, and the sums are those of `losses.chunked.Preference` (fp64, (1, 5)).
+        `beta` the DPO loss of the rows, pairs of one job, relative to `reference` (None: the base), and the sums are those of
+        `losses.chunked.Preference` (fp64, (1, 5)).
 
         `trainable[i]`: the tensors of `lora` at layer i's sites, of all jobs, each requiring gradients. `grads`: fp32, same
         shapes; the pairs' `MainGrads` if they have any. The sum is not divided by the number of targets, so micro-batches of
@@ -145,7 +149,7 @@ class MicroBatchRunner:
         inputs = self._embed(rows)
         recomputed = layers if self._recompute else recomputed
         levels = levels_of(layers, first, recomputed, partly)
-        loss = yield from self._loss(rows, inputs, teacher, beta, levels, MicroStep.FORWARD)
+        loss = yield from self._loss(rows, inputs, teacher, beta, reference, levels, MicroStep.FORWARD)
         if any(noises):
             add_noise(inputs.h_1TD, rows, noises)
         context, h_1TD = self._base.prepare(lora), inputs.h_1TD
@@ -171,11 +175,17 @@ class MicroBatchRunner:
         return sums_J
 
     def evaluate(
-        self, rows: PackedRows, lora: LoraBatch, *, teacher: LoraBatch | None = None, beta: float | None = None
+        self,
+        rows: PackedRows,
+        lora: LoraBatch,
+        *,
+        teacher: LoraBatch | None = None,
+        beta: float | None = None,
+        reference: LoraBatch | None = None,
     ) -> MicroSteps:
         """Return what `forward_backward` returns, without gradients."""
         inputs, levels = self._embed(rows), (Kept.ALL,) * len(self._base.layers)
-        loss = yield from self._loss(rows, inputs, teacher, beta, levels, MicroStep.EVALUATE)
+        loss = yield from self._loss(rows, inputs, teacher, beta, reference, levels, MicroStep.EVALUATE)
         h_1TD = yield from self._hidden(inputs, lora, levels, MicroStep.EVALUATE_HEAD, in_pool=True)
         for number, chunk in enumerate(self._target_chunks(rows, loss)):
             if number:
@@ -189,6 +199,7 @@ class MicroBatchRunner:
         inputs: LayerInputs,
         teacher: LoraBatch | None,
         beta: float | None,
+        reference: LoraBatch | None,
         levels: Sequence[Kept],
         then: MicroStep,
     ) -> Generator[MicroStep, None, ChunkedLoss]:
@@ -205,13 +216,13 @@ class MicroBatchRunner:
 
             return Divergence(rows, taught, shard)
         if beta is not None:
-            h_1TD = yield from self._hidden(inputs, None, levels, MicroStep.EVALUATE_HEAD, in_pool=True)
-            reference = Likelihood(rows, rows.sequence_targets, shard)
-            chunks = self._target_chunks(rows, reference)
+            h_1TD = yield from self._hidden(inputs, reference, levels, MicroStep.EVALUATE_HEAD, in_pool=True)
+            likelihood = Likelihood(rows, rows.sequence_targets, shard)
+            chunks = self._target_chunks(rows, likelihood)
             for number, chunk in enumerate(chunks, start=1):
-                self._head(h_1TD, inputs, chunk, reference, None)
+                self._head(h_1TD, inputs, chunk, likelihood, None)
                 yield MicroStep.EVALUATE_HEAD if number < len(chunks) else then
-            return Preference(rows, reference.finish(None), beta, shard)
+            return Preference(rows, likelihood.finish(None), beta, shard)
         return Likelihood(rows, rows.job_targets, shard)
 
     def _hidden(

@@ -14,6 +14,7 @@ class TrainingProgress(Wire, frozen=True):
     trained_tokens: int = 0
     last_loss: float | None = None
     best_valid_loss: float | None = None
+    best_step: int | None = None
     evaluations_without_gain: int = 0
     valid_loss_before: float | None = None
     """As `StepMetrics.valid_loss_before`."""

@@ -87,6 +87,8 @@ class Loss:
     """The divergence from the distributions of this adapter: this rank's part, in the base's dtype."""
     beta: float | None = None
     """The DPO loss of pairs of rows."""
+    reference: LoraWeights | None = None
+    """What a DPO loss is relative to, as `teacher`; None: the base."""
 
     @property
     def shares(self) -> bool:
@@ -196,6 +198,7 @@ class TrainingSession:
                 noise=noise,
                 teacher=self.loss.teacher,
                 beta=self.loss.beta,
+                reference=self.loss.reference,
                 recomputed=how.recomputed,
                 partly=how.partly,
                 for_compiled=how.compiled,

@@ -11,7 +11,7 @@ from itertools import count
 
 from coserve.adapter_store.store import AdapterStore
 from coserve.admission.optimizers import check_optimizer
-from coserve.admission.treatment import Treatment
+from coserve.admission.treatment import Treatment, has_reference
 from coserve.cancellation import Cancellation
 from coserve.corpus.batch_plan import MAX_ROWS_ON_TICK, BatchPlan
 from coserve.corpus.tokenized import Corpus
@@ -27,7 +27,7 @@ from coserve.finetune.job_checkpoint import JobCheckpoints
 from coserve.finetune.layers.compiled import uncompiled
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.loop import TrainingLoop
-from coserve.finetune.lora_tensors import cast
+from coserve.finetune.lora_tensors import cast, cast_learning
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.outcome import PEER_FAILED, Outcome, Retry
@@ -349,7 +349,7 @@ class Trainer:
         )
         session = TrainingSession(
             optimizer,
-            Loss(self._teacher_weights(spec), None if spec.training.loss is None else spec.training.loss.beta),
+            self._loss(spec, start),
             seed=spec.training.seed,
             dropout=spec.lora.dropout,
             neftune_alpha=spec.training.neftune_alpha,
@@ -365,6 +365,12 @@ class Trainer:
         if loop.progress.step < plan.total_steps:
             plan.prepare(loop.progress.step, check)
         return TrainingJob(loop, checkpoints)
+
+    def _loss(self, spec: JobSpec, start: LoraWeights) -> Loss:
+        """`start`: the adapter as the job began with it, which a DPO loss may be relative to: the weights of a resumed job are others."""
+        base, beta = self._base, None if spec.training.loss is None else spec.training.loss.beta
+        reference = cast_learning(base.shard(start), base.dtype, base.device) if has_reference(spec) else None
+        return Loss(self._teacher_weights(spec), beta, reference)
 
     def _teacher_weights(self, spec: JobSpec) -> LoraWeights | None:
         """This rank's part, in the base's dtype and on its device: as it is served."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from coserve.model.fingerprint import fingerprint
 from coserve.model.forward_context import ForwardContext, running
 from coserve.model.lora import LoraBatch, LoraSites, LoraWeights
 from coserve.model.seam import PaddedAttention, ReferenceAttention
-from coserve.model.settings import refuse_settings
+from coserve.model.settings import drop_settings, refuse_settings
 from coserve.model.sharded import Shard, load_shard
 from coserve.model.truncate import truncate_layers
 from coserve.names import ADAPTER_CONFIG
@@ -32,6 +34,8 @@ from coserve.parallel.sharding import Sharding
 from coserve.types import BaseSpec, SiteSpec
 
 __all__ = ["Attention", "Base", "load_base", "wrap_base"]
+
+log = logging.getLogger(__name__)
 
 CPU_ROWS = 16
 """On CPU the packed rows are padded to a multiple of this: below 8 rows a row's bits depend on the batch's size."""
@@ -160,13 +164,20 @@ def load_base(
     path, hub_name = (str(folder), None) if local else (source, source)
     with _loadable(name):
         settings, _ = PretrainedConfig.get_config_dict(path, local_files_only=local)
-        refuse_settings(name, settings, trust_remote_code)
+        unknown = refuse_settings(name, settings, trust_remote_code)
+        if unknown:
+            log.warning(
+                "%s: config.json sets %s, which transformers does not know: left out", name, ", ".join(sorted(unknown))
+            )
         if local and (folder / ADAPTER_CONFIG).exists():
             raise UnsupportedBase(f"{name}: the folder holds an adapter; expected a base model")
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local)
+        drop_settings(config, unknown)
+        if few_layers:
+            truncate_layers(config)
     seed = DUMMY_SEED if load_format == "dummy" or few_layers else None
     if mesh is not None and mesh.size > 1:
         with _loadable(name):
-            config = _config(path, trust_remote_code=trust_remote_code, local=local, few_layers=few_layers)
             loaded = load_shard(
                 path,
                 config,
@@ -182,12 +193,11 @@ def load_base(
         return wrap_base(shard.model, name=name, hub_name=hub_name, shard=shard)
     with _loadable(name):
         if seed is not None:
-            model = _random_model(
-                path, where, kind, trust_remote_code=trust_remote_code, local=local, few_layers=few_layers
-            )
+            model = _random_model(config, where, kind, trust_remote_code=trust_remote_code)
         else:
             model = AutoModelForCausalLM.from_pretrained(
                 path,
+                config=config,
                 dtype=kind,
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
@@ -208,23 +218,15 @@ def _loadable(name: str) -> Iterator[None]:
 
 
 def _random_model(
-    path: str, device: torch.device, dtype: torch.dtype, *, trust_remote_code: bool, local: bool, few_layers: bool
+    config: PretrainedConfig, device: torch.device, dtype: torch.dtype, *, trust_remote_code: bool
 ) -> PreTrainedModel:
-    """The classes that config.json names, with the weights that their own initialisation draws, on the device."""
-    config = _config(path, trust_remote_code=trust_remote_code, local=local, few_layers=few_layers)
+    """The classes that the config names, with the weights that their own initialisation draws, on the device."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         torch.manual_seed(DUMMY_SEED)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, trust_remote_code=trust_remote_code
         )
     return model
-
-
-def _config(path: str, *, trust_remote_code: bool, local: bool, few_layers: bool) -> PretrainedConfig:
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local)
-    if few_layers:
-        truncate_layers(config)
-    return config
 
 
 def _device(device: str) -> torch.device:
@@ -253,14 +255,14 @@ def wrap_base(
     model.eval().requires_grad_(False)
     model.config.return_dict = True
     context = context_of(model.config, least=2 * max(probe.SEQUENCES))
-    expected_TV, linears = probe.eager_logits(model)
+    expected, linears = probe.eager_forward(model)
     seen = probe.observe(model, context.tokens)
     path, layers = probe.decoder_layers(model, seen)
     model.set_attn_implementation(seam.NAME)
     modules = {n: m for n, m in linears.items() if n.startswith(f"{path}.")}
     device, dtype = model.device, model.dtype
     if shard is not None:
-        expected_TV = shard.sharding.vocabulary.gather(expected_TV)
+        expected = replace(expected, logits=shard.sharding.vocabulary.gather(expected.logits))
     identity = fingerprint(model) if shard is None else shard.fingerprint
     base = Base(
         model=model,
@@ -272,21 +274,22 @@ def wrap_base(
         sites=LoraSites(modules),
         sharding=None if shard is None else shard.sharding,
     )
-    _check_forward(base, expected_TV)
+    _check_forward(base, expected)
     return base
 
 
-def _check_forward(base: Base, expected_TV: Tensor) -> None:
+def _check_forward(base: Base, expected: probe.Forward) -> None:
     """The check's sequences packed through the seams give the logits that each gave alone, in any order of rows."""
     ids_T = torch.cat([probe.tokens(base.model, length) for length in probe.SEQUENCES])
     positions_T = torch.cat([torch.arange(length, device=base.device) for length in probe.SEQUENCES])
     attention = ReferenceAttention((0, probe.SEQUENCES[0], sum(probe.SEQUENCES)))
     backwards = probe.Reversed(attention)
+    packed = partial(base.forward, ids_T, positions_T, attention, lora=None, keep=None)
+    turned = partial(base.forward, ids_T.flip(0), positions_T.flip(0), backwards, lora=None, keep=None)
+    family = base.spec.family
     with torch.no_grad():
-        got_TV = base.forward(ids_T, positions_T, attention, lora=None, keep=None)
-        turned_TV = base.forward(ids_T.flip(0), positions_T.flip(0), backwards, lora=None, keep=None)
-    probe.check_equal(f"{base.spec.family}, packed sequences", got_TV, expected_TV)
-    probe.check_equal(f"{base.spec.family}, tokens that meet in attention only", turned_TV.flip(0), expected_TV)
+        probe.check_forward(f"{family}, packed sequences", packed, base.layers, expected)
+        probe.check_forward(f"{family}, tokens that meet in attention only", turned, base.layers, expected.flip())
 
 
 def _spec(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import cast
 
 import torch
@@ -243,10 +244,11 @@ class FusedBase:
         for length in (probe.SEQUENCES[0], 1):
             tokens_T = probe.tokens(self.base.model, length)
             positions_T, attention = torch.arange(length, device=self.base.device), PackedAttention((0, length))
-            with torch.no_grad():
-                expected_TV = self.base.run(tokens_T, positions_T, attention, keep=None)
-            got_TV = self.forward(tokens_T, positions_T, attention, lora=None, keep=None)
-            probe.check_equal(f"{self.base.spec.family}, compiled, {length} rows", got_TV, expected_TV)
+            with torch.no_grad(), probe.recorded(self.base.layers) as forward:
+                expected = forward(self.base.run(tokens_T, positions_T, attention, keep=None))
+            compiled = partial(self.forward, tokens_T, positions_T, attention, lora=None, keep=None)
+            what = f"{self.base.spec.family}, compiled, {length} rows"
+            probe.check_forward(what, compiled, self.base.layers, expected)
 
     def _stub(self, index: int) -> Callable[..., object]:
         """Stands in for a layer's forward, and sets `current.layer`."""

@@ -7,9 +7,10 @@ used, which linear modules see every token, and whether the seams give the same 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -166,10 +167,50 @@ def decoder_layers(model: PreTrainedModel, seen: Observed) -> tuple[str, list[nn
     raise UnsupportedBase(f"{model.config.model_type}: found no list of decoder layers, one for each attention")
 
 
-def eager_logits(model: PreTrainedModel) -> tuple[Tensor, dict[str, nn.Module]]:
-    """The model's own logits of the check's sequences, each alone (T, V), and the linear modules by path that saw
+@dataclass(frozen=True)
+class Forward:
+    """The logits (T, V) of a forward, and the hidden states (T, D) before and after each module of a stack of layers."""
+
+    logits: Tensor
+    states: Mapping[nn.Module, tuple[Tensor, Tensor]]
+
+    def flip(self) -> Forward:
+        """With the tokens in reverse order."""
+        states = {module: (before.flip(0), after.flip(0)) for module, (before, after) in self.states.items()}
+        return Forward(self.logits.flip(0), states)
+
+
+@contextmanager
+def recorded(modules: Iterable[nn.Module]) -> Iterator[Callable[[Tensor], Forward]]:
+    """Watches the modules' forwards inside. The function gives what was seen, with the logits; forwards that ran one after the other are
+    one of all their tokens."""
+    seen: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+
+    def saw(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+        before, after = _states(args, kwargs), output[0] if isinstance(output, tuple) else output
+        if isinstance(before, Tensor) and isinstance(after, Tensor):
+            seen.setdefault(module, []).append((before[0], after[0]))
+
+    hooks = [module.register_forward_hook(saw, with_kwargs=True) for module in modules]
+    try:
+        yield lambda logits: Forward(
+            logits,
+            {
+                module: (torch.cat([before for before, _ in own]), torch.cat([after for _, after in own]))
+                for module, own in seen.items()
+            },
+        )
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def eager_forward(model: PreTrainedModel) -> tuple[Forward, dict[str, nn.Module]]:
+    """The model's own forward of the check's sequences, each alone, and the linear modules by path that saw
     every token exactly once and gave one tensor (some routers of experts give more): the modules that a site can be."""
     family, rows, logits = model.config.model_type, [], []
+    count = model.config.get_text_config().num_hidden_layers
+    stacks = [stack for stack in model.modules() if isinstance(stack, nn.ModuleList) and len(stack) == count]
     calls: dict[str, list[int]] = {}
     modules = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
 
@@ -181,7 +222,7 @@ def eager_logits(model: PreTrainedModel) -> tuple[Tensor, dict[str, nn.Module]]:
 
     hooks = [module.register_forward_hook(watch(name)) for name, module in modules.items()]
     try:
-        with _attention(model, "eager"), torch.no_grad():
+        with _attention(model, "eager"), torch.no_grad(), recorded(chain.from_iterable(stacks)) as forward:
             for length in SEQUENCES:
                 logits.append(model(**_inputs(model, length)).logits[0])
                 rows.append(length)
@@ -190,13 +231,83 @@ def eager_logits(model: PreTrainedModel) -> tuple[Tensor, dict[str, nn.Module]]:
     finally:
         for hook in hooks:
             hook.remove()
-    return torch.cat(logits), {name: module for name, module in modules.items() if calls.get(name) == rows}
+    return forward(torch.cat(logits)), {name: module for name, module in modules.items() if calls.get(name) == rows}
 
 
 def tokens(model: PreTrainedModel, length: int) -> Tensor:
     """Fixed token ids (length,) for a check."""
     vocab: int = model.config.get_text_config().vocab_size
     return (torch.arange(1, length + 1, device=model.device) * 7919) % vocab
+
+
+def check_forward(what: str, run: Callable[[], Tensor], layers: Sequence[nn.Module], expected: Forward) -> None:
+    """Raises `UnsupportedBase` unless `run`, a forward through `layers`, computes what was expected, up to rounding.
+
+    Where the logits differ by more, `run` is called again, and each layer is compared on the expected one's input: rounding in one layer is
+    another input to the next, and random weights make more of it in every layer (0.01 after 2 of them, 0.15 after 80, in bfloat16).
+    All ranks have the same logits, so all of them call it again or none does.
+    """
+    try:
+        check_equal(what, run(), expected.logits)
+    except UnsupportedBase:
+        if not all(layer in expected.states for layer in layers):
+            raise
+        with _each_on_expected_inputs(what, layers, expected):
+            check_equal(what, run(), expected.logits)
+
+
+@contextmanager
+def _each_on_expected_inputs(what: str, layers: Sequence[nn.Module], expected: Forward) -> Iterator[None]:
+    """Inside, layers are compared one by one, and what they gave is replaced by what was expected, but for rows behind it that fill a batch up."""
+    hooks = []
+
+    def replaced(what: str, got_1TD: Tensor, expected: Tensor, change: Tensor) -> Tensor:
+        rows = expected.shape[0]
+        _check_states(what, got_1TD[0, :rows], expected, change)
+        return torch.cat((expected, got_1TD[0, rows:]))[None]
+
+    def enter(
+        layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        before, _ = expected.states[layer]
+        given = _states(args, kwargs)
+        assert isinstance(given, Tensor), "expected hidden states as before"
+        h_1TD = replaced(f"{what}, the input of layer {layers.index(layer)}", given, before, before)
+        return ((h_1TD, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": h_1TD})
+
+    def leave(layer: nn.Module, args: tuple[object, ...], output: object) -> object:
+        before, after = expected.states[layer]
+        got = output[0] if isinstance(output, tuple) else output
+        assert isinstance(got, Tensor), "expected hidden states as before"
+        h_1TD = replaced(f"{what}, layer {layers.index(layer)}", got, after, after - before)
+        return (h_1TD, *output[1:]) if isinstance(output, tuple) else h_1TD
+
+    for layer in layers:
+        hooks += [
+            layer.register_forward_pre_hook(enter, with_kwargs=True),
+            layer.register_forward_hook(leave),
+        ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _check_states(what: str, got: Tensor, expected: Tensor, change: Tensor) -> None:
+    """`change`: what a layer adds to its input, which may be much larger, and is rounded with it."""
+    error, rounding = (got.float() - expected.float()).norm(), torch.finfo(expected.dtype).eps * expected.float().norm()
+    allowed = _TOLERANCE.get(expected.dtype, _TOLERANCE_HALF) * change.float().norm() + rounding
+    if not float(error) <= float(allowed):
+        raise UnsupportedBase(
+            f"{what}: expected the output of the model's own forward, got a difference of "
+            f"{float(error / change.float().norm().clamp_min(1e-12)):.1e}"
+        )
+
+
+def _states(args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+    """The hidden states among a layer's arguments."""
+    return args[0] if args else kwargs.get("hidden_states")
 
 
 def check_equal(what: str, got: Tensor, expected: Tensor) -> None:

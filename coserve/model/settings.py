@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
@@ -16,21 +17,43 @@ _PRIVATE: dict[str, tuple[type, ...]] = {
     "_num_labels": (int,),
 }
 """Underscored settings that published models carry and that do nothing but describe."""
+_BEHAVIOUR = frozenset(
+    {
+        *(key for key in (*dir(PretrainedConfig), *vars(PretrainedConfig())) if key.startswith("_")),
+        *("_attn_was_changed", "_flash_attn_2_enabled", "_heterogeneity_spec", "_is_quantized"),
+        *("_pre_quantization_dtype", "_remove_final_layer_norm", "_use_kernels"),
+    }
+)
+"""Those that transformers reads: as attributes of its own, or in its models."""
 
 
-def refuse_settings(name: str, settings: dict[str, object], trust_remote_code: bool) -> None:
-    """Refuses what a config.json can make transformers run, at any depth: code, and kernels from the hub."""
+def refuse_settings(name: str, settings: dict[str, object], trust_remote_code: bool) -> frozenset[str]:
+    """Refuses what a config.json can make transformers run, at any depth: code, and kernels from the hub. Returns underscored settings that
+    transformers does not know, for `drop_settings`."""
+    unknown = set[str]()
     if "auto_map" in settings and not trust_remote_code:
         raise UnsupportedBase(f"{name}: its files bring Python code; pass --trust-remote-code to run it")
     own = _own_private(settings.get("model_type"))
     for key, value in settings.items():
         allowed = _NUMBERS if key in own else _PRIVATE.get(key, ())
         if key.startswith("_") and value is not None and not isinstance(value, allowed):
+            if isinstance(value, (str, *_NUMBERS)) and not (allowed or key in _BEHAVIOUR or "auto_map" in settings):
+                unknown.add(key)
+                continue
             raise UnsupportedBase(f"{name}: config.json sets {key!r}, which only transformers itself may set")
         if key in ("attn_implementation", "experts_implementation", "kernel_config"):
             raise UnsupportedBase(f"{name}: config.json sets {key!r}, which can load code")
         if isinstance(value, dict):
-            refuse_settings(name, value, trust_remote_code)
+            unknown |= refuse_settings(name, value, trust_remote_code)
+    return frozenset(unknown)
+
+
+def drop_settings(config: PretrainedConfig, names: Iterable[str]) -> None:
+    """Forget these settings, in the configs within it, too."""
+    parts = [part for part in vars(config).values() if isinstance(part, PretrainedConfig)]
+    for holder in (config, *parts):
+        for name in names:
+            vars(holder).pop(name, None)
 
 
 _NUMBERS = (bool, int, float)

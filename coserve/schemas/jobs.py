@@ -127,6 +127,11 @@ class Job(Wire, frozen=True):
     teacher: str | None = None
     samples: list[Sample] = []
     """Those of the last step that has any, by prompt. The events have all."""
+    stopped_early: bool = False
+    """It succeeded before `total_steps`: `early_stopping_patience` evaluations brought no gain."""
+    published_step: int | None = None
+    """After which the published weights were taken, once succeeded: with early stopping the best ones, whose validation loss is
+    `metrics.best_valid_loss`, else the last ones."""
 
 
 class DeletedJob(Wire, frozen=True):

@@ -13,7 +13,7 @@ from coserve.admission.shapes import flat_elements, job_state, lora_shapes
 from coserve.admission.treatment import Option, Treatment, job_memory, shared_bytes
 from coserve.errors import BY_CODE, JobTooLarge
 from coserve.gpu_memory import Line, MemoryModel
-from coserve.types import JobSpec, LoraSettings, Optimizer, TrainingSettings
+from coserve.types import AdapterRef, DpoLoss, JobSpec, LoraSettings, Optimizer, TrainingSettings
 from tests.support.gpu_memory import BASE, COSTS
 from tests.support.records import make_spec
 
@@ -243,10 +243,20 @@ def test_what_a_job_keeps() -> None:
     size = 4 * 2 * 8192
     state = job_state(shapes, "bfloat16", early_stopping=True)
     assert (state.adapter, state.gradients, state.optimizer) == (2 * size, 4 * size, 16 * size + 512)
-    taught = job_state(shapes, "bfloat16", early_stopping=False, teacher=shapes)
+    taught = job_state(shapes, "bfloat16", early_stopping=False, compared=shapes)
     assert (taught.adapter, taught.optimizer) == (4 * size, 12 * size + 512)
     assert flat_elements([1, 1]) == 128
     assert flat_elements([(1 << 23) - 64, 128]) == (1 << 23) + 128, "no tensor lies across two blocks"
+
+
+def test_a_preference_that_continues_an_adapter_keeps_a_copy_of_its_start() -> None:
+    def kept(loss: DpoLoss | None, init_from: AdapterRef | None) -> int:
+        return needs(msgspec.structs.replace(spec(loss=loss), init_from=init_from))[0]
+
+    start, loss = AdapterRef("start", 1), DpoLoss(type="dpo")
+    copy = sum(2 * (shape.a + shape.b) for shape in lora_shapes(LoraSettings(r=16), BASE))
+    assert kept(loss, start) == kept(None, start) + copy
+    assert kept(loss, None) == kept(DpoLoss(type="dpo", reference="base"), start) == kept(None, start)
 
 
 def test_one_rank_keeps_its_part() -> None:

@@ -19,9 +19,9 @@ async def test_a_dpo_job_ends_with_an_adapter_that_prefers_the_chosen_answers(tm
         training = {"loss": DPO, "steps": 12, "batch_tokens": 64, "learning_rate": 5e-3, "validation_split": 0.25}
         body = {"adapter": "polite", "data": ROWS, "lora": {"r": 4}, "training": training}
         status, job = await api.call("POST", "/finetune", json=body)
-        assert (status, job["rows"], job["training"]["loss"]) == (202, 12, DPO)
+        assert (status, job["rows"], job["training"]["loss"]) == (202, 12, DPO | {"reference": "start"})
         ended = await api.job_until(job["id"], "succeeded")
-        assert (ended["result"], ended["training"]["loss"]) == ("polite@1", DPO)
+        assert (ended["result"], ended["training"]["loss"]) == ("polite@1", job["training"]["loss"])
         steps = [event["metrics"] for _, event in await api.events(job["id"]) if event["metrics"]]
         assert steps[0]["loss"] == pytest.approx(0.693, abs=1e-3)
         assert steps[-1]["rewards"]["accuracy"] == steps[-1]["valid_rewards"]["accuracy"] == 1.0
@@ -40,6 +40,16 @@ async def test_a_dpo_job_ends_with_an_adapter_that_prefers_the_chosen_answers(tm
 
         assert await log_odds(adapter="polite") > await log_odds() + 0.5
 
+        first = {}
+        for reference in ("start", "base"):
+            training = {"loss": DPO | {"reference": reference}, "steps": 1}
+            body = {"adapter": reference, "continue_from": "polite", "data": ROWS, "training": training}
+            status, job = await api.call("POST", "/finetune", json=body)
+            assert status == 202, job
+            first[reference] = (await api.job_until(job["id"], "succeeded"))["metrics"]
+        assert first["start"]["loss"] == pytest.approx(0.6931, abs=1e-4) and first["start"]["rewards"]["margin"] == 0.0
+        assert first["base"]["loss"] < 0.65 and first["base"]["rewards"]["margin"] > 0.1, "it has been learned before"
+
 
 @pytest.mark.parametrize(
     ("body", "field"),
@@ -47,6 +57,7 @@ async def test_a_dpo_job_ends_with_an_adapter_that_prefers_the_chosen_answers(tm
         ({"training": {"loss": {"type": "dpo", "beta": 0}}}, "training.loss.beta"),
         ({"training": {"loss": {"type": "dpo", "beta": -1}}}, "training.loss.beta"),
         ({"training": {"loss": {"type": "ipo"}}}, "training.loss.type"),
+        ({"training": {"loss": DPO | {"reference": "me"}}}, "training.loss.reference"),
         ({"training": {"loss": {"beta": 0.1}}}, "training.loss.type"),
         ({"training": {"loss": DPO, "train_on": "all"}}, "training.train_on"),
         ({"training": {"loss": DPO, "one_row_per_answer": True}}, "training.one_row_per_answer"),

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 import coserve.cli.jobs
 from coserve.cli.app import app
 from coserve.cli.common import json_text
-from coserve.cli.job_table import age, chosen_line, cut_line, job_line, job_table
+from coserve.cli.job_plot import plot_title
+from coserve.cli.job_table import age, chosen_line, cut_line, job_line, job_notes, job_table
 from coserve.schemas import ErrorInfo, Job, JobList, Preparing
 from coserve.step_metrics import Rewards
 from coserve.types import JobState, LoraSettings, TrainingSettings
@@ -66,6 +67,20 @@ def test_a_job_on_its_own() -> None:
     evaluated = msgspec.structs.replace(JOB, metrics=msgspec.structs.replace(METRICS, valid_loss=2.5))
     assert "  loss 1.234  validation loss 2.500  perplexity 3.437" in job_line(evaluated)
     assert job_line(FAILED) == "job-2  poet@2  failed  step 5/20  non_finite_loss: x"
+
+
+def test_a_job_that_stopped_early_says_so_and_which_step_it_has_published() -> None:
+    best = msgspec.structs.replace(METRICS, valid_loss=0.032, best_valid_loss=0.014, best_step=3)
+    running = msgspec.structs.replace(JOB, metrics=best)
+    assert "  step 5/20  loss 1.234  validation loss 0.032 (best: 0.014 of step 3)  perplexity" in job_line(running)
+    ended = msgspec.structs.replace(running, state=JobState.SUCCEEDED, stopped_early=True, published_step=3)
+    assert "  step 5/20, stopped early  loss 1.234  validation loss 0.032 (published: 0.014 of step 3)" in job_line(
+        ended
+    )
+    assert "stopped early, step 3 published" in job_notes(ended)
+    assert plot_title(ended) == "poet@2  (job-1, succeeded, step 5/20, stopped early, step 3 published (dashed))"
+    whole = msgspec.structs.replace(ended, stopped_early=False, published_step=5)
+    assert plot_title(whole) == "poet@2  (job-1, succeeded, step 5/20)"
 
 
 def test_a_dpo_job_shows_the_accuracy_of_its_pairs_not_of_tokens() -> None:

@@ -58,6 +58,10 @@ def rows(tmp_path: Path) -> str:
             {"training": {"loss": {"type": "dpo", "beta": 0.2}}},
         ),
         (
+            ["--dpo-beta", "0.2", "--set", "training.loss.reference=base"],
+            {"training": {"loss": {"type": "dpo", "beta": 0.2, "reference": "base"}}},
+        ),
+        (
             ["--set", "training.loss.beta=0.3", "--set", "training.loss.type=dpo"],
             {"training": {"loss": {"type": "dpo", "beta": 0.3}}},
         ),

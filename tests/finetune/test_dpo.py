@@ -1,7 +1,10 @@
-"""Jobs with a DPO loss, against PEFT's model and torch's own backward: their reference is the base without the adapter."""
+"""Jobs with a DPO loss, against PEFT's model and torch's own backward: their reference is the adapter that they start from, or the base."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from coserve.finetune.init import new_adapter
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_rows
+from coserve.finetune.passes.mixing import BatchLimits
 from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base
 from coserve.model.lora import LoraBatch, LoraWeights
@@ -40,6 +44,7 @@ from tests.support.tiny_models import tiny_model
 PAIRS = random_pairs()
 BETA = 0.3
 DPO = DpoLoss(type="dpo", beta=BETA)
+START = AdapterRef("start", 1)
 JOB: dict[str, Any] = {"loss": DPO, "steps": 5, "batch_tokens": 40, "micro_batch_tokens": 40, "checkpoint_steps": 2}
 
 
@@ -60,10 +65,11 @@ def adapter(base: Base, seed: int = 3) -> LoraWeights:
 
 
 class Reference:
-    """Plain PEFT, one sequence at a time."""
+    """Plain PEFT, one sequence at a time. With `copy` as in TRL: the loss is relative to a second adapter, a copy of the first one as it
+    starts; else to the base."""
 
-    def __init__(self, family: str, weights: LoraWeights) -> None:
-        base = tiny_base(family)
+    def __init__(self, family: str, weights: LoraWeights, *, copy: bool = False) -> None:
+        base, self._copy = tiny_base(family), copy
         config = peft.LoraConfig(
             r=4, lora_alpha=8, target_modules=list(base.spec.default_targets), fan_in_fan_out=family == "gpt2"
         )
@@ -74,6 +80,22 @@ class Reference:
             for name, layers, tensor in (("a", module.lora_A, pair.a_RD), ("b", module.lora_B, pair.b_OR)):
                 layers["default"].weight.data.copy_(tensor)
                 self.parameters[f"{site}.{name}"] = layers["default"].weight
+        if copy:
+            self.model.add_adapter("reference", config)
+            for name, tensor in list(self.model.named_parameters()):
+                if ".default." in name:
+                    self.model.get_parameter(name.replace(".default.", ".reference.")).data.copy_(tensor.data)
+
+    @contextmanager
+    def as_reference(self) -> Iterator[None]:
+        with torch.no_grad():
+            if not self._copy:
+                with self.model.disable_adapter():
+                    yield
+                return
+            self.model.set_adapter("reference")
+            yield
+            self.model.set_adapter("default")
 
     def log_probability(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Of the targets, summed."""
@@ -87,7 +109,7 @@ class Reference:
             pair = []
             for tokens, target in corpus.sequences(row):
                 sequence = torch.from_numpy(tokens.astype("int64")), torch.from_numpy(target.astype("int64"))
-                with torch.no_grad(), self.model.disable_adapter():
+                with self.as_reference():
                     reference = self.log_probability(*sequence)
                 pair.append(BETA * (self.log_probability(*sequence) - reference))
             total = total - logsigmoid(pair[0] - pair[1])
@@ -148,24 +170,67 @@ def test_a_job_learns_the_preference_and_starts_at_the_reference(base: Base, tmp
     assert (last.tokens, last.target_tokens) == (PAIRS.token_count, PAIRS.target_tokens)
 
 
-def test_the_reference_of_a_job_that_continues_an_adapter_is_the_base(base: Base, tmp_path: Path) -> None:
-    bench, start = Bench(base, tmp_path), AdapterRef("start", 1)
-    folder = bench.folder.adapter(start)
+def put_adapter(bench: Bench, ref: AdapterRef, weights: LoraWeights) -> None:
+    folder = bench.folder.adapter(ref)
     folder.mkdir(parents=True)
-    save_adapter(folder, adapter(base), base.spec)
-    record_adapter(folder, start, base.spec, source="import", created_at=0.0)
-    job = JOB | {"steps": 1, "batch_tokens": 1000, "micro_batch_tokens": 1000, "r": 4, "alpha": 8.0}
-    (step,) = metrics_of(bench.train(bench.place(PAIRS, job_spec(PAIRS, init_from=start, **job))))
-    loss, chosen, rejected = Reference("llama", adapter(base)).losses(PAIRS)
+    save_adapter(folder, weights, bench.base.spec)
+    record_adapter(folder, ref, bench.base.spec, source="import", created_at=0.0)
+
+
+CONTINUED = JOB | {
+    "init_from": START,
+    "steps": 6,
+    "batch_tokens": 1000,
+    "micro_batch_tokens": 1000,
+    "r": 4,
+    "alpha": 8.0,
+}
+
+
+def test_the_reference_of_a_job_that_continues_an_adapter_is_that_adapter_as_in_trl(base: Base, tmp_path: Path) -> None:
+    bench = Bench(base, tmp_path, limits=BatchLimits(1000))
+    put_adapter(bench, START, adapter(base))
+    spec = bench.place(PAIRS, job_spec(PAIRS, **CONTINUED))
+    found = metrics_of(bench.train(spec))
+    assert found[0].loss == pytest.approx(math.log(2), abs=1e-6)
+    assert found[0].rewards == Rewards(chosen=0.0, rejected=0.0, margin=0.0, accuracy=0.0)
+
+    reference = Reference("llama", adapter(base), copy=True)
+    parameters = [*reference.parameters.values()]
+    optimizer = torch.optim.AdamW(parameters, weight_decay=0.0)
+    for step, metrics in enumerate(found):
+        loss, chosen, rejected = reference.losses(PAIRS)
+        assert metrics.rewards is not None
+        values = [metrics.loss, metrics.rewards.chosen, metrics.rewards.rejected]
+        sums = [float(loss.detach()), sum(chosen), sum(rejected)]
+        assert values == pytest.approx([each / PAIRS.rows for each in sums], abs=1e-5), step
+        (loss / PAIRS.rows).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.param_groups[0]["lr"] = metrics.learning_rate
+        optimizer.step()
+        optimizer.zero_grad()
+    assert found[-1].loss < 0.65, "it has learned"
+
+
+def test_the_reference_may_be_the_base(base: Base, tmp_path: Path) -> None:
+    bench = Bench(base, tmp_path, limits=BatchLimits(1000))
+    put_adapter(bench, START, adapter(base))
+    loss = DpoLoss(type="dpo", beta=BETA, reference="base")
+    (step,) = metrics_of(bench.train(bench.place(PAIRS, job_spec(PAIRS, **(CONTINUED | {"loss": loss, "steps": 1})))))
+    expected, chosen, rejected = Reference("llama", adapter(base)).losses(PAIRS)
     assert step.rewards is not None
-    assert step.loss == pytest.approx(float(loss.detach()) / PAIRS.rows, abs=1e-5)
+    assert step.loss == pytest.approx(float(expected.detach()) / PAIRS.rows, abs=1e-5)
     found = step.rewards.chosen, step.rewards.rejected
     assert found == pytest.approx((sum(chosen) / PAIRS.rows, sum(rejected) / PAIRS.rows), abs=1e-5)
 
 
-def test_an_interrupted_job_repeats_every_bit(base: Base, tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", [None, START], ids=["new", "continued"])
+def test_an_interrupted_job_repeats_every_bit(base: Base, tmp_path: Path, start: AdapterRef | None) -> None:
     job = JOB | {"validation_split": 0.3, "eval_steps": 2, "dropout": 0.2, "max_grad_norm": 0.1}
+    job |= {"init_from": start, "r": 4, "alpha": 8.0, "learning_rate": 0.01}
     whole = Bench(base, tmp_path / "whole")
+    for root in ("whole", "parts"):
+        put_adapter(Bench(base, tmp_path / root), START, adapter(base))
     expected = metrics_of(whole.train(whole.place(PAIRS, job_spec(PAIRS, **job))))
     assert expected[1].valid_rewards is not None and expected[0].valid_rewards is None
 

@@ -381,6 +381,8 @@ def test_early_stopping_publishes_the_best_weights(base: Base, tmp_path: Path) -
     losses = [m.valid_loss for m in metrics if m.valid_loss is not None]
     assert len(metrics) < 40 and min(losses) == losses[-3]
     best = losses.index(min(losses)) + 1
+    assert (metrics[-1].best_step, metrics[-1].best_valid_loss) == (best, min(losses))
+    assert [m.best_step for m in metrics[:2]] == [1, 1 if losses[0] <= losses[1] else 2]
     short = Bench(base, tmp_path / "short")
     constant = {"schedule": Schedule.CONSTANT, "warmup_steps": 0}
     long = bench.place(CORPUS, job_spec(CORPUS, "job-2", version=2, early_stopping_patience=2, **changes, **constant))

@@ -232,6 +232,16 @@ def test_a_folder_that_would_run_code_or_cannot_be_read_is_refused(saved: Path, 
         load_base(str(saved), device="cpu", dtype="auto")
 
 
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_what_a_config_from_a_gguf_file_sets_is_left_out_with_a_note(
+    saved: Path, load_format: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _edit(saved, _model_name_or_path="model.gguf")
+    base = load_base(str(saved), device="cpu", dtype="auto", load_format=load_format)
+    assert not hasattr(base.model.config, "_model_name_or_path")
+    assert "config.json sets _model_name_or_path" in caplog.text
+
+
 def test_dummy_weights_need_no_files_but_the_config_and_are_the_same_each_time(saved: Path) -> None:
     (saved / "model.safetensors").unlink()
     before = torch.random.get_rng_state()

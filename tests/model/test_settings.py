@@ -29,5 +29,19 @@ def test_a_key_of_the_familys_own_is_a_number() -> None:
     refuse_settings("opt", json.loads(OPTConfig(_remove_final_layer_norm=True).to_json_string()), False)
     with pytest.raises(UnsupportedBase, match="_remove_final_layer_norm"):
         refuse_settings("opt", {"model_type": "opt", "_remove_final_layer_norm": "someone/kernel"}, False)
-    with pytest.raises(UnsupportedBase, match="_remove_final_layer_norm"):
+    with pytest.raises(UnsupportedBase, match="_remove_final_layer_norm"):  # transformers' models read it
         refuse_settings("llama", {"model_type": "llama", "_remove_final_layer_norm": True}, False)
+
+
+@pytest.mark.parametrize("key", ["_attn_implementation_internal", "_experts_implementation", "_output_attentions"])
+def test_a_private_key_that_changes_what_transformers_does_is_refused_by_name(key: str) -> None:
+    with pytest.raises(UnsupportedBase, match=key):
+        refuse_settings("llama", {"model_type": "llama", key: "someone/kernel"}, False)
+
+
+def test_unknown_private_keys_are_found_at_any_depth_but_beside_code_refused() -> None:
+    settings = {"model_type": "llama", "_model_name_or_path": "a.gguf", "text_config": {"_made_with": 3}, "_none": None}
+    assert refuse_settings("llama", settings, False) == {"_model_name_or_path", "_made_with"}
+    for wrong in ({"_made_with": {"a": 1}}, {"_made_with": 3, "auto_map": {}}):
+        with pytest.raises(UnsupportedBase, match="_made_with"):
+            refuse_settings("llama", wrong, True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from coserve.errors import UnsupportedBase
+from coserve.finetune import lora_tensors
 from coserve.finetune.init import new_adapter
 from coserve.finetune.layers.compiled import levels_of
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
@@ -218,8 +221,8 @@ def test_levels_that_found_no_memory_may_be_compiled_again() -> None:
 
 
 @pytest.mark.slow
-def test_a_new_adapters_rewards_are_0_whatever_layers_keep() -> None:
-    """In 16 bits, where the cuts round otherwise. Its evaluations do not change when levels are loaded."""
+def test_rewards_are_0_at_the_reference_whatever_layers_keep() -> None:
+    """Of a new adapter, and of one that a job continues. In 16 bits, where the cuts round otherwise. Its evaluations do not change when levels are loaded."""
     base = wrap_base(tiny_model("llama").to(torch.float16), name="llama")
     layers = CompiledLayers(base, LayerCut(base), inductor, costs=lambda: COSTS)
     layers.compile()
@@ -239,12 +242,24 @@ def test_a_new_adapters_rewards_are_0_whatever_layers_keep() -> None:
         learned = runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, beta=0.3, **counts)
         return [run_to_end(steps)[0, 2:].tolist() for steps in (learned, runner.evaluate(rows, lora, beta=0.3))]
 
+    def continued(**counts: int) -> list[float]:
+        own = runner.forward_backward(
+            rows, changed, adapter.trainable, adapter.grads, beta=0.3, reference=start, **counts
+        )
+        return cast(list[float], run_to_end(own)[0, 2:].tolist())
+
+    adapter = started(base)
+    copies = lora_tensors.cast(adapter.weights(), base.dtype)
+    for _, tensor in lora_tensors.named_tensors(copies):
+        tensor.requires_grad_()
+    changed, start = (replace(lora, adapters=(one,)) for one in (adapter.weights(), copies))
     before = likelihood()
     for levels in (False, True):
         if levels:
             layers.compile_levels(COSTS)
         for counts in ({}, {"recomputed": 2}, {"partly": 2}, {"recomputed": 1, "partly": 1}, {"recomputed": 1}):
             assert rewards(**counts) == [[0.0] * 3] * 2, (levels, counts)
+            assert continued(**counts) == [0.0] * 3, (levels, counts)
     assert torch.equal(likelihood(), before)
 
 

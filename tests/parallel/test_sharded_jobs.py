@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -81,6 +82,24 @@ def test_a_distillation_on_two_ranks_is_that_of_one_process(
     assert found.losses == pytest.approx(alone.losses, rel=1e-3)
     assert [found.valid_before, *found.valid] == pytest.approx([alone.valid_before, *alone.valid], rel=1e-3)
     assert alone.valid_before is not None and alone.valid_before > 1e-3, "the teacher is not the base"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, BD], ids=["lora", "bd"])
+def test_a_preference_that_continues_an_adapter_on_two_ranks_is_that_of_one_process(
+    two: Ranks, base: str, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    run(None, base, tmp_path, **({"learning_rate": 0.1} | changes))
+    start = AdapterRef("learned", 1)
+    job = {"id": "job-2", "adapter": "preferred", "init_from": start, "dropout": 0.0, "learning_rate": 0.03}
+    job |= DPO | changes
+    run(None, base, tmp_path, until=0, **job)
+    shutil.copytree(tmp_path, tmp_path / "alone", ignore=shutil.ignore_patterns("alone"))
+    alone = run(None, base, tmp_path / "alone", **job)
+    begun, ended = run(two, base, tmp_path, until=2, **job), run(two, base, tmp_path, **job)
+    assert begun.losses + ended.losses == pytest.approx(alone.losses, rel=1e-3)
+    assert begun.losses[0] == alone.losses[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert alone.losses[-1] < 0.68, "it has moved away from its reference"
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ from coserve.state.folder import DataFolder
 from coserve.state.records import AdapterRecord, JobRecord
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
-from coserve.types import BaseSpec, JobSpec, JobState, LoraSettings, Teacher, TrainingRequest
+from coserve.types import AdapterRef, BaseSpec, JobSpec, JobState, LoraSettings, Teacher, TrainingRequest
 
 SMALL_FILE = 64 << 10
 """Bytes of a file that is tokenised in a thread."""
@@ -145,7 +145,10 @@ class Submission:
                 corpus_digest=corpus.digest,
             )
             if memory is not None:
-                await asyncio.to_thread(check_fits, job, spec, memory, limit)
+                planned = job
+                if earlier is not None:  # whose version it will continue
+                    planned = msgspec.structs.replace(job, init_from=AdapterRef(earlier.spec.adapter, 1))
+                await asyncio.to_thread(check_fits, planned, spec, memory, limit)
         except BaseException:
             await uncancelled_thread(corpus.discard)
             raise

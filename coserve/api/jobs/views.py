@@ -139,7 +139,14 @@ def job_view(record: JobRecord, line: Line) -> Job:
         auto=list(spec.auto),
         notes=list(record.notes),
         samples=list(record.samples),
+        stopped_early=record.state is JobState.SUCCEEDED and record.step < record.total_steps,
+        published_step=_published_step(record) if record.state is JobState.SUCCEEDED else None,
     )
+
+
+def _published_step(record: JobRecord) -> int:
+    best = None if record.metrics is None else record.metrics.best_step
+    return record.step if best is None else best
 
 
 def _source(record: JobRecord) -> str | None:

@@ -170,9 +170,12 @@ def _compute(
     segments = Segments(rows.segment_bounds, tuple(range(len(micro_batches))))
     dropout = dropout_of(rows.token_bounds, [each.dropout for each in micro_batches])
     lora = LoraBatch(segments, tuple([each.weights for each in micro_batches]), lora_backend, dropout, kept)
-    teacher = None if first.teacher is None else LoraBatch(segments, (first.teacher,), lora_backend)
+    teacher, reference = (
+        None if weights is None else LoraBatch(segments, (weights,), lora_backend)
+        for weights in (first.teacher, first.reference)
+    )
     if not first.learns:
-        return (yield from runner.evaluate(rows, lora, teacher=teacher, beta=first.beta))
+        return (yield from runner.evaluate(rows, lora, teacher=teacher, beta=first.beta, reference=reference))
     trainable, grads = (
         [[tensor for each in layer for tensor in each] for layer in zip(*by_job, strict=True)]
         for by_job in ([each.trainable for each in micro_batches], [each.grads for each in micro_batches])
@@ -185,6 +188,7 @@ def _compute(
             grads,
             teacher=teacher,
             beta=first.beta,
+            reference=reference,
             recomputed=first.recomputed,
             partly=first.partly,
             for_compiled=all(each.for_compiled for each in micro_batches),
