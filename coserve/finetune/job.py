@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from coserve.finetune.loop import TrainingLoop
 from coserve.finetune.outcome import CAPTURE_FAILED
 from coserve.finetune.publication import JobSnapshots
 from coserve.finetune.session import Event, FinishUpdate, Training
+from coserve.link import JobStarted
 from coserve.model.faults import memory_numbers, out_of_memory
 from coserve.step_metrics import StepMetrics
 
@@ -112,3 +115,15 @@ class TrainingJob:
                     training.throw(FinishUpdate())
         finally:
             training.close()  # a step begins with gradients of 0, so those of this one may stay
+
+
+@dataclass(frozen=True)
+class LoadedJob:
+    """A job in memory that is not committed: call it on the event-loop thread to commit it."""
+
+    started: JobStarted
+    commit: Callable[[], None]
+
+    def __call__(self) -> JobStarted:
+        self.commit()
+        return self.started

@@ -52,6 +52,11 @@ class TrainingLoop:
         stopped = patience is not None and self.progress.evaluations_without_gain >= patience
         return self.progress.pending is None and (self.progress.step >= self.plan.total_steps or stopped)
 
+    @property
+    def planned_memory(self) -> Treatment | None:
+        """As `limit_memory` has set it."""
+        return self._limits.planned
+
     def limit_memory(self, treatment: Treatment | None) -> None:
         """From the next optimizer step or evaluation on, also one that begins again: see `MemoryLimits.plan`."""
         self._limits.plan(treatment)

@@ -42,24 +42,24 @@ class MemoryLimits:
         """Most tokens of a micro-batch of several rows; None: as planned."""
         self.recompute = False
         """Keep only each layer's input, whatever the engine's setting."""
-        self._planned: Treatment | None = None
+        self.planned: Treatment | None = None
 
     def plan(self, treatment: Treatment | None) -> None:
         """How the optimizer steps are computed that begin from now on; None: as the engine's settings say. What `lower` has found holds
         besides. The step in progress goes on as it was cut: micro-batches of its size might not fit with fewer layers recomputed."""
-        self._planned = treatment
+        self.planned = treatment
 
     @property
     def treatment(self) -> StepTreatment:
         """Of a step that begins now: take it along with `cut`."""
-        planned = Treatment(0) if self._planned is None else self._planned
+        planned = Treatment(0) if self.planned is None else self.planned
         if self.recompute:
             return StepTreatment(self._layers, 0, planned.compiled)
         return StepTreatment(planned.recomputed, planned.partly, planned.compiled)
 
     def cut(self, micro_batches: MicroBatches) -> MicroBatches:
         """The same rows in micro-batches within the limit."""
-        planned = None if self._planned is None else self._planned.tokens
+        planned = None if self.planned is None else self.planned.tokens
         limits = [limit for limit in (self.tokens, planned) if limit is not None]
         if not limits:
             return micro_batches

@@ -22,7 +22,7 @@ from coserve.errors import (
     JobOutOfMemory,
 )
 from coserve.finetune.init import initial_weights, published_adapter
-from coserve.finetune.job import TrainingJob
+from coserve.finetune.job import LoadedJob, TrainingJob
 from coserve.finetune.job_checkpoint import JobCheckpoints
 from coserve.finetune.layers.compiled import uncompiled
 from coserve.finetune.layers.graphs import LayerGraphs
@@ -38,7 +38,7 @@ from coserve.finetune.publication import Published, Snapshot, publication, snaps
 from coserve.finetune.session import Loss, SliceTimer, TrainingSession
 from coserve.gpu_memory import TrainingCosts
 from coserve.kernels.lora.interface import LoraBackend
-from coserve.link import FromEngine, JobCheckpoint, JobNote, JobSnapshot, JobStarted, TrainingBatches
+from coserve.link import FromEngine, JobCheckpoint, JobNote, JobSnapshot, TrainingBatches
 from coserve.model.base import Base
 from coserve.model.faults import contained, memory_numbers, out_of_memory
 from coserve.model.lora import KeptLora, LoraWeights
@@ -104,22 +104,21 @@ class Trainer:
         self.trained: tuple[str, ...] = ()
         """Jobs of the last slice."""
 
-    def load(self, spec: JobSpec, cancellation: Cancellation) -> Callable[[], JobStarted]:
+    def load(self, spec: JobSpec, cancellation: Cancellation) -> LoadedJob:
         """Load a job into memory as its last readable checkpoint left it; on any thread.
 
-        Call the returned function on the event-loop thread to commit the load. Raises `Cancelled`, `CheckpointUnreadable`
+        Raises `Cancelled`, `CheckpointUnreadable`
         (its corpus), `AdapterNotFound` (the adapter it continues, or its teacher), `InvalidRequest` (settings that do not fit the base),
         `JobOutOfMemory`.
         """
         with self._job_errors():
             job = self._load(spec, cancellation.check)
 
-        def start() -> JobStarted:
+        def commit() -> None:
             assert spec.id not in self._jobs, f"job {spec.id} runs already"
             self._jobs[spec.id] = job
-            return job.checkpoints.started()
 
-        return start
+        return LoadedJob(job.checkpoints.started(), commit)
 
     def preparation(self, job: str) -> Callable[[Cancellation], None] | None:
         """Work to do on a thread before the next `advance`; mostly None. Do not advance the job meanwhile."""

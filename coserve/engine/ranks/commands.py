@@ -96,50 +96,42 @@ class EvictAdapter(Command, frozen=True):
 
 
 class LoadJob(Question, frozen=True, kw_only=True):
-    """Load a job as its last checkpoint left it."""
+    """Load a job as its last checkpoint left it. Answer with the step that it goes on from. Later commands name the load by its `number`; the
+    first of them commits it."""
 
     spec: JobSpec
 
 
-class BeginJob(Command, frozen=True):
-    """Commit a load: the job may be advanced."""
-
-    job: str
-    load: int
-    """Number of its `LoadJob`."""
-    resumed_from: int
-    """The step from which rank 0 resumes."""
-
-
-class ForgetLoad(Command, frozen=True):
-    """Drop a load that will not be committed: one that has failed, has not ended, or has ended and was cancelled."""
+class DropJob(Command, frozen=True):
+    """See `Trainer.drop`. The load may not have ended, or not have been committed."""
 
     load: int
-    """Number of its `LoadJob`."""
 
 
 class PrepareJob(Question, frozen=True, kw_only=True):
     """See `Trainer.preparation`."""
 
-    job: str
+    load: int
 
 
 class AdvanceJob(Question, frozen=True, kw_only=True):
     """Answer with the `Outcome` of `Trainer.attempt`, of which `value` is the position. Later commands do wait."""
 
-    job: str
+    load: int
     micro_steps: int | None
+    treatment: Treatment | None
+    """See `Trainer.limit`; None: as set."""
+
+
+class AbandonJob(Command, frozen=True):
+    """See `Trainer.abandon`, or `Trainer.retry`."""
+
+    load: int
+    how: Retry | None = None
 
 
 class ReleaseMemory(Command, frozen=True):
     """See `Trainer.release_memory`."""
-
-
-class LimitJob(Command, frozen=True):
-    """See `Trainer.limit`."""
-
-    job: str
-    treatment: Treatment
 
 
 class ReadDevice(Question, frozen=True, kw_only=True):
@@ -149,28 +141,15 @@ class ReadDevice(Question, frozen=True, kw_only=True):
 class GatherJob(Command, frozen=True):
     """See `Trainer.gather`."""
 
-    job: str
+    load: int
     weights_only: bool
 
 
 class CopySnapshot(Question, frozen=True, kw_only=True):
     """Keep this rank's part of what was gathered last in host memory, as that of `adapter`. Answer with 1, or 0: there is no memory."""
 
-    job: str
+    load: int
     adapter: AdapterRef
-
-
-class AbandonJob(Command, frozen=True):
-    """See `Trainer.abandon`, or `Trainer.retry`."""
-
-    job: str
-    how: Retry | None = None
-
-
-class DropJob(Command, frozen=True):
-    """See `Trainer.drop`."""
-
-    job: str
 
 
 # End.
@@ -189,10 +168,7 @@ AnyCommand = (
     | DropAdapterCopy
     | LoadIntoPages
     | EvictAdapter
-    | BeginJob
-    | ForgetLoad
     | ReleaseMemory
-    | LimitJob
     | GatherJob
     | AbandonJob
     | DropJob

@@ -21,17 +21,14 @@ from coserve.engine.ranks.commands import (
     AdvanceJob,
     Answer,
     AnyCommand,
-    BeginJob,
     BuildEngine,
     CopySnapshot,
     DropAdapterCopy,
     DropJob,
     EvictAdapter,
     Forget,
-    ForgetLoad,
     GatherJob,
     Launch,
-    LimitJob,
     LoadIntoPages,
     LoadJob,
     MeasurePool,
@@ -45,9 +42,9 @@ from coserve.engine.ranks.commands import (
 from coserve.engine.ranks.page_tables import PageTables
 from coserve.engine.ranks.progress import Progress
 from coserve.errors import CoserveError, EngineFault, InternalError, RequestOutOfMemory
+from coserve.finetune.job import LoadedJob
 from coserve.finetune.trainer import Trainer
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput
-from coserve.link import JobStarted
 from coserve.memory.kv import KvCache
 from coserve.memory.pages import Span
 from coserve.model.agreement import FailedTogether
@@ -99,7 +96,7 @@ class Follower:
         self._tables = PageTables()
         self._in_flight: list[StepInFlight] = []
         self._loads = dict[int, _JobLoad]()
-        """By their question's number: of jobs that are being loaded, or loaded and not begun."""
+        """By their question's number."""
 
     def run(self) -> None:
         """Raises `PeerLost`, and whatever a command raises: the ranks cannot go on then."""
@@ -128,28 +125,21 @@ class Follower:
             case DropAdapterCopy(adapter):
                 self._host.pop(adapter, None)
             case AdvanceJob():
-                outcome = self._parts.trainer.attempt(command.job, command.micro_steps)
-                self._commands.send(Answer(command.number, outcome.position, outcome.code, outcome.message))
+                self._advance_job(command)
             case ReleaseMemory():
                 self._parts.trainer.release_memory()
-            case LimitJob(job, treatment):
-                self._parts.trainer.limit(job, treatment)
-            case GatherJob(job, weights_only):
+            case GatherJob(load, weights_only):
                 with suppress(FailedTogether):  # rank 0 tells of it
-                    self._parts.trainer.gather(job, weights_only=weights_only)
+                    self._parts.trainer.gather(self._job(load), weights_only=weights_only)
             case CopySnapshot():
                 self._copy_snapshot(command)
-            case AbandonJob(job, how):
+            case AbandonJob(load, how):
                 if how is None:
-                    self._parts.trainer.abandon(job)
+                    self._parts.trainer.abandon(self._job(load))
                 else:
-                    self._parts.trainer.retry(job, how)
-            case DropJob(job):
-                self._parts.trainer.drop(job)
-            case BeginJob():
-                self._begin_job(command)
-            case ForgetLoad(load):
-                self._loads.pop(load).cancellation.cancel()
+                    self._parts.trainer.retry(self._job(load), how)
+            case DropJob(load):
+                self._loads.pop(load).drop()
             case LoadJob():
                 self._load_job(command)
             case ReadAdapter():
@@ -209,13 +199,22 @@ class Follower:
 
     # ---- jobs
 
+    def _job(self, load: int) -> str:
+        return self._loads[load].begin()
+
     def _load_job(self, question: LoadJob) -> None:
-        load = _JobLoad(self._parts.trainer, question.spec)
-        self._loads[question.number] = load
+        load = self._loads[question.number] = _JobLoad(self._parts.trainer, question.spec)
         self._answer(question.number, self._threads, load.run)
 
+    def _advance_job(self, question: AdvanceJob) -> None:
+        job, trainer = self._job(question.load), self._parts.trainer
+        if question.treatment is not None:
+            trainer.limit(job, question.treatment)
+        outcome = trainer.attempt(job, question.micro_steps)
+        self._commands.send(Answer(question.number, outcome.position, outcome.code, outcome.message))
+
     def _prepare_job(self, question: PrepareJob) -> None:
-        prepare = self._parts.trainer.preparation(question.job)
+        prepare = self._parts.trainer.preparation(self._job(question.load))
 
         def work() -> int:
             if prepare is not None:
@@ -225,7 +224,7 @@ class Follower:
         self._answer(question.number, self._threads, work)
 
     def _copy_snapshot(self, question: CopySnapshot) -> None:
-        copy = self._parts.trainer.gathered_copy(question.job)
+        copy = self._parts.trainer.gathered_copy(self._job(question.load))
 
         def work() -> int:
             weights = copy()
@@ -234,9 +233,6 @@ class Follower:
             return int(weights is not None)
 
         self._answer(question.number, self._threads, work)
-
-    def _begin_job(self, command: BeginJob) -> None:
-        self._loads.pop(command.load).begin(command.resumed_from)
 
     # ---- threads
 
@@ -259,21 +255,27 @@ class Follower:
 
 
 class _JobLoad:
-    """One attempt to load a job."""
+    """One load of a job: under way, loaded, or committed."""
 
     def __init__(self, trainer: Trainer, spec: JobSpec) -> None:
-        self.cancellation = Cancellation()
-        self._trainer, self._spec = trainer, spec
-        self._start: Callable[[], JobStarted] | None = None
+        self._trainer, self._spec, self._cancellation = trainer, spec, Cancellation()
+        self._loaded: LoadedJob | None = None
+        self._begun = False
 
     def run(self) -> int:
-        """On a thread."""
-        self._start = self._trainer.load(self._spec, self.cancellation)
-        return 0
+        """On a thread. Returns the step that the job goes on from."""
+        self._loaded = loaded = self._trainer.load(self._spec, self._cancellation)
+        return loaded.started.resumed_from
 
-    def begin(self, step: int) -> None:
-        """After `run`. Raises `EngineFault` if the job does not resume from this step."""
-        assert self._start is not None, f"job {self._spec.id} is not loaded"
-        found = self._start().resumed_from
-        if found != step:
-            raise EngineFault(f"job {self._spec.id} resumes from step {step} on rank 0, from step {found} here")
+    def begin(self) -> str:
+        """After `run`: commit the load, unless it is committed. Returns the job's id."""
+        if self._loaded is not None:
+            self._loaded.commit()
+            self._loaded, self._begun = None, True
+        assert self._begun, f"job {self._spec.id} is not loaded"
+        return self._spec.id
+
+    def drop(self) -> None:
+        self._cancellation.cancel()
+        if self._begun:
+            self._trainer.drop(self._spec.id)

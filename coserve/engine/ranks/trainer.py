@@ -7,18 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from coserve.adapter_store.store import AdapterStore
-from coserve.admission.treatment import Treatment
 from coserve.cancellation import Cancellation
 from coserve.engine.ranks.commands import (
     AbandonJob,
     AdvanceJob,
-    BeginJob,
     CopySnapshot,
     DropAdapterCopy,
     DropJob,
-    ForgetLoad,
     GatherJob,
-    LimitJob,
     LoadJob,
     PrepareJob,
     ReadAdapter,
@@ -26,6 +22,7 @@ from coserve.engine.ranks.commands import (
 )
 from coserve.engine.ranks.followers import Followers, RankLost
 from coserve.errors import CoserveError, EngineFault, RequestOutOfMemory, StorageError
+from coserve.finetune.job import LoadedJob
 from coserve.finetune.outcome import Outcome, how_to_retry, judge
 from coserve.finetune.publication import snapshot_without_memory, waiting_for_disk
 from coserve.finetune.trainer import Trainer, TrainerSettings
@@ -36,7 +33,6 @@ from coserve.link import (
     JobNote,
     JobProgress,
     JobSnapshot,
-    JobStarted,
     JobSucceeded,
     JobWaiting,
 )
@@ -56,30 +52,36 @@ class RankedTrainer(Trainer):
     ) -> None:
         super().__init__(base, store, folder, settings)
         self._followers = followers
+        self._loads = dict[str, int]()
+        """Numbers of the jobs' loads on the other ranks."""
 
-    def load(self, spec: JobSpec, cancellation: Cancellation) -> Callable[[], JobStarted]:
-        """See `Trainer.load`. Raises what any rank raised. Where the load has ended and is not committed, `cancellation` frees the
-        memory of the other ranks."""
-        answers, load = self._followers.ask(LoadJob(spec=spec)), super().load
+    def load(self, spec: JobSpec, cancellation: Cancellation) -> LoadedJob:
+        """See `Trainer.load`. Raises what any rank raised, and `EngineFault` unless all go on from one step. Where the load has ended and is not
+        committed, `cancellation` frees the memory of the other ranks."""
+        answers = self._followers.ask(LoadJob(spec=spec))
 
         def forget() -> None:
             with suppress(RankLost):  # the engine ends, and must be able to
-                self._followers.send(ForgetLoad(answers.number))
+                self._followers.send(DropJob(answers.number))
 
         try:
-            start = load(spec, cancellation)
-            answers.wait()
+            loaded = super().load(spec, cancellation)
+            own = loaded.started.resumed_from
+            for rank, step in enumerate(answers.wait(), 1):
+                if step != own:
+                    raise EngineFault(
+                        f"job {spec.id} resumes from step {own} on rank 0, from step {step} on rank {rank}"
+                    )
             cancellation.on_cancel(forget)
         except Exception:
             forget()
             raise
 
-        def begin() -> JobStarted:
-            started = start()
-            self._followers.send(BeginJob(spec.id, answers.number, started.resumed_from))
-            return started
+        def commit() -> None:
+            loaded.commit()
+            self._loads[spec.id] = answers.number
 
-        return begin
+        return LoadedJob(loaded.started, commit)
 
     def preparation(self, job: str) -> Callable[[Cancellation], None] | None:
         """See `Trainer.preparation`."""
@@ -89,7 +91,7 @@ class RankedTrainer(Trainer):
 
         def on_all(cancellation: Cancellation) -> None:
             with cancellation.postponed():  # else the job may be dropped first, and followers would not know it
-                answers = self._followers.ask(PrepareJob(job=job))
+                answers = self._followers.ask(PrepareJob(load=self._loads[job]))
             try:
                 prepare(cancellation)
             finally:
@@ -103,13 +105,15 @@ class RankedTrainer(Trainer):
     ) -> list[FromEngine]:
         """See `Trainer.advance`; each job trains alone. An error of any rank ends the job alone, or begins its optimizer step again on all ranks, with
         less memory or without graphs. Raises `EngineFault` alone."""
-        with self._followers.asked(AdvanceJob(job=job, micro_steps=micro_steps)) as answers:
+        treatment = self._jobs[job].loop.planned_memory
+        command = AdvanceJob(load=self._loads[job], micro_steps=micro_steps, treatment=treatment)
+        with self._followers.asked(command) as answers:
             own = self.attempt(job, micro_steps)
             theirs = [Outcome(answer.value, answer.code, answer.message) for answer in answers.settle()]
         verdict = judge([own, *theirs])
         if verdict.retry:
             how = how_to_retry(verdict, graphs=self.has_graphs)
-            self._followers.send(AbandonJob(job, how))
+            self._followers.send(AbandonJob(self._loads[job], how))
             notes = self.retry(job, how)
             if notes or not how.lower:
                 return notes
@@ -162,7 +166,7 @@ class RankedTrainer(Trainer):
         """See `Trainer.snapshot`. Each rank copies its part of what all of them gathered; `JobNote` where one of them has no memory for it."""
         with gathered(job):
             own = self._begin_snapshot(job)
-        answers = self._followers.ask(CopySnapshot(job=job, adapter=own.ref))
+        answers = self._followers.ask(CopySnapshot(load=self._loads[job], adapter=own.ref))
 
         def drop() -> None:
             self._followers.send(DropAdapterCopy(own.ref))  # of those that have one
@@ -188,11 +192,6 @@ class RankedTrainer(Trainer):
 
         return run
 
-    def limit(self, job: str, treatment: Treatment) -> None:
-        """See `Trainer.limit`."""
-        self._followers.send(LimitJob(job, treatment))
-        super().limit(job, treatment)
-
     def release_memory(self) -> bool:
         """See `Trainer.release_memory`."""
         self._followers.send(ReleaseMemory())
@@ -200,16 +199,16 @@ class RankedTrainer(Trainer):
 
     def abandon(self, job: str, *, finish_update: bool = False) -> None:
         """See `Trainer.abandon`. Ranks have no updates in slices: none is ever suspended in one."""
-        self._followers.send(AbandonJob(job))
+        self._followers.send(AbandonJob(self._loads[job]))
         super().abandon(job, finish_update=finish_update)
 
     def drop(self, job: str) -> None:
         """See `Trainer.drop`."""
-        self._followers.send(DropJob(job))
+        self._followers.send(DropJob(self._loads.pop(job)))
         super().drop(job)
 
     def _gathering(self, job: str, weights_only: bool) -> None:
-        self._followers.send(GatherJob(job, weights_only))
+        self._followers.send(GatherJob(self._loads[job], weights_only))
 
 
 @contextmanager
