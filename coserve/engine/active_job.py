@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
 from types import coroutine
 from typing import Any, TypeVar
 
@@ -27,6 +28,14 @@ def _suspended(futures: Awaited) -> Generator[Awaited, None, None]:
     yield futures
 
 
+@dataclass(frozen=True)
+class Samples:
+    """Of a snapshot of the job."""
+
+    snapshot: AdapterRef
+    done: Future[None] = field(default_factory=Future)
+
+
 class ActiveJob:
     """A job that is starting, training or ending. Its coroutine is resumed on the event loop, between two ticks."""
 
@@ -37,12 +46,8 @@ class ActiveJob:
         """Whether the trainer has loaded it."""
         self.turn: Future[None] | None = None
         """Done at the end of a micro-batch; None: it does not train."""
-        self.cancelled: Future[Any] | None = None
-        """Work that nobody waits for any more, which may hold memory until its thread has ended it."""
-        self.snapshot: AdapterRef | None = None
-        """The snapshot of which samples are being generated."""
-        self.sampled: Future[None] | None = None
-        """Done when those samples are; None: the job does not wait for them."""
+        self.samples: Samples | None = None
+        """Those that are being generated; the job trains on until the next ones are due."""
         self.trouble: str | None = None
         """Why the disk refused its adapter; None: it did not."""
         self.treatment: Treatment | None = None
@@ -67,7 +72,7 @@ class ActiveJob:
     @property
     def waits_for_samples(self) -> bool:
         """Nothing but its samples is missing for its next turn."""
-        return self.sampled is not None and self._awaited == (self.sampled,)
+        return self.samples is not None and self._awaited == (self.samples.done,)
 
     def ends(self, end: Ending) -> None:
         """It is to end so, unless it was cancelled or has failed already."""

@@ -6,7 +6,6 @@ an `EngineFault` ends the engine.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 
@@ -15,13 +14,10 @@ from coserve.engine.job_admission import JobAdmission
 from coserve.engine.job_line import JobLine
 from coserve.engine.ports import AdmitsJobs, Trains
 from coserve.engine.run_job import JobServices, job_failed, run_job
-from coserve.errors import EngineFault
 from coserve.link import FromEngine, JobCancelled, JobFailed, JobPaused, TrainingBatches
 from coserve.queues.finetune import JobQueue
 from coserve.state.retries import FOR_EVER, Retries
 from coserve.types import AdapterRef, JobSpec, MicroStep
-
-log = logging.getLogger(__name__)
 
 
 class JobRunner:
@@ -178,10 +174,11 @@ class JobRunner:
             self._active[job].resumes = isinstance(self._active[job].end, JobPaused)
 
     def snapshot_done(self, job: str, ref: AdapterRef) -> None:
-        """The samples of the job's snapshot are there, or will not come."""
+        """The samples of the job's snapshot are there, or will not come. May be told more than once."""
         active = self._active.get(job)
-        if active is not None and active.sampled is not None and active.snapshot == ref:
-            active.sampled.set_result(None)
+        samples = None if active is None else active.samples
+        if samples is not None and samples.snapshot == ref and not samples.done.done():
+            samples.done.set_result(None)
 
     def cancel(self, job: str) -> None:
         if job in self._active:
@@ -197,8 +194,7 @@ class JobRunner:
         """After `close`, at the end of the engine: wait for what is being written, and save all active jobs."""
         for active in tuple(self._active.values()):
             active.run_to_end()
-            if active.end is not None:
-                self._retire(active)
+            self._retire(active)
 
     def _resume(self, job: str) -> None:
         """Run the job's coroutine on, and give the job its turns, or none."""
@@ -227,18 +223,9 @@ class JobRunner:
         return self._pass
 
     def _retire(self, active: ActiveJob) -> None:
-        """The job's coroutine has ended: free its place and its memory."""
+        """The job's coroutine has ended: others may have its place."""
         job, end = active.spec.id, active.end
         del self._active[job]
-        self._memory.release(job, active.cancelled)
-        if active.loaded:
-            active.loaded = False
-            try:
-                self._trainer.drop(job)
-            except EngineFault:
-                raise
-            except Exception:  # it is out of the trainer's books all the same
-                log.exception("job %s: internal error while it was dropped", job)
         if active.resumes:
             self._pending.add(active.spec)
         elif isinstance(end, JobPaused):

@@ -14,11 +14,11 @@ from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from coserve.admission.memory import Start
 from coserve.cancellation import Cancellation
-from coserve.engine.active_job import ActiveJob, Stopped
+from coserve.engine.active_job import ActiveJob, Samples, Stopped
 from coserve.engine.job_admission import JobAdmission
 from coserve.engine.ports import Trains
 from coserve.errors import CapacityError, CoserveError, EngineFault, JobOutOfMemory, failure_text
@@ -59,12 +59,14 @@ async def run_job(job: ActiveJob, services: JobServices) -> None:
         await one.start()
         await one.train()
         job.end = await one.publish()
-        return
     except Stopped:
         pass
     except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
         job.ends(job_failed(job.spec.id, error))
-    await one.stop()
+    if not isinstance(job.end, JobSucceeded):
+        await one.stop()
+    if job.end is not None:
+        one.free()
 
 
 class _Run:
@@ -74,6 +76,8 @@ class _Run:
         self._job, self._id, self._services, self._trainer = job, job.spec.id, services, services.trainer
         self._write: Future[Commit] | None = None
         """A checkpoint that is being written while the job trains, or a snapshot that is being copied."""
+        self._cancelled: Future[Any] | None = None
+        """Work that nobody waits for any more, which may hold memory until its thread has ended it."""
 
     async def start(self) -> None:
         """Load the job. A start that finds no memory is tried again: at once where some could be freed, and a single time after the
@@ -153,6 +157,19 @@ class _Run:
         if job.loaded and (job.end is None or isinstance(job.end, JobPaused)):
             await self._save()
 
+    def free(self) -> None:
+        """The job's memory."""
+        self._services.memory.release(self._id, self._cancelled)
+        if not self._job.loaded:
+            return
+        self._job.loaded = False
+        try:
+            self._trainer.drop(self._id)
+        except EngineFault:
+            raise
+        except Exception:  # it is out of the trainer's books all the same
+            log.exception("job %s: internal error while it was dropped", self._id)
+
     async def _save(self) -> None:
         """If it fails, the steps since the last checkpoint are lost, not the job."""
         with tolerated(self._id):
@@ -174,15 +191,15 @@ class _Run:
         await self._job.until(self._write)
         message = (await self._job.result(self._take_write()))()
         if isinstance(message, JobSnapshot):
-            self._job.snapshot, self._job.sampled = message.ref, Future()
+            self._job.samples = Samples(message.ref)
         if message is not None:
             self._services.send(message)
 
     async def _written_and_sampled(self) -> None:
         await self._written()
-        if self._job.sampled is not None:
-            await self._job.until(self._job.sampled)
-            self._job.snapshot = self._job.sampled = None
+        if self._job.samples is not None:
+            await self._job.until(self._job.samples.done)
+            self._job.samples = None
 
     def _take_write(self) -> Future[Commit]:
         write, self._write = self._write, None
@@ -214,7 +231,7 @@ class _Run:
             return await self._job.result(future)
         except Stopped:
             cancellation.cancel()
-            self._job.cancelled = future
+            self._cancelled = future
             raise
         finally:
             del future  # its error would keep this frame, which keeps it

@@ -93,6 +93,15 @@ async def test_a_job_that_waits_for_samples_can_be_paused_and_goes_on(at: Scene,
     await at.until(said(JobSucceeded, "one"))
 
 
+async def test_the_end_of_samples_may_be_told_twice(at: Scene) -> None:
+    await at.until(snapshot(2))
+    for step in (2, 2, 4, 4, 5, 5):
+        if step != 2:
+            await at.until(snapshot(step))
+        at.api.send(done(step))
+    await at.until(said(JobSucceeded, "one"))
+
+
 async def test_a_job_that_waits_for_samples_can_be_cancelled(at: Scene) -> None:
     await at.until(snapshot(2), progress(4))
     at.api.send(CancelJob(id="one"))
