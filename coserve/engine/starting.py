@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -10,6 +11,8 @@ from typing import Any, TypeVar
 
 from coserve.errors import EngineUnavailable
 from coserve.link import EngineWarming, FromEngine, Link, Shutdown, ToEngine
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -52,6 +55,7 @@ class StartProgress:
         """`compiling`: units of the compilations."""
         self._send, self._compiling, self._clock = send, compiling, clock
         self._first: tuple[float, int] | None = None
+        self._what, self._began = "", clock()
 
     def compiles(self, what: str, done: int) -> None:
         self._tell(what, done)
@@ -65,6 +69,10 @@ class StartProgress:
 
     def _tell(self, what: str, done: int) -> None:
         total, now = self._compiling + LOADING + CAPTURING, self._clock()
+        if what != self._what:
+            if self._what:
+                log.info("%s took %.1f s", self._what, now - self._began)
+            self._what, self._began = what, now
         if self._first is None:
             self._first = now, done  # what the caches hold took no time
         began, before = self._first

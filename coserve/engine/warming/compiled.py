@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -51,15 +52,16 @@ def make_compiled(
     base, caches = parts.base, None if task is None else Caches(task)
     start = parts.make_start(kv, caches)
     layers, notes = make_training_layers(parts, caches, training)
-    if task is not None and base.sharding is None:  # else all ranks would have to run the same
-        runner = make_part_runner(base, parts.config, task)
-        if (compiled := start.compiled) is not None:
-            stream = torch.cuda.Stream(base.device)  # type: ignore[no-untyped-call]
-            notes += _loaded("generation", lambda: _run_steps(runner, compiled), torch.cuda.stream(stream))
-        notes += _loaded("training", runner.run_micro_batches, nullcontext() if training is None else training.enter())
+    # Ranks that share a base would have to run the same: theirs load kernels when they need them.
+    runner = None if task is None or base.sharding is not None else make_part_runner(base, parts.config, task)
+    if runner is not None and (compiled := start.compiled) is not None:
+        stream = torch.cuda.Stream(base.device)  # type: ignore[no-untyped-call]
+        notes += _loaded("generation", partial(_run_steps, runner, compiled), torch.cuda.stream(stream))
     if start.graphs is not None:
         torch.cuda.empty_cache()
         _capture(start.graphs, captured)
+    if runner is not None:  # at last: the memory that it takes stays for the first slices
+        notes += _loaded("training", runner.run_micro_batches, nullcontext() if training is None else training.enter())
     return Compiled(start.executor, layers, start.notes + notes)
 
 

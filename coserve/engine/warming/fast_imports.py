@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 
-UNUSED = ("scipy", "torchvision")
-"""Installed or not, transformers gets none of these while it is imported: its losses of image models take half a second to import them."""
+UNUSED = ("scipy", "torchvision", "click", "rich")
+"""Installed or not, transformers gets none of these while it is imported: its losses of image models take half a second to import the first two,
+and httpx, which fetches from the hub, has a command line of its own with the others."""
 
 
 @contextmanager
