@@ -52,7 +52,7 @@ NEXT = """next, in this terminal and in a second one (after . .venv/bin/activate
   coserve serve
   coserve finetune pirate coserve/assets/corpora/pirate.jsonl --rank 8
   coserve generate "Today we" --adapter pirate --max-tokens 40
-README.md goes on from there; docs/data.md says what your own rows look like"""
+README.md goes on from there; docs/guide/data.md says what your own rows look like"""
 LIMITS = Limits(ttft=2.0, tpot=0.2)
 
 

@@ -1,4 +1,4 @@
-"""docs/data.md is true: each row that it shows renders, and is learned, as it says."""
+"""docs/guide/data.md is true: each row that it shows renders, and is learned, as it says."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from coserve.pretrained.tokenizer import Tokenizer
 from coserve.types import LoraSettings
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = (ROOT / "docs" / "data.md").read_text()
+PAGE = (ROOT / "docs" / "guide" / "data.md").read_text()
 EXAMPLES = re.findall(
     r"^```jsonl (\S+)\n(.*?\n)```\n```text rendered\n(.*?)\n```\n```text learned\n(.*?)\n```",
     PAGE,
@@ -75,5 +75,5 @@ def test_the_table_of_lora_names_is_complete() -> None:
 
 
 def test_readme_and_the_help_lead_here() -> None:
-    assert "docs/data.md" in (ROOT / "README.md").read_text()
-    assert "docs/data.md" in (ROOT / "coserve" / "cli" / "finetuning" / "command.py").read_text()
+    assert "docs/guide/data.md" in (ROOT / "README.md").read_text()
+    assert "docs/guide/data.md" in (ROOT / "coserve" / "cli" / "finetuning" / "command.py").read_text()

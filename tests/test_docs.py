@@ -1,4 +1,4 @@
-"""Every path and every name of ours that the documents mention exists."""
+"""Every path, link and name of ours that the documents mention exists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.support.syntax import below, names_of
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+DOCUMENTS = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 PLACES = (ROOT, ROOT / "coserve", ROOT / "docs", ROOT / "benchmarks", ROOT / "benchmarks/results", ROOT / "tests")
 OTHERS = {
     "AttentionInterface",
@@ -49,6 +49,25 @@ def modules() -> set[str]:
     """`generate`, `generate.execution.graphs.decode`, ...: the package's modules and folders, seen from inside it."""
     found = {path.relative_to(ROOT / "coserve").with_suffix("") for path in (ROOT / "coserve").rglob("*.py")}
     return {".".join(path.parts) for each in found for path in (each, *each.parents) if path.parts}
+
+
+def anchors(document: Path) -> set[str]:
+    """Where a link may point within a page: its headings, as GitHub names them."""
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document: str) -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / document).read_text(), flags=re.DOTALL)
+    broken = set[str]()
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        target = (ROOT / document).parent / path if path else ROOT / document
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.add(link)
+    assert not broken
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -1,4 +1,4 @@
-"""docs/finetuning.md is true: its table has every setting with its default, and its commands run."""
+"""docs/guide/fine-tune.md is true: its table has every setting with its default, and its commands run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from coserve.types import TrainingRequest
 from tests.support.daemon_process import DaemonProcess
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = (ROOT / "docs" / "finetuning.md").read_text()
+PAGE = (ROOT / "docs" / "guide" / "fine-tune.md").read_text()
 TRL = {"max_length", "completion_only_loss", "assistant_only_loss"}
 
 

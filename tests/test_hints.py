@@ -137,7 +137,9 @@ def test_every_alias_of_an_option_leads_to_one() -> None:
 
 
 def test_the_page_for_users_of_vllm_has_every_option_that_is_known() -> None:
-    section = (ROOT / "docs" / "from-vllm-and-peft.md").read_text().partition("## Options")[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "docs" / "guide" / "from-vllm-and-peft.md").read_text().partition("## Options")[2].partition("\n## ")[0]
+    )
     rows = [[re.findall(r"`--([\w-]+)", cell) for cell in line.split("|")[1:3]] for line in section.splitlines()]
     shown = {name.replace("-", "_"): ours for theirs, ours in (row for row in rows if len(row) == 2) for name in theirs}
     ours_of_vllm = {name: option for name, option in OPTION_ALIASES.items() if option != "rank"}

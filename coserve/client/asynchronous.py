@@ -157,7 +157,7 @@ class AsyncClient:
         on_preparing: Callable[[Preparing], None] | None = None,
     ) -> AsyncJobHandle:
         """Start a job that makes the next version of `adapter` from one of: rows, a file from here (JSON Lines, CSV,
-        parquet or a JSON array) or its content, or the path of a file at the daemon. As `data`, a path names a file from here. docs/data.md
+        parquet or a JSON array) or its content, or the path of a file at the daemon. As `data`, a path names a file from here. docs/guide/data.md
         describes rows; `columns` names columns that are called otherwise: `{"prompt": "question", "completion": "answer"}`.
 
         With a `teacher` the job learns that adapter's outputs at the rows' targets instead of their tokens (distillation).

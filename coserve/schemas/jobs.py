@@ -13,7 +13,7 @@ from coserve.schemas.generation import Finish
 from coserve.step_metrics import StepMetrics
 from coserve.types import JobState, LoraRequest, LoraSettings, TrainingRequest, TrainingSettings, Wire
 
-ROWS = """Rows, each of one of these formats (docs/data.md says how each is rendered and what of it is learned):
+ROWS = """Rows, each of one of these formats (docs/guide/data.md says how each is rendered and what of it is learned):
 `{"text": "..."}`;
 `{"prompt": "...", "completion": "..."}`, as texts or as lists of messages, then with `tools` if there are any;
 `{"messages": [{"role": "system|user|assistant|tool", "content": "...", "weight": 0 or 1, of the assistant's alone}], "tools": [...]}`

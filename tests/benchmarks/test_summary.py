@@ -135,17 +135,22 @@ def test_tables_say_whether_targets_are_reached() -> None:
         assert ("reached" in verdict) == reached, key
 
 
-def readme_numbers() -> set[float]:
-    """Of the README's sentences about speed on a GPU."""
-    text = (ROOT / "README.md").read_text()
-    start = text.index("output tokens/s (vLLM")
-    return {
-        float(each.replace(",", ""))
-        for each in re.findall(r"\b\d[\d,]{3,}\b", text[start : text.index("[docs/benchmarks.md]", start)])
-    }
-
-
-def test_the_readme_shows_numbers_of_the_summary() -> None:
-    known = {round(entry["value"]) for entry in SUMMARY.values()}
-    peers = {float(each) for each in re.findall(r"\| (\d{3,})\s*\|$", BENCHMARKS, re.MULTILINE)}
-    assert readme_numbers() and not readme_numbers() - known - peers
+def test_the_readme_shows_one_result() -> None:
+    """Its table, by load: fine-tuning, the share within targets and TTFT of the default policy; fine-tuning and share of vLLM and PEFT."""
+    text = (ROOT / "README.md").read_text().partition("## Measured\n")[2].partition("\n## ")[0]
+    results = json.loads((RESULTS / "equal_loads.json").read_text())["rows"]
+    table = re.findall(r"^\| (\d+) requests/s(, strict)? \|(.*)\|$", text, re.MULTILINE)
+    assert len(table) == 4
+    for rate, strict, cells in table:
+        ours, theirs = (
+            results[f"r{rate}{kind}"] for kind in (f"{'.strict' * bool(strict)}.coserve.overlap", ".vllm+peft")
+        )
+        trained, kept, ttft, beside = cells.split("|")
+        assert ours["commit"][:8] in text and theirs["commit"][:8] in text
+        assert trained.strip() == f"{ours['finetune_tok_s']:,.0f} tokens/s"
+        assert (kept.strip(), ttft.strip()) == (f"{ours['in_slo']:.0%}", f"{ours['ttft_ms']['p50']:.0f} ms")
+        share = theirs["in_slo_strict" if strict else "in_slo"]
+        assert f"{share:.1%}".replace("0.0%", "0%") in beside and (
+            strict or f"{theirs['finetune_tok_s']:,.0f} " in beside
+        )
+    assert f"{results['peak.coserve.overlap']['value']:,.0f} tokens/s" in text

@@ -1,4 +1,4 @@
-"""The families of docs/families.md: what is served equals transformers and PEFT, what is not is refused with the reason."""
+"""The families of docs/guide/families.md: what is served equals transformers and PEFT, what is not is refused with the reason."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ OF_EACH_KIND = (
 )  # fmt: skip
 """Norms, positions, activations, windows, sinks, stacked weights and experts of all kinds."""
 QUICK = ("llama", "gpt2", "gemma3_text", "phi", "mixtral", "gpt_oss")
-TABLE = Path(__file__).parents[2] / "docs" / "families.md"
+TABLE = Path(__file__).parents[2] / "docs" / "guide" / "families.md"
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def test_options_of_the_command_line_make_the_trace(tmp_path: Path) -> None:
     assert (scenario.per_adapter, scenario.targets, scenario.exponent) == (True, ("q_proj", "v_proj"), 0.8)
 
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "workloads.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "guide" / "bench.md").read_text()
 
 
 def blocks(language: str) -> list[str]:

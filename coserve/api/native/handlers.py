@@ -45,18 +45,20 @@ HEARTBEAT = 15.0
 MAX_RETRY_AFTER = 10
 """Seconds; an estimate of the time left may be far too long."""
 DOCS = {
-    "README.md": "how to start, serve and fine-tune",
-    "docs/data.md": "rows to fine-tune on",
-    "docs/finetuning.md": "settings and metrics of jobs, samples, DPO",
-    "docs/families.md": "families of models, and what works with each",
-    "docs/operations.md": "start, readiness, warm-up",
-    "docs/bdlora.md": "LoRA in blocks, for tensor parallelism",
-    "docs/tensor-parallelism.md": "the base on several GPUs",
-    "docs/metrics.md": "what /metrics counts",
-    "docs/workloads.md": "coserve bench",
-    "docs/from-vllm-and-peft.md": "options and fields of vLLM and PEFT, and coserve's",
-    "docs/memory-profiling.md": "coserve profile, and how jobs are admitted by memory",
-    "docs/structures.md": "how the code is built",
+    "README.md": "how to start",
+    "docs/guide/install.md": "installation, with and without CUDA",
+    "docs/guide/serve.md": "requests, adapters, policies",
+    "docs/guide/fine-tune.md": "settings and metrics of jobs, samples, DPO",
+    "docs/guide/data.md": "rows to fine-tune on",
+    "docs/guide/operate.md": "start, readiness, probes, stopping",
+    "docs/guide/several-gpus.md": "the base on several GPUs",
+    "docs/guide/bdlora.md": "LoRA in blocks, for tensor parallelism",
+    "docs/guide/memory.md": "coserve profile, and how jobs are admitted by memory",
+    "docs/guide/bench.md": "coserve bench",
+    "docs/guide/families.md": "families of models, and what works with each",
+    "docs/guide/from-vllm-and-peft.md": "options and fields of vLLM and PEFT, and coserve's",
+    "docs/reference/metrics.md": "what /metrics counts",
+    "docs/design/structures.md": "how the code is built",
 }
 
 

@@ -132,10 +132,10 @@ def finetune(
 
     Rows are JSON objects, one a line, or the records of a CSV file: {"text": ...}, {"prompt": ..., "completion": ...}, {"messages": [...]},
     {"instruction": ..., "output": ...} (alpaca), {"conversations": [...]} (ShareGPT) or, with --dpo-beta,
-    {"prompt": ..., "chosen": ..., "rejected": ...}; docs/data.md describes them.
+    {"prompt": ..., "chosen": ..., "rejected": ...}; docs/guide/data.md describes them.
 
     Epochs, learning rate and batch are chosen from the size of the corpus and the width of the base unless they are
-    given. --set gives further settings (schedule, dropout, early stopping, checkpoints, ...), which docs/finetuning.md lists.
+    given. --set gives further settings (schedule, dropout, early stopping, checkpoints, ...), which docs/guide/fine-tune.md lists.
     """
     settings = request_settings(
         {
