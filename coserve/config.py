@@ -18,6 +18,8 @@ from typing import get_args, get_type_hints
 from coserve.errors import ConfigError
 from coserve.options import grouped, option, parse_setting, read_settings, setting_path
 from coserve.processes import usable_cores
+from coserve.queues.policies.choice import POLICIES, policy_class
+from coserve.queues.policy import NamedPolicy
 
 SECTIONS = {
     "model": "Model, data and network",
@@ -100,7 +102,7 @@ class Config:
         "(inference-first); both at the same time, each on its own part of the GPU (spatial), or on all of it, with steps paced by the "
         "deadlines (overlap); the ETS paper's Enhanced Temporal Sharing "
         "(ets) and Temporal Sharing (ts). auto: overlap on one GPU, slack on several and without one",
-        choices=("auto", "slack", "ets", "ts", "inference-first", "spatial", "overlap"),
+        choices=("auto", *POLICIES),
     )
     inference_batch_size: int = option(
         64, "ETS and TS(n): a batch of requests, dispatched when so many wait; at most max_running"
@@ -314,19 +316,25 @@ class Config:
         return self.tokenizer_workers or min(MAX_TOKENIZER_WORKERS, max(1, usable_cores() // 2))
 
     @property
+    def policy_class(self) -> type[NamedPolicy]:
+        """With `auto`, that of the policy that takes turns."""
+        return policy_class(self.policy)
+
+    @property
     def batch_requests(self) -> int:
-        """Most requests that run at once. Under the paper's policies one batch runs to its end."""
-        return min(self.max_running, self.inference_batch_size) if self.policy in ("ets", "ts") else self.max_running
+        """Most requests that run at once."""
+        most = self.max_running
+        return min(most, self.inference_batch_size) if self.policy_class.in_batches else most
 
     @property
     def trains_concurrently(self) -> bool:
         """Training has a stream of its own, and runs beside generation."""
-        return self.policy in ("spatial", "overlap")
+        return self.policy_class.stream is not None
 
     @property
     def fair(self) -> bool:
         """Adapters take turns."""
-        return self.fairness == "drr" or (self.fairness == "auto" and self.policy not in ("ets", "ts"))
+        return self.fairness == "drr" or (self.fairness == "auto" and not self.policy_class.in_batches)
 
 
 def sections() -> dict[str, list[str]]:

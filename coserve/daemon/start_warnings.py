@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from coserve.config import Config, setting_sources
 from coserve.hints import variable_hint
+from coserve.queues.policies.choice import POLICIES
 
 OTHER_VARIABLES = ("COSERVE_URL", "COSERVE_DEBUG", "COSERVE_FAILPOINTS")
 """Variables that are read elsewhere."""
@@ -17,17 +18,8 @@ KUBERNETES = re.compile(r"COSERVE_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(T
 KUBERNETES_PORT = re.compile(r"COSERVE_(\w+_)?PORT")
 """The same, where the value is an address such as `tcp://10.0.0.1:80`."""
 POLICIES_OF = {
-    "inference_batch_size": ("ets", "ts"),
-    "inference_delay": ("ets", "ts"),
-    "ts_n": ("ts",),
-    "ts_unit": ("ts",),
-    "slo_attainment": ("slack", "inference-first", "spatial", "overlap"),
-    "shed": ("slack", "inference-first", "spatial", "overlap"),
-    "train_weight": ("slack", "overlap"),
-    "train_patience": ("slack", "overlap"),
-    "train_floor": ("slack", "overlap"),
-    "overlap_steps": ("overlap",),
-    "training_sm_share": ("spatial",),
+    setting: tuple(name for name, policy in POLICIES.items() if setting in policy.settings)
+    for setting in dict.fromkeys(setting for policy in POLICIES.values() for setting in policy.settings)
 }
 """Settings that only some policies read."""
 OF_A_GPU = ("memory_fraction", "compile", "pinned_memory_bytes")
@@ -70,7 +62,7 @@ def _without_effect(config: Config, sources: Mapping[str, str]) -> Iterator[str]
         yield "lora_sharding has no effect on one GPU, only with tp above 1"
     if {"memory_fraction", "kv_tokens"} <= given and config.kv_tokens is not None:
         yield "memory_fraction has no effect with kv_tokens"
-    if config.policy not in POLICIES_OF["inference_batch_size"]:
+    if not config.policy_class.in_batches:
         return
     size, most = config.inference_batch_size, config.max_running
     if "inference_batch_size" in given and size > most:

@@ -8,8 +8,9 @@ always gives the same decision.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 
 class Waiting(Protocol):
@@ -163,7 +164,56 @@ class Wait:
 Decision = Serve | Train | Wait
 
 
+Stream = Literal["partition", "priority"]
+"""Training's own: on multiprocessors of its own, or on all of them with a low priority."""
+
+
+class PolicySettings(Protocol):
+    """What policies read of the settings (`config.Config`)."""
+
+    @property
+    def policy(self) -> str: ...
+    @property
+    def batch_requests(self) -> int: ...
+    @property
+    def inference_delay(self) -> float: ...
+    @property
+    def ts_n(self) -> int: ...
+    @property
+    def ts_unit(self) -> str: ...
+    @property
+    def train_patience(self) -> float: ...
+    @property
+    def train_floor(self) -> float: ...
+    @property
+    def train_weight(self) -> float: ...
+    @property
+    def overlap_steps(self) -> str: ...
+
+
 class Policy(Protocol):
     def decide(self, view: View, now: float) -> Decision:
         """A decision changes the view, lets time pass, or is a `Wait`: the same view is never passed twice at one time."""
         ...
+
+
+class NamedPolicy(ABC):
+    """One that the settings can name, and what else depends on which one they name."""
+
+    in_batches: ClassVar[bool] = False
+    """Requests are served in batches that run to their ends, in order of arrival, and no deadline is looked at."""
+    stream: ClassVar[Stream | None] = None
+    """None: slices and steps take turns on one."""
+    settings: ClassVar[tuple[str, ...]] = ()
+    """Those that have an effect with this policy, and not with every one."""
+    kernel_settings: ClassVar[tuple[str, ...]] = ()
+    """Those that decide which kernels an engine needs."""
+
+    @classmethod
+    @abstractmethod
+    def made(cls, settings: PolicySettings, tpot: float | None) -> NamedPolicy:
+        """As the settings say. `tpot`: seconds between the tokens of a usual request; None: unknown."""
+
+    @abstractmethod
+    def decide(self, view: View, now: float) -> Decision:
+        """See `Policy`."""

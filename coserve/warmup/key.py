@@ -87,15 +87,13 @@ def _assembler() -> dict[str, str]:
 
 
 def shape_key(config: Config) -> str:
-    """SHA-256 (hex) of the base's config.json (of its name, if it is not a folder) of `SHAPE_SETTINGS`, and of the
-    GPU's parts if it is split."""
+    """SHA-256 (hex) of the base's config.json (of its name, if it is not a folder), of `SHAPE_SETTINGS`, and of those that the policy adds."""
     described = Path(config.model) / "config.json"
     content = described.read_bytes() if described.is_file() else b""
     settings = {name: str(getattr(config, name)) for name in SHAPE_SETTINGS} | {
         "max_running": str(config.batch_requests)
     }
-    if config.policy == "spatial":
-        settings["training_sm_share"] = str(config.training_sm_share)
+    settings |= {name: str(getattr(config, name)) for name in config.policy_class.kernel_settings}
     named = {"config": hashlib.sha256(content).hexdigest()} if content else {"model": config.model}
     return digest(settings | named)
 

@@ -11,7 +11,7 @@ def targets_of(request: GenerateRequest, config: Config, *, device: str, sheds: 
     """`device`: that of the base. `sheds`: the request may be refused because it would be late."""
     batch = request.slo_class == "batch"
     ttft, tpot = (config.slo_batch_ttft, config.slo_batch_tpot) if batch else config.targets(device=device)
-    sheds = sheds and config.policy not in ("ets", "ts")
+    sheds = sheds and not config.policy_class.in_batches
     every, explicit = sheds and config.shed == "all", sheds and config.shed == "explicit"
     return Slo(
         ttft=request.slo_ttft or ttft,

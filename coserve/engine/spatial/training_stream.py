@@ -61,7 +61,7 @@ def make_training_stream(config: Config, device: torch.device) -> TrainingStream
     and anything else. Raises `StartupError` where the GPU cannot be shared so."""
     if not config.trains_concurrently:
         return None
-    if config.policy == "overlap":
+    if config.policy_class.stream == "priority":
         training, generation = priority_streams(device)
         made = stream_of_low_priority(training, generation)
     else:
@@ -110,7 +110,7 @@ def sm_count_setter(config: Config, device: torch.device) -> Callable[[bool], No
     """For a process that compiles kernels ahead of the engine. Under `policy=spatial` training and generation have a part of the GPU's SMs
     each, and kernels are chosen by how many. Returns a function: call it with True before kernels of training are compiled, with False
     before those of generation."""
-    if config.policy != "spatial" or device.type != "cuda":
+    if config.policy_class.stream != "partition" or device.type != "cuda":
         return lambda trains: None
     training, generation = part_sizes(device, config.training_sm_share)
     return lambda trains: count_multiprocessors(training if trains else generation)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from coserve.queues.policy import View, Wait
 
+BATCH_SETTINGS = ("inference_batch_size", "inference_delay")
+"""What a user sets of them."""
 TIMER_MARGIN = 1e-6
 """Seconds added to a wake-up time: timers round, and Algorithm 1 requires `>`."""
 

@@ -5,9 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from coserve.queues.policies.slack import FIRST_TOKEN_WAIT, MAX_SLICE, latest_start, micro_steps_within, overdue
+from coserve.queues.policies.slack import (
+    FIRST_TOKEN_WAIT,
+    MAX_SLICE,
+    PACED_SETTINGS,
+    latest_start,
+    micro_steps_within,
+    overdue,
+)
 from coserve.queues.policies.spatial import MAX_SLICES, MIN_SLICE
-from coserve.queues.policy import Decision, Overdue, Serve, Train, View, Wait
+from coserve.queues.policy import Decision, NamedPolicy, Overdue, PolicySettings, Serve, Train, View, Wait
 
 LONGEST = MAX_SLICE / MAX_SLICES
 """Predicted seconds of the longest slice of several micro-steps: as long as `Slack`'s with all that are in flight."""
@@ -25,7 +32,7 @@ AHEAD = 5e-3
 """Seconds before the device would be idle at which a step is launched that follows slices: its launch, and errors of their prediction."""
 
 
-class Overlap:
+class Overlap(NamedPolicy):
     """Training on a stream of low priority, generation steps on one of high priority, each with all multiprocessors.
 
     Up to two slices are in flight, so the device need not wait for the host between them. A decode step is bound by the memory's
@@ -37,6 +44,19 @@ class Overlap:
     a pause: a slice is launched only if all in flight end before the next step must begin, and that step is computed after
     them and before later ones. Where only a step with prompts is too slow, prompts wait a little while steps without them run beside training. Weight, patience, floor and the full batch are as in `Slack`: a full batch launches nothing.
     """
+
+    stream = "priority"
+    settings = (*PACED_SETTINGS, "overlap_steps")
+
+    @classmethod
+    def made(cls, settings: PolicySettings, tpot: float | None) -> Overlap:
+        return cls(
+            settings.train_patience,
+            floor=settings.train_floor,
+            weight=settings.train_weight,
+            tpot=tpot,
+            overlapped=settings.overlap_steps == "beside",
+        )
 
     def __init__(
         self,

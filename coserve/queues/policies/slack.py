@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 
-from coserve.queues.policy import Decision, Due, Overdue, Serve, Train, View, Wait
+from coserve.queues.policy import Decision, Due, NamedPolicy, Overdue, PolicySettings, Serve, Train, View, Wait
 
+DEADLINE_SETTINGS = ("slo_attainment", "shed")
+"""What users set where deadlines count."""
+PACED_SETTINGS = (*DEADLINE_SETTINGS, "train_weight", "train_patience", "train_floor")
+"""And where training is paced by them."""
 MAX_SLICE = 0.05
 """Predicted seconds of the longest slice of several micro-steps. A request that arrives meanwhile waits at most that long."""
 MAX_MICRO_STEPS = 16
@@ -23,7 +27,7 @@ DECODE_MARGIN = 1.1
 """Factor of the mean time of the decode steps to a last token: over so many, errors cancel out but for a little."""
 
 
-class Slack:
+class Slack(NamedPolicy):
     """Training in the time that the deadlines of requests leave.
 
     Requests join and leave the batch at every generation step. The slack is the time to the tightest target minus the
@@ -39,6 +43,12 @@ class Slack:
     `floor` of the time, there is one micro-step regardless of deadlines, so training never starves. Without requests, training runs freely. Jobs share a batch only as far as its
     micro-steps take at most `tpot` seconds, so that they fit between the tokens of requests that come while it is computed.
     """
+
+    settings = PACED_SETTINGS
+
+    @classmethod
+    def made(cls, settings: PolicySettings, tpot: float | None) -> Slack:
+        return cls(settings.train_patience, floor=settings.train_floor, weight=settings.train_weight, tpot=tpot)
 
     def __init__(self, patience: float, *, floor: float = 0.0, weight: float = 1.0, tpot: float | None = None) -> None:
         """`tpot`: seconds between the tokens of a usual request."""

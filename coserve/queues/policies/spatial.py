@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coserve.queues.policies.slack import MAX_SLICE, micro_steps_within
-from coserve.queues.policy import Decision, Serve, Train, View, Wait
+from coserve.queues.policies.slack import DEADLINE_SETTINGS, MAX_SLICE, micro_steps_within
+from coserve.queues.policy import Decision, NamedPolicy, PolicySettings, Serve, Train, View, Wait
 
 MAX_SLICES = 2
 """Slices in flight: the device begins the second one without waiting for the host."""
@@ -12,13 +12,21 @@ MIN_SLICE = 0.005
 ones delay the next step where the host launches slower than the device computes."""
 
 
-class Spatial:
+class Spatial(NamedPolicy):
     """Spatial sharing (the ETS paper, section 4.4.1): neither kind of work waits for the other, each has its own part of the GPU.
 
     Generation steps run whenever a request can be served; requests join and leave the batch at each of them. Training slices
     are only launched between two steps, at most one, and run beside the steps that follow. A slice is about as long as a
     step, so that with `MAX_SLICES` in flight training does not stop while the host waits for a step.
     """
+
+    stream = "partition"
+    settings = (*DEADLINE_SETTINGS, "training_sm_share")
+    kernel_settings = ("training_sm_share",)
+
+    @classmethod
+    def made(cls, settings: PolicySettings, tpot: float | None) -> Spatial:
+        return cls()
 
     def decide(self, view: View, now: float) -> Decision:
         serves = bool(view.running or view.waiting)

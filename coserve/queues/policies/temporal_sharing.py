@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from coserve.queues.policies.batches import Batching
-from coserve.queues.policy import Decision, Serve, Train, View, Wait
+from coserve.queues.policies.batches import BATCH_SETTINGS, Batching
+from coserve.queues.policy import Decision, NamedPolicy, PolicySettings, Serve, Train, View, Wait
 
 Unit = Literal["request", "batch"]
 """A fine-tuning turn: a job until it ends, or one micro-batch."""
 
 
-class TemporalSharing:
+class TemporalSharing(NamedPolicy):
     """TS(n): one fine-tuning turn after each `n` inference batches (the ETS paper, section 4.4.1).
 
     A turn is not interrupted. With the unit "request" it is one fine-tuning request: a job trains until it ends, is paused
@@ -22,6 +22,14 @@ class TemporalSharing:
     dispatched when it is complete (section 5.2.2). A side with nothing to dispatch gives its turn to the other. See
     docs/decisions.md (Scheduling) for other readings of the paper.
     """
+
+    in_batches = True
+    settings = (*BATCH_SETTINGS, "ts_n", "ts_unit")
+
+    @classmethod
+    def made(cls, settings: PolicySettings, tpot: float | None) -> TemporalSharing:
+        unit: Unit = "batch" if settings.ts_unit == "batch" else "request"
+        return cls(settings.ts_n, settings.batch_requests, settings.inference_delay, unit)
 
     def __init__(self, n: int, batch_size: int, delay: float, unit: Unit = "request") -> None:
         assert n >= 1, n
