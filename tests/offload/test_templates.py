@@ -35,7 +35,6 @@ HOSTILE = {
     "join_method": "{% set x = 'x' * 100000 %}{{ x.join(x) }}",
     "sum_of_lists": "{{ (['ab'] * 99999) | map('list') | sum(start=[]) | length }}",
     "strip": "{% set x = 'a' * 1000000 %}{{ ('b' * 1000000).strip(x ~ 'b') }}",
-    "many_large": "{% set x = 'x' * 1000000 %}{% for i in range(99999) %}{% set y = x ~ i %}{% endfor %}",
     "to_bytes": "{{ (1).to_bytes(1000000000, 'big') }}",
     "namespace_printing": "{% set ns = namespace(x=1) %}{% for i in range(60) %}{% set ns.x = namespace(a=ns.x, b=ns.x) %}"
     "{% endfor %}{{ ns.x }}{{ raise_exception('end') }}",
