@@ -29,6 +29,8 @@ WORKER_LAYERS = 2
 """About as many layers as the base of a worker has (`model.truncate`)."""
 WORK_BYTES = 2 << 30
 """About what a worker's steps and micro-batches take."""
+UNKNOWN_BYTES = 2 << 30
+"""Taken for a worker's base where nothing is known of it."""
 CAPTURABLE = ("auto", "segmented")
 """Values of `lora_backend` with which an engine on a GPU compiles layers and captures graphs."""
 
@@ -44,15 +46,19 @@ class StartedWarmUp:
     process: subprocess.Popen[bytes]
 
 
-def plan_warm_up(config: Config, gpu: Gpu, *, beside: int = 0, cores: int | None = None) -> tuple[WarmUpTask, bool]:
-    """How to warm up for these settings, and whether a worker fits into the GPU's memory beside so many bytes. If not, nothing else may
-    use the GPU meanwhile."""
+def plan_warm_up(
+    config: Config, gpu: Gpu, *, beside: int | None = 0, cores: int | None = None
+) -> tuple[WarmUpTask, bool]:
+    """How to warm up for these settings, and whether a worker fits into the GPU's memory beside so many bytes (None: unknown). If not,
+    nothing else may use the GPU meanwhile."""
     root = cache_root(config)
     fields = key_fields(gpu, root)
     memory = int(gpu.memory_bytes * config.memory_fraction)
-    worker = CONTEXT_BYTES + WORK_BYTES + base_bytes(config, WORKER_LAYERS)
-    concurrent = memory - beside >= worker
-    fit = (memory - (beside if concurrent else 0)) // worker
+    few_layers = base_bytes(config, WORKER_LAYERS)
+    worker = CONTEXT_BYTES + WORK_BYTES + (UNKNOWN_BYTES if few_layers is None else few_layers)
+    left = memory if beside is None else memory - beside
+    concurrent = beside is not None and left >= worker
+    fit = (left if concurrent else memory) // worker
     task = WarmUpTask(
         config=config_to_json(config).decode(),
         folder=str(cache_folder(root, fields)),
@@ -63,9 +69,11 @@ def plan_warm_up(config: Config, gpu: Gpu, *, beside: int = 0, cores: int | None
     return task, concurrent
 
 
-def base_bytes(config: Config, layers: int | None = None) -> int:
-    """Estimated GPU memory of the base, of so many layers and an embedding that is also its head; None: of all, and each rank's part. 0 where
-    nothing is known."""
+def base_bytes(config: Config, layers: int | None = None) -> int | None:
+    """Estimated GPU memory of the base, of so many layers and an embedding that is also its head; None: of all, and each rank's part. None
+    where it is unknown: the base is no folder, or describes itself otherwise."""
+    if config.model == "bundled":
+        return 0  # some MB
     try:
         found = json.loads((Path(config.model) / "config.json").read_bytes())
         hidden, inner = found["hidden_size"], found.get("intermediate_size", 4 * found["hidden_size"])
@@ -74,7 +82,7 @@ def base_bytes(config: Config, layers: int | None = None) -> int:
         layer = 4 * hidden * hidden + 3 * hidden * inner * experts
         numbers = heads * found["vocab_size"] * hidden + count * layer // (1 if layers is not None else config.tp)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return 0
+        return None
     return int(numbers) * (4 if config.dtype == "float32" else 2)
 
 
@@ -83,7 +91,8 @@ def start_warm_up(config: Config) -> StartedWarmUp | None:
     gpu = _gpu(config)
     if gpu is None:
         return None
-    task, concurrent = plan_warm_up(config, gpu, beside=CONTEXT_BYTES + base_bytes(config))
+    base = base_bytes(config)
+    task, concurrent = plan_warm_up(config, gpu, beside=None if base is None else CONTEXT_BYTES + base)
     ours, theirs = socket.socketpair()
     with theirs:
         process = spawn_child(MODULE, theirs, msgspec.json.encode(task))

@@ -94,6 +94,7 @@ def test_workers_are_as_many_as_the_gpu_and_the_cores_hold(tmp_path: Path) -> No
     assert concurrent and 1 < task.workers < launch.MAX_WORKERS
     task, concurrent = plan_warm_up(config, small, beside=14 << 30, cores=999)
     assert not concurrent and task.workers > 1, "the base is loaded once they have ended"
+    assert not plan_warm_up(config, GPU, beside=None)[1], "nobody knows how large it is"
 
 
 def test_the_bytes_of_a_base_are_those_of_its_part_of_the_layers(tmp_path: Path) -> None:
@@ -104,7 +105,8 @@ def test_the_bytes_of_a_base_are_those_of_its_part_of_the_layers(tmp_path: Path)
     assert base_bytes(Config(model=str(tmp_path))) == 2 * (2 * 1000 + 4 * layer)
     assert base_bytes(Config(model=str(tmp_path), tp=2)) == 2 * (2 * 1000 + 2 * layer)
     assert base_bytes(Config(model=str(tmp_path), dtype="float32"), 2) == 4 * (1000 + 2 * layer)
-    assert base_bytes(Config(model="a/hub-name")) == 0
+    assert base_bytes(Config(model="a/hub-name")) is None
+    assert base_bytes(Config(model="bundled")) == 0
 
 
 def test_layers_are_compiled_where_the_lora_backend_can_be_captured() -> None:

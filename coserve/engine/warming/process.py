@@ -13,10 +13,14 @@ from coserve.processes import obey_parent
 NICENESS = 10
 """The engine and the API process go first where there are too few processor cores."""
 
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""torch then counts GPUs by NVML where it can: an import that asks for them does not initialise CUDA, before processes are forked."""
+
 
 def main() -> None:
     obey_parent()
     os.nice(NICENESS)
+    os.environ.setdefault(NVML_CHECK, "1")
     with fast_imports():
         from coserve.engine.warming.worker import work
 
