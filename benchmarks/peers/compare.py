@@ -28,12 +28,11 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.http_case import ADAPTERS, FULL, RANK, SMALL, adapter_folders, model_folder
-from benchmarks.options import check_tiny, make_parser
+from benchmarks.common.options import check_tiny, make_parser
+from benchmarks.common.provenance import command, commit, gpu_names, versions
 from benchmarks.peers.processes import Trainer, module, training
 from benchmarks.peers.systems import Place, coserve, vllm
-from benchmarks.provenance import command, commit, versions
-from benchmarks.serving_http import hardware
+from benchmarks.serving.http_case import ADAPTERS, FULL, RANK, SMALL, adapter_folders, model_folder
 from coserve.cli.bench.run import Route, Server, run_bench
 from coserve.workloads.openai_target import OpenAITarget
 from coserve.workloads.opening import open_workload
@@ -253,7 +252,7 @@ def main() -> None:
         for name in options.systems.split(","):
             asyncio.run(comparison.run(name))
     about = {
-        "hardware": hardware(options.tiny),
+        "hardware": gpu_names(options.tiny),
         "versions": versions(),
         "commit": options.commit or commit()[0],
         "command": command("benchmarks.peers.compare"),

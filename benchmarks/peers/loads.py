@@ -1,12 +1,12 @@
-"""The cells of `benchmarks/equal_loads.py`: rates, limits and traces."""
+"""The cells of `benchmarks/peers/equal_loads.py`: rates, limits and traces."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.equal_report import LOOSE, STRICT
-from benchmarks.http_case import FULL, RANK, SMALL
+from benchmarks.peers.equal_report import LOOSE, STRICT
+from benchmarks.serving.http_case import FULL, RANK, SMALL
 
 
 @dataclass(frozen=True)

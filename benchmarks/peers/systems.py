@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.http_case import Size
-from benchmarks.http_daemon import import_adapter, serve_arguments
 from benchmarks.peers.processes import module, running, wait_ready
+from benchmarks.serving.http_case import Size
+from benchmarks.serving.http_daemon import import_adapter, serve_arguments
 from coserve.workloads.scenario import Scenario
 
 STAND_INS = Path(__file__).parent / "stand_ins"

@@ -23,7 +23,7 @@ UNKNOWN = 512
 """Tokens that an answer is expected to have, if it may have as many, where none is known that was as long."""
 MARGIN = 0.5
 """Standard deviations of the tokens that running sequences may need beyond what is expected, kept free for them: with fewer, many
-give way; with more, fewer run (`benchmarks/admission.py`)."""
+give way; with more, fewer run (`benchmarks/scheduling/admission.py`)."""
 GOLDEN_RATIO = 0.6180339887498949
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.bdlora_loads import loads_of, speedups, table_2
-from benchmarks.bdlora_plan import PARTS, SHAPES, Plan, Variant, bd_rank
-from benchmarks.bdlora_ranks import RankFailed, RankProcesses
-from benchmarks.bdlora_results import key_of, keys
+from benchmarks.bdlora.loads import loads_of, speedups, table_2
+from benchmarks.bdlora.plan import PARTS, SHAPES, Plan, Variant, bd_rank
+from benchmarks.bdlora.ranks import RankFailed, RankProcesses
+from benchmarks.bdlora.results import key_of, keys
 
 
 def test_ranks_at_equal_parameters() -> None:
@@ -87,7 +87,7 @@ def test_a_tiny_run_writes_rows_loads_and_figures(size: int, tmp_path: Path) -> 
     command = [
         sys.executable,
         "-m",
-        "benchmarks.bdlora",
+        "benchmarks.bdlora.measure",
         "--tiny",
         "--tp",
         str(size),

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.bdlora_plan import SHAPES, STRATEGIES
-from benchmarks.bdlora_predict import RANKS, fit, held, predictions
+from benchmarks.bdlora.plan import SHAPES, STRATEGIES
+from benchmarks.bdlora.predict import RANKS, fit, held, predictions
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 ROWS: dict[str, dict[str, Any]] = json.loads((RESULTS / "bdlora_da60234.json").read_text())["rows"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.bdlora_quality import (
+from benchmarks.bdlora.quality import (
     FINAL,
     TUNING,
     Case,

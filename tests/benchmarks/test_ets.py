@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.ets_loads import PAPER, POLICIES, TINY, Load, cells, load_trace_of, system
-from benchmarks.ets_report import FILE, held, keys, publish
+from benchmarks.ets.loads import PAPER, POLICIES, TINY, Load, cells, load_trace_of, system
+from benchmarks.ets.report import FILE, held, keys, publish
 from coserve.config import Config
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.figure_5_1_report import flatness, over_grouped
-from benchmarks.figure_5_1_trainer import trained_jobs
+from benchmarks.ets.figure_5_1_report import flatness, over_grouped
+from benchmarks.ets.figure_5_1_trainer import trained_jobs
 from coserve.model.base import wrap_base
 from tests.support.tiny_models import tiny_model
 

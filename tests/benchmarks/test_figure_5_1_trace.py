@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.figure_5_1_trace import Kernel, added, busy, layers_of
+from benchmarks.ets.figure_5_1_trace import Kernel, added, busy, layers_of
 
 
 def test_side_by_side_nothing_counts_twice() -> None:

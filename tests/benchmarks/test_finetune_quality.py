@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.bdlora_quality import read_corpus
-from benchmarks.finetune_quality import (
+from benchmarks.bdlora.quality import read_corpus
+from benchmarks.finetuning.quality import (
     NAME,
     TRIED,
     by_coserve,

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.figure_5_1_trace import Kernel
-from benchmarks.finetuning_cases import (
+from benchmarks.ets.figure_5_1_trace import Kernel
+from benchmarks.finetuning.cases import (
     COMPILED,
     LLAMA,
     OURS,
@@ -25,11 +25,11 @@ from benchmarks.finetuning_cases import (
     cases,
     turns,
 )
-from benchmarks.finetuning_coserve import make_base, running_jobs
-from benchmarks.finetuning_cut import BothWays
-from benchmarks.finetuning_peft import ChunkedCrossEntropy, batches
-from benchmarks.finetuning_profile import by_kind
-from benchmarks.finetuning_report import published, table
+from benchmarks.finetuning.cut import BothWays
+from benchmarks.finetuning.ours import make_base, running_jobs
+from benchmarks.finetuning.profile import by_kind
+from benchmarks.finetuning.report import published, table
+from benchmarks.finetuning.with_peft import ChunkedCrossEntropy, batches
 from benchmarks.peers.trainer import CHUNK
 from coserve.types import MicroStep
 
@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_in_the_table_alone() -> None:
 @pytest.mark.slow
 def test_the_script_runs(tmp_path: Path) -> None:
     only = "coserve/8x512,peft/8x512,peft/8x512.recompute,8jobs1x512,costs"
-    command = [sys.executable, "-m", "benchmarks.finetuning", "--tiny", "--out", str(tmp_path), "--only", only]
+    command = [sys.executable, "-m", "benchmarks.finetuning.measure", "--tiny", "--out", str(tmp_path), "--only", only]
     command += ["--steps", "1", "--warm", "1", "--compare-set", "mix_jobs=false"]
     subprocess.run(command, check=True, cwd=ROOT, timeout=100)
     rows = json.loads((tmp_path / "finetuning.json").read_text())["rows"]

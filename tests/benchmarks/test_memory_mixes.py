@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.memory_mixes import FULL, measure, random_mix
-from benchmarks.memory_report import merged, summary
+from benchmarks.memory.mixes import FULL, measure, random_mix
+from benchmarks.memory.report import merged, summary
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.equal_loads import EqualLoads
-from benchmarks.http_case import RANK, SMALL, model_folder
+from benchmarks.common.results import Results
 from benchmarks.peers import trainer
 from benchmarks.peers.compare import Comparison, make_adapters
+from benchmarks.peers.equal_loads import EqualLoads
 from benchmarks.peers.processes import module, training
 from benchmarks.peers.systems import Place, vllm_options
-from benchmarks.serving_results import Results
+from benchmarks.serving.http_case import RANK, SMALL, model_folder
 from coserve.workloads.lengths import Lengths
 from coserve.workloads.opening import open_workload
 from coserve.workloads.report.files import Report
@@ -106,7 +106,7 @@ def test_equal_loads_of_vllm_beside_peft(place: Place, tmp_path: Path) -> None:
     results = Results(
         tmp_path,
         "equal_loads.json",
-        script="benchmarks.equal_loads",
+        script="benchmarks.peers.equal_loads",
         hardware="here",
         seed=0,
         revision="x",

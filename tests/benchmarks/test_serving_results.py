@@ -7,13 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.serving_idle import idle_of
-from benchmarks.serving_results import Results, Target, merge_results, summarize
+from benchmarks.common.results import Results, Target, merge_results, summarize
+from benchmarks.serving.idle import idle_of
 
 
 def results(out: Path, revision: str = "c0ffee") -> Results:
     return Results(
-        out, "serving.json", script="benchmarks.serving", hardware="none", seed=0, revision=revision, settings={}
+        out,
+        "serving.json",
+        script="benchmarks.serving.in_process",
+        hardware="none",
+        seed=0,
+        revision=revision,
+        settings={},
     )
 
 

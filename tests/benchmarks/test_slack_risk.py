@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import slack_risk
+from benchmarks.scheduling import slack_risk
 from tests.support import fake_ports
 from tests.support.examples import sample
 

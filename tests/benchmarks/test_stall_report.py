@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.stall_report import (
+from benchmarks.serving.stall_report import (
     TARGETS,
     allocations,
     check_answers,

@@ -11,21 +11,18 @@ from typing import Any
 
 import pytest
 
-from benchmarks import (
-    bdlora_predict,
-    bdlora_quality,
-    bdlora_results,
-    equal_report,
-    ets_report,
-    figure_5_1_report,
-    finetune_quality,
-    finetuning_report,
-    http_report,
-    kernel_summary,
-    serving_results,
-    stall_report,
-    vram_profile,
-)
+from benchmarks.bdlora import predict as bdlora_predict
+from benchmarks.bdlora import quality as bdlora_quality
+from benchmarks.bdlora import results as bdlora_results
+from benchmarks.common import results as serving_results
+from benchmarks.ets import figure_5_1_report
+from benchmarks.ets import report as ets_report
+from benchmarks.finetuning import quality as finetune_quality
+from benchmarks.finetuning import report as finetuning_report
+from benchmarks.kernels import summary as kernel_summary
+from benchmarks.memory import vram_profile
+from benchmarks.peers import equal_report
+from benchmarks.serving import http_report, stall_report
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -1,4 +1,4 @@
-"""Launches of the fused attention kernels: grids and block sizes. Sizes were chosen by `benchmarks/attention.py --tune`."""
+"""Launches of the fused attention kernels: grids and block sizes. Sizes were chosen by `benchmarks/kernels/attention.py --tune`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block sizes of the segmented kernels, chosen by measurement (`benchmarks/kernel_tune`), from shapes alone.
+"""Block sizes of the segmented kernels, chosen by measurement (`benchmarks/kernels/tune`), from shapes alone.
 
 The same batch always gets the same launches, and so the same bits.
 """

@@ -1,0 +1,152 @@
+"""Result files: rows by key, each with its own run; and the keys of `serving.json` in the summary.
+
+    python -m benchmarks.common.results [FOLDER/serving.json ...]
+
+merges the rows of the named files (results of another machine), then updates `summary.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.options import RESULTS
+from benchmarks.common.provenance import command, commit, versions
+from benchmarks.common.summary import entry, update_summary
+
+RETENTION = "serving.lora_retention.a32"
+PARTS = ("serving.out_tok_s.512x128.a32", "serving.out_tok_s.512x128.a0")
+"""Numerator and denominator of the retention."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Target of a row: at most `value` if `most`, else at least."""
+
+    value: float
+    most: bool = False
+
+    def __str__(self) -> str:
+        return f"{'<=' if self.most else '>='} {self.value:g}"
+
+    def reached(self, value: float) -> bool:
+        return value <= self.value if self.most else value >= self.value
+
+
+class Results:
+    """A file of rows by key. Each row is written as soon as it is measured; rows of earlier runs stay.
+
+    A row is {value, unit, low, high, target, reached, commit, date, run, note?, ...}; `run` names an entry of `runs`,
+    which has script, hardware, versions, command, seed and settings.
+    """
+
+    def __init__(
+        self, out: Path, name: str, *, script: str, hardware: str, seed: int, revision: str, settings: dict[str, Any]
+    ) -> None:
+        """`revision`: the commit, where there is no repository to ask."""
+        out.mkdir(parents=True, exist_ok=True)
+        self._path = out / name
+        self._date = datetime.now(UTC).isoformat(timespec="seconds")
+        self._commit, self._note = (revision, None) if revision else commit()
+        self._run = {
+            "hardware": hardware,
+            "versions": versions(),
+            "script": script.replace(".", "/") + ".py",
+            "command": command(script),
+            "seed": seed,
+            "settings": settings,
+        }
+
+    def put(
+        self,
+        key: str,
+        value: float,
+        unit: str,
+        target: Target | None = None,
+        values: Sequence[float] = (),
+        about: Mapping[str, object] | None = None,
+    ) -> None:
+        """`values`: the repeats whose median is `value`. `about`: further fields of the row."""
+        row: dict[str, Any] = {"value": value, "unit": unit}
+        if values:
+            row |= {"low": round(min(values), 4), "high": round(max(values), 4), "repeats": len(values)}
+        row |= {"target": None if target is None else str(target)}
+        row |= {"reached": None if target is None else target.reached(value)}
+        row |= {"commit": self._commit, "date": self._date, "run": self._date}
+        if self._note is not None:
+            row["note"] = self._note
+        print(key, json.dumps({name: row[name] for name in ("value", "unit", "target", "reached")}), flush=True)
+        _merge(self._path, {self._date: self._run}, {key: row | dict(about or {})})
+
+    def keys(self) -> set[str]:
+        """Of all rows of the file."""
+        return set(json.loads(self._path.read_text())["rows"]) if self._path.exists() else set()
+
+    def row(self, key: str) -> dict[str, Any] | None:
+        """The row of a key, if it is of the same commit."""
+        rows = json.loads(self._path.read_text())["rows"] if self._path.exists() else {}
+        found: dict[str, Any] | None = rows.get(key)
+        return found if found is not None and found["commit"] == self._commit else None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows of the file."""
+        return list(json.loads(self._path.read_text())["rows"].values()) if self._path.exists() else []
+
+
+def _merge(path: Path, runs: dict[str, Any], rows: dict[str, Any]) -> None:
+    """Keep the newest row of each key, and the runs that rows name."""
+    record = json.loads(path.read_text()) if path.exists() else {"runs": {}, "rows": {}}
+    for key, row in rows.items():
+        if key not in record["rows"] or record["rows"][key]["date"] <= row["date"]:
+            record["rows"][key] = row
+    named = {row["run"] for row in record["rows"].values()}
+    record["runs"] = {run: about for run, about in (record["runs"] | runs).items() if run in named}
+    record["rows"] = dict(sorted(record["rows"].items()))
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def merge_results(file: Path, out: Path = RESULTS) -> None:
+    """Merge the rows of a result of another machine into the file of the same name."""
+    record = json.loads(file.read_text())
+    _merge(out / file.name, record["runs"], record["rows"])
+
+
+def summarize(out: Path = RESULTS) -> None:
+    """Update the keys of `serving.json` in `summary.json`: every row, and the retention if both its rows exist.
+
+    A note goes with its row: a key measured again at a known commit has none.
+    """
+    file = "serving.json"
+    record = json.loads((out / file).read_text())
+    rows, runs = record["rows"], record["runs"]
+    entries = dict[str, dict[str, Any]]()
+    for key, row in rows.items():
+        script = runs[row["run"]].get("script", "benchmarks/serving/in_process.py").removeprefix("benchmarks/")
+        entries[key] = entry(
+            row, value=row["value"], unit=row["unit"], target=row["target"], script=script, result=file
+        )
+    if all(part in rows for part in PARTS):
+        many, none = (rows[part] for part in PARTS)
+        about = {"date": max(many["date"], none["date"])}
+        if many["commit"] != none["commit"]:
+            about["note"] = f"of two runs: commits {many['commit'][:7]} and {none['commit'][:7]}"
+        ratio, target = round(many["value"] / none["value"], 4), str(Target(0.85))
+        entries[RETENTION] = entry(
+            about, value=ratio, unit="fraction", target=target, script="serving/in_process.py", result=file
+        )
+    update_summary(out, entries)
+
+
+def main() -> None:
+    for name in sys.argv[1:]:
+        merge_results(Path(name))
+    summarize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Keys and figures of the kernel benchmarks, from the committed results; needs no GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from benchmarks.common.summary import entry, update_summary
+
+FIGURES = Path("docs/figures")
+Row = dict[str, Any]
+OTHERS = ("grouped", "stk128", "stk64", "stk32", "stk16")
+STK = OTHERS[1:]
+
+
+def summarize(results: Path, figures: Path = FIGURES) -> None:
+    """Update `summary.json` in `results` and draw the figures of the parts that exist into `figures`."""
+    parts = {
+        path.stem.removeprefix("kernels_"): json.loads(path.read_text()) for path in results.glob("kernels_*.json")
+    }
+    entries: dict[str, Row] = {}
+
+    def put(key: str, value: float, unit: str, target: str, part: str) -> None:
+        date, result = {"date": parts[part]["date"]}, f"kernels_{part}.json"
+        rounded = round(value, 4)
+        entries[f"kernels.{key}"] = entry(
+            date, value=rounded, unit=unit, target=target, script="kernels/lora.py", result=result
+        )
+
+    if "step" in parts:
+        _step(parts["step"]["rows"], put)
+    if "train" in parts:
+        _train(parts["train"]["rows"], put)
+    if "scaling" in parts:
+        _scaling(parts["scaling"]["rows"], put)
+    if "decode" in parts and "prefill" in parts:
+        _grids(parts["decode"]["rows"], parts["prefill"]["rows"], put)
+    update_summary(results, entries)
+    for key, found in entries.items():
+        print(f"{key:45} {found['value']:10.3f} {found['unit']:12} {found['target']}")
+    figures.mkdir(parents=True, exist_ok=True)
+    if "decode" in parts:
+        _popularity_figure(parts["decode"]["rows"], figures)
+        _rank_figure(parts["decode"]["rows"], figures)
+    if "scaling" in parts:
+        _adapters_figure(parts["scaling"]["rows"], figures)
+
+
+def us(row: Row, column: str) -> float:
+    return float(row["us"][column]["us"])
+
+
+def _step(rows: list[Row], put: Any) -> None:  # noqa: ANN401
+    of = {row["case"]: row for row in rows}
+    for case, target in (("a32", "<= 1.5"), ("a1", "<= 0.9")):
+        for kind in ("", ".exact", ".bucket64"):
+            if f"step.{case}{kind}" in of:
+                value = us(of[f"step.{case}{kind}"], "segmented") / 1e3
+                put(f"lora_step_ms.b64.{case}{kind}", value, "ms", "(not set)" if kind else target, "step")
+    own = us(of["layer.a32.segmented"], "segmented")
+    stk = min(us(of[f"layer.a32.{method}"], method) for method in STK)
+    put("speedup_vs_stk.decode.a32", stk / own, "x", ">= 6", "step")
+    put("speedup_vs_grouped.decode.a32", us(of["layer.a32.grouped"], "grouped") / own, "x", ">= 20", "step")
+
+
+def _train(rows: list[Row], put: Any) -> None:  # noqa: ANN401
+    def total(column: str) -> float:
+        return sum(us(row, column) for row in rows)
+
+    put("prefill_fwd_overhead", total("forward") / total("base_forward"), "fraction", "<= 0.13", "train")
+    put("train_bwd_overhead", total("backward") / total("base_backward"), "fraction", "<= 0.22", "train")
+    put("train_bwd_overhead.sums", total("backward_summed") / total("base_backward"), "fraction", "<= 0.22", "train")
+    and_add = total("backward_and_add") / total("base_backward")
+    put("train_bwd_overhead.with_autograd_add", and_add, "fraction", "(not set)", "train")
+    if not all("autograd_stk64" in row["us"] and "autograd_stk128" in row["us"] for row in rows):
+        return
+    stk = sum(min(us(row, "autograd_stk64"), us(row, "autograd_stk128")) for row in rows)
+    put("speedup_vs_stk.training", stk / total("autograd_segmented"), "x", ">= 2", "train")
+
+
+def _scaling(rows: list[Row], put: Any) -> None:  # noqa: ANN401
+    for name, key in (("prefill", "flatness.sites.prefill.a64_vs_a1"), ("decode", "flatness.sites.decode.a64_vs_a1")):
+        of = {row["adapters"]: row["us"] for row in rows if row["case"] == f"gpt2.{name}"}
+        times = {adapters: of[adapters]["base"] + of[adapters]["segmented"] for adapters in of}
+        put(key, times[1] / times[64], "ratio", "(not set)", "scaling")
+    for name, key in (("decode", "mixed_rank_penalty"), ("prefill", "mixed_rank_penalty.prefill")):
+        of = {row["ranks"]: row["us"]["segmented"] for row in rows if row["case"] == f"ranks.{name}"}
+        put(key, of["mixed"] / of["30"] - 1, "fraction", "<= 0.15", "scaling")
+
+
+def _grids(decode: list[Row], prefill: list[Row], put: Any) -> None:  # noqa: ANN401
+    layer = [
+        row for row in prefill
+        if row["model"].startswith("llama") and (row["tokens"], row["ranks"], row["popularity"]) == (4096, "16", "distinct")
+    ]  # fmt: skip
+    stk = sum(min(us(row, method) for method in STK) for row in layer)
+    put("speedup_vs_stk.prefill", stk / sum(us(row, "segmented") for row in layer), "x", ">= 2", "prefill")
+    if all("block_sparse" in row["us"] for row in layer):
+        whole = sum(us(row, "block_sparse") for row in layer) / sum(us(row, "segmented") for row in layer)
+        put("speedup_vs_stk.prefill.with_gather_and_add", whole, "x", "(not set)", "prefill")
+    ratios = []
+    for row in [*decode, *prefill]:
+        others = [us(row, method) for method in OTHERS if method in row["us"]]
+        what = {key: row[key] for key in ("model", "group", "tokens", "popularity", "ranks")}
+        ratios.append((min(others) / us(row, "segmented"), what))
+    ratios.sort(key=lambda item: item[0])
+    for ratio, what in ratios[:12]:
+        print(f"  {ratio:.2f} {what}")
+    print(f"  slower in {sum(ratio < 1 for ratio, _ in ratios)} of {len(ratios)} cases")
+    put("min_speedup", ratios[0][0], "x", ">= 1", "decode")
+    put("max_relative_error", max(row["error"] for row in [*decode, *prefill]), "fraction", "<= 0.01", "decode")
+
+
+METHODS = {"segmented": "segmented", "stk32": "stk, block 32", "grouped": "grouped", "gather_bmm": "gather-bmm"}
+
+
+def _popularity_figure(rows: list[Row], folder: Path) -> None:
+    """Punica's figure 8: time of the operator over batch size, by popularity. Llama's o_proj, rank 16."""
+    figure, axes = plt.subplots(1, 4, figsize=(14, 3.4), sharey=True)
+    for axis, popularity in zip(axes, ("distinct", "uniform", "skewed", "identical"), strict=True):
+        own = [
+            row for row in rows
+            if row["model"].startswith("llama") and row["group"] == "o" and row["ranks"] == "16"
+            and (row["popularity"] == popularity or row["tokens"] == 1)
+        ]  # fmt: skip
+        for method, label in METHODS.items():
+            points = [(row["tokens"], us(row, method)) for row in own if method in row["us"]]
+            axis.plot(*zip(*points, strict=True), marker="o", label=label)
+        axis.plot([r["tokens"] for r in own], [r["floor_us"] for r in own], "k--", linewidth=1, label="memory floor")
+        axis.set(title=popularity, xscale="log", yscale="log", xlabel="tokens, one a sequence")
+    axes[0].set_ylabel("µs (4096 to 4096, rank 16, H200)")
+    axes[-1].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(folder / "kernels_popularity.png", dpi=120)
+
+
+def _rank_figure(rows: list[Row], folder: Path) -> None:
+    """Punica's figure 9: by rank, 64 tokens, all sites of a layer."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
+    for axis, popularity in zip(axes, ("distinct", "skewed"), strict=True):
+        for at, (method, label) in enumerate(METHODS.items()):
+            heights = []
+            for rank in ("8", "16", "64", "mixed"):
+                own = [
+                    row for row in rows
+                    if (row["tokens"], row["ranks"], row["popularity"]) == (64, rank, popularity)
+                    and row["model"].startswith("llama")
+                ]  # fmt: skip
+                every = all(method in row["us"] for row in own) and own
+                heights.append(sum(us(row, method) for row in own) if every else 0.0)
+            axis.bar([index + 0.2 * at for index in range(4)], heights, 0.2, label=label)
+        axis.set_xticks([index + 0.3 for index in range(4)], ["8", "16", "64", "mixed 8..128"])
+        axis.set(title=f"{popularity}, 64 tokens", yscale="log", xlabel="rank")
+    axes[0].set_ylabel("µs a layer (Llama-3.1-8B, H200)")
+    axes[1].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(folder / "kernels_rank.png", dpi=120)
+
+
+def _adapters_figure(rows: list[Row], folder: Path) -> None:
+    """GPT-2 medium's sites with the base's products: tokens a second over the number of adapters."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4))
+    for axis, name in zip(axes, ("prefill", "decode"), strict=True):
+        own = [row for row in rows if row["case"] == f"gpt2.{name}"]
+        for method in ("segmented", "grouped"):
+            speed = [row["tokens"] / (row["us"]["base"] + row["us"][method]) for row in own]
+            axis.plot([row["adapters"] for row in own], speed, marker="o", label=method)
+        axis.set(title=f"{name}, ranks 16 to 128", xscale="log", xlabel="adapters", ylim=0)
+        axis.set_ylabel("tokens a µs, one layer's sites")
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(folder / "kernels_adapters.png", dpi=120)

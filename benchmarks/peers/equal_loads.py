@@ -1,0 +1,276 @@
+"""Equal loads at 8B: coserve that always trains, vLLM beside a PEFT trainer, and what coserve serves without training.
+
+    python -m benchmarks.peers.equal_loads --only alone,coserve --budget 560 --out benchmarks/results
+    python -m benchmarks.peers.equal_loads --only coserve --policies slack,overlap --cells r5 --budget 560 --out benchmarks/results
+    python -m benchmarks.peers.equal_loads --only vllm+peft --vllm-site /tmp/site --budget 560 --out benchmarks/results
+    python -m benchmarks.peers.equal_loads --gpus 3 --vllm-site /tmp/site --out /tmp/equal       (all at the same time, a part a GPU)
+    python -m benchmarks.peers.equal_loads --publish [FOLDER/equal_loads.json ...]
+    python -m benchmarks.peers.equal_loads --tiny --only alone,coserve --out /tmp/tried
+
+The Llama-3.1-8B shape with random weights, 32 adapters of rank 16, the preset `equal-8b`: Poisson arrivals, log-normal lengths. Limits 5 s to the first token and
+45 ms for each further one, and 1 s and 20 ms; coserve's requests carry the limits that are judged as their targets. Both systems get the same trace files through
+`/v1/completions` from the same clients, and train 8 rows of 512 tokens a step all the time: coserve in jobs of 25 steps, which checkpoint and publish, five of them at a
+time; PEFT one job without checkpoints. Each of `--policies` has a daemon of its own; rows and keys of others than slack are named `coserve.POLICY`. Fine-tuning's peak is measured first, alone. The cells `flexllm.*` have the arrivals of the preset `flexllm-8b`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Collection, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.common import gpus
+from benchmarks.common.options import check_tiny, make_parser
+from benchmarks.common.results import Results, merge_results
+from benchmarks.peers.always import Jobs, always_training
+from benchmarks.peers.client import replay_prompts
+from benchmarks.peers.compare import base_name, gpu_memory, make_adapters, only_prompts, warm_up
+from benchmarks.peers.device_time import Window
+from benchmarks.peers.equal_report import FILE, LOOSE, STRICT, publish, system_of
+from benchmarks.peers.loads import Cell, chosen_cells, scenario_of
+from benchmarks.peers.processes import Trainer, module, training
+from benchmarks.peers.systems import Place, coserve, vllm
+from benchmarks.serving.http_case import FULL, RANK, SMALL, model_folder
+from coserve.workloads.bundled import bundled_rows
+from coserve.workloads.metrics import Limits, attainment, attains
+from coserve.workloads.opening import open_workload
+from coserve.workloads.replay import ReplayResult
+from coserve.workloads.summary import summarise
+from coserve.workloads.trace import load_trace, save_trace
+
+SCRIPT = "benchmarks.peers.equal_loads"
+SEED = 0
+PARTS = ("alone", "coserve", "vllm+peft")
+POLICIES = {"slack", "spatial", "overlap", "overlap-between"}
+"""Those under which fine-tuning runs beside requests all the time."""
+PEAK_SECONDS = 20.0
+TRAINING = Cell("training", 5.0, 10.0, LOOSE)
+"""Whose adapters are loaded and whose jobs are trained, in all cells alike."""
+CLIENTS = 4
+"""Processes that send requests."""
+
+
+class EqualLoads:
+    """Measures cells; each result is written as soon as it is measured."""
+
+    def __init__(
+        self,
+        place: Place,
+        results: Results,
+        known: Collection[str],
+        *,
+        tiny: bool,
+        budget: float,
+        only_cells: Collection[str] = (),
+    ) -> None:
+        """`known`: names of results that are not measured again; `only_cells`: names of cells; empty: all."""
+        self._only_cells = only_cells
+        self._place, self._results, self._known, self._tiny = place, results, known, tiny
+        self._began, self._deadline = time.monotonic(), time.monotonic() + budget
+        self._traces = place.scratch / "traces"
+        self._runs = place.scratch / "runs"
+        self._traces.mkdir(exist_ok=True)
+        self._runs.mkdir(exist_ok=True)
+
+    def log(self, what: str) -> None:
+        print(f"{time.monotonic() - self._began:6.1f} s  {what}", flush=True)
+
+    def trace(self, cell: Cell) -> Path:
+        """The trace file of a cell, the same for every system."""
+        path = self._traces / f"{cell.trace}.jsonl"
+        save_trace(only_prompts(open_workload(scenario_of(cell, tiny=self._tiny))), path)
+        return path
+
+    def cells(self, system: str) -> list[Cell]:
+        kind = "coserve" if system.startswith("coserve.") else system
+        return [
+            cell
+            for cell in chosen_cells(kind, tiny=self._tiny)
+            if f"{cell.name}.{system}" not in self._known and (not self._only_cells or cell.name in self._only_cells)
+        ]
+
+    async def run_coserve(self, parts: Sequence[str], policy: str) -> None:
+        scenario = open_workload(scenario_of(TRAINING, tiny=self._tiny)).scenario
+        system = system_of(policy)
+        async with coserve(self._place, scenario, policy) as url:
+            self.log(f"{system} is warm")
+            model = await base_name(url)
+            await warm_up(url, model, scenario)
+            if "alone" in parts:
+                for cell in self.cells("alone"):
+                    await self._measure(url, model, cell, "alone")
+            if "coserve" in parts:
+                async with always_training(url, scenario, bundled_rows(scenario.row_tokens)) as jobs:
+                    peak = await self._peak(jobs, system)
+                    for cell in self.cells(system):
+                        await self._measure(url, model, cell, system, jobs, peak)
+
+    async def run_vllm(self) -> None:
+        cells = self.cells("vllm+peft")
+        if not cells:
+            return
+        whole = self._traces / "training.jsonl"  # with jobs: the trainer takes its rows from there
+        save_trace(open_workload(scenario_of(TRAINING, tiny=self._tiny)), whole)
+        scenario = load_trace(whole).scenario
+        async with AsyncExitStack() as stack:
+            url = await stack.enter_async_context(vllm(self._place, scenario, memory=self._place.shared_memory))
+            self.log("vLLM answers")
+            await warm_up(url, "base", scenario)
+            options = ["--trace", str(whole), "--model", str(self._place.model)] + ["--plain"] * self._tiny
+            log = self._place.scratch / "trainer.log"
+            trainer = await stack.enter_async_context(training(module("benchmarks.peers.trainer", *options), log, {}))
+            self.log("PEFT trains")
+            peak = await self._peak(trainer, "vllm+peft")
+            for cell in cells:
+                await self._measure(url, "base", cell, "vllm+peft", trainer, peak)
+
+    async def _peak(self, trainer: Trainer, system: str) -> float:
+        """Tokens a second without requests."""
+        seconds = 4.0 if self._tiny else PEAK_SECONDS
+        start = time.monotonic()
+        await asyncio.sleep(seconds)
+        tokens = sum(tokens for at, tokens in trainer.steps if start <= at)
+        self._results.put(
+            f"peak.{system}",
+            round(tokens / seconds, 1),
+            "tok/s, fine-tuning alone",
+            about=self._ends(trainer, start, seconds),
+        )
+        self.log(f"peak measured: {tokens / seconds:.0f} tokens/s")
+        return tokens / seconds
+
+    def _ends(self, trainer: Trainer, start: float, seconds: float) -> dict[str, Any]:
+        """How many jobs published inside the window."""
+        if not isinstance(trainer, Jobs):
+            return {}
+        return {"published": sum(start <= at <= start + seconds for at in trainer.published)}
+
+    async def _measure(
+        self, url: str, model: str, cell: Cell, system: str, trainer: Trainer | None = None, peak: float | None = None
+    ) -> None:
+        if time.monotonic() + cell.expected > self._deadline:
+            self.log(f"no time is left for {cell.name}.{system}")
+            return
+        targets = {} if system == "vllm+peft" else {"slo_ttft": cell.limits[0], "slo_tpot": cell.limits[1]}
+        clients = 1 if self._tiny else CLIENTS
+        window = None if system == "vllm+peft" else Window(url, cell.seconds)
+        begins = None if window is None else window.begins
+        run, start = await replay_prompts(url, model, self.trace(cell), clients, targets, begins)
+        counted = {} if window is None else {"device_time": await window.found()}
+        if trainer is not None:
+            run = msgspec.structs.replace(run, jobs=(trainer.job(start),))
+        (self._runs / f"{cell.name}.{system}.json").write_bytes(msgspec.json.encode(run))
+        about = (
+            row(run, cell, peak) | {"system": system, "gpu_memory_gib": await asyncio.to_thread(gpu_memory)} | counted
+        )
+        if trainer is not None:
+            about |= self._ends(trainer, start, cell.seconds)
+        self._results.put(f"{cell.name}.{system}", about["in_slo"], "share of requests in the limits", about=about)
+        self.log(f"{cell.name}.{system}: {json.dumps(about)}")
+        await asyncio.sleep(1.0)
+
+
+def row(run: ReplayResult, cell: Cell, peak: float | None) -> dict[str, Any]:
+    """Milliseconds, shares of all requests, requests and tokens a second of the arrival window."""
+    summary = summarise(run, limits=Limits(*cell.limits), peak=peak)
+    seconds = run.scenario.duration
+    found: dict[str, Any] = {
+        "rate": cell.rate,
+        "seconds": seconds,
+        "limits_s": cell.limits,
+        "requests": summary.requests,
+        "errors": summary.errors,
+        "in_slo": round(summary.attainment, 4),
+        "in_slo_strict": round(attainment(run.samples, Limits(*STRICT)), 4),
+        "in_slo_worst_adapter": round(summary.worst_attainment, 4),
+        "goodput": round(sum(attains(sample, Limits(*cell.limits)) for sample in run.samples) / seconds, 3),
+        "output_tok_s": round(summary.output_throughput, 1),
+    }
+    for name, each, scale in (
+        ("ttft_ms", summary.ttft, 1),
+        ("tpot_ms", summary.tpot, 2),
+        ("sent_late_ms", summary.lag, 2),
+    ):
+        if each is not None:
+            found[name] = {part: round(1e3 * getattr(each, part), scale) for part in ("p50", "p90", "p99")}
+    if peak is not None:
+        share = None if summary.finetune_share is None else round(summary.finetune_share, 4)
+        found |= {"finetune_tok_s": round(summary.finetune_window_throughput, 1), "finetune_share": share}
+    return found
+
+
+def parse() -> argparse.Namespace:
+    parser = make_parser(__doc__, tiny="a small base, on any machine, to try the script")
+    parser.add_argument("--only", default=",".join(PARTS), help=f"parts: {', '.join(PARTS)}")
+    parser.add_argument(
+        "--policies",
+        default="slack",
+        help="of coserve, each with a daemon of its own: names of --policy, and overlap-between",
+    )
+    parser.add_argument("--cells", default="", help="names of cells, such as r5,r20.strict; default: all")
+    gpus.add_options(
+        parser,
+        gpus="GPUs over which the parts are dealt in turn, measured at the same time",
+        scratch="folder of the base, adapters, data, logs and single runs; kept if it is given",
+    )
+    parser.add_argument("--vllm-site", type=Path, default=None, help="folder with vLLM and what it needs")
+    options = parser.parse_args()
+    if options.publish is not None:
+        return options
+    check_tiny(parser, options)
+    options.only = options.only.split(",")
+    options.policies, options.cells = options.policies.split(","), [name for name in options.cells.split(",") if name]
+    if options.tiny and set(options.policies) != {"slack"}:
+        parser.error("--tiny: expected --policies slack, as the others need a GPU")
+    gpus.check_names(parser, "policies", options.policies, sorted(POLICIES))
+    gpus.check_names(parser, "only", options.only, PARTS)
+    return options
+
+
+def measure_here(options: argparse.Namespace, scratch: Path) -> None:
+    size = SMALL if options.tiny else FULL
+    settings = {name: value for name, value in vars(size).items() if name != "config"}
+    results = gpus.results_of(options, SCRIPT, FILE, SEED, settings | {"rank": RANK, "clients": CLIENTS})
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        root = Path(folder)
+        scenario = open_workload(scenario_of(Cell("adapters", 5.0, 1.0, LOOSE), tiny=options.tiny)).scenario
+        adapters = make_adapters(root / "adapters", size.config, scenario)
+        place = Place(size, model_folder(root / "model", size), adapters, scratch, options.vllm_site)
+        known = gpus.known_keys(options, results)
+        benchmark = EqualLoads(
+            place, results, known, tiny=options.tiny, budget=options.budget, only_cells=options.cells
+        )
+        ours = [part for part in options.only if part != "vllm+peft"]
+        for policy in options.policies if ours else ():
+            asyncio.run(benchmark.run_coserve(ours, policy))
+            ours = [part for part in ours if part != "alone"]  # without training all policies are alike
+            if not ours:
+                break
+        if "vllm+peft" in options.only:
+            asyncio.run(benchmark.run_vllm())
+
+
+def main() -> None:
+    options = parse()
+    if options.publish is not None:
+        for file in options.publish:
+            merge_results(file)
+        publish()
+        return
+    common = ["--policies", ",".join(options.policies), "--cells", ",".join(options.cells)]
+    common += [] if options.vllm_site is None else ["--vllm-site", str(options.vllm_site)]
+    hands = [[*common, "--only", ",".join(parts)] for parts in gpus.deal(options.only, options.gpus)]
+    gpus.measure(options, partial(measure_here, options), SCRIPT, FILE, hands)
+
+
+if __name__ == "__main__":
+    main()

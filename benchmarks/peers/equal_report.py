@@ -1,0 +1,188 @@
+"""Keys and figure of `equal_loads.json`, and keys of `equal_loads_h200.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.options import RESULTS
+from benchmarks.common.results import Target
+from benchmarks.common.summary import entry, update_summary
+
+FILE = "equal_loads.json"
+"""All systems on GPUs of one machine: H100s."""
+H200_FILE = "equal_loads_h200.json"
+"""coserve on an H200; its keys begin with `h200.`."""
+FIGURE = Path("docs/figures/equal_loads.png")
+LOOSE, STRICT = (5.0, 0.045), (1.0, 0.02)
+"""Limits of TTFT and TPOT, in seconds."""
+TARGETS = {
+    "coserve.slo.r5": Target(0.995),
+    "coserve.ft_share.r5": Target(0.85),
+    "coserve.ttft_p50_ms.r5": Target(100, most=True),
+    "coserve.slo_strict.r5": Target(0.99),
+    "coserve.ft_share_strict.r5": Target(0.6),
+    "coserve.slo.r20": Target(0.995),
+    "coserve.ft_share.r20": Target(0.7),
+    "coserve.slo_strict.r20": Target(0.99),
+    "coserve.ft_share_strict.r20": Target(0.45),
+    "coserve.efficiency.min": Target(1.0),
+    "coserve.ft_share.min": Target(0.05),
+}
+MAIN = ("r5", "r20")
+
+Row = Mapping[str, Any]
+Rows = Mapping[str, Row]
+Entries = dict[str, tuple[float, str, Row]]
+"""Key: value, unit, and the row that gives the date."""
+
+
+def system_of(policy: str) -> str:
+    """The name of coserve under a policy, in rows and keys."""
+    return "coserve" if policy == "slack" else f"coserve.{policy}"
+
+
+def ours(rows: Rows) -> list[str]:
+    """The names of coserve under the policies that were measured."""
+    return sorted({"coserve" + key.partition(".coserve")[2] for key in rows if ".coserve" in key})
+
+
+def share(row: Row, system: str, rows: Rows) -> float:
+    """Fine-tuning's share of what it reaches alone on the whole GPU. Under `spatial` its own peak is that of a part of the GPU."""
+    peaks = {each: peak["value"] for each in ours(rows) if (peak := rows.get(f"peak.{each}"))}
+    of_part = peaks[system] / max(peaks.values()) if system == system_of("spatial") and system in peaks else 1.0
+    return round(float(row["finetune_share"]) * of_part, 4)
+
+
+def target_of(key: str, rows: Rows) -> str | None:
+    """All policies have the same targets."""
+    for system in ours(rows):
+        if (target := TARGETS.get("coserve" + key.removeprefix(system))) is not None and key.startswith(f"{system}."):
+            return str(target)
+    return None
+
+
+def keys(rows: Rows) -> Entries:
+    """Every key that the rows allow."""
+    found: Entries = {}
+    for rate in MAIN:
+        for system in ours(rows):
+            for suffix, cell in (("", rate), ("_strict", f"{rate}.strict")):
+                if row := rows.get(f"{cell}.{system}"):
+                    found[f"{system}.slo{suffix}.{rate}"] = row["in_slo"], "share", row
+                    found[f"{system}.ft_share{suffix}.{rate}"] = share(row, system, rows), "share of the peak", row
+                    found[f"{system}.ft_tok_s{suffix}.{rate}"] = row["finetune_tok_s"], "tok/s", row
+                    found[f"{system}.ttft_p50_ms{suffix}.{rate}"] = row["ttft_ms"]["p50"], "ms", row
+        if row := rows.get(f"{rate}.vllm+peft"):
+            found[f"peers.slo.{rate}"] = row["in_slo"], "share", row
+            found[f"peers.slo_strict.{rate}"] = row["in_slo_strict"], "share", row
+            found[f"peers.ft_tok_s.{rate}"] = row["finetune_tok_s"], "tok/s", row
+            found[f"peers.ft_share.{rate}"] = row["finetune_share"], "share of the peak", row
+    for system, name in (*((each, each) for each in ours(rows)), ("vllm+peft", "peers")):
+        if row := rows.get(f"peak.{system}"):
+            found[f"{name}.ft_peak_tok_s"] = row["value"], "tok/s", row
+        for rate in ("r1", "r5"):
+            if row := rows.get(f"flexllm.{rate}.{system}"):
+                found[f"{name}.flexllm.slo.{rate}"] = row["in_slo"], "share", row
+                found[f"{name}.flexllm.ft_share.{rate}"] = share(row, system, rows), "share of the peak", row
+    for system in ours(rows):
+        found |= efficiencies(rows, system)
+    return found
+
+
+def capacity(rows: Rows) -> tuple[float, Row] | None:
+    """The most requests a second that were served in the limits without fine-tuning."""
+    alone = [row for key, row in rows.items() if key.endswith(".alone")]
+    return max(((row["goodput"], row) for row in alone), key=lambda pair: pair[0], default=None)
+
+
+def efficiencies(rows: Rows, system: str) -> Entries:
+    """Fine-tuning's share of its peak, plus requests a second in the limits over the most that were served without fine-tuning."""
+    most, found = capacity(rows), Entries()
+    loads = [row for key, row in rows.items() if key.endswith(f".{system}") and is_of_curve(key)]
+    if most is None or not most[0] or not loads:
+        return found
+    found["coserve.served_alone"] = most[0], "requests/s in the limits", most[1]
+    for row in loads:
+        value = round(share(row, system, rows) + row["goodput"] / most[0], 4)
+        found[f"{system}.efficiency.r{row['rate']:g}"] = value, "share", row
+    worst = min((each for key, each in found.items() if "efficiency" in key), key=lambda each: each[0])
+    found[f"{system}.efficiency.min"] = worst
+    least = min(loads, key=lambda row: share(row, system, rows))
+    found[f"{system}.ft_share.min"] = share(least, system, rows), "share of the peak", least
+    return found
+
+
+def is_of_curve(key: str) -> bool:
+    """Whether a row is of the preset's load under the wider limits."""
+    return key.startswith("r") and ".strict." not in key
+
+
+def publish(out: Path = RESULTS, figure: Path = FIGURE) -> None:
+    """Draw the figure and update `summary.json`, from the results in `out`."""
+    record = json.loads((out / FILE).read_text())
+    rows, entries = record["rows"], dict[str, dict[str, Any]]()
+    for file, prefix in ((FILE, ""), (H200_FILE, "h200.")):
+        if (out / file).exists():
+            entries |= _entries(json.loads((out / file).read_text())["rows"], file, prefix)
+    update_summary(out, entries)
+    if any(key.startswith("coserve.efficiency") for key in entries):
+        draw(rows, ", ".join(sorted({run["hardware"] for run in record["runs"].values()})), figure)
+
+
+def _entries(rows: Rows, file: str, prefix: str) -> dict[str, dict[str, Any]]:
+    """Of `summary.json`."""
+    found = {}
+    for key, (value, unit, row) in keys(rows).items():
+        print(prefix + key, value)
+        found[prefix + key] = entry(
+            row, value=value, unit=unit, target=target_of(key, rows), script="peers/equal_loads.py", result=file
+        )
+    return found
+
+
+def draw(rows: Rows, hardware: str, path: Path) -> None:
+    """Requests in the limits and fine-tuning over the load, under each policy; the efficiency is their sum."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    most = capacity(rows)
+    assert most is not None, "the efficiency was computed"
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
+    systems = ours(rows)
+    rates = sorted({float(row["rate"]) for key, row in rows.items() if ".coserve" in key and is_of_curve(key)})
+    width = 0.8 / len(systems)
+    for index, system in enumerate(systems):
+        loads = [row for key, row in rows.items() if key.endswith(f".{system}") and is_of_curve(key)]
+        at = [rates.index(row["rate"]) + (index - (len(systems) - 1) / 2) * width for row in loads]
+        shares = [share(row, system, rows) for row in loads]
+        served = [row["goodput"] / most[0] for row in loads]
+        left.bar(at, shares, 0.9 * width, color=f"C{index}", label=f"{system}: fine-tuning, of its peak")
+        left.bar(at, served, 0.9 * width, bottom=shares, color=f"C{index}", alpha=0.4)
+    left.axhline(1.0, color="black", linewidth=0.8)
+    left.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
+    left.set(
+        xlabel="requests/s",
+        ylabel="efficiency",
+        ylim=(0, 1.35),
+        title="pale: requests/s in the limits, of the most alone",
+    )
+    left.legend(fontsize=7)
+    for index, system in enumerate((*ours(rows), "vllm+peft")):
+        of = [row for rate in MAIN if (row := rows.get(f"{rate}.{system}"))]
+        right.scatter(
+            [row["finetune_tok_s"] for row in of], [row["in_slo"] for row in of], label=system, color=f"C{index}"
+        )
+        for row in of:
+            right.annotate(f"{row['rate']:g}/s", (row["finetune_tok_s"], row["in_slo"]), fontsize=8)
+    right.set(
+        xlabel="fine-tuning tokens/s", ylabel="share in 5 s and 45 ms", ylim=(-0.05, 1.05), title="the same arrivals"
+    )
+    right.legend(fontsize=8)
+    figure.suptitle(f"Llama-3.1-8B's shape, random weights, 32 adapters, {hardware}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)

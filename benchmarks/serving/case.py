@@ -1,0 +1,311 @@
+"""Setup of the serving benchmarks: an 8B Llama-3.1 shape with random weights, adapters, an engine in process."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import msgspec
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.common.llama import llama_config
+from coserve.adapter_store.host import HostBudget
+from coserve.adapter_store.store import AdapterStore
+from coserve.admission.treatment import Treatment
+from coserve.cancellation import Cancellation
+from coserve.config import Config
+from coserve.engine.engine import Engine
+from coserve.generate.execution.eager import EagerExecutor
+from coserve.generate.execution.graph_executor import GraphExecutor
+from coserve.generate.execution.start import INDUCTOR
+from coserve.generate.generator import Generator
+from coserve.kernels.lora.backend import make_backend
+from coserve.kernels.lora.types import LoraPair
+from coserve.link import (
+    FromEngine,
+    Generate,
+    JobCheckpoint,
+    JobNote,
+    JobSnapshot,
+    JobStarted,
+    JobSucceeded,
+    JobWaiting,
+    RequestFailed,
+    Shutdown,
+    ToEngine,
+    Tokens,
+    TrainingBatches,
+    local_pair,
+)
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base, wrap_base
+from coserve.model.fused import FusedBase
+from coserve.model.lora import LoraWeights
+from coserve.queues.policies.choice import make_policy
+from coserve.types import AdapterRef, JobSpec, LoraSettings, MicroStep, SamplingParams, Slo
+
+SEED = 7
+GREEDY = SamplingParams(temperature=0.0)
+ADAPTERS = 32
+RANKS = {"a": (16,), "m": (8, 16, 32, 64)}
+"""Ranks of the two sets of adapters, in turn: `a0` to `a31` are alike, `m0` to `m31` are mixed."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The base's sizes and the engine's."""
+
+    device: str
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    context: int
+    max_running: int
+    step_tokens: int
+    kv_tokens: int
+
+
+FULL = Shape("cuda", 32, 4096, 14336, 32, 8, 128256, 8192, 256, 8192, 320_000)
+TINY = Shape("cpu", 2, 64, 128, 4, 2, 512, 256, 8, 64, 8192)
+"""To try the scripts with, on any machine; its numbers say nothing."""
+
+
+def hardware(shape: Shape) -> str:
+    return torch.cuda.get_device_name() if shape.device == "cuda" else "CPU, a tiny shape"
+
+
+def synchronize(shape: Shape) -> None:
+    if shape.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def make_base(shape: Shape) -> Base:
+    config = llama_config(shape)
+    torch.manual_seed(SEED)
+    with torch.device(shape.device):
+        dtype = torch.bfloat16 if shape.device == "cuda" else torch.float32
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return wrap_base(model, name="llama-8b-random")
+
+
+def make_adapter(base: Base, seed: int, rank: int) -> LoraWeights:
+    """On all sites."""
+    g = torch.Generator(base.device).manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g, device=base.device, dtype=base.dtype) * 0.02
+
+    sites = {
+        name: LoraPair(draw(rank, site.in_features), draw(site.out_features, rank), 1.0)
+        for name, site in base.spec.sites.items()
+    }
+    return LoraWeights(LoraSettings(r=rank, alpha=rank), sites)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests of one kind that come all at once."""
+
+    requests: int
+    prompt: int
+    output: int
+    adapters: int = 0
+    family: str = "a"
+    sampling: SamplingParams = GREEDY
+
+    def make_requests(self, run: str, vocab: int) -> list[Generate]:
+        """Every request to its last token; `run` makes the prompts and the ids."""
+        chance = random.Random(f"{SEED}/{run}")
+        sampling = msgspec.structs.replace(self.sampling, max_tokens=self.output, ignore_eos=True)
+        return [
+            Generate(
+                id=f"{run}/{i}",
+                prompt=tuple(chance.randrange(2, vocab) for _ in range(self.prompt)),
+                sampling=sampling,
+                adapter=AdapterRef(f"{self.family}{i % self.adapters}", 1) if self.adapters else None,
+                slo=Slo(ttft=3600.0, tpot=3600.0),
+            )
+            for i in range(self.requests)
+        ]
+
+
+class NoJobs:
+    """A trainer that is never asked."""
+
+    micro_steps_done = 0
+    trained: tuple[str, ...] = ()
+    batches = TrainingBatches()
+    notes: tuple[str, ...] = ()
+
+    def load(self, spec: JobSpec, cancellation: Cancellation) -> Callable[[], JobStarted]:
+        raise AssertionError(spec)
+
+    def preparation(self, job: str) -> Callable[[Cancellation], None] | None:
+        raise AssertionError(job)
+
+    def advance(
+        self, job: str, micro_steps: int | None, others: Sequence[str] = (), shared_tokens: int | None = None
+    ) -> list[FromEngine]:
+        raise AssertionError(job)
+
+    def mid_batch(self, job: str) -> bool:
+        raise AssertionError(job)
+
+    def micro_batch_tokens(self, job: str) -> int:
+        return 0
+
+    def next_micro_step(self, job: str) -> MicroStep:
+        raise AssertionError(job)
+
+    def finished(self, job: str) -> bool:
+        raise AssertionError(job)
+
+    def checkpoint_due(self, job: str) -> bool:
+        raise AssertionError(job)
+
+    def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
+        raise AssertionError(job)
+
+    def snapshot_due(self, job: str) -> bool:
+        raise AssertionError(job)
+
+    def snapshot(self, job: str) -> Callable[[], Callable[[], JobSnapshot | JobNote]]:
+        raise AssertionError(job)
+
+    layer_costs = None
+
+    def limit(self, job: str, treatment: Treatment) -> None:
+        raise AssertionError(job)
+
+    def limit_shared(self, tokens: int | None) -> None:
+        """No job is there."""
+
+    def abandon(self, job: str, *, finish_update: bool = False) -> None:
+        raise AssertionError(job)
+
+    def publication(self, job: str) -> Callable[[], Callable[[], JobSucceeded | JobWaiting]]:
+        raise AssertionError(job)
+
+    def drop(self, job: str) -> None:
+        raise AssertionError(job)
+
+    def holds_memory_of(self, job: str) -> bool:
+        return False
+
+    def release_memory(self) -> bool:
+        return False
+
+
+class Bench:
+    """One engine over one base, and the API's end of its link."""
+
+    def __init__(
+        self,
+        base: Base,
+        shape: Shape,
+        *,
+        kv: KvCache | None = None,
+        prefix_cache: bool = False,
+        inductor: Sequence[str] = (),
+        torch_rows: bool = False,
+    ) -> None:
+        """`inductor`: further options of torch.compile to switch on; `torch_rows`: steps of one row through torch."""
+        self.base, self.shape = base, shape
+        config = Config(max_running=shape.max_running, step_tokens=shape.step_tokens, device=shape.device)
+        self._made: dict[AdapterRef, LoraWeights] = {}
+        self.store = AdapterStore(
+            lambda ref, digests: self._made[ref], HostBudget(2 * ADAPTERS), pinned=shape.device == "cuda"
+        )
+        self.kv = kv or KvCache.for_base(base, shape.kv_tokens, config.page_tokens)
+        options = INDUCTOR | dict.fromkeys(inductor, True)
+        fused = FusedBase(base, options=options) if shape.device == "cuda" else FusedBase(base, compiled=False)
+        if torch_rows:
+            fused.gemms = replace(fused.gemms, gemv={}, skinny={})
+        eager = EagerExecutor(base, self.kv, make_backend("segmented"))
+        self.executor = GraphExecutor(fused, self.kv, eager, max_running=shape.max_running)
+        self.generator = Generator(
+            base,
+            self.store,
+            self.kv,
+            self.executor,
+            max_running=shape.max_running,
+            step_tokens=shape.step_tokens,
+            max_queue=4096,
+            fair=False,
+            prefix_cache=prefix_cache,
+        )
+        self.api, engine_end = local_pair()
+        self.engine = Engine(
+            self.generator,
+            NoJobs(),
+            self.store,
+            make_policy(config),
+            engine_end,
+            clock=time.monotonic,
+        )
+
+    def publish(self, family: str) -> None:
+        """The family's 32 adapters, resident from now on."""
+        ranks = RANKS[family]
+        for i in range(ADAPTERS):
+            ref = AdapterRef(f"{family}{i}", 1)
+            self._made[ref] = make_adapter(self.base, 1000 * len(ranks) + i, ranks[i % len(ranks)])
+            self.store.publish(ref, self.store.host_copy(self._made[ref]))
+
+    def capture(self, ranks: Sequence[int] = ()) -> float:
+        """Compile, and capture the graphs of steps without adapters and with adapters of rank 16 and these: seconds.
+
+        Rank 16 always: the engine would capture its graphs between two rows.
+        """
+        began = time.perf_counter()
+        self.executor.warm_up((16, *(rank for rank in ranks if rank != 16)))
+        synchronize(self.shape)
+        return time.perf_counter() - began
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """The engine runs."""
+        task = asyncio.create_task(self.engine.run())
+        yield
+        message: ToEngine = Shutdown()
+        self.api.send(message)
+        await task
+
+    async def serve(self, asked: Sequence[Generate], saw: Callable[[int], None] = lambda tokens: None) -> float:
+        """Seconds from the first request's sending to the last token's arrival. `saw` hears the tokens so far."""
+        synchronize(self.shape)
+        began = time.perf_counter()
+        for one in asked:
+            self.api.send(one)
+        left, tokens = len(asked), 0
+        while left:
+            message: FromEngine = await self.api.receive()
+            assert not isinstance(message, RequestFailed), message
+            if isinstance(message, Tokens):
+                tokens += len(message.tokens)
+                left -= message.finished is not None
+                saw(tokens)
+        seconds = time.perf_counter() - began
+        wanted = sum(one.sampling.max_tokens for one in asked)
+        assert tokens == wanted, f"expected {wanted} tokens, got {tokens}"
+        return seconds
+
+    def texts(self, asked: Sequence[Generate]) -> dict[str, list[int]]:
+        """Token ids by request, through the generator alone: what shares a step does not depend on when things come."""
+        for one in asked:
+            self.generator.add(one)
+        found: defaultdict[str, list[int]] = defaultdict(list)
+        while self.generator.running:
+            for message in self.generator.step():
+                assert isinstance(message, Tokens), message
+                found[message.id].extend(message.tokens)
+        return dict(found)
