@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import json
 import re
 from functools import cache
@@ -87,7 +88,9 @@ def test_names_exist(document: str) -> None:
         if text.endswith(".py") or any(key.startswith(f"{text}.") for key in keys):
             continue
         name = text.removesuffix("()").split("(")[0]
-        if re.fullmatch(r"[A-Z][a-z0-9]+([A-Z][a-z0-9]*)+", name) and name not in defined() | OTHERS:
+        if re.fullmatch(r"[A-Z][a-z0-9]+([A-Z][a-z0-9]*)+", name) and name not in defined() | OTHERS | set(
+            dir(builtins)
+        ):
             missing.add(text)
         parts = name.split(".")
         if len(parts) > 1 and parts[0] in known and all(part.isidentifier() for part in parts):

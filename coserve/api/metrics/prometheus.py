@@ -20,17 +20,29 @@ _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 13
 
 _TOTALS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("preemptions", "Sequences sent back to the queue", lambda s: s.preemptions),
-    ("prefix_cache_queries", "Prompt tokens looked for in the prefix cache", lambda s: s.prefix_queries),
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", lambda s: s.prefix_queries),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache", lambda s: s.prefix_hits),
     ("serve_seconds", "Time in generation steps", lambda s: s.serve_seconds),
     ("train_seconds", "Time in fine-tuning slices", lambda s: s.train_seconds),
-    ("engine_cuda_alloc", "Calls of cudaMalloc", lambda s: s.cuda_allocs),
-    ("engine_cuda_free", "Calls of cudaFree", lambda s: s.cuda_frees),
-    ("engine_cuda_alloc_retries", "Allocations that freed cached memory first", lambda s: s.cuda_alloc_retries),
-    ("engine_pinned_alloc", "Calls of cudaHostAlloc", lambda s: s.pinned_allocs),
-    ("train_batches", "Batches of fine-tuning rows computed, of one job or of several", lambda s: s.batches.count),
-    ("train_batch_rows", "Rows in those batches", lambda s: s.batches.rows),
-    ("train_batch_jobs", "Jobs in those batches, each counted in every batch that it shared", lambda s: s.batches.jobs),
+    ("engine_cuda_alloc", "Calls of cudaMalloc: none is expected once the engine is warm", lambda s: s.cuda_allocs),
+    ("engine_cuda_free", "Calls of cudaFree, which wait for the GPU", lambda s: s.cuda_frees),
+    (
+        "engine_cuda_alloc_retries",
+        "Allocations for which cached memory was freed first: the memory plan was too small",
+        lambda s: s.cuda_alloc_retries,
+    ),
+    ("engine_pinned_alloc", "Calls of cudaHostAlloc, for pinned host memory", lambda s: s.pinned_allocs),
+    (
+        "train_batches",
+        "Forwards and backwards of fine-tuning rows, of one job or of several together",
+        lambda s: s.batches.count,
+    ),
+    ("train_batch_rows", "Rows in them; divided by the batches, rows of a batch", lambda s: s.batches.rows),
+    (
+        "train_batch_jobs",
+        "Jobs in them, each counted in every batch that it shared; divided by the batches, jobs of a batch",
+        lambda s: s.batches.jobs,
+    ),
     (
         "train_patience_slices",
         "Fine-tuning slices that ran only because of train_patience or train_floor",
@@ -77,30 +89,48 @@ class Metrics:
         self._output_size = Histogram(
             "coserve_request_generation_tokens", "Generated tokens of a sequence", buckets=_TOKENS, registry=r
         )
-        self._prompt = Counter("coserve_prompt_tokens", "Prompt tokens of admitted requests", registry=r)
+        self._prompt = Counter(
+            "coserve_prompt_tokens",
+            "Prompt tokens of requests that were admitted: one that gives up while it waits does not count",
+            registry=r,
+        )
         self._generated = Counter("coserve_generation_tokens", "Tokens generated", registry=r)
-        self._finished = Counter("coserve_requests", "Ended sequences", ["finish_reason"], registry=r)
+        self._finished = Counter(
+            "coserve_requests", "Sequences that ended, by finish_reason", ["finish_reason"], registry=r
+        )
         for reason in FinishReason:
             self._finished.labels(reason.value)
-        self._refused = Counter("coserve_requests_refused", "Requests that met a full queue", registry=r)
+        self._refused = Counter("coserve_requests_refused", "Requests refused because the queue was full", registry=r)
         self._shed = Counter(
             "coserve_requests_shed", "Requests refused because their first token would have come too late", registry=r
         )
-        self._responses = Counter("coserve_http_answers", "HTTP responses", ["route", "status"], registry=r)
+        self._responses = Counter(
+            "coserve_http_answers", "HTTP responses, by route and status", ["route", "status"], registry=r
+        )
         self._trained = Counter("coserve_train_tokens", "Tokens read by optimizer steps", registry=r)
         self._steps = Counter("coserve_train_steps", "Optimizer steps", registry=r)
-        self._ended_jobs = Counter("coserve_jobs_ended", "Jobs by how they ended", ["state"], registry=r)
+        self._ended_jobs = Counter("coserve_jobs_ended", "Jobs that ended, by state", ["state"], registry=r)
         for state in JobState:
             if state.terminal:
                 self._ended_jobs.labels(state.value)
-        self._jobs = Gauge("coserve_jobs", "Unfinished jobs by state", ["state"], registry=r)
+        self._jobs = Gauge("coserve_jobs", "Unfinished jobs, by state", ["state"], registry=r)
         self._starts = Gauge("coserve_engine_restarts", "Times that the engine was started again", registry=r)
         self._ready = Gauge("coserve_ready", "1: /health/ready answers 200", registry=r)
-        self._warmup_done = Gauge("coserve_warmup_done", "Steps of the warm-up that are done", registry=r)
-        self._warmup_total = Gauge("coserve_warmup_total", "Steps of the warm-up", registry=r)
-        self._rank_ready = Gauge("coserve_rank_ready", "1: the rank follows (--tp)", ["rank"], registry=r)
+        self._warmup_done = Gauge(
+            "coserve_warmup_done", "Units of an engine's start that are done: compilations, loads, captures", registry=r
+        )
+        self._warmup_total = Gauge("coserve_warmup_total", "Units of an engine's start", registry=r)
+        self._rank_ready = Gauge(
+            "coserve_rank_ready",
+            "By rank, with --tp above 1: 1 while its process follows, 0 while it starts or is lost",
+            ["rank"],
+            registry=r,
+        )
         self._rank_behind = Gauge(
-            "coserve_rank_behind", "Commands that the rank is behind rank 0", ["rank"], registry=r
+            "coserve_rank_behind",
+            "By rank: commands that rank 0 has finished and the rank has not",
+            ["rank"],
+            registry=r,
         )
 
     # ---- requests
@@ -191,13 +221,24 @@ USES = ("weights", "pages", "graphs", "jobs", "temporary", "cached", "context", 
 
 def gpu_memory(use: MemoryUse | None) -> Iterable[Metric]:
     """Where the GPU's bytes are; without samples where nothing is planned."""
-    uses = GaugeMetricFamily("coserve_gpu_memory_bytes", "GPU memory by use", labels=["use"])
+    uses = GaugeMetricFamily(
+        "coserve_gpu_memory_bytes",
+        "By use, whose sum is the device: weights, pages, graphs, jobs (what they keep between "
+        "micro-batches), temporary, cached (by torch), context (CUDA's, and what other processes had "
+        "when the engine started), others (what other processes took since), free. Only where memory "
+        "is planned",
+        labels=["use"],
+    )
     for name in USES if use is not None else ():
         uses.add_metric([name], getattr(use, name))
     yield uses
     of_jobs = (
-        ("limit", "GPU memory there is for jobs now", None if use is None else use.training),
-        ("needed", "What the jobs that have started need of it", None if use is None else use.needed),
+        (
+            "limit",
+            "GPU memory there is for jobs now; less than was planned while other processes take it",
+            None if use is None else use.training,
+        ),
+        ("needed", "What the jobs that have started are predicted to need of it", None if use is None else use.needed),
     )
     for name, text, value in of_jobs:
         yield GaugeMetricFamily(f"coserve_jobs_memory_{name}_bytes", text, value=value)
@@ -205,9 +246,17 @@ def gpu_memory(use: MemoryUse | None) -> Iterable[Metric]:
 
 def step_counts(steps: Iterable[StepCounts]) -> Iterable[Metric]:
     labels = ["kind", "beside_training"]
-    counts = CounterMetricFamily("coserve_generation_steps", "Generation steps", labels=labels)
+    counts = CounterMetricFamily(
+        "coserve_generation_steps",
+        "Generation steps, by kind (prefill: with prompts, or decode) and by beside_training: true if"
+        " the device computed training at the same time, else false",
+        labels=labels,
+    )
     seconds = CounterMetricFamily(
-        "coserve_generation_step_seconds", "Their time, from when the device could begin each", labels=labels
+        "coserve_generation_step_seconds",
+        "Their time, by the same, from when the device could begin each; includes its launch if the "
+        "device waited for it",
+        labels=labels,
     )
     for each in steps:
         values = [each.kind, "true" if each.beside else "false"]
@@ -256,20 +305,24 @@ class EngineGauges(Collector):
         s = self._stats
         used = s.pages_used / s.pages_total if s is not None and s.pages_total else 0.0
         gauges = (
-            ("engine_up", "1: there is an engine", float(s is not None)),
+            ("engine_up", "1: the engine runs", float(s is not None)),
             ("num_requests_waiting", "Sequences in the queue", s.waiting if s else 0),
             ("num_requests_running", "Sequences that run", s.running if s else 0),
             ("num_jobs_in_engine", "Jobs that train or wait for their turn", s.jobs if s else 0),
             ("kv_cache_usage_ratio", "Pages in use, by KV and adapters, 0 to 1", used),
-            ("kv_cache_pages", "Pages there are", s.pages_total if s else 0),
+            ("kv_cache_pages", "Pages in the pool", s.pages_total if s else 0),
             ("adapter_pages", "Pages that hold adapters, in use or not", s.pages_adapters if s else 0),
-            ("memory_planned_bytes", "GPU memory that the plan gives to torch", s.memory_planned if s else 0),
-            ("memory_peak_bytes", "The most GPU memory that torch has had", s.memory_peak if s else 0),
-            ("engine_backlog_bytes", "Messages of the engine that the API process had not read", s.backlog if s else 0),
+            ("memory_planned_bytes", "GPU memory planned for torch", s.memory_planned if s else 0),
+            ("memory_peak_bytes", "Peak GPU memory allocated by torch", s.memory_peak if s else 0),
+            (
+                "engine_backlog_bytes",
+                "Messages of the engine that the API process has not read; more than 8 MiB is logged",
+                s.backlog if s else 0,
+            ),
             ("adapters_resident", "Adapters in memory", len(s.resident) if s else 0),
             (
                 "train_speed_beside_ratio",
-                "Training's speed while a generation step runs beside it, as a share of its speed alone",
+                "With overlap: training's speed beside a step of decodes, as a share of its speed alone; 1 until measured",
                 s.train_speed_beside if s else 1.0,
             ),
         )
@@ -281,7 +334,7 @@ class EngineGauges(Collector):
         yield from step_counts(self._steps().values())
         stalls = HistogramMetricFamily(
             "coserve_engine_stall_seconds",
-            "Between two moments at which a generation step can begin, while requests waited or ran",
+            "Time between two moments at which a generation step can begin, while requests waited or ran, by cause",
             labels=["cause"],
         )
         for cause, counts in self._stalls().items():

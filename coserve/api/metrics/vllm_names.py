@@ -34,6 +34,11 @@ _NAMES: dict[str, tuple[str, ...]] = {
 """Our names (without `coserve_`) and vLLM's (without `vllm:`)."""
 
 
+def vllm_names(metric: str) -> tuple[str, ...]:
+    """vLLM's names (without `vllm:`) of our metric."""
+    return _NAMES.get(metric.removeprefix("coserve_"), ())
+
+
 class VllmNames(Collector):
     """Copies of what `source` holds. `model`: the base's name, empty before there is an engine."""
 
@@ -43,7 +48,7 @@ class VllmNames(Collector):
     def collect(self) -> Iterable[Metric]:
         labels = {"model_name": self._model(), "engine": "0"}
         for metric in self._source.collect():
-            for name in _NAMES.get(metric.name.removeprefix("coserve_"), ()):
+            for name in vllm_names(metric.name):
                 copy = Metric(f"vllm:{name}", metric.documentation, metric.type)
                 copy.samples = [
                     sample._replace(

@@ -57,6 +57,10 @@ DOCS = {
     "docs/guide/bench.md": "coserve bench",
     "docs/guide/families.md": "families of models, and what works with each",
     "docs/guide/from-vllm-and-peft.md": "options and fields of vLLM and PEFT, and coserve's",
+    "docs/reference/http.md": "every route and field",
+    "docs/reference/sdk.md": "the Python client",
+    "docs/reference/cli.md": "the command line",
+    "docs/reference/settings.md": "settings of the daemon",
     "docs/reference/metrics.md": "what /metrics counts",
     "docs/design/structures.md": "how the code is built",
 }
