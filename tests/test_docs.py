@@ -14,7 +14,12 @@ import pytest
 from tests.support.syntax import below, names_of
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
+]
 PLACES = (ROOT, ROOT / "coserve", ROOT / "docs", ROOT / "benchmarks", ROOT / "benchmarks/results", ROOT / "tests")
 OTHERS = {
     "AttentionInterface",

@@ -86,7 +86,7 @@ async def test_the_root_says_where_to_look(api: Api) -> None:
         for folder in ("guide", "reference")
         for page in (root / "docs" / folder).glob("*.md")
     }
-    assert set(found["docs"]) == {"README.md", "docs/design/structures.md", *pages}
+    assert set(found["docs"]) == {"README.md", "docs/design/README.md", *pages}
 
 
 BODIES = {

@@ -62,7 +62,7 @@ DOCS = {
     "docs/reference/cli.md": "the command line",
     "docs/reference/settings.md": "settings of the daemon",
     "docs/reference/metrics.md": "what /metrics counts",
-    "docs/design/structures.md": "how the code is built",
+    "docs/design/README.md": "how the code is built",
 }
 
 
