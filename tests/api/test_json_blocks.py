@@ -15,7 +15,7 @@ from coserve.types import FinishReason, TokenLogprob
 
 def response(tokens: int, scored: int) -> GenerateResponse:
     top = [Logprob(token_id=id, token=str(id), logprob=-0.5) for id in range(5)]
-    entries = [PromptLogprob(token_id=5, token='a "quote"', logprob=None, top=top)] * scored
+    entries = [PromptLogprob(token_id=5, token='a "quote"', text='a "quote"', logprob=None, top=top)] * scored
     choice = Choice(index=0, text="x" * tokens, token_ids=list(range(tokens)), finish_reason="length")
     usage = Usage(prompt_tokens=1, completion_tokens=tokens, total_tokens=tokens + 1)
     return GenerateResponse(
@@ -36,7 +36,7 @@ def test_pieces_are_what_one_call_gives(value: object) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 40, 30_000])
 def test_a_list_that_was_encoded_as_it_grew(count: int) -> None:
-    entries = [PromptLogprob(token_id=id, token="a", logprob=None) for id in range(count)]
+    entries = [PromptLogprob(token_id=id, token="a", text="a", logprob=None) for id in range(count)]
     packed, rest = JsonListBuilder[PromptLogprob](), JsonListBuilder[PromptLogprob]()
     for first in range(0, count, 7):
         (packed if first < count // 2 else rest).add(entries[first : first + 7])
