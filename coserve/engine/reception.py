@@ -26,9 +26,8 @@ class Reception:
     def __init__(self, scheduler: Scheduler, views: Views, send: Callable[[Sequence[RequestFailed]], None]) -> None:
         self._scheduler, self._views, self._send = scheduler, views, send
         self._speed = QueueSpeed()
-        self._deadlines: list[tuple[float, int, Request]] = []
-        """When the first tokens of requests that wait for a place must come, the number of their arrival, and the requests: a heap."""
-        self._arrivals = 0
+        self._deadlines: list[tuple[float, str]] = []
+        """When the first tokens of requests that wait for a place must come, and their ids: a heap. Some have ended since."""
         self._cancelled: list[str] = []
         """Requests that leave the queue before anybody looks at it: many take little longer than one."""
 
@@ -67,9 +66,10 @@ class Reception:
         self._cancel_all()
         late = list[Request]()
         while self._deadlines and self._deadlines[0][0] < now + self._first_token_seconds:
-            request = heappop(self._deadlines)[2]
-            if request.state is State.QUEUED and not self._has_begun(request.message.choices):
-                late.append(request)
+            request = self._scheduler.requests.get(heappop(self._deadlines)[1])
+            if request is None or request.state is not State.QUEUED or self._has_begun(request.message.choices):
+                continue
+            late.append(request)
         if late:
             error = _overloaded(self._scheduler.queue.retry_after(now))
             self._scheduler.cancel_queued([id for each in late for id in (each.id, *each.message.choices)])
@@ -90,8 +90,7 @@ class Reception:
         late = now + wait + self._first_token_seconds - due
         if wait and late > 0:
             return late
-        heappush(self._deadlines, (due, self._arrivals, request))
-        self._arrivals += 1
+        heappush(self._deadlines, (due, request.id))
         return 0.0
 
     def _due(self, request: Request) -> float:

@@ -98,7 +98,7 @@ def step_shape(
         refs.add(request.message.adapter)
         if share.tokens == 1:
             decodes += 1
-            context += request.length
+            context += len(request.tokens) + request.in_flight
         else:
             prefill += share.tokens
             pairs += prompt_pairs(share.tokens, request.computed)

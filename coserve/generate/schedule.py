@@ -221,10 +221,11 @@ class Scheduler:
         scored at most `scored_tokens` are in it. Where the budget has less than a token for each active request, the latest ones give way."""
         if self._plan is None or self._plan.blocked != self._blocked:  # an adapter was evicted, or read again
             active, waiting = self._active[: self.budget.tokens], self.queue.waiting(self.headroom)
-            shares = [Share(request, 1) for request in active if request.pending == 1]
+            pending = [(request, request.pending) for request in active]
+            shares = [Share(request, 1) for request, tokens in pending if tokens == 1]
             left = self.budget.tokens - len(shares)
             room = Room(left, min(left, self._scored_tokens))
-            shares += room.fill([request for request in active if request.pending > 1])
+            shares += room.fill([request for request, tokens in pending if tokens > 1])
             in_line = [*shares, *room.fill(self._line, in_order=True)]
             nobody = step_shape(in_line, self._adapters.size)
             self._plan = Plan(
@@ -257,14 +258,13 @@ class Scheduler:
         self._loaded = 0
         before = self.preemptions
         shares = [share for share in plan.shares if self._grow(share.request)]
-        decodes = sum(share.request.pending == 1 for share in shares)
-        room = Room(self.budget.tokens, min(self.budget.tokens - decodes, self._scored_tokens))
-        for share in shares:
-            room.take(share)
-        while self._line and self.preemptions == before and room.for_prompt(self._line[0]) > 0:
-            if (admitted := self._admit()) is None:
-                break
-            shares.append(room.take(Share(admitted, room.for_prompt(admitted))))
+        if self._line and self.preemptions == before:
+            decodes = sum(share.request.pending == 1 for share in shares)
+            room = Room(self.budget.tokens, min(self.budget.tokens - decodes, self._scored_tokens))
+            for share in shares:
+                room.take(share)
+            while self._line and room.for_prompt(self._line[0]) > 0 and (admitted := self._admit()) is not None:
+                shares.append(room.take(Share(admitted, room.for_prompt(admitted))))
         if self._line and self._lacks_pages:
             self._few = FEW
         elif not self._line:
@@ -291,7 +291,7 @@ class Scheduler:
         """A page for the next token if it needs one; False when the request had to give up its own."""
         if not request.pages:
             return False
-        need = self._pages.pages_for(request.length) - len(request.pages)
+        need = self._pages.pages_for(len(request.tokens) + request.in_flight) - len(request.pages)
         if not need:
             return True
         while (pages := self._pages.allocate(need)) is None:

@@ -124,7 +124,7 @@ class Request:
         """Tokens to compute before the next one can be sampled; none once its last one is in flight."""
         if self.in_flight and self.generated + self.in_flight >= self.max_tokens:
             return 0
-        return self.length - self.computed
+        return len(self.tokens) + self.in_flight - self.computed
 
     @property
     def length(self) -> int:
