@@ -9,7 +9,7 @@
 
 GPT-2 medium in bfloat16 with random weights; 32 adapters of rank 32 on `c_attn` and `c_proj`. As in its section 5.2: a prompt each
 0.1 s, 512 rows each 20 s; fine-tuning batches of 32 rows, inference batches of at most 64 requests that wait at most 5 s. The paper does not say how long it ran, its rows'
-length and its answers': here 60 s of arrivals, 480 tokens, 16 to 64 tokens. A burst's rows are one job of an adapter that is drawn (`docs/decisions.md`,
+length and its answers': here 60 s of arrivals, 480 tokens, 16 to 64 tokens. A burst's rows are one job of an adapter that is drawn (`docs/LOG.md`,
 Scheduling), in the part `mixed` a job for each adapter. Every policy gets the same arrivals from a daemon of its own. Each cell is written
 as soon as it is measured, and one that was measured stays: a run with `--skip-measured` goes on where another was cut off.
 """

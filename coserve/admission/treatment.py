@@ -24,13 +24,13 @@ from coserve.gpu_memory import Kept, MemoryModel, TrainingCosts
 from coserve.types import BaseSpec, JobSpec, LoraSettings
 
 LAUNCH_BOUND_TOKENS = 2000
-"""Tokens that a GPU computes while the host launches a micro-batch operation by operation: a smaller one takes as long. Of an 8B shape
-(`finetuning_263ac28.json`): 512 tokens take 128 ms, 2048 138 ms, 4096 264 ms."""
+"""Tokens that a GPU computes while the host launches a micro-batch operation by operation: a smaller one takes as long. An 8B shape on
+an H200, at 263ac28: 512 tokens take 128 ms, 2048 138 ms, 4096 264 ms."""
 OVERHEAD_TOKENS = 190
 """Tokens that each micro-batch costs besides. As graphs, 512 take 44 ms, 2048 131 ms and 4096 251 ms."""
 RECOMPUTE_OVERHEAD = 0.43
 """How much longer a micro-batch takes if the whole forward of every layer runs again, relative to one that keeps all
-(`finetuning_5c1e67a.json`)."""
+(8B, H200, 5c1e67a; docs/LOG.md, Memory)."""
 
 Number = TypeVar("Number", float, Floats)
 

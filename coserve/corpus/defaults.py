@@ -1,6 +1,6 @@
 """Default epochs, batch size and learning rate, chosen from the corpus and the base. Pure; no torch.
 
-The rules and their sources (docs/decisions.md has the measurements):
+The rules and their sources (docs/LOG.md, Corpora, has the measurements):
 
 - `learning_rate`: the best rate for LoRA is about ten times that of full fine-tuning, depends little on the rank, and
   falls with the base's width (Thinking Machines, "LoRA Without Regret", 2025): `5e-4 * 2048 / hidden`.

@@ -1,4 +1,4 @@
-"""The load of the ETS paper's table 5.1 under its policies: the trends of its table 5.2. See docs/decisions.md (Scheduling)."""
+"""The load of the ETS paper's table 5.1 under its policies: the trends of its table 5.2. See docs/LOG.md (Scheduling)."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class TemporalSharing(NamedPolicy):
 
     An inference batch holds the requests that arrived within `delay` seconds of its first one, at most `batch_size`. It is
     dispatched when it is complete (section 5.2.2). A side with nothing to dispatch gives its turn to the other. See
-    docs/decisions.md (Scheduling) for other readings of the paper.
+    docs/LOG.md (Scheduling) for other readings of the paper.
     """
 
     in_batches = True
