@@ -22,7 +22,7 @@ from coserve.model.fingerprint import fingerprint
 from coserve.model.forward_context import ForwardContext, running
 from coserve.model.lora import LoraBatch, LoraSites, LoraWeights
 from coserve.model.seam import PaddedAttention, ReferenceAttention
-from coserve.model.settings import drop_settings, refuse_settings
+from coserve.model.settings import drop_settings, refuse_config, refuse_settings, refuse_without_causal_lm
 from coserve.model.sharded import Shard, load_shard
 from coserve.model.truncate import truncate_layers
 from coserve.names import ADAPTER_CONFIG
@@ -172,6 +172,8 @@ def load_base(
         if local and (folder / ADAPTER_CONFIG).exists():
             raise UnsupportedBase(f"{name}: the folder holds an adapter; expected a base model")
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local)
+        refuse_config(config)
+        refuse_without_causal_lm(config)
         drop_settings(config, unknown)
         if few_layers:
             truncate_layers(config)

@@ -21,6 +21,7 @@ from coserve.errors import UnsupportedBase
 from coserve.kernels.attention.interface import Attention, AttentionParams
 from coserve.model import seam
 from coserve.model.fake import is_fake
+from coserve.model.settings import refuse_config
 
 _PROBE = "coserve_probe"
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
@@ -33,8 +34,7 @@ SEQUENCES = (13, 6)
 def refuse_statically(model: PreTrainedModel) -> None:
     """Raises `UnsupportedBase` for what the class and the config alone tell."""
     family, config = model.config.model_type, model.config
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedBase(f"{family} is an encoder-decoder model; coserve serves decoder-only language models")
+    refuse_config(config)
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedBase(f"{family}: quantized weights are not supported")
     if not getattr(model, "_supports_attention_backend", False):
@@ -188,7 +188,7 @@ def recorded(modules: Iterable[nn.Module]) -> Iterator[Callable[[Tensor], Forwar
 
     def saw(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         before, after = _states(args, kwargs), output[0] if isinstance(output, tuple) else output
-        if isinstance(before, Tensor) and isinstance(after, Tensor):
+        if isinstance(before, Tensor) and isinstance(after, Tensor) and before.dim() == after.dim() == 3:
             seen.setdefault(module, []).append((before[0], after[0]))
 
     hooks = [module.register_forward_hook(saw, with_kwargs=True) for module in modules]

@@ -1,11 +1,11 @@
-"""The gate for a base's config.json: nothing in it may make transformers run code."""
+"""The gate for a base's config.json: nothing in it may make transformers run code, and it is of a family that can be served."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from coserve.errors import UnsupportedBase
 
@@ -54,6 +54,38 @@ def drop_settings(config: PretrainedConfig, names: Iterable[str]) -> None:
     for holder in (config, *parts):
         for name in names:
             vars(holder).pop(name, None)
+
+
+def refuse_config(config: PretrainedConfig) -> None:
+    """Refuses architectures that the seams cannot serve, by the config alone. Raises `UnsupportedBase`."""
+    family, text = config.model_type, config.get_text_config()
+    if config.is_encoder_decoder:
+        raise UnsupportedBase(f"{family} is an encoder-decoder model; coserve serves decoder-only language models")
+    if getattr(text, "num_kv_shared_layers", 0):
+        shared = f"{text.num_kv_shared_layers} of its {text.num_hidden_layers} layers"
+        raise UnsupportedBase(
+            f"{family}: {shared} have no keys and values of their own but read those of earlier layers"
+        )
+    if (
+        getattr(text, "kv_lora_rank", None)
+        and (keys := text.qk_nope_head_dim + text.qk_rope_head_dim) != text.v_head_dim
+    ):
+        sizes = f"heads of {keys} numbers for queries and keys, of {text.v_head_dim} for values"
+        raise UnsupportedBase(f"{family} has multi-head latent attention: {sizes}; expected heads of one size")
+
+
+def refuse_without_causal_lm(config: PretrainedConfig) -> None:
+    """Refuses what transformers has no causal language model for, as vision models. Raises `UnsupportedBase`."""
+    brings_its_own = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if brings_its_own or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    family = config.model_type
+    parts = sorted(name.removesuffix("_config") for name in config.sub_configs if name != "text_config")
+    if parts:
+        raise UnsupportedBase(
+            f"{family} has parts for more than text ({', '.join(parts)}); coserve serves language models of text alone"
+        )
+    raise UnsupportedBase(f"{family}: transformers has no causal language model of this family")
 
 
 _NUMBERS = (bool, int, float)

@@ -157,6 +157,39 @@ def test_an_encoder_decoder_is_refused() -> None:
         wrap_base(model, name="tiny")
 
 
+_TEXT = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": VOCAB,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "t5", "d_model": 32}, "^t5 is an encoder-decoder model"),
+        ({"model_type": "bart", "d_model": 32}, "^bart is an encoder-decoder model"),
+        ({"model_type": "whisper"}, "^whisper is an encoder-decoder model"),
+        ({"model_type": "llava", "text_config": _TEXT}, r"^llava has parts for more than text \(vision\)"),
+        ({"model_type": "qwen2_vl"}, r"^qwen2_vl has parts for more than text \(vision\)"),
+        ({"model_type": "xlm-prophetnet"}, "xlm-prophetnet"),
+        ({"model_type": "dinov2"}, "^dinov2: transformers has no causal language model"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "^deepseek_v3 has multi-head latent attention"),
+        ({"model_type": "gemma3n"}, r"^gemma3n: 15 of its 35 layers have no keys and values of their own"),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+@pytest.mark.filterwarnings("ignore")
+def test_an_architecture_is_refused_by_its_config_before_weights_are_read(
+    tmp_path: Path, config: dict[str, object], reason: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedBase, match=reason):
+        load_base(str(tmp_path), device="cpu", dtype="auto")
+
+
 def test_a_model_that_is_not_what_it_seems_is_refused() -> None:
     model = tiny_model("llama")
     layer = model.model.layers[1].self_attn

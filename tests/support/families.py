@@ -100,6 +100,23 @@ ATTENTION_ONLY = frozenset({"afmoe", "dots1", "ernie4_5_moe", "glm4_moe", "hunyu
 """PEFT saves targets of their feed-forward modules as parameters of experts, which adapters may not have here."""
 
 _BACKENDS = "does not support attention backends"
+_LATENT: dict[str, object] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+_SHARED_KV: dict[str, object] = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "activation_sparsity_pattern": [0.0] * 4,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 4,
+    "vocab_size_per_layer_input": 128,
+}
 REFUSED: dict[str, tuple[str, dict[str, object]]] = {
     "biogpt": (_BACKENDS, {}),
     "bloom": (_BACKENDS, {}),
@@ -113,20 +130,12 @@ REFUSED: dict[str, tuple[str, dict[str, object]]] = {
     "rwkv": (_BACKENDS, {}),
     "stablelm": (_BACKENDS, {}),
     "xglm": (_BACKENDS, {}),
-    "deepseek_v3": (
-        "expected heads of one size",
-        {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 8,
-        },
-    ),
+    "deepseek_v2": ("multi-head latent attention: .* expected heads of one size", _LATENT),
+    "deepseek_v3": ("multi-head latent attention: .* expected heads of one size", _LATENT),
     "diffllama": ("once in each of 2 layers", {}),
     "doge": ("replaced attention", {}),
     "lfm2": ("once in each of 2 layers", {"layer_types": ["conv", "full_attention"]}),
+    "gemma3n_text": ("2 of its 4 layers have no keys and values of their own", _SHARED_KV),
     "llama4_text": ("causal", {"attention_chunk_size": 16, "intermediate_size_mlp": 48}),
     "minimax": ("once in each of 2 layers", {}),
     "nemotron": ("once in each of 2 layers", {}),
