@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 
 import msgspec
 
@@ -70,6 +71,93 @@ OTHER_UNITS = {
     "suffix": ("adapter", "coserve takes the whole name"),
 }
 """Other libraries' names: our field, and the difference."""
+OTHER_WAYS = {
+    # memory, types and devices
+    "layers are recomputed as each job's memory asks for (all of them with the daemon's --recompute)": (
+        "gradient_checkpointing* activation_offloading torch_empty_cache_steps"
+    ),
+    "the base has the daemon's --dtype, and adapters in training are float32": "bf16* fp16* tf32 dtype torch_dtype",
+    "quantised bases are not supported: the base has 16 or 32 bits (the daemon's --dtype)": (
+        "load_in_4bit load_in_8bit bnb_4bit_* quantization_config use_qalora qalora_group_size"
+    ),
+    "micro-batches are cut to the memory there is, and to training.micro_batch_tokens": (
+        "per_device_eval_batch_size eval_accumulation_steps auto_find_batch_size"
+    ),
+    "the daemon's --tp holds the base on several GPUs": (
+        "ddp_* fsdp* deepspeed local_rank accelerator_config parallelism_config average_tokens_across_devices"
+    ),
+    "the daemon's --compile says whether layers are compiled": "torch_compile*",
+    "losses and LoRA terms have kernels of coserve's own": "use_liger_* liger_kernel_config use_logits_to_keep",
+    # what is kept, told and evaluated
+    "each step's metrics are in the job's events": (
+        "logging_* log_* disable_tqdm include_num_input_tokens_seen include_for_metrics skip_memory_metrics"
+    ),
+    "the daemon's --tracker sends curves to TensorBoard, Weights & Biases or MLflow": (
+        "report_to run_name project trackio_*"
+    ),
+    "jobs are evaluated every training.eval_steps steps, on the rows that training.validation_split holds back": (
+        "eval_strategy evaluation_strategy eval_delay eval_on_start eval_do_concat_batches eval_use_gather_object eval_packing "
+        "batch_eval_metrics prediction_loss_only do_eval"
+    ),
+    "checkpoints are written every training.checkpoint_steps steps": (
+        "save_strategy save_only_model save_on_each_node save_safetensors enable_jit_checkpoint"
+    ),
+    "the daemon's --keep-checkpoints says how many checkpoints a job keeps": "save_total_limit",
+    "with training.early_stopping_patience the weights of the best evaluation are published": (
+        "load_best_model_at_end metric_for_best_model greater_is_better early_stopping_threshold"
+    ),
+    "jobs resume from their last checkpoint without being asked": (
+        "resume_from_checkpoint ignore_data_skip restore_callback_states_from_checkpoint"
+    ),
+    "a job publishes a version of the adapter, and `coserve adapters download` writes its files": (
+        "output_dir overwrite_output_dir push_to_hub hub_*"
+    ),
+    "training.sample_prompts asks for samples": "generate_during_eval predict_with_generate",
+    # rows
+    "the daemon's --tokenizer-workers is the number of processes that tokenise": (
+        "dataloader_num_workers dataset_num_proc preprocessing_num_workers"
+    ),
+    "rows are packed without padding, and attention keeps them apart": (
+        "packing* padding_free pad_to_multiple_of pad_token dataloader_drop_last group_by_length train_sampling_strategy "
+        "length_column_name"
+    ),
+    "training.seed is the seed of the order of rows, too": "data_seed shuffle_dataset full_determinism",
+    "training.train_on says which tokens are learned": "completion_only_loss assistant_only_loss",
+    "columns says which columns the rows are read from": (
+        "dataset_text_field dataset_kwargs remove_unused_columns label_names"
+    ),
+    "training.max_length is that of prompt and answer together": (
+        "max_prompt_length max_completion_length max_target_length truncation_mode"
+    ),
+    "the base's own tokenizer and chat template are used": "eos_token chat_template_path tokenizer_name*",
+    # optimizers and losses
+    "the fields of training have all settings of optimizers and schedules": (
+        "optim_args optim_target_modules lr_scheduler_kwargs"
+    ),
+    "the loss is that of the target tokens, or training.loss with its beta": (
+        "label_smoothing* loss_type loss_weights f_divergence_type f_alpha_divergence_coef use_weighting rpo_alpha ld_alpha "
+        "discopop_tau"
+    ),
+    "training.loss.reference says what a DPO loss is relative to": (
+        "reference_free ref_* *_ref_model precompute_ref_* model_adapter_name"
+    ),
+    "lora.dropout is 0 unless it is set": "disable_dropout",
+    # adapters
+    "coserve trains the A and B of linear modules alone": (
+        "modules_to_save trainable_token_indices ensure_weight_tying bias lora_bias target_parameters"
+    ),
+    "DoRA and other variants of LoRA are not supported; lora.rslora, lora.bd_blocks and training.lora_plus_ratio are": (
+        "use_dora peft_type velora_config monteclora_config kasa_config arrow_config alora_invocation_tokens layer_replication"
+    ),
+    "lora.init has the ways to begin": "loftq_config eva_config corda_config lora_ga_config",
+    "lora.targets takes whole names of modules, too": "exclude_modules layers_to_transform layers_pattern",
+    "the base is the daemon's --model": "base_model_name_or_path model_name_or_path model_init_kwargs revision",
+    "it is not needed here": (
+        "task_type auto_mapping peft_version inference_mode fan_in_fan_out megatron_* runtime_config do_train do_predict use_cpu "
+        "use_cache debug dataloader_*"
+    ),
+}
+"""What coserve does instead: names of settings of transformers' `TrainingArguments`, TRL's configs and PEFT's `LoraConfig` that have no field here, `*` for any end."""
 OPTION_ALIASES = {
     **dict.fromkeys(("r", "lora_r", "lora_rank"), "rank"),
     # vLLM
@@ -136,11 +224,13 @@ NEAR = 0.75
 
 
 def hint(name: str, parent: str, known: Iterable[str]) -> str:
-    """`"; did you mean 'alpha'?"`, `"; coserve counts a batch in tokens: training.batch_tokens"`, or nothing.
+    """`"; did you mean 'alpha'?"`, `"; coserve counts a batch in tokens: training.batch_tokens"`, one of `OTHER_WAYS`, or nothing.
 
     `known`: dotted paths of all fields of the request; `parent`: the path of the object with the unknown field `name`, empty
     for the request itself.
     """
+    if way := _other_way(name):
+        return way
     paths = list(known)
     here = f"{parent}." if parent else ""
     if name in OTHER_UNITS:
@@ -156,6 +246,14 @@ def hint(name: str, parent: str, known: Iterable[str]) -> str:
         if elsewhere:
             return f"; did you mean {elsewhere[0]!r}?"
     return near_miss(name[:80].lower().replace("-", "_"), siblings)
+
+
+def _other_way(name: str) -> str:
+    """`"; it is not needed here"`, or nothing."""
+    for way, patterns in OTHER_WAYS.items():
+        if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
+            return f"; {way}"
+    return ""
 
 
 def value_hint(field: str, value: object) -> str:
@@ -180,6 +278,8 @@ def variable_hint(variable: str, settings: Iterable[str]) -> str:
 
 def _setting_hint(name: str, flags: dict[str, str]) -> str:
     """`flags`: the settings' names, and each as a user gives it."""
+    if way := _other_way(name):
+        return way
     field, difference = OTHER_UNITS.get(name, ("", ""))
     if field in flags:
         return f"; {difference}: {flags[field]}"

@@ -5,15 +5,27 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig
+from transformers import TrainingArguments
 
 from coserve.api.http.parsing import decode_json
 from coserve.client.options import as_struct
 from coserve.config import Config
 from coserve.errors import InvalidRequest, UnknownField
-from coserve.hints import ALIASES, NEEDLESS_OPTIONS, OPTION_ALIASES, OTHER_UNITS, fields_of, option_hint
+from coserve.hints import (
+    ALIASES,
+    NEEDLESS_OPTIONS,
+    OPTION_ALIASES,
+    OTHER_UNITS,
+    OTHER_WAYS,
+    fields_of,
+    hint,
+    option_hint,
+)
 from coserve.schemas import FinetuneRequest, GenerateRequest
 from coserve.types import LoraSettings
 
@@ -92,6 +104,54 @@ def test_what_is_like_nothing_gets_no_hint() -> None:
     assert "did you mean" not in message({"prompt": "x", "zzz": 1}, GenerateRequest)
 
 
+@pytest.mark.parametrize(
+    ("place", "name", "says"),
+    [
+        ("training", "gradient_checkpointing", "layers are recomputed as each job's memory asks for"),
+        ("training", "save_total_limit", "the daemon's --keep-checkpoints"), ("training", "load_best_model_at_end", "training.early_stopping_patience"),
+        ("training", "load_in_4bit", "quantised bases are not supported"), ("lora", "modules_to_save", "the A and B of linear modules alone"),
+        ("lora", "use_dora", "DoRA and other variants of LoRA are not supported"), ("training", "packing", "rows are packed without padding"),
+        ("training", "assistant_only_loss", "training.train_on"), ("training", "dataloader_num_workers", "--tokenizer-workers"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_is_another_here_is_answered_with_what_is_done_instead(place: str, name: str, says: str) -> None:
+    for body in ({place: {name: 1}}, {name: 1}):
+        said = message({"adapter": "a", **body}, FinetuneRequest)
+        assert f"unknown field {name!r}; " in said and says in said
+
+
+OF_TRL = (
+    "activation_offloading", "assistant_only_loss", "beta", "chat_template_path", "completion_only_loss", "dataset_kwargs", "dataset_num_proc",
+    "dataset_text_field", "disable_dropout", "eos_token", "eval_packing", "f_alpha_divergence_coef", "f_divergence_type", "force_use_ref_model",
+    "generate_during_eval", "ld_alpha", "loss_type", "loss_weights", "max_completion_length", "max_length", "max_prompt_length",
+    "max_seq_length", "model_adapter_name", "model_init_kwargs", "packing", "packing_strategy", "pad_to_multiple_of", "pad_token",
+    "padding_free", "precompute_ref_batch_size", "precompute_ref_log_probs", "ref_adapter_name", "ref_model_init_kwargs",
+    "ref_model_mixup_alpha", "ref_model_sync_steps", "reference_free", "rpo_alpha", "shuffle_dataset", "sync_ref_model", "truncation_mode",
+    "use_liger_loss", "use_logits_to_keep", "use_weighting",
+)  # fmt: skip
+"""Fields of `SFTConfig` and `DPOConfig` besides those of `TrainingArguments`."""
+
+
+def test_every_setting_of_the_trainers_and_of_peft_is_known() -> None:
+    known = fields_of(FinetuneRequest)
+    theirs = {"training": (*(one.name for one in dataclasses.fields(TrainingArguments)), *OF_TRL)}
+    theirs["lora"] = tuple(one.name for one in dataclasses.fields(LoraConfig))
+    for place, names in theirs.items():
+        unknown = [name for name in names if f"{place}.{name}" not in known and not hint(name, place, known)]
+        assert not unknown
+
+
+def test_what_is_done_instead_names_what_there_is_and_no_other_hint() -> None:
+    known = {*fields_of(FinetuneRequest), *fields_of(GenerateRequest)}
+    for way in OTHER_WAYS:
+        assert set(re.findall(r"\b(?:training|lora)(?:\.\w+)+", way)) <= known
+        assert set(re.findall(r"--[\w-]+", way)) <= set(SERVE)
+    hinted = {*ALIASES, *OTHER_UNITS, *OPTION_ALIASES, *NEEDLESS_OPTIONS, *(path.rpartition(".")[2] for path in known)}
+    patterns = " ".join(OTHER_WAYS.values()).split()
+    assert len(patterns) == len(set(patterns))
+    assert not [name for name in hinted for pattern in patterns if fnmatchcase(name, pattern)]
+
+
 def test_every_alias_leads_to_a_field() -> None:
     known = {path.rpartition(".")[2] for kind in (FinetuneRequest, GenerateRequest) for path in fields_of(kind)}
     assert set(ALIASES.values()) | {field for field, _ in OTHER_UNITS.values()} <= known
@@ -120,6 +180,7 @@ SERVE = tuple(f"--{field.name.replace('_', '-')}" for field in dataclasses.field
         (FINETUNE, "--lora-alpha", "did you mean '--alpha'?"), (FINETUNE, "--target-modules", "did you mean '--targets'?"),
         (FINETUNE, "--epoch", "did you mean '--epochs'?"), (FINETUNE, "--batch-size", "counts a batch in tokens: --batch-tokens"),
         (SERVE, "--max-running-requests", "did you mean '--max-running'?"), (SERVE, "--max-concurrent-requests", "did you mean '--max-running'?"),
+        (FINETUNE, "--gradient-checkpointing", "layers are recomputed"), (SERVE, "--load-in-4bit", "quantised bases are not supported"),
         (SERVE, "--tensor-parallel-size", "did you mean '--tp'?"), (SERVE, "--enable-lora", "adapters of any number and rank"),
     ],
 )  # fmt: skip

@@ -92,10 +92,17 @@ def row_arrays(
     checked = _checked(rows, pairs=pairs)
     for row, tokenized in _tokenized_rows(checked, tokenizer, max_length, train_on, split=one_row_per_answer):
         if not any(tokenized.targets):
-            raise NoTargets("the row has nothing to learn", line=row.line)
+            raise NoTargets(_nothing_to_learn(tokenized, max_length), line=row.line)
         yield RowArrays(
             np.array(tokenized.tokens, np.int32), np.array(tokenized.targets, np.uint8), tokenized.cut, tokenized.split
         )
+
+
+def _nothing_to_learn(row: TokenizedRow, max_length: int) -> str:
+    if not row.cut:
+        return "the row has nothing to learn"
+    least = "the least of training.max_length, the base's context and the daemon's micro_batch_tokens"
+    return f"the answer to be learned begins after the first {max_length} tokens, where the row is cut ({least})"
 
 
 def _checked(rows: Iterable[Row], *, pairs: bool) -> Iterator[Row]:
@@ -203,8 +210,9 @@ def _pair(row: PreferenceRow, tokenizer: Tokenizer, max_length: int) -> Tokenize
     else:
         assert isinstance(chosen, ChatRow) and isinstance(rejected, ChatRow), "a pair is of one format"
         first, second = (_chat(answer, tokenizer, max_length) for answer in (chosen, rejected))
-    if not (any(first.targets[1:]) and any(second.targets[1:])):
-        return TokenizedRow([], [])
+    for answer in (first, second):
+        if not any(answer.targets[1:]):
+            return TokenizedRow([], [], answer.cut)
     tokens, targets = first.tokens + second.tokens, [*first.targets, False, *second.targets[1:]]
     return TokenizedRow(tokens, targets, first.cut or second.cut, split=len(first.tokens))
 
@@ -236,4 +244,6 @@ def _chat(row: ChatRow, tokenizer: Tokenizer, max_length: int, train_on: TrainOn
             tokens, targets = tokenizer.encode_chat_for_training(messages, row.tools, row.options)
     except InvalidRequest as error:
         raise MalformedRow(error.message, line=row.line, field="messages") from error
+    if not any(targets[1:]):
+        return TokenizedRow([], [])
     return TokenizedRow(tokens[:max_length], targets[:max_length], cut=len(tokens) > max_length)

@@ -152,10 +152,28 @@ def test_rows_without_targets_are_refused_with_their_line(obj: object) -> None:
     assert refused.value.line == 2
 
 
-def test_a_chat_cut_before_its_answer_has_no_targets() -> None:
-    messages = [{"role": "user", "content": "hi " * 50}, {"role": "assistant", "content": "x"}]
-    with pytest.raises(NoTargets, match="line 1"):
-        made({"messages": messages}, max_length=10)
+ASKED, ANSWERED = {"role": "user", "content": "hi " * 50}, {"role": "assistant", "content": "x"}
+CUT = (
+    r"^line 2: the answer to be learned begins after the first 10 tokens, where the row is cut \(.*training\.max_length"
+)
+
+
+@pytest.mark.parametrize("one_row_per_answer", [False, True])
+def test_a_chat_that_is_cut_before_its_answer_is_refused_for_that(one_row_per_answer: bool) -> None:
+    rows = parse_rows([{"text": "fine"}, {"messages": [ASKED, ANSWERED]}])
+    with pytest.raises(NoTargets, match=CUT):
+        tokenize_rows(rows, PLAIN, 10, one_row_per_answer=one_row_per_answer)
+
+
+def test_a_pair_that_is_cut_before_its_answers_is_refused_for_that() -> None:
+    pair = {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [ANSWERED | {"content": "y"}]}
+    with pytest.raises(NoTargets, match=CUT):
+        tokenize_rows([parse_row(pair, 2)], PLAIN, 10, pairs=True)
+
+
+def test_a_long_chat_without_an_answer_to_learn_is_not_said_to_be_cut() -> None:
+    with pytest.raises(NoTargets, match=r"^line 1: the row has nothing to learn$"):
+        made({"messages": [ASKED, ANSWERED | {"weight": 0}]}, max_length=10)
 
 
 def test_empty_corpora() -> None:
