@@ -19,7 +19,7 @@ export PYTHONSAFEPATH := 1
 # Where it is set, every process compiles the package anew, and every worker the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv test test-all check demo serve bench clean
+.PHONY: help venv test test-all check reference demo serve bench clean
 
 help:
 	@echo "make demo               fine-tune and generate at once on the bundled base, with a report"
@@ -28,6 +28,7 @@ help:
 	@echo "make serve MODEL=NAME   the daemon on a model folder or a hub name; PORT= and DATA= too"
 	@echo "make bench              the benchmark workload against a running daemon"
 	@echo "make check              lint and types only"
+	@echo "make reference          write docs/reference from the code"
 	@echo "make clean              remove the virtual environment and every cache"
 
 venv: $(STAMP)
@@ -66,6 +67,9 @@ test: check-and-compile
 
 test-all: check-and-compile $(HARNESS)
 	$(PYTEST) -m "not gpu"
+
+reference: venv
+	@PYTHONPATH=. $(BIN)/python -m tools.reference
 
 demo: venv
 	@$(BIN)/coserve demo

@@ -13,4 +13,4 @@ def test_the_pages_are_those_of_the_code(monkeypatch: pytest.MonkeyPatch) -> Non
     made = reference.pages()
     assert made.keys() == {page.name for page in reference.FOLDER.glob("*.md")}
     stale = [name for name, text in made.items() if (reference.FOLDER / name).read_text() != text]
-    assert not stale, "run python -m tools.reference"
+    assert not stale, "run make reference"
