@@ -30,6 +30,7 @@ OTHERS = {
     "MultiheadAttention",
     "AdamW",
     "PyTorch",
+    "TrainingArguments",
 }
 """Names of other projects."""
 
