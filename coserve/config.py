@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-from coserve.errors import ConfigError
-from coserve.options import grouped, option, parse_setting, read_settings, setting_path
-from coserve.processes import usable_cores
+from coserve.core.errors import ConfigError
+from coserve.core.logs.setup import LogSettings
+from coserve.core.options import grouped, option, parse_setting, read_settings, setting_path
+from coserve.core.processes import usable_cores
 from coserve.queues.policies.choice import POLICIES, policy_class
 from coserve.queues.policy import NamedPolicy
 
@@ -314,6 +315,11 @@ class Config:
     def tokenizer_processes(self) -> int:
         """`tokenizer_workers`, or its default."""
         return self.tokenizer_workers or min(MAX_TOKENIZER_WORKERS, max(1, usable_cores() // 2))
+
+    @property
+    def logs(self) -> LogSettings:
+        """How every process of the daemon logs."""
+        return LogSettings(self.log_level, self.log_format, self.access_log)
 
     @property
     def policy_class(self) -> type[NamedPolicy]:

@@ -16,7 +16,7 @@ from coserve.cli import app
 from coserve.cli.app import COMMANDS as KNOWN
 from coserve.cli.app import run as command_line
 from coserve.config import Config, config_from_json, config_to_json, load_config
-from coserve.errors import ConfigError
+from coserve.core.errors import ConfigError
 from coserve.state.folder import DataFolder
 
 COMMANDS = [

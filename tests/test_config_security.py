@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from coserve.cli import app
 from coserve.config import Config, load_config
-from coserve.errors import ConfigError
-from coserve.processes import PARENT, child_environment
+from coserve.core.errors import ConfigError
+from coserve.core.processes import PARENT, child_environment
 
 KEY = "0123456789abcdef"
 BLANK = ("", " ", " " * 20, "\t\n")
@@ -74,7 +74,7 @@ def test_the_command_line(name: str, value: str, monkeypatch: pytest.MonkeyPatch
     async def never(config: Config, **_: object) -> None:
         raise AssertionError("it started")
 
-    monkeypatch.setattr("coserve.daemon.serve.serve", never)
+    monkeypatch.setattr("coserve.cli.daemon.serve.serve", never)
     found = CliRunner().invoke(app, ["serve", f"--{name.replace('_', '-')}", value])
     assert found.exit_code != 0
     assert isinstance(found.exception, ConfigError | SystemExit)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from coserve.cli.finetuning.settings import OPTIONS
-from coserve.corpus import rows
-from coserve.corpus.jsonl import parse_jsonl
-from coserve.corpus.rows import CompletionRow, parse_row
-from coserve.corpus.tokenize import tokenize_rows
-from coserve.pretrained.tokenizer import Tokenizer
-from coserve.types import LoraSettings
+from coserve.core.types import LoraSettings
+from coserve.data.corpus import rows
+from coserve.data.corpus.jsonl import parse_jsonl
+from coserve.data.corpus.rows import CompletionRow, parse_row
+from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.pretrained.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "guide" / "data.md").read_text()

@@ -9,9 +9,9 @@ import pytest
 
 THREADS = """
 import sys, threading
-from coserve.corpus.rows import parse_row
-from coserve.validation import decoder_of
-from coserve.schemas import FinetuneRequest
+from coserve.data.corpus.rows import parse_row
+from coserve.core.validation import decoder_of
+from coserve.core.schemas import FinetuneRequest
 
 rows = [{"prompt": "a", "completion": "b"}, {"text": "x"}, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
 barrier = threading.Barrier(6)

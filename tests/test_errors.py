@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coserve.errors import QueueFull, failure_text
+from coserve.core.errors import QueueFull, failure_text
 
 
 def test_the_end_of_a_request_or_job_is_told_with_the_errors_own_code_or_its_type_alone() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.garbage import FULL_INTERVAL, MIDDLE_INTERVAL, YOUNG_WHEN_BUSY, YOUNG_WHEN_IDLE, GarbageCollection
+from coserve.core.garbage import FULL_INTERVAL, MIDDLE_INTERVAL, YOUNG_WHEN_BUSY, YOUNG_WHEN_IDLE, GarbageCollection
 from tests.support.interpreter import Interpreter
 
 

@@ -15,8 +15,8 @@ from transformers import TrainingArguments
 from coserve.api.http.parsing import decode_json
 from coserve.client.options import as_struct
 from coserve.config import Config
-from coserve.errors import InvalidRequest, UnknownField
-from coserve.hints import (
+from coserve.core.errors import InvalidRequest, UnknownField
+from coserve.core.hints import (
     ALIASES,
     NEEDLESS_OPTIONS,
     OPTION_ALIASES,
@@ -26,8 +26,8 @@ from coserve.hints import (
     hint,
     option_hint,
 )
-from coserve.schemas import FinetuneRequest, GenerateRequest
-from coserve.types import LoraSettings
+from coserve.core.schemas import FinetuneRequest, GenerateRequest
+from coserve.core.types import LoraSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -19,30 +19,33 @@ PACKAGE = ROOT / "coserve"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = (
-    {"limits"},
-    {"names", "errors", "hints", "processes", "garbage", "ranks"},
-    {"chat"},
-    {"types"},
-    {"cancellation", "logprobs", "validation", "options", "gpu_memory", "step_metrics"},
-    {"link", "health", "schemas", "pretrained", "kernels"},
-    {"queues"},
-    {"config", "parallel"},
-    {"client", "logs", "stream_link", "model", "memory"},
-    {"state", "workloads"},
-    {"adapters", "offload", "demo"},
-    {"corpus", "adapter_store", "tracking"},
+    {"core"},
+    {"queues", "kernels", "state", "client"},
+    {"config", "memory"},
+    {"data"},
+    {"model", "workloads"},
+    {"lora"},
     {"admission"},
-    {"api", "generate", "profiling", "warmup"},
-    {"daemon", "finetune"},
-    {"engine", "cli"},
+    {"api", "generate"},
+    {"finetune"},
+    {"engine"},
+    {"cli"},
 )
-"""Packages import those of earlier layers only."""
-ENGINE_SIDE = {"kernels", "parallel", "model", "memory", "generate", "adapter_store", "finetune", "engine"}
-"""What only the engine process imports. No other package imports one of these, or torch, when it is imported."""
+"""Rooms import those of earlier layers only."""
+ENGINE_SIDE = {"kernels", "model", "memory", "lora", "generate", "finetune", "engine"}
+"""What only the engine process imports. No other room imports one of these, or torch, when it is imported."""
+API_SIDE = {"lora.files", "engine.warmup", "engine.profile_request"}
+"""Their folders that other processes import, too: no torch in them."""
 
 
 def package(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def on_engine_side(module: str) -> bool:
+    """Whether only the engine process imports `module`, a name without `coserve.`"""
+    room, *rest = module.split(".")
+    return room in ENGINE_SIDE and ".".join((room, *rest[:1])) not in API_SIDE
 
 
 def layer(name: str) -> int:
@@ -67,9 +70,14 @@ def nodes(path: Path) -> tuple[ast.AST, ...]:
 
 
 @cache
-def imported_packages(path: Path) -> set[str]:
+def imported_modules(path: Path) -> set[str]:
+    """Names without `coserve.`"""
     every = (node for node in nodes(path) if isinstance(node, ast.stmt))
-    return {name.split(".")[1] for name in imported(every) if name.startswith("coserve.")} - {package(path)}
+    return {name.removeprefix("coserve.") for name in imported(every) if name.startswith("coserve.")}
+
+
+def imported_packages(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imported_modules(path)} - {package(path)}
 
 
 OWN = [path for path in FILES if package(path) != "__init__"]
@@ -89,11 +97,12 @@ def test_the_api_process_imports_nothing_of_the_engine() -> None:
     heavy = {"torch", "triton", "transformers", "peft", "megablocks", "stk"}
     wrong = set()
     for path in OWN:
-        if package(path) not in ENGINE_SIDE:
+        own = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        if not on_engine_side(own):
             root = nodes(path)[0]
             assert isinstance(root, ast.Module)
             at_import = {name.split(".")[0] for name in imported(root.body)}
-            found = (imported_packages(path) & ENGINE_SIDE) | (at_import & heavy)
+            found = {name for name in imported_modules(path) if on_engine_side(name)} | (at_import & heavy)
             wrong |= {f"{path.relative_to(PACKAGE)} imports {other}" for other in found}
     assert not wrong
 
@@ -102,7 +111,7 @@ def test_no_folder_is_crowded_and_no_file_is_long() -> None:
     for folder in {path.parent for path in FILES}:
         files = [path for path in FILES if path.parent == folder]
         assert len(files) <= 20, folder
-    assert not [path for path in FILES if len(path.read_text().splitlines()) > 400]
+    assert not [path for path in FILES if len(path.read_text().splitlines()) > 450]
 
 
 def test_a_package_has_an_init_only_to_export_names() -> None:
@@ -128,7 +137,7 @@ def test_no_file_imports_itself_through_others() -> None:
 
 def test_the_api_process_does_not_load_torch() -> None:
     code = (
-        "import importlib, sys\nfor name in ('coserve.offload.main', 'coserve.cli.app', 'coserve.daemon.serve'):\n"
+        "import importlib, sys\nfor name in ('coserve.data.offload.main', 'coserve.cli.app', 'coserve.cli.daemon.serve'):\n"
         "    importlib.import_module(name)\n    assert 'torch' not in sys.modules, name"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd="/")
@@ -139,7 +148,7 @@ def test_the_engine_does_not_wait_for_the_imports_of_the_api_process() -> None:
     """Nor of other commands: `coserve serve` starts it with a few modules."""
     heavy = {"aiohttp", "jinja2", "matplotlib", "numpy", "prometheus_client", "re2", "rich", "sqlite3", "tokenizers"}
     code = (
-        "import sys\nimport coserve.daemon.serve as daemon\nfrom coserve.cli.app import app\n"
+        "import sys\nimport coserve.cli.daemon.serve as daemon\nfrom coserve.cli.app import app\n"
         "async def serve(config, *, report): print(config.model)\n"
         "daemon.serve = serve\napp(['serve', 'bundled'], standalone_mode=False)\n"
         f"found = {heavy!r} & set(sys.modules); assert not found, found"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from coserve.processes import signal_child, usable_cores, usable_memory
+from coserve.core.processes import signal_child, usable_cores, usable_memory
 
 
 @pytest.mark.parametrize(("written", "most"), [("100000 100000\n", 1), ("50000 100000\n", 1), ("max 100000\n", 10**6)])

@@ -20,7 +20,7 @@ from unittest.mock import patch
 from prometheus_client.core import Metric
 from typer.main import get_command
 
-from coserve import client, errors
+from coserve import client
 from coserve.api.http.openapi import describe_api
 from coserve.api.http.route import ALWAYS
 from coserve.api.metrics.prometheus import Metrics
@@ -36,6 +36,7 @@ from coserve.api.tokenizer.routes import tokenizer_routes
 from coserve.cli.app import app, run
 from coserve.cli.settings_help import default_text, option_line
 from coserve.config import Config, sections
+from coserve.core import errors
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 MADE = "<!-- Made by `python -m tools.reference` from the code: change it there. -->"

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from benchmarks.bdlora.plan import SHAPES, Shape, Variant, bd_rank
 from benchmarks.common.llama import llama_config
+from coserve.core.types import LoraSettings, SiteSpec
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraWeights
+from coserve.model.parallel.adapter import AdapterPartition
+from coserve.model.parallel.build import empty_model, fill_shard
+from coserve.model.parallel.lora import Strategy
+from coserve.model.parallel.mesh import Mesh
+from coserve.model.parallel.partition import MatrixPartition
 from coserve.model.sharded import Shard
-from coserve.parallel.adapter import AdapterPartition
-from coserve.parallel.build import empty_model, fill_shard
-from coserve.parallel.lora import Strategy
-from coserve.parallel.mesh import Mesh
-from coserve.parallel.partition import MatrixPartition
-from coserve.types import LoraSettings, SiteSpec
 
 SEED = 11
 STD = 0.02

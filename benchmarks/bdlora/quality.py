@@ -37,13 +37,14 @@ from benchmarks.common.options import RESULTS, check_tiny, make_parser
 from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results
 from benchmarks.common.summary import entry, update_summary
-from coserve.adapters.bdlora import blocks_at, packed_shapes
-from coserve.adapters.targets import resolve_targets
-from coserve.corpus.batch_plan import BatchPlan
-from coserve.corpus.jsonl import parse_jsonl
-from coserve.corpus.rows import Row
-from coserve.corpus.tokenize import tokenize_rows
-from coserve.corpus.tokenized import Corpus
+from coserve.core.step_metrics import StepMetrics
+from coserve.core.types import BaseSpec, JobSpec, LoraSettings, Schedule, TrainingSettings
+from coserve.data.corpus.batch_plan import BatchPlan
+from coserve.data.corpus.jsonl import parse_jsonl
+from coserve.data.corpus.rows import Row
+from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.corpus.tokenized import Corpus
+from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.finetune.init import new_adapter
 from coserve.finetune.job import TrainingJob
 from coserve.finetune.job_checkpoint import JobCheckpoints
@@ -53,12 +54,11 @@ from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.passes.training_pass import TrainingPass
 from coserve.finetune.session import Loss, SliceTimer, TrainingSession
 from coserve.kernels.lora.backend import choose_backend
+from coserve.lora.files.bdlora import blocks_at, packed_shapes
+from coserve.lora.files.targets import resolve_targets
 from coserve.model.base import Base, load_base
 from coserve.model.lora import LoraWeights
-from coserve.pretrained.tokenizer import Tokenizer
 from coserve.state.folder import DataFolder
-from coserve.step_metrics import StepMetrics
-from coserve.types import BaseSpec, JobSpec, LoraSettings, Schedule, TrainingSettings
 
 NAME = "bdlora_quality.json"
 FIGURE = Path("docs/figures/bdlora_quality.png")

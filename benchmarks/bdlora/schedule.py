@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from benchmarks.bdlora.plan import Load
+from coserve.core.types import AdapterRef, SamplingParams
 from coserve.generate.execution.interface import BASE_ONLY, SequenceInput, StepExecutor, StepInFlight, StepInput
 from coserve.generate.sampling.choices import Choice
 from coserve.generate.sampling.rows import SamplingRow
 from coserve.kernels.attention.interface import TokenRun
 from coserve.memory.kv import KvCache
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterRef, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 

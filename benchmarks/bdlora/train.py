@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from coserve.core.types import LoraSettings, TrainingSettings
 from coserve.finetune.init import new_adapter
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
@@ -20,10 +21,9 @@ from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base
 from coserve.model.layers import LayerCut
 from coserve.model.lora import KeptLora, LoraBatch
+from coserve.model.parallel.adapter import AdapterPartition
+from coserve.model.parallel.lora import Strategy
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.parallel.adapter import AdapterPartition
-from coserve.parallel.lora import Strategy
-from coserve.types import LoraSettings, TrainingSettings
 
 
 def compiled_runner(base: Base) -> MicroBatchRunner:

@@ -97,7 +97,7 @@ def _work(task: WarmTask, place: int, size: int, folder: Path, threads: int, tin
         import torch
 
         from benchmarks.bdlora.worker import Worker
-        from coserve.parallel.mesh import LoneRank
+        from coserve.model.parallel.mesh import LoneRank
 
         torch.set_num_threads(1)
         device = torch.device("cpu") if tiny else torch.device("cuda", place % size)

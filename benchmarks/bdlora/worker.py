@@ -24,7 +24,8 @@ from benchmarks.bdlora.profile import profiled
 from benchmarks.bdlora.schedule import Schedule
 from benchmarks.bdlora.train import compiled_runner, train_steps
 from benchmarks.bdlora.warm import WarmTask, gemm_paths, rows_of, wait_for
-from coserve.errors import NonFiniteLoss
+from coserve.core.errors import NonFiniteLoss
+from coserve.core.types import AdapterRef
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import GraphExecutor
@@ -39,9 +40,8 @@ from coserve.model.base import Base
 from coserve.model.fused import FusedBase
 from coserve.model.gemm_choice import MEASURED, GemmChoice, load_gemms, measure_gemms, save_gemms
 from coserve.model.lora import LoraWeights
-from coserve.parallel.join import join
-from coserve.parallel.mesh import Mesh
-from coserve.types import AdapterRef
+from coserve.model.parallel.join import join
+from coserve.model.parallel.mesh import Mesh
 
 PAGE_TOKENS = 16
 JOIN_SECONDS = 120.0

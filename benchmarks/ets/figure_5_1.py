@@ -48,8 +48,8 @@ from benchmarks.ets.figure_5_1_shape import (
     Shape,
 )
 from benchmarks.ets.figure_5_1_trainer import trained_jobs
-from coserve.adapter_store.host import HostBudget
-from coserve.adapter_store.store import AdapterStore
+from coserve.core.link import Generate, RequestFailed
+from coserve.core.types import AdapterRef, LoraSettings, SamplingParams, Slo
 from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.interface import StepExecutor
@@ -58,13 +58,13 @@ from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.backend import make_backend
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, MainGrads
-from coserve.link import Generate, RequestFailed
+from coserve.lora.store.host import HostBudget
+from coserve.lora.store.store import AdapterStore
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.forward_context import running
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo
 
 
 def make_base(shape: Shape) -> Base:

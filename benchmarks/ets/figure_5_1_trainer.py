@@ -17,19 +17,19 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from torch import nn
 
-from coserve.adapter_store.host import HostBudget
-from coserve.adapter_store.store import AdapterStore
 from coserve.admission.treatment import Treatment
-from coserve.cancellation import Cancellation
 from coserve.config import Config
-from coserve.corpus.tokenized import Corpus
+from coserve.core.cancellation import Cancellation
+from coserve.core.errors import JobOutOfMemory, UnsupportedBase
+from coserve.core.gpu_memory import Kept
+from coserve.core.link import FromEngine, JobFailed, JobNote, JobProgress
+from coserve.core.types import JobSpec, LoraSettings, MicroStep, TrainingSettings
+from coserve.data.corpus.tokenized import Corpus
 from coserve.engine.parts import EngineParts
-from coserve.errors import JobOutOfMemory, UnsupportedBase
-from coserve.gpu_memory import Kept
-from coserve.link import FromEngine, JobFailed, JobNote, JobProgress
+from coserve.lora.store.host import HostBudget
+from coserve.lora.store.store import AdapterStore
 from coserve.model.base import Base
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.types import JobSpec, LoraSettings, MicroStep, TrainingSettings
 
 TARGETS = ("c_attn", "c_proj")
 STEPS = 100_000

@@ -52,8 +52,8 @@ from benchmarks.ets.report import FILE, publish
 from benchmarks.peers.systems import serving
 from benchmarks.serving.http_case import FULL, model_folder
 from coserve.client import AsyncClient
-from coserve.errors import CoserveError
-from coserve.processes import allow_more_files
+from coserve.core.errors import CoserveError
+from coserve.core.processes import allow_more_files
 from coserve.workloads.replay import Rest, replay
 from coserve.workloads.summary import Summary, summarise
 from coserve.workloads.target import NO_RETRIES, DaemonTarget

@@ -26,9 +26,9 @@ from benchmarks.common.options import make_parser
 from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results
 from coserve.api.jobs.preparation import CorpusPreparation, Tokenization
-from coserve.offload.pool import HelperPool
-from coserve.pretrained.tokenizer import Tokenizer
-from coserve.processes import usable_cores
+from coserve.core.processes import usable_cores
+from coserve.data.offload.pool import HelperPool
+from coserve.data.pretrained.tokenizer import Tokenizer
 
 FILE = "corpus.json"
 WORDS = Path(__file__).resolve().parents[2] / "coserve" / "assets" / "prompts.txt"

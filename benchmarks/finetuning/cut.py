@@ -16,6 +16,7 @@ from benchmarks.ets.figure_5_1 import synchronize
 from benchmarks.ets.figure_5_1_trainer import random_corpus, training_settings
 from benchmarks.finetuning.cases import RANK, SEED, Case, Shape
 from benchmarks.finetuning.ours import REPEATS, backend_of
+from coserve.core.types import LoraSettings
 from coserve.finetune.init import new_adapter
 from coserve.finetune.losses.chunked import Likelihood, target_chunks
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
@@ -28,7 +29,6 @@ from coserve.model.base import Base
 from coserve.model.forward_context import running
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch
-from coserve.types import LoraSettings
 
 
 class BothWays:

@@ -63,9 +63,9 @@ from benchmarks.finetuning.profile import profiled
 from benchmarks.finetuning.report import FILE, publish
 from benchmarks.finetuning.with_peft import PeftSide
 from coserve.config import Config
-from coserve.errors import ConfigError, JobOutOfMemory
+from coserve.core.errors import ConfigError, JobOutOfMemory
+from coserve.core.options import parse_setting
 from coserve.model.base import Base
-from coserve.options import parse_setting
 
 SLOWDOWN = Target(0.03, most=True)
 SLICE_MS = Target(15.0, most=True)

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks.ets.figure_5_1 import synchronize
 from benchmarks.ets.figure_5_1_trainer import Jobs, trained_jobs
 from benchmarks.finetuning.cases import RANK, RECOMPUTED, SEED, Case, Shape
+from coserve.core.types import MicroStep
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
-from coserve.types import MicroStep
 
 MICRO_BATCHES = 3
 """Of the step whose suspensions are measured: at 4096 tokens each, it is suspended more than 200 times."""

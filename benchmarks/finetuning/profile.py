@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.ets.figure_5_1_trace import Kernel, busy, traced
 from benchmarks.ets.figure_5_1_trainer import Jobs
+from coserve.core.types import MicroStep
 from coserve.model.base import Base
-from coserve.types import MicroStep
 
 EVERYTHING = 1 << 20
 """Micro-steps of a slice: all of its kind that follow one another."""

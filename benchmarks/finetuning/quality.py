@@ -37,13 +37,13 @@ from benchmarks.common.options import RESULTS, check_tiny, make_parser
 from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results
 from benchmarks.common.summary import entry, update_summary
-from coserve.corpus.lr_schedule import learning_rate
-from coserve.corpus.tokenized import Corpus
+from coserve.core.step_metrics import StepMetrics
+from coserve.core.types import LoraSettings, TrainingSettings
+from coserve.data.corpus.lr_schedule import learning_rate
+from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
 from coserve.model.base import Base, load_base
 from coserve.model.lora import LoraWeights
-from coserve.step_metrics import StepMetrics
-from coserve.types import LoraSettings, TrainingSettings
 
 NAME = "finetune_quality.json"
 FIGURE = Path("docs/figures/finetune_quality.png")

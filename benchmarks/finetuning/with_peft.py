@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.ets.figure_5_1_trainer import random_corpus, training_settings
 from benchmarks.finetuning.cases import RANK, SEED, Case, Shape
 from benchmarks.peers.trainer import CHUNK, adapted
-from coserve.corpus.batch_plan import BatchPlan
+from coserve.data.corpus.batch_plan import BatchPlan
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):

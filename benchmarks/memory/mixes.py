@@ -40,6 +40,8 @@ from coserve.admission.memory import MARGIN
 from coserve.admission.micro_batch import MicroBatchShape, lora_layers, micro_batch_bytes
 from coserve.admission.shapes import lora_shapes
 from coserve.admission.treatment import JobMemory, Option, job_memory
+from coserve.core.gpu_memory import Line, MemoryModel, TrainingCosts
+from coserve.core.types import JobSpec, LoraSettings, MicroStep, TrainingSettings
 from coserve.engine.profiling import predicted
 from coserve.finetune.init import zero_adapter
 from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryMeter, MemoryProfiler
@@ -47,7 +49,6 @@ from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows
 from coserve.generate.schedule import SCORED_TOKENS
-from coserve.gpu_memory import Line, MemoryModel, TrainingCosts
 from coserve.kernels.attention.interface import Attention, TokenRun
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.backend import choose_backend
@@ -62,7 +63,6 @@ from coserve.model.groups import share_inputs
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.types import JobSpec, LoraSettings, MicroStep, TrainingSettings
 
 RANKS = (8, 16, 32, 64, 128)
 PAGE_TOKENS, ROW = 16, 512

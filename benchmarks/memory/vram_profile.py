@@ -23,12 +23,12 @@ import msgspec
 from benchmarks.common.options import RESULTS, check_tiny, make_parser
 from benchmarks.common.provenance import command, commit
 from benchmarks.common.summary import entry, update_summary
+from coserve.engine.profile_request.figure import save_figure
+from coserve.engine.profile_request.messages import Step
+from coserve.engine.profile_request.presets import Preset, preset_request
+from coserve.engine.profile_request.report import ProfileReport
+from coserve.engine.profile_request.request import Backend, Kind, ProfileRequest
 from coserve.engine.profiling.run import profile
-from coserve.profiling.figure import save_figure
-from coserve.profiling.messages import Step
-from coserve.profiling.presets import Preset, preset_request
-from coserve.profiling.report import ProfileReport
-from coserve.profiling.request import Backend, Kind, ProfileRequest
 
 NAME = "vram_profile.json"
 FIGURE = Path("docs/figures/figure_4_1.png")

@@ -13,7 +13,7 @@ import msgspec
 
 from benchmarks.peers.processes import Trainer
 from coserve.client import AsyncClient
-from coserve.types import JobState, TrainingSettings
+from coserve.core.types import JobState, TrainingSettings
 from coserve.workloads.scenario import Scenario
 
 JOBS = 5

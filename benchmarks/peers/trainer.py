@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coserve.pretrained.tokenizer import Tokenizer
+from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.workloads.trace import load_trace
 
 if TYPE_CHECKING:

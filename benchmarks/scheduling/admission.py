@@ -18,11 +18,11 @@ from collections.abc import Callable
 from benchmarks.common.options import make_parser
 from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results
+from coserve.core.link import Generate
+from coserve.core.types import SamplingParams, Slo
 from coserve.generate.output_lengths import OutputLengths
 from coserve.generate.schedule import Scheduler
-from coserve.link import Generate
 from coserve.queues.request import Request
-from coserve.types import SamplingParams, Slo
 from tests.support.pages import BareAdapters, BarePages
 
 REQUESTS, PROMPT, PAGES, PAGE_TOKENS, PLACES = 1500, 50, 1024, 16, 256

@@ -21,15 +21,15 @@ from benchmarks.common.options import make_parser
 from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results, Target
 from coserve.config import Config
+from coserve.core.link import Generate, Tokens
+from coserve.core.types import AdapterRef, MicroStep, SamplingParams, Slo
 from coserve.engine.views import Views
 from coserve.generate.schedule import Scheduler
-from coserve.link import Generate, Tokens
 from coserve.queues.finetune import JobQueue
 from coserve.queues.policies.choice import make_policy
 from coserve.queues.policy import Train
 from coserve.queues.request import Request
 from coserve.queues.shapes import StepKind, StepShape
-from coserve.types import AdapterRef, MicroStep, SamplingParams, Slo
 from tests.support.pages import BareAdapters, BarePages
 
 WAITING, BATCH, JOBS, ADAPTERS, REPEATS = 1000, 64, 100, 32, 2000

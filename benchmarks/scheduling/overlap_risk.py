@@ -20,9 +20,7 @@ from statistics import median
 from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results
 from benchmarks.scheduling.slack_risk import LEAD, LOADS, MICRO_SECONDS, SECONDS, Recording, step_seconds, workload
-from coserve.engine.engine import Engine, JobPlaces
-from coserve.engine.spatial.slices_in_flight import Marks
-from coserve.link import (
+from coserve.core.link import (
     EngineStopped,
     FromEngine,
     Generate,
@@ -33,8 +31,10 @@ from coserve.link import (
     ToEngine,
     Tokens,
 )
+from coserve.core.types import MicroStep, Slo
+from coserve.engine.engine import Engine, JobPlaces
+from coserve.engine.spatial.slices_in_flight import Marks
 from coserve.queues.policies.overlap import Overlap
-from coserve.types import MicroStep, Slo
 from tests.support import fake_ports
 from tests.support.fake_gpu import FREE, Noise, job_always
 from tests.support.fake_ports import Inline, Meter, NoAdapters

@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from benchmarks.common.options import make_parser
 from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results
+from coserve.core.link import Generate, RequestFailed
+from coserve.core.types import AdapterRef, MicroStep, SamplingParams, Slo
 from coserve.engine.reception import Reception
 from coserve.engine.views import Views
 from coserve.generate.schedule import Scheduler
-from coserve.link import Generate, RequestFailed
 from coserve.queues.request import State
-from coserve.types import AdapterRef, MicroStep, SamplingParams, Slo
 from tests.support.pages import BareAdapters, BarePages
 
 WAITING, ADAPTERS, REPEATS, ROUNDS = (1000, 4096), 32, 500, 5

@@ -24,8 +24,7 @@ from msgspec import structs
 
 from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results
-from coserve.engine.engine import Engine, JobPlaces
-from coserve.link import (
+from coserve.core.link import (
     EngineStopped,
     FromEngine,
     Generate,
@@ -36,9 +35,10 @@ from coserve.link import (
     ToEngine,
     Tokens,
 )
+from coserve.core.types import AdapterRef, MicroStep, SamplingParams, Slo
+from coserve.engine.engine import Engine, JobPlaces
 from coserve.queues.policies.slack import Slack
 from coserve.queues.shapes import StepShape
-from coserve.types import AdapterRef, MicroStep, SamplingParams, Slo
 from tests.support import fake_ports
 from tests.support.fake_gpu import BlockingTrainer, Noise, OverlappedGenerator, job_always
 from tests.support.fake_ports import Inline, Meter, NoAdapters

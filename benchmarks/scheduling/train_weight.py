@@ -15,9 +15,9 @@ from statistics import mean, quantiles
 
 from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results
-from coserve.link import Generate, JobProgress, StartJob, ToEngine, Tokens
+from coserve.core.link import Generate, JobProgress, StartJob, ToEngine, Tokens
+from coserve.core.types import SamplingParams, Slo
 from coserve.queues.policies.slack import Slack
-from coserve.types import SamplingParams, Slo
 from tests.support.fake_ports import JobPlan, Prices
 from tests.support.scenario import Outcome, Scenario, job_spec, play
 

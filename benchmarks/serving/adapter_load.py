@@ -31,13 +31,13 @@ from benchmarks.bdlora.plan import SHAPES, Shape
 from benchmarks.common.options import check_tiny, make_parser
 from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results
-from coserve.adapter_store.files import load_packed
-from coserve.adapter_store.packing import copied_into, packed_bytes
-from coserve.adapters.peft import PREFIX, adapter_config, inspect_adapter
-from coserve.adapters.tensorfile import digest_file
-from coserve.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from coserve.processes import usable_cores
-from coserve.types import AdapterDigests, BaseSpec, LoraSettings, SiteSpec
+from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from coserve.core.processes import usable_cores
+from coserve.core.types import AdapterDigests, BaseSpec, LoraSettings, SiteSpec
+from coserve.lora.files.peft import PREFIX, adapter_config, inspect_adapter
+from coserve.lora.files.tensorfile import digest_file
+from coserve.lora.store.files import load_packed
+from coserve.lora.store.packing import copied_into, packed_bytes
 
 FILE = "adapter_load.json"
 RANK, REPEATS, SEED = 16, 21, 0

@@ -15,19 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.common.llama import llama_config
-from coserve.adapter_store.host import HostBudget
-from coserve.adapter_store.store import AdapterStore
 from coserve.admission.treatment import Treatment
-from coserve.cancellation import Cancellation
 from coserve.config import Config
-from coserve.engine.engine import Engine
-from coserve.generate.execution.eager import EagerExecutor
-from coserve.generate.execution.graph_executor import GraphExecutor
-from coserve.generate.execution.start import INDUCTOR
-from coserve.generate.generator import Generator
-from coserve.kernels.lora.backend import make_backend
-from coserve.kernels.lora.types import LoraPair
-from coserve.link import (
+from coserve.core.cancellation import Cancellation
+from coserve.core.link import (
     FromEngine,
     Generate,
     JobCheckpoint,
@@ -43,12 +34,21 @@ from coserve.link import (
     TrainingBatches,
     local_pair,
 )
+from coserve.core.types import AdapterRef, JobSpec, LoraSettings, MicroStep, SamplingParams, Slo
+from coserve.engine.engine import Engine
+from coserve.generate.execution.eager import EagerExecutor
+from coserve.generate.execution.graph_executor import GraphExecutor
+from coserve.generate.execution.start import INDUCTOR
+from coserve.generate.generator import Generator
+from coserve.kernels.lora.backend import make_backend
+from coserve.kernels.lora.types import LoraPair
+from coserve.lora.store.host import HostBudget
+from coserve.lora.store.store import AdapterStore
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from coserve.queues.policies.choice import make_policy
-from coserve.types import AdapterRef, JobSpec, LoraSettings, MicroStep, SamplingParams, Slo
 
 SEED = 7
 GREEDY = SamplingParams(temperature=0.0)

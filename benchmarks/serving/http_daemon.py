@@ -121,11 +121,11 @@ def load(
 async def offline(size: Size, model: Path, root: Path) -> None:
     """Run the closed loops without HTTP; prints one line of JSON for each."""
     from coserve.config import Config
+    from coserve.core.link import FromEngine, Generate, RequestFailed, Shutdown, Tokens, local_pair
+    from coserve.core.types import AdapterRef, SamplingParams, Slo
     from coserve.engine.worker import build_engine
-    from coserve.link import FromEngine, Generate, RequestFailed, Shutdown, Tokens, local_pair
     from coserve.model.base import load_base
     from coserve.state.folder import DataFolder
-    from coserve.types import AdapterRef, SamplingParams, Slo
 
     config = Config(**serve_arguments(size, model, root / "offline"), prefix_cache=False)
     for i in range(ADAPTERS):

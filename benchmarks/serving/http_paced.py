@@ -34,14 +34,14 @@ from benchmarks.serving.http_report import HTTP_TARGET, closed_row
 from coserve.api.app import make_app, make_runner
 from coserve.api.service import Service
 from coserve.config import Config
-from coserve.gpu_memory import PoolShape
-from coserve.link import Admitted, CancelRequest, EngineReady, Generate, Tokens
-from coserve.pretrained.tokenizer import Tokenizer
+from coserve.core.gpu_memory import PoolShape
+from coserve.core.link import Admitted, CancelRequest, EngineReady, Generate, Tokens
+from coserve.core.stream_link import api_end, engine_end
+from coserve.core.types import BaseSpec, FinishReason
+from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.folder import DataFolder
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
-from coserve.stream_link import api_end, engine_end
-from coserve.types import BaseSpec, FinishReason
 
 STREAMS = 64
 SPEEDS = (8500, 10431)

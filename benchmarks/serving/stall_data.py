@@ -17,11 +17,11 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.serving.http_case import Size, adapter_folders, model_folder
-from coserve.adapters.record import record_adapter
+from coserve.core.types import BaseSpec
+from coserve.lora.files.record import record_adapter
 from coserve.state.folder import DataFolder
 from coserve.state.records import AdapterRecord
 from coserve.state.registry import Registry
-from coserve.types import BaseSpec
 
 CACHES = ("XDG_CACHE_HOME", "CUDA_CACHE_PATH")
 """Environment variables that name caches besides those in the daemon's cache folder."""

@@ -13,9 +13,9 @@ import msgspec
 from benchmarks.serving.http_case import RANK, Size, corpus
 from benchmarks.serving.stall_report import trained_tokens
 from coserve.client import Client
-from coserve.errors import WrongJobState
-from coserve.schemas.jobs import JobEvent
-from coserve.types import JobState, TrainingSettings
+from coserve.core.errors import WrongJobState
+from coserve.core.schemas.jobs import JobEvent
+from coserve.core.types import JobState, TrainingSettings
 from coserve.workloads.replay import Sample
 
 Events = list[list[tuple[float, str]]]

@@ -27,9 +27,9 @@ from benchmarks.common.results import Results
 from benchmarks.common.summary import entry, update_summary
 from benchmarks.serving.http_case import SMALL, model_folder
 from coserve.config import Config, config_to_json
-from coserve.processes import usable_cores
-from coserve.warmup.messages import WarmUpTask
-from coserve.warmup.workers import ProcessWorker
+from coserve.core.processes import usable_cores
+from coserve.engine.warmup.messages import WarmUpTask
+from coserve.engine.warmup.workers import ProcessWorker
 
 FILE = "imports.json"
 REPEATS = 7

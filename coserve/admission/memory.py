@@ -10,9 +10,9 @@ import msgspec
 
 from coserve.admission.ledger import Ledger, Shortage
 from coserve.admission.treatment import JobMemory, Option, Treatment, job_memory, shared_bytes
-from coserve.errors import JobTooLarge
-from coserve.gpu_memory import JobUse, MemoryModel, TrainingCosts
-from coserve.types import BaseSpec, JobSpec
+from coserve.core.errors import JobTooLarge
+from coserve.core.gpu_memory import JobUse, MemoryModel, TrainingCosts
+from coserve.core.types import BaseSpec, JobSpec
 
 GIB = 1 << 30
 MARGIN = 512 << 20

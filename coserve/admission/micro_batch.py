@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from coserve.admission.padding import MOST_SHAPES
 from coserve.admission.shapes import ITEMSIZE, SiteShape, role_of
-from coserve.gpu_memory import GroupCosts, Kept, LevelCosts, TrainingCosts
-from coserve.types import BaseSpec
+from coserve.core.gpu_memory import GroupCosts, Kept, LevelCosts, TrainingCosts
+from coserve.core.types import BaseSpec
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]

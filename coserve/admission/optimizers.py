@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from coserve.errors import InvalidRequest
-from coserve.types import Optimizer
+from coserve.core.errors import InvalidRequest
+from coserve.core.types import Optimizer
 
 ALIGNED = 64
 """Elements: in a flat buffer every tensor starts at a multiple of it, so that kernels read whole cache lines in any dtype of two bytes

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from coserve.adapters.targets import target_sites
 from coserve.admission.shapes import ITEMSIZE, shapes_at
-from coserve.errors import AdapterTooLarge
-from coserve.gpu_memory import PoolShape
-from coserve.types import BaseSpec, LoraSettings
+from coserve.core.errors import AdapterTooLarge
+from coserve.core.gpu_memory import PoolShape
+from coserve.core.types import BaseSpec, LoraSettings
+from coserve.lora.files.targets import target_sites
 
 
 def check_can_be_served(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from coserve.adapters.bdlora import ParallelStyle, blocks_at, parallel_style
-from coserve.adapters.targets import target_sites
 from coserve.admission.optimizers import check_optimizer
-from coserve.errors import InvalidRequest
-from coserve.types import BaseSpec, JobSpec, LoraSettings
+from coserve.core.errors import InvalidRequest
+from coserve.core.types import BaseSpec, JobSpec, LoraSettings
+from coserve.lora.files.bdlora import ParallelStyle, blocks_at, parallel_style
+from coserve.lora.files.targets import target_sites
 
 
 def blocks_fit(settings: LoraSettings, base: BaseSpec, ranks: int) -> bool:

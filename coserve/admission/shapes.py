@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from coserve.adapters.bdlora import ParallelStyle, blocks_at, packed_shapes, parallel_style
-from coserve.adapters.targets import rank_and_scaling, resolve_targets
 from coserve.admission.optimizers import (
     ALIGNED,
     BUFFERS,
@@ -18,7 +16,9 @@ from coserve.admission.optimizers import (
     paged_kinds,
     state_kinds,
 )
-from coserve.types import BaseSpec, LoraSettings, Optimizer, SiteSpec
+from coserve.core.types import BaseSpec, LoraSettings, Optimizer, SiteSpec
+from coserve.lora.files.bdlora import ParallelStyle, blocks_at, packed_shapes, parallel_style
+from coserve.lora.files.targets import rank_and_scaling, resolve_targets
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element, by dtype."""

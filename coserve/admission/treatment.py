@@ -19,9 +19,9 @@ from coserve.admission.micro_batch import (
 )
 from coserve.admission.padding import padded
 from coserve.admission.shapes import JobState, SiteShape, job_state, lora_shapes, pinned_bytes
-from coserve.corpus.limits import micro_batch_limit
-from coserve.gpu_memory import Kept, MemoryModel, TrainingCosts
-from coserve.types import BaseSpec, JobSpec, LoraSettings
+from coserve.core.gpu_memory import Kept, MemoryModel, TrainingCosts
+from coserve.core.types import BaseSpec, JobSpec, LoraSettings
+from coserve.data.corpus.limits import micro_batch_limit
 
 LAUNCH_BOUND_TOKENS = 2000
 """Tokens that a GPU computes while the host launches a micro-batch operation by operation: a smaller one takes as long. An 8B shape on

@@ -32,9 +32,9 @@ from coserve.api.tgi.routes import tgi_routes
 from coserve.api.tokenizer.handlers import MAX_TEXTS, TokenizerApi
 from coserve.api.tokenizer.routes import tokenizer_routes
 from coserve.config import Config
-from coserve.garbage import GarbageCollection
-from coserve.logs.access import AccessLogger
-from coserve.logs.setup import ACCESS
+from coserve.core.garbage import GarbageCollection
+from coserve.core.logs.access import AccessLogger
+from coserve.core.logs.setup import ACCESS
 
 CONNECTIONS = web.AppKey("connections", Connections)
 SERVICE = web.AppKey("service", Service)

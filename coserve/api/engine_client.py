@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from coserve.errors import EngineUnavailable
-from coserve.gpu_memory import MemoryModel, PoolShape
-from coserve.health import EngineRanks, RankInfo, Status, Warming, starting_line
-from coserve.link import EngineReady, EngineStats, EngineWarming, FromEngine, Link, ToEngine
-from coserve.stream_link import ALIVE
-from coserve.types import AdapterRef, BaseSpec
+from coserve.core.errors import EngineUnavailable
+from coserve.core.gpu_memory import MemoryModel, PoolShape
+from coserve.core.health import EngineRanks, RankInfo, Status, Warming, starting_line
+from coserve.core.link import EngineReady, EngineStats, EngineWarming, FromEngine, Link, ToEngine
+from coserve.core.stream_link import ALIVE
+from coserve.core.types import AdapterRef, BaseSpec
 
 SILENCE = 2 * ALIVE
 """Seconds without a message of an engine that has work, from which on `/health` reports it."""

@@ -23,10 +23,11 @@ from coserve.api.jobs.recorder import JobRecorder
 from coserve.api.jobs.sampling import JobSampler
 from coserve.api.metrics.prometheus import Metrics
 from coserve.api.stopping import Stopping
+from coserve.api.tracking.feed import CLOSING, Tracking
 from coserve.config import Config
-from coserve.errors import EngineUnavailable
-from coserve.health import BaseInfo, EngineRanks, Health
-from coserve.link import (
+from coserve.core.errors import EngineUnavailable
+from coserve.core.health import BaseInfo, EngineRanks, Health
+from coserve.core.link import (
     Admitted,
     EngineNotes,
     EngineReady,
@@ -44,12 +45,10 @@ from coserve.link import (
     ToEngine,
     Tokens,
 )
-from coserve.logs.setup import LogSettings
-from coserve.offload.pool import HelperPool
-from coserve.pretrained.tokenizer import Tokenizer
+from coserve.data.offload.pool import HelperPool
+from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.folder import DataFolder
 from coserve.state.thread import RegistryThread
-from coserve.tracking.feed import CLOSING, Tracking
 
 log = logging.getLogger(__name__)
 
@@ -85,9 +84,9 @@ class Service:
         self.metrics = Metrics(self.engine.name)
         self._registry = registry
         self.recorder = JobRecorder(folder, registry, self.engine, self.metrics)
-        self.helpers = HelperPool(tokenizer.state, MAX_BODY_HELPERS, LogSettings.of(config))
-        self._preparers = HelperPool(tokenizer.state, config.tokenizer_processes, LogSettings.of(config))
-        self.chats = HelperPool(tokenizer.state, CHAT_HELPERS, LogSettings.of(config))
+        self.helpers = HelperPool(tokenizer.state, MAX_BODY_HELPERS, config.logs)
+        self._preparers = HelperPool(tokenizer.state, config.tokenizer_processes, config.logs)
+        self.chats = HelperPool(tokenizer.state, CHAT_HELPERS, config.logs)
         self.texts = AsyncTokenizer(tokenizer, self.helpers, self.chats)
         self.generation = InFlightRequests(
             config, self.engine, registry, tokenizer, self.texts, self.metrics, max_prompt_scores=max_prompt_scores
@@ -98,13 +97,13 @@ class Service:
             config, folder, registry, tokenizer, self._preparers, self.engine, self.recorder, self.stopping
         )
         self.adapters = AdapterCatalog(config, folder, registry, self._preparers, self.engine, self.generation.in_use)
-        converters = HelperPool(tokenizer.state, 1, LogSettings.of(config), max_memory=0)
+        converters = HelperPool(tokenizer.state, 1, config.logs, max_memory=0)
         self.conversions = Conversions(folder, registry, converters, self.engine, self.adapters, self.jobs.submit)
         self._tracking = Tracking(
             config.tracker,
             config.tracking_dir or folder.tracking,
             registry,
-            lambda: HelperPool(tokenizer.state, 1, LogSettings.of(config)),
+            lambda: HelperPool(tokenizer.state, 1, config.logs),
             closing=closing,
         )
         self.recorder.watchers.subscribe(self._tracking.notify)

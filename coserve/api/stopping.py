@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from coserve.errors import EngineUnavailable
+from coserve.core.errors import EngineUnavailable
 
 
 class Stopping:

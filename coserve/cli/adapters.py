@@ -23,9 +23,9 @@ from coserve.cli.distillation import (
 from coserve.cli.failures import FAILED
 from coserve.cli.job_table import age, columns
 from coserve.cli.jobs import follow_job
-from coserve.errors import CoserveError
-from coserve.limits import PAGE_SIZE
-from coserve.schemas import Adapter, ConvertedAdapter
+from coserve.core.errors import CoserveError
+from coserve.core.limits import PAGE_SIZE
+from coserve.core.schemas import Adapter, ConvertedAdapter
 
 adapters_app = typer.Typer(
     cls=CommandGroup,

@@ -12,11 +12,11 @@ import typer
 
 from coserve.client import Client, RetryPolicy
 from coserve.client.asynchronous import DEFAULT_URL
-from coserve.errors import CoserveError
-from coserve.health import starting_line
-from coserve.hints import value_hint
-from coserve.limits import PAGE_LIMIT
-from coserve.types import Optimizer
+from coserve.core.errors import CoserveError
+from coserve.core.health import starting_line
+from coserve.core.hints import value_hint
+from coserve.core.limits import PAGE_LIMIT
+from coserve.core.types import Optimizer
 
 __all__ = [
     "DEFAULT_URL",

@@ -11,7 +11,7 @@ import typer
 
 def demo(report: Annotated[Path, typer.Option(help="folder for the report")] = Path("demo-report")) -> None:
     """Show the main features: stream, fine-tune two adapters under load, compare, report."""
-    from coserve.demo import demo as run
+    from coserve.cli.demo_run import demo as run
     from coserve.workloads.report.files import check_folder
 
     check_folder(report)

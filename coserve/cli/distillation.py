@@ -10,8 +10,8 @@ from typing import Any
 import typer
 
 from coserve.client import Client, JobHandle
-from coserve.errors import AdapterBusy, AdapterNotFound
-from coserve.schemas import ConvertedAdapter, Job
+from coserve.core.errors import AdapterBusy, AdapterNotFound
+from coserve.core.schemas import ConvertedAdapter, Job
 from coserve.workloads.bundled import bundled_prompts
 
 GENERATIONS = "generations"

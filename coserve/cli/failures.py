@@ -14,8 +14,8 @@ from typing import Any
 
 import typer
 
-from coserve.errors import CoserveError, EngineUnavailable, InvalidRequest, StartupError, Unauthorized, Unreachable
-from coserve.hints import fields_of, hint, option_hint
+from coserve.core.errors import CoserveError, EngineUnavailable, InvalidRequest, StartupError, Unauthorized, Unreachable
+from coserve.core.hints import fields_of, hint, option_hint
 
 DEBUG = "COSERVE_DEBUG"
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
@@ -111,7 +111,7 @@ def _field_hint(option: str, command: str) -> str:
     """Where the command's request has a field of that name: the field."""
     if command not in ("finetune", "generate"):
         return ""
-    from coserve.schemas import FinetuneRequest, GenerateRequest  # the command has imported them
+    from coserve.core.schemas import FinetuneRequest, GenerateRequest  # the command has imported them
 
     request = FinetuneRequest if command == "finetune" else GenerateRequest
     found = hint(option.lstrip("-").replace("-", "_"), "", fields_of(request))

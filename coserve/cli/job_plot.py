@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coserve.schemas import Job, JobEvent
-from coserve.step_metrics import Rewards, StepMetrics
+from coserve.core.schemas import Job, JobEvent
+from coserve.core.step_metrics import Rewards, StepMetrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

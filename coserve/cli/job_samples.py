@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from coserve.schemas import Job, JobEvent, Sample
+from coserve.core.schemas import Job, JobEvent, Sample
 
 
 def collect_samples(job: Job, events: Iterable[JobEvent]) -> Iterator[Sample]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from coserve.client.options import cut_warning
 from coserve.client.progress import clock, learned_texts
-from coserve.schemas import Job, Preparing
+from coserve.core.schemas import Job, Preparing
 
 HEADERS = ("ID", "ADAPTER", "STATE", "STEP", "LOSS", "AGE", "LEFT")
 LEAST_NAME = 8

@@ -29,10 +29,10 @@ from coserve.cli.job_samples import collect_samples
 from coserve.cli.job_table import cut_line, job_line, job_notes, job_table, preparing_line
 from coserve.client import JobHandle
 from coserve.client.progress import sample_lines
-from coserve.errors import InvalidRequest, WrongJobState
-from coserve.limits import PAGE_SIZE
-from coserve.schemas import Job
-from coserve.types import JobState
+from coserve.core.errors import InvalidRequest, WrongJobState
+from coserve.core.limits import PAGE_SIZE
+from coserve.core.schemas import Job
+from coserve.core.types import JobState
 
 jobs_app = typer.Typer(
     cls=CommandGroup,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from coserve.cli.daemon.start_warnings import start_warnings
 from coserve.cli.settings_options import settings_command
 from coserve.cli.status_lines import StatusLines
 from coserve.config import load_config
-from coserve.daemon.start_warnings import start_warnings
 
 log = logging.getLogger(__name__)
 
@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 def _serve(given: dict[str, object]) -> None:
     """Start the daemon. Settings also come from COSERVE_<NAME> and from the TOML file of --config."""
     config = load_config(given)
-    from coserve.daemon.serve import serve
-    from coserve.logs.setup import LogSettings, set_up_logging
+    from coserve.cli.daemon.serve import serve
+    from coserve.core.logs.setup import set_up_logging
 
-    set_up_logging("api", LogSettings.of(config))
+    set_up_logging("api", config.logs)
     for warning in start_warnings(config, given):
         log.warning("%s", warning)
     asyncio.run(serve(config, report=StatusLines(config.host).show))

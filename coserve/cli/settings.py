@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from coserve import __version__
+from coserve.cli.daemon.start_warnings import start_warnings
 from coserve.config import Config, load_config, sections, setting_sources
-from coserve.daemon.start_warnings import start_warnings
 
 SECRETS = ("api_key",)
 WIDTH = 100

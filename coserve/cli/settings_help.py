@@ -13,7 +13,7 @@ from typing import Any, ClassVar, get_type_hints
 from typer.core import TyperCommand
 
 from coserve.config import Config, sections
-from coserve.options import item_type, plain_type
+from coserve.core.options import item_type, plain_type
 
 WIDEST = 100
 """Columns beyond which lines of text are hard to read."""

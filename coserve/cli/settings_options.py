@@ -1,4 +1,4 @@
-"""Commands whose options are the settings of a dataclass (`coserve.options`)."""
+"""Commands whose options are the settings of a dataclass (`coserve.core.options`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, cast, get_args, get_type_hints
 import typer
 
 from coserve.config import Config
-from coserve.options import item_type, parse_setting, plain_type, setting_path
+from coserve.core.options import item_type, parse_setting, plain_type, setting_path
 
 POSITIONAL = "positional"
 

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from coserve.health import Status, Warming, warming_line
+from coserve.core.health import Status, Warming, warming_line
 
 REPEAT = 10.0
 """Seconds between two lines of a start."""

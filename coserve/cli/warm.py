@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import typer
 
+from coserve.cli.daemon.start_warnings import start_warnings
 from coserve.cli.failures import FAILED
 from coserve.cli.settings_options import settings_command
 from coserve.cli.warm_progress import WarmProgress
 from coserve.config import load_config
-from coserve.daemon.start_warnings import start_warnings
-from coserve.warmup.key import SHAPE_SETTINGS
+from coserve.engine.warmup.key import SHAPE_SETTINGS
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +49,10 @@ def _warm(given: dict[str, object]) -> None:
     Needs the GPU that will serve. Settings also come from COSERVE_<NAME> and from the TOML file of --config.
     """
     config = load_config(given)
-    from coserve.logs.setup import LogSettings, set_up_logging
-    from coserve.warmup import launch
+    from coserve.core.logs.setup import set_up_logging
+    from coserve.engine.warmup import launch
 
-    set_up_logging("warm", LogSettings.of(config))
+    set_up_logging("warm", config.logs)
     for warning in start_warnings(config, given):
         log.warning("%s", warning)
     with WarmProgress() as progress, _terminated_as_interrupted():

@@ -11,7 +11,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from coserve.health import Warming, warming_line
+from coserve.core.health import Warming, warming_line
 
 COMPILES = "compiling kernels"
 REPEAT = 5.0

@@ -7,10 +7,10 @@ import tarfile
 import tempfile
 from pathlib import Path, PurePosixPath
 
-from coserve.cancellation import uncancelled_thread
 from coserve.client.transport import Response
-from coserve.errors import CorruptAdapter
-from coserve.names import ADAPTER_FILES
+from coserve.core.cancellation import uncancelled_thread
+from coserve.core.errors import CorruptAdapter
+from coserve.core.names import ADAPTER_FILES
 
 
 async def save_adapter(response: Response, folder: Path) -> Path:

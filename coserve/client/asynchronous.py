@@ -32,9 +32,9 @@ from coserve.client.options import (
 )
 from coserve.client.retry import RetryPolicy
 from coserve.client.transport import HttpTransport, Response, Transport
-from coserve.errors import InternalError, InvalidRequest, Unreachable
-from coserve.health import Health
-from coserve.schemas import (
+from coserve.core.errors import InternalError, InvalidRequest, Unreachable
+from coserve.core.health import Health
+from coserve.core.schemas import (
     STREAM_END,
     Adapter,
     AdapterList,
@@ -52,7 +52,7 @@ from coserve.schemas import (
     RollbackRequest,
     RowField,
 )
-from coserve.types import LoraSettings, TrainingRequest
+from coserve.core.types import LoraSettings, TrainingRequest
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -60,7 +60,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 class AsyncClient:
     """A daemon, from asyncio. Close it, or use it as `async with AsyncClient() as client`.
 
-    Every method raises the leaf of `coserve.errors` that the daemon names, and `Unreachable` where none answers. Responses
+    Every method raises the leaf of `coserve.core.errors` that the daemon names, and `Unreachable` where none answers. Responses
     of 429 and 503 are tried again as `retry` says. `read_timeout`: seconds of silence after which a connection is given
     up; `sleep` and `rng` are for tests.
 

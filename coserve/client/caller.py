@@ -16,9 +16,9 @@ from coserve.client.options import encode_body
 from coserve.client.retry import RetryPolicy
 from coserve.client.sse import Event, events
 from coserve.client.transport import Request, Response, Transport, Upload
-from coserve.errors import CoserveError, InternalError, InvalidRequest, Unreachable
-from coserve.schemas import Job, Preparing, SubmissionEvent
-from coserve.validation import decoder_of
+from coserve.core.errors import CoserveError, InternalError, InvalidRequest, Unreachable
+from coserve.core.schemas import Job, Preparing, SubmissionEvent
+from coserve.core.validation import decoder_of
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Turns the daemon's error bodies into the errors of `coserve.errors`."""
+"""Turns the daemon's error bodies into the errors of `coserve.core.errors`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET
 
 from coserve.client.transport import Response
-from coserve.errors import (
+from coserve.core.errors import (
     BY_CODE,
     BodyTooLarge,
     CapacityError,
@@ -20,8 +20,8 @@ from coserve.errors import (
     RequestError,
     Unauthorized,
 )
-from coserve.schemas import ErrorBody, ErrorInfo
-from coserve.validation import decoder_of
+from coserve.core.schemas import ErrorBody, ErrorInfo
+from coserve.core.validation import decoder_of
 
 _BY_STATUS: dict[int, type[CoserveError]] = {
     401: Unauthorized,

@@ -9,9 +9,9 @@ from contextlib import aclosing
 from coserve.client.caller import Caller, decode
 from coserve.client.failures import event_error, job_error
 from coserve.client.progress import progress_for
-from coserve.errors import CapacityError, CoserveError, Unreachable
-from coserve.schemas import DeletedJob, Job, JobEvent
-from coserve.types import JobState
+from coserve.core.errors import CapacityError, CoserveError, Unreachable
+from coserve.core.schemas import DeletedJob, Job, JobEvent
+from coserve.core.types import JobState
 
 
 class AsyncJobHandle:

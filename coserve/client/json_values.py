@@ -7,8 +7,8 @@ from enum import Enum
 
 import msgspec
 
-from coserve.errors import InvalidRequest
-from coserve.validation import MAX_FIELD
+from coserve.core.errors import InvalidRequest
+from coserve.core.validation import MAX_FIELD
 
 Types = frozenset[type[object]]
 

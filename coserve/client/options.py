@@ -12,12 +12,12 @@ import msgspec
 
 from coserve.client.json_values import check, encode
 from coserve.client.transport import Upload
-from coserve.errors import InvalidRequest
-from coserve.hints import fields_of, hint
-from coserve.names import ADAPTER_FILES
-from coserve.schemas import ChatMessage, FinetuneRequest, GenerateRequest, ImportRequest, Job, OnConflict, RowField
-from coserve.types import LoraSettings, SloClass, TrainingRequest
-from coserve.validation import explain
+from coserve.core.errors import InvalidRequest
+from coserve.core.hints import fields_of, hint
+from coserve.core.names import ADAPTER_FILES
+from coserve.core.schemas import ChatMessage, FinetuneRequest, GenerateRequest, ImportRequest, Job, OnConflict, RowField
+from coserve.core.types import LoraSettings, SloClass, TrainingRequest
+from coserve.core.validation import explain
 
 MAX_INLINE_BYTES = 8 << 20
 """Of rows that go in a JSON body, of which the daemon takes 16 MiB. An upload may be as large as its `max_body_bytes`, but few run at once."""
@@ -29,7 +29,7 @@ Prompt = str | Sequence[int]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """How to generate: the further fields of `coserve.schemas.GenerateRequest`, whose defaults hold for what is left
+    """How to generate: the further fields of `coserve.core.schemas.GenerateRequest`, whose defaults hold for what is left
     out. Times in seconds.
     """
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
-from coserve.schemas import Job, JobEvent, Sample
-from coserve.step_metrics import StepMetrics
+from coserve.core.schemas import Job, JobEvent, Sample
+from coserve.core.step_metrics import StepMetrics
 
 EVERY = 30.0
 """Seconds between two lines of a job that is followed without a terminal."""

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from coserve.client.transport import Request
-from coserve.errors import CapacityError, CoserveError, Unreachable
+from coserve.core.errors import CapacityError, CoserveError, Unreachable
 
 
 @dataclass(frozen=True)

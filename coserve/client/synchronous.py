@@ -21,9 +21,9 @@ from coserve.client.handles import AsyncJobHandle
 from coserve.client.options import GenerateOptions, Messages, Prompt, cut_warning, rows_of
 from coserve.client.retry import RetryPolicy
 from coserve.client.transport import Transport
-from coserve.errors import InvalidRequest
-from coserve.health import Health
-from coserve.schemas import (
+from coserve.core.errors import InvalidRequest
+from coserve.core.health import Health
+from coserve.core.schemas import (
     Adapter,
     AdapterList,
     ConvertedAdapter,
@@ -39,7 +39,7 @@ from coserve.schemas import (
     Preparing,
     RowField,
 )
-from coserve.types import LoraSettings, TrainingRequest
+from coserve.core.types import LoraSettings, TrainingRequest
 
 S = TypeVar("S")
 T = TypeVar("T")

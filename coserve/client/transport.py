@@ -16,7 +16,7 @@ from weakref import WeakSet
 import aiohttp
 from yarl import URL
 
-from coserve.errors import InvalidRequest, Unreachable
+from coserve.core.errors import InvalidRequest, Unreachable
 
 CONNECT_TIMEOUT = 10.0
 FEW_CONNECTIONS = 100

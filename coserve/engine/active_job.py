@@ -9,8 +9,8 @@ from types import coroutine
 from typing import Any, TypeVar
 
 from coserve.admission.treatment import Treatment
-from coserve.link import JobCancelled, JobFailed, JobPaused, JobSucceeded
-from coserve.types import AdapterRef, JobSpec
+from coserve.core.link import JobCancelled, JobFailed, JobPaused, JobSucceeded
+from coserve.core.types import AdapterRef, JobSpec
 
 T = TypeVar("T")
 Awaited = tuple[Future[Any], ...]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from coserve.admission.memory import Hold, MemoryAdmission, Start
-from coserve.gpu_memory import MemoryUse, TrainingCosts
+from coserve.core.gpu_memory import MemoryUse, TrainingCosts
+from coserve.core.types import JobSpec
 from coserve.memory.allocator import Reading
-from coserve.types import JobSpec
 
 
 class GraphSizes(Protocol):

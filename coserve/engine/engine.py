@@ -15,19 +15,8 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
-from coserve.engine.device_memory import DeviceMemory
-from coserve.engine.gauges import STATS_INTERVAL, Reports
-from coserve.engine.idle import Idle
-from coserve.engine.inbox import Inbox
-from coserve.engine.job_runner import JobRunner
-from coserve.engine.ports import Generates, StoresAdapters, Trains
-from coserve.engine.reception import Reception
-from coserve.engine.spatial.slices_in_flight import TURNS, EndedSlice, LaunchedStep, Marks, SlicesInFlight
-from coserve.engine.stalls import Stalls
-from coserve.engine.views import Views
-from coserve.garbage import GarbageCollection
-from coserve.generate.plan import Plan, Ran
-from coserve.link import (
+from coserve.core.garbage import GarbageCollection
+from coserve.core.link import (
     Admitted,
     CancelJob,
     CancelRequest,
@@ -43,13 +32,24 @@ from coserve.link import (
     StartJob,
     ToEngine,
 )
+from coserve.core.stream_link import ALIVE
+from coserve.core.types import MicroStep
+from coserve.engine.device_memory import DeviceMemory
+from coserve.engine.gauges import STATS_INTERVAL, Reports
+from coserve.engine.idle import Idle
+from coserve.engine.inbox import Inbox
+from coserve.engine.job_runner import JobRunner
+from coserve.engine.ports import Generates, StoresAdapters, Trains
+from coserve.engine.reception import Reception
+from coserve.engine.spatial.slices_in_flight import TURNS, EndedSlice, LaunchedStep, Marks, SlicesInFlight
+from coserve.engine.stalls import Stalls
+from coserve.engine.views import Views
+from coserve.generate.plan import Plan, Ran
 from coserve.queues.costs import ATTAINMENT
 from coserve.queues.policy import Costs, Policy, Serve, Train, Wait
 from coserve.queues.request import State
 from coserve.queues.shapes import StepKind
 from coserve.state.failpoints import failpoint
-from coserve.stream_link import ALIVE
-from coserve.types import MicroStep
 
 log = logging.getLogger(__name__)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from coserve.core.link import EngineStats, FromEngine, Link, ToEngine
+from coserve.core.logs.throttled import ThrottledLog
 from coserve.engine.device_memory import DeviceMemory
 from coserve.engine.job_runner import JobRunner
 from coserve.engine.ports import Generates, StoresAdapters
 from coserve.engine.stalls import Stalls
 from coserve.engine.views import Views
-from coserve.link import EngineStats, FromEngine, Link, ToEngine
-from coserve.logs.throttled import ThrottledLog
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
+from coserve.core.garbage import IDLE, GarbageCollection
 from coserve.engine.stalls import SLEEP, Stalls
-from coserve.garbage import IDLE, GarbageCollection
 
 
 class Idle:

@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from coserve.core.errors import EngineUnavailable
+from coserve.core.link import FromEngine, Link, ToEngine
 from coserve.engine.stalls import Stalls
-from coserve.errors import EngineUnavailable
-from coserve.link import FromEngine, Link, ToEngine
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from coserve.admission.memory import AdmitsAll, Cause, Start
+from coserve.core.link import FromEngine, JobNote, JobWaiting
+from coserve.core.types import JobSpec
 from coserve.engine.active_job import ActiveJob
 from coserve.engine.ports import AdmitsJobs, Trains
-from coserve.link import FromEngine, JobNote, JobWaiting
-from coserve.types import JobSpec
 
 
 class JobAdmission:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from coserve.types import JobSpec
+from coserve.core.types import JobSpec
 
 
 class JobLine:

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 
+from coserve.core.link import FromEngine, JobCancelled, JobFailed, JobPaused, TrainingBatches
+from coserve.core.types import AdapterRef, JobSpec, MicroStep
 from coserve.engine.active_job import ActiveJob
 from coserve.engine.job_admission import JobAdmission
 from coserve.engine.job_line import JobLine
 from coserve.engine.ports import AdmitsJobs, Trains
 from coserve.engine.run_job import JobServices, job_failed, run_job
-from coserve.link import FromEngine, JobCancelled, JobFailed, JobPaused, TrainingBatches
 from coserve.queues.finetune import JobQueue
 from coserve.state.retries import FOR_EVER, Retries
-from coserve.types import AdapterRef, JobSpec, MicroStep
 
 
 class JobRunner:

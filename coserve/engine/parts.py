@@ -13,25 +13,28 @@ from threading import Thread
 
 import torch
 
-from coserve.adapter_store.files import load_adapter, load_packed
-from coserve.adapter_store.store import AdapterStore
 from coserve.admission.memory import MemoryAdmission
 from coserve.config import Config
+from coserve.core.errors import AdapterNotFound, UnsupportedBase
+from coserve.core.gpu_memory import MemoryModel
+from coserve.core.processes import usable_cores, usable_memory
+from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.device_memory import DeviceMemory, Fixed
 from coserve.engine.sizes import STEP_TOKENS
 from coserve.engine.spatial.training_stream import TrainingStream
 from coserve.engine.warming.caches import Caches
-from coserve.errors import AdapterNotFound, UnsupportedBase
+from coserve.engine.warmup.gpu import CONTEXT_BYTES
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.memory_profiling import Conditions, keep_graph_bytes, plan_memory
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.trainer import Trainer, TrainerSettings
 from coserve.generate.execution.start import ExecutorStart, make_start
-from coserve.gpu_memory import MemoryModel
 from coserve.kernels.gpu.capture import TRAINING_PRIORITY
 from coserve.kernels.gpu.graph_memory import GraphMemory
 from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.interface import LoraBackend
+from coserve.lora.store.files import load_adapter, load_packed
+from coserve.lora.store.store import AdapterStore
 from coserve.memory.allocator import Reading, read_device
 from coserve.memory.graph_bytes import CudaMemory, GraphBytes
 from coserve.memory.kv import CPU_TOKENS, KvCache
@@ -43,10 +46,7 @@ from coserve.model.groups import share_inputs
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.processes import usable_cores, usable_memory
 from coserve.state.folder import DataFolder
-from coserve.types import AdapterDigests, AdapterRef
-from coserve.warmup.gpu import CONTEXT_BYTES
 
 log = logging.getLogger(__name__)
 

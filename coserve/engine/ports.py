@@ -7,11 +7,9 @@ from typing import Protocol
 
 from coserve.admission.memory import Hold, Start
 from coserve.admission.treatment import Treatment
-from coserve.cancellation import Cancellation
-from coserve.generate.plan import Ran, Share
-from coserve.generate.schedule import Scheduler
-from coserve.gpu_memory import TrainingCosts
-from coserve.link import (
+from coserve.core.cancellation import Cancellation
+from coserve.core.gpu_memory import TrainingCosts
+from coserve.core.link import (
     FromEngine,
     JobCheckpoint,
     JobNote,
@@ -22,8 +20,10 @@ from coserve.link import (
     RequestFailed,
     TrainingBatches,
 )
+from coserve.core.types import AdapterRef, JobSpec, MicroStep
+from coserve.generate.plan import Ran, Share
+from coserve.generate.schedule import Scheduler
 from coserve.memory.allocator import AllocatorStats
-from coserve.types import AdapterRef, JobSpec, MicroStep
 
 
 class Generates(Protocol):

@@ -1,6 +1,6 @@
 """The engine process: `python -m coserve.engine.process FD [PLACE]`.
 
-Started by `daemon/engine_process.py` with the settings as JSON on standard input and one end of a socket pair as file
+Started by `cli/daemon/engine_process.py` with the settings as JSON on standard input and one end of a socket pair as file
 descriptor FD. Its only other connections are to its warm-up's process and, under tensor parallelism (`PLACE`: a `RankPlace` as
 JSON), to the other ranks. It ends with its parent.
 """
@@ -10,11 +10,11 @@ from __future__ import annotations
 import sys
 
 from coserve.config import config_from_json
+from coserve.core.processes import obey_parent
+from coserve.data.pretrained.read_ahead import read_ahead, weight_files
 from coserve.engine.ranks.own_rank import own_rank
 from coserve.engine.warming.fast_imports import fast_imports
-from coserve.pretrained.read_ahead import read_ahead, weight_files
-from coserve.processes import obey_parent
-from coserve.warmup.launch import start_warm_up
+from coserve.engine.warmup.launch import start_warm_up
 
 
 def main() -> None:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from heapq import heappop, heappush
 
+from coserve.core.errors import InvalidRequest, Overloaded, QueueFull
+from coserve.core.link import Generate, RequestFailed
 from coserve.engine.views import Views
-from coserve.errors import InvalidRequest, Overloaded, QueueFull
 from coserve.generate.schedule import Scheduler
-from coserve.link import Generate, RequestFailed
 from coserve.queues.request import Request, State
 from coserve.queues.shedding import QueueSpeed, retry_after
 

@@ -17,12 +17,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from coserve.admission.memory import Start
-from coserve.cancellation import Cancellation
+from coserve.core.cancellation import Cancellation
+from coserve.core.errors import CapacityError, CoserveError, EngineFault, JobOutOfMemory, failure_text
+from coserve.core.link import FromEngine, JobCheckpoint, JobFailed, JobPaused, JobSnapshot, JobStarted, JobSucceeded
 from coserve.engine.active_job import ActiveJob, Samples, Stopped
 from coserve.engine.job_admission import JobAdmission
 from coserve.engine.ports import Trains
-from coserve.errors import CapacityError, CoserveError, EngineFault, JobOutOfMemory, failure_text
-from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobPaused, JobSnapshot, JobStarted, JobSucceeded
 from coserve.state.retries import FOR_EVER, Retries
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable
 
-from coserve.link import STALL_BUCKETS, StallCounts
-from coserve.logs.throttled import ThrottledLog
+from coserve.core.link import STALL_BUCKETS, StallCounts
+from coserve.core.logs.throttled import ThrottledLog
 
 log = logging.getLogger(__name__)
 

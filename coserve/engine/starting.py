@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from coserve.errors import EngineUnavailable
-from coserve.link import EngineWarming, FromEngine, Link, Shutdown, ToEngine
+from coserve.core.errors import EngineUnavailable
+from coserve.core.link import EngineWarming, FromEngine, Link, Shutdown, ToEngine
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,9 @@ import math
 from collections import Counter
 from typing import Protocol
 
+from coserve.core.link import StepCounts
+from coserve.core.types import MicroStep
 from coserve.generate.plan import Plan
-from coserve.link import StepCounts
 from coserve.queues.beside import SpeedBeside, Trials
 from coserve.queues.costs import ATTAINMENT, Predictors
 from coserve.queues.policy import Costs, InFlight, View
@@ -15,7 +16,6 @@ from coserve.queues.shapes import STEP_FEATURES, STEP_KINDS, StepKind, StepShape
 from coserve.queues.slices import Slices
 from coserve.queues.sliding import SlidingQuantile
 from coserve.queues.turns import Turns
-from coserve.types import MicroStep
 
 NOTHING = InFlight()
 PROMPT_STEPS, PROMPT_STEP = 64, 0.9

@@ -17,10 +17,13 @@ import msgspec
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from coserve.adapter_store.host import HostBudget
-from coserve.adapter_store.mirror import CopyMirror
-from coserve.adapter_store.store import AdapterStore, Load
 from coserve.config import Config
+from coserve.core.errors import StartupError
+from coserve.core.garbage import GarbageCollection, freeze_and_disable
+from coserve.core.link import EngineReady, EngineRefused, EngineStopped, FromEngine, Link, ToEngine
+from coserve.core.logs.format import log_event
+from coserve.core.logs.setup import set_up_logging
+from coserve.core.stream_link import engine_end
 from coserve.engine.engine import Engine, JobPlaces
 from coserve.engine.parts import EXACT_THREADS, EngineParts, set_up_threads
 from coserve.engine.ranks.adapters import FollowersCopies, load_on_all
@@ -37,21 +40,18 @@ from coserve.engine.starting import EndedAtStart, StartProgress, until_shutdown
 from coserve.engine.warming.compilations import watch_compilations, watch_layers
 from coserve.engine.warming.compiled import make_compiled
 from coserve.engine.warming.follow import follow
-from coserve.errors import StartupError
+from coserve.engine.warmup.launch import StartedWarmUp
+from coserve.engine.warmup.messages import WarmUpTask
+from coserve.engine.warmup.parts import units
 from coserve.finetune.trainer import Trainer
-from coserve.garbage import GarbageCollection, freeze_and_disable
 from coserve.generate.generator import Generator
-from coserve.link import EngineReady, EngineRefused, EngineStopped, FromEngine, Link, ToEngine
-from coserve.logs.format import log_event
-from coserve.logs.setup import LogSettings, set_up_logging
+from coserve.lora.store.host import HostBudget
+from coserve.lora.store.mirror import CopyMirror
+from coserve.lora.store.store import AdapterStore, Load
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base
 from coserve.queues.policies.choice import make_policy
 from coserve.state.failpoints import failpoint
-from coserve.stream_link import engine_end
-from coserve.warmup.launch import StartedWarmUp
-from coserve.warmup.messages import WarmUpTask
-from coserve.warmup.parts import units
 
 log = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ async def _start(
 def serve(config: Config, fd: int, warm_up: StartedWarmUp | None, rank: OwnRank | None) -> None:
     """Run the engine until it stops. `fd`: the link's socket; `warm_up`: the warm-up's process, if there is one; `rank`: of this
     process, where there are several."""
-    set_up_logging("engine", LogSettings.of(config))
+    set_up_logging("engine", config.logs)
     disable_progress_bar()
     set_up_threads(config)
     prepare_environment(config.resolved(device="cpu" if config.device == "cpu" else "cuda"))

@@ -16,15 +16,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from coserve.adapter_store.tensor_writer import write_tensors
-from coserve.errors import CheckpointUnreadable, StorageError
+from coserve.core.errors import CheckpointUnreadable, StorageError
+from coserve.core.names import CHECKPOINT_STATE, CHECKPOINT_TENSORS
+from coserve.core.types import BaseSpec, JobSpec, Optimizer, Wire
+from coserve.core.validation import decoder_of
 from coserve.finetune.progress import TrainingProgress
-from coserve.names import CHECKPOINT_STATE, CHECKPOINT_TENSORS
+from coserve.lora.store.tensor_writer import write_tensors
 from coserve.state.durable import remove_dir, replace_dir, safetensors_errors, sweep
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
-from coserve.types import BaseSpec, JobSpec, Optimizer, Wire
-from coserve.validation import decoder_of
 
 log = logging.getLogger(__name__)
 

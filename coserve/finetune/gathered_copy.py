@@ -9,7 +9,7 @@ from torch import Tensor
 
 from coserve.finetune.flat_tensors import FlatLayout
 from coserve.finetune.host_copy import HostCopy
-from coserve.parallel.adapter import AdapterPartition
+from coserve.model.parallel.adapter import AdapterPartition
 
 GATHERED = 1 << 24
 """Elements of the whole adapter that are gathered at once."""

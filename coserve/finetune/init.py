@@ -8,14 +8,14 @@ import math
 import torch
 from torch import Tensor
 
-from coserve.adapter_store.files import load_adapter
-from coserve.adapters.bdlora import blocks_at, packed_shapes
-from coserve.adapters.targets import rank_and_scaling, resolve_targets
-from coserve.errors import AdapterNotFound
+from coserve.core.errors import AdapterNotFound
+from coserve.core.types import AdapterDigests, AdapterRef, BaseSpec, JobSpec, LoraSettings, SiteSpec
 from coserve.kernels.lora.types import LoraPair
+from coserve.lora.files.bdlora import blocks_at, packed_shapes
+from coserve.lora.files.targets import rank_and_scaling, resolve_targets
+from coserve.lora.store.files import load_adapter
 from coserve.model.lora import LoraWeights
 from coserve.state.folder import DataFolder
-from coserve.types import AdapterDigests, AdapterRef, BaseSpec, JobSpec, LoraSettings, SiteSpec
 
 
 def new_adapter(

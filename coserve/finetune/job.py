@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from coserve.errors import CoserveError, JobOutOfMemory, failure_text
+from coserve.core.errors import CoserveError, JobOutOfMemory, failure_text
+from coserve.core.link import JobStarted
+from coserve.core.step_metrics import StepMetrics
 from coserve.finetune.job_checkpoint import JobCheckpoints
 from coserve.finetune.layers.graph_passes import CaptureFailed
 from coserve.finetune.loop import TrainingLoop
 from coserve.finetune.outcome import CAPTURE_FAILED
 from coserve.finetune.publication import JobSnapshots
 from coserve.finetune.session import Event, FinishUpdate, Training
-from coserve.link import JobStarted
 from coserve.model.faults import memory_numbers, out_of_memory
-from coserve.step_metrics import StepMetrics
 
 log = logging.getLogger(__name__)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from coserve.errors import CheckpointUnreadable
+from coserve.core.errors import CheckpointUnreadable
+from coserve.core.link import JobStarted
+from coserve.core.types import BaseSpec
 from coserve.finetune.checkpoint import load_checkpoint, prune, save_checkpoint
 from coserve.finetune.loop import TrainingLoop
 from coserve.finetune.progress import TrainingProgress
-from coserve.link import JobStarted
 from coserve.state.folder import DataFolder
-from coserve.types import BaseSpec
 
 log = logging.getLogger(__name__)
 

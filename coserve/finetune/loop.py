@@ -9,18 +9,18 @@ from zlib import crc32
 import msgspec
 
 from coserve.admission.treatment import Treatment
-from coserve.corpus.batch_plan import BatchPlan
-from coserve.corpus.lr_schedule import learning_rate
-from coserve.corpus.tokenized import Corpus
-from coserve.errors import NonFiniteLoss
+from coserve.core.errors import NonFiniteLoss
+from coserve.core.step_metrics import Rewards, StepMetrics
+from coserve.core.types import AdapterRef, JobSpec
+from coserve.data.corpus.batch_plan import BatchPlan
+from coserve.data.corpus.lr_schedule import learning_rate
+from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.losses.formulas import perplexity
 from coserve.finetune.memory_limits import MemoryLimits, MicroBatches
 from coserve.finetune.progress import TrainingProgress
 from coserve.finetune.session import FinishUpdate, TrainingSession, suspended
 from coserve.state.durable import disk_errors
 from coserve.state.failpoints import failpoint
-from coserve.step_metrics import Rewards, StepMetrics
-from coserve.types import AdapterRef, JobSpec
 
 
 class TrainingLoop:

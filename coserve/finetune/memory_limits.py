@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coserve.admission.treatment import Treatment
-from coserve.corpus.batch_plan import Ints
-from coserve.corpus.packing import pack
+from coserve.data.corpus.batch_plan import Ints
+from coserve.data.corpus.packing import pack
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from coserve.core.gpu_memory import TrainingCosts
+from coserve.core.types import DEFAULT_RANK, LoraSettings, MicroStep, TrainingSettings
 from coserve.finetune.costs.training_costs import Phases, measure_costs, site_groups
 from coserve.finetune.init import zero_adapter
 from coserve.finetune.lora_tensors import cast
@@ -20,7 +22,6 @@ from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows
 from coserve.generate.schedule import SCORED_TOKENS
-from coserve.gpu_memory import TrainingCosts
 from coserve.kernels.attention.interface import Attention, TokenRun
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.gpu.capture import gc_paused
@@ -43,7 +44,6 @@ from coserve.model.base import Base
 from coserve.model.faults import out_of_memory
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.types import DEFAULT_RANK, LoraSettings, MicroStep, TrainingSettings
 
 SEQUENCE = 512
 """Longest sequence of the micro-batches. Attention memory is linear in tokens, so longer ones take no more."""

@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 from coserve.admission.micro_batch import TEACHER_SHARE
-from coserve.corpus.tokenized import Corpus
+from coserve.core.gpu_memory import Kept
+from coserve.core.types import MicroStep
+from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.embedding_noise import EmbeddingNoise, add_noise
 from coserve.finetune.layers.compiled import CompiledLayerPass, levels_of, takes
 from coserve.finetune.layers.eager import EagerLayerPass
@@ -38,7 +40,6 @@ from coserve.finetune.losses.chunked import (
     target_chunks,
 )
 from coserve.finetune.packed_rows import PackedRows
-from coserve.gpu_memory import Kept
 from coserve.kernels.attention.interface import Attention
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.model.base import Base
@@ -47,7 +48,6 @@ from coserve.model.forward_context import ForwardContext
 from coserve.model.layers import LayerCut, LayerInputs
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.types import MicroStep
 
 LOGITS_BYTES = 128 << 20
 """Of the logits computed at once, in the base's dtype: a micro-step of the head takes about as long as one of a layer, so that it fits between the tokens of requests

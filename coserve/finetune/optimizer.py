@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from coserve.admission.optimizers import BEST, PIECE, SLICE, WEIGHTS, StateKind, aligned, paged_kinds, state_kinds
-from coserve.errors import CheckpointUnreadable, NonFiniteLoss
+from coserve.core.errors import CheckpointUnreadable, NonFiniteLoss
+from coserve.core.types import BaseSpec, TrainingSettings
 from coserve.finetune.flat_tensors import FlatLayout
 from coserve.finetune.gathered_copy import GatheredCopy
 from coserve.finetune.host_copy import HostCopy
@@ -25,8 +26,7 @@ from coserve.finetune.update_rules.paged import PagedMoments, Rows, fill
 from coserve.kernels.lora.types import LoraPair, MainGrads
 from coserve.model.agreement import on_all_ranks
 from coserve.model.lora import LoraWeights
-from coserve.parallel.adapter import AdapterPartition
-from coserve.types import BaseSpec, TrainingSettings
+from coserve.model.parallel.adapter import AdapterPartition
 
 PairMakers = Mapping[str, Callable[..., LoraPair]]
 """By site: makes a pair of two matrices."""

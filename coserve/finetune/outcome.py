@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coserve.errors import JobOutOfMemory
-from coserve.step_metrics import StepMetrics
+from coserve.core.errors import JobOutOfMemory
+from coserve.core.step_metrics import StepMetrics
 
 PEER_FAILED = "peer_failed"
 """Code of an outcome: the slice was aborted because another rank failed."""

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coserve.corpus.tokenized import Corpus
+from coserve.data.corpus.tokenized import Corpus
 
 ALIGNED = 16
 """Elements of 8 bytes: 128 bytes."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coserve.step_metrics import StepMetrics
-from coserve.types import Wire
+from coserve.core.step_metrics import StepMetrics
+from coserve.core.types import Wire
 
 
 class TrainingProgress(Wire, frozen=True):

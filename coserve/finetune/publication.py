@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from coserve.adapter_store.files import save_adapter
-from coserve.adapter_store.store import AdapterStore
-from coserve.errors import NonFiniteLoss, StorageError, StorageFull
+from coserve.core.errors import NonFiniteLoss, StorageError, StorageFull
+from coserve.core.link import JobNote, JobSnapshot, JobSucceeded, JobWaiting
+from coserve.core.types import AdapterRef
 from coserve.finetune.loop import TrainingLoop
 from coserve.finetune.lora_tensors import cast, named_tensors
-from coserve.link import JobNote, JobSnapshot, JobSucceeded, JobWaiting
+from coserve.lora.store.files import save_adapter
+from coserve.lora.store.store import AdapterStore
 from coserve.model.base import Base
 from coserve.model.faults import out_of_memory
 from coserve.model.lora import LoraWeights
@@ -21,7 +22,6 @@ from coserve.state.durable import disk_errors, replace_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
 from coserve.state.missing_samples import without_samples
-from coserve.types import AdapterRef
 
 log = logging.getLogger(__name__)
 

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from coserve.admission.optimizers import BEST, WEIGHTS, StateKind
-from coserve.corpus.tokenized import Corpus
+from coserve.core.step_metrics import StepMetrics
+from coserve.core.types import MicroStep
+from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.embedding_noise import EmbeddingNoise
 from coserve.finetune.memory_limits import StepTreatment
 from coserve.finetune.micro_batch import MicroBatch
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.model.dropout import DropoutSpec
 from coserve.model.lora import LoraWeights
-from coserve.step_metrics import StepMetrics
-from coserve.types import MicroStep
 
 
 class Boundary(Enum):

@@ -9,18 +9,21 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
-from coserve.adapter_store.store import AdapterStore
 from coserve.admission.optimizers import check_optimizer
 from coserve.admission.treatment import Treatment, has_reference
-from coserve.cancellation import Cancellation
-from coserve.corpus.batch_plan import MAX_ROWS_ON_TICK, BatchPlan
-from coserve.corpus.tokenized import Corpus
-from coserve.errors import (
+from coserve.core.cancellation import Cancellation
+from coserve.core.errors import (
     CheckpointUnreadable,
     EngineFault,
     InvalidRequest,
     JobOutOfMemory,
 )
+from coserve.core.gpu_memory import TrainingCosts
+from coserve.core.link import FromEngine, JobCheckpoint, JobNote, JobSnapshot, TrainingBatches
+from coserve.core.step_metrics import StepMetrics
+from coserve.core.types import AdapterRef, JobSpec, MicroStep
+from coserve.data.corpus.batch_plan import MAX_ROWS_ON_TICK, BatchPlan
+from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.init import initial_weights, published_adapter
 from coserve.finetune.job import LoadedJob, TrainingJob
 from coserve.finetune.job_checkpoint import JobCheckpoints
@@ -36,18 +39,15 @@ from coserve.finetune.passes.passes import TrainingPasses
 from coserve.finetune.passes.training_pass import TrainingPass
 from coserve.finetune.publication import Published, Snapshot, publication, snapshot
 from coserve.finetune.session import Loss, SliceTimer, TrainingSession
-from coserve.gpu_memory import TrainingCosts
 from coserve.kernels.lora.interface import LoraBackend
-from coserve.link import FromEngine, JobCheckpoint, JobNote, JobSnapshot, TrainingBatches
+from coserve.lora.store.store import AdapterStore
 from coserve.model.base import Base
 from coserve.model.faults import contained, memory_numbers, out_of_memory
 from coserve.model.lora import KeptLora, LoraWeights
+from coserve.model.parallel.guard import NoPeers, aborting_on_error
+from coserve.model.parallel.lockstep import PeerFailed
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.parallel.guard import NoPeers, aborting_on_error
-from coserve.parallel.lockstep import PeerFailed
 from coserve.state.folder import DataFolder
-from coserve.step_metrics import StepMetrics
-from coserve.types import AdapterRef, JobSpec, MicroStep
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coserve.admission.pool import too_large
-from coserve.errors import EmptyPrompt, InvalidRequest, NonFiniteLogits, PromptTooLong, RequestError
+from coserve.core.errors import EmptyPrompt, InvalidRequest, NonFiniteLogits, PromptTooLong, RequestError
+from coserve.core.link import Generate
+from coserve.core.types import BaseSpec
 from coserve.generate.sampling.choices import NoToken
-from coserve.link import Generate
 from coserve.memory.kv import KvCache
 from coserve.queues.request import Request
-from coserve.types import BaseSpec
 
 
 def allowed_tokens(request: Generate, spec: BaseSpec) -> int:

@@ -10,8 +10,10 @@ from typing import Protocol
 
 import torch
 
-from coserve.adapter_store.store import AdapterStore
-from coserve.errors import CoserveError, EngineFault, RequestOutOfMemory, failure_text
+from coserve.core.errors import CoserveError, EngineFault, RequestOutOfMemory, failure_text
+from coserve.core.link import MAX_PROMPT_LOGPROBS, Generate, RequestFailed, Tokens
+from coserve.core.logprobs import PackedLogprobs
+from coserve.core.types import AdapterRef, BaseSpec, FinishReason, TokenLogprob
 from coserve.generate.checks import allowed_tokens, check_fits_pool, no_token_error
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepResult
 from coserve.generate.output_lengths import OutputLengths
@@ -19,15 +21,13 @@ from coserve.generate.plan import Ran, Share, step_shape
 from coserve.generate.sampling.choices import Choice, NoToken
 from coserve.generate.schedule import SCORED_TOKENS, Scheduler
 from coserve.generate.step_input import step_input
-from coserve.link import MAX_PROMPT_LOGPROBS, Generate, RequestFailed, Tokens
-from coserve.logprobs import PackedLogprobs
+from coserve.lora.store.store import AdapterStore
 from coserve.memory.allocator import AllocatorStats, allocator_stats
 from coserve.memory.kv import KvCache
 from coserve.memory.prefix import PageKeys
 from coserve.model.faults import contained, memory_numbers, out_of_memory
 from coserve.queues.request import Request, State
 from coserve.queues.shapes import StepShape
-from coserve.types import AdapterRef, BaseSpec, FinishReason, TokenLogprob
 
 log = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from coserve.link import RequestFailed, Tokens
+from coserve.core.link import RequestFailed, Tokens
+from coserve.core.types import AdapterRef
 from coserve.queues.deadlines import Deadlines
 from coserve.queues.request import Request
 from coserve.queues.shapes import StepShape, prompt_pairs
-from coserve.types import AdapterRef
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from sys import maxsize
 
-from coserve.errors import InvalidRequest
+from coserve.core.errors import InvalidRequest
+from coserve.core.link import RequestFailed, Tokens
 from coserve.generate.output_lengths import OutputLengths
 from coserve.generate.plan import Plan, Room, Share, step_shape
 from coserve.generate.sources import AdapterSource, PageSource
 from coserve.generate.step_budget import StepBudget
-from coserve.link import RequestFailed, Tokens
 from coserve.queues.deadlines import Deadlines
 from coserve.queues.inference import InferenceQueue
 from coserve.queues.request import Request, State

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from coserve.adapter_store.pages import Activated
-from coserve.types import AdapterDigests, AdapterRef
+from coserve.core.types import AdapterDigests, AdapterRef
+from coserve.lora.store.pages import Activated
 
 
 class PageSource(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from coserve.core.types import AdapterRef
 from coserve.generate.execution.interface import BASE_ONLY, SequenceInput, StepInput
 from coserve.generate.plan import Share
 from coserve.generate.sampling.rows import SamplingRow, is_penalised
@@ -11,7 +12,6 @@ from coserve.generate.sampling.scoring import PromptScoring
 from coserve.kernels.attention.interface import TokenRun
 from coserve.model.lora import LoraWeights
 from coserve.queues.request import Request
-from coserve.types import AdapterRef
 
 
 def step_input(

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from coserve.errors import ConfigError
-from coserve.gpu_memory import PoolShape
+from coserve.core.errors import ConfigError
+from coserve.core.gpu_memory import PoolShape
 from coserve.kernels.attention.backend import (
     attention_notes,
     mixed_attention,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coserve.errors import ConfigError
-from coserve.gpu_memory import TrainingCosts
+from coserve.core.errors import ConfigError
+from coserve.core.gpu_memory import TrainingCosts
 from coserve.memory.profile import Profile
 
 GRAPHS = 2 << 30

@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from coserve.types import AdapterRef
+from coserve.core.types import AdapterRef
 
 DIGEST_BYTES = 32
 

@@ -14,9 +14,9 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from coserve.gpu_memory import Line, TrainingCosts
-from coserve.types import Wire
-from coserve.validation import decoder_of
+from coserve.core.gpu_memory import Line, TrainingCosts
+from coserve.core.types import Wire
+from coserve.core.validation import decoder_of
 
 log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from typing import Literal, TypeVar
 import msgspec
 import torch
 
-from coserve.errors import CoserveError, EngineFault
+from coserve.core.errors import CoserveError, EngineFault
 from coserve.model.faults import MemoryOfRank, contained, memory_numbers, out_of_memory
-from coserve.parallel.guard import aborting_on_error
-from coserve.parallel.lockstep import PeerFailed
-from coserve.parallel.mesh import LoneRank, Mesh
+from coserve.model.parallel.guard import aborting_on_error
+from coserve.model.parallel.lockstep import PeerFailed
+from coserve.model.parallel.mesh import LoneRank, Mesh
 
 log = logging.getLogger(__name__)
 

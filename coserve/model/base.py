@@ -14,24 +14,24 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from coserve.errors import ConfigError, UnsupportedBase
+from coserve.core.errors import ConfigError, UnsupportedBase
+from coserve.core.names import ADAPTER_CONFIG
+from coserve.core.types import BaseSpec, SiteSpec
 from coserve.kernels.attention.interface import Attention
 from coserve.model import probe, seam
 from coserve.model.context import Context, context_of
 from coserve.model.fingerprint import fingerprint
 from coserve.model.forward_context import ForwardContext, running
 from coserve.model.lora import LoraBatch, LoraSites, LoraWeights
+from coserve.model.parallel.adapter import AdapterPartition
+from coserve.model.parallel.lora import Strategy
+from coserve.model.parallel.mesh import Mesh
+from coserve.model.parallel.modules import shard_of
+from coserve.model.parallel.sharding import Sharding
 from coserve.model.seam import PaddedAttention, ReferenceAttention
 from coserve.model.settings import drop_settings, refuse_config, refuse_settings, refuse_without_causal_lm
 from coserve.model.sharded import Shard, load_shard
 from coserve.model.truncate import truncate_layers
-from coserve.names import ADAPTER_CONFIG
-from coserve.parallel.adapter import AdapterPartition
-from coserve.parallel.lora import Strategy
-from coserve.parallel.mesh import Mesh
-from coserve.parallel.modules import shard_of
-from coserve.parallel.sharding import Sharding
-from coserve.types import BaseSpec, SiteSpec
 
 __all__ = ["Attention", "Base", "load_base", "wrap_base"]
 

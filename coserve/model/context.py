@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from coserve.errors import UnsupportedBase
+from coserve.core.errors import UnsupportedBase
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from coserve.parallel.modules import SiteShard
+from coserve.model.parallel.modules import SiteShard
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
-from coserve.cancellation import Cancelled
-from coserve.errors import CoserveError, EngineFault
+from coserve.core.cancellation import Cancelled
+from coserve.core.errors import CoserveError, EngineFault
 
 _ALLOCATIONS = (
     "can't allocate memory",

@@ -19,7 +19,7 @@ from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.types import SiteGroup
 from coserve.model.dropout import Dropout
 from coserve.model.gemm_choice import GemmChoice
-from coserve.parallel.modules import SiteShard
+from coserve.model.parallel.modules import SiteShard
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ from coserve.model.compiled import Backend, Layers, compiler
 from coserve.model.forward_context import ForwardContext, Fused, current, running
 from coserve.model.gemm_choice import GemmChoice, measure_gemms
 from coserve.model.groups import share_inputs
-from coserve.parallel.exchange import exchanges_of
-from coserve.parallel.modules import shard_of
-from coserve.parallel.residual import add_in_sums
+from coserve.model.parallel.exchange import exchanges_of
+from coserve.model.parallel.modules import shard_of
+from coserve.model.parallel.residual import add_in_sums
 
 NOT_FUSED = "expected to run within FusedBase.forward"
 RECOMPILES = 64

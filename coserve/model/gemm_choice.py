@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from coserve.core.validation import decoder_of
 from coserve.kernels.gemm import gemv, skinny
 from coserve.kernels.gemm.skinny import Shape
 from coserve.kernels.lora.types import StackedWeights
-from coserve.validation import decoder_of
 
 MEASURED = 8
 """Weights of one shape that are read in turn while measuring: more than the L2 cache holds."""

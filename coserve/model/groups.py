@@ -13,7 +13,7 @@ from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.types import SiteGroup, StackedWeights
 from coserve.model.base import Base
 from coserve.model.lora import SharedInput
-from coserve.parallel.modules import shard_of
+from coserve.model.parallel.modules import shard_of
 
 
 def shared_inputs(base: Base) -> list[list[SiteGroup]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from coserve.errors import UnsupportedBase
+from coserve.core.errors import UnsupportedBase
 from coserve.kernels.attention.interface import Attention
 from coserve.model import probe
 from coserve.model.base import Base

@@ -11,14 +11,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from coserve.core.types import LoraSettings
 from coserve.kernels.lora.interface import LoraBackend, PreparedLora
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup, StackedWeights
 from coserve.model.dropout import Dropout
 from coserve.model.forward_context import ForwardContext, current
-from coserve.parallel.fully_sharded import prepare_lora
-from coserve.parallel.modules import SiteShard, shard_of
-from coserve.types import LoraSettings
+from coserve.model.parallel.fully_sharded import prepare_lora
+from coserve.model.parallel.modules import SiteShard, shard_of
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from coserve.errors import UnsupportedBase
+from coserve.core.errors import UnsupportedBase
 from coserve.kernels.attention.interface import Attention, AttentionParams
 from coserve.model import seam
 from coserve.model.fake import is_fake

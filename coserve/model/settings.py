@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
-from coserve.errors import UnsupportedBase
+from coserve.core.errors import UnsupportedBase
 
 _PRIVATE: dict[str, tuple[type, ...]] = {
     "_name_or_path": (str,),

@@ -9,15 +9,15 @@ from typing import NamedTuple
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from coserve.data.pretrained.source import fetch_files
 from coserve.model.fingerprint import fingerprint_of
+from coserve.model.parallel.build import Weights, empty_model, fill_shard
+from coserve.model.parallel.checkpoint import Checkpoint
+from coserve.model.parallel.drawn import DrawnWeights
+from coserve.model.parallel.lora import Strategy
+from coserve.model.parallel.mesh import Mesh
+from coserve.model.parallel.sharding import Sharding
 from coserve.model.probe import refuse_statically
-from coserve.parallel.build import Weights, empty_model, fill_shard
-from coserve.parallel.checkpoint import Checkpoint
-from coserve.parallel.drawn import DrawnWeights
-from coserve.parallel.lora import Strategy
-from coserve.parallel.mesh import Mesh
-from coserve.parallel.sharding import Sharding
-from coserve.pretrained.source import fetch_files
 
 
 class Shard(NamedTuple):

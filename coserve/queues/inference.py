@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterator
 from itertools import islice
 
-from coserve.errors import QueueFull
+from coserve.core.errors import QueueFull
 from coserve.queues.fair import DeficitRoundRobin
 from coserve.queues.request import Request
 

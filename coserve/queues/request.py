@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from coserve.link import Generate
-from coserve.types import AdapterRef, FinishReason, SamplingParams
+from coserve.core.link import Generate
+from coserve.core.types import AdapterRef, FinishReason, SamplingParams
 
 CREDIT = 0.5
 """Targets between tokens by which one that came early lets the next ones come later."""

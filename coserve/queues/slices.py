@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from coserve.link import Starving
+from coserve.core.link import Starving
+from coserve.core.types import MicroStep
 from coserve.queues.beside import SpeedBeside
 from coserve.queues.costs import ATTAINMENT, Prediction, Predictors
 from coserve.queues.policy import Train
 from coserve.queues.shapes import STEP_KINDS, StepKind
-from coserve.types import MicroStep
 
 ANY = "any"
 """Micro-steps of all kinds together."""

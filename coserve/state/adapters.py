@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from coserve.errors import AdapterNotFound
-from coserve.hints import near_miss
+from coserve.core.errors import AdapterNotFound
+from coserve.core.hints import near_miss
+from coserve.core.types import AdapterRef
 from coserve.state.database import Database
 from coserve.state.records import AdapterRecord, JobRecord
-from coserve.types import AdapterRef
 
 MAX_SHOWN = 8
 """Versions that an error lists."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from coserve.cancellation import uncancelled
+from coserve.core.cancellation import uncancelled
 
 T = TypeVar("T")
 

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from coserve.errors import StartupError, StorageBusy, StorageFailed, StorageFull
-from coserve.logs.format import Value, log_event
+from coserve.core.errors import StartupError, StorageBusy, StorageFailed, StorageFull
+from coserve.core.logs.format import Value, log_event
 from coserve.state.durable import disk_errors
 from coserve.state.failpoints import failpoint
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from coserve.errors import StorageBusy, StorageError, StorageFailed, StorageFull
+from coserve.core.errors import StorageBusy, StorageError, StorageFailed, StorageFull
 from coserve.state.failpoints import failpoint
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from coserve.errors import ConfigError
+from coserve.core.errors import ConfigError
 
 VARIABLE = "COSERVE_FAILPOINTS"
 

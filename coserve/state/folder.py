@@ -24,10 +24,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from coserve.errors import DataFolderInUse, ForbiddenPath, StartupError, StorageError
-from coserve.names import is_name
+from coserve.core.errors import DataFolderInUse, ForbiddenPath, StartupError, StorageError
+from coserve.core.names import is_name
+from coserve.core.types import AdapterRef
 from coserve.state.durable import make_folder, read_errors, sweep, write_errors
-from coserve.types import AdapterRef
 
 log = logging.getLogger(__name__)
 

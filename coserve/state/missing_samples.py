@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from coserve.types import TrainingRequest
+from coserve.core.types import TrainingRequest
 
 INTERRUPTED = "the job was interrupted during generation"
 

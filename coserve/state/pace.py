@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coserve.types import Wire
+from coserve.core.types import Wire
 
 WINDOW = 20
 """Steps that the mean is about."""

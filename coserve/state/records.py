@@ -1,11 +1,11 @@
-"""Rows of the registry: jobs and adapters (their events are `coserve.schemas.JobEvent`). Times are seconds since the epoch."""
+"""Rows of the registry: jobs and adapters (their events are `coserve.core.schemas.JobEvent`). Times are seconds since the epoch."""
 
 from __future__ import annotations
 
-from coserve.schemas import ErrorInfo, Sample
+from coserve.core.schemas import ErrorInfo, Sample
+from coserve.core.step_metrics import StepMetrics
+from coserve.core.types import AdapterDigests, AdapterRef, JobSpec, JobState, Wire
 from coserve.state.pace import Pace
-from coserve.step_metrics import StepMetrics
-from coserve.types import AdapterDigests, AdapterRef, JobSpec, JobState, Wire
 
 
 class JobRecord(Wire, frozen=True):

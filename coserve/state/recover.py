@@ -12,16 +12,16 @@ from pathlib import Path
 
 import msgspec
 
-from coserve.errors import StartupError, StorageError, StorageFailed
-from coserve.names import ADAPTER_FILES, CHECKPOINT_STATE
-from coserve.schemas import ErrorInfo
+from coserve.core.errors import StartupError, StorageError, StorageFailed
+from coserve.core.names import ADAPTER_FILES, CHECKPOINT_STATE
+from coserve.core.schemas import ErrorInfo
+from coserve.core.types import AdapterRef, JobState
+from coserve.core.validation import decoder_of
 from coserve.state.durable import read_errors, remove_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
 from coserve.state.records import JobRecord
 from coserve.state.registry import Registry
-from coserve.types import AdapterRef, JobState
-from coserve.validation import decoder_of
 
 log = logging.getLogger(__name__)
 

@@ -7,14 +7,14 @@ from typing import Final
 
 import msgspec
 
-from coserve.errors import AdapterBusy, JobNotFound, WrongJobState
-from coserve.schemas import ErrorInfo, EventLevel, EventType, JobEvent, Sample
+from coserve.core.errors import AdapterBusy, JobNotFound, WrongJobState
+from coserve.core.schemas import ErrorInfo, EventLevel, EventType, JobEvent, Sample
+from coserve.core.step_metrics import StepMetrics
+from coserve.core.types import AdapterRef, JobSpec, JobState
 from coserve.state.adapters import AdapterTable
 from coserve.state.missing_samples import missing_notes, passed_step
 from coserve.state.pace import Pace
 from coserve.state.records import AdapterRecord, JobRecord
-from coserve.step_metrics import StepMetrics
-from coserve.types import AdapterRef, JobSpec, JobState
 
 __all__ = ["AdapterRecord", "JobEvent", "JobRecord", "Registry"]
 

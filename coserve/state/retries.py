@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from coserve.errors import StorageError
+from coserve.core.errors import StorageError
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from typing import TypeVar
 
-from coserve.errors import StartupError, StorageBusy, StorageFull
+from coserve.core.errors import StartupError, StorageBusy, StorageFull
 from coserve.state.database import database_errors
 from coserve.state.registry import Registry
 from coserve.state.reserve import Reserve

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 
-from coserve.types import Wire
+from coserve.core.types import Wire
 from coserve.workloads.bounds import ARRIVALS, check_bounds
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from coserve.errors import InvalidRequest
-from coserve.limits import MAX_RANK, MAX_ROWS
+from coserve.core.errors import InvalidRequest
+from coserve.core.limits import MAX_RANK, MAX_ROWS
 from coserve.workloads.lengths import FIRST_ID
 
 MAX_REQUESTS = 10_000_000

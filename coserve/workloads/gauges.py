@@ -6,8 +6,8 @@ import math
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from coserve.errors import InternalError
-from coserve.types import Wire
+from coserve.core.errors import InternalError
+from coserve.core.types import Wire
 
 _NAMES = {
     "waiting": ("coserve_num_requests_waiting", "vllm:num_requests_waiting", "sglang:num_queue_reqs"),

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from coserve.types import SloClass, Wire
+from coserve.core.types import SloClass, Wire
 from coserve.workloads.replay import JobSample, Sample
 from coserve.workloads.scenario import Scenario
 

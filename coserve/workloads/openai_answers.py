@@ -9,7 +9,7 @@ import aiohttp
 import msgspec
 
 from coserve.client.sse import Event
-from coserve.errors import (
+from coserve.core.errors import (
     BY_CODE,
     AdapterNotFound,
     CoserveError,

@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 
 from coserve.client.sse import events
-from coserve.errors import AdapterNotFound, InvalidRequest, Unreachable
+from coserve.core.errors import AdapterNotFound, InvalidRequest, Unreachable
 from coserve.workloads.formats.lines import JSON_ERRORS
 from coserve.workloads.gauges import Snapshot, read_snapshot
 from coserve.workloads.openai_answers import Chunk, check, read_chunk, read_models

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from coserve.errors import InvalidRequest
+from coserve.core.errors import InvalidRequest
 from coserve.workloads.bundled import bundled_prompts, bundled_rows
 from coserve.workloads.recordings import first_request, open_source, trace_format
 from coserve.workloads.scenario import Scenario, TraceFormat, make_scenario

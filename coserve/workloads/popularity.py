@@ -8,8 +8,8 @@ import random
 from collections.abc import Iterator
 from enum import StrEnum
 
-from coserve.errors import InvalidRequest
-from coserve.types import Wire
+from coserve.core.errors import InvalidRequest
+from coserve.core.types import Wire
 
 
 class Shape(StrEnum):

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from coserve.errors import InvalidRequest, MalformedRow
-from coserve.pretrained.tokenizer import Tokenizer
+from coserve.core.errors import InvalidRequest, MalformedRow
+from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.workloads.formats.burstgpt import TIME, read_burstgpt
 from coserve.workloads.formats.lines import Recorded, naming, unreadable
 from coserve.workloads.formats.mooncake import read_mooncake

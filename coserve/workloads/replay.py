@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
-from coserve.errors import CoserveError
-from coserve.types import JobState, SloClass, Wire
+from coserve.core.errors import CoserveError
+from coserve.core.types import JobState, SloClass, Wire
 from coserve.workloads.gauges import Snapshot
 from coserve.workloads.scenario import Scenario
 from coserve.workloads.trace import FinetuneArrival, PromptArrival, Trace

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import asdict
 
-from coserve.errors import Overloaded, QueueFull
-from coserve.types import JobState, SloClass, Wire
+from coserve.core.errors import Overloaded, QueueFull
+from coserve.core.types import JobState, SloClass, Wire
 from coserve.workloads.gauges import Snapshot
 from coserve.workloads.metrics import (
     SATISFACTION_LIMIT,

@@ -9,8 +9,8 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from coserve.errors import EmptyCorpus, InvalidRequest
-from coserve.types import SloClass
+from coserve.core.errors import EmptyCorpus, InvalidRequest
+from coserve.core.types import SloClass
 from coserve.workloads.arrivals import arrival_times
 from coserve.workloads.bounds import MAX_REQUESTS, MAX_TRAINING_ROWS, check_total
 from coserve.workloads.formats.lines import Recorded

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from coserve.client import AsyncClient, AsyncJobHandle, RetryPolicy
 from coserve.client.failures import job_error
-from coserve.errors import (
+from coserve.core.errors import (
     AdapterBusy,
     AdapterNotFound,
     CoserveError,
@@ -19,9 +19,9 @@ from coserve.errors import (
     Unreachable,
     WrongJobState,
 )
-from coserve.names import NAME_RULE, is_adapter_ref, is_name
-from coserve.schemas import Job, JobEvent
-from coserve.types import JobState, LoraSettings, TrainingSettings
+from coserve.core.names import NAME_RULE, is_adapter_ref, is_name
+from coserve.core.schemas import Job, JobEvent
+from coserve.core.types import JobState, LoraSettings, TrainingSettings
 from coserve.workloads.gauges import Snapshot, read_snapshot
 from coserve.workloads.openai_target import OpenAITarget
 from coserve.workloads.replay import JobUpdate, Usage

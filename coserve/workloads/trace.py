@@ -23,11 +23,11 @@ from typing import Annotated, Any, BinaryIO, TypeVar
 import msgspec
 from msgspec import Meta
 
-from coserve.errors import InvalidRequest, MalformedRow
-from coserve.limits import MAX_ROWS, Seed, TokenId
-from coserve.names import AdapterName, AdapterRefText
-from coserve.types import SloClass, Wire
-from coserve.validation import explain
+from coserve.core.errors import InvalidRequest, MalformedRow
+from coserve.core.limits import MAX_ROWS, Seed, TokenId
+from coserve.core.names import AdapterName, AdapterRefText
+from coserve.core.types import SloClass, Wire
+from coserve.core.validation import explain
 from coserve.workloads.bounds import MAX_SECONDS
 from coserve.workloads.formats.lines import JSON_ERRORS, MAX_TOKENS, naming, not_json, read_lines
 from coserve.workloads.scenario import Scenario

@@ -15,17 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import BdLoraConfig, PeftModel
 
-from coserve.adapter_store.files import load_adapter, save_adapter
-from coserve.adapters.peft import inspect_adapter
-from coserve.adapters.record import record_adapter
-from coserve.errors import BaseMismatch, CorruptAdapter
+from coserve.core.errors import BaseMismatch, CorruptAdapter
+from coserve.core.types import AdapterRef, LoraSettings
 from coserve.finetune.init import new_adapter
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
+from coserve.lora.files.peft import inspect_adapter
+from coserve.lora.files.record import record_adapter
+from coserve.lora.store.files import load_adapter, save_adapter
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.state.records import AdapterRecord
-from coserve.types import AdapterRef, LoraSettings
 from tests.support.examples import examples, sample
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import alone, packed, save_peft, tokens_of
@@ -197,7 +197,7 @@ def test_a_registered_adapter_is_loaded_without_matching_a_pattern(
     assert msgspec.msgpack.decode(content, type=AdapterRecord) == record
     old = {key: value for key, value in msgspec.msgpack.decode(content).items() if key != "alphas"}
     assert msgspec.convert(old, AdapterRecord).digests.alphas is None
-    monkeypatch.setattr("coserve.adapters.peft.Matching", None)
+    monkeypatch.setattr("coserve.lora.files.peft.Matching", None)
     with pytest.raises(TypeError):  # as a record of an earlier version
         _load(base, tmp_path)
     known = load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float32, digests=record.digests)

@@ -18,10 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
 
-from coserve.adapters.peft import adapter_config, inspect_adapter
-from coserve.adapters.targets import MAX_ALPHA, resolve_targets
-from coserve.adapters.tensorfile import MAX_HEADER
-from coserve.errors import (
+from coserve.core.errors import (
     AdapterError,
     BaseMismatch,
     CorruptAdapter,
@@ -29,7 +26,10 @@ from coserve.errors import (
     UnsafeAdapter,
     UnsupportedAdapter,
 )
-from coserve.types import BaseSpec, LoraSettings, SiteSpec
+from coserve.core.types import BaseSpec, LoraSettings, SiteSpec
+from coserve.lora.files.peft import adapter_config, inspect_adapter
+from coserve.lora.files.targets import MAX_ALPHA, resolve_targets
+from coserve.lora.files.tensorfile import MAX_HEADER
 from tests.support.examples import examples
 
 SITES = {f"model.layers.{i}.self_attn.{name}": SiteSpec(8, 8, i) for i in (0, 1) for name in ("q_proj", "v_proj")}
@@ -543,5 +543,5 @@ def test_blocks_must_be_named_for_one_matrix(tmp_path: Path, in_a: list[str], in
 
 
 def test_the_gate_needs_no_torch() -> None:
-    code = "import sys, coserve.adapters.peft, coserve.adapters.targets; sys.exit('torch' in sys.modules)"
+    code = "import sys, coserve.lora.files.peft, coserve.lora.files.targets; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=240).returncode == 0

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from coserve.core.types import BaseSpec, LoraSettings, SiteSpec
 from coserve.finetune.init import new_adapter
 from coserve.model.lora import LoraWeights
-from coserve.types import BaseSpec, LoraSettings, SiteSpec
 
 BASE = BaseSpec(
     name="tiny",

@@ -10,15 +10,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from coserve.adapter_store.entry import State
-from coserve.adapter_store.host import HostBudget
-from coserve.adapter_store.mirror import NoMirror
-from coserve.adapter_store.store import AdapterStore
-from coserve.errors import AdapterBusy, AdapterNotFound, RequestOutOfMemory
+from coserve.core.errors import AdapterBusy, AdapterNotFound, RequestOutOfMemory
+from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings
 from coserve.kernels.lora.types import LoraPair
+from coserve.lora.store.entry import State
+from coserve.lora.store.host import HostBudget
+from coserve.lora.store.mirror import NoMirror
+from coserve.lora.store.store import AdapterStore
 from coserve.memory.buffer import ALIGNMENT, PageBuffer
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterDigests, AdapterRef, LoraSettings
 from tests.support.examples import examples
 
 REFS = [AdapterRef(id, version) for id in "abc" for version in (1, 2)]

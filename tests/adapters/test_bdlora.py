@@ -12,16 +12,16 @@ import torch
 from peft import BdLoraConfig, PeftModel, get_peft_model
 from peft import LoraConfig as PeftLora
 
-from coserve.adapter_store.files import load_adapter, save_adapter
-from coserve.adapters.bdlora import ParallelStyle, blocks_at, parallel_style, peft_blocks
-from coserve.adapters.peft import inspect_adapter
-from coserve.adapters.targets import resolve_targets
-from coserve.errors import CorruptAdapter, InvalidRequest, ShapeMismatch, UnsupportedAdapter
+from coserve.core.errors import CorruptAdapter, InvalidRequest, ShapeMismatch, UnsupportedAdapter
+from coserve.core.types import BaseSpec, LoraSettings, SiteSpec
 from coserve.finetune.init import new_adapter
 from coserve.finetune.lora_tensors import cast
+from coserve.lora.files.bdlora import ParallelStyle, blocks_at, parallel_style, peft_blocks
+from coserve.lora.files.peft import inspect_adapter
+from coserve.lora.files.targets import resolve_targets
+from coserve.lora.store.files import load_adapter, save_adapter
 from coserve.model.base import wrap_base
-from coserve.parallel.families import PLANS, Width
-from coserve.types import BaseSpec, LoraSettings, SiteSpec
+from coserve.model.parallel.families import PLANS, Width
 from tests.support.examples import sample
 from tests.support.families import SERVED, tiny_family
 from tests.support.lora_reference import save_peft

@@ -9,14 +9,14 @@ import pytest
 import torch
 from peft import BdLoraConfig, PeftModel
 
-from coserve.adapter_store.files import load_adapter
-from coserve.adapters.conversion import THREADS, ConversionOptions, ConversionReport, convert_adapter
-from coserve.adapters.record import record_adapter
-from coserve.errors import CorruptAdapter, InvalidRequest
+from coserve.core.errors import CorruptAdapter, InvalidRequest
+from coserve.core.types import AdapterRef
 from coserve.kernels.lora.segments import Segments
+from coserve.lora.files.conversion import THREADS, ConversionOptions, ConversionReport, convert_adapter
+from coserve.lora.files.record import record_adapter
+from coserve.lora.store.files import load_adapter
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.types import AdapterRef
 from tests.support.examples import sample
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import alone, packed, save_peft, tokens_of

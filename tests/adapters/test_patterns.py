@@ -12,8 +12,8 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
 from peft.utils.other import get_pattern_key
 
-from coserve.adapters.matching import Matching
-from coserve.adapters.patterns import MAX_STEPS, FirstMatch, Pattern, Steps, UnsupportedPattern, whole
+from coserve.lora.files.matching import Matching
+from coserve.lora.files.patterns import MAX_STEPS, FirstMatch, Pattern, Steps, UnsupportedPattern, whole
 from tests.support.examples import examples
 
 SITES = [

@@ -14,15 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from coserve.adapter_store.files import load_adapter, load_packed, save_adapter
-from coserve.adapter_store.packing import PackedSites, packed
-from coserve.adapters.finite import all_finite
-from coserve.errors import CorruptAdapter
+from coserve.core.errors import CorruptAdapter
+from coserve.core.names import ADAPTER_WEIGHTS
+from coserve.core.types import AdapterDigests, LoraSettings
 from coserve.finetune.init import new_adapter
 from coserve.kernels.lora.types import VECTOR
+from coserve.lora.files.finite import all_finite
+from coserve.lora.store.files import load_adapter, load_packed, save_adapter
+from coserve.lora.store.packing import PackedSites, packed
 from coserve.model.lora import LoraWeights
-from coserve.names import ADAPTER_WEIGHTS
-from coserve.types import AdapterDigests, LoraSettings
 from tests.support.finetuning import tiny_base
 
 SPEC = tiny_base("llama").spec

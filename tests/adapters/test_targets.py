@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft.utils.other import get_pattern_key
 
-from coserve.adapters.targets import (
+from coserve.core.errors import InvalidRequest
+from coserve.core.types import BaseSpec, LoraSettings, SiteSpec
+from coserve.lora.files.targets import (
     UnsafePattern,
     lookup,
     pattern_matches,
@@ -17,8 +19,6 @@ from coserve.adapters.targets import (
     resolve_targets,
     targets_match,
 )
-from coserve.errors import InvalidRequest
-from coserve.types import BaseSpec, LoraSettings, SiteSpec
 
 SITES = {
     f"model.layers.{i}.{name}": SiteSpec(8, 8, i)

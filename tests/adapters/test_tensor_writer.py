@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from coserve.adapter_store.tensor_writer import write_tensors
+from coserve.lora.store.tensor_writer import write_tensors
 
 TENSORS = {
     "b.weight": torch.arange(6.0).view(2, 3),

@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from coserve.admission.micro_batch import ROWS, MicroBatchShape, lora_layers, micro_batch_bytes
 from coserve.admission.shapes import lora_shapes
+from coserve.core.gpu_memory import Kept, LayerTime, TrainingCosts
+from coserve.core.types import LoraSettings
 from coserve.engine.profiling import predicted
 from coserve.engine.profiling.live_bytes import LiveBytes
 from coserve.finetune.costs.training_costs import Phases, measure_levels
 from coserve.finetune.memory_profiling import Conditions, MemoryProfiler
-from coserve.gpu_memory import Kept, LayerTime, TrainingCosts
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.gpu.launcher import launch_nothing
 from coserve.memory.plan import Work
@@ -26,7 +27,6 @@ from coserve.model.layers import LayerCut
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.running_pass import RunningPass
 from coserve.model.training.trace import interpreted
-from coserve.types import LoraSettings
 
 BACKEND, TOKENS = predicted.FakeSegmentedBackend(), 192
 CONFIG = LlamaConfig(

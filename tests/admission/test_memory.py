@@ -11,9 +11,9 @@ from coserve.admission.memory import GIB, READINGS, Hold, MemoryAdmission, Start
 from coserve.admission.padding import MOST_SHAPES, padded
 from coserve.admission.shapes import flat_elements, job_state, lora_shapes
 from coserve.admission.treatment import Option, Treatment, job_memory, shared_bytes
-from coserve.errors import BY_CODE, JobTooLarge
-from coserve.gpu_memory import Line, MemoryModel
-from coserve.types import AdapterRef, DpoLoss, JobSpec, LoraSettings, Optimizer, TrainingSettings
+from coserve.core.errors import BY_CODE, JobTooLarge
+from coserve.core.gpu_memory import Line, MemoryModel
+from coserve.core.types import AdapterRef, DpoLoss, JobSpec, LoraSettings, Optimizer, TrainingSettings
 from tests.support.gpu_memory import BASE, COSTS
 from tests.support.records import make_spec
 

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 
 from coserve.admission.micro_batch import ROWS, MicroBatchBytes, MicroBatchShape, lora_layers, micro_batch_bytes
 from coserve.admission.shapes import SiteShape, job_state, lora_shapes, role_of
+from coserve.core.gpu_memory import TrainingCosts
+from coserve.core.types import BaseSpec, LoraSettings, TrainingSettings
 from coserve.engine.profiling import predicted
 from coserve.engine.profiling.live_bytes import LiveBytes
 from coserve.finetune.init import zero_adapter
@@ -20,13 +22,11 @@ from coserve.finetune.memory_profiling import Conditions, MemoryProfiler
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows
-from coserve.gpu_memory import TrainingCosts
 from coserve.kernels.lora.segments import Segments
 from coserve.memory.plan import Work
 from coserve.model.base import Base, wrap_base
 from coserve.model.groups import share_inputs
 from coserve.model.lora import LoraBatch
-from coserve.types import BaseSpec, LoraSettings, TrainingSettings
 from tests.support.examples import examples
 
 BACKEND = predicted.FakeSegmentedBackend()

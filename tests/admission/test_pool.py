@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from coserve.admission.pool import check_can_be_served, served_bytes
-from coserve.errors import BY_CODE, AdapterTooLarge
-from coserve.gpu_memory import PoolShape
-from coserve.types import LoraSettings
+from coserve.core.errors import BY_CODE, AdapterTooLarge
+from coserve.core.gpu_memory import PoolShape
+from coserve.core.types import LoraSettings
 from tests.support.gpu_memory import BASE
 
 PAGE = 1 << 12

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from coserve.admission.ranks import blocks_fit, check_ranks, unmet_need
-from coserve.errors import InvalidRequest
+from coserve.core.errors import InvalidRequest
+from coserve.core.types import BaseSpec, LoraSettings, Optimizer, SiteSpec
 from coserve.kernels.lora.types import LoraPair
-from coserve.parallel.lora import Strategy, partition_pair
-from coserve.parallel.partition import Features, Parallel, SitePartition
-from coserve.types import BaseSpec, LoraSettings, Optimizer, SiteSpec
+from coserve.model.parallel.lora import Strategy, partition_pair
+from coserve.model.parallel.partition import Features, Parallel, SitePartition
 from tests.support.fake_engine import make_base
 from tests.support.records import make_job
 

@@ -12,8 +12,8 @@ from coserve.admission.micro_batch import MicroBatchShape, lora_layers, micro_ba
 from coserve.admission.padding import padded
 from coserve.admission.shapes import lora_shapes
 from coserve.admission.treatment import RECOMPUTE_OVERHEAD, Overheads, Treatment, job_memory
-from coserve.gpu_memory import Kept, LayerTime, LevelCosts, Line, MemoryModel, TrainingCosts
-from coserve.types import JobSpec, LoraSettings, TrainingSettings
+from coserve.core.gpu_memory import Kept, LayerTime, LevelCosts, Line, MemoryModel, TrainingCosts
+from coserve.core.types import JobSpec, LoraSettings, TrainingSettings
 from tests.support.examples import examples
 from tests.support.gpu_memory import BASE, COSTS
 from tests.support.records import make_spec

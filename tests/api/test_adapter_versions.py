@@ -12,11 +12,11 @@ import pytest
 
 from coserve.api.adapters.lookup import find_adapter
 from coserve.client import AsyncClient, Client
-from coserve.errors import AdapterNotFound
-from coserve.link import DropAdapter, Generate
+from coserve.core.errors import AdapterNotFound
+from coserve.core.link import DropAdapter, Generate
+from coserve.core.types import AdapterRef
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
-from coserve.types import AdapterRef
 from tests.support.api_server import Api
 from tests.support.fake_engine import write_peft
 

@@ -11,9 +11,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from coserve.link import DropAdapter, Generate
+from coserve.core.link import DropAdapter, Generate
+from coserve.core.types import AdapterRef
 from coserve.state.failpoints import armed
-from coserve.types import AdapterRef
 from tests.support.api_server import Api
 from tests.support.fake_engine import write_peft
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coserve.api.http.bodies import MAX_JSON_BYTES
-from coserve.errors import CoserveError
+from coserve.core.errors import CoserveError
 from coserve.state.failpoints import armed
 from tests.support.api_server import Api, serve_api
 from tests.support.examples import examples

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from coserve.adapters.tensorfile import TensorFile, read_json
-from coserve.corpus.defaults import choose_learning_rate
-from coserve.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from coserve.types import AdapterRef
+from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from coserve.core.types import AdapterRef
+from coserve.data.corpus.defaults import choose_learning_rate
+from coserve.lora.files.tensorfile import TensorFile, read_json
 from tests.support.api_server import Api
 from tests.support.fake_engine import write_peft
 from tests.support.real_server import serve_real

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from coserve.adapters.peft import adapter_config
-from coserve.link import StartJob
+from coserve.core.link import StartJob
+from coserve.core.types import BaseSpec, LoraSettings, SiteSpec
+from coserve.lora.files.peft import adapter_config
 from coserve.state.failpoints import armed
-from coserve.types import BaseSpec, LoraSettings, SiteSpec
 from tests.support.api_server import Api, serve_api
 from tests.support.fake_engine import SITE
 

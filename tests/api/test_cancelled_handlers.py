@@ -11,10 +11,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from coserve.link import CancelJob, StartJob
+from coserve.core.link import CancelJob, StartJob
+from coserve.core.types import AdapterRef, JobState
 from coserve.state.recover import recover
 from coserve.state.registry import Registry
-from coserve.types import AdapterRef, JobState
 from tests.support.api_server import Api, serve_api
 from tests.support.cutting import Cutter
 from tests.support.examples import sample

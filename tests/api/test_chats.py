@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from coserve.link import Generate
+from coserve.core.link import Generate
 from tests.support.api_server import Api, serve_api, with_template
 from tests.support.chat_templates import QWEN3
 

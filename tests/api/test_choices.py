@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve.api.generation.choice_decoder import ChoiceDecoder, StopStrings
-from coserve.link import Tokens
-from coserve.types import FinishReason
+from coserve.core.link import Tokens
+from coserve.core.types import FinishReason
 from tests.support.api_server import tokenizer
 
 LETTERS = st.text("ab", max_size=12)

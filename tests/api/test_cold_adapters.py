@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from coserve.adapter_store.files import save_adapter
+from coserve.core.types import AdapterRef, LoraSettings
 from coserve.kernels.lora.types import LoraPair
+from coserve.lora.store.files import save_adapter
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterRef, LoraSettings
 from tests.support.api_server import Api
 from tests.support.examples import sample
 from tests.support.real_server import bundled_base, serve_real

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from coserve.client import AsyncClient
-from coserve.errors import InvalidRequest, MalformedRow
+from coserve.core.errors import InvalidRequest, MalformedRow
 from tests.support.api_server import Api
 
 ROWS = [{"id": n, "question": f"Who is {n}?", "answer": f" I,\n {n}."} for n in range(5)]

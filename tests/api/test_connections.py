@@ -22,7 +22,7 @@ from aiohttp.abc import AbstractStreamWriter
 from coserve.api.http.connections import GRACE, Connections, quiet_accept
 from coserve.api.http.limits import OWN_DESCRIPTORS, RESERVE, connection_limit
 from coserve.api.http.server import HttpConnection, HttpRunner
-from coserve.link import Generate
+from coserve.core.link import Generate
 from tests.support.api_server import Api, serve_api
 
 LIMIT = 4

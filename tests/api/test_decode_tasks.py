@@ -7,8 +7,8 @@ import pytest
 
 from coserve.api.http.decode_tasks import MAX_CHARACTERS, MAX_VALUES, DecodeBodyArguments, decode_body, unpack
 from coserve.api.openai.schemas import ChatRequest, CompletionRequest
-from coserve.errors import InvalidRequest
-from coserve.offload.protocol import TaskContext, name_of
+from coserve.core.errors import InvalidRequest
+from coserve.data.offload.protocol import TaskContext, name_of
 from tests.support.api_server import tokenizer
 
 

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from coserve.cli.app import run as command_line
 from coserve.client import AsyncClient
-from coserve.errors import JobNotFound, WrongJobState
-from coserve.link import JobSucceeded
+from coserve.core.errors import JobNotFound, WrongJobState
+from coserve.core.link import JobSucceeded
+from coserve.core.types import AdapterRef, JobState
 from coserve.state.registry import Registry
-from coserve.types import AdapterRef, JobState
 from tests.support.api_server import Api
 from tests.support.records import make_job
 

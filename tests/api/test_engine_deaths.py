@@ -9,9 +9,9 @@ import pytest
 
 from coserve.api.jobs.deaths import MAX_DEATHS
 from coserve.client import AsyncClient
-from coserve.errors import EngineCrashed
-from coserve.link import JobProgress, StartJob
-from coserve.types import JobState
+from coserve.core.errors import EngineCrashed
+from coserve.core.link import JobProgress, StartJob
+from coserve.core.types import JobState
 from tests.support.api_server import Api
 from tests.support.fake_engine import metrics
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from coserve.link import CancelRequest, Generate, RequestFailed
-from coserve.types import Slo
+from coserve.core.link import CancelRequest, Generate, RequestFailed
+from coserve.core.types import Slo
 from tests.support.api_server import REPLY, Api, read_events, tokenizer
 from tests.support.fake_engine import write_peft
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coserve.health import RankInfo
-from coserve.link import EngineNotes, Generate, Starving
+from coserve.core.health import RankInfo
+from coserve.core.link import EngineNotes, Generate, Starving
 from tests.support.api_server import Api, serve_api
 from tests.support.real_server import bundled_base, serve_real
 

@@ -8,7 +8,7 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from coserve.api.http.idle_collection import IdleCollection
-from coserve.garbage import IDLE, YOUNG_WHEN_IDLE, GarbageCollection
+from coserve.core.garbage import IDLE, YOUNG_WHEN_IDLE, GarbageCollection
 from tests.support.interpreter import Interpreter
 from tests.support.virtual_clock import run_virtual
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from coserve.errors import Overloaded
-from coserve.link import (
+from coserve.core.errors import Overloaded
+from coserve.core.link import (
     CancelRequest,
     Generate,
     JobCancelled,
@@ -22,7 +22,7 @@ from coserve.link import (
     SnapshotDone,
     ToEngine,
 )
-from coserve.types import AdapterRef, JobSpec
+from coserve.core.types import AdapterRef, JobSpec
 from tests.support.api_server import REPLY, Api, serve_api
 from tests.support.fake_engine import FakeEngine, metrics
 

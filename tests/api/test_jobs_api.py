@@ -16,13 +16,13 @@ import pytest
 from coserve.api.jobs import recorder
 from coserve.api.jobs.keys import IdempotencyKeys
 from coserve.api.jobs.submission import Submission
-from coserve.corpus.tokenized import Corpus
-from coserve.errors import QueueFull
-from coserve.link import CancelJob, DropAdapter, JobFailed, JobPaused, JobProgress, JobWaiting, PauseJob, StartJob
+from coserve.core.errors import QueueFull
+from coserve.core.link import CancelJob, DropAdapter, JobFailed, JobPaused, JobProgress, JobWaiting, PauseJob, StartJob
+from coserve.core.step_metrics import StepMetrics
+from coserve.core.types import AdapterRef, BaseSpec
+from coserve.data.corpus.tokenized import Corpus
 from coserve.state.durable import remove_dir
 from coserve.state.failpoints import armed
-from coserve.step_metrics import StepMetrics
-from coserve.types import AdapterRef, BaseSpec
 from tests.support.api_server import REPLY, Api, read_events, serve_api
 from tests.support.fake_engine import write_peft
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from coserve.types import AdapterRef
+from coserve.core.types import AdapterRef
 from tests.support.api_server import Api
 from tests.support.crash_oracle import ROWS
 from tests.support.real_server import serve_real

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from coserve.adapter_store.files import save_adapter
+from coserve.core.types import LoraSettings
 from coserve.finetune.init import new_adapter
 from coserve.kernels.lora.types import LoraPair
+from coserve.lora.store.files import save_adapter
 from coserve.model.lora import LoraWeights
-from coserve.types import LoraSettings
 from tests.support.api_server import Api
 from tests.support.real_server import bundled_base, serve_real
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from coserve.limits import MAX_SEED
-from coserve.link import Generate, RequestFailed
-from coserve.types import AdapterRef, SamplingParams
+from coserve.core.limits import MAX_SEED
+from coserve.core.link import Generate, RequestFailed
+from coserve.core.types import AdapterRef, SamplingParams
 from tests.support.api_server import REPLY, Api, serve_api, tokenizer
 
 if TYPE_CHECKING:

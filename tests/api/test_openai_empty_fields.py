@@ -15,8 +15,8 @@ from coserve.api.http.parsing import decode_dialect
 from coserve.api.openai import requests as openai_requests
 from coserve.api.openai.schemas import ChatRequest, CompletionRequest, StreamOptions
 from coserve.api.tgi.schemas import TgiParameters, TgiRequest
-from coserve.chat.messages import ChatMessage, FunctionCall, TextPart, ToolCall
-from coserve.errors import CoserveError, UnknownField
+from coserve.core.errors import CoserveError, UnknownField
+from coserve.core.messages import ChatMessage, FunctionCall, TextPart, ToolCall
 from tests.support.api_server import REPLY, Api
 from tests.support.examples import examples
 

@@ -18,10 +18,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from coserve.adapter_store.files import save_adapter
+from coserve.core.types import LoraSettings
 from coserve.kernels.lora.types import LoraPair
+from coserve.lora.store.files import save_adapter
 from coserve.model.lora import LoraWeights
-from coserve.types import LoraSettings
 from tests.support.api_server import Api, tokenizer
 from tests.support.examples import sample
 from tests.support.real_server import bundled_base, serve_real

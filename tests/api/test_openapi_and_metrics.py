@@ -9,8 +9,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from coserve.link import STALL_BUCKETS, Generate, StallCounts
-from coserve.types import MicroStep
+from coserve.core.link import STALL_BUCKETS, Generate, StallCounts
+from coserve.core.types import MicroStep
 from tests.support.api_server import Api, scrape, serve_api
 
 

@@ -6,9 +6,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from coserve.link import JobFailed, StartJob
+from coserve.core.link import JobFailed, StartJob
+from coserve.core.types import AdapterRef, JobSpec
 from coserve.state.failpoints import armed
-from coserve.types import AdapterRef, JobSpec
 from tests.support.api_server import Api, serve_api
 
 ROWS = [{"text": "one two three"}]

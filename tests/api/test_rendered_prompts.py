@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from coserve.api.jobs.submission import SMALL_FILE
-from coserve.link import Generate
-from coserve.pretrained.tokenizer import Tokenizer
+from coserve.core.link import Generate
+from coserve.data.pretrained.tokenizer import Tokenizer
 from tests.support.api_server import serve_api
 from tests.support.tokenizers import sentencepiece_like
 

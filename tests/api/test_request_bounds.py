@@ -20,7 +20,7 @@ from msgspec.inspect import (
 )
 
 from coserve.api.app import ROUTES
-from coserve.limits import MAX_BLOCK_NAMES, MAX_NAMES
+from coserve.core.limits import MAX_BLOCK_NAMES, MAX_NAMES
 from tests.support.api_server import Api, serve_api
 from tests.support.fake_engine import write_peft
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from coserve.config import Config
+from coserve.core.errors import ConfigError, StartupError
 from coserve.engine.spatial.training_stream import make_training_stream
-from coserve.errors import ConfigError, StartupError
 from coserve.queues.policies.choice import make_policy
 from coserve.queues.policies.overlap import Overlap
 from coserve.queues.policies.spatial import Spatial

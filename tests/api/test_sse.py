@@ -9,7 +9,7 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from coserve.api.http.sse import EventStream
-from coserve.schemas import ErrorBody, ErrorInfo
+from coserve.core.schemas import ErrorBody, ErrorInfo
 
 
 class Sink:

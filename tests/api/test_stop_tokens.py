@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from coserve.link import Generate
-from coserve.pretrained.tokenizer import Tokenizer
-from coserve.types import SamplingParams
+from coserve.core.link import Generate
+from coserve.core.types import SamplingParams
+from coserve.data.pretrained.tokenizer import Tokenizer
 from tests.support.api_server import Api, serve_api, tokenizer
 
 CHAT = [{"role": "user", "content": "hi"}]

@@ -7,8 +7,8 @@ import pytest
 
 from coserve.api.generation.targets import targets_of
 from coserve.config import Config
-from coserve.schemas import GenerateRequest
-from coserve.types import Slo
+from coserve.core.schemas import GenerateRequest
+from coserve.core.types import Slo
 
 
 def targets(config: Config | None = None, device: str = "cuda:0", **fields: object) -> Slo:

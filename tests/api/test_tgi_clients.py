@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from coserve.link import Generate, RequestFailed
-from coserve.types import AdapterRef
+from coserve.core.link import Generate, RequestFailed
+from coserve.core.types import AdapterRef
 from tests.support.api_server import REPLY, Api, add_adapter, serve_api, tokenizer
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from coserve.link import CancelJob, JobStarted, JobSucceeded
+from coserve.core.link import CancelJob, JobStarted, JobSucceeded
+from coserve.core.types import AdapterRef, BaseSpec
 from coserve.state.failpoints import armed
 from coserve.state.retries import Backoff
-from coserve.types import AdapterRef, BaseSpec
 from tests.support.api_server import Api, serve_api
 from tests.support.examples import sample
 from tests.support.fake_engine import write_peft

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coserve.api.generation.waiting_limit import WaitingLimit
-from coserve.errors import InvalidRequest, QueueFull
+from coserve.core.errors import InvalidRequest, QueueFull
 from tests.support.api_server import Api
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import coserve
-from coserve.corpus.jsonl import parse_jsonl
-from coserve.corpus.tokenize import tokenize_rows
-from coserve.pretrained.tokenizer import Tokenizer
+from coserve.data.corpus.jsonl import parse_jsonl
+from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.pretrained.tokenizer import Tokenizer
 
 ASSETS = Path(coserve.__file__).parent / "assets"
 CORPORA = sorted((ASSETS / "corpora").glob("*.jsonl"))

@@ -20,7 +20,7 @@ from benchmarks.bdlora.quality import (
     read_corpus,
     settings_of,
 )
-from coserve.types import BaseSpec, LoraSettings, SiteSpec, TrainingSettings
+from coserve.core.types import BaseSpec, LoraSettings, SiteSpec, TrainingSettings
 
 
 def mlp(hidden: int, inner: int) -> BaseSpec:

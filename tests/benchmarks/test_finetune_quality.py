@@ -20,7 +20,7 @@ from benchmarks.finetuning.quality import (
     publish,
     start_of,
 )
-from coserve.corpus.tokenized import Corpus
+from coserve.data.corpus.tokenized import Corpus
 from coserve.model.base import load_base
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from coserve.cli import adapters
 from coserve.cli.app import app
-from coserve.schemas import Adapter, AdapterList, ConvertedAdapter, DeletedAdapter
+from coserve.core.schemas import Adapter, AdapterList, ConvertedAdapter, DeletedAdapter
 
 ADAPTER = Adapter(
     id="poet-bd4",

@@ -14,7 +14,7 @@ from coserve.cli.app import run as command_line
 from coserve.cli.bench import run as bench_run
 from coserve.cli.bench.progress import BenchProgress
 from coserve.cli.bench.run import Route, Server, ServerKind, run_bench
-from coserve.errors import MalformedRow
+from coserve.core.errors import MalformedRow
 from coserve.workloads.bundled import bundled_prompts
 from coserve.workloads.replay import ReplayResult, Rest
 from coserve.workloads.report import files

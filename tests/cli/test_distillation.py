@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from coserve.cli import adapters
 from coserve.cli.app import app
-from coserve.errors import AdapterBusy, InvalidRequest
-from coserve.schemas import Adapter, ConvertedAdapter, Job
-from coserve.step_metrics import StepMetrics
-from coserve.types import JobState
+from coserve.core.errors import AdapterBusy, InvalidRequest
+from coserve.core.schemas import Adapter, ConvertedAdapter, Job
+from coserve.core.step_metrics import StepMetrics
+from coserve.core.types import JobState
 from tests.support.sdk import job
 
 COMMAND = ["adapters", "convert", "poet@2", "--bd-blocks", "4"]

@@ -16,7 +16,7 @@ import pytest
 from coserve.cli.app import run as run_command
 from coserve.cli.failures import explain, run_safely
 from coserve.client import RetryPolicy
-from coserve.errors import InvalidRequest, QueueFull
+from coserve.core.errors import InvalidRequest, QueueFull
 from tests.support.examples import sample
 from tests.support.hostile_server import ANSWERS, hostile_server
 

@@ -15,8 +15,8 @@ from coserve.cli import jobs
 from coserve.cli.app import app, run
 from coserve.cli.failures import USAGE
 from coserve.cli.finetuning import command
-from coserve.schemas import JobEvent, Sample
-from coserve.types import JobState
+from coserve.core.schemas import JobEvent, Sample
+from coserve.core.types import JobState
 from tests.support.sdk import job
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from coserve.cli.app import app
 from coserve.cli.gpu import memory
-from coserve.gpu_memory import MemoryUse
+from coserve.core.gpu_memory import MemoryUse
 from tests.support.gpu_memory import USE
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coserve.cli.status_lines import REPEAT, StatusLines
-from coserve.health import Warming
+from coserve.core.health import Warming
 
 
 def compiling(done: int, seconds_left: float | None = None) -> Warming:

@@ -18,15 +18,15 @@ from coserve.cli.app import app
 from coserve.cli.warm import SETTINGS
 from coserve.cli.warm_progress import REPEAT, WarmProgress
 from coserve.config import Config
-from coserve.errors import StartupError
-from coserve.warmup import launch
-from coserve.warmup.key import shape_key
+from coserve.core.errors import StartupError
+from coserve.engine.warmup import launch
+from coserve.engine.warmup.key import shape_key
 from tests.support.examples import sample
 
 INTERRUPTED = """
 import subprocess, sys
 from coserve.cli.app import main
-from coserve.warmup import launch
+from coserve.engine.warmup import launch
 
 def compile_ahead(config, progress):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from coserve.client import AsyncClient, RetryPolicy
-from coserve.errors import (
+from coserve.core.errors import (
     AdapterNotFound,
     EngineUnavailable,
     InvalidRequest,
@@ -22,8 +22,8 @@ from coserve.errors import (
     Unreachable,
     WrongJobState,
 )
-from coserve.link import CancelRequest, Generate, StartJob
-from coserve.types import JobState
+from coserve.core.link import CancelRequest, Generate, StartJob
+from coserve.core.types import JobState
 from tests.support.api_server import REPLY, Api, serve_api
 from tests.support.fake_engine import make_base, write_peft
 

@@ -11,7 +11,7 @@ import pytest
 
 from coserve.client import Response
 from coserve.client.archive import save_adapter
-from coserve.errors import CorruptAdapter, Unreachable
+from coserve.core.errors import CorruptAdapter, Unreachable
 from tests.support.sdk import streamed
 
 FILES = {"a-1/adapter_config.json": b"{}", "a-1/adapter_model.safetensors": b"x" * 9999}

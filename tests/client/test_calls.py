@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from coserve.client import AsyncClient, MockTransport, Request, Response, RetryPolicy, Upload
-from coserve.errors import EngineUnavailable, ForbiddenOrigin, InvalidRequest, TooManyConnections, Unreachable
-from coserve.health import Health
-from coserve.schemas import Adapter, AdapterList, ChatMessage, DeletedAdapter, JobList
-from coserve.types import LoraSettings, TrainingSettings
+from coserve.core.errors import EngineUnavailable, ForbiddenOrigin, InvalidRequest, TooManyConnections, Unreachable
+from coserve.core.health import Health
+from coserve.core.schemas import Adapter, AdapterList, ChatMessage, DeletedAdapter, JobList
+from coserve.core.types import LoraSettings, TrainingSettings
 from tests.support.sdk import GENERATED, Daemon, chunk, job, refusal, reply, stream_of
 
 ADAPTER = Adapter(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from coserve.client import AsyncClient, Client, MockTransport, Request, Response
-from coserve.errors import CoserveError, InvalidRequest
+from coserve.core.errors import CoserveError, InvalidRequest
 from tests.support.sdk import chunk, job, reply, stream_of
 
 CLOSED = "^the client is closed$"

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import BodyPartReader, web
 
 from coserve.client import AsyncClient, HttpTransport, Request, RetryPolicy, Upload
-from coserve.errors import InvalidRequest, Unreachable
+from coserve.core.errors import InvalidRequest, Unreachable
 from tests.support.sdk import chunk
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from coserve.client import AsyncClient, MockTransport, Request, Response, RetryPolicy
-from coserve.corpus.sources import PIECES
-from coserve.errors import HelperLost, InvalidRequest, MalformedRow, Unreachable
-from coserve.schemas import Preparing, SubmissionEvent
+from coserve.core.errors import HelperLost, InvalidRequest, MalformedRow, Unreachable
+from coserve.core.schemas import Preparing, SubmissionEvent
+from coserve.data.corpus.sources import PIECES
 from tests.support.api_server import serve_api
 from tests.support.sdk import job
 

@@ -11,7 +11,7 @@ import pytest
 import coserve
 import coserve.client
 from coserve.client import AsyncClient, AsyncJobHandle, Client, GenerateOptions, JobHandle
-from coserve.schemas import GenerateRequest
+from coserve.core.schemas import GenerateRequest
 
 
 def test_exported_names() -> None:

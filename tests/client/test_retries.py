@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve.client import Request, Response, RetryPolicy
-from coserve.errors import (
+from coserve.core.errors import (
     AdapterNotFound,
     EngineUnavailable,
     InternalError,

@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from coserve.errors import InvalidRequest
-from coserve.schemas import ChatMessage, Distillation
-from coserve.types import LoraSettings, Optimizer
+from coserve.core.errors import InvalidRequest
+from coserve.core.schemas import ChatMessage, Distillation
+from coserve.core.types import LoraSettings, Optimizer
 from tests.support.sdk import GENERATED, Daemon, job, reply
 
 EXPECTED = "expected str, int, float, bool, None, list or dict"

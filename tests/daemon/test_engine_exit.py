@@ -10,7 +10,7 @@ import pytest
 SCRIPT = """
 import asyncio, logging, time
 from concurrent.futures import ThreadPoolExecutor
-from coserve.errors import EngineFault
+from coserve.core.errors import EngineFault
 from coserve.engine.worker import run_to_exit
 
 async def work():

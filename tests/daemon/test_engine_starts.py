@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from coserve.cli.daemon import engine_starts
+from coserve.cli.daemon.engine_starts import EngineStarts
+from coserve.cli.daemon.supervisor import EngineDied
 from coserve.config import Config
-from coserve.daemon import engine_starts
-from coserve.daemon.engine_starts import EngineStarts
-from coserve.daemon.supervisor import EngineDied
-from coserve.link import EngineWarming
+from coserve.core.link import EngineWarming
 
 
 class Engine:

@@ -20,7 +20,7 @@ STARTS = {
 }
 SCRIPT = """
 import asyncio, socket, sys, time
-from coserve.processes import spawn_child, start_child
+from coserve.core.processes import spawn_child, start_child
 ours, theirs = socket.socketpair()
 {start}
 time.sleep(600)
@@ -82,7 +82,7 @@ def test_an_engine_whose_api_process_was_killed_while_it_started_loads_nothing(m
 
 
 if __name__ == "__main__":
-    from coserve.processes import obey_parent
+    from coserve.core.processes import obey_parent
 
     time.sleep(0.2)  # its imports
     obey_parent()

@@ -15,17 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from coserve.adapter_store.files import load_adapter
-from coserve.adapter_store.host import HostBudget
-from coserve.adapter_store.store import AdapterStore
+from coserve.cli.daemon.engine_process import EngineProcess
 from coserve.config import Config
-from coserve.daemon.engine_process import EngineProcess
-from coserve.errors import UnsupportedBase
+from coserve.core.errors import UnsupportedBase
+from coserve.core.types import AdapterRef, SamplingParams
+from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.generate.generator import Generator
+from coserve.lora.store.files import load_adapter
+from coserve.lora.store.host import HostBudget
+from coserve.lora.store.store import AdapterStore
 from coserve.memory.kv import KvCache
 from coserve.model.base import load_base
-from coserve.pretrained.tokenizer import Tokenizer
-from coserve.types import AdapterRef, SamplingParams
 from tests.support.crash_oracle import curve_of, job_request
 from tests.support.daemon_process import DaemonProcess, Died, Json
 from tests.support.executors import eager

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from coserve.cli.app import app
+from coserve.cli.daemon.start_warnings import POLICIES_OF, start_warnings
 from coserve.config import Config, load_config
-from coserve.daemon.start_warnings import POLICIES_OF, start_warnings
 
 KUBERNETES = {
     "COSERVE_SERVICE_HOST": "10.0.0.1",

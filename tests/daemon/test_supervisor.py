@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from coserve.cli.daemon.engine_process import EngineProcess
+from coserve.cli.daemon.supervisor import EngineDied, Restarts, Supervisor
 from coserve.config import Config
-from coserve.daemon.engine_process import EngineProcess
-from coserve.daemon.supervisor import EngineDied, Restarts, Supervisor
-from coserve.errors import StartupError, UnsupportedBase
-from coserve.gpu_memory import PoolShape
-from coserve.health import EngineRanks
-from coserve.link import EngineReady, FromEngine, Link, ToEngine, local_pair
+from coserve.core.errors import StartupError, UnsupportedBase
+from coserve.core.gpu_memory import PoolShape
+from coserve.core.health import EngineRanks
+from coserve.core.link import EngineReady, FromEngine, Link, ToEngine, local_pair
 from tests.support.fake_engine import make_base
 from tests.support.virtual_clock import run_virtual
 

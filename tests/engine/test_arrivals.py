@@ -7,10 +7,10 @@ import random
 
 import pytest
 
+from coserve.core.link import EngineStopped, FromEngine, Generate, LocalLink, RequestFailed, Shutdown, ToEngine
+from coserve.core.types import SamplingParams, Slo
 from coserve.engine.engine import Engine, JobPlaces
-from coserve.link import EngineStopped, FromEngine, Generate, LocalLink, RequestFailed, Shutdown, ToEngine
 from coserve.queues.policies.slack import Slack
-from coserve.types import SamplingParams, Slo
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Inline, Meter, NoAdapters, Prices
 from tests.support.virtual_clock import run_virtual
 

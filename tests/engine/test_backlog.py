@@ -7,9 +7,9 @@ import random
 
 import pytest
 
+from coserve.core.link import EngineStats, FromEngine, LocalLink, Shutdown, ToEngine
 from coserve.engine.engine import Engine
 from coserve.engine.gauges import LOGGED_BACKLOG
-from coserve.link import EngineStats, FromEngine, LocalLink, Shutdown, ToEngine
 from coserve.queues.policies.slack import Slack
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
 from tests.support.virtual_clock import run_virtual

@@ -7,7 +7,7 @@ from concurrent.futures import TimeoutError as StillRunning
 
 import pytest
 
-from coserve.cancellation import Cancellation, Cancelled
+from coserve.core.cancellation import Cancellation, Cancelled
 
 
 def test_what_follows_a_cancellation_waits_for_what_it_must_not_overtake() -> None:

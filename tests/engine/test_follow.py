@@ -13,12 +13,12 @@ import pytest
 
 from coserve.config import Config, config_from_json
 from coserve.engine.warming.follow import COMPILES, DIED, WAITS, follow
+from coserve.engine.warmup import launch
+from coserve.engine.warmup.gpu import CONTEXT_BYTES, Gpu
+from coserve.engine.warmup.key import ASSEMBLER, CACHES
+from coserve.engine.warmup.launch import CAPTURABLE, base_bytes, plan_warm_up, use_caches
+from coserve.engine.warmup.messages import Progress, WarmUpTask
 from coserve.kernels.lora.backend import BACKENDS, make_backend
-from coserve.warmup import launch
-from coserve.warmup.gpu import CONTEXT_BYTES, Gpu
-from coserve.warmup.key import ASSEMBLER, CACHES
-from coserve.warmup.launch import CAPTURABLE, base_bytes, plan_warm_up, use_caches
-from coserve.warmup.messages import Progress, WarmUpTask
 from tests.support.model_folder import make_model_folder
 
 GPU = Gpu("H200", "9.0", 12090, 140 << 30)

@@ -16,23 +16,23 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from coserve.adapter_store.host import HostBudget
-from coserve.adapter_store.store import AdapterStore
-from coserve.cancellation import Cancellation, Cancelled
+from coserve.core.cancellation import Cancellation, Cancelled
+from coserve.core.errors import AdapterNotFound, EngineFault
+from coserve.core.link import FromEngine, Generate, JobFailed, JobNote, JobSucceeded, RequestFailed
+from coserve.core.types import AdapterDigests, AdapterRef, SamplingParams, Slo
 from coserve.engine.ranks.adapters import FollowersCopies, load_on_all
 from coserve.engine.ranks.executor import RankedExecutor
 from coserve.engine.ranks.follower import FollowerParts
 from coserve.engine.ranks.followers import RankLost
 from coserve.engine.ranks.trainer import RankedTrainer
-from coserve.errors import AdapterNotFound, EngineFault
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput, StepResult
 from coserve.generate.generator import Generator
-from coserve.link import FromEngine, Generate, JobFailed, JobNote, JobSucceeded, RequestFailed
+from coserve.lora.store.host import HostBudget
+from coserve.lora.store.store import AdapterStore
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterDigests, AdapterRef, SamplingParams, Slo
 from tests.support.executors import eager, graphs
 from tests.support.finetuning import Bench, job_spec, random_corpus, tiny_base
 from tests.support.following import Following

@@ -6,12 +6,12 @@ import asyncio
 import random
 from collections.abc import Sequence
 
+from coserve.core.garbage import IDLE, YOUNG_WHEN_IDLE, GarbageCollection
+from coserve.core.link import EngineStopped, Generate, Shutdown, Tokens, local_pair
+from coserve.core.types import SamplingParams, Slo
 from coserve.engine.engine import Engine
-from coserve.garbage import IDLE, YOUNG_WHEN_IDLE, GarbageCollection
 from coserve.generate.plan import Ran, Share
-from coserve.link import EngineStopped, Generate, Shutdown, Tokens, local_pair
 from coserve.queues.policies.slack import Slack
-from coserve.types import SamplingParams, Slo
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
 from tests.support.interpreter import Interpreter
 from tests.support.virtual_clock import run_virtual

@@ -15,13 +15,10 @@ import pytest
 
 from coserve.admission.memory import GIB, Hold, MemoryAdmission, Start
 from coserve.admission.treatment import JobMemory, Treatment, job_memory
-from coserve.cancellation import Cancellation
-from coserve.engine.device_memory import DeviceMemory, Fixed
-from coserve.engine.engine import Engine, JobPlaces
-from coserve.engine.job_runner import JobRunner
-from coserve.errors import JobOutOfMemory
-from coserve.gpu_memory import MemoryModel, MemoryUse
-from coserve.link import (
+from coserve.core.cancellation import Cancellation
+from coserve.core.errors import JobOutOfMemory
+from coserve.core.gpu_memory import MemoryModel, MemoryUse
+from coserve.core.link import (
     CancelJob,
     FromEngine,
     JobCancelled,
@@ -38,9 +35,12 @@ from coserve.link import (
     Tokens,
     local_pair,
 )
+from coserve.core.types import JobSpec, LoraSettings
+from coserve.engine.device_memory import DeviceMemory, Fixed
+from coserve.engine.engine import Engine, JobPlaces
+from coserve.engine.job_runner import JobRunner
 from coserve.memory.allocator import Reading
 from coserve.queues.policies.ets import Ets
-from coserve.types import JobSpec, LoraSettings
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Inline, JobPlan, Meter, NoAdapters
 from tests.support.gpu_memory import BASE, COSTS
 from tests.support.job_scene import FREE, Trouble, ask, ended, said, scene, start

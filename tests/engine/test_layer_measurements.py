@@ -8,10 +8,12 @@ from typing import cast
 import pytest
 import torch
 
+from coserve.core.errors import UnsupportedBase
 from coserve.engine.warming import layer_measurements
 from coserve.engine.warming.caches import Caches
 from coserve.engine.warming.layer_measurements import measure_layers, measure_levels
-from coserve.errors import UnsupportedBase
+from coserve.engine.warmup.messages import WarmUpTask
+from coserve.engine.warmup.parts import TRAINING_LAYERS
 from coserve.finetune.layers.graph_passes import CaptureFailed
 from coserve.finetune.memory_profiling import Conditions
 from coserve.kernels.lora.backend import choose_backend
@@ -19,8 +21,6 @@ from coserve.memory.plan import Work
 from coserve.memory.profile import save_layer_costs
 from coserve.model.base import Base
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.warmup.messages import WarmUpTask
-from coserve.warmup.parts import TRAINING_LAYERS
 from tests.support.finetuning import tiny_base
 from tests.support.gpu_memory import COSTS
 

@@ -6,11 +6,11 @@ import asyncio
 import random
 from itertools import pairwise
 
+from coserve.core.link import DropAdapter, Generate, Shutdown, Tokens, local_pair
+from coserve.core.types import AdapterRef, SamplingParams, Slo
 from coserve.engine.engine import Engine
 from coserve.engine.inbox import MESSAGES_AT_ONCE
-from coserve.link import DropAdapter, Generate, Shutdown, Tokens, local_pair
 from coserve.queues.policies.slack import Slack
-from coserve.types import AdapterRef, SamplingParams, Slo
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
 from tests.support.virtual_clock import run_virtual
 

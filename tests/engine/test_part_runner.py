@@ -18,6 +18,8 @@ from coserve.engine.warming.compilations import Compilations, watch_layers
 from coserve.engine.warming.part_runner import make_part_runner
 from coserve.engine.warming.step_mixes import Mix, first_steps, step_mixes
 from coserve.engine.warming.worker import load_few_layers, use_gpu
+from coserve.engine.warmup.messages import WarmUpTask
+from coserve.engine.warmup.parts import GEMMS, LAYERS, gpu_of
 from coserve.finetune.memory_profiling import Conditions, MemoryProfiler, NoMeter
 from coserve.finetune.micro_batch import MicroBatchRunner, MicroSteps
 from coserve.finetune.optimizer import AdapterOptimizer
@@ -30,11 +32,9 @@ from coserve.memory.plan import Work
 from coserve.model.base import load_base
 from coserve.model.gemm_choice import GemmChoice, load_gemms, save_gemms
 from coserve.model.layers import LayerCut
+from coserve.model.parallel.fully_sharded import RankLora
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.trace import interpreted
-from coserve.parallel.fully_sharded import RankLora
-from coserve.warmup.messages import WarmUpTask
-from coserve.warmup.parts import GEMMS, LAYERS, gpu_of
 from tests.support import sharded
 from tests.support.families import tiny_family
 from tests.support.launches import kinds

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from coserve.config import Config
+from coserve.core.errors import ConfigError
+from coserve.core.ranks import RankPlace, board_bytes
 from coserve.engine.ranks import serve
 from coserve.engine.ranks.own_rank import OwnRank
-from coserve.errors import ConfigError
-from coserve.parallel.mesh import LoneRank, Mesh
-from coserve.ranks import RankPlace, board_bytes
+from coserve.model.parallel.mesh import LoneRank, Mesh
 
 
 @pytest.fixture

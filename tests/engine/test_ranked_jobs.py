@@ -15,22 +15,22 @@ from unittest import mock
 import pytest
 import torch
 
-from coserve.adapter_store.packing import copied_into, packed_bytes
-from coserve.cancellation import Cancellation, Cancelled
+from coserve.core.cancellation import Cancellation, Cancelled
+from coserve.core.errors import CorruptAdapter, EngineFault, JobOutOfMemory, StorageBusy
+from coserve.core.link import JobFailed, JobNote, JobSnapshot, JobSucceeded, JobWaiting
+from coserve.core.types import AdapterDigests, AdapterRef, JobSpec
 from coserve.engine.ranks.commands import LoadIntoPages
 from coserve.engine.ranks.follower import FollowerParts
 from coserve.engine.ranks.followers import RankLost
 from coserve.engine.ranks.trainer import RankedTrainer
-from coserve.errors import CorruptAdapter, EngineFault, JobOutOfMemory, StorageBusy
 from coserve.finetune.host_copy import HostCopy
 from coserve.finetune.job import TrainingJob
-from coserve.link import JobFailed, JobNote, JobSnapshot, JobSucceeded, JobWaiting
+from coserve.lora.store.packing import copied_into, packed_bytes
 from coserve.memory.kv import KvCache
 from coserve.memory.pages import Span
 from coserve.model.agreement import MemoryTogether
 from coserve.model.base import Base
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterDigests, AdapterRef, JobSpec
 from tests.support.executors import eager
 from tests.support.finetuning import Bench, alive, job_spec, random_corpus, tiny_base
 from tests.support.following import Following

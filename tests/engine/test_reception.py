@@ -6,13 +6,13 @@ import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 
+from coserve.core.link import Generate, RequestFailed
+from coserve.core.types import AdapterRef, MicroStep, SamplingParams, Slo
 from coserve.engine.reception import Reception
 from coserve.engine.views import Views
 from coserve.generate.schedule import Scheduler
-from coserve.link import Generate, RequestFailed
 from coserve.queues.request import State
 from coserve.queues.shapes import StepShape
-from coserve.types import AdapterRef, MicroStep, SamplingParams, Slo
 from tests.support.pages import BareAdapters, BarePages, next_shares
 
 LIMIT = 5

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from coserve.core.link import JobFailed, JobSucceeded, StartJob, local_pair
+from coserve.core.names import ADAPTER_WEIGHTS
+from coserve.core.types import AdapterRef
 from coserve.engine.engine import Engine, JobPlaces
 from coserve.finetune.passes.mixing import BatchLimits
-from coserve.link import JobFailed, JobSucceeded, StartJob, local_pair
-from coserve.names import ADAPTER_WEIGHTS
 from coserve.queues.policy import Decision, Train, View, Wait
-from coserve.types import AdapterRef
 from tests.support.fake_ports import FakeGenerator, Inline, Meter, NoAdapters, Prices
 from tests.support.finetuning import Bench, job_spec, random_corpus, tiny_base
 

@@ -8,9 +8,9 @@ from concurrent.futures import Future
 
 import pytest
 
+from coserve.core.types import MicroStep
 from coserve.engine.spatial.slices_in_flight import TURNS, Marks, SlicesInFlight
 from coserve.queues.policy import InFlight, Train
-from coserve.types import MicroStep
 
 
 class Device:

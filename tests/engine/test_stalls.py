@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coserve.core.link import STALL_BUCKETS, StallCounts
 from coserve.engine.stalls import LOOP, SLEEP, Stalls
-from coserve.link import STALL_BUCKETS, StallCounts
 
 
 @dataclass

@@ -11,12 +11,12 @@ import pytest
 
 from coserve.api.engine_client import EngineClient
 from coserve.config import Config
+from coserve.core.errors import UnsupportedBase
+from coserve.core.health import Warming
+from coserve.core.link import EngineWarming, FromEngine, LocalLink, Shutdown, ToEngine, local_pair
 from coserve.engine.starting import CAPTURING, LOADING, EndedAtStart, StartProgress, until_shutdown
 from coserve.engine.warming.follow import follow
 from coserve.engine.worker import build_engine
-from coserve.errors import UnsupportedBase
-from coserve.health import Warming
-from coserve.link import EngineWarming, FromEngine, LocalLink, Shutdown, ToEngine, local_pair
 from tests.support.real_server import bundled_base
 
 ENDS: dict[str, Callable[[LocalLink[ToEngine, FromEngine]], object]] = {

@@ -9,15 +9,15 @@ import msgspec
 import pytest
 import torch
 
+from coserve.core.errors import UnsupportedBase
+from coserve.core.gpu_memory import Kept, LayerTime, LevelCosts, Line, TrainingCosts
 from coserve.engine.parts import EngineParts
 from coserve.engine.warming.caches import Caches
 from coserve.engine.warming.training_layers import make_training_layers
-from coserve.errors import UnsupportedBase
-from coserve.gpu_memory import Kept, LayerTime, LevelCosts, Line, TrainingCosts
+from coserve.engine.warmup.messages import WarmUpTask
+from coserve.engine.warmup.parts import TRAINING_LEVELS
 from coserve.memory.profile import save_layer_costs
 from coserve.model.agreement import FailedTogether
-from coserve.warmup.messages import WarmUpTask
-from coserve.warmup.parts import TRAINING_LEVELS
 from tests.support.gpu_memory import COSTS
 
 TIME = LayerTime(fixed=1.0, per_row_token=0.0)

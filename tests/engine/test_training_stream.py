@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from coserve.config import Config
-from coserve.engine.spatial.training_stream import prepare_environment
-from coserve.errors import EngineFault
-from coserve.link import (
+from coserve.core.errors import EngineFault
+from coserve.core.link import (
     CancelJob,
     EngineStopped,
     FromEngine,
@@ -27,7 +26,8 @@ from coserve.link import (
     ResumeJob,
     Shutdown,
 )
-from coserve.types import MicroStep
+from coserve.core.types import MicroStep
+from coserve.engine.spatial.training_stream import prepare_environment
 from tests.support.fake_ports import JobPlan
 from tests.support.held_device import HeldDevice
 from tests.support.job_scene import Scene, Trouble, ask, ended, said, scene, start

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from coserve.core.link import Generate, Tokens
+from coserve.core.types import MicroStep, SamplingParams, Slo
 from coserve.engine.views import FORGET, Views
 from coserve.generate.schedule import Scheduler
-from coserve.link import Generate, Tokens
 from coserve.queues.beside import ENOUGH, FIRST_GUESS, TRIAL_AFTER, TRIALS
 from coserve.queues.policy import Costs
 from coserve.queues.request import Request
 from coserve.queues.risk import FIRST_GUESS as FIRST_MARGIN
 from coserve.queues.shapes import STEP_KINDS, StepKind
-from coserve.types import MicroStep, SamplingParams, Slo
 from tests.support.pages import BareAdapters, BarePages, next_shares
 
 ALONE, BESIDE = 0.01, 0.02

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from coserve.config import Config, config_to_json
+from coserve.core.errors import UnsupportedBase
 from coserve.engine.warming import worker
-from coserve.errors import UnsupportedBase
-from coserve.warmup.messages import PartReport, WarmUpTask
+from coserve.engine.warmup.messages import PartReport, WarmUpTask
 
 
 @pytest.fixture(autouse=True)

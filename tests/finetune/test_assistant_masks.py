@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from coserve.corpus.rows import parse_row
-from coserve.corpus.tokenize import tokenize_rows
-from coserve.errors import MalformedRow
-from coserve.pretrained.tokenizer import Tokenizer
-from coserve.types import TrainOn
+from coserve.core.errors import MalformedRow
+from coserve.core.types import TrainOn
+from coserve.data.corpus.rows import parse_row
+from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.pretrained.tokenizer import Tokenizer
 from tests.support.tokenizers import byte_level, sentencepiece_like
 
 transformers = pytest.importorskip("transformers")

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.corpus.batch_plan import BatchPlan
-from coserve.corpus.defaults import MAX_STEPS, choose_learning_rate, choose_training
-from coserve.corpus.limits import MAX_EPOCHS, check_training
-from coserve.errors import InvalidRequest
-from coserve.types import JobSpec, TrainingRequest, TrainingSettings
+from coserve.core.errors import InvalidRequest
+from coserve.core.types import JobSpec, TrainingRequest, TrainingSettings
+from coserve.data.corpus.batch_plan import BatchPlan
+from coserve.data.corpus.defaults import MAX_STEPS, choose_learning_rate, choose_training
+from coserve.data.corpus.limits import MAX_EPOCHS, check_training
 from tests.support.records import make_job
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from coserve.errors import StorageError
-from coserve.link import JobCheckpoint, JobProgress
+from coserve.core.errors import StorageError
+from coserve.core.link import JobCheckpoint, JobProgress
+from coserve.core.names import CHECKPOINT_STATE
+from coserve.core.types import JobSpec
 from coserve.model.base import Base
-from coserve.names import CHECKPOINT_STATE
 from coserve.state.failpoints import armed
-from coserve.types import JobSpec
 from tests.support.finetuning import Bench, job_spec, random_corpus, tiny_base
 
 CORPUS = random_corpus()

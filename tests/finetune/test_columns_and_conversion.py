@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.corpus.columns import MAX_UNUSED, Columns, unused_notes
-from coserve.corpus.conversion import as_json_lines, is_json_lines
-from coserve.corpus.jsonl import parse_jsonl
-from coserve.corpus.rows import ChatRow, CompletionRow, CorpusLimits, Row, TextRow, parse_row, parse_rows
-from coserve.errors import MalformedRow, UnreadableCorpus
+from coserve.core.errors import MalformedRow, UnreadableCorpus
+from coserve.data.corpus.columns import MAX_UNUSED, Columns, unused_notes
+from coserve.data.corpus.conversion import as_json_lines, is_json_lines
+from coserve.data.corpus.jsonl import parse_jsonl
+from coserve.data.corpus.rows import ChatRow, CompletionRow, CorpusLimits, Row, TextRow, parse_row, parse_rows
 
 LIMITS = CorpusLimits(rows=1000, row_bytes=4000)
 NAMES = {"prompt": "question", "completion": "answer"}

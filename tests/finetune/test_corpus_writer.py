@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from coserve.corpus.jsonl import parse_jsonl
-from coserve.corpus.tokenize import tokenize_rows
-from coserve.corpus.tokenized import Corpus
-from coserve.corpus.writer import CorpusWriter
-from coserve.pretrained.tokenizer import Tokenizer
+from coserve.data.corpus.jsonl import parse_jsonl
+from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.corpus.tokenized import Corpus
+from coserve.data.corpus.writer import CorpusWriter
+from coserve.data.pretrained.tokenizer import Tokenizer
 from tests.support.corpora import stage
 
 

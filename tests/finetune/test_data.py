@@ -9,11 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.corpus.jsonl import parse_jsonl
-from coserve.corpus.rows import ChatRow, CompletionRow, CorpusLimits, TextRow, parse_row, parse_rows
-from coserve.corpus.tokenize import tokenize_rows
-from coserve.corpus.tokenized import Corpus
-from coserve.errors import (
+from coserve.core.errors import (
     CheckpointUnreadable,
     EmptyCorpus,
     InvalidRequest,
@@ -21,7 +17,11 @@ from coserve.errors import (
     NoTargets,
     UnreadableCorpus,
 )
-from coserve.pretrained.tokenizer import Tokenizer
+from coserve.data.corpus.jsonl import parse_jsonl
+from coserve.data.corpus.rows import ChatRow, CompletionRow, CorpusLimits, TextRow, parse_row, parse_rows
+from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.corpus.tokenized import Corpus
+from coserve.data.pretrained.tokenizer import Tokenizer
 from tests.support.finetuning import random_corpus
 from tests.support.tokenizers import byte_level, sentencepiece_like
 

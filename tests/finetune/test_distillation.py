@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from coserve.adapter_store.files import load_adapter, save_adapter
-from coserve.adapters.conversion import ConversionOptions, convert_adapter
-from coserve.adapters.record import record_adapter
-from coserve.adapters.tensorfile import digest_file
-from coserve.errors import AdapterNotFound, CorruptAdapter
+from coserve.core.errors import AdapterNotFound, CorruptAdapter
+from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings, Teacher, TrainingSettings
 from coserve.finetune.init import new_adapter
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
@@ -20,10 +18,12 @@ from coserve.finetune.packed_rows import PackedRows, pack_rows
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
+from coserve.lora.files.conversion import ConversionOptions, convert_adapter
+from coserve.lora.files.record import record_adapter
+from coserve.lora.files.tensorfile import digest_file
+from coserve.lora.store.files import load_adapter, save_adapter
 from coserve.model.base import Base
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from coserve.types import AdapterDigests, AdapterRef, LoraSettings, Teacher, TrainingSettings
 from tests.support.finetuning import Bench, gradient_sums, job_spec, metrics_of, random_corpus, tiny_base
 from tests.support.lora_backends import GROUPED, SEGMENTED
 

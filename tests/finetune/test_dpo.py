@@ -14,20 +14,20 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from coserve.adapter_store.files import save_adapter
-from coserve.adapters.record import record_adapter
 from coserve.admission.treatment import Treatment
-from coserve.corpus.tokenized import Corpus
+from coserve.core.step_metrics import Rewards
+from coserve.core.types import AdapterRef, DpoLoss, LoraSettings, MicroStep, TrainingSettings
+from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_rows
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.kernels.lora.segments import Segments
+from coserve.lora.files.record import record_adapter
+from coserve.lora.store.files import save_adapter
 from coserve.model.base import Base
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.step_metrics import Rewards
-from coserve.types import AdapterRef, DpoLoss, LoraSettings, MicroStep, TrainingSettings
 from tests.support.finetuning import (
     Bench,
     gradient_sums,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from coserve.core.types import LoraSettings, TrainingSettings
 from coserve.finetune.embedding_noise import EmbeddingNoise, add_noise
 from coserve.finetune.init import new_adapter
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
@@ -15,7 +16,6 @@ from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_jobs, pack_rows
 from coserve.kernels.lora.segments import Segments
 from coserve.model.lora import LoraBatch
-from coserve.types import LoraSettings, TrainingSettings
 from tests.support.finetuning import random_corpus, random_pairs, tiny_base
 from tests.support.lora_backends import GROUPED
 from tests.support.tiny_models import tiny_model

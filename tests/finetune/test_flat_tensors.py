@@ -5,12 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coserve.core.types import LoraSettings, TrainingSettings
 from coserve.finetune.flat_tensors import ALIGNED, FlatLayout
 from coserve.finetune.host_copy import HostCopy
 from coserve.finetune.init import new_adapter
 from coserve.finetune.lora_tensors import named_tensors
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.types import LoraSettings, TrainingSettings
 from tests.support.finetuning import tiny_base
 
 

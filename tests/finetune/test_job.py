@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.corpus.batch_plan import MAX_ROWS_ON_TICK, BatchPlan
-from coserve.corpus.limits import MAX_EPOCHS, MAX_STEPS, check_training, longest_row
-from coserve.corpus.lr_schedule import learning_rate
-from coserve.corpus.packing import pack
-from coserve.errors import InvalidRequest
-from coserve.types import DpoLoss, JobState, Schedule, TrainingSettings
+from coserve.core.errors import InvalidRequest
+from coserve.core.types import DpoLoss, JobState, Schedule, TrainingSettings
+from coserve.data.corpus.batch_plan import MAX_ROWS_ON_TICK, BatchPlan
+from coserve.data.corpus.limits import MAX_EPOCHS, MAX_STEPS, check_training, longest_row
+from coserve.data.corpus.lr_schedule import learning_rate
+from coserve.data.corpus.packing import pack
 
 LENGTHS = st.lists(st.integers(2, 40), min_size=1, max_size=30)
 

@@ -11,15 +11,15 @@ import torch
 
 from coserve.admission.padding import padded
 from coserve.admission.treatment import Treatment
-from coserve.corpus.tokenized import Corpus
+from coserve.core.link import FromEngine, JobSucceeded
+from coserve.core.types import JobSpec
+from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.layers.graphs import MOST_RELEASES, LayerGraphs
 from coserve.finetune.passes.mixing import BatchLimits
-from coserve.link import FromEngine, JobSucceeded
 from coserve.model.base import Base
 from coserve.model.layers import LayerCut
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.trace import interpreted
-from coserve.types import JobSpec
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base, train_together
 from tests.support.layer_graphs import RepeatingRecorder
 from tests.support.lora_backends import SEGMENTED

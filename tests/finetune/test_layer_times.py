@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
+from coserve.core.gpu_memory import Kept
 from coserve.engine.profiling import predicted
 from coserve.finetune.costs.layer_times import REPEATS, LayerTimer
 from coserve.finetune.layers.graphs import LayerGraphs
-from coserve.gpu_memory import Kept
 from coserve.kernels.gpu.launcher import launch_nothing
 from coserve.model.layers import LayerCut
 from coserve.model.training.compiled_layers import CompiledLayers

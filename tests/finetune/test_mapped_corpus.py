@@ -10,21 +10,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coserve.cancellation import Cancellation, Cancelled
-from coserve.corpus.batch_plan import BatchPlan
-from coserve.corpus.mapped import file_digest
-from coserve.corpus.tokenized import Corpus
-from coserve.corpus.writer import CorpusWriter
-from coserve.errors import CheckpointUnreadable
-from coserve.types import TrainingSettings
+from coserve.core.cancellation import Cancellation, Cancelled
+from coserve.core.errors import CheckpointUnreadable
+from coserve.core.types import TrainingSettings
+from coserve.data.corpus.batch_plan import BatchPlan
+from coserve.data.corpus.mapped import file_digest
+from coserve.data.corpus.tokenized import Corpus
+from coserve.data.corpus.writer import CorpusWriter
 from tests.support.finetuning import random_corpus, random_pairs
 
 READ = """
 import resource, sys
 from pathlib import Path
-from coserve.corpus.batch_plan import BatchPlan
-from coserve.corpus.tokenized import Corpus
-from coserve.types import TrainingSettings
+from coserve.data.corpus.batch_plan import BatchPlan
+from coserve.data.corpus.tokenized import Corpus
+from coserve.core.types import TrainingSettings
 
 used = int(Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]) * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (used + (48 << 20),) * 2)

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from coserve.adapter_store.packing import packed_bytes
+from coserve.core.types import DEFAULT_RANK, LoraSettings
 from coserve.engine.profiling.live_bytes import LiveBytes
 from coserve.finetune.init import zero_adapter
 from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryProfiler, plan_memory
 from coserve.kernels.gpu.capture import gc_paused
 from coserve.kernels.lora.interface import LoraBackend
+from coserve.lora.store.packing import packed_bytes
 from coserve.memory.plan import GIB, Work
 from coserve.memory.profile import fit, load_profile
 from coserve.model.base import Base, wrap_base
-from coserve.types import DEFAULT_RANK, LoraSettings
 from tests.support.examples import sample
 from tests.support.lora_backends import GROUPED, SEGMENTED
 from tests.support.tiny_models import tiny_model

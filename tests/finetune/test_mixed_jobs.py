@@ -11,20 +11,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from coserve.adapters.record import record_adapter
-from coserve.corpus.tokenized import Corpus
+from coserve.core.link import FromEngine, JobCheckpoint, JobFailed, JobNote, JobSucceeded
+from coserve.core.names import ADAPTER_WEIGHTS
+from coserve.core.types import AdapterRef, JobSpec, MicroStep, Schedule, Teacher
+from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.passes import training_pass
 from coserve.finetune.passes.mixing import BatchLimits, Size, companions
 from coserve.finetune.passes.training_pass import TrainingPass
 from coserve.kernels.lora.interface import LoraBackend
-from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobNote, JobSucceeded
+from coserve.lora.files.record import record_adapter
 from coserve.model.base import Base
 from coserve.model.layers import LayerCut
-from coserve.names import ADAPTER_WEIGHTS
 from coserve.queues.finetune import JobQueue
-from coserve.types import AdapterRef, JobSpec, MicroStep, Schedule, Teacher
 from tests.support.examples import sample
 from tests.support.finetuning import Bench, alive, job_spec, metrics_of, random_corpus, tiny_base, train_together
 from tests.support.lora_backends import BLOCK_SPARSE, GROUPED, NAIVE, REFERENCE, SEGMENTED

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from coserve.admission.treatment import Treatment
+from coserve.core.link import FromEngine, JobFailed, JobNote, JobSucceeded
+from coserve.core.names import ADAPTER_WEIGHTS
+from coserve.core.types import AdapterRef
 from coserve.finetune.memory_limits import MemoryLimits
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.passes import training_pass
-from coserve.link import FromEngine, JobFailed, JobNote, JobSucceeded
 from coserve.model.base import Base
 from coserve.model.faults import out_of_memory
 from coserve.model.layers import LayerCut
-from coserve.names import ADAPTER_WEIGHTS
-from coserve.types import AdapterRef
 from tests.support.examples import examples
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base
 from tests.support.memory_faults import Faults, Point, out_of_memory_at

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coserve.errors import JobOutOfMemory, NonFiniteLoss
+from coserve.core.errors import JobOutOfMemory, NonFiniteLoss
 from coserve.finetune.outcome import PEER_FAILED, Outcome, Verdict, judge
 
 MEMORY = JobOutOfMemory.code

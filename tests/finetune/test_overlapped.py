@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from coserve.core.link import FromEngine, JobNote, JobProgress, JobSucceeded
+from coserve.core.types import MicroStep
 from coserve.finetune.layers.eager import EagerLayerPass
-from coserve.link import FromEngine, JobNote, JobProgress, JobSucceeded
 from coserve.model.base import Base
-from coserve.types import MicroStep
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base
 from tests.support.memory_faults import out_of_memory_at
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from coserve.admission import optimizers
 from coserve.admission.optimizers import SLICE, check_optimizer
 from coserve.admission.shapes import flat_elements, lora_shapes
-from coserve.errors import CheckpointUnreadable, InvalidRequest, JobOutOfMemory
+from coserve.core.errors import CheckpointUnreadable, InvalidRequest, JobOutOfMemory
+from coserve.core.link import FromEngine, JobCheckpoint, JobFailed, JobProgress
+from coserve.core.names import ADAPTER_WEIGHTS, CHECKPOINT_STATE, CHECKPOINT_TENSORS
+from coserve.core.types import JobSpec, LoraSettings, MicroStep, Optimizer, TrainingSettings
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.update_rules.interface import UpdateRule
 from coserve.finetune.update_rules.make import make_rule
-from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobProgress
-from coserve.names import ADAPTER_WEIGHTS, CHECKPOINT_STATE, CHECKPOINT_TENSORS
-from coserve.types import JobSpec, LoraSettings, MicroStep, Optimizer, TrainingSettings
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus
 from tests.support.updates import BASE, EVERY, gradients, made, same, start, update
 

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coserve.corpus.jsonl import parse_jsonl
-from coserve.corpus.rows import CorpusLimits, TextRow
-from coserve.corpus.sources import Piece, PieceReader, PieceSizes, split_source
-from coserve.corpus.tokenize import tokenize_rows
-from coserve.corpus.tokenized import Corpus
-from coserve.errors import MalformedRow
-from coserve.pretrained.tokenizer import Tokenizer
+from coserve.core.errors import MalformedRow
+from coserve.data.corpus.jsonl import parse_jsonl
+from coserve.data.corpus.rows import CorpusLimits, TextRow
+from coserve.data.corpus.sources import Piece, PieceReader, PieceSizes, split_source
+from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.corpus.tokenized import Corpus
+from coserve.data.pretrained.tokenizer import Tokenizer
 from tests.support.corpora import read_rows, stage
 
 LINES = st.sampled_from(

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coserve.corpus.batch_plan import BatchPlan
-from coserve.corpus.rows import ChatRow, PreferenceRow, parse_row
-from coserve.corpus.tokenize import tokenize_rows
-from coserve.corpus.tokenized import Corpus
-from coserve.errors import MalformedRow, NoTargets
-from coserve.pretrained.tokenizer import Tokenizer
-from coserve.types import TrainingSettings
+from coserve.core.errors import MalformedRow, NoTargets
+from coserve.core.types import TrainingSettings
+from coserve.data.corpus.batch_plan import BatchPlan
+from coserve.data.corpus.rows import ChatRow, PreferenceRow, parse_row
+from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.corpus.tokenized import Corpus
+from coserve.data.pretrained.tokenizer import Tokenizer
 from tests.support.corpora import read_rows, stage
 
 TEXTS = {"prompt": "Greet.", "chosen": " Ahoy there!", "rejected": " No."}

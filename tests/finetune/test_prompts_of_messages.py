@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coserve.corpus.rows import ChatRow, CompletionRow, parse_row
-from coserve.corpus.tokenize import tokenize_rows
-from coserve.errors import MalformedRow, NoTargets
-from coserve.pretrained.tokenizer import Tokenizer
-from coserve.types import TrainOn
+from coserve.core.errors import MalformedRow, NoTargets
+from coserve.core.types import TrainOn
+from coserve.data.corpus.rows import ChatRow, CompletionRow, parse_row
+from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.pretrained.tokenizer import Tokenizer
 
 ROW: dict[str, Any] = {
     "prompt": [

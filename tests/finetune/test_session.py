@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from coserve.core.step_metrics import StepMetrics
+from coserve.core.types import MicroStep
 from coserve.finetune.memory_limits import StepTreatment
 from coserve.finetune.micro_batch import MicroBatch, MicroBatchRunner, run_to_end
 from coserve.finetune.packed_rows import pack_rows
@@ -15,8 +17,6 @@ from coserve.finetune.session import Boundary, Event, FinishUpdate, Loss, SliceT
 from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base
 from coserve.model.lora import LoraBatch
-from coserve.step_metrics import StepMetrics
-from coserve.types import MicroStep
 from tests.support.finetuning import CPU, random_corpus, started, tiny_base
 from tests.support.lora_backends import GROUPED
 

@@ -13,15 +13,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from coserve.corpus.rows import ChatRow, CompletionRow, TextRow, parse_row
-from coserve.corpus.sources import Piece, is_jsonl
-from coserve.corpus.staging import CorpusPart, TokenizePiece, tokenize_piece
-from coserve.corpus.tokenize import tokenize_rows
-from coserve.errors import InvalidRequest, MalformedRow, NoTargets, UnreadableCorpus
-from coserve.offload.pool import HelperPool
-from coserve.pretrained.chat import ChatTemplate
-from coserve.pretrained.tokenizer import Tokenizer
-from coserve.types import TrainOn
+from coserve.core.errors import InvalidRequest, MalformedRow, NoTargets, UnreadableCorpus
+from coserve.core.types import TrainOn
+from coserve.data.corpus.rows import ChatRow, CompletionRow, TextRow, parse_row
+from coserve.data.corpus.sources import Piece, is_jsonl
+from coserve.data.corpus.staging import CorpusPart, TokenizePiece, tokenize_piece
+from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.offload.pool import HelperPool
+from coserve.data.pretrained.chat import ChatTemplate
+from coserve.data.pretrained.tokenizer import Tokenizer
 from tests.support.corpora import read_rows
 
 ROWS: list[dict[str, Any]] = [

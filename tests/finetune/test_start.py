@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from coserve.cancellation import Cancellation, Cancelled
+from coserve.core.cancellation import Cancellation, Cancelled
+from coserve.core.link import JobSucceeded
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.passes.training_pass import TrainingPass
-from coserve.link import JobSucceeded
 from coserve.model.base import Base
 from tests.support.finetuning import Bench, alive, job_spec, metrics_of, random_corpus, tiny_base
 

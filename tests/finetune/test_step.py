@@ -10,8 +10,8 @@ import pytest
 import torch
 from peft.optimizers import create_loraplus_optimizer
 
-from coserve.adapters.bdlora import peft_blocks
-from coserve.corpus.tokenized import Corpus
+from coserve.core.types import LoraSettings, MicroStep, TrainingSettings
+from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
 from coserve.finetune.lora_tensors import named_tensors
 from coserve.finetune.losses.formulas import perplexity
@@ -23,12 +23,12 @@ from coserve.kernels.lora.grouped import GroupedBackend, GroupedLora
 from coserve.kernels.lora.interface import LoraBackend, PreparedLora
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
+from coserve.lora.files.bdlora import peft_blocks
 from coserve.model.base import Base, wrap_base
 from coserve.model.dropout import DropoutSpec
 from coserve.model.forward_context import current
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.types import LoraSettings, MicroStep, TrainingSettings
 from tests.support.examples import sample
 from tests.support.finetuning import CPU, SETTINGS, random_corpus, started, tiny_base
 from tests.support.lora_backends import GROUPED, SEGMENTED

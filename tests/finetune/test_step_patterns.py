@@ -7,6 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from coserve.core.types import LoraSettings, TrainingSettings
 from coserve.finetune.init import new_adapter
 from coserve.finetune.layers.eager import add_gradients
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
@@ -18,7 +19,6 @@ from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.types import LoraSettings, TrainingSettings
 from tests.support.examples import examples
 from tests.support.finetuning import random_corpus
 from tests.support.lora_backends import BLOCK_SPARSE, GROUPED, NAIVE, REFERENCE, SEGMENTED

@@ -11,21 +11,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from coserve.adapter_store.files import load_adapter
-from coserve.adapters.peft import inspect_adapter
 from coserve.admission.treatment import Treatment
-from coserve.corpus.tokenized import Corpus
-from coserve.errors import AdapterNotFound, CheckpointUnreadable, CorruptAdapter, InvalidRequest, StorageFull
+from coserve.core.errors import AdapterNotFound, CheckpointUnreadable, CorruptAdapter, InvalidRequest, StorageFull
+from coserve.core.link import JobCheckpoint, JobFailed, JobProgress, JobSucceeded, JobWaiting
+from coserve.core.names import ADAPTER_WEIGHTS, CHECKPOINT_STATE, CHECKPOINT_TENSORS
+from coserve.core.types import AdapterRef, LoraSettings, MicroStep, Schedule
+from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.segments import Segments
-from coserve.link import JobCheckpoint, JobFailed, JobProgress, JobSucceeded, JobWaiting
+from coserve.lora.files.peft import inspect_adapter
+from coserve.lora.store.files import load_adapter
 from coserve.model.base import Base
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.names import ADAPTER_WEIGHTS, CHECKPOINT_STATE, CHECKPOINT_TENSORS
 from coserve.state.failpoints import armed
-from coserve.types import AdapterRef, LoraSettings, MicroStep, Schedule
 from tests.support.examples import sample
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base
 from tests.support.lora_backends import GROUPED

@@ -16,16 +16,16 @@ from coserve.admission import optimizers
 from coserve.admission.optimizers import aligned, check_optimizer, paged_kinds, state_kinds
 from coserve.admission.shapes import ALLOCATION, flat_elements, job_state, lora_shapes, row_bytes
 from coserve.api.http.parsing import decode_json
-from coserve.corpus.defaults import choose_training
-from coserve.errors import CheckpointUnreadable, InvalidRequest
+from coserve.core.errors import CheckpointUnreadable, InvalidRequest
+from coserve.core.link import JobCheckpoint
+from coserve.core.names import CHECKPOINT_STATE
+from coserve.core.schemas import FinetuneRequest
+from coserve.core.types import Optimizer, TrainingRequest, TrainingSettings
+from coserve.data.corpus.defaults import choose_training
 from coserve.finetune.lora_tensors import named_tensors
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.update_rules.eight_bit import EightBit
 from coserve.finetune.update_rules.lion import Lion
-from coserve.link import JobCheckpoint
-from coserve.names import CHECKPOINT_STATE
-from coserve.schemas import FinetuneRequest
-from coserve.types import Optimizer, TrainingRequest, TrainingSettings
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus
 from tests.support.updates import BASE, EVERY, LORA, gradients, made, same, start, update
 

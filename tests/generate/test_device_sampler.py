@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from coserve.core.link import Generate
+from coserve.core.types import SamplingParams, Slo
 from coserve.generate.sampling import device_sampler
 from coserve.generate.sampling.choices import Choice, NoToken, choices
 from coserve.generate.sampling.device_sampler import DeviceSampler
@@ -18,9 +20,7 @@ from coserve.generate.sampling.draws import likeliest
 from coserve.generate.sampling.logprobs import logprobs_of
 from coserve.generate.sampling.sampler import choose
 from coserve.generate.step_input import sampling_row
-from coserve.link import Generate
 from coserve.queues.request import Request
-from coserve.types import SamplingParams, Slo
 from tests.support.examples import examples
 
 VOCAB = 24

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from coserve.cancellation import Cancelled
-from coserve.errors import EngineFault
+from coserve.core.cancellation import Cancelled
+from coserve.core.errors import EngineFault
+from coserve.core.link import Generate, RequestFailed, Tokens
+from coserve.core.types import SamplingParams, Slo
 from coserve.generate.execution import eager as eager_module
 from coserve.generate.generator import Generator
-from coserve.link import Generate, RequestFailed, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.faults import contained
-from coserve.types import SamplingParams, Slo
 from tests.support.executors import eager
 from tests.support.shelf import Shelf
 from tests.support.tiny_models import tiny_model

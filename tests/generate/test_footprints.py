@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coserve.core.types import AdapterRef, SamplingParams
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.footprint import NO_ADAPTERS, LoraFootprint
 from coserve.generate.execution.graph_executor import GraphExecutor
@@ -21,7 +22,6 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterRef, SamplingParams
 from tests.support.examples import sample
 from tests.support.executors import eager, graphs
 from tests.support.generation import adapter, collect, prompt, request

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.errors import AdapterNotFound, EmptyPrompt, InvalidRequest, PromptTooLong
+from coserve.core.errors import AdapterNotFound, EmptyPrompt, InvalidRequest, PromptTooLong
+from coserve.core.link import Generate, RequestFailed, Tokens
+from coserve.core.types import AdapterRef, FinishReason, SamplingParams, Slo, TokenLogprob
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import LoraPair
-from coserve.link import Generate, RequestFailed, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterRef, FinishReason, SamplingParams, Slo, TokenLogprob
 from tests.support.examples import sample
 from tests.support.executors import eager
 from tests.support.generation import adapter, prompt

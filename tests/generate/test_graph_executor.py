@@ -9,15 +9,15 @@ import msgspec
 import pytest
 from torch import Tensor
 
+from coserve.core.link import Generate, RequestFailed, Tokens
+from coserve.core.types import AdapterRef, FinishReason, SamplingParams, TokenLogprob
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput
 from coserve.generate.generator import Generator
-from coserve.link import Generate, RequestFailed, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterRef, FinishReason, SamplingParams, TokenLogprob
 from tests.support.executors import eager, graphs
 from tests.support.generation import GREEDY, adapter, collect, prompt, request
 from tests.support.lengths import OneMoreToken

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coserve.core.types import AdapterRef, SamplingParams
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.footprint import NO_ADAPTERS
 from coserve.generate.execution.graph_sizes import (
@@ -29,7 +30,6 @@ from coserve.kernels.sampling.constants import NOT_FINITE
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
-from coserve.types import AdapterRef, SamplingParams
 from tests.support.examples import examples, sample
 from tests.support.executors import graphs
 from tests.support.generation import adapter, collect, prompt, request

@@ -11,7 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coserve.errors import RequestOutOfMemory
+from coserve.core.errors import RequestOutOfMemory
+from coserve.core.link import Generate, RequestFailed, Tokens
+from coserve.core.types import AdapterRef, SamplingParams
 from coserve.generate.execution import eager as eager_module
 from coserve.generate.execution import graph_executor
 from coserve.generate.execution.adapter_slots import AdapterSlots
@@ -26,11 +28,9 @@ from coserve.generate.sampling import device_sampler
 from coserve.generate.sampling.choices import Chosen
 from coserve.generate.step_budget import LONGEST, PATIENCE, StepBudget
 from coserve.kernels.lora.segmented.adapter_table import Slots
-from coserve.link import Generate, RequestFailed, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
-from coserve.types import AdapterRef, SamplingParams
 from tests.support.examples import examples
 from tests.support.executors import eager, graphs
 from tests.support.generation import GREEDY, adapter, prompt, request

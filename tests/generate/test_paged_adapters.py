@@ -10,20 +10,20 @@ import msgspec
 import pytest
 import torch
 
-from coserve.adapter_store.entry import State
-from coserve.adapter_store.host import HostBudget
-from coserve.adapter_store.packing import packed_bytes
-from coserve.adapter_store.store import AdapterStore
-from coserve.errors import AdapterNotFound, AdapterTooLarge, PromptTooLong
+from coserve.core.errors import AdapterNotFound, AdapterTooLarge, PromptTooLong
+from coserve.core.link import Generate, RequestFailed, Tokens
+from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import LoraPair
-from coserve.link import Generate, RequestFailed, Tokens
+from coserve.lora.store.entry import State
+from coserve.lora.store.host import HostBudget
+from coserve.lora.store.packing import packed_bytes
+from coserve.lora.store.store import AdapterStore
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
 from tests.support.executors import eager, graphs
 from tests.support.lengths import OneMoreToken
 from tests.support.lora_backends import GROUPED, SEGMENTED

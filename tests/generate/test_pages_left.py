@@ -14,19 +14,19 @@ from zlib import crc32
 import pytest
 import torch
 
-from coserve.adapter_store.host import HostBudget
-from coserve.adapter_store.pages import Activated
-from coserve.adapter_store.store import AdapterStore
+from coserve.core.link import Generate
+from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
 from coserve.generate.output_lengths import OutputLengths
 from coserve.generate.plan import Share
 from coserve.generate.schedule import Scheduler
 from coserve.kernels.lora.types import LoraPair
-from coserve.link import Generate
+from coserve.lora.store.host import HostBudget
+from coserve.lora.store.pages import Activated
+from coserve.lora.store.store import AdapterStore
 from coserve.memory.buffer import ALIGNMENT, PageBuffer
 from coserve.memory.prefix import PageKeys
 from coserve.model.lora import LoraWeights
 from coserve.queues.request import Request
-from coserve.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
 from tests.support.examples import sample
 from tests.support.lengths import OneMoreToken
 from tests.support.pages import next_shares

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coserve.core.link import Generate, Tokens
+from coserve.core.types import AdapterRef, SamplingParams, Slo
 from coserve.generate.plan import Share, step_shape
 from coserve.generate.schedule import Scheduler
-from coserve.link import Generate, Tokens
 from coserve.queues.deadlines import Deadlines
 from coserve.queues.policy import Due
 from coserve.queues.request import Request, State
 from coserve.queues.shapes import StepShape
-from coserve.types import AdapterRef, SamplingParams, Slo
 from tests.support.pages import BareAdapters, BarePages, next_shares
 
 SLO = Slo(ttft=2.0, tpot=0.5)

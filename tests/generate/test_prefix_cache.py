@@ -9,15 +9,15 @@ import msgspec
 import pytest
 import torch
 
+from coserve.core.link import Generate, Tokens
+from coserve.core.types import AdapterRef, LoraSettings, SamplingParams, Slo, TokenLogprob
 from coserve.generate.execution.eager import EagerExecutor, EagerStep
 from coserve.generate.execution.interface import StepInput
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.types import LoraPair
-from coserve.link import Generate, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo, TokenLogprob
 from tests.support.examples import sample
 from tests.support.executors import eager
 from tests.support.lengths import OneMoreToken

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coserve.core.link import Generate
+from coserve.core.types import AdapterRef, FinishReason, SamplingParams, Slo
 from coserve.generate.plan import Share
 from coserve.generate.schedule import Scheduler
-from coserve.link import Generate
 from coserve.queues.request import Request
-from coserve.types import AdapterRef, FinishReason, SamplingParams, Slo
 from tests.support.examples import examples
 from tests.support.lengths import OneMoreToken
 from tests.support.pages import BareAdapters, BarePages, next_shares

@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.errors import InvalidRequest
+from coserve.core.errors import InvalidRequest
+from coserve.core.link import Generate, RequestFailed, Tokens
+from coserve.core.types import AdapterDigests, AdapterRef, FinishReason, LoraSettings, SamplingParams, Slo, TokenLogprob
 from coserve.generate.generator import Generator
 from coserve.generate.sampling.scoring import PromptScoring, prompt_logprobs
 from coserve.kernels.lora.types import LoraPair
-from coserve.link import Generate, RequestFailed, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Attention, Base, wrap_base
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterDigests, AdapterRef, FinishReason, LoraSettings, SamplingParams, Slo, TokenLogprob
 from tests.support.executors import eager
 from tests.support.lengths import OneMoreToken
 from tests.support.shelf import Shelf

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.adapter_store.packing import copied_into, packed, packed_bytes
+from coserve.core.types import LoraSettings
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.footprint import LoraFootprint
 from coserve.generate.execution.graph_sizes import decode_tile_capacities
@@ -17,8 +17,8 @@ from coserve.generate.execution.slot_lora import StaticSlotLora
 from coserve.kernels.lora.segmented.slot_lora import SlotLora
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup
+from coserve.lora.store.packing import copied_into, packed, packed_bytes
 from coserve.model.lora import LoraWeights
-from coserve.types import LoraSettings
 from tests.support.shelf import named
 
 CPU = torch.device("cpu")

@@ -7,16 +7,16 @@ import random
 import pytest
 import torch
 
-from coserve.adapter_store.host import HostBudget
-from coserve.adapter_store.store import AdapterStore
+from coserve.core.link import Generate, Tokens
+from coserve.core.types import AdapterRef, LoraSettings, SamplingParams, Slo
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.types import LoraPair
-from coserve.link import Generate, Tokens
+from coserve.lora.store.host import HostBudget
+from coserve.lora.store.store import AdapterStore
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo
 from tests.support.executors import graphs
 from tests.support.lora_backends import SEGMENTED
 from tests.support.tiny_models import VOCAB, tiny_model

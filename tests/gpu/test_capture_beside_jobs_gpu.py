@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from coserve.cancellation import Cancellation, Cancelled
+from coserve.core.cancellation import Cancellation, Cancelled
 from coserve.finetune.loop import TrainingLoop
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.kernels.gpu.capture import captured

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from coserve.core.types import LoraSettings, TrainingSettings
 from coserve.finetune.init import new_adapter
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
@@ -17,9 +18,8 @@ from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base, load_base, wrap_base
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch
+from coserve.model.parallel.mesh import LoneRank
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.parallel.mesh import LoneRank
-from coserve.types import LoraSettings, TrainingSettings
 from tests.support.finetuning import random_corpus
 from tests.support.lora_backends import SEGMENTED
 from tests.support.sharded import save_base

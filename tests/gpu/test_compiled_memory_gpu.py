@@ -11,11 +11,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from coserve.admission.micro_batch import ROWS, MicroBatchShape, lora_layers, micro_batch_bytes
 from coserve.admission.shapes import lora_shapes
+from coserve.core.gpu_memory import Kept, TrainingCosts
+from coserve.core.types import LoraSettings
 from coserve.finetune.costs.layer_times import LayerTimer
 from coserve.finetune.costs.training_costs import measure_levels
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryProfiler
-from coserve.gpu_memory import Kept, TrainingCosts
 from coserve.kernels.gpu.capture import TRAINING_PRIORITY
 from coserve.kernels.gpu.graph_memory import GraphMemory
 from coserve.kernels.gpu.timing import CudaClock
@@ -23,7 +24,6 @@ from coserve.memory.plan import Work
 from coserve.model.base import Base, wrap_base
 from coserve.model.layers import LayerCut
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.types import LoraSettings
 from tests.support.lora_backends import SEGMENTED
 
 pytestmark = pytest.mark.gpu

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from coserve.core.types import TrainingSettings
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
@@ -20,9 +21,8 @@ from coserve.model.base import load_base
 from coserve.model.groups import share_inputs
 from coserve.model.layers import LayerCut
 from coserve.model.lora import KeptLora, LoraBatch
+from coserve.model.parallel.mesh import Mesh
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.parallel.mesh import Mesh
-from coserve.types import TrainingSettings
 from tests.support.finetuning import random_corpus
 from tests.support.lora_backends import SEGMENTED
 from tests.support.ranks import Ranks

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from coserve.core.link import JobSucceeded
+from coserve.core.types import AdapterRef, SamplingParams
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
-from coserve.link import JobSucceeded
 from coserve.model.base import load_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch
-from coserve.types import AdapterRef, SamplingParams
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus
 from tests.support.gpu_engine import NEW, adapter, gpu_base, prompt, request, texts
 from tests.support.lora_backends import BLOCK_SPARSE, GROUPED, REFERENCE, SEGMENTED

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from coserve.core.types import LoraSettings, TrainingSettings
 from coserve.finetune.init import new_adapter
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
@@ -20,7 +21,6 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.types import LoraSettings, TrainingSettings
 from tests.support.finetuning import random_corpus
 from tests.support.lora_backends import SEGMENTED
 from tests.support.tiny_models import tiny_model

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.model.base import load_base
-from coserve.parallel.mesh import GroupMesh, Mesh
-from coserve.parallel.symmetric import SymmetricMesh
+from coserve.model.parallel.mesh import GroupMesh, Mesh
+from coserve.model.parallel.symmetric import SymmetricMesh
 from tests.support.families import tiny_family
 from tests.support.ranks import Ranks
 

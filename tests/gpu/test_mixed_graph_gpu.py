@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from coserve.core.types import AdapterRef
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.footprint import NO_ADAPTERS, LoraFootprint
 from coserve.generate.execution.graphs.mixed import MixedGraph, Rows
@@ -17,7 +18,6 @@ from coserve.kernels.lora.segments import Segments
 from coserve.kernels.sampling.constants import NOT_FINITE
 from coserve.memory.kv import KvCache
 from coserve.model.fused import FusedBase
-from coserve.types import AdapterRef
 from tests.support.executors import graphs
 from tests.support.generation import collect
 from tests.support.gpu_engine import adapter, gpu_base, prompt, request, texts

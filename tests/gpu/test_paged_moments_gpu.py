@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from coserve.core.types import Optimizer
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.types import Optimizer
 from tests.support.updates import random_update, same_tensors, wide_optimizer
 
 pytestmark = pytest.mark.gpu

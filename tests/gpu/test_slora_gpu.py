@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from coserve.core.types import AdapterRef, SamplingParams
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.interface import BASE_ONLY, SequenceInput, StepExecutor, StepInput
 from coserve.generate.sampling.choices import Choice
@@ -19,8 +20,7 @@ from coserve.model.base import Base, load_base
 from coserve.model.fused import FusedBase
 from coserve.model.gemm_choice import GemmChoice
 from coserve.model.lora import LoraWeights
-from coserve.parallel.mesh import Mesh
-from coserve.types import AdapterRef, SamplingParams
+from coserve.model.parallel.mesh import Mesh
 from tests.support import sharded
 from tests.support.executors import eager
 from tests.support.lora_backends import SEGMENTED

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from coserve.core.types import Optimizer
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.types import Optimizer
 from tests.support.updates import random_update, same_tensors, wide_optimizer
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from coserve.config import Config, config_to_json
-from coserve.warmup.launch import compile_ahead
+from coserve.engine.warmup.launch import compile_ahead
 from tests.support.crash_oracle import job_request
 from tests.support.daemon_process import DaemonProcess
 from tests.support.model_folder import make_model_folder

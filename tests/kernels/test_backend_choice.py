@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coserve.errors import ConfigError
+from coserve.core.errors import ConfigError
 from coserve.kernels.lora.backend import BACKENDS, choose_backend, make_backend
 from coserve.kernels.lora.interface import LoraBackend
 from tests.support.lora_backends import BLOCK_SPARSE, GROUPED, NAIVE, REFERENCE, SEGMENTED

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from coserve.errors import StartupError
+from coserve.core.errors import StartupError
 from coserve.kernels.gpu.partition import DriverResource, part_sizes, split_multiprocessors
 
 GPU = torch.device("cuda", 0)

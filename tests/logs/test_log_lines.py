@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from coserve.errors import StorageFull
-from coserve.logs.format import JsonFormatter, TextFormatter, log_event
+from coserve.core.errors import StorageFull
+from coserve.core.logs.format import JsonFormatter, TextFormatter, log_event
 from coserve.state.failpoints import armed
 from coserve.state.registry import Registry
 from tests.support.records import import_adapter, make_adapter, make_job

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from coserve.logs.throttled import ThrottledLog
+from coserve.core.logs.throttled import ThrottledLog
 
 
 def test_a_storm_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:

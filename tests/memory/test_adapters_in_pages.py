@@ -8,14 +8,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from coserve.adapter_store.entry import Entry
-from coserve.adapter_store.packing import PackedSites, packed, packed_bytes
-from coserve.adapter_store.pages import Activated, AdapterPages
+from coserve.core.types import AdapterRef, LoraSettings
 from coserve.kernels.lora.segmented.adapter_table import NO_ENTRY
 from coserve.kernels.lora.types import VECTOR, LoraPair, TableEntry
+from coserve.lora.store.entry import Entry
+from coserve.lora.store.packing import PackedSites, packed, packed_bytes
+from coserve.lora.store.pages import Activated, AdapterPages
 from coserve.memory.buffer import ALIGNMENT, PageBuffer
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterRef, LoraSettings
 from tests.support.examples import examples
 
 PAGE = 2 * ALIGNMENT

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from coserve.errors import ConfigError
+from coserve.core.errors import ConfigError
 from coserve.kernels.attention.interface import AttentionParams, TokenRun
 from coserve.memory.kv import KvCache
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from coserve.errors import ConfigError
-from coserve.gpu_memory import Line
+from coserve.core.errors import ConfigError
+from coserve.core.gpu_memory import Line
 from coserve.memory.plan import GIB, GRAPHS, GpuMemory, Work, make_plan
 from coserve.memory.profile import Profile
 from tests.support.gpu_memory import COSTS

@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
+from coserve.core.types import AdapterRef
 from coserve.memory.prefix import DIGEST_BYTES, PageKeys
-from coserve.types import AdapterRef
 
 
 def keys(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.gpu_memory import Line, TrainingCosts
+from coserve.core.gpu_memory import Line, TrainingCosts
 from coserve.memory.profile import (
     Profile,
     TrainingPeaks,

@@ -14,7 +14,7 @@ from transformers.models.gpt_oss import GptOssConfig
 from transformers.models.llama4 import Llama4TextConfig
 from transformers.models.mamba import MambaConfig
 
-from coserve.errors import ConfigError, UnsupportedBase
+from coserve.core.errors import ConfigError, UnsupportedBase
 from coserve.model.base import load_base, wrap_base
 from tests.support.examples import sample
 from tests.support.lora_reference import alone, packed, tokens_of

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from coserve.errors import InvalidRequest
-from coserve.pretrained.chat import ChatTemplate, choose_template
-from coserve.pretrained.tokenizer import Tokenizer
+from coserve.core.errors import InvalidRequest
+from coserve.data.pretrained.chat import ChatTemplate, choose_template
+from coserve.data.pretrained.tokenizer import Tokenizer
 from tests.support.tokenizers import byte_level
 
 TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>"}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from coserve.errors import UnsupportedBase
+from coserve.core.errors import UnsupportedBase
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.packed_rows import PackedRows, pack_rows
 from coserve.kernels.attention.packed import PackedAttention

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.phi3 import Phi3Config
 
-from coserve.errors import UnsupportedBase
+from coserve.core.errors import UnsupportedBase
 from coserve.model.base import wrap_base
 from coserve.model.context import context_of
 from tests.support.lora_reference import alone, packed, tokens_of

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from coserve.errors import UnsupportedBase
+from coserve.core.errors import UnsupportedBase
 from coserve.model import base as base_module
 from coserve.model import seam
 from coserve.model.base import load_base, wrap_base
 from coserve.model.lora import LoraSites
-from coserve.parallel.mesh import Mesh
+from coserve.model.parallel.mesh import Mesh
 from tests.support.ranks import Ranks
 
 HIDDEN = 64

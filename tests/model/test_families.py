@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from coserve.adapter_store.files import load_adapter
-from coserve.corpus.tokenized import Corpus
-from coserve.errors import UnsupportedBase
+from coserve.core.errors import UnsupportedBase
+from coserve.core.link import Generate, Tokens
+from coserve.core.types import AdapterRef, SamplingParams, Slo, TrainingSettings
+from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_rows
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.segments import Segments
-from coserve.link import Generate, Tokens
+from coserve.lora.store.files import load_adapter
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.types import AdapterRef, SamplingParams, Slo, TrainingSettings
 from tests.support.examples import sample
 from tests.support.executors import eager
 from tests.support.families import ATTENTION_ONLY, REFUSED, SERVED, tiny_family

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from coserve.core.types import LoraSettings
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.segments import Segments
@@ -15,7 +16,6 @@ from coserve.kernels.lora.types import LoraPair, SiteGroup
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.types import LoraSettings
 from tests.support.examples import sample
 from tests.support.lora_backends import GROUPED
 from tests.support.tiny_models import FAMILIES, tiny_model

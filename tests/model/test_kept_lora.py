@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from coserve.core.types import LoraSettings
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.lora.segments import Segments
 from coserve.model.lora import KeptLora, LoraBatch
-from coserve.types import LoraSettings
 from tests.support.examples import sample
 from tests.support.finetuning import CPU, random_corpus, started, tiny_base
 from tests.support.lora_backends import SEGMENTED

@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from coserve.errors import UnsupportedBase
+from coserve.core.errors import UnsupportedBase
+from coserve.core.types import LoraSettings
 from coserve.finetune.init import new_adapter
 from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base, wrap_base
@@ -16,7 +17,6 @@ from coserve.model.forward_context import running
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch
 from coserve.model.seam import ReferenceAttention
-from coserve.types import LoraSettings
 from tests.support.examples import sample
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import tokens_of

@@ -8,14 +8,14 @@ import msgspec
 import pytest
 import torch
 
-from coserve.adapter_store.files import load_adapter
+from coserve.core.types import LoraSettings
 from coserve.finetune.init import new_adapter
 from coserve.kernels.lora.segments import Segments
+from coserve.lora.store.files import load_adapter
 from coserve.model.base import wrap_base
 from coserve.model.dropout import DropoutSpec
 from coserve.model.forward_context import current, running
 from coserve.model.lora import LoraBatch
-from coserve.types import LoraSettings
 from tests.support.examples import sample
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import alone, packed, save_peft, tokens_of

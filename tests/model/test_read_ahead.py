@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coserve.pretrained.read_ahead import READERS, read_ahead, weight_files
+from coserve.data.pretrained.read_ahead import READERS, read_ahead, weight_files
 
 
 def save_weights(folder: Path, sizes: tuple[int, ...] = (10, 20, 30)) -> list[Path]:

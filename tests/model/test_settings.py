@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.opt import OPTConfig
 
-from coserve.errors import UnsupportedBase
+from coserve.core.errors import UnsupportedBase
 from coserve.model.settings import refuse_settings
 
 WITHOUT_DEFAULTS = {"musicgen", "musicgen_melody"}

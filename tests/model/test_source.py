@@ -12,8 +12,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-from coserve.errors import UnsupportedBase
-from coserve.pretrained.source import INDEX, check_source, fetch_files
+from coserve.core.errors import UnsupportedBase
+from coserve.data.pretrained.source import INDEX, check_source, fetch_files
 
 
 def refused(source: object, **kwargs: bool) -> str:

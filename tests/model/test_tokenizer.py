@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, processors
 
-from coserve.errors import InvalidRequest, UnsupportedBase
-from coserve.pretrained.tokenizer import Detokenizer, Tokenizer
+from coserve.core.errors import InvalidRequest, UnsupportedBase
+from coserve.data.pretrained.tokenizer import Detokenizer, Tokenizer
 from tests.support.tokenizers import byte_level, sentencepiece_like, write_folder
 
 ROLES = {"bos_token": "<bos>", "eos_token": "<eos>"}
@@ -193,8 +193,8 @@ def test_bundled_tokenizer() -> None:
 
 def test_importing_needs_no_torch() -> None:
     code = (
-        "import sys, coserve.pretrained.tokenizer as t; t.Tokenizer.load('bundled').encode('x'); "
-        "import coserve.corpus.tokenize, coserve.corpus.batch_plan; assert 'torch' not in sys.modules"
+        "import sys, coserve.data.pretrained.tokenizer as t; t.Tokenizer.load('bundled').encode('x'); "
+        "import coserve.data.corpus.tokenize, coserve.data.corpus.batch_plan; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

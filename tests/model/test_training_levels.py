@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.errors import UnsupportedBase
+from coserve.core.errors import UnsupportedBase
+from coserve.core.gpu_memory import Kept
+from coserve.core.types import TrainingSettings
 from coserve.finetune import lora_tensors
 from coserve.finetune.init import new_adapter
 from coserve.finetune.layers.compiled import levels_of
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_rows
-from coserve.gpu_memory import Kept
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base, wrap_base
@@ -26,7 +27,6 @@ from coserve.model.lora import LoraBatch
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.running_pass import RunningPass
 from coserve.model.training.trace import Compile, inductor, interpreted
-from coserve.types import TrainingSettings
 from tests.support.finetuning import CPU, SETTINGS, random_corpus, random_pairs, started, tiny_base
 from tests.support.gpu_memory import COSTS
 from tests.support.lora_backends import SEGMENTED

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from coserve.pretrained.vocabulary import Vocabulary
+from coserve.data.pretrained.vocabulary import Vocabulary
 from tests.support.tokenizers import byte_level, sentencepiece_like
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=40)

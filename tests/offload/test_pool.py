@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from coserve.api.http import bodies
-from coserve.errors import HelperLost, InternalError, InvalidRequest, MalformedRow
-from coserve.logs.setup import LogSettings
-from coserve.offload.pool import MAX_MEMORY, HelperPool, HelperProcess
+from coserve.core.errors import HelperLost, InternalError, InvalidRequest, MalformedRow
+from coserve.core.logs.setup import LogSettings
+from coserve.data.offload.pool import MAX_MEMORY, HelperPool, HelperProcess
 from coserve.state import failpoints
 from tests.support import tasks
 from tests.support.api_server import serve_api, tokenizer
@@ -175,7 +175,7 @@ async def test_a_process_that_has_grown_is_replaced() -> None:
 
 
 async def test_other_tokenizers_cross_too() -> None:
-    from coserve.pretrained.tokenizer import Tokenizer
+    from coserve.data.pretrained.tokenizer import Tokenizer
 
     mine = Tokenizer(sentencepiece_like(), special_tokens={"bos_token": "<bos>", "eos_token": "<eos>"})
     there = Tokenizer.from_state(mine.state())

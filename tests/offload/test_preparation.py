@@ -13,13 +13,13 @@ import pytest
 
 from coserve.api.jobs import preparation
 from coserve.api.jobs.preparation import CorpusPreparation, Tokenization
-from coserve.corpus.jsonl import parse_jsonl
-from coserve.corpus.rows import CorpusLimits
-from coserve.corpus.sources import PIECES
-from coserve.corpus.tokenize import tokenize_rows
-from coserve.corpus.tokenized import Corpus
-from coserve.errors import EmptyCorpus, HelperLost, MalformedRow, NoTargets, UnreadableCorpus
-from coserve.offload.pool import HelperPool
+from coserve.core.errors import EmptyCorpus, HelperLost, MalformedRow, NoTargets, UnreadableCorpus
+from coserve.data.corpus.jsonl import parse_jsonl
+from coserve.data.corpus.rows import CorpusLimits
+from coserve.data.corpus.sources import PIECES
+from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.corpus.tokenized import Corpus
+from coserve.data.offload.pool import HelperPool
 from tests.support import tasks
 from tests.support.api_server import tokenizer
 

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from coserve.errors import InvalidRequest
-from coserve.offload.pool import HelperPool
-from coserve.pretrained.sandbox import SECONDS
+from coserve.core.errors import InvalidRequest
+from coserve.data.offload.pool import HelperPool
+from coserve.data.pretrained.sandbox import SECONDS
 from tests.support import tasks
 from tests.support.api_server import tokenizer
 from tests.support.chat_templates import GPT_OSS

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from coserve.errors import UnsupportedBase
+from coserve.core.errors import UnsupportedBase
 from coserve.model.base import Base, load_base
-from coserve.parallel import checkpoint
-from coserve.parallel.families import PLANS
-from coserve.parallel.mesh import LoneRank, Mesh
-from coserve.parallel.vocabulary import VocabularyShard
+from coserve.model.parallel import checkpoint
+from coserve.model.parallel.families import PLANS
+from coserve.model.parallel.mesh import LoneRank, Mesh
+from coserve.model.parallel.vocabulary import VocabularyShard
 from tests.support.families import tiny_family
 from tests.support.ranks import Ranks
 from tests.support.sharded import KINDS, mixed_logits, save_base, train

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from coserve.model.layers import LayerCut
+from coserve.model.parallel.mesh import LoneRank, Mesh
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.trace import interpreted
-from coserve.parallel.mesh import LoneRank, Mesh
 from tests.support import sharded
 from tests.support.families import tiny_family
 from tests.support.ranks import Ranks

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.parallel.exchange import GatheredRanks, SummedTerms
-from coserve.parallel.mesh import GroupMesh, LoneRank, Mesh
+from coserve.model.parallel.exchange import GatheredRanks, SummedTerms
+from coserve.model.parallel.mesh import GroupMesh, LoneRank, Mesh
 from tests.support.ranks import OneShotMesh, Ranks
 
 SPLITS, SHAPE = 3, (2, 5, 8)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from coserve.model.base import load_base
-from coserve.parallel.families import PLANS
-from coserve.parallel.mesh import Mesh
+from coserve.model.parallel.families import PLANS
+from coserve.model.parallel.mesh import Mesh
 from tests.support.examples import sample
 from tests.support.families import tiny_family
 from tests.support.lora_reference import packed, tokens_of

@@ -10,19 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from coserve.cancellation import Cancellation
-from coserve.corpus.tokenized import Corpus
-from coserve.errors import JobOutOfMemory
+from coserve.core.cancellation import Cancellation
+from coserve.core.errors import JobOutOfMemory
+from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.layers.eager import EagerLayerPass
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.outcome import CAPTURE_FAILED, Outcome, Verdict, how_to_retry, judge
 from coserve.finetune.passes import training_pass
 from coserve.model.layers import LayerCut
+from coserve.model.parallel.mesh import Mesh
 from coserve.model.training.compiled_layers import CompiledLayers, CompiledPass
 from coserve.model.training.running_pass import RunningPass
 from coserve.model.training.trace import interpreted
-from coserve.parallel.mesh import Mesh
 from tests.support.finetuning import Bench, job_spec, random_corpus
 from tests.support.layer_graphs import RepeatingRecorder
 from tests.support.lora_backends import GROUPED, SEGMENTED

@@ -14,7 +14,7 @@ from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.parallel.mesh import Mesh
+from coserve.model.parallel.mesh import Mesh
 from tests.support.families import tiny_family
 from tests.support.lora_backends import GROUPED
 from tests.support.ranks import Ranks

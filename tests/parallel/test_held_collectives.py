@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from coserve.errors import EngineFault
+from coserve.core.errors import EngineFault
 from coserve.model.agreement import FailedTogether, on_all_ranks
-from coserve.parallel.mesh import GroupMesh, Mesh
+from coserve.model.parallel.mesh import GroupMesh, Mesh
 from tests.support.ranks import Ranks
 
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.lora.types import LoraPair
-from coserve.parallel.lora import FullyShardedPair, PairPartition, Strategy, partition_pair
-from coserve.parallel.partition import Features, Parallel, SitePartition
+from coserve.model.parallel.lora import FullyShardedPair, PairPartition, Strategy, partition_pair
+from coserve.model.parallel.partition import Features, Parallel, SitePartition
 
 T, D, O, R = 5, 24, 48, 12
 SCALING = 0.5

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from coserve.errors import UnsupportedBase
+from coserve.core.errors import UnsupportedBase
 from coserve.model.base import load_base
-from coserve.parallel.mesh import Mesh
+from coserve.model.parallel.mesh import Mesh
 from tests.support import sharded
 from tests.support.ranks import Ranks
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.parallel.join import join
-from coserve.parallel.mesh import GroupMesh, Mesh
-from coserve.parallel.symmetric import symmetric_mesh
+from coserve.model.parallel.join import join
+from coserve.model.parallel.mesh import GroupMesh, Mesh
+from coserve.model.parallel.symmetric import symmetric_mesh
 from tests.support.ranks import Ranks, rank_of
 
 

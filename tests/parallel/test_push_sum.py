@@ -15,8 +15,8 @@ from torch import Tensor
 
 from coserve.kernels.collectives.push_sum import PushShape, push_sum
 from coserve.kernels.gpu.launcher import Launcher
-from coserve.parallel.mesh import Mesh
-from coserve.parallel.symmetric import MULTIPLE, PUSHED, launch_sums
+from coserve.model.parallel.mesh import Mesh
+from coserve.model.parallel.symmetric import MULTIPLE, PUSHED, launch_sums
 from tests.support.ranks import Ranks
 
 BLOCK_BYTES, BLOCKS = 64, 5

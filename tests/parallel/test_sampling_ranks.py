@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from coserve.core.types import SamplingParams
 from coserve.generate.execution.interface import BASE_ONLY, SequenceInput, StepInput
 from coserve.generate.sampling.rows import SamplingRow
 from coserve.kernels.attention.interface import TokenRun
 from coserve.memory.kv import KvCache
-from coserve.parallel.mesh import Mesh
-from coserve.types import SamplingParams
+from coserve.model.parallel.mesh import Mesh
 from tests.support import sharded
 from tests.support.executors import eager
 from tests.support.ranks import Ranks

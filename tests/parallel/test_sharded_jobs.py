@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from coserve.adapters.tensorfile import digest_file
-from coserve.names import ADAPTER_WEIGHTS
-from coserve.types import AdapterDigests, AdapterRef, DpoLoss, Teacher
+from coserve.core.names import ADAPTER_WEIGHTS
+from coserve.core.types import AdapterDigests, AdapterRef, DpoLoss, Teacher
+from coserve.lora.files.tensorfile import digest_file
 from tests.support import sharded, sharded_jobs
 from tests.support.ranks import Ranks
 

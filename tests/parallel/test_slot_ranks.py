@@ -20,7 +20,7 @@ from coserve.model.base import Base
 from coserve.model.fused import FusedBase
 from coserve.model.gemm_choice import GemmChoice
 from coserve.model.lora import LoraBatch
-from coserve.parallel.mesh import GroupMesh, Mesh
+from coserve.model.parallel.mesh import GroupMesh, Mesh
 from tests.support import sharded
 from tests.support.lora_backends import GROUPED
 from tests.support.ranks import OneShotMesh, Ranks

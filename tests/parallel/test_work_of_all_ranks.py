@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from coserve.cancellation import Cancellation
-from coserve.errors import EngineFault, JobOutOfMemory, UnsupportedBase
+from coserve.core.cancellation import Cancellation
+from coserve.core.errors import EngineFault, JobOutOfMemory, UnsupportedBase
 from coserve.finetune.host_copy import HostCopy
 from coserve.finetune.memory_profiling import Conditions, MemoryProfiler, NoMeter
 from coserve.generate.execution.start import check_compiled
@@ -20,11 +20,11 @@ from coserve.model.agreement import FailedTogether, on_all_ranks
 from coserve.model.faults import out_of_memory as lacks_memory
 from coserve.model.fused import FusedBase
 from coserve.model.layers import LayerCut
+from coserve.model.parallel.adapter import AdapterPartition
+from coserve.model.parallel.mesh import Mesh
 from coserve.model.training import compiled_layers
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.trace import interpreted
-from coserve.parallel.adapter import AdapterPartition
-from coserve.parallel.mesh import Mesh
 from tests.support.finetuning import Bench, job_spec, random_corpus
 from tests.support.lora_backends import GROUPED
 from tests.support.memory_faults import Faults, Point, out_of_memory_at

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 import torch
 
+from coserve.core.errors import InvalidRequest, UnsupportedBase
+from coserve.engine.profile_request.launch import run_profile
+from coserve.engine.profile_request.messages import Step
+from coserve.engine.profile_request.report import ProfileReport, Series
+from coserve.engine.profile_request.request import Backend, Kind, ProfileRequest, make_workloads
 from coserve.engine.profiling.predicted import fake_tensors
 from coserve.engine.profiling.run import profile
-from coserve.errors import InvalidRequest, UnsupportedBase
-from coserve.profiling.launch import run_profile
-from coserve.profiling.messages import Step
-from coserve.profiling.report import ProfileReport, Series
-from coserve.profiling.request import Backend, Kind, ProfileRequest, make_workloads
 from tests.support.tiny_models import FAMILIES, tiny_model
 
 GPT2: dict[str, object] = {

@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM
 
+from coserve.engine.profile_request.report import Readings
+from coserve.engine.profile_request.request import Kind, Workload
 from coserve.engine.profiling.coserve_passes import CoserveTrial, SeamBackends
 from coserve.engine.profiling.live_bytes import LiveBytes
 from coserve.engine.profiling.passes import Passes, read, read_points
@@ -22,8 +24,6 @@ from coserve.engine.profiling.workspaces import workspace_bytes
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.memory.kv import KvCache
 from coserve.model.base import wrap_base
-from coserve.profiling.report import Readings
-from coserve.profiling.request import Kind, Workload
 from tests.support.lora_backends import GROUPED
 from tests.support.tiny_models import tiny_model
 

@@ -5,9 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from coserve.errors import InvalidRequest
-from coserve.profiling.presets import Preset, preset_request
-from coserve.profiling.request import Backend, Kind, ProfileRequest, Workload, check_request, make_workloads
+from coserve.core.errors import InvalidRequest
+from coserve.engine.profile_request.presets import Preset, preset_request
+from coserve.engine.profile_request.request import (
+    Backend,
+    Kind,
+    ProfileRequest,
+    Workload,
+    check_request,
+    make_workloads,
+)
 
 
 def request(**changes: object) -> ProfileRequest:

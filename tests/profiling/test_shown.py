@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 from coserve.cli.app import app, run
 from coserve.cli.gpu import profile as command
-from coserve.errors import UnsupportedBase
-from coserve.profiling.messages import Step
-from coserve.profiling.presets import Preset, preset_request
-from coserve.profiling.report import Point, ProfileReport, Readings, Series, components_of, lines_of
-from coserve.profiling.request import Backend, Kind, ProfileRequest, Workload
-from coserve.profiling.table import notes, series_table, source_text
+from coserve.core.errors import UnsupportedBase
+from coserve.engine.profile_request.messages import Step
+from coserve.engine.profile_request.presets import Preset, preset_request
+from coserve.engine.profile_request.report import Point, ProfileReport, Readings, Series, components_of, lines_of
+from coserve.engine.profile_request.request import Backend, Kind, ProfileRequest, Workload
+from coserve.engine.profile_request.table import notes, series_table, source_text
 
 MIB = 1 << 20
 

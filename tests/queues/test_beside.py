@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from coserve.core.types import MicroStep
 from coserve.queues.beside import ENOUGH, FIRST_GUESS, TRIAL_AFTER, TRIALS, WINDOW, SpeedBeside, Trials
 from coserve.queues.policy import Train
 from coserve.queues.slices import Slices
-from coserve.types import MicroStep
 
 
 @pytest.mark.parametrize("speed", [0.0, 0.5, 0.8, 1.0])

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from coserve.errors import QueueFull
-from coserve.link import Generate
+from coserve.core.errors import QueueFull
+from coserve.core.link import Generate
+from coserve.core.types import AdapterRef, SamplingParams, Slo
 from coserve.queues.inference import QUANTUM, InferenceQueue
 from coserve.queues.request import Request
-from coserve.types import AdapterRef, SamplingParams, Slo
 
 LIMIT = 5
 

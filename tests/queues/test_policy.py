@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from coserve.config import Config
-from coserve.errors import ConfigError
+from coserve.core.errors import ConfigError
 from coserve.queues.policies.choice import make_policy
 from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.inference_first import InferenceFirst

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from coserve.link import Starving
+from coserve.core.link import Starving
+from coserve.core.types import MicroStep
 from coserve.queues.policy import Overdue, Train
 from coserve.queues.slices import MOST_KINDS, Slices
-from coserve.types import MicroStep
 
 LATE = Train("j", 1, Overdue(micro_step=0.21, slack=0.15))
 

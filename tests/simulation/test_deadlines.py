@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from coserve.link import Generate, StartJob, ToEngine
+from coserve.core.link import Generate, StartJob, ToEngine
+from coserve.core.types import SamplingParams, Slo
 from coserve.queues.policies.slack import Slack
-from coserve.types import SamplingParams, Slo
 from tests.support.fake_ports import JobPlan, Prices
 from tests.support.scenario import Scenario, job_spec, play
 

@@ -11,12 +11,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from coserve.adapter_store.entry import State
-from coserve.adapter_store.host import HostBudget
-from coserve.adapter_store.store import AdapterStore
-from coserve.engine.engine import Engine
-from coserve.errors import AdapterNotFound, StorageBusy
-from coserve.link import (
+from coserve.core.errors import AdapterNotFound, StorageBusy
+from coserve.core.link import (
     Admitted,
     CancelRequest,
     DropAdapter,
@@ -30,12 +26,16 @@ from coserve.link import (
     Tokens,
     local_pair,
 )
+from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
+from coserve.engine.engine import Engine
+from coserve.lora.store.entry import State
+from coserve.lora.store.host import HostBudget
+from coserve.lora.store.store import AdapterStore
 from coserve.model.lora import LoraWeights
 from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.slack import Slack
 from coserve.queues.policy import Policy
 from coserve.state.retries import Backoff
-from coserve.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
 
 FREE = Prices(step=0.0, token=0.0, micro_step=0.0, spikes=0.0)

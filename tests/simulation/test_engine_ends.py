@@ -8,8 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from coserve.engine.engine import Engine, JobPlaces
-from coserve.link import (
+from coserve.core.link import (
     CancelRequest,
     EngineStats,
     EngineStopped,
@@ -25,8 +24,9 @@ from coserve.link import (
     Tokens,
     local_pair,
 )
+from coserve.core.types import SamplingParams, Slo
+from coserve.engine.engine import Engine, JobPlaces
 from coserve.queues.policies.slack import Slack
-from coserve.types import SamplingParams, Slo
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Inline, JobPlan, Meter, NoAdapters, Prices
 from tests.support.scenario import job_spec
 from tests.support.virtual_clock import run_virtual

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from coserve.errors import EngineFault, JobOutOfMemory
-from coserve.link import (
+from coserve.core.errors import EngineFault, JobOutOfMemory
+from coserve.core.link import (
     CancelJob,
     EngineStopped,
     FromEngine,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from coserve.engine.engine import Engine
-from coserve.link import (
+from coserve.core.link import (
     EngineStopped,
     FromEngine,
     Generate,
@@ -16,8 +15,9 @@ from coserve.link import (
     Tokens,
     local_pair,
 )
+from coserve.core.types import SamplingParams, Slo
+from coserve.engine.engine import Engine
 from coserve.queues.policies.slack import Slack
-from coserve.types import SamplingParams, Slo
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
 
 FREE = Prices(step=0.0, token=0.0, micro_step=0.0, spikes=0.0)

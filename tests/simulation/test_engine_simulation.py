@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from coserve.link import (
+from coserve.core.link import (
     Admitted,
     EngineStats,
     EngineStopped,

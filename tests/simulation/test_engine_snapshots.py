@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from coserve.link import (
+from coserve.core.link import (
     CancelJob,
     FromEngine,
     JobCancelled,
@@ -19,7 +19,7 @@ from coserve.link import (
     ResumeJob,
     SnapshotDone,
 )
-from coserve.types import AdapterRef
+from coserve.core.types import AdapterRef
 from tests.support.job_scene import Scene, ask, ended, said, scene, start
 
 

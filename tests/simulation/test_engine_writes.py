@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from coserve.errors import StorageFull
-from coserve.link import (
+from coserve.core.errors import StorageFull
+from coserve.core.link import (
     CancelJob,
     EngineStopped,
     FromEngine,

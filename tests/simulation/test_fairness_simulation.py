@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from coserve.link import Generate, RequestFailed, Tokens
+from coserve.core.link import Generate, RequestFailed, Tokens
+from coserve.core.types import AdapterRef, SamplingParams, Slo
 from coserve.queues.inference import QUANTUM
-from coserve.types import AdapterRef, SamplingParams, Slo
 from tests.support.examples import examples, sample
 from tests.support.fake_ports import Prices
 from tests.support.scenario import Outcome, Scenario, make_scenario, play

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from coserve.link import Admitted, Generate, StartJob, Tokens
+from coserve.core.link import Admitted, Generate, StartJob, Tokens
+from coserve.core.types import AdapterRef, SamplingParams, Slo
 from coserve.queues.policies.overlap import Overlap
 from coserve.queues.policies.slack import Slack
 from coserve.queues.policy import Policy
-from coserve.types import AdapterRef, SamplingParams, Slo
 from tests.support.fake_ports import JobPlan, Prices
 from tests.support.scenario import Scenario, job_spec, play
 

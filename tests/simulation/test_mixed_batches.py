@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from coserve.link import Generate, JobProgress, JobSucceeded, StartJob, ToEngine
+from coserve.core.link import Generate, JobProgress, JobSucceeded, StartJob, ToEngine
+from coserve.core.types import SamplingParams, Slo
 from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.inference_first import InferenceFirst
 from coserve.queues.policies.slack import Slack
 from coserve.queues.policies.temporal_sharing import TemporalSharing
 from coserve.queues.policy import Policy
-from coserve.types import SamplingParams, Slo
 from tests.support.fake_ports import FakePass, JobPlan, Prices
 from tests.support.scenario import Outcome, Scenario, job_spec, play
 

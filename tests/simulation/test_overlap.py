@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from coserve.engine.engine import Engine, JobPlaces
-from coserve.engine.spatial.slices_in_flight import Marks
-from coserve.link import (
+from coserve.core.link import (
     EngineStats,
     EngineStopped,
     FromEngine,
@@ -21,11 +19,13 @@ from coserve.link import (
     ToEngine,
     Tokens,
 )
+from coserve.core.types import MicroStep, SamplingParams, Slo
+from coserve.engine.engine import Engine, JobPlaces
+from coserve.engine.spatial.slices_in_flight import Marks
 from coserve.queues.costs import ATTAINMENT
 from coserve.queues.policies.overlap import Overlap
 from coserve.queues.risk import TAKEN_BACK
 from coserve.queues.shapes import StepShape
-from coserve.types import MicroStep, SamplingParams, Slo
 from tests.support.examples import sample
 from tests.support.fake_gpu import FREE, job_always
 from tests.support.fake_ports import Inline, Meter, NoAdapters

@@ -8,9 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from coserve.engine.engine import Engine, JobPlaces
-from coserve.engine.spatial.slices_in_flight import Marks
-from coserve.link import (
+from coserve.core.link import (
     EngineStats,
     EngineStopped,
     FromEngine,
@@ -21,9 +19,11 @@ from coserve.link import (
     ToEngine,
     local_pair,
 )
+from coserve.core.types import JobSpec, MicroStep, SamplingParams, Slo
+from coserve.engine.engine import Engine, JobPlaces
+from coserve.engine.spatial.slices_in_flight import Marks
 from coserve.queues.policies.slack import Slack
 from coserve.queues.policy import Decision, Serve, Train, View, Wait
-from coserve.types import JobSpec, MicroStep, SamplingParams, Slo
 from tests.support.fake_gpu import FREE, BlockingTrainer, OverlappedGenerator, job_always
 from tests.support.fake_ports import Inline, Meter, NoAdapters
 from tests.support.scenario import job_spec

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from coserve.errors import Overloaded
-from coserve.link import Generate, RequestFailed, StartJob, ToEngine, Tokens
+from coserve.core.errors import Overloaded
+from coserve.core.link import Generate, RequestFailed, StartJob, ToEngine, Tokens
+from coserve.core.types import AdapterRef, SamplingParams, Slo
 from coserve.queues.policies.slack import Slack
-from coserve.types import AdapterRef, SamplingParams, Slo
 from tests.support.examples import sample
 from tests.support.fake_ports import JobPlan, Prices
 from tests.support.scenario import Outcome, Scenario, job_spec, play

@@ -8,12 +8,12 @@ from statistics import mean
 
 import pytest
 
-from coserve.link import FromEngine, Generate, JobProgress, StartJob, ToEngine, Tokens
+from coserve.core.link import FromEngine, Generate, JobProgress, StartJob, ToEngine, Tokens
+from coserve.core.types import SamplingParams, Slo
 from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.spatial import Spatial
 from coserve.queues.policies.temporal_sharing import TemporalSharing, Unit
 from coserve.queues.policy import Policy
-from coserve.types import SamplingParams, Slo
 from tests.support.fake_ports import JobPlan, Prices
 from tests.support.scenario import Scenario, job_spec, play
 

@@ -13,8 +13,7 @@ from itertools import pairwise
 
 import pytest
 
-from coserve.engine.engine import Engine
-from coserve.link import (
+from coserve.core.link import (
     EngineStats,
     EngineStopped,
     FromEngine,
@@ -24,9 +23,10 @@ from coserve.link import (
     StartJob,
     local_pair,
 )
+from coserve.core.types import MicroStep, SamplingParams, Slo
+from coserve.engine.engine import Engine
 from coserve.queues.policies.slack import Slack
 from coserve.queues.risk import FIRST_GUESS
-from coserve.types import MicroStep, SamplingParams, Slo
 from tests.support.examples import sample
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters, Prices
 from tests.support.scenario import job_spec

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from coserve.errors import AdapterNotFound, MalformedRow, StorageFailed, UnsafeAdapter
+from coserve.core.errors import AdapterNotFound, MalformedRow, StorageFailed, UnsafeAdapter
 from coserve.state.commits import Commits
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from coserve.errors import StorageError, StorageFailed, StorageFull
+from coserve.core.errors import StorageError, StorageFailed, StorageFull
 from coserve.state.durable import disk_errors, make_folder, read_errors, remove_dir, replace_dir, sweep, write_file
 from coserve.state.failpoints import FILE_STEPS, VARIABLE, armed
 

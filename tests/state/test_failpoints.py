@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import coserve
-from coserve.errors import ConfigError
+from coserve.core.errors import ConfigError
 from coserve.state.failpoints import DURABLE_POINTS, FAILPOINTS, FILE_STEPS, VARIABLE, armed, failpoint, parse
 
 PACKAGE = Path(coserve.__file__).parent

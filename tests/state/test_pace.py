@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from coserve.core.types import JobState
 from coserve.state.pace import WINDOW, Pace
 from coserve.state.registry import Registry
-from coserve.types import JobState
 from tests.support.records import make_job, make_metrics
 
 

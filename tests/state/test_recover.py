@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from coserve.errors import DataFolderInUse, ForbiddenPath, StartupError, StorageError
+from coserve.core.errors import DataFolderInUse, ForbiddenPath, StartupError, StorageError
+from coserve.core.types import AdapterRef, JobState
 from coserve.state.durable import replace_dir, write_file
 from coserve.state.failpoints import armed
 from coserve.state.folder import DataFolder
 from coserve.state.recover import drop_unrecorded_checkpoints, recover
 from coserve.state.registry import Registry
-from coserve.types import AdapterRef, JobState
 from tests.support.records import import_adapter, make_adapter, make_job, make_metrics
 
 

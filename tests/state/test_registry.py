@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from coserve.errors import (
+from coserve.core.errors import (
     AdapterBusy,
     AdapterNotFound,
     JobNotFound,
@@ -20,12 +20,12 @@ from coserve.errors import (
     StorageFull,
     WrongJobState,
 )
-from coserve.schemas import ErrorInfo, Sample
+from coserve.core.schemas import ErrorInfo, Sample
+from coserve.core.types import AdapterDigests, AdapterRef, JobState, Teacher
 from coserve.state.failpoints import armed
 from coserve.state.registry import Registry
 from coserve.state.retries import Backoff
 from coserve.state.thread import RegistryThread
-from coserve.types import AdapterDigests, AdapterRef, JobState, Teacher
 from tests.support.records import import_adapter, make_adapter, make_job, make_metrics
 
 

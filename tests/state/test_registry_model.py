@@ -12,10 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from coserve.errors import AdapterBusy, AdapterNotFound, StorageFull, WrongJobState
+from coserve.core.errors import AdapterBusy, AdapterNotFound, StorageFull, WrongJobState
+from coserve.core.types import AdapterRef, JobState
 from coserve.state.failpoints import armed
 from coserve.state.registry import Registry
-from coserve.types import AdapterRef, JobState
 from tests.support.examples import examples
 from tests.support.records import make_adapter, make_job, make_metrics
 

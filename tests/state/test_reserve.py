@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from coserve.errors import StorageFull
+from coserve.core.errors import StorageFull
+from coserve.core.types import JobState
 from coserve.state.registry import Registry
 from coserve.state.reserve import BLOCK, Reserve
 from coserve.state.thread import RegistryThread
-from coserve.types import JobState
 from tests.support.records import import_adapter, make_adapter, make_job
 from tests.support.small_disk import fill, small_disk
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from coserve.errors import StorageBusy, StorageError, StorageFailed, StorageFull
+from coserve.core.errors import StorageBusy, StorageError, StorageFailed, StorageFull
 from coserve.state.database import database_errors
 from coserve.state.durable import disk_errors
 from coserve.state.registry import Registry

@@ -25,17 +25,17 @@ from coserve.api.http.route import ALWAYS
 from coserve.api.jobs.recorder import JobMessage
 from coserve.api.service import Service
 from coserve.api.tokenizer.handlers import MAX_TEXTS
+from coserve.api.tracking.feed import CLOSING
 from coserve.config import Config
-from coserve.link import Generate, local_pair
-from coserve.pretrained.tokenizer import Tokenizer
+from coserve.core.link import Generate, local_pair
+from coserve.core.types import AdapterRef, BaseSpec
+from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.folder import DataFolder
 from coserve.state.records import AdapterRecord
 from coserve.state.registry import Registry
 from coserve.state.reserve import Reserve
 from coserve.state.retries import Backoff
 from coserve.state.thread import LOCK_BACKOFF, RegistryThread
-from coserve.tracking.feed import CLOSING
-from coserve.types import AdapterRef, BaseSpec
 from tests.support.cutting import Cutter
 from tests.support.fake_engine import CONTEXT, FakeEngine, make_base
 from tests.support.records import import_adapter

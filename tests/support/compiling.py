@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from coserve.core.link import Generate, Tokens
+from coserve.core.types import SamplingParams, Slo
 from coserve.generate.generator import Generator
-from coserve.link import Generate, Tokens
-from coserve.types import SamplingParams, Slo
 
 
 def ask(gen: Generator, id: str, length: int, seed: int | None = None) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 
-from coserve.corpus.rows import Row
-from coserve.corpus.sources import PIECES, PieceReader, PieceSizes, split_source
-from coserve.corpus.staging import CorpusPart, JoinParts, StagedCorpus, TokenizePiece, join_parts, tokenize_piece
-from coserve.errors import CorpusError
-from coserve.offload.protocol import TaskContext
-from coserve.pretrained.tokenizer import Tokenizer
+from coserve.core.errors import CorpusError
+from coserve.data.corpus.rows import Row
+from coserve.data.corpus.sources import PIECES, PieceReader, PieceSizes, split_source
+from coserve.data.corpus.staging import CorpusPart, JoinParts, StagedCorpus, TokenizePiece, join_parts, tokenize_piece
+from coserve.data.offload.protocol import TaskContext
+from coserve.data.pretrained.tokenizer import Tokenizer
 
 
 def read_rows(source: Path, sizes: PieceSizes = PIECES) -> Iterator[Row]:

@@ -8,8 +8,8 @@ import sys
 
 import msgspec
 
-from coserve.processes import obey_parent
-from coserve.warmup.messages import PartReport, WarmUpTask
+from coserve.core.processes import obey_parent
+from coserve.engine.warmup.messages import PartReport, WarmUpTask
 
 
 def main() -> None:

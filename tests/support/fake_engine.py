@@ -13,10 +13,9 @@ import msgspec
 import numpy as np
 from safetensors.numpy import save_file
 
-from coserve.adapters.peft import adapter_config
-from coserve.errors import EngineUnavailable
-from coserve.gpu_memory import MemoryModel, MemoryUse, PoolShape
-from coserve.link import (
+from coserve.core.errors import EngineUnavailable
+from coserve.core.gpu_memory import MemoryModel, MemoryUse, PoolShape
+from coserve.core.link import (
     Admitted,
     CancelJob,
     CancelRequest,
@@ -44,10 +43,11 @@ from coserve.link import (
     ToEngine,
     Tokens,
 )
-from coserve.logprobs import PackedLogprobs
+from coserve.core.logprobs import PackedLogprobs
+from coserve.core.step_metrics import StepMetrics
+from coserve.core.types import AdapterRef, BaseSpec, FinishReason, JobSpec, LoraSettings, SiteSpec, TokenLogprob
+from coserve.lora.files.peft import adapter_config
 from coserve.state.folder import DataFolder
-from coserve.step_metrics import StepMetrics
-from coserve.types import AdapterRef, BaseSpec, FinishReason, JobSpec, LoraSettings, SiteSpec, TokenLogprob
 
 CONTEXT = 128
 SITE = "model.layers.0.self_attn.q_proj"

@@ -7,9 +7,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from coserve.core.types import JobSpec, MicroStep
 from coserve.generate.plan import Ran, Share
 from coserve.queues.shapes import StepShape
-from coserve.types import JobSpec, MicroStep
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, JobPlan, Meter, Prices
 from tests.support.virtual_clock import VirtualClockLoop
 

@@ -14,17 +14,11 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from coserve.adapter_store.host import HostBudget
-from coserve.adapter_store.pages import Activated
-from coserve.adapter_store.store import AdapterStore
 from coserve.admission.treatment import Treatment
-from coserve.cancellation import Cancellation
-from coserve.errors import CheckpointUnreadable, PromptTooLong, failure_text
-from coserve.finetune.passes.mixing import BatchLimits, Size, companions
-from coserve.generate.plan import Ran, Share, step_shape
-from coserve.generate.schedule import Scheduler
-from coserve.gpu_memory import TrainingCosts
-from coserve.link import (
+from coserve.core.cancellation import Cancellation
+from coserve.core.errors import CheckpointUnreadable, PromptTooLong, failure_text
+from coserve.core.gpu_memory import TrainingCosts
+from coserve.core.link import (
     FromEngine,
     Generate,
     JobCheckpoint,
@@ -39,12 +33,18 @@ from coserve.link import (
     Tokens,
     TrainingBatches,
 )
+from coserve.core.step_metrics import StepMetrics
+from coserve.core.types import AdapterDigests, AdapterRef, JobSpec, LoraSettings, MicroStep
+from coserve.finetune.passes.mixing import BatchLimits, Size, companions
+from coserve.generate.plan import Ran, Share, step_shape
+from coserve.generate.schedule import Scheduler
+from coserve.lora.store.host import HostBudget
+from coserve.lora.store.pages import Activated
+from coserve.lora.store.store import AdapterStore
 from coserve.memory.allocator import AllocatorStats
 from coserve.model.lora import LoraWeights
 from coserve.queues.request import Request, State
 from coserve.queues.shapes import StepShape
-from coserve.step_metrics import StepMetrics
-from coserve.types import AdapterDigests, AdapterRef, JobSpec, LoraSettings, MicroStep
 
 T = TypeVar("T")
 

@@ -14,27 +14,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coserve.adapter_store.files import load_adapter
-from coserve.adapter_store.host import HostBudget
-from coserve.adapter_store.store import AdapterStore
-from coserve.cancellation import Cancellation
-from coserve.corpus.batch_plan import MAX_ROWS_ON_TICK
-from coserve.corpus.tokenized import Corpus
-from coserve.errors import CapacityError, CoserveError
+from coserve.core.cancellation import Cancellation
+from coserve.core.errors import CapacityError, CoserveError
+from coserve.core.link import FromEngine, JobCheckpoint, JobFailed, JobNote, JobProgress, JobStarted, JobSucceeded
+from coserve.core.step_metrics import StepMetrics
+from coserve.core.types import AdapterDigests, AdapterRef, JobSpec, LoraSettings, TrainingSettings
+from coserve.data.corpus.batch_plan import MAX_ROWS_ON_TICK
+from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.trainer import Trainer, TrainerSettings
 from coserve.kernels.lora.interface import LoraBackend
-from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobNote, JobProgress, JobStarted, JobSucceeded
+from coserve.lora.store.files import load_adapter
+from coserve.lora.store.host import HostBudget
+from coserve.lora.store.store import AdapterStore
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.queues.finetune import JobQueue
 from coserve.state.folder import DataFolder
-from coserve.step_metrics import StepMetrics
-from coserve.types import AdapterDigests, AdapterRef, JobSpec, LoraSettings, TrainingSettings
 from tests.support.lora_backends import GROUPED
 from tests.support.tiny_models import VOCAB, tiny_model
 

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 import torch
 
+from coserve.core.link import Generate, RequestFailed
+from coserve.core.types import AdapterRef, FinishReason, LoraSettings, SamplingParams, Slo
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.types import LoraPair
-from coserve.link import Generate, RequestFailed
 from coserve.model.base import Base
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterRef, FinishReason, LoraSettings, SamplingParams, Slo
 from tests.support.tiny_models import VOCAB
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0)

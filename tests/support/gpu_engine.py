@@ -8,15 +8,15 @@ from collections.abc import Iterable
 import torch
 from transformers import PreTrainedModel
 
+from coserve.core.link import Generate, Tokens
+from coserve.core.types import AdapterRef, LoraSettings, SamplingParams, Slo
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import LoraPair
-from coserve.link import Generate, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo
 from tests.support.executors import eager, graphs
 from tests.support.lora_backends import SEGMENTED
 from tests.support.shelf import Shelf

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coserve.gpu_memory import GroupCosts, HeadCosts, JobUse, Line, MemoryUse, TrainingCosts
-from coserve.types import BaseSpec, SiteSpec
+from coserve.core.gpu_memory import GroupCosts, HeadCosts, JobUse, Line, MemoryUse, TrainingCosts
+from coserve.core.types import BaseSpec, SiteSpec
 
 COSTS = TrainingCosts(
     rank=16,

@@ -9,11 +9,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from coserve.cancellation import Cancellation, Cancelled
-from coserve.engine.device_memory import DeviceMemory
-from coserve.engine.engine import Engine, JobPlaces
-from coserve.engine.spatial.slices_in_flight import Mark, Marks
-from coserve.link import (
+from coserve.core.cancellation import Cancellation, Cancelled
+from coserve.core.link import (
     EngineStats,
     FromEngine,
     Generate,
@@ -26,10 +23,13 @@ from coserve.link import (
     Tokens,
     local_pair,
 )
+from coserve.core.types import JobSpec, SamplingParams, Slo
+from coserve.engine.device_memory import DeviceMemory
+from coserve.engine.engine import Engine, JobPlaces
+from coserve.engine.spatial.slices_in_flight import Mark, Marks
 from coserve.queues.policies.slack import Slack
 from coserve.queues.policies.spatial import Spatial
 from coserve.queues.request import Request
-from coserve.types import JobSpec, SamplingParams, Slo
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters, Prices
 from tests.support.records import make_spec
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from coserve.adapter_store.pages import Activated
+from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings
 from coserve.generate.plan import Share
 from coserve.generate.schedule import Scheduler
+from coserve.lora.store.pages import Activated
 from coserve.memory.pages import PagePool
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterDigests, AdapterRef, LoraSettings
 
 
 class BarePages:

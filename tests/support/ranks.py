@@ -13,10 +13,10 @@ from typing import Any, Self
 
 import torch
 
-from coserve.parallel.join import join
-from coserve.parallel.lockstep import Lockstep
-from coserve.parallel.mesh import GroupMesh, Mesh, Traffic, fits_one_shot
-from coserve.ranks import board_bytes
+from coserve.core.ranks import board_bytes
+from coserve.model.parallel.join import join
+from coserve.model.parallel.lockstep import Lockstep
+from coserve.model.parallel.mesh import GroupMesh, Mesh, Traffic, fits_one_shot
 from tests.support.triton_interpreter import remember_builtins
 
 LIMIT = 240.0

@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from coserve.core.link import Shutdown, local_pair
 from coserve.engine.spatial.training_stream import TrainingStream
 from coserve.engine.worker import build_engine
-from coserve.link import Shutdown, local_pair
 from coserve.model.base import Base, load_base
 from tests.support.api_server import Api, serve_api
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from coserve.core.step_metrics import StepMetrics
+from coserve.core.types import AdapterRef, JobSpec, JobState, LoraSettings, TrainingSettings
 from coserve.state.records import AdapterRecord, JobRecord
 from coserve.state.registry import Registry
-from coserve.step_metrics import StepMetrics
-from coserve.types import AdapterRef, JobSpec, JobState, LoraSettings, TrainingSettings
 
 
 def make_spec(

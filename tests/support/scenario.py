@@ -8,9 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from coserve.engine.engine import Engine, JobPlaces
-from coserve.engine.spatial.slices_in_flight import Marks
-from coserve.link import (
+from coserve.core.link import (
     CancelJob,
     CancelRequest,
     EngineStopped,
@@ -30,6 +28,9 @@ from coserve.link import (
     ToEngine,
     Tokens,
 )
+from coserve.core.types import AdapterRef, JobSpec, LoraSettings, SamplingParams, Slo, TrainingSettings
+from coserve.engine.engine import Engine, JobPlaces
+from coserve.engine.spatial.slices_in_flight import Marks
 from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.inference_first import InferenceFirst
 from coserve.queues.policies.overlap import Overlap
@@ -37,7 +38,6 @@ from coserve.queues.policies.slack import Slack
 from coserve.queues.policies.spatial import Spatial
 from coserve.queues.policies.temporal_sharing import TemporalSharing
 from coserve.queues.policy import Costs, Decision, Policy, View, Wait
-from coserve.types import AdapterRef, JobSpec, LoraSettings, SamplingParams, Slo, TrainingSettings
 from tests.support.fake_device import FakeDevice, LaunchingTrainer
 from tests.support.fake_ports import (
     CONTEXT,

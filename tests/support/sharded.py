@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn.functional import cross_entropy
 
+from coserve.core.types import BaseSpec, LoraSettings, TrainingSettings
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_rows
@@ -24,11 +25,10 @@ from coserve.model.dropout import DropoutSpec
 from coserve.model.groups import share_inputs
 from coserve.model.layers import LayerCut
 from coserve.model.lora import KeptLora, LoraBatch, LoraWeights
+from coserve.model.parallel.adapter import Matrices
+from coserve.model.parallel.mesh import Mesh
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.trace import interpreted
-from coserve.parallel.adapter import Matrices
-from coserve.parallel.mesh import Mesh
-from coserve.types import BaseSpec, LoraSettings, TrainingSettings
 from tests.support.families import tiny_family
 from tests.support.finetuning import random_corpus
 from tests.support.lora_backends import GROUPED

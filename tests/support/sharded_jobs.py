@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from coserve.cancellation import Cancellation
+from coserve.core.cancellation import Cancellation
+from coserve.core.link import JobSucceeded
 from coserve.finetune.memory_profiling import Conditions, MemoryProfiler, NoMeter
-from coserve.link import JobSucceeded
 from coserve.memory.plan import Work
-from coserve.parallel.mesh import Mesh
+from coserve.model.parallel.mesh import Mesh
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, random_pairs
 from tests.support.lora_backends import GROUPED
 from tests.support.sharded import load

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from coserve.adapter_store.host import HostBudget
-from coserve.adapter_store.packing import packed_bytes
-from coserve.adapter_store.store import AdapterStore
-from coserve.errors import AdapterNotFound
+from coserve.core.errors import AdapterNotFound
+from coserve.core.types import AdapterDigests, AdapterRef
+from coserve.lora.store.host import HostBudget
+from coserve.lora.store.packing import packed_bytes
+from coserve.lora.store.store import AdapterStore
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterDigests, AdapterRef
 
 
 def named(adapters: Iterable[LoraWeights]) -> dict[AdapterRef, LoraWeights]:

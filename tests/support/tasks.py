@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from coserve.errors import InvalidRequest, MalformedRow, StorageFull
-from coserve.offload.protocol import TaskContext
-from coserve.pretrained import sandbox
-from coserve.pretrained.chat import ChatTemplate
+from coserve.core.errors import InvalidRequest, MalformedRow, StorageFull
+from coserve.data.offload.protocol import TaskContext
+from coserve.data.pretrained import sandbox
+from coserve.data.pretrained.chat import ChatTemplate
 
 
 def echo(context: TaskContext, arguments: bytes, body: bytes) -> bytes:

@@ -190,7 +190,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> tuple[Wandb, Mlflow]:
     }  # fmt: skip
     for name, module in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, module)
-    for name in ("coserve.tracking.sinks.wandb", "coserve.tracking.sinks.mlflow"):
+    for name in ("coserve.api.tracking.sinks.wandb", "coserve.api.tracking.sinks.mlflow"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
         del sys.modules[name]  # so that the test's end forgets what is imported meanwhile
     return wandb, mlflow

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from coserve.admission import optimizers
+from coserve.core.types import LoraSettings, Optimizer, TrainingSettings
 from coserve.finetune.init import new_adapter
 from coserve.finetune.lora_tensors import named_tensors
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.update_rules.interface import UpdateRule, WeightRange
 from coserve.finetune.update_rules.make import make_rule
 from coserve.model.lora import LoraWeights
-from coserve.types import LoraSettings, Optimizer, TrainingSettings
 from tests.support.finetuning import tiny_base
 
 RuleMaker = Callable[[Sequence[WeightRange], TrainingSettings], UpdateRule]

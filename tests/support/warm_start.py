@@ -12,7 +12,7 @@ import json
 import sys
 
 from coserve.config import config_from_json
-from coserve.warmup.launch import start_warm_up
+from coserve.engine.warmup.launch import start_warm_up
 
 REPEATED = (
     "profile",
@@ -33,14 +33,14 @@ async def start(settings: str) -> dict[str, object]:
     assert started is not None
     from torch._dynamo.utils import counters
 
+    from coserve.core.link import Generate, Shutdown, Tokens, local_pair
+    from coserve.core.types import SamplingParams, Slo
     from coserve.engine.spatial.training_stream import make_training_stream
     from coserve.engine.warming.compilations import watch_compilations
     from coserve.engine.warming.follow import follow
     from coserve.engine.warming.part_runner import make_part_runner
     from coserve.engine.worker import build_engine
-    from coserve.link import Generate, Shutdown, Tokens, local_pair
     from coserve.model.base import load_base
-    from coserve.types import SamplingParams, Slo
 
     compilations = watch_compilations()
     base = load_base(config.model, device=config.device, dtype=config.dtype, load_format=config.load_format)

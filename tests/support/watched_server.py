@@ -24,12 +24,12 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from coserve.garbage import freeze_and_collect_young
-from coserve.link import MAX_PROMPT_LOGPROBS, Admitted, EngineReady, Generate, Tokens
-from coserve.logprobs import PackedLogprobs
-from coserve.schemas import JobEvent
+from coserve.core.garbage import freeze_and_collect_young
+from coserve.core.link import MAX_PROMPT_LOGPROBS, Admitted, EngineReady, Generate, Tokens
+from coserve.core.logprobs import PackedLogprobs
+from coserve.core.schemas import JobEvent
+from coserve.core.types import FinishReason, JobState, TokenLogprob
 from coserve.state.folder import DataFolder
-from coserve.types import FinishReason, JobState, TokenLogprob
 from tests.support.api_server import serve_api
 from tests.support.fake_engine import FakeEngine
 from tests.support.records import make_adapter, make_job, make_metrics

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coserve.warmup import key
+from coserve.engine.warmup import key
 
 CODE = [f"{name}/code.py" for name in key.SOURCES if not name.endswith(".py")] + [
     name for name in key.SOURCES if name.endswith(".py")

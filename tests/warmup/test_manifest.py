@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve.config import Config
-from coserve.warmup.gpu import Gpu
-from coserve.warmup.key import cache_folder, cache_root, compiler_environment, key_fields, shape_key
-from coserve.warmup.launch import plan_warm_up
-from coserve.warmup.manifest import Manifest, clear, load, save
+from coserve.engine.warmup.gpu import Gpu
+from coserve.engine.warmup.key import cache_folder, cache_root, compiler_environment, key_fields, shape_key
+from coserve.engine.warmup.launch import plan_warm_up
+from coserve.engine.warmup.manifest import Manifest, clear, load, save
 
 FIELDS = {"torch": "1", "gpu": "H200"}
 GPU = Gpu("NVIDIA H200", "9.0", 12080, 141 << 30)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coserve.engine.warmup.parts import GEMM_ROWS, GEMMS, LAYERS, RANKS, Part, PartSchedule, all_parts, gpu_of, units
 from coserve.generate.execution.graph_sizes import LORA_RANKS
 from coserve.kernels.gemm import skinny
-from coserve.warmup.parts import GEMM_ROWS, GEMMS, LAYERS, RANKS, Part, PartSchedule, all_parts, gpu_of, units
 
 Case = tuple[list[Part], set[str]]
 

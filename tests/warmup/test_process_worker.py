@@ -12,12 +12,12 @@ import msgspec
 import pytest
 
 from coserve.config import Config, config_to_json
-from coserve.processes import spawn_child
-from coserve.warmup import warm_up
-from coserve.warmup.launch import MODULE
-from coserve.warmup.messages import Progress, WarmUpTask
-from coserve.warmup.parts import Part
-from coserve.warmup.workers import DIED, ProcessWorker
+from coserve.core.processes import spawn_child
+from coserve.engine.warmup import warm_up
+from coserve.engine.warmup.launch import MODULE
+from coserve.engine.warmup.messages import Progress, WarmUpTask
+from coserve.engine.warmup.parts import Part
+from coserve.engine.warmup.workers import DIED, ProcessWorker
 
 
 async def start(folder: Path) -> ProcessWorker:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from coserve.warmup import manifest
-from coserve.warmup.messages import PartReport, Progress, WarmUpTask
-from coserve.warmup.parts import Part
-from coserve.warmup.warm_up import compile_parts
-from coserve.warmup.workers import DIED
+from coserve.engine.warmup import manifest
+from coserve.engine.warmup.messages import PartReport, Progress, WarmUpTask
+from coserve.engine.warmup.parts import Part
+from coserve.engine.warmup.warm_up import compile_parts
+from coserve.engine.warmup.workers import DIED
 
 PARTS = (Part("a", 4), Part("b", 4), Part("c", 4, frozenset({"a"})))
 FIELDS = {"gpu": "H200"}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.errors import InvalidRequest
+from coserve.core.errors import InvalidRequest
 from coserve.workloads.arrivals import Arrivals, Pattern, Process, arrival_times
 
 RATES = st.floats(0.1, 50)

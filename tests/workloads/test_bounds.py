@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from coserve.cli.app import run as command_line
-from coserve.errors import InvalidRequest
+from coserve.core.errors import InvalidRequest
 from coserve.workloads.bounds import SETTINGS
 from coserve.workloads.opening import open_workload
 from coserve.workloads.presets import PRESETS

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coserve.errors import InvalidRequest, MalformedRow
+from coserve.core.errors import InvalidRequest, MalformedRow
 from coserve.workloads.formats.burstgpt import read_burstgpt
 from coserve.workloads.formats.json_stream import read_objects
 from coserve.workloads.formats.lines import Recorded, read_lines

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 from aiohttp import web
 
-from coserve.errors import CoserveError, InternalError, Unreachable
+from coserve.core.errors import CoserveError, InternalError, Unreachable
 from coserve.workloads.gauges import read_snapshot
 from coserve.workloads.openai_target import OpenAITarget
 from coserve.workloads.replay import ReplayResult, Rest, Sample, replay

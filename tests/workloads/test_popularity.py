@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.errors import InvalidRequest
+from coserve.core.errors import InvalidRequest
 from coserve.workloads.popularity import Popularity, Shape, choices, shares
 
 POPULARITY = st.builds(Popularity, shape=st.sampled_from(Shape), exponent=st.floats(1, 4))

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.corpus.rows import parse_row
-from coserve.errors import CoserveError, EmptyCorpus, InvalidRequest, MalformedRow
+from coserve.core.errors import CoserveError, EmptyCorpus, InvalidRequest, MalformedRow
+from coserve.data.corpus.rows import parse_row
 from coserve.workloads.arrivals import Pattern, Process
 from coserve.workloads.bundled import bundled_prompts, bundled_rows
 from coserve.workloads.lengths import Lengths

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from coserve.errors import InvalidRequest
-from coserve.types import JobState
+from coserve.core.errors import InvalidRequest
+from coserve.core.types import JobState
 from coserve.workloads.gauges import Snapshot
 from coserve.workloads.metrics import Limits
 from coserve.workloads.replay import JobSample, ReplayResult, Sample

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from coserve.cli import app
-from coserve.errors import ConfigError, InvalidRequest
-from coserve.types import TrainingSettings
+from coserve.core.errors import ConfigError, InvalidRequest
+from coserve.core.types import TrainingSettings
 from coserve.workloads.arrivals import Pattern, Process
 from coserve.workloads.bundled import bundled_rows
 from coserve.workloads.lengths import Lengths

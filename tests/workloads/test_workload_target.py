@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from coserve.client import AsyncClient, MockTransport, Request, Response
-from coserve.errors import AdapterNotFound, InvalidRequest, QueueFull, Unreachable
-from coserve.schemas import Adapter, DeletedAdapter, ErrorBody, ErrorInfo, GenerateChunk, Job, JobEvent
-from coserve.step_metrics import StepMetrics
-from coserve.types import JobState, LoraSettings, TrainingSettings
+from coserve.core.errors import AdapterNotFound, InvalidRequest, QueueFull, Unreachable
+from coserve.core.schemas import Adapter, DeletedAdapter, ErrorBody, ErrorInfo, GenerateChunk, Job, JobEvent
+from coserve.core.step_metrics import StepMetrics
+from coserve.core.types import JobState, LoraSettings, TrainingSettings
 from coserve.workloads.replay import ReplayResult, Rest, replay
 from coserve.workloads.scenario import Scenario
 from coserve.workloads.summary import summarise

@@ -15,24 +15,25 @@ from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, s
 from pathlib import Path
 from typing import TypeVar
 
-from coserve.adapters.archive import AdapterArchive
 from coserve.api.adapters.in_use import AdaptersInUse
 from coserve.api.adapters.inspection import Inspection
 from coserve.api.adapters.size import refuse_too_large
 from coserve.api.engine_client import EngineClient
 from coserve.api.http.parsing import local_path
-from coserve.cancellation import uncancelled
 from coserve.config import Config
-from coserve.errors import (
+from coserve.core.cancellation import uncancelled
+from coserve.core.errors import (
     EngineUnavailable,
     InvalidRequest,
     StorageError,
     UnsafeAdapter,
 )
-from coserve.link import DropAdapter
-from coserve.names import ADAPTER_FILES
-from coserve.offload.pool import HelperPool
-from coserve.schemas import Adapter, AdapterList, DeletedAdapter, ImportRequest
+from coserve.core.link import DropAdapter
+from coserve.core.names import ADAPTER_FILES
+from coserve.core.schemas import Adapter, AdapterList, DeletedAdapter, ImportRequest
+from coserve.core.types import AdapterRef, BaseSpec
+from coserve.data.offload.pool import HelperPool
+from coserve.lora.files.archive import AdapterArchive
 from coserve.state.commits import Commits
 from coserve.state.durable import remove_dir, replace_dir
 from coserve.state.failpoints import failpoint
@@ -40,7 +41,6 @@ from coserve.state.folder import DataFolder
 from coserve.state.records import AdapterRecord
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
-from coserve.types import AdapterRef, BaseSpec
 
 log = logging.getLogger(__name__)
 

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import msgspec
 
-from coserve.adapters.conversion import ConversionOptions, ConversionReport, convert_adapter
 from coserve.api.adapters.catalog import AdapterCatalog, refuse_base_name
 from coserve.api.adapters.lookup import find_adapter
 from coserve.api.engine_client import EngineClient
-from coserve.cancellation import uncancelled, uncancelled_thread
-from coserve.errors import AdapterError, InvalidRequest, StorageError
-from coserve.names import NAME_RULE, is_name
-from coserve.offload.pool import HelperPool
-from coserve.offload.protocol import TaskContext
-from coserve.schemas import Adapter, ConvertedAdapter, ConvertRequest, Distillation, FinetuneRequest, Job
+from coserve.core.cancellation import uncancelled, uncancelled_thread
+from coserve.core.errors import AdapterError, InvalidRequest, StorageError
+from coserve.core.names import NAME_RULE, is_name
+from coserve.core.schemas import Adapter, ConvertedAdapter, ConvertRequest, Distillation, FinetuneRequest, Job
+from coserve.core.types import AdapterDigests, AdapterRef, BaseSpec
+from coserve.data.offload.pool import HelperPool
+from coserve.data.offload.protocol import TaskContext
+from coserve.lora.files.conversion import ConversionOptions, ConversionReport, convert_adapter
 from coserve.state.folder import DataFolder
 from coserve.state.thread import RegistryThread
-from coserve.types import AdapterDigests, AdapterRef, BaseSpec
 
 NICENESS = 10
 """The engine and the API come first."""

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from coserve.errors import AdapterBusy
-from coserve.types import AdapterRef
+from coserve.core.errors import AdapterBusy
+from coserve.core.types import AdapterRef
 
 
 class AdaptersInUse:

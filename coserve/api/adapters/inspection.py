@@ -11,15 +11,15 @@ from pathlib import Path
 
 import msgspec
 
-from coserve.adapters.peft import inspect_adapter
-from coserve.adapters.record import record_adapter
-from coserve.adapters.tensorfile import open_regular
-from coserve.errors import CoserveError, StorageError
-from coserve.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from coserve.offload.pool import HelperPool
-from coserve.offload.protocol import TaskContext
+from coserve.core.errors import CoserveError, StorageError
+from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from coserve.core.types import AdapterRef, BaseSpec, LoraSettings
+from coserve.data.offload.pool import HelperPool
+from coserve.data.offload.protocol import TaskContext
+from coserve.lora.files.peft import inspect_adapter
+from coserve.lora.files.record import record_adapter
+from coserve.lora.files.tensorfile import open_regular
 from coserve.state.records import AdapterRecord
-from coserve.types import AdapterRef, BaseSpec, LoraSettings
 
 MAX_THREAD_BYTES = 256 << 10
 """Most JSON, in config and weights' header together, that a thread reads."""

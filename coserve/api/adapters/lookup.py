@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from coserve.errors import AdapterNotFound, BaseMismatch
+from coserve.core.errors import AdapterNotFound, BaseMismatch
+from coserve.core.types import BaseSpec
 from coserve.state.records import AdapterRecord
 from coserve.state.thread import RegistryThread
-from coserve.types import BaseSpec
 
 
 async def find_adapter(

@@ -6,8 +6,8 @@ import asyncio
 
 from coserve.admission.pool import check_can_be_served
 from coserve.config import Config
-from coserve.gpu_memory import PoolShape
-from coserve.types import BaseSpec, LoraSettings
+from coserve.core.gpu_memory import PoolShape
+from coserve.core.types import BaseSpec, LoraSettings
 
 
 async def refuse_too_large(

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from coserve.chat.messages import Chat, for_template
-from coserve.errors import InvalidRequest, PromptTooLong
-from coserve.offload.pool import HelperPool
-from coserve.offload.protocol import TaskContext
-from coserve.pretrained.tokenizer import Tokenizer
+from coserve.core.errors import InvalidRequest, PromptTooLong
+from coserve.core.messages import Chat, for_template
+from coserve.data.offload.pool import HelperPool
+from coserve.data.offload.protocol import TaskContext
+from coserve.data.pretrained.tokenizer import Tokenizer
 
 MAX_INLINE_CHARACTERS = 4096
 """Most characters to tokenise on the event loop."""

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from coserve.api.generation.stop_strings import StopStrings
-from coserve.link import Tokens
-from coserve.pretrained.tokenizer import Detokenizer, Tokenizer
-from coserve.schemas import ChosenLogprob, Logprob, PromptLogprob
-from coserve.types import FinishReason, TokenLogprob
+from coserve.core.link import Tokens
+from coserve.core.schemas import ChosenLogprob, Logprob, PromptLogprob
+from coserve.core.types import FinishReason, TokenLogprob
+from coserve.data.pretrained.tokenizer import Detokenizer, Tokenizer
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,15 @@ from coserve.api.generation.turns import Turns
 from coserve.api.generation.waiting_limit import WaitingLimit
 from coserve.api.metrics.prometheus import Metrics
 from coserve.config import Config
-from coserve.errors import EngineUnavailable, Overloaded, QueueFull, error_from_code
-from coserve.link import Admitted, CancelRequest, Generate, RequestFailed, Tokens
-from coserve.logprobs import BYTES_PER_TOP
-from coserve.names import split_ref
-from coserve.pretrained.tokenizer import Tokenizer
-from coserve.schemas import GenerateChunk, GenerateRequest
+from coserve.core.errors import EngineUnavailable, Overloaded, QueueFull, error_from_code
+from coserve.core.link import Admitted, CancelRequest, Generate, RequestFailed, Tokens
+from coserve.core.logprobs import BYTES_PER_TOP
+from coserve.core.names import split_ref
+from coserve.core.schemas import GenerateChunk, GenerateRequest
+from coserve.core.types import AdapterDigests, AdapterRef, Slo
+from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.records import AdapterRecord
 from coserve.state.thread import RegistryThread
-from coserve.types import AdapterDigests, AdapterRef, Slo
 
 MAX_PROMPT_SCORES = 1 << 21
 """Most prompt log-probabilities that all requests in flight may ask for together."""

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Seque
 from contextlib import aclosing
 from typing import TypeVar
 
-from coserve.cancellation import uncancelled
-from coserve.schemas import GenerateChunk
+from coserve.core.cancellation import uncancelled
+from coserve.core.schemas import GenerateChunk
 
 Chunks = AsyncGenerator[GenerateChunk, None]
 ChunkQueue = asyncio.Queue[tuple[int, GenerateChunk | Exception | None]]

@@ -6,8 +6,8 @@ import asyncio
 from collections import deque
 from itertools import chain
 
-from coserve.link import MAX_PROMPT_LOGPROBS, Admitted, RequestFailed, Tokens
-from coserve.logprobs import PackedLogprobs
+from coserve.core.link import MAX_PROMPT_LOGPROBS, Admitted, RequestFailed, Tokens
+from coserve.core.logprobs import PackedLogprobs
 
 MAX_MERGED = MAX_PROMPT_LOGPROBS
 """Most tokens and prompt positions in one merged message: what becomes text in one turn of the event loop."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from coserve.api.generation.async_tokenizer import AsyncTokenizer, check_tokens
-from coserve.chat.messages import Chat, characters
-from coserve.errors import EmptyPrompt, InvalidRequest, PromptTooLong
-from coserve.limits import MAX_PROMPT_LOGPROBS
-from coserve.schemas import GenerateRequest
-from coserve.types import BaseSpec, SamplingParams
+from coserve.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong
+from coserve.core.limits import MAX_PROMPT_LOGPROBS
+from coserve.core.messages import Chat, characters
+from coserve.core.schemas import GenerateRequest
+from coserve.core.types import BaseSpec, SamplingParams
 
 LONGEST_TOKEN = 256
 """Characters. A text longer than this times the context is refused before it is tokenised."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coserve.pretrained.tokenizer import Tokenizer
-from coserve.schemas import GenerateRequest
+from coserve.core.schemas import GenerateRequest
+from coserve.data.pretrained.tokenizer import Tokenizer
 
 
 def stop_texts(request: GenerateRequest) -> list[str]:

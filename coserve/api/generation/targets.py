@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from coserve.config import Config
-from coserve.schemas import GenerateRequest
-from coserve.types import Slo
+from coserve.core.schemas import GenerateRequest
+from coserve.core.types import Slo
 
 
 def targets_of(request: GenerateRequest, config: Config, *, device: str, sheds: bool = True) -> Slo:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from coserve.errors import InvalidRequest, QueueFull
+from coserve.core.errors import InvalidRequest, QueueFull
 
 
 class WaitingLimit:

@@ -28,17 +28,17 @@ from coserve.api.http.decode_tasks import (
 )
 from coserve.api.http.parsing import decode_json
 from coserve.api.http.server import ask_for_body
-from coserve.cancellation import uncancelled_thread
-from coserve.errors import (
+from coserve.core.cancellation import uncancelled_thread
+from coserve.core.errors import (
     BodyTooLarge,
     InvalidRequest,
     QueueFull,
     RequestTimeout,
     UnsupportedEncoding,
 )
-from coserve.offload.pool import HelperPool
-from coserve.offload.protocol import name_of
-from coserve.schemas import FinetuneRequest
+from coserve.core.schemas import FinetuneRequest
+from coserve.data.offload.pool import HelperPool
+from coserve.data.offload.protocol import name_of
 
 MAX_JSON_BYTES = 16 << 20
 """Largest JSON body; a larger corpus goes as a file."""

@@ -7,8 +7,8 @@ from functools import cache
 
 from msgspec.inspect import ListType, StructType, Type, type_info
 
-from coserve.errors import InvalidRequest
-from coserve.validation import members
+from coserve.core.errors import InvalidRequest
+from coserve.core.validation import members
 
 DEPTH = 8
 """Most levels of a field's value to search for content; deeper values count as not empty."""

@@ -19,8 +19,8 @@ from aiohttp.typedefs import Middleware
 from coserve.api.http.limits import RESERVE
 from coserve.api.http.responses import NATIVE_ERRORS
 from coserve.api.http.security import Handler
-from coserve.errors import TooManyConnections
-from coserve.logs.throttled import ThrottledLog
+from coserve.core.errors import TooManyConnections
+from coserve.core.logs.throttled import ThrottledLog
 
 log = logging.getLogger(__name__)
 

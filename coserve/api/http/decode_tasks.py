@@ -11,10 +11,10 @@ import msgspec
 from coserve.api.generation.async_tokenizer import MAX_INLINE_CHARACTERS, check_tokens
 from coserve.api.generation.prompts import check_characters
 from coserve.api.http.parsing import decode_dialect, decode_json
-from coserve.errors import CoserveError, InvalidRequest
-from coserve.offload.protocol import Failure, TaskContext, error_of, failure_of, find, name_of
-from coserve.pretrained.tokenizer import Tokenizer
-from coserve.schemas import FinetuneRequest
+from coserve.core.errors import CoserveError, InvalidRequest
+from coserve.core.schemas import FinetuneRequest
+from coserve.data.offload.protocol import Failure, TaskContext, error_of, failure_of, find, name_of
+from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.durable import disk_errors
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from coserve.api.http.security import Handler
-from coserve.garbage import IDLE, GarbageCollection
+from coserve.core.garbage import IDLE, GarbageCollection
 
 
 class IdleCollection:

@@ -7,7 +7,7 @@ import logging
 import resource
 from typing import Final
 
-from coserve.processes import allow_more_files
+from coserve.core.processes import allow_more_files
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import msgspec
 from coserve import __version__
 from coserve.api.http.field_docs import describe_fields
 from coserve.api.http.route import ALWAYS, BUSY, UNAVAILABLE, Route, Schema
-from coserve.limits import PAGE_LIMIT, PAGE_SIZE
+from coserve.core.limits import PAGE_LIMIT, PAGE_SIZE
 
 _REF = "#/components/schemas/{name}"
 _QUERY: dict[str, dict[str, Any]] = {

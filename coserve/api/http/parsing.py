@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from coserve.api.http.body_types import drop_empty
-from coserve.errors import ForbiddenPath, InvalidRequest, MalformedJson, NotFound, UnknownField
-from coserve.hints import UNSUPPORTED
-from coserve.limits import PAGE_LIMIT, PAGE_SIZE
-from coserve.names import NAME_RULE, is_adapter_ref, split_ref
+from coserve.core.errors import ForbiddenPath, InvalidRequest, MalformedJson, NotFound, UnknownField
+from coserve.core.hints import UNSUPPORTED
+from coserve.core.limits import PAGE_LIMIT, PAGE_SIZE
+from coserve.core.names import NAME_RULE, is_adapter_ref, split_ref
+from coserve.core.validation import MAX_FIELD, explain
 from coserve.state.durable import disk_errors
-from coserve.validation import MAX_FIELD, explain
 
 T = TypeVar("T")
 

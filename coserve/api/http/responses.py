@@ -12,8 +12,8 @@ from aiohttp import web
 from msgspec import UNSET
 
 from coserve.api.http.json_blocks import JSON, VALUES_AT_ONCE, LargeJsonResponse, count_values
-from coserve.errors import CapacityError, CorpusError, CoserveError, InternalError, QueueFull
-from coserve.schemas import ErrorBody, ErrorInfo
+from coserve.core.errors import CapacityError, CorpusError, CoserveError, InternalError, QueueFull
+from coserve.core.schemas import ErrorBody, ErrorInfo
 
 CHUNK = 256 << 10
 """Bytes that are written to a connection at once."""

@@ -18,7 +18,7 @@ from aiohttp.typedefs import Middleware
 
 from coserve.api.http.responses import ErrorFormat, error_response
 from coserve.config import Config
-from coserve.errors import (
+from coserve.core.errors import (
     BodyTooLarge,
     CoserveError,
     ForbiddenOrigin,

@@ -26,7 +26,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from coserve.api.http.connections import CappedRunner, Connections
 from coserve.api.http.json_blocks import JSON
 from coserve.api.http.responses import NATIVE_ERRORS
-from coserve.errors import CoserveError, HeadersTooLarge, InternalError, InvalidRequest
+from coserve.core.errors import CoserveError, HeadersTooLarge, InternalError, InvalidRequest
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from coserve.errors import CoserveError
+from coserve.core.errors import CoserveError
 
 T = TypeVar("T", bound=msgspec.Struct)
 _encoder = msgspec.json.Encoder()

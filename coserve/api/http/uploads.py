@@ -15,9 +15,9 @@ from aiohttp import BodyPartReader, MultipartReader, web
 from coserve.api.http.bodies import CHUNK, BodyReader, body_errors, check_head, check_size
 from coserve.api.http.multipart import multipart_reader
 from coserve.api.http.server import ask_for_body
-from coserve.cancellation import uncancelled_thread
-from coserve.errors import BodyTooLarge, InvalidRequest, QueueFull, UnsafeAdapter, UnsupportedEncoding
-from coserve.names import PICKLE_SUFFIXES
+from coserve.core.cancellation import uncancelled_thread
+from coserve.core.errors import BodyTooLarge, InvalidRequest, QueueFull, UnsafeAdapter, UnsupportedEncoding
+from coserve.core.names import PICKLE_SUFFIXES
 from coserve.state.durable import disk_errors
 
 MAX_SETTINGS_BYTES = 1 << 20

@@ -13,13 +13,13 @@ from coserve.api.adapters.lookup import find_adapter
 from coserve.api.engine_client import EngineClient
 from coserve.api.jobs.conflicts import waiting_text
 from coserve.api.jobs.recorder import JobRecorder
-from coserve.errors import AdapterNotFound, CapacityError, CoserveError, HelperLost, StorageError
-from coserve.schemas import ErrorInfo
+from coserve.core.errors import AdapterNotFound, CapacityError, CoserveError, HelperLost, StorageError
+from coserve.core.schemas import ErrorInfo
+from coserve.core.types import AdapterRef, JobState, LoraSettings
 from coserve.state.folder import DataFolder
 from coserve.state.records import AdapterRecord, JobRecord
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
-from coserve.types import AdapterRef, JobState, LoraSettings
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from coserve.errors import AdapterBusy
-from coserve.names import split_ref
-from coserve.schemas import FinetuneRequest
+from coserve.core.errors import AdapterBusy
+from coserve.core.names import split_ref
+from coserve.core.schemas import FinetuneRequest
 from coserve.state.records import JobRecord
 from coserve.state.registry import Registry
 

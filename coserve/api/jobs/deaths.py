@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coserve.errors import EngineCrashed
-from coserve.schemas import ErrorInfo
+from coserve.core.errors import EngineCrashed
+from coserve.core.schemas import ErrorInfo
 
 MAX_DEATHS = 3
 """A job is paused after this many engines in a row died while it ran, if it got no further in between."""

@@ -6,8 +6,8 @@ import asyncio
 import logging
 
 from coserve.api.jobs.recorder import JobRecorder
-from coserve.errors import StorageError
-from coserve.schemas import DeletedJob
+from coserve.core.errors import StorageError
+from coserve.core.schemas import DeletedJob
 from coserve.state.durable import remove_dir
 from coserve.state.folder import DataFolder
 from coserve.state.thread import RegistryThread

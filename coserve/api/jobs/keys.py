@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
 
-from coserve.errors import QueueFull
+from coserve.core.errors import QueueFull
 
 
 class IdempotencyKeys:

@@ -28,12 +28,13 @@ from coserve.api.jobs.submission import Submission
 from coserve.api.jobs.views import JobViews
 from coserve.api.stopping import Stopping
 from coserve.config import Config
-from coserve.corpus.staging import PendingCorpus
-from coserve.errors import CoserveError, EngineUnavailable, InvalidRequest, QueueFull, WrongJobState
-from coserve.link import CancelJob, PauseJob, ResumeJob, StartJob
-from coserve.offload.pool import HelperPool
-from coserve.pretrained.tokenizer import Tokenizer
-from coserve.schemas import DeletedJob, FinetuneRequest, Job, JobList
+from coserve.core.errors import CoserveError, EngineUnavailable, InvalidRequest, QueueFull, WrongJobState
+from coserve.core.link import CancelJob, PauseJob, ResumeJob, StartJob
+from coserve.core.schemas import DeletedJob, FinetuneRequest, Job, JobList
+from coserve.core.types import JobState
+from coserve.data.corpus.staging import PendingCorpus
+from coserve.data.offload.pool import HelperPool
+from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.commits import Commits
 from coserve.state.durable import remove_dir
 from coserve.state.failpoints import failpoint
@@ -42,7 +43,6 @@ from coserve.state.records import JobRecord
 from coserve.state.recover import drop_unrecorded_checkpoints, recover
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
-from coserve.types import JobState
 
 log = logging.getLogger(__name__)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 
-from coserve.corpus.findings import count_beginning, count_without
-from coserve.corpus.staging import PendingCorpus
-from coserve.corpus.tokenized import Corpus
-from coserve.errors import CoserveError
-from coserve.pretrained.tokenizer import Tokenizer
+from coserve.core.errors import CoserveError
+from coserve.core.types import JobSpec
+from coserve.data.corpus.findings import count_beginning, count_without
+from coserve.data.corpus.staging import PendingCorpus
+from coserve.data.corpus.tokenized import Corpus
+from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.registry import Registry
-from coserve.types import JobSpec
 
 log = logging.getLogger(__name__)
 

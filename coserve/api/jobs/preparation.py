@@ -18,11 +18,14 @@ from typing import TypeVar
 
 import msgspec
 
-from coserve.cancellation import uncancelled_thread
-from coserve.corpus.columns import Columns
-from coserve.corpus.rows import LIMITS, CorpusLimits
-from coserve.corpus.sources import Piece
-from coserve.corpus.staging import (
+from coserve.core.cancellation import uncancelled_thread
+from coserve.core.errors import CorpusError, EmptyCorpus
+from coserve.core.schemas import Job, Preparing, SubmissionEvent
+from coserve.core.types import TrainOn
+from coserve.data.corpus.columns import Columns
+from coserve.data.corpus.rows import LIMITS, CorpusLimits
+from coserve.data.corpus.sources import Piece
+from coserve.data.corpus.staging import (
     CorpusPart,
     JoinParts,
     Split,
@@ -33,11 +36,8 @@ from coserve.corpus.staging import (
     split_into_pieces,
     tokenize_piece,
 )
-from coserve.corpus.tokenize import NO_ROWS
-from coserve.errors import CorpusError, EmptyCorpus
-from coserve.offload.pool import HelperPool
-from coserve.schemas import Job, Preparing, SubmissionEvent
-from coserve.types import TrainOn
+from coserve.data.corpus.tokenize import NO_ROWS
+from coserve.data.offload.pool import HelperPool
 
 T = TypeVar("T")
 Show = Callable[[Preparing], None]

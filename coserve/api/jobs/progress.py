@@ -11,9 +11,9 @@ from functools import partial
 
 from coserve.api.jobs.watchers import JobWatchers
 from coserve.api.metrics.prometheus import Metrics
-from coserve.errors import CoserveError, JobNotFound, StorageError, WrongJobState
-from coserve.link import JobCheckpoint, JobNote, JobProgress
-from coserve.schemas import Sample
+from coserve.core.errors import CoserveError, JobNotFound, StorageError, WrongJobState
+from coserve.core.link import JobCheckpoint, JobNote, JobProgress
+from coserve.core.schemas import Sample
 from coserve.state.registry import Registry
 from coserve.state.retries import Retries
 from coserve.state.thread import RegistryThread

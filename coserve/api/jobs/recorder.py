@@ -11,12 +11,11 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-from coserve.adapters.record import record_adapter
 from coserve.api.engine_client import EngineClient
 from coserve.api.jobs.progress import Progress, ProgressWriter
 from coserve.api.jobs.watchers import JobWatchers
 from coserve.api.metrics.prometheus import Metrics
-from coserve.errors import (
+from coserve.core.errors import (
     AdapterError,
     CoserveError,
     EngineUnavailable,
@@ -26,7 +25,7 @@ from coserve.errors import (
     StorageError,
     WrongJobState,
 )
-from coserve.link import (
+from coserve.core.link import (
     CancelJob,
     DropAdapter,
     JobCancelled,
@@ -36,14 +35,15 @@ from coserve.link import (
     JobSucceeded,
     JobWaiting,
 )
-from coserve.schemas import ErrorInfo
+from coserve.core.schemas import ErrorInfo
+from coserve.core.types import AdapterRef, JobState
+from coserve.lora.files.record import record_adapter
 from coserve.state.durable import remove_dir
 from coserve.state.folder import DataFolder
 from coserve.state.records import JobRecord
 from coserve.state.registry import Registry
 from coserve.state.retries import FOR_EVER, Backoff, Retries
 from coserve.state.thread import RegistryThread
-from coserve.types import AdapterRef, JobState
 
 log = logging.getLogger(__name__)
 

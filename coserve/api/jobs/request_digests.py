@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from coserve.errors import IdempotencyMismatch
-from coserve.schemas import FinetuneRequest
+from coserve.core.errors import IdempotencyMismatch
+from coserve.core.schemas import FinetuneRequest
 from coserve.state.records import JobRecord
 
 LENGTH = 16

@@ -10,15 +10,15 @@ from contextlib import aclosing, suppress
 from coserve.api.engine_client import EngineClient
 from coserve.api.generation.in_flight import InFlightRequests
 from coserve.api.jobs.progress import JobSample, Progress
-from coserve.chat.messages import ChatMessage
-from coserve.errors import CoserveError, EngineUnavailable
-from coserve.link import JobNote, JobSnapshot, SnapshotDone
-from coserve.schemas import Finish, GenerateRequest, Sample
+from coserve.core.errors import CoserveError, EngineUnavailable
+from coserve.core.link import JobNote, JobSnapshot, SnapshotDone
+from coserve.core.messages import ChatMessage
+from coserve.core.schemas import Finish, GenerateRequest, Sample
+from coserve.core.types import JobSpec, TrainingRequest
 from coserve.state.missing_samples import without_samples
 from coserve.state.records import JobRecord
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
-from coserve.types import JobSpec, TrainingRequest
 
 log = logging.getLogger(__name__)
 

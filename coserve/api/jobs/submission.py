@@ -12,8 +12,6 @@ from typing import Any
 
 import msgspec
 
-from coserve.adapters.peft import config_file
-from coserve.adapters.targets import resolve_targets, target_sites
 from coserve.admission.memory import check_fits
 from coserve.admission.optimizers import check_optimizer
 from coserve.admission.ranks import check_ranks
@@ -28,30 +26,32 @@ from coserve.api.jobs.conflicts import last_job, refuse_conflict, serialised
 from coserve.api.jobs.notes import row_notes
 from coserve.api.jobs.preparation import CorpusPreparation, Report, Show, Tokenization
 from coserve.api.jobs.sampling import sample_request
-from coserve.cancellation import uncancelled_thread
 from coserve.config import Config
-from coserve.corpus.batch_plan import BatchPlan
-from coserve.corpus.columns import Columns, unused_notes
-from coserve.corpus.conversion import is_json_lines
-from coserve.corpus.defaults import choose_training
-from coserve.corpus.jsonl import parse_jsonl
-from coserve.corpus.limits import check_training, longest_row
-from coserve.corpus.rows import ChatRow, PreferenceRow, Row, parse_rows
-from coserve.corpus.sources import is_dataset
-from coserve.corpus.staging import PendingCorpus
-from coserve.corpus.tokenize import tokenize_rows
-from coserve.errors import CoserveError, InvalidRequest, RequestError
-from coserve.gpu_memory import MemoryModel, PoolShape
-from coserve.names import split_ref
-from coserve.offload.pool import HelperPool
-from coserve.pretrained.tokenizer import Tokenizer
-from coserve.schemas import FinetuneRequest, Preparing
+from coserve.core.cancellation import uncancelled_thread
+from coserve.core.errors import CoserveError, InvalidRequest, RequestError
+from coserve.core.gpu_memory import MemoryModel, PoolShape
+from coserve.core.names import split_ref
+from coserve.core.schemas import FinetuneRequest, Preparing
+from coserve.core.types import AdapterRef, BaseSpec, JobSpec, JobState, LoraSettings, Teacher, TrainingRequest
+from coserve.data.corpus.batch_plan import BatchPlan
+from coserve.data.corpus.columns import Columns, unused_notes
+from coserve.data.corpus.conversion import is_json_lines
+from coserve.data.corpus.defaults import choose_training
+from coserve.data.corpus.jsonl import parse_jsonl
+from coserve.data.corpus.limits import check_training, longest_row
+from coserve.data.corpus.rows import ChatRow, PreferenceRow, Row, parse_rows
+from coserve.data.corpus.sources import is_dataset
+from coserve.data.corpus.staging import PendingCorpus
+from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.offload.pool import HelperPool
+from coserve.data.pretrained.tokenizer import Tokenizer
+from coserve.lora.files.peft import config_file
+from coserve.lora.files.targets import resolve_targets, target_sites
 from coserve.state.durable import disk_errors
 from coserve.state.folder import DataFolder
 from coserve.state.records import AdapterRecord, JobRecord
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
-from coserve.types import AdapterRef, BaseSpec, JobSpec, JobState, LoraSettings, Teacher, TrainingRequest
 
 SMALL_FILE = 64 << 10
 """Bytes of a file that is tokenised in a thread."""

@@ -7,15 +7,15 @@ import builtins
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
-from coserve.adapters.targets import with_alpha
 from coserve.api.jobs.conflicts import waiting_text
 from coserve.api.jobs.recorder import JobRecorder
-from coserve.errors import EngineUnavailable, QueueFull
-from coserve.schemas import Job, JobEvent, JobList
+from coserve.core.errors import EngineUnavailable, QueueFull
+from coserve.core.schemas import Job, JobEvent, JobList
+from coserve.core.types import JobState
+from coserve.lora.files.targets import with_alpha
 from coserve.state.records import JobRecord
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
-from coserve.types import JobState
 
 MAX_WATCHERS = 256
 """Streams of events at once."""

@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from coserve.types import FinishReason
+from coserve.core.types import FinishReason
 
 _NAMES: dict[str, tuple[str, ...]] = {
     "time_to_first_token_seconds": ("time_to_first_token_seconds",),

@@ -26,10 +26,10 @@ from coserve.api.tgi.errors import TGI_ERRORS
 from coserve.api.tgi.handlers import TgiApi
 from coserve.api.tgi.schemas import TgiRequest
 from coserve.config import Config
-from coserve.errors import InvalidRequest, RequestError
-from coserve.health import Health, Warming
-from coserve.names import ADAPTER_FILES
-from coserve.schemas import (
+from coserve.core.errors import InvalidRequest, RequestError
+from coserve.core.health import Health, Warming
+from coserve.core.names import ADAPTER_FILES
+from coserve.core.schemas import (
     STREAM_END,
     ConvertRequest,
     FinetuneRequest,

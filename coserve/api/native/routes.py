@@ -7,8 +7,8 @@ from coserve.api.http.route import BODY_ERRORS, BUSY, PAGE, Route
 from coserve.api.native.handlers import NativeApi
 from coserve.api.tgi.errors import TGI_ERRORS
 from coserve.api.tgi.schemas import TgiRequest, TgiResponse, TgiStreamEvent
-from coserve.health import Health
-from coserve.schemas import (
+from coserve.core.health import Health
+from coserve.core.schemas import (
     Adapter,
     AdapterList,
     ConvertedAdapter,

@@ -23,8 +23,8 @@ from coserve.api.openai.schemas import (
     StreamOptions,
 )
 from coserve.api.openai.usage import ResponseMeta, UsageCounter, total_usage
-from coserve.pretrained.vocabulary import Vocabulary
-from coserve.schemas import GenerateChunk
+from coserve.core.schemas import GenerateChunk
+from coserve.data.pretrained.vocabulary import Vocabulary
 
 
 class ChatLogprobsBuilder:

@@ -19,7 +19,7 @@ from coserve.api.openai.schemas import (
     StreamOptions,
 )
 from coserve.api.openai.usage import ResponseMeta, UsageCounter, total_usage
-from coserve.schemas import GenerateChunk, Logprob
+from coserve.core.schemas import GenerateChunk, Logprob
 
 Name = Callable[[LogprobEntry | Logprob], str]
 

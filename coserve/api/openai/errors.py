@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coserve.api.http.responses import ErrorFormat, error_info
 from coserve.api.openai.schemas import OpenAIError, OpenAIErrorInfo
-from coserve.errors import AdapterNotFound, CoserveError, NotFound, PromptTooLong, QueueFull, Unauthorized
+from coserve.core.errors import AdapterNotFound, CoserveError, NotFound, PromptTooLong, QueueFull, Unauthorized
 
 PREFIX = "/v1"
 """OpenAI's paths: every error under it has OpenAI's shape."""

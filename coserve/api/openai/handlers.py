@@ -26,8 +26,8 @@ from coserve.api.openai.schemas import ChatRequest, CompletionRequest, SharedPar
 from coserve.api.openai.usage import ResponseMeta, new_meta
 from coserve.api.service import Service
 from coserve.config import Config
-from coserve.errors import AdapterNotFound
-from coserve.schemas import STREAM_END, GenerateRequest
+from coserve.core.errors import AdapterNotFound
+from coserve.core.schemas import STREAM_END, GenerateRequest
 
 PLACEHOLDER_MODELS = ("tgi", "dummy")
 """Model names that TGI's client and huggingface_hub's send to a server with one model."""

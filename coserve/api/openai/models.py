@@ -5,11 +5,11 @@ from __future__ import annotations
 from coserve.api.openai.requests import adapter_of
 from coserve.api.openai.schemas import Model, ModelList
 from coserve.api.service import Service
-from coserve.errors import AdapterNotFound
-from coserve.limits import PAGE_LIMIT
-from coserve.names import split_ref
-from coserve.schemas import Adapter
-from coserve.types import BaseSpec
+from coserve.core.errors import AdapterNotFound
+from coserve.core.limits import PAGE_LIMIT
+from coserve.core.names import split_ref
+from coserve.core.schemas import Adapter
+from coserve.core.types import BaseSpec
 
 
 def _base(spec: BaseSpec, created: float) -> Model:

@@ -14,12 +14,12 @@ from coserve.api.openai.schemas import (
     SharedParams,
     StreamOptions,
 )
-from coserve.chat.messages import ChatMessage, TemplateOptions, Tools
-from coserve.errors import AdapterNotFound, EmptyPrompt, InvalidRequest
-from coserve.limits import MAX_SEED, TokenId
-from coserve.names import is_adapter_ref
-from coserve.schemas import GenerateRequest
-from coserve.types import BaseSpec, SloClass
+from coserve.core.errors import AdapterNotFound, EmptyPrompt, InvalidRequest
+from coserve.core.limits import MAX_SEED, TokenId
+from coserve.core.messages import ChatMessage, TemplateOptions, Tools
+from coserve.core.names import is_adapter_ref
+from coserve.core.schemas import GenerateRequest
+from coserve.core.types import BaseSpec, SloClass
 
 DEFAULT_TOKENS = 16
 """Of `/v1/completions`, as OpenAI has it."""

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from coserve.chat.messages import ChatMessage, TemplateOptions, Tools
-from coserve.limits import (
+from coserve.core.limits import (
     MAX_MESSAGES,
     MAX_TOKENS,
     MAX_TOP_K,
@@ -35,8 +34,9 @@ from coserve.limits import (
     TokenIds,
     TopP,
 )
-from coserve.schemas import Finish, Usage
-from coserve.types import SloClass, Wire
+from coserve.core.messages import ChatMessage, TemplateOptions, Tools
+from coserve.core.schemas import Finish, Usage
+from coserve.core.types import SloClass, Wire
 
 MAX_PROMPTS = 1024
 MAX_SEQUENCES = 1024

@@ -11,8 +11,8 @@ from typing import TypedDict
 from msgspec import UNSET, UnsetType
 
 from coserve.api.openai.schemas import StreamOptions
-from coserve.schemas import GenerateChunk, Usage
-from coserve.types import BaseSpec
+from coserve.core.schemas import GenerateChunk, Usage
+from coserve.core.types import BaseSpec
 
 
 class ResponseMeta(TypedDict):

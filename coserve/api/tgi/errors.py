@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coserve.api.http.responses import ErrorFormat, error_info
 from coserve.api.tgi.schemas import TgiError, TgiErrorType
-from coserve.errors import CoserveError, QueueFull
+from coserve.core.errors import CoserveError, QueueFull
 
 _FIELDS = {"prompt": "inputs", "adapter": "adapter_id", "max_tokens": "max_new_tokens"}
 """TGI's names of our fields."""

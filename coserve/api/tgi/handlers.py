@@ -29,9 +29,9 @@ from coserve.api.tgi.schemas import (
 )
 from coserve.api.tgi.tokens import TgiLogprobsBuilder, finish_reason, token_of, top_tokens
 from coserve.config import Config
-from coserve.errors import CoserveError
-from coserve.limits import MAX_CHOICES, MAX_STOPS
-from coserve.schemas import GenerateChunk, GenerateRequest
+from coserve.core.errors import CoserveError
+from coserve.core.limits import MAX_CHOICES, MAX_STOPS
+from coserve.core.schemas import GenerateChunk, GenerateRequest
 
 
 class TgiApi:

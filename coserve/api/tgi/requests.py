@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from coserve.api.http.body_types import refuse_unless_neutral
 from coserve.api.tgi.schemas import BASE_NAME, TgiParameters, TgiRequest
-from coserve.errors import InvalidRequest
-from coserve.schemas import GenerateRequest
+from coserve.core.errors import InvalidRequest
+from coserve.core.schemas import GenerateRequest
 
 DEFAULT_TOKENS = 100
 

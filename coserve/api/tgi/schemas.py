@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType
 
-from coserve.limits import (
+from coserve.core.limits import (
     Choices,
     LogprobCount,
     Penalty,
@@ -19,8 +19,8 @@ from coserve.limits import (
     TopK,
     TopP,
 )
-from coserve.names import VERSIONED_NAME
-from coserve.types import Wire
+from coserve.core.names import VERSIONED_NAME
+from coserve.core.types import Wire
 
 BASE_NAME = "__base_model__"
 """What LoRAX calls the base where adapters are named."""

@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from coserve.api.generation.full_response import LogprobEntry, floored
 from coserve.api.http.json_blocks import JsonListBuilder
 from coserve.api.tgi.schemas import TgiAlternative, TgiFinish, TgiParameters, TgiPrefillToken, TgiToken
-from coserve.schemas import PromptLogprob
+from coserve.core.schemas import PromptLogprob
 
 
 def finish_reason(reason: str, stop: str | int | None) -> TgiFinish:

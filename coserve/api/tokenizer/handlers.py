@@ -19,12 +19,12 @@ from coserve.api.http.responses import encoded_json, json_response
 from coserve.api.openai.requests import adapter_of
 from coserve.api.openai.schemas import ModelName
 from coserve.api.service import Service
-from coserve.chat.messages import Chat, ChatMessage, TemplateOptions, Tools, characters
-from coserve.errors import InvalidRequest, QueueFull
-from coserve.limits import MAX_MESSAGES, TokenIds
-from coserve.offload.protocol import TaskContext
-from coserve.pretrained.tokenizer import Tokenizer
-from coserve.types import Wire
+from coserve.core.errors import InvalidRequest, QueueFull
+from coserve.core.limits import MAX_MESSAGES, TokenIds
+from coserve.core.messages import Chat, ChatMessage, TemplateOptions, Tools, characters
+from coserve.core.types import Wire
+from coserve.data.offload.protocol import TaskContext
+from coserve.data.pretrained.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 4 << 20
 MAX_TEXTS = 64

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from coserve.cli.bench.run import Route, ServerKind
-from coserve.errors import InvalidRequest
+from coserve.core.errors import InvalidRequest
 from coserve.workloads.opening import unused
 from coserve.workloads.replay import Rest
 

@@ -19,7 +19,7 @@ from coserve.cli.common import DEFAULT_URL, Key, Url
 from coserve.cli.failures import FAILED, usage_errors
 from coserve.cli.settings_help import SettingsCommand
 from coserve.cli.settings_options import settings_command
-from coserve.errors import MalformedRow
+from coserve.core.errors import MalformedRow
 from coserve.workloads.opening import check_requests, check_save, open_workload
 from coserve.workloads.replay import ReplayResult, Rest
 from coserve.workloads.report.conditions import Condition, parse_condition

@@ -16,9 +16,9 @@ from typing import TextIO
 from coserve.cli.bench.progress import BenchProgress, CountedTarget, shown
 from coserve.client import AsyncClient
 from coserve.client.transport import most_connections
-from coserve.errors import InvalidRequest
-from coserve.health import starting_line
-from coserve.processes import allow_more_files
+from coserve.core.errors import InvalidRequest
+from coserve.core.health import starting_line
+from coserve.core.processes import allow_more_files
 from coserve.workloads.openai_target import OpenAITarget
 from coserve.workloads.replay import Probe, ReplayResult, Rest, Target, replay
 from coserve.workloads.target import NO_RETRIES, DaemonTarget

@@ -13,8 +13,8 @@ from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, connect, optimizer
 from coserve.cli.finetuning.settings import column_names, request_settings
 from coserve.cli.job_table import chosen_line, cut_line, preparing_line
 from coserve.cli.jobs import follow_job, print_job, print_note
-from coserve.schemas import OnConflict, Preparing
-from coserve.types import LoraSettings, Optimizer, TrainingRequest, TrainOn
+from coserve.core.schemas import OnConflict, Preparing
+from coserve.core.types import LoraSettings, Optimizer, TrainingRequest, TrainOn
 
 LORA = LoraSettings()
 """Default settings of an adapter."""

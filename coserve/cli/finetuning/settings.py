@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import typer
 
-from coserve.schemas import FinetuneRequest
-from coserve.validation import explain
+from coserve.core.schemas import FinetuneRequest
+from coserve.core.validation import explain
 
 ARGUMENTS = {
     "adapter": "give it as the argument ADAPTER",

@@ -24,7 +24,7 @@ from coserve.cli.generation.options import (
     generate_options,
 )
 from coserve.client import Client, GenerateOptions
-from coserve.errors import CoserveError
+from coserve.core.errors import CoserveError
 
 COMMANDS = "/system TEXT sets the system message (without a text: none), /reset forgets the conversation, Ctrl-D leaves"
 

@@ -10,8 +10,8 @@ import typer
 
 from coserve.cli.common import connect, say_if_starting
 from coserve.client import Client, GenerateOptions
-from coserve.errors import EngineUnavailable
-from coserve.types import SloClass
+from coserve.core.errors import EngineUnavailable
+from coserve.core.types import SloClass
 
 CLASSES: dict[str, SloClass] = {name: name for name in get_args(SloClass)}
 

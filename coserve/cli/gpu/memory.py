@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, connect
-from coserve.errors import ConfigError, EngineUnavailable
-from coserve.gpu_memory import JobUse, MemoryUse
-from coserve.health import starting_line
+from coserve.core.errors import ConfigError, EngineUnavailable
+from coserve.core.gpu_memory import JobUse, MemoryUse
+from coserve.core.health import starting_line
 
 MIB = 1 << 20
 USES = {

@@ -12,15 +12,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from coserve.cli.common import target_names
 from coserve.cli.failures import usage_errors
-from coserve.errors import InvalidRequest
-from coserve.pretrained.source import check_source
-from coserve.profiling import table
-from coserve.profiling.figure import save_figure
-from coserve.profiling.launch import run_profile
-from coserve.profiling.messages import Step
-from coserve.profiling.presets import Preset, preset_request
-from coserve.profiling.report import ProfileReport
-from coserve.profiling.request import Backend, ProfileRequest, check_request, make_workloads
+from coserve.core.errors import InvalidRequest
+from coserve.data.pretrained.source import check_source
+from coserve.engine.profile_request import table
+from coserve.engine.profile_request.figure import save_figure
+from coserve.engine.profile_request.launch import run_profile
+from coserve.engine.profile_request.messages import Step
+from coserve.engine.profile_request.presets import Preset, preset_request
+from coserve.engine.profile_request.report import ProfileReport
+from coserve.engine.profile_request.request import Backend, ProfileRequest, check_request, make_workloads
 
 ALL = "all"
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from coserve.core.types import LoraSettings, TrainingSettings
+from coserve.engine.profile_request.request import Kind, Workload
 from coserve.engine.profiling.passes import Passes, settled
 from coserve.finetune.init import new_adapter
 from coserve.finetune.lora_tensors import named_tensors
@@ -25,8 +27,6 @@ from coserve.model.base import Base
 from coserve.model.forward_context import running
 from coserve.model.groups import share_inputs
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.profiling.request import Kind, Workload
-from coserve.types import LoraSettings, TrainingSettings
 
 PAGE_TOKENS = 16
 

@@ -10,9 +10,9 @@ from typing import Protocol
 
 import torch
 
+from coserve.engine.profile_request.report import Point, Readings, components_of
+from coserve.engine.profile_request.request import Workload
 from coserve.finetune.memory_profiling import MemoryMeter, gc_disabled
-from coserve.profiling.report import Point, Readings, components_of
-from coserve.profiling.request import Workload
 
 
 class Case(Protocol):

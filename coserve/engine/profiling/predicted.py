@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 
+from coserve.core.errors import UnsupportedBase
 from coserve.engine.profiling.live_bytes import LiveBytes
 from coserve.engine.profiling.workspaces import workspace_bytes
-from coserve.errors import UnsupportedBase
 from coserve.kernels.attention.interface import Attention, AttentionParams, TokenRun
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.attention.triton_paged.step import FusedPagedAttention

@@ -12,11 +12,11 @@ import traceback
 
 import msgspec
 
+from coserve.core.errors import CoserveError
+from coserve.core.processes import obey_parent
+from coserve.engine.profile_request.messages import Failed, Finished, Message
+from coserve.engine.profile_request.request import ProfileRequest
 from coserve.engine.warming.fast_imports import fast_imports
-from coserve.errors import CoserveError
-from coserve.processes import obey_parent
-from coserve.profiling.messages import Failed, Finished, Message
-from coserve.profiling.request import ProfileRequest
 
 
 def main() -> None:

@@ -16,11 +16,15 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from coserve.core.errors import CoserveError, InvalidRequest, UnsupportedBase
+from coserve.data.pretrained.source import BUNDLED
+from coserve.engine.profile_request.messages import Step
+from coserve.engine.profile_request.report import ProfileReport, Series, lines_of
+from coserve.engine.profile_request.request import Backend, ProfileRequest, Workload, check_request
 from coserve.engine.profiling import predicted
 from coserve.engine.profiling.coserve_passes import CoserveTrial, SeamBackends
 from coserve.engine.profiling.passes import Trial, read_points
 from coserve.engine.profiling.peft_passes import PeftTrial
-from coserve.errors import CoserveError, InvalidRequest, UnsupportedBase
 from coserve.finetune.memory_profiling import CudaMemoryMeter, MemoryMeter
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.backend import choose_backend
@@ -28,10 +32,6 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import wrap_base
 from coserve.model.faults import out_of_memory
 from coserve.model.settings import refuse_settings
-from coserve.pretrained.source import BUNDLED
-from coserve.profiling.messages import Step
-from coserve.profiling.report import ProfileReport, Series, lines_of
-from coserve.profiling.request import Backend, ProfileRequest, Workload, check_request
 
 PACKAGES = ("torch", "triton", "transformers", "peft")
 MEASURED = "torch's allocator: peak of allocated bytes, read for each pass alone, random weights"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from coserve.adapter_store.store import Load
+from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.ranks.commands import DropAdapterCopy, LoadIntoPages, ReadAdapter
 from coserve.engine.ranks.followers import Followers
+from coserve.lora.store.store import Load
 from coserve.memory.pages import Span
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterDigests, AdapterRef
 
 
 class FollowersCopies:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from msgspec import Struct
 
 from coserve.admission.treatment import Treatment
+from coserve.core.types import AdapterDigests, AdapterRef, JobSpec
 from coserve.finetune.outcome import Retry
 from coserve.generate.execution.interface import StepInput
-from coserve.types import AdapterDigests, AdapterRef, JobSpec
 
 
 class Command(Struct, frozen=True, tag=True):

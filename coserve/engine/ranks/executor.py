@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from coserve.core.errors import EngineFault
+from coserve.core.types import AdapterRef
 from coserve.engine.ranks.commands import EvictAdapter, Forget, Prepare
 from coserve.engine.ranks.followers import Followers
 from coserve.engine.ranks.page_tables import PageTables
-from coserve.errors import EngineFault
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput, StepResult
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterRef
 
 FAILED = "a step failed on rank 0, and the other ranks may have run it"
 

@@ -11,9 +11,9 @@ from typing import assert_never
 
 import torch
 
-from coserve.adapter_store.packing import copied_into
-from coserve.adapter_store.store import READERS, Load
-from coserve.cancellation import Cancellation
+from coserve.core.cancellation import Cancellation
+from coserve.core.errors import CoserveError, EngineFault, InternalError, RequestOutOfMemory
+from coserve.core.types import AdapterRef, JobSpec
 from coserve.engine.ranks.channel import Channel
 from coserve.engine.ranks.commands import (
     ENGINE_FAULT,
@@ -41,16 +41,16 @@ from coserve.engine.ranks.commands import (
 )
 from coserve.engine.ranks.page_tables import PageTables
 from coserve.engine.ranks.progress import Progress
-from coserve.errors import CoserveError, EngineFault, InternalError, RequestOutOfMemory
 from coserve.finetune.job import LoadedJob
 from coserve.finetune.trainer import Trainer
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput
+from coserve.lora.store.packing import copied_into
+from coserve.lora.store.store import READERS, Load
 from coserve.memory.kv import KvCache
 from coserve.memory.pages import Span
 from coserve.model.agreement import FailedTogether
 from coserve.model.faults import out_of_memory
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterRef, JobSpec
 
 Commands = Channel[Answer, AnyCommand]
 

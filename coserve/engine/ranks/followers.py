@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager, contextmanager
 
 import msgspec
 
+from coserve.core.errors import EngineFault, error_from_code
 from coserve.engine.ranks.channel import Channel, PeerLost, frame
 from coserve.engine.ranks.commands import ENGINE_FAULT, Answer, AnyCommand, AnyQuestion, Stop
 from coserve.engine.ranks.progress import Progress
-from coserve.errors import EngineFault, error_from_code
 
 log = logging.getLogger(__name__)
 

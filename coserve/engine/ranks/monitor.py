@@ -9,9 +9,9 @@ import time
 
 import msgspec
 
+from coserve.core.ranks import HEARTBEAT, RankReady, RankReport
 from coserve.engine.ranks.channel import frame
 from coserve.engine.ranks.progress import Progress
-from coserve.ranks import HEARTBEAT, RankReady, RankReport
 
 
 class Monitor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import socket
 
+from coserve.core.ranks import RankPlace, place_from_json
 from coserve.engine.ranks.monitor import Monitor
-from coserve.ranks import RankPlace, place_from_json
 
 
 class OwnRank:

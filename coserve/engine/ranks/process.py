@@ -1,6 +1,6 @@
 """The process of a rank that follows: `python -m coserve.engine.ranks.process FD PLACE`.
 
-Started by `daemon/rank_group.py` with the settings as JSON on standard input. `FD`: its socket to the daemon; `PLACE`: a
+Started by `cli/daemon/rank_group.py` with the settings as JSON on standard input. `FD`: its socket to the daemon; `PLACE`: a
 `RankPlace` as JSON. It ends with its parent.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 
 from coserve.config import config_from_json
+from coserve.core.processes import obey_parent
 from coserve.engine.ranks.own_rank import own_rank
 from coserve.engine.warming.fast_imports import fast_imports
-from coserve.processes import obey_parent
-from coserve.warmup.launch import use_caches
+from coserve.engine.warmup.launch import use_caches
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from coserve.core.ranks import FIRST, HEARTBEAT, LEAST, START, Heartbeat
 from coserve.engine.ranks.loading import compiles, loaded
-from coserve.ranks import FIRST, HEARTBEAT, LEAST, START, Heartbeat
 
 MARGIN = 4
 """A command is expected to pause this many times as long as the longest earlier one of its kind: sizes differ."""

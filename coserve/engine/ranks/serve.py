@@ -14,9 +14,13 @@ import msgspec
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from coserve.adapter_store.host import HostBudget
-from coserve.adapter_store.store import AdapterStore
 from coserve.config import Config
+from coserve.core.errors import ConfigError, EngineFault, StartupError
+from coserve.core.garbage import freeze_heap
+from coserve.core.logs.format import log_event
+from coserve.core.logs.setup import set_up_logging
+from coserve.core.ranks import JOIN_SECONDS, SILENCE, RankFailed, RankRefused
+from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.parts import EngineParts, set_up_threads
 from coserve.engine.ranks.channel import Channel, PeerLost
 from coserve.engine.ranks.commands import Answer, AnyCommand
@@ -26,20 +30,16 @@ from coserve.engine.ranks.monitor import Monitor
 from coserve.engine.ranks.own_rank import OwnRank
 from coserve.engine.warming.compilations import watch_compilations, watch_layers
 from coserve.engine.warming.compiled import make_compiled
-from coserve.errors import ConfigError, EngineFault, StartupError
-from coserve.garbage import freeze_heap
-from coserve.logs.format import log_event
-from coserve.logs.setup import LogSettings, set_up_logging
+from coserve.engine.warmup.messages import WarmUpTask
+from coserve.lora.store.host import HostBudget
+from coserve.lora.store.store import AdapterStore
 from coserve.memory.allocator import read_device
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, load_base
 from coserve.model.lora import LoraWeights
-from coserve.parallel.join import join
-from coserve.parallel.lockstep import Lockstep
-from coserve.parallel.mesh import Mesh
-from coserve.ranks import JOIN_SECONDS, SILENCE, RankFailed, RankRefused
-from coserve.types import AdapterDigests, AdapterRef
-from coserve.warmup.messages import WarmUpTask
+from coserve.model.parallel.join import join
+from coserve.model.parallel.lockstep import Lockstep
+from coserve.model.parallel.mesh import Mesh
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def follow(config: Config, rank: OwnRank, warm_up: WarmUpTask | None) -> None:
     """Execute the commands of rank 0 until the engine ends, then end the process. `warm_up`: that of rank 0, which has ended before
     rank 0 sends `BuildEngine`; None: there is none."""
     place, monitor = rank.place, rank.monitor
-    set_up_logging(f"rank-{place.rank}", LogSettings.of(config))
+    set_up_logging(f"rank-{place.rank}", config.logs)
     disable_progress_bar()
     set_up_threads(config)
     compilations = watch_compilations(logging.WARNING)  # all ranks wait for each of them

@@ -6,8 +6,19 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from coserve.adapter_store.store import AdapterStore
-from coserve.cancellation import Cancellation
+from coserve.core.cancellation import Cancellation
+from coserve.core.errors import CoserveError, EngineFault, RequestOutOfMemory, StorageError
+from coserve.core.link import (
+    FromEngine,
+    JobCheckpoint,
+    JobFailed,
+    JobNote,
+    JobProgress,
+    JobSnapshot,
+    JobSucceeded,
+    JobWaiting,
+)
+from coserve.core.types import JobSpec
 from coserve.engine.ranks.commands import (
     AbandonJob,
     AdvanceJob,
@@ -21,25 +32,14 @@ from coserve.engine.ranks.commands import (
     ReleaseMemory,
 )
 from coserve.engine.ranks.followers import Followers, RankLost
-from coserve.errors import CoserveError, EngineFault, RequestOutOfMemory, StorageError
 from coserve.finetune.job import LoadedJob
 from coserve.finetune.outcome import Outcome, how_to_retry, judge
 from coserve.finetune.publication import snapshot_without_memory, waiting_for_disk
 from coserve.finetune.trainer import Trainer, TrainerSettings
-from coserve.link import (
-    FromEngine,
-    JobCheckpoint,
-    JobFailed,
-    JobNote,
-    JobProgress,
-    JobSnapshot,
-    JobSucceeded,
-    JobWaiting,
-)
+from coserve.lora.store.store import AdapterStore
 from coserve.model.agreement import FailedTogether
 from coserve.model.base import Base
 from coserve.state.folder import DataFolder
-from coserve.types import JobSpec
 
 log = logging.getLogger(__name__)
 

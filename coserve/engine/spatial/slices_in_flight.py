@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
-from coserve.errors import EngineFault
+from coserve.core.errors import EngineFault
+from coserve.core.types import MicroStep
 from coserve.queues.policy import InFlight, Train
 from coserve.queues.shapes import StepKind
-from coserve.types import MicroStep
 
 Mark = Callable[[], Future[None]]
 """The future is done, on any thread, once the device has computed all that its stream was given before the call. Its exception is the

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from coserve.config import Config
+from coserve.core.errors import StartupError
 from coserve.engine.spatial.slices_in_flight import Between, Mark
-from coserve.errors import StartupError
 from coserve.kernels.gpu.device import count_multiprocessors
 from coserve.kernels.gpu.partition import part_sizes, split_multiprocessors
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from coserve.gpu_memory import TrainingCosts
+from coserve.core.gpu_memory import TrainingCosts
+from coserve.engine.warmup.key import GEMM_FOLDER
+from coserve.engine.warmup.messages import WarmUpTask
+from coserve.engine.warmup.parts import GEMMS, TRAINING_LAYERS, TRAINING_LEVELS
 from coserve.kernels.lora.types import StackedWeights
 from coserve.memory.profile import load_layer_costs
 from coserve.model.gemm_choice import GemmChoice, load_gemms
-from coserve.warmup.key import GEMM_FOLDER
-from coserve.warmup.messages import WarmUpTask
-from coserve.warmup.parts import GEMMS, TRAINING_LAYERS, TRAINING_LEVELS
 
 
 class Caches:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 
-from coserve.processes import obey_parent, usable_cores
+from coserve.core.processes import obey_parent, usable_cores
 
 NICENESS = 5
 """More than the worker's own: they yield to it, as its next step names the kernels that are compiled next."""

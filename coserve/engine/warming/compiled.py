@@ -11,18 +11,18 @@ from functools import partial
 
 import torch
 
+from coserve.core.types import DEFAULT_RANK
 from coserve.engine.parts import EngineParts
 from coserve.engine.spatial.training_stream import TrainingStream
 from coserve.engine.warming.caches import Caches
 from coserve.engine.warming.part_runner import PartRunner, make_part_runner
 from coserve.engine.warming.training_layers import make_training_layers
+from coserve.engine.warmup.messages import WarmUpTask
 from coserve.generate.execution.graph_executor import Capture, GraphExecutor
 from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.execution.start import CompiledSteps
 from coserve.memory.kv import KvCache
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.types import DEFAULT_RANK
-from coserve.warmup.messages import WarmUpTask
 
 log = logging.getLogger(__name__)
 

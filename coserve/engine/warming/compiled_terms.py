@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from coserve.core.types import LoraSettings, TrainingSettings
 from coserve.finetune.init import zero_adapter
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base
 from coserve.model.lora import LoraBatch
-from coserve.parallel.lora import Strategy
-from coserve.types import LoraSettings, TrainingSettings
+from coserve.model.parallel.lora import Strategy
 
 DIVISOR = 16
 """Of numbers that Triton specializes kernels on."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from coserve.warmup.messages import Progress
+from coserve.engine.warmup.messages import Progress
 
 log = logging.getLogger(__name__)
 

@@ -7,21 +7,21 @@ from functools import partial
 
 import torch
 
+from coserve.core.errors import UnsupportedBase
+from coserve.core.gpu_memory import Kept
+from coserve.core.types import DEFAULT_RANK
 from coserve.engine.warming.caches import Caches
-from coserve.errors import UnsupportedBase
+from coserve.engine.warmup.parts import TRAINING_LAYERS, TRAINING_LEVELS
 from coserve.finetune.costs import training_costs
 from coserve.finetune.costs.layer_times import LayerTimer
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryProfiler
-from coserve.gpu_memory import Kept
 from coserve.kernels.gpu.capture import TRAINING_PRIORITY
 from coserve.kernels.gpu.graph_memory import GraphMemory
 from coserve.kernels.gpu.timing import CudaClock
 from coserve.memory.profile import save_layer_costs
 from coserve.model.base import Base
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.types import DEFAULT_RANK
-from coserve.warmup.parts import TRAINING_LAYERS, TRAINING_LEVELS
 
 log = logging.getLogger(__name__)
 

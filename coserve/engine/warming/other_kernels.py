@@ -6,7 +6,7 @@ import torch
 
 from coserve.finetune.losses.formulas import divergence_
 from coserve.model.base import Base
-from coserve.parallel.symmetric import launch_sums
+from coserve.model.parallel.symmetric import launch_sums
 
 
 def launch_other_kernels(base: Base) -> None:

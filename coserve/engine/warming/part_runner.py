@@ -9,8 +9,9 @@ from itertools import product
 
 import torch
 
-from coserve.adapters.targets import resolve_targets
 from coserve.config import Config
+from coserve.core.errors import InvalidRequest, NonFiniteLoss, UnsupportedBase
+from coserve.core.types import DEFAULT_RANK, AdapterRef, LoraSettings, SamplingParams
 from coserve.engine.sizes import STEP_TOKENS
 from coserve.engine.warming import compiled_terms
 from coserve.engine.warming.caches import Caches
@@ -29,7 +30,8 @@ from coserve.engine.warming.step_mixes import (
     rare_mixes,
     step_mixes,
 )
-from coserve.errors import InvalidRequest, NonFiniteLoss, UnsupportedBase
+from coserve.engine.warmup.messages import WarmUpTask
+from coserve.engine.warmup.parts import TRAINING_LAYERS, TRAINING_LEVELS
 from coserve.finetune.init import new_adapter
 from coserve.finetune.memory_profiling import WARM_UP_TOKENS, Conditions, CudaMemoryMeter, MemoryProfiler, NoMeter
 from coserve.generate.execution.eager import EagerExecutor
@@ -44,6 +46,7 @@ from coserve.kernels.gpu.compile_process import OnCompiled, ignore_compiled
 from coserve.kernels.gpu.launcher import compile_only
 from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.types import StackedWeights
+from coserve.lora.files.targets import resolve_targets
 from coserve.memory.kv import KvCache
 from coserve.memory.plan import Work
 from coserve.memory.profile import sizes as profiled_sizes
@@ -53,9 +56,6 @@ from coserve.model.gemm_choice import GemmChoice, measure_gemms, run_gemms, save
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.types import DEFAULT_RANK, AdapterRef, LoraSettings, SamplingParams
-from coserve.warmup.messages import WarmUpTask
-from coserve.warmup.parts import TRAINING_LAYERS, TRAINING_LEVELS
 
 TARGETS = (
     ("q_proj", "v_proj"),

@@ -7,8 +7,8 @@ import os
 import socket
 import sys
 
+from coserve.core.processes import obey_parent
 from coserve.engine.warming.fast_imports import fast_imports
-from coserve.processes import obey_parent
 
 NICENESS = 10
 """The engine and the API process go first where there are too few processor cores."""

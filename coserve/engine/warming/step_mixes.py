@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from coserve.core.types import SamplingParams
 from coserve.kernels.lora.segmented.plan import DECODE_ROWS, PREFILL_TILE_ROWS
-from coserve.types import SamplingParams
 
 PROMPTS = (2, 3, 7, 12, 16, 24, 33, 48, 64, 65, 96, 100, 128, 130, 192, 200, 256, 300, 384, 500, 512, 640, 700, 768, 900,
            1024, 1100, 1280, 1536, 1800, 2048)  # fmt: skip

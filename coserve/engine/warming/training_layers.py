@@ -6,13 +6,13 @@ import logging
 import time
 from contextlib import nullcontext
 
+from coserve.core.errors import UnsupportedBase
 from coserve.engine.parts import EngineParts
 from coserve.engine.spatial.training_stream import TrainingStream
 from coserve.engine.warming.caches import Caches
-from coserve.errors import UnsupportedBase
 from coserve.model.agreement import FailedTogether
+from coserve.model.parallel.lora import Strategy
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.parallel.lora import Strategy
 
 log = logging.getLogger(__name__)
 

@@ -14,18 +14,18 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from coserve.config import Config, config_from_json
+from coserve.core.errors import ConfigError, CoserveError
+from coserve.core.logs.setup import set_up_logging
 from coserve.engine.spatial.training_stream import sm_count_setter
 from coserve.engine.warming.compilations import watch_compilations
 from coserve.engine.warming.compile_pool import start_compile_pool
 from coserve.engine.warming.part_runner import PartRunner, make_part_runner
-from coserve.errors import ConfigError, CoserveError
+from coserve.engine.warmup.messages import PartReport, WarmUpTask
+from coserve.engine.warmup.parts import gpu_of
 from coserve.kernels.gpu.device import interpreted
-from coserve.logs.setup import LogSettings, set_up_logging
 from coserve.model.base import Base, load_base
 from coserve.model.faults import out_of_memory
-from coserve.parallel.mesh import LoneRank
-from coserve.warmup.messages import PartReport, WarmUpTask
-from coserve.warmup.parts import gpu_of
+from coserve.model.parallel.mesh import LoneRank
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def work(sock: socket.socket) -> None:
             return
         task = msgspec.json.decode(line, type=WarmUpTask)
         config = config_from_json(task.config.encode())
-        set_up_logging("warm", LogSettings.of(config))
+        set_up_logging("warm", config.logs)
         disable_progress_bar()
         torch.set_num_threads(THREADS)
         worker = _Worker(config, task, lambda report: sock.sendall(msgspec.json.encode(report) + b"\n"))

@@ -10,18 +10,18 @@ from typing import Protocol
 
 import torch
 
+from coserve.core.gpu_memory import Kept, LayerTime
+from coserve.core.types import DEFAULT_RANK, LoraSettings, MicroStep, TrainingSettings
 from coserve.finetune.init import zero_adapter
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows
-from coserve.gpu_memory import Kept, LayerTime
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base
 from coserve.model.lora import LoraBatch
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.types import DEFAULT_RANK, LoraSettings, MicroStep, TrainingSettings
 
 ROWS = (512, 2048)
 """Lengths of rows that are measured, as far as the base's context allows."""

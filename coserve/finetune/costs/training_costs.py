@@ -13,11 +13,11 @@ from typing import Protocol
 import msgspec
 
 from coserve.admission.shapes import ITEMSIZE, role_of
-from coserve.gpu_memory import GroupCosts, HeadCosts, Kept, LayerTime, LevelCosts, Line, TrainingCosts
+from coserve.core.gpu_memory import GroupCosts, HeadCosts, Kept, LayerTime, LevelCosts, Line, TrainingCosts
+from coserve.core.types import BaseSpec
 from coserve.kernels.lora.types import SiteGroup
 from coserve.model.base import Base
 from coserve.model.groups import shared_inputs
-from coserve.types import BaseSpec
 
 MOST_GROUPS = 8
 """Groups of a layer that are measured by themselves. A mixture of experts has hundreds: their inputs are counted by their sizes."""

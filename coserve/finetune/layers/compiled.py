@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from coserve.gpu_memory import Kept
+from coserve.core.gpu_memory import Kept
+from coserve.core.types import JobSpec
 from coserve.model.forward_context import ForwardContext
 from coserve.model.training.compiled_layers import CompiledPass
-from coserve.types import JobSpec
 
 
 def takes(context: ForwardContext, *, learns: bool) -> bool:

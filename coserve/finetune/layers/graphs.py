@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from coserve.admission.padding import LEAST_STEP, MOST_SHAPES, padded
+from coserve.core.gpu_memory import Kept
 from coserve.finetune.layers.compiled import CompiledLayerPass
 from coserve.finetune.layers.graph_passes import (
     CapturePass,
@@ -24,7 +25,6 @@ from coserve.finetune.layers.graph_passes import (
     key_of,
 )
 from coserve.finetune.layers.interface import LayerPass
-from coserve.gpu_memory import Kept
 from coserve.kernels.attention.fixed import FixedAttention, limits
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.gpu.graph_memory import Recorder

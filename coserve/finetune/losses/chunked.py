@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coserve.finetune.losses.formulas import divergence_, negative_log_likelihood_, preference
 from coserve.finetune.packed_rows import PackedRows
-from coserve.parallel.vocabulary import VocabularyShard
+from coserve.model.parallel.vocabulary import VocabularyShard
 
 
 @dataclass(frozen=True)

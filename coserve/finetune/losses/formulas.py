@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from coserve.kernels.gpu.launcher import launches
 from coserve.kernels.losses import launch
-from coserve.parallel.vocabulary import VocabularyShard
+from coserve.model.parallel.vocabulary import VocabularyShard
 
 LARGEST_EXPONENT = 88.0
 """exp of it is finite in fp32, in which trackers keep values."""

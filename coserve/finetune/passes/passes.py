@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from coserve.errors import CoserveError, EngineFault, JobOutOfMemory, failure_text
+from coserve.core.errors import CoserveError, EngineFault, JobOutOfMemory, failure_text
+from coserve.core.link import FromEngine, JobFailed, JobNote, JobProgress, TrainingBatches
+from coserve.core.types import MicroStep
 from coserve.finetune.job import TrainingJob
 from coserve.finetune.layers.graph_passes import CaptureFailed
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.passes.mixing import BatchLimits, Size, companions
 from coserve.finetune.passes.training_pass import TrainingPass
-from coserve.link import FromEngine, JobFailed, JobNote, JobProgress, TrainingBatches
 from coserve.model.faults import contained, out_of_memory
-from coserve.types import MicroStep
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,9 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from coserve.errors import EngineFault
+from coserve.core.errors import EngineFault
+from coserve.core.step_metrics import StepMetrics
+from coserve.core.types import MicroStep
 from coserve.finetune.job import TrainingJob
 from coserve.finetune.micro_batch import MicroBatch, MicroBatchRunner, MicroSteps
 from coserve.finetune.packed_rows import pack_jobs
@@ -21,8 +23,6 @@ from coserve.kernels.lora.segments import Segments
 from coserve.model.dropout import dropout_of
 from coserve.model.faults import contained
 from coserve.model.lora import KeptLora, LoraBatch
-from coserve.step_metrics import StepMetrics
-from coserve.types import MicroStep
 
 
 class TrainingPass:

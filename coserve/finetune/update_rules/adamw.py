@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from coserve.core.types import TrainingSettings
 from coserve.finetune.update_rules.interface import WeightRange
-from coserve.types import TrainingSettings
 
 
 class AdamW:

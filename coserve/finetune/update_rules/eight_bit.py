@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import torch
 
 from coserve.admission.optimizers import QUANTIZED
+from coserve.core.types import TrainingSettings
 from coserve.finetune.update_rules.interface import WeightRange
-from coserve.types import TrainingSettings
 
 AT_ONCE = 1 << 23
 """Elements of one call: it counts them in 32 bits, and on a CPU makes fp32 copies of the moments."""

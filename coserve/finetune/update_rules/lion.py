@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from coserve.core.types import TrainingSettings
 from coserve.finetune.update_rules.interface import WeightRange
-from coserve.types import TrainingSettings
 
 AT_ONCE = 1 << 22
 """Elements: the only temporary of an update has so many, 16 MiB. It is gone before the next micro-batch."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from coserve.core.types import TrainingSettings
 from coserve.finetune.update_rules.adamw import AdamW
 from coserve.finetune.update_rules.eight_bit import EightBit
 from coserve.finetune.update_rules.interface import UpdateRule, WeightRange
 from coserve.finetune.update_rules.lion import Lion
-from coserve.types import TrainingSettings
 
 
 def make_rule(ranges: Sequence[WeightRange], training: TrainingSettings) -> UpdateRule:

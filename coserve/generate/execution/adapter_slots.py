@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from coserve.adapter_store.packing import PackedSites
+from coserve.core.types import AdapterRef
 from coserve.generate.execution.footprint import LoraFootprint
 from coserve.kernels.lora.exchange import Exchange
 from coserve.kernels.lora.segmented.adapter_table import NO_ENTRY, RANK_BLOCK, SiteTable, Slots, table_entries
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup, TableEntry
+from coserve.lora.store.packing import PackedSites
 from coserve.model.lora import LoraWeights
-from coserve.parallel.lora import FullyShardedPair
-from coserve.types import AdapterRef
+from coserve.model.parallel.lora import FullyShardedPair
 
 Groups = Sequence[Sequence[SiteGroup]]
 """For each layer, its sites that share an input (`FusedBase.groups`)."""

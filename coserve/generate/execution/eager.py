@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from coserve.core.types import AdapterRef
 from coserve.generate.execution.interface import StepInput, StepResult
 from coserve.generate.execution.packing import PackedStep, by_adapter, pack
 from coserve.generate.sampling.choices import Chosen, choices
@@ -20,8 +21,7 @@ from coserve.kernels.lora.segments import Segments
 from coserve.memory.kv import KvCache
 from coserve.model.base import Attention
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.parallel.sharding import Sharding
-from coserve.types import AdapterRef
+from coserve.model.parallel.sharding import Sharding
 
 
 class RunsBase(Protocol):

@@ -15,6 +15,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from coserve.core.types import AdapterRef
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.footprint import NO_ADAPTERS, GraphFootprints, LoraFootprint
 from coserve.generate.execution.graph_sizes import CAPTURE_AFTER, MIXED_TOKENS, decode_batches, mixed_capacities
@@ -39,8 +40,7 @@ from coserve.memory.graph_bytes import GraphBytes
 from coserve.memory.kv import KvCache
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
-from coserve.parallel.lora import Strategy
-from coserve.types import AdapterRef
+from coserve.model.parallel.lora import Strategy
 
 
 class Capture(Enum):

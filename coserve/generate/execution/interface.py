@@ -12,12 +12,12 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from coserve.core.types import AdapterRef, TokenLogprob
 from coserve.generate.sampling.choices import Choice, NoToken
 from coserve.generate.sampling.rows import SamplingRow
 from coserve.generate.sampling.scoring import PromptScoring
 from coserve.kernels.attention.interface import TokenRun
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterRef, TokenLogprob
 
 BASE_ONLY = -1
 """In place of an adapter's index: the base alone."""

@@ -1,6 +1,6 @@
 """What runs an engine's steps: compiled layers and CUDA graphs on a GPU, else eager steps.
 
-Layers are compiled, or loaded from the caches on disk that `coserve.warmup` fills, before the first request.
+Layers are compiled, or loaded from the caches on disk that `coserve.engine.warmup` fills, before the first request.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
-from coserve.errors import UnsupportedBase
+from coserve.core.errors import UnsupportedBase
 from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import Capture, GraphExecutor
 from coserve.generate.execution.graph_sizes import DECODE_BATCHES, LORA_RANKS, MIXED_TOKENS, PARTIAL_FOOTPRINTS

@@ -7,10 +7,10 @@ from enum import IntEnum
 
 from torch import Tensor
 
+from coserve.core.types import TokenLogprob
 from coserve.generate.sampling.logprobs import Logprobs
 from coserve.generate.sampling.transfer import fetch
 from coserve.kernels.sampling.constants import NONE_LEFT, NOT_FINITE
-from coserve.types import TokenLogprob
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from coserve.core.types import TokenLogprob
 from coserve.generate.sampling.transfer import fetch
-from coserve.types import TokenLogprob
 
 _CHUNK = 256
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from coserve.core.types import SamplingParams
 from coserve.generate.sampling.draws import OUTPUT_COUNT, PROMPT_COUNT
 from coserve.kernels.sampling.constants import GREEDY_BELOW
-from coserve.types import SamplingParams
 
 _MASK = (1 << 64) - 1
 

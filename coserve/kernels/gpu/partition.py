@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from coserve.errors import StartupError
+from coserve.core.errors import StartupError
 from coserve.kernels.gpu.device import count_multiprocessors
 
 OpenLibrary = Callable[[str], Any]

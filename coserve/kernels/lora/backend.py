@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from coserve.errors import ConfigError
+from coserve.core.errors import ConfigError
 from coserve.kernels.lora.grouped import GroupedBackend
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.per_adapter import PerAdapterBackend

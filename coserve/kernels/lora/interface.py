@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from coserve.errors import ConfigError
+from coserve.core.errors import ConfigError
 from coserve.kernels.gpu.device import interpreted
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup, StackedWeights

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from coserve.errors import UnsupportedBase
-from coserve.gpu_memory import Kept, TrainingCosts
+from coserve.core.errors import UnsupportedBase
+from coserve.core.gpu_memory import Kept, TrainingCosts
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.model import probe
@@ -24,11 +24,11 @@ from coserve.model.forward_context import ForwardContext, current, running
 from coserve.model.groups import share_inputs
 from coserve.model.layers import LayerCall, LayerCut, LayerInputs
 from coserve.model.lora import SharedInput, shared_of
+from coserve.model.parallel.mesh import LoneRank, Mesh
 from coserve.model.training.kinds import kind_of, own_tensors, plain
 from coserve.model.training.ops import AttendRows, TracedRanks
 from coserve.model.training.running_pass import AlonePass, RunningPass
 from coserve.model.training.trace import Compile, CompiledLayer, TracedLayer, inductor, trace_layer
-from coserve.parallel.mesh import LoneRank, Mesh
 
 log = logging.getLogger(__name__)
 

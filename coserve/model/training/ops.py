@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coserve.kernels.attention.interface import AttentionParams
 from coserve.model.forward_context import TrainingSeams, current
-from coserve.parallel.mesh import LoneRank
+from coserve.model.parallel.mesh import LoneRank
 
 
 def _seams() -> TrainingSeams:

@@ -14,8 +14,8 @@ from coserve.kernels.attention.interface import AttentionParams
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.model.lora import SharedInput
+from coserve.model.parallel.mesh import Mesh
 from coserve.model.training.ops import Again
-from coserve.parallel.mesh import Mesh
 
 NOTHING = Again()
 

@@ -28,8 +28,8 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils.checkpoint import CheckpointPolicy
 
-from coserve.errors import UnsupportedBase
-from coserve.gpu_memory import Kept
+from coserve.core.errors import UnsupportedBase
+from coserve.core.gpu_memory import Kept
 from coserve.model.training.ops import ATTEND, LEARN, Again
 
 SAVE_LESS: dict[str, object] = {"ban_recompute_materialized_backward": False}

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from coserve.errors import MalformedRow
+from coserve.core.errors import MalformedRow
 from coserve.workloads.formats.lines import MAX_TOKENS, Recorded, check_order, naming, not_utf8, unreadable
 
 TIME, MODEL, PROMPT, OUTPUT = "Timestamp", "Model", "Request tokens", "Response tokens"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from coserve.errors import MalformedRow
+from coserve.core.errors import MalformedRow
 from coserve.workloads.formats.lines import naming, not_json, not_utf8, unreadable
 
 CHUNK = 1 << 18

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from coserve.errors import InvalidRequest, MalformedRow
+from coserve.core.errors import InvalidRequest, MalformedRow
 
 JSON_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What reading JSON raises."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from coserve.errors import MalformedRow
+from coserve.core.errors import MalformedRow
 from coserve.workloads.formats.json_stream import read_objects
 from coserve.workloads.formats.lines import naming
 

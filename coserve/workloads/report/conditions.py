@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from coserve.errors import InvalidRequest
+from coserve.core.errors import InvalidRequest
 from coserve.workloads.metrics import Spread
 from coserve.workloads.summary import Summary
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from coserve.errors import InvalidRequest
-from coserve.types import Wire
+from coserve.core.errors import InvalidRequest
+from coserve.core.types import Wire
 from coserve.workloads.replay import ReplayResult
 from coserve.workloads.report.page import page
 from coserve.workloads.report.plot import plot_png

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from coserve.types import SloClass
+from coserve.core.types import SloClass
 from coserve.workloads.metrics import Spread
 from coserve.workloads.summary import Summary
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from coserve.errors import EngineFault
+from coserve.core.errors import EngineFault
 from coserve.model.faults import contained, out_of_memory
 
 log = logging.getLogger(__name__)

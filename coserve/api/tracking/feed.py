@@ -1,0 +1,206 @@
+"""Tells the trackers of jobs what the registry has recorded, beside all else: no job and no request waits for a tracker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from pathlib import Path
+
+from coserve.api.tracking.cursors import Cursor, Cursors
+from coserve.api.tracking.points import end_of, points_of, run_of, texts_of
+from coserve.api.tracking.task import CloseAll, Track, close_all, track
+from coserve.core.errors import CoserveError, InvalidRequest, JobNotFound, TrackingFailed
+from coserve.core.schemas import JobEvent
+from coserve.data.offload.pool import HelperPool
+from coserve.state.records import JobRecord
+from coserve.state.registry import Registry
+from coserve.state.retries import Backoff
+from coserve.state.thread import RegistryThread
+
+log = logging.getLogger(__name__)
+
+PAUSE = 1.0
+"""Seconds between two rounds: quick steps go together."""
+BACKOFF = Backoff(first=2.0, longest=60.0)
+CLOSING = 10.0
+"""Seconds that a tracker may still take when the daemon stops."""
+
+
+class TrackerFeed:
+    """One tracker, told in a helper process of its own. The registry is the truth: a tracker that was away is told the rest later,
+    and each step once."""
+
+    def __init__(
+        self,
+        tracker: str,
+        folder: Path,
+        registry: RegistryThread,
+        helpers: HelperPool,
+        *,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        closing: float = CLOSING,
+    ) -> None:
+        """`folder`: for the tracker's files. `sleep` takes seconds. `closing`: see `CLOSING`."""
+        self._tracker, self._folder, self._registry, self._helpers = tracker, folder, registry, helpers
+        self._cursors = Cursors(folder / "cursors")
+        self._sleep, self._closing = sleep, closing
+        self._changed = asyncio.Event()
+        self._jobs: set[str] = set()
+        """Jobs with something new."""
+        self._trouble: str | None = None
+        self._sent: dict[str, Cursor] = {}
+        """Of the jobs that this process has told of; the files may be older."""
+        self._running: asyncio.Task[None] | None = None
+        self._telling: asyncio.Task[bool] | None = None
+        """The round in progress. It is not cancelled with `_running`: that would kill the process and the runs that are open."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why the tracker is behind; for /health."""
+        return () if self._trouble is None else (f"tracker {self._tracker}: {self._trouble}; it is tried again",)
+
+    def open(self) -> None:
+        """Begin, with the jobs that are unfinished or that the tracker does not know the end of."""
+        self._running = asyncio.create_task(self._run())
+
+    def notify(self, job: str) -> None:
+        """Something of the job was committed."""
+        self._jobs.add(job)
+        self._changed.set()
+
+    async def close(self) -> None:
+        """Tell the tracker the rest, as far as it takes it at once, and close its runs."""
+        if self._running is not None:
+            self._running.cancel()
+            with contextlib.suppress(TimeoutError, CoserveError):
+                async with asyncio.timeout(self._closing):
+                    if self._telling is not None:
+                        await self._telling
+                        if self._trouble is None:
+                            await self._round()
+                        await self._helpers.run(close_all, CloseAll())
+        await self._helpers.close()
+
+    async def _run(self) -> None:
+        delays = BACKOFF.delays()
+        while (unfinished := await self._unfinished()) is None:
+            await self._sleep(next(delays))
+        self._jobs |= unfinished
+        while True:
+            if not self._jobs:
+                await self._changed.wait()
+            self._changed.clear()
+            self._telling = asyncio.create_task(self._round())
+            done = await asyncio.shield(self._telling)
+            if done:
+                delays = BACKOFF.delays()
+            await self._sleep(PAUSE if done else next(delays))
+
+    async def _unfinished(self) -> set[str] | None:
+        """None: they cannot be read now."""
+        try:
+            with _file_errors():
+                known = await asyncio.to_thread(self._cursors.jobs)
+            records = await self._registry(lambda registry: registry.unfinished())
+        except CoserveError as error:
+            self._report(error.message)
+            return None
+        return {*known, *(record.spec.id for record in records)}
+
+    async def _round(self) -> bool:
+        """Tell what is new of each job. False: of some job it could not be told."""
+        jobs, self._jobs = self._jobs, set()
+        problem = None
+        for job in sorted(jobs):
+            try:
+                await self._send(job)
+            except JobNotFound:
+                self._sent.pop(job, None)
+                with contextlib.suppress(OSError):  # the next start tries again
+                    await asyncio.to_thread(self._cursors.remove, job)
+            except CoserveError as error:
+                self._jobs.add(job)
+                silent = isinstance(error, InvalidRequest)
+                problem = f"no answer in {self._helpers.silence:.0f} s" if silent else error.message
+            except Exception:
+                log.exception("tracker %s: job %s is not tracked", self._tracker, job)
+        self._report(problem)
+        return problem is None
+
+    def _report(self, problem: str | None) -> None:
+        if problem is not None and self._trouble is None:
+            log.warning("tracker %s: %s; trying again", self._tracker, problem)
+        if problem is None and self._trouble is not None:
+            log.info("tracker %s works again", self._tracker)
+        self._trouble = problem
+
+    async def _send(self, job: str) -> None:
+        if job not in self._sent:
+            with _file_errors():
+                self._sent[job] = await asyncio.to_thread(self._cursors.read, job)
+        while True:
+            cursor = self._sent[job]
+            record, events = await self._registry(_reader(job, cursor.seq))
+            if not events:
+                return
+            points, texts, ended = points_of(events, cursor.step), texts_of(events), end_of(events)
+            if points or texts or ended is not None:
+                task = Track(self._tracker, str(self._folder), run_of(record), cursor.step, points, texts, ended)
+                await self._helpers.run(track, task)
+            self._sent[job] = Cursor(events[-1].seq, points[-1].step if points else cursor.step)
+            with _file_errors():
+                if ended is not None:
+                    await asyncio.to_thread(self._cursors.remove, job)
+                    del self._sent[job]
+                    return
+                await asyncio.to_thread(self._cursors.write, job, self._sent[job])
+
+
+@contextlib.contextmanager
+def _file_errors() -> Iterator[None]:
+    """Raise an error of the cursors' files as `TrackingFailed`."""
+    try:
+        yield
+    except OSError as error:
+        raise TrackingFailed(f"its folder cannot be used: {error.strerror}") from error
+
+
+def _reader(job: str, after: int) -> Callable[[Registry], tuple[JobRecord, list[JobEvent]]]:
+    return lambda registry: (registry.job(job), registry.events(job, after=after))
+
+
+class Tracking:
+    """All trackers that the daemon was asked for."""
+
+    def __init__(
+        self,
+        trackers: Iterable[str],
+        folder: Path,
+        registry: RegistryThread,
+        helpers: Callable[[], HelperPool],
+        *,
+        closing: float = CLOSING,
+    ) -> None:
+        """`folder`: each tracker has a folder of its name there. `helpers` makes the pool of one process of each tracker. `closing`: see
+        `CLOSING`."""
+        self._feeds = [
+            TrackerFeed(name, folder.absolute() / name, registry, helpers(), closing=closing)
+            for name in dict.fromkeys(trackers)
+        ]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(note for feed in self._feeds for note in feed.notes)
+
+    def open(self) -> None:
+        for feed in self._feeds:
+            feed.open()
+
+    def notify(self, job: str) -> None:
+        for feed in self._feeds:
+            feed.notify(job)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(feed.close() for feed in self._feeds))

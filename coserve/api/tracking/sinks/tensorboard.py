@@ -1,0 +1,59 @@
+"""TensorBoard event files: one folder for each job, one file for each time that it is opened."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from pathlib import Path
+
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import scalar, text
+
+from coserve.api.tracking.points import Point, Run, Text
+from coserve.core.types import JobState
+
+
+class TensorBoard:
+    """A later file begins with a session log, at which TensorBoard forgets the steps from there on in earlier files."""
+
+    def __init__(self, folder: Path, run: Run, step: int) -> None:
+        # Files are read in the order of their names: the second, the host, then the step.
+        own = folder / f"{run.name}-{run.id}"
+        own.mkdir(exist_ok=True)
+        self._writer = EventsWriter(str(own / "events"), filename_suffix=f".{step:09d}.coserve")
+        start = SessionLog(status=SessionLog.START)
+        self._writer.write_event(Event(step=step, session_log=start))
+        if step == 1:
+            self._writer.write_event(Event(step=0, summary=text("settings", _table(run))))
+
+    def write(self, points: Sequence[Point], texts: Sequence[Text]) -> None:
+        for point in points:
+            for name, value in point.values.items():
+                summary = scalar(name, value)
+                self._writer.write_event(Event(wall_time=point.time, step=point.step, summary=summary))
+        for sample in texts:
+            summary = text(f"samples/{sample.prompt}", _block(sample.text))
+            self._writer.write_event(Event(wall_time=sample.time, step=sample.step, summary=summary))
+        self._writer.flush()
+
+    def end(self, state: JobState) -> None:
+        self._writer.close()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _table(run: Run) -> str:
+    """The settings as Markdown, which TensorBoard renders. Users choose names and metadata, so they are escaped."""
+    rows = (f"|{_cell(name)}|{_cell(value)}|" for name, value in run.settings.items())
+    return "\n".join(("|setting|value|", "|---|---|", *rows))
+
+
+def _block(text: str) -> str:
+    """Verbatim, as a block of code in Markdown."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _cell(value: object) -> str:
+    return html.escape(str(value)).replace("|", "&#124;").replace("\n", " ")

@@ -1,0 +1,148 @@
+"""Starts and stops the engine: one process, or one for each rank."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+from coserve.cli.daemon.one_process import OneProcess
+from coserve.cli.daemon.rank_group import RankGroup
+from coserve.cli.daemon.supervisor import EngineDied
+from coserve.config import Config
+from coserve.core.errors import (
+    EngineUnavailable,
+    error_from_code,
+)
+from coserve.core.link import EngineReady, EngineRefused, EngineWarming, FromEngine, Link, Shutdown, ToEngine
+from coserve.core.logs.format import log_event
+from coserve.core.processes import signal_child
+from coserve.core.stream_link import api_end
+
+log = logging.getLogger(__name__)
+
+STOP_TIMEOUT = 60.0
+"""Seconds that the engine has to save checkpoints."""
+
+
+class EngineProcess:
+    """A ready engine and the link to it."""
+
+    def __init__(self, processes: OneProcess | RankGroup, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None:
+        self.link, self.ready, self._processes = link, ready, processes
+        self._hung: str | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        config: Config,
+        report: Callable[[EngineWarming], None] = lambda _: None,
+        spawned: Callable[[], None] = lambda: None,
+    ) -> EngineProcess:
+        """Start the engine and wait until it is ready; `report` gets the progress of the warm-up that it waits for. `spawned` is called
+        once its processes run and have their settings.
+
+        Raises `EngineDied`, or the `StartupError` that it names."""
+        began = time.monotonic()
+        ours, theirs = socket.socketpair()
+        processes = RankGroup() if config.tp > 1 else OneProcess()
+        async with contextlib.AsyncExitStack() as undo:
+            with theirs:
+                link = await api_end(ours)
+                undo.push_async_callback(link.close)
+                undo.push_async_callback(processes.kill)
+                await processes.start(config, theirs)
+            log_event(log, "engine starts", engine_pid=processes.leader.pid, model=config.model)
+            spawned()
+            ready = await _receive_ready(processes, link, report)
+            undo.pop_all()
+        log_event(
+            log,
+            "engine ready",
+            engine_pid=processes.leader.pid,
+            model=ready.spec.name,
+            family=ready.spec.family,
+            device=ready.spec.device,
+            dtype=ready.spec.dtype,
+            policy=config.resolved(device=ready.spec.device).policy,
+            kv_tokens=ready.kv_tokens,
+            lora=ready.lora_backend,
+            seconds=round(time.monotonic() - began, 3),
+            notes="; ".join(ready.notes) or None,
+        )
+        return cls(processes, link, ready)
+
+    @property
+    def process(self) -> asyncio.subprocess.Process:
+        """Its process; of several, the one that has the link."""
+        return self._processes.leader
+
+    @property
+    def ranks(self) -> RankGroup | None:
+        """Its processes, where there are several."""
+        return self._processes if isinstance(self._processes, RankGroup) else None
+
+    @property
+    def loss(self) -> str | None:
+        """Why it was ended, where it hung or lost one of its processes."""
+        return self._hung or self._processes.loss
+
+    async def wait(self) -> int:
+        return await self._processes.wait()
+
+    def end(self, loss: str) -> None:
+        """Kill it, as it hangs."""
+        self._hung = loss
+        signal_child(self.process, signal.SIGKILL)  # other ranks end with it
+
+    async def stop(self) -> None:
+        """Ask for a clean end (the engine saves checkpoints); kill what does not end in time."""
+        self._processes.stop()
+        if self.process.returncode is None:
+            self.link.send(Shutdown())
+            try:
+                async with asyncio.timeout(STOP_TIMEOUT):
+                    await self.wait()
+            except TimeoutError:
+                log.warning("the engine did not stop within %.0f s: killed", STOP_TIMEOUT)
+        await self._processes.kill()
+        await self.link.close()
+
+
+async def _receive_ready(
+    processes: OneProcess | RankGroup, link: Link[ToEngine, FromEngine], report: Callable[[EngineWarming], None]
+) -> EngineReady:
+    receiving = asyncio.create_task(_receive_end_of_start(link, report))
+    lost = asyncio.create_task(processes.lost.wait())
+    try:
+        await asyncio.wait({receiving, lost}, return_when=asyncio.FIRST_COMPLETED)
+        message = None if processes.loss is not None else await receiving
+    except EngineUnavailable:
+        message = None
+    finally:
+        receiving.cancel()
+        lost.cancel()
+    if message is None:
+        status = await processes.leader.wait()
+        if processes.refusal is not None:
+            raise processes.refusal
+        raise EngineDied(status, processes.loss)
+    if isinstance(message, EngineRefused):
+        if isinstance(processes, OneProcess):
+            await processes.wait()
+        raise error_from_code(message.code, message.message)  # a `StartupError`
+    assert isinstance(message, EngineReady), message
+    return message
+
+
+async def _receive_end_of_start(
+    link: Link[ToEngine, FromEngine], report: Callable[[EngineWarming], None]
+) -> FromEngine:
+    """The first message that is no progress."""
+    while isinstance(message := await link.receive(), EngineWarming):
+        report(message)
+    return message

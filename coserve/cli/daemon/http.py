@@ -1,0 +1,79 @@
+"""The API process's own part of the daemon: tokenizer, registry and HTTP. Its imports take as long as its work."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import TypeVar
+
+from aiohttp import web
+
+from coserve.api.app import make_app, make_runner
+from coserve.api.engine_client import EngineClient
+from coserve.api.http.connections import quiet_accept
+from coserve.api.http.limits import WAITING_CONNECTIONS
+from coserve.api.service import Service
+from coserve.config import Config
+from coserve.core.garbage import GarbageCollection, freeze_and_collect_young
+from coserve.data.pretrained.tokenizer import Tokenizer
+from coserve.state.failpoints import failpoint
+from coserve.state.folder import DataFolder
+from coserve.state.registry import Registry
+from coserve.state.reserve import Reserve
+from coserve.state.thread import RegistryThread
+
+T = TypeVar("T")
+
+
+async def open_service(config: Config, folder: DataFolder, engine: EngineClient, stack: AsyncExitStack) -> Service:
+    """The service over a data folder whose lock is held, after recovery; `stack` closes it. Raises a `StartupError` leaf."""
+    tokenizer = await _in_daemon_thread(lambda: _load_tokenizer(config))
+    registry = RegistryThread(lambda: Registry(folder.database), reserve=Reserve(folder.reserve))
+    stack.push_async_callback(registry.close)
+    service = Service(config, folder, registry, tokenizer, engine)
+    stack.push_async_callback(service.close)  # after the engine: its last messages are recorded
+    await service.open()
+    warming = asyncio.create_task(service.texts.read_template())
+    stack.push_async_callback(_cancelled, warming)
+    return service
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    """End a task that may still run."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def serve_http(service: Service, config: Config, sock: socket.socket, stack: AsyncExitStack) -> None:
+    """Answer requests from now on, until `stack` closes."""
+    asyncio.get_running_loop().set_exception_handler(quiet_accept())
+    runner = make_runner(make_app(service, config, garbage=GarbageCollection()), config)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    freeze_and_collect_young()
+    await web.SockSite(runner, sock).start()
+    sock.listen(WAITING_CONNECTIONS)  # asyncio has set it to the number that it accepts in one turn of the event loop
+
+
+async def _in_daemon_thread(work: Callable[[], T]) -> T:
+    """The result of `work`, run in a thread that the end of the process does not wait for: it may download for minutes."""
+    found: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        found.set_running_or_notify_cancel()  # from now on it takes a result, also one that nobody waits for
+        try:
+            found.set_result(work())
+        except BaseException as error:  # noqa: BLE001  # the waiting end raises it
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="startup", daemon=True).start()
+    return await asyncio.wrap_future(found)
+
+
+def _load_tokenizer(config: Config) -> Tokenizer:
+    failpoint("daemon.start")
+    return Tokenizer.load(config.model)

@@ -1,0 +1,236 @@
+"""The processes of one engine under tensor parallelism: started together, watched together, ended together.
+
+A rank that ends, reports a fault or falls silent takes all others with it: they cannot go on without it. Its death is told as the
+engine's (`loss`); the supervisor starts all of them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Never
+
+import msgspec
+
+from coserve.cli.daemon.rank_watch import WatchedRank, find_loss
+from coserve.cli.daemon.supervisor import how_ended
+from coserve.config import Config, config_to_json
+from coserve.core.errors import CoserveError, EngineUnavailable, error_from_code
+from coserve.core.health import RankInfo
+from coserve.core.logs.format import log_event
+from coserve.core.processes import is_stopped, signal_child, start_child
+from coserve.core.ranks import (
+    HEARTBEAT,
+    SILENCE,
+    Heartbeat,
+    RankFailed,
+    RankPlace,
+    RankReady,
+    RankRefused,
+    RankReport,
+    board_bytes,
+    place_to_json,
+)
+from coserve.core.stream_link import StreamLink
+from coserve.state.folder import DataFolder
+
+log = logging.getLogger(__name__)
+
+CONSEQUENCE = 0.5
+"""Seconds in which the death of another rank is told instead of a fault: its collectives fail on all ranks."""
+
+
+@dataclass(eq=False)
+class _Rank:
+    number: int
+    process: asyncio.subprocess.Process
+    reports: StreamLink[Never, RankReport]
+    watched: WatchedRank
+    lost: bool = False
+    exiting: asyncio.Task[None] | None = None
+    """Ends with the process."""
+
+    def end(self) -> None:
+        signal_child(self.process, signal.SIGKILL)
+
+
+class RankGroup:
+    """All ranks. Rank 0's process has the link to the API process, besides."""
+
+    def __init__(self) -> None:
+        self.loss: str | None = None
+        """Which rank was lost, and how; None: none."""
+        self.refusal: CoserveError | None = None
+        """Why a rank cannot start with these settings."""
+        self.lost = asyncio.Event()
+        self._ranks: list[_Rank] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = False
+        self._rendezvous: Path | None = None
+
+    async def start(self, config: Config, link: socket.socket) -> None:
+        """Start all processes. `link`: rank 0's end of the link to the API process. After an error, call `kill`."""
+        staging = DataFolder(config.data_dir).staging  # emptied at the daemon's start
+        self._rendezvous = staging / f"ranks-{secrets.token_hex(8)}"
+        pairs = [socket.socketpair() for _ in range(config.tp - 1)]
+        board = _shared_memory(board_bytes(config.tp))
+        try:
+            for number in range(config.tp):
+                commands = [ours for ours, _ in pairs] if number == 0 else [pairs[number - 1][1]]
+                ours, theirs = socket.socketpair()
+                with theirs:
+                    place = RankPlace(
+                        rank=number,
+                        size=config.tp,
+                        rendezvous=self._rendezvous.absolute().as_uri(),
+                        board=board.fileno(),
+                        monitor=theirs.fileno(),
+                        commands=tuple(sock.fileno() for sock in commands),
+                    )
+                    await self._start_rank(place, config, ours, theirs, link, commands, board)
+        finally:
+            board.close()
+            for sock in (sock for pair in pairs for sock in pair):
+                sock.close()
+        self._tasks.append(asyncio.create_task(self._watch()))
+
+    async def _start_rank(
+        self,
+        place: RankPlace,
+        config: Config,
+        ours: socket.socket,
+        theirs: socket.socket,
+        link: socket.socket,
+        commands: list[socket.socket],
+        board: IO[bytes],
+    ) -> None:
+        reader, writer = await asyncio.open_connection(sock=ours)
+        reports = StreamLink[Never, RankReport](reader, writer, msgspec.msgpack.Decoder(RankReport))
+        leads = place.rank == 0
+        module = "coserve.engine.process" if leads else "coserve.engine.ranks.process"
+        end = link if leads else theirs
+        others: list[socket.socket | IO[bytes]] = [*([theirs] if leads else []), *commands, board]
+        process = await start_child(module, end, place_to_json(place), stdin=asyncio.subprocess.PIPE, others=others)
+        assert process.stdin is not None
+        process.stdin.write(config_to_json(config))
+        process.stdin.close()
+        rank = _Rank(place.rank, process, reports, WatchedRank(place.rank))
+        self._ranks.append(rank)
+        listening = asyncio.create_task(self._listen(rank))
+        rank.exiting = asyncio.create_task(self._await_exit(rank, listening))
+        self._tasks += [listening, rank.exiting]
+        log_event(log, "rank starts", rank=place.rank, ranks=place.size, engine_pid=process.pid)
+
+    @property
+    def leader(self) -> asyncio.subprocess.Process:
+        """The process of rank 0."""
+        return self._ranks[0].process
+
+    def states(self) -> tuple[RankInfo, ...]:
+        """What `/health` says of each rank."""
+        done = self._ranks[0].watched.done if self._ranks else 0
+        return tuple(
+            RankInfo(
+                rank=rank.number,
+                state="lost" if rank.lost else "ready" if rank.watched.ready else "starting",
+                silent=rank.watched.silent,
+                behind=max(0, done - rank.watched.done),
+            )
+            for rank in self._ranks
+        )
+
+    async def wait(self) -> int:
+        """Wait until all ranks have ended; the exit status of rank 0."""
+        statuses = await asyncio.gather(*(rank.process.wait() for rank in self._ranks))
+        return statuses[0]
+
+    def stop(self) -> None:
+        """From now on ranks may end: rank 0 was, or will be, asked to."""
+        self._stopping = True
+
+    async def kill(self) -> None:
+        """End what still runs, and wait for it."""
+        self._stopping = True
+        ended = [
+            rank.exiting for rank in self._ranks if rank.exiting is not None and rank.process.returncode is not None
+        ]
+        await asyncio.gather(*ended, return_exceptions=True)  # so that a loss is known
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for rank in self._ranks:
+            rank.end()
+        for rank in self._ranks:
+            await rank.process.wait()
+        for rank in self._ranks:
+            await rank.reports.close()
+        if self._rendezvous is not None:
+            with contextlib.suppress(OSError):
+                self._rendezvous.unlink(missing_ok=True)
+
+    # ---- watching
+
+    async def _listen(self, rank: _Rank) -> None:
+        with contextlib.suppress(EngineUnavailable):  # it has ended
+            while True:
+                report = await rank.reports.receive()
+                rank.watched.looks = 0
+                match report:
+                    case Heartbeat():
+                        rank.watched.received(report)
+                    case RankReady():
+                        rank.watched.ready = True
+                    case RankRefused(code=code, message=message):
+                        self.refusal = self.refusal or error_from_code(code, message)
+                        self._lose(rank, f"refused to start: {message}")
+                    case RankFailed(message=message):
+                        await asyncio.sleep(CONSEQUENCE)
+                        self._lose(rank, f"failed: {message}")
+
+    async def _await_exit(self, rank: _Rank, listening: asyncio.Task[None]) -> None:
+        status = await rank.process.wait()
+        if status >= 0:
+            await asyncio.wait({listening})  # its last report
+        if status or not self._stopping:
+            self._lose(rank, how_ended(status))
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT)
+            for rank in self._ranks:
+                rank.watched.look()
+                rank.watched.stopped = rank.watched.silent > SILENCE and is_stopped(rank.process.pid)
+            found = find_loss([rank.watched for rank in self._ranks])
+            if found is not None:
+                watched, how = found
+                self._lose(self._ranks[watched.number], how)
+
+    def _lose(self, rank: _Rank, how: str) -> None:
+        """The first loss ends all ranks; what follows from it is not told."""
+        if self.loss is not None:
+            return
+        rank.lost = True
+        self.loss = f"rank {rank.number} of {len(self._ranks)} {how}"
+        log.error("%s: all ranks are ended", self.loss)
+        self.lost.set()
+        for each in self._ranks:
+            each.end()
+
+
+def _shared_memory(size: int) -> IO[bytes]:
+    """A file of zeros without a name, in memory where the system has such."""
+    if sys.platform == "linux":
+        file: IO[bytes] = os.fdopen(os.memfd_create("ranks"), "w+b")
+    else:
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+    file.truncate(size)
+    return file

@@ -1,0 +1,148 @@
+"""The daemon: startup, serve, shutdown. One API process (this one) and one engine process.
+
+The API process holds the socket, the tokenizer and the registry; it never touches the GPU. An engine that dies, while
+it starts or later, is started again (`cli/daemon/supervisor.py`): its requests get a clear error, its jobs go on from their last
+checkpoints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import logging
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from coserve import __version__
+from coserve.api.engine_client import EngineClient
+from coserve.api.http.limits import WAITING_CONNECTIONS, connection_limit
+from coserve.api.tracking.libraries import check_trackers
+from coserve.cli.daemon.engine_starts import EngineStarts
+from coserve.cli.daemon.signals import StopSignals
+from coserve.cli.daemon.supervisor import Supervisor
+from coserve.config import Config
+from coserve.core.errors import (
+    PortInUse,
+    StartupError,
+)
+from coserve.core.health import Status, Warming
+from coserve.core.logs.format import log_event
+from coserve.data.pretrained.source import check_source
+from coserve.state.folder import DataFolder
+
+log = logging.getLogger(__name__)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket, opened before anything expensive starts. Raises `PortInUse`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(WAITING_CONNECTIONS)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(f"port {port} on {host} is taken by another program") from None
+        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    return sock
+
+
+@dataclasses.dataclass(frozen=True)
+class _Serving:
+    """A daemon that listens on `port`. `supervising`: the task that runs `supervisor`."""
+
+    port: int
+    engine: EngineClient
+    supervisor: Supervisor
+    supervising: asyncio.Task[None]
+
+
+@asynccontextmanager
+async def _serving(config: Config) -> AsyncIterator[_Serving]:
+    """Startup and shutdown.
+
+    HTTP is answered from here on: until the first engine is there, `/health` says `starting` and why it takes long.
+    """
+    config = dataclasses.replace(config, max_connections=connection_limit(config.max_connections))
+    folder = DataFolder(config.data_dir)
+    check_source(config.model, weights=config.load_format == "auto")
+    check_trackers(config.tracker)
+    async with contextlib.AsyncExitStack() as stack:
+        sock = stack.enter_context(contextlib.closing(bind(config.host, config.port)))
+        os.umask(0o077)  # files of the daemon and its processes are for its user alone: corpora, adapters, logs
+        stack.enter_context(folder.lock())
+        folder.restrict_access()
+        port = sock.getsockname()[1]
+        log_event(
+            log,
+            "daemon starts",
+            version=__version__,
+            pid=os.getpid(),
+            model=config.model,
+            device=config.device,
+            policy=config.policy,
+            data_dir=str(config.data_dir),
+            host=config.host,
+            port=port,
+        )
+        engine = EngineClient()
+        engines = EngineStarts(config, engine.starting)
+        stack.push_async_callback(engines.close)
+        await engines.begin()
+        from coserve.cli.daemon.http import open_service, serve_http  # takes a second, which the engine uses, too
+
+        service = await open_service(config, folder, engine, stack)
+        supervisor = Supervisor(engines.start, service)
+        supervising = asyncio.create_task(supervisor.run())
+        stack.push_async_callback(_end, supervising)
+        await serve_http(service, config, sock, stack)
+        yield _Serving(port, engine, supervisor, supervising)
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError, StartupError):
+        await task
+
+
+async def serve(config: Config, *, report: Callable[[int, Status, Warming | None], None]) -> None:
+    """Run until SIGINT or SIGTERM. `report` gets the port, the status and the progress of the warm-up at each change.
+
+    Raises a `StartupError` leaf when the daemon cannot start, or when its engine cannot stay alive.
+    """
+    began, signals = time.monotonic(), StopSignals()
+    stopping = asyncio.create_task(signals.wait())
+    async with contextlib.AsyncExitStack() as stack:
+        opening = asyncio.create_task(stack.enter_async_context(_serving(config)))
+        await asyncio.wait({stopping, opening}, return_when=asyncio.FIRST_COMPLETED)
+        if opening.done():
+            running = opening.result()
+            port, engine, supervising = running.port, running.engine, running.supervising
+
+            def report_status() -> None:
+                report(port, engine.status, engine.warming)
+
+            with engine.watched(report_status):
+                report_status()
+                attached = asyncio.create_task(running.supervisor.attached.wait())
+                await asyncio.wait({stopping, supervising, attached}, return_when=asyncio.FIRST_COMPLETED)
+                if attached.done():
+                    seconds = round(time.monotonic() - began, 3)
+                    log_event(log, "daemon ready", host=config.host, port=port, seconds=seconds)
+                    await asyncio.wait({stopping, supervising}, return_when=asyncio.FIRST_COMPLETED)
+                attached.cancel()
+            if supervising.done():
+                supervising.result()
+        else:
+            opening.cancel()
+            await asyncio.wait({opening})
+        stopping.cancel()
+        ended = time.monotonic()
+    log_event(log, "daemon stopped", seconds=round(time.monotonic() - ended, 3))

@@ -1,0 +1,194 @@
+"""Keeps one engine alive: starts it, and starts it again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from coserve.core.errors import StartupError
+from coserve.core.health import EngineRanks
+from coserve.core.link import EngineReady, FromEngine, Link, ToEngine
+
+log = logging.getLogger(__name__)
+
+
+class EngineDied(Exception):
+    """The engine process exited with this status before it was ready. `loss`: see `EngineRanks`."""
+
+    def __init__(self, status: int, loss: str | None = None) -> None:
+        super().__init__(status)
+        self.status, self.loss = status, loss
+
+
+class RunningEngine(Protocol):
+    """An engine that is ready."""
+
+    @property
+    def link(self) -> Link[ToEngine, FromEngine]: ...
+    @property
+    def ready(self) -> EngineReady: ...
+    @property
+    def ranks(self) -> EngineRanks | None:
+        """Its processes, where there are several."""
+        ...
+
+    @property
+    def loss(self) -> str | None:
+        """Why it was ended, where it hung or lost one of its processes."""
+        ...
+
+    async def wait(self) -> int:
+        """Wait until it has ended; its exit status."""
+        ...
+
+    def end(self, loss: str) -> None:
+        """Kill it, as it hangs."""
+        ...
+
+    async def stop(self) -> None:
+        """Ask a running engine to end and wait for it; then close the link."""
+        ...
+
+
+class EngineOwner(Protocol):
+    """The part of `api.Service` that the supervisor uses."""
+
+    async def attach(
+        self, link: Link[ToEngine, FromEngine], ready: EngineReady, ranks: EngineRanks | None = None
+    ) -> None: ...
+    async def disconnected(self) -> Exception | None:
+        """Wait until the attached engine's messages are no longer read. The error that ended this; None if the link closed."""
+        ...
+
+    async def engine_hung(self) -> str:
+        """Wait until the attached engine hangs: it has work and says nothing. Returns what to tell of it."""
+        ...
+
+    def engine_lost(self) -> None: ...
+    def engine_failed(self, note: str, *, started: bool) -> None: ...
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """When to start an engine again. It dies early while it starts, or within `early` seconds of service. After the n-th
+    early death in a row there is a pause of `first` * 2^(n-1) seconds; after the `most`-th the daemon gives up. An engine
+    that served longer is started again at once."""
+
+    early: float = 10.0
+    first: float = 0.5
+    most: int = 5
+
+    def pause(self, deaths: int) -> float:
+        return self.first * 2.0 ** (deaths - 1) if deaths else 0.0
+
+
+class Supervisor:
+    """`start` returns a ready engine. It raises `EngineDied`, or a `StartupError` where another start would fail too."""
+
+    def __init__(
+        self,
+        start: Callable[[], Awaitable[RunningEngine]],
+        service: EngineOwner,
+        restarts: Restarts | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._start, self._service, self._clock = start, service, clock
+        self._restarts = restarts or Restarts()
+        self.attached = asyncio.Event()
+        """Set once an engine is attached."""
+
+    async def run(self) -> None:
+        """Keep an engine alive until cancelled; stop it then.
+
+        Raises `StartupError` where the engine refuses to start, or dies early again and again.
+        """
+        deaths = 0
+        while True:
+            end = await self._run_engine()
+            deaths = deaths + 1 if end.served < self._restarts.early else 0
+            if deaths >= self._restarts.most:
+                raise StartupError(f"the engine died {deaths} times in a row, the last time it {end.text}; see the log")
+            pause = self._restarts.pause(deaths)
+            when = f"in {pause:.1f} s (early death {deaths} in a row, number {self._restarts.most} ends the daemon)"
+            log.error(
+                "the engine %s; it is started again %s",
+                end.text,
+                when if deaths else "at once",
+                extra={"fields": {"status": end.status, "seconds": round(end.served, 3)}},
+            )
+            note = f"the engine {end.text} and is being started again"
+            self._service.engine_failed(note, started=end.started)
+            await asyncio.sleep(pause)
+
+    async def _run_engine(self) -> _EngineExit:
+        """Run one engine from its start to its exit."""
+        try:
+            engine = await self._start()
+        except EngineDied as died:
+            return _EngineExit(died.status, loss=died.loss)
+        ended = asyncio.create_task(engine.wait())
+        tasks: list[asyncio.Task[object]] = [ended]
+        try:
+            attaching = asyncio.create_task(self._service.attach(engine.link, engine.ready, engine.ranks))
+            tasks.append(attaching)
+            await asyncio.wait({ended, attaching}, return_when=asyncio.FIRST_COMPLETED)
+            if not attaching.done():
+                return _EngineExit(ended.result(), loss=engine.loss)
+            attaching.result()
+            began = self._clock()
+            self.attached.set()
+            disconnected = asyncio.create_task(self._service.disconnected())
+            hung = asyncio.create_task(self._service.engine_hung())
+            tasks += [disconnected, hung]
+            await asyncio.wait({ended, disconnected, hung}, return_when=asyncio.FIRST_COMPLETED)
+            served = self._clock() - began
+            unreadable = disconnected.result() if disconnected.done() else None
+            if hung.done() and not (ended.done() or disconnected.done()):
+                engine.end(hung.result())
+                self._service.engine_lost()  # its requests need not wait until the process is gone
+        finally:
+            for task in tasks:
+                task.cancel()
+            await engine.stop()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self._service.engine_lost()
+        return _EngineExit(await engine.wait(), served, started=True, unreadable=unreadable, loss=engine.loss)
+
+
+def how_ended(status: int) -> str:
+    """An exit status in words."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"was killed by {name}"
+
+
+@dataclass(frozen=True)
+class _EngineExit:
+    """How an engine ended, and its seconds of service."""
+
+    status: int
+    served: float = 0.0
+    started: bool = False
+    unreadable: Exception | None = None
+    """Why its messages could not be read any more, where that is why it was stopped."""
+    loss: str | None = None
+    """How it hung, or which of its processes was lost, where that is why it was stopped."""
+
+    @property
+    def text(self) -> str:
+        when = f"after {self.served:.0f} s of service" if self.started else "while it started"
+        if self.unreadable is not None:
+            return f"was stopped {when}: its messages could not be read ({type(self.unreadable).__name__})"
+        if self.loss is not None:
+            return f"was stopped {when}: {self.loss}"
+        return f"{how_ended(self.status)} {when}"

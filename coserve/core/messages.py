@@ -1,0 +1,110 @@
+"""Messages of a chat, in requests and in rows, and the form in which chat templates get them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from coserve.core.errors import InvalidRequest
+from coserve.core.limits import MAX_MESSAGES, AuthorName, Text
+
+MAX_TOOLS = 1024
+"""Most tools of a chat, and most calls of a message."""
+_Name = Annotated[str, Meta(max_length=256)]
+_Object = Annotated[dict[_Name, Any], Meta(max_length=1024)]
+Tools = Annotated[list[_Object], Meta(max_length=MAX_TOOLS)]
+"""JSON schemas, as OpenAI's API has them. The template shows them to the model."""
+TemplateOptions = Annotated[dict[Annotated[str, Meta(max_length=64)], Any], Meta(max_length=32)]
+"""Variables that the template reads, such as Qwen3's `enable_thinking`."""
+
+
+class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    pass
+
+
+class TextPart(_Struct, frozen=True):
+    """Text is the only kind of content there is."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class FunctionCall(_Struct, frozen=True):
+    name: _Name
+    arguments: _Object | Text | None = None
+    """An object, or its JSON. Null and an empty text: no arguments."""
+
+
+class ToolCall(_Struct, frozen=True):
+    function: FunctionCall
+    id: _Name | None = None
+    type: Literal["function"] | None = None
+
+
+class ChatMessage(_Struct, frozen=True):
+    """One turn of a conversation. `developer` means `system`; null counts as absent."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[TextPart], Meta(max_length=MAX_MESSAGES)] | None = None
+    """Parts are joined by line breaks, as in vLLM."""
+    name: AuthorName | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
+    """The assistant's."""
+    tool_call_id: AuthorName | None = None
+    weight: Literal[0, 1] | None = None
+    """The assistant's, in rows: 0 is not learned. It changes nothing in requests."""
+
+    @property
+    def text(self) -> str:
+        content = self.content or ""
+        return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+class Chat(_Struct, frozen=True):
+    """Everything that a chat template renders."""
+
+    messages: list[ChatMessage]
+    tools: Tools = []
+    options: TemplateOptions = {}
+
+
+def characters(messages: Iterable[ChatMessage]) -> int:
+    """Of the messages' texts."""
+    return sum(len(message.text) for message in messages)
+
+
+def for_template(messages: Sequence[ChatMessage], field: str = "messages") -> list[dict[str, object]]:
+    """The messages as transformers gives them to a template, the arguments of calls as objects; with their weights. Raises `InvalidRequest`
+    with the field for what a role does not have."""
+    return [_for_template(message, f"{field}[{index}]") for index, message in enumerate(messages)]
+
+
+def _for_template(message: ChatMessage, field: str) -> dict[str, object]:
+    found: dict[str, object] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": message.text,  # some templates read it of every message, and none writes an empty text
+    }
+    for name in ("tool_calls", "weight"):
+        if getattr(message, name) not in (None, []) and message.role != "assistant":
+            raise InvalidRequest(f"expected {name} on assistant messages only", field=f"{field}.{name}")
+    if message.tool_calls:
+        calls = enumerate(message.tool_calls)
+        found["tool_calls"] = [_call(call, f"{field}.tool_calls[{index}]") for index, call in calls]
+    given = {"name": message.name or None, "tool_call_id": message.tool_call_id or None, "weight": message.weight}
+    return found | {name: value for name, value in given.items() if value is not None}
+
+
+def _call(call: ToolCall, field: str) -> dict[str, object]:
+    arguments = call.function.arguments or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments, type=dict[str, Any])
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise InvalidRequest(
+                "expected arguments that are a JSON object", field=f"{field}.function.arguments"
+            ) from error
+    named: dict[str, object] = {} if call.id is None else {"id": call.id}
+    return named | {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}

@@ -1,0 +1,88 @@
+"""Requests and responses of the HTTP API: checked by the server, built by the SDK, described by `/openapi.json`.
+
+No torch, no IO. Times are seconds since the epoch (`*_at`) or seconds (`eta`, `timing`, `slo_*`); sizes are bytes or tokens. A
+streamed generation is a sequence of server-sent events `data: GenerateChunk`, then `data: [DONE]`; a failure after the first
+byte is `event: error` with an `ErrorBody`. `slo_e2e` counts from arrival to the last of `max_tokens`.
+"""
+
+from __future__ import annotations
+
+from coserve.core.messages import ChatMessage
+from coserve.core.schemas.adapters import (
+    Adapter,
+    AdapterList,
+    ConvertedAdapter,
+    ConvertRequest,
+    DeletedAdapter,
+    Distillation,
+    ImportRequest,
+    RollbackRequest,
+)
+from coserve.core.schemas.errors import ErrorBody, ErrorInfo
+from coserve.core.schemas.generation import (
+    Choice,
+    ChosenLogprob,
+    Finish,
+    GenerateChunk,
+    GenerateRequest,
+    GenerateResponse,
+    Logprob,
+    PromptLogprob,
+    Timing,
+    Usage,
+)
+from coserve.core.schemas.jobs import (
+    ROWS,
+    DeletedJob,
+    EventLevel,
+    EventType,
+    FinetuneRequest,
+    Job,
+    JobEvent,
+    JobList,
+    OnConflict,
+    Preparing,
+    RowField,
+    Sample,
+    SubmissionEvent,
+)
+from coserve.core.schemas.service import STREAM_END, Pointers
+
+__all__ = [
+    "Adapter",
+    "AdapterList",
+    "ChatMessage",
+    "Choice",
+    "ChosenLogprob",
+    "ConvertRequest",
+    "ConvertedAdapter",
+    "DeletedAdapter",
+    "DeletedJob",
+    "Distillation",
+    "ErrorBody",
+    "ErrorInfo",
+    "EventLevel",
+    "EventType",
+    "FinetuneRequest",
+    "Finish",
+    "GenerateChunk",
+    "GenerateRequest",
+    "GenerateResponse",
+    "ImportRequest",
+    "Job",
+    "JobEvent",
+    "JobList",
+    "Preparing",
+    "SubmissionEvent",
+    "OnConflict",
+    "Logprob",
+    "Pointers",
+    "PromptLogprob",
+    "ROWS",
+    "RollbackRequest",
+    "RowField",
+    "STREAM_END",
+    "Sample",
+    "Timing",
+    "Usage",
+]

@@ -1,0 +1,395 @@
+"""Data types that all packages share. No torch, no IO.
+
+Structs are sent over HTTP or the link to the engine; they are frozen and refuse unknown fields. Times are seconds
+(`float`) on the clock of the process that made them; token ids are `int`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from coserve.core.limits import MAX_MESSAGES, MAX_NAMES, BlockNames, ModuleName, ModuleNames, Text
+from coserve.core.messages import ChatMessage
+
+
+class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base class of structs that are sent or stored."""
+
+
+class AdapterRef(msgspec.Struct, frozen=True, order=True):
+    """One immutable version of one adapter. Each KV page and each cached prefix belongs to one of them, or to the base."""
+
+    id: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.id}@{self.version}"
+
+
+class AdapterDigests(msgspec.Struct, frozen=True):
+    """What the registry knows of an adapter's files: their SHA-256, in hex, and what the config's patterns gave."""
+
+    weights: str
+    config: str = ""
+    """Empty, and not checked, for versions registered before this field existed."""
+    alphas: tuple[float, ...] | None = None
+    """The alpha of each adapted module, in order of their names; empty: the config's `lora_alpha` for all. None: not known
+    (registered before this was kept), the config's patterns are matched when the files are read."""
+
+
+class SiteSpec(msgspec.Struct, frozen=True):
+    """One linear module of the base that an adapter may change."""
+
+    in_features: int
+    out_features: int
+    layer: int
+
+
+class BaseSpec(Wire, frozen=True):
+    """Description of the loaded base, for all code that does not hold the model."""
+
+    name: str
+    fingerprint: str
+    family: str
+    dtype: str
+    device: str
+    layers: int
+    hidden: int
+    vocab: int
+    context: int
+    eos_token_ids: tuple[int, ...]
+    sites: dict[str, SiteSpec]
+    default_targets: tuple[str, ...]
+    """Suffixes of the sites that a new adapter targets unless told otherwise (all linear sites of a layer)."""
+    context_note: str = ""
+    """Why `context` is less than the model's own maximum; empty if it is not."""
+    hub_name: str | None = None
+    """NAME or OWNER/NAME on the hub; None: it was read from a folder, or is bundled."""
+
+
+class SamplingParams(Wire, frozen=True):
+    """How to sample tokens. `seed` is always set when the engine gets it.
+
+    Stop strings are handled in the API process, which has the text; the engine knows only `stop_token_ids`.
+    """
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    """As `logprobs`, for the prompt's tokens. `max_tokens` may then be 0, which scores the prompt and generates nothing."""
+    seed: int = 0
+
+
+class Slo(Wire, frozen=True):
+    """A request's latency targets, in seconds. `e2e`: from its arrival to its last token."""
+
+    ttft: float
+    tpot: float
+    e2e: float | None = None
+    batch: bool = False
+    """Of the class batch: interactive requests are admitted first. If it is due before them, it goes after some of them (`queues.inference.INTERACTIVE_PER_BATCH`)."""
+    shed: bool = False
+    """It is refused as soon as its first token cannot come in time."""
+    shed_e2e: bool = False
+    """The same with its last token's target."""
+
+
+SloClass = Literal["interactive", "batch"]
+"""Classes of requests. Each has targets of its own in the settings."""
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+class MicroStep(StrEnum):
+    """Kinds of micro-steps. A micro-step is a part of a training micro-batch that runs without interruption; within a job,
+    those of one kind take about the same time."""
+
+    BEGIN = "begin"
+    """Rows packed and embedded, and the first layer's forward."""
+    FORWARD = "forward"
+    """One layer's forward."""
+    HEAD = "head"
+    """Logits, loss and its gradient, for a chunk of the target tokens."""
+    BACKWARD = "backward"
+    """One layer's backward."""
+    OPTIMIZER = "optimizer"
+    """The update of the weights, once an optimizer step; with paged moments once for each `admission.optimizers.SLICE` of it."""
+    EVALUATE = "evaluate"
+    """One layer's forward without gradients: in an evaluation, or a teacher's."""
+    EVALUATE_HEAD = "evaluate_head"
+    RESULT = "result"
+    """The host reads what earlier micro-steps computed, and goes on with it. Only where slices run beside generation; elsewhere
+    the micro-step before does it."""
+
+
+class Optimizer(StrEnum):
+    """What updates a job's weights: Adam with decoupled weight decay, or Lion; `8bit`: with moments of one byte a weight, by bitsandbytes;
+    `paged`: the moments stay in host memory, and pass through the GPU at each update."""
+
+    ADAMW = "adamw"
+    ADAMW_8BIT = "adamw_8bit"
+    LION = "lion"
+    LION_8BIT = "lion_8bit"
+    PAGED_ADAMW = "paged_adamw"
+    PAGED_ADAMW_8BIT = "paged_adamw_8bit"
+    PAGED_LION = "paged_lion"
+    PAGED_LION_8BIT = "paged_lion_8bit"
+
+    @property
+    def paged(self) -> bool:
+        return self.startswith("paged_")
+
+    @property
+    def unpaged(self) -> Optimizer:
+        """The same rule with its moments on the GPU: its checkpoints are the same."""
+        return Optimizer(self.removeprefix("paged_"))
+
+    @property
+    def eight_bit(self) -> bool:
+        return self.unpaged in (Optimizer.ADAMW_8BIT, Optimizer.LION_8BIT)
+
+    @property
+    def lion(self) -> bool:
+        return self.unpaged in (Optimizer.LION, Optimizer.LION_8BIT)
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Natural-log probability of the chosen token, and `(token, logprob)` of the most likely tokens."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Schedule(StrEnum):
+    LINEAR = "linear"
+    COSINE = "cosine"
+    CONSTANT = "constant"
+
+
+DEFAULT_RANK = 16
+"""Rank of a new adapter unless the job sets one. Memory is profiled with it, and its kernels are compiled first."""
+
+
+class LoraRequest(Wire, frozen=True):
+    """The shape of a new adapter, as a user asks for it. The meaning is PEFT's, some names are ours: `alpha` is PEFT's `lora_alpha`, `rslora` is
+    `use_rslora`, `dropout` is `lora_dropout`, `targets` is `target_modules`, `init` is `init_lora_weights`, and `bd_blocks`,
+    `targets_bd_a` and `targets_bd_b` are `use_bdlora`'s `nblocks`, `target_modules_bd_a` and `target_modules_bd_b`.
+    """
+
+    r: int = DEFAULT_RANK
+    alpha: float | None = None
+    """None: `2 * r`."""
+    rslora: bool = False
+    dropout: float = 0.0
+    targets: ModuleNames | None = None
+    """Suffixes of module names (`"q_proj"`) or whole names; None: every linear site of the decoder layers."""
+    rank_pattern: Annotated[dict[ModuleName, int], Meta(max_length=MAX_NAMES)] = {}
+    alpha_pattern: Annotated[dict[ModuleName, float], Meta(max_length=MAX_NAMES)] = {}
+    init: Annotated[str, Meta(max_length=64)] = "default"
+    """`default` (Kaiming A, zero B), `gaussian` (normal A / r, zero B) or `orthogonal`."""
+    bd_blocks: int = 1
+    """BD-LoRA: diagonal blocks of B at column-parallel sites (q, k, v, gate, up) and of A at row-parallel ones (o, down), for
+    tensor parallelism over as many GPUs or any divisor of it. `r` is the rank of all blocks together. 1: plain LoRA."""
+    targets_bd_a: BlockNames | None = None
+    """Parts of the names of the sites whose A is block-diagonal; sites that neither list names are plain LoRA. None, and
+    `targets_bd_b` too: the row-parallel sites."""
+    targets_bd_b: BlockNames | None = None
+    """The same for B. None, and `targets_bd_a` too: the column-parallel sites."""
+
+
+class LoraSettings(LoraRequest, frozen=True):
+    """The shape of an adapter. As `LoraRequest`; an imported adapter may have a name for each of many thousand sites."""
+
+    targets: tuple[str, ...] | None = None
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
+    targets_bd_a: tuple[str, ...] | None = None
+    targets_bd_b: tuple[str, ...] | None = None
+
+
+Auto = Literal["auto"]
+"""The daemon chooses the value from the size of the corpus and of the base (`data/corpus/defaults.py`)."""
+
+
+TrainOn = Literal["completion", "all", "assistant"]
+"""The tokens of a row that are learned."""
+
+
+class DpoLoss(Wire, frozen=True):
+    """Direct preference optimization (Rafailov et al. 2023, equation 7)."""
+
+    type: Literal["dpo"]
+    beta: float = 0.1
+    """How strongly the adapter is held to the reference: the scale of the rewards."""
+    reference: Literal["start", "base"] = "start"
+    """Whose answers the loss is relative to: of the adapter that the job continues, as it was (a new one: the base), or of the base."""
+
+
+class TrainingRequest(Wire, frozen=True):
+    """How a job is to train, as a user asks for it. At most one of `epochs` and `steps`; batches are counted in tokens.
+
+    `epochs` (unless `steps` is given), `batch_tokens` and `learning_rate` are chosen by the daemon unless they are given.
+    """
+
+    epochs: float | Auto | None = None
+    """Passes over the corpus; None is "auto"."""
+    steps: int | None = None
+    """Optimizer steps, instead of `epochs`."""
+    batch_tokens: int | Auto = "auto"
+    """Tokens per optimizer step."""
+    micro_batch_tokens: int | None = None
+    """Tokens per forward and backward; None: as many as the memory plan allows, at most `batch_tokens`."""
+    max_length: int | None = None
+    """Longest sequence in tokens; None: the base's context."""
+    learning_rate: float | Auto = "auto"
+    """The peak; the schedule goes up to it and down from it."""
+    train_on: TrainOn | None = None
+    """Which tokens are learned: the completion or last answer alone (`completion`: of prompt/completion rows and chats), every turn of the assistant
+    (`assistant`: of chats), or every token (`all`). None: a text whole, of a prompt/completion row the completion, of a chat every turn
+    of the assistant. Rows that have no such tokens are refused."""
+    one_row_per_answer: bool = False
+    """A chat becomes a row for each answer that is to be learned, the chat up to that answer: for templates that change earlier answers."""
+    loss: DpoLoss | None = None
+    """None: the negative log-likelihood of the target tokens. `dpo` learns from rows of `prompt`, `chosen` and `rejected`."""
+    schedule: Schedule = Schedule.LINEAR
+    warmup_steps: int = 0
+    optimizer: Optimizer = Optimizer.ADAMW
+    """`adamw`; `lion` (https://arxiv.org/abs/2302.06675), which keeps one moment; `adamw_8bit` and `lion_8bit`, whose moments have 8 bits
+    (https://arxiv.org/abs/2110.02861); `paged_` ahead of each: its moments stay in pinned host memory."""
+    beta1: float = 0.9
+    beta2: float | None = None
+    """None: 0.999, and with Lion 0.99."""
+    eps: float = 1e-8
+    """Of AdamW alone."""
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    """0 switches clipping off."""
+    lora_plus_ratio: float | None = None
+    """LoRA+ (https://arxiv.org/abs/2402.12354; PEFT's `loraplus_lr_ratio`): the learning rate of every B is this many times `learning_rate`,
+    which is then A's alone and must be given. At least 1; None: 1."""
+    neftune_alpha: float | None = None
+    """NEFTune (https://arxiv.org/abs/2310.05914; `neftune_noise_alpha` of transformers): in training, uniform noise of at most
+    alpha / sqrt(tokens of the row * hidden size) on the embeddings. None: no noise."""
+    validation_split: float = 0.0
+    early_stopping_patience: int | None = None
+    """Evaluations without improvement before the job ends; needs `validation_split`."""
+    eval_steps: int = 20
+    checkpoint_steps: int = 20
+    seed: int = 0
+    sample_prompts: Annotated[
+        tuple[Text | Annotated[tuple[ChatMessage, ...], Meta(max_length=MAX_MESSAGES)], ...],
+        Meta(max_length=MAX_MESSAGES),
+    ] = ()
+    """Texts, or chats as lists of messages, of which the adapter in training generates samples: one each, every `sample_steps` steps and
+    at the end. They do not change what is learned."""
+    sample_steps: int = 20
+    sample_max_tokens: int = 128
+    """Most tokens of a sample."""
+    sample_temperature: float = 0.0
+    """0: always the likeliest token. Above 0, samples are drawn with the job's `seed`."""
+
+
+class TrainingSettings(TrainingRequest, frozen=True):
+    """How a job trains: as `TrainingRequest`, with every value fixed. A request may also be one of these."""
+
+    epochs: float | None = None
+    batch_tokens: int = 2048
+    learning_rate: float = 2e-4
+    beta2: float = 0.999
+
+
+class JobState(StrEnum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    PAUSED = "paused"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def terminal(self) -> bool:
+        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+
+    def can_become(self, other: JobState) -> bool:
+        """Whether a job may move from this state to `other`.
+
+        A running job becomes `queued` when its engine dies; it resumes from its last checkpoint.
+        """
+        match self:
+            case JobState.QUEUED:
+                return other in (JobState.RUNNING, JobState.PAUSED, JobState.CANCELLED, JobState.FAILED)
+            case JobState.RUNNING:
+                return other in (
+                    JobState.PAUSED,
+                    JobState.SUCCEEDED,
+                    JobState.FAILED,
+                    JobState.CANCELLED,
+                    JobState.QUEUED,
+                )
+            case JobState.PAUSED:
+                return other in (JobState.QUEUED, JobState.RUNNING, JobState.CANCELLED, JobState.FAILED)
+            case JobState.SUCCEEDED | JobState.FAILED | JobState.CANCELLED:
+                return False
+
+
+class Teacher(Wire, frozen=True):
+    """The adapter whose outputs a job learns, in its loss, instead of the rows' tokens."""
+
+    ref: AdapterRef
+    digests: AdapterDigests
+    """Expected digests of its files."""
+    rank: int
+
+
+class JobSpec(Wire, frozen=True):
+    """A complete job: stored by the registry, run by the engine. Its corpus is a file in the job's folder."""
+
+    id: str
+    adapter: str
+    version: int
+    """The version that success publishes."""
+    init_from: AdapterRef | None
+    """Continue this adapter instead of a new one; `lora` then has its settings."""
+    lora: LoraSettings
+    training: TrainingSettings
+    rows: int
+    tokens: int
+    """Tokens of one pass over the corpus."""
+    target_tokens: int
+    init_digests: AdapterDigests | None = None
+    """Expected digests of the files of `init_from`."""
+    teacher: Teacher | None = None
+    """Distillation: the loss is the divergence from this adapter's outputs."""
+    rows_cut: int = 0
+    """Rows cut to the longest sequence."""
+    auto: tuple[str, ...] = ()
+    """The fields of `training` that the daemon chose."""
+    longest: int = 0
+    """Tokens of the longest row; 0 for a job that was accepted before this was kept."""
+    corpus_digest: str | None = None
+    """SHA-256 of the corpus's file, hex; None for a job that was accepted before this was kept."""
+
+    @property
+    def sources(self) -> tuple[AdapterRef, ...]:
+        """The adapters whose files the job reads."""
+        taught = () if self.teacher is None else (self.teacher.ref,)
+        return taught if self.init_from is None else (self.init_from, *taught)

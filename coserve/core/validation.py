@@ -1,0 +1,176 @@
+"""msgspec's validation errors as ours: "expected X, got Y", with the field's path, the values allowed and likely names; a
+check of numbers that several requests have; decoders for several threads."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterator
+from threading import Lock
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec.inspect import (
+    DictType,
+    EnumType,
+    FloatType,
+    IntType,
+    ListType,
+    LiteralType,
+    StructType,
+    Type,
+    UnionType,
+    VarTupleType,
+)
+
+from coserve.core.errors import InvalidRequest, UnknownField
+from coserve.core.hints import fields_of, hint, value_hint
+from coserve.core.limits import LEAST_NORMAL
+from coserve.core.names import NAME_RULE
+
+T = TypeVar("T")
+
+_lock = Lock()
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
+MAX_FIELD = 200
+"""Characters of a field's path that an error shows."""
+
+_PATH = re.compile(r" - at (`key` in )?`\$\.?([^`]*)`$")
+_STEP = re.compile(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]")
+_ENTRY = "[...]"
+"""In msgspec's paths: an entry of a dict, whatever its key."""
+
+
+def explain(error: msgspec.ValidationError, value: object, type: type) -> InvalidRequest | UnknownField:
+    """Our error for msgspec's. `value`: what was read as `type`; None: not known."""
+    text = str(error)
+    found = _PATH.search(text)
+    of_key, path = (found[1] is not None, found[2]) if found else (False, "")
+    message = (text[: found.start()] if found else text).replace("`", "").replace(" | ", " or ")
+    for start, missing in (("Object contains unknown field ", False), ("Object missing required field ", True)):
+        if message.startswith(start):
+            name = message.removeprefix(start)
+            field = f"{path}.{name}" if path else name
+            if missing:
+                return InvalidRequest(f"expected a field {name!r}, got none", field=field)
+            suggestion = hint(name, path, fields_of(type))
+            return UnknownField(f"unknown field {name[:80]!r}{suggestion}", field=field[:MAX_FIELD])
+    if message.startswith("Invalid enum value"):
+        found_value = _at(value, path)
+        message = f"expected one of {', '.join(alternatives(type, path))}{value_hint(path, found_value)}"
+        return InvalidRequest(message, field=path[:MAX_FIELD] or None)
+    if "matching regex" in message:
+        message = f"expected {NAME_RULE}" + (" (or name@version)" if "@" in message else "")
+    in_dict = of_key or path.endswith(_ENTRY)
+    path = path.removesuffix(_ENTRY)
+    key = _wrong_key(text, value, type, path) if in_dict else None
+    if ", got" not in message and (key is not None or not in_dict):
+        message += _got(key if of_key else _at(value, path, key))
+    message = message[:1].lower() + message[1:]
+    field = path if key is None else f"{path}.{key}"
+    return InvalidRequest(f"key: {message}" if of_key else message, field=field[:MAX_FIELD] or None)
+
+
+def _wrong_key(text: str, value: object, type: type, path: str) -> str | None:
+    """The key of the entry that msgspec's error is about, in the dict at `path`: the last of the fewest first entries
+    with which the same error comes."""
+    entries = _at(value, path)
+    if not isinstance(entries, dict):
+        return None
+    items = list(entries.items())
+
+    def fails(last: int) -> bool:
+        try:
+            msgspec.convert(_replaced(value, _steps(path), dict(items[: last + 1])), type, str_keys=True)
+        except msgspec.ValidationError as error:
+            return str(error) == text
+        return False
+
+    wrong = bisect_left(range(len(items)), True, key=fails)
+    return str(items[wrong][0]) if wrong < len(items) else None
+
+
+def _steps(path: str) -> list[str | int]:
+    """Names of fields and numbers of entries."""
+    return [int(step[2]) if step[2] else step[1] for step in _STEP.finditer(path)]
+
+
+def _at(value: Any, path: str, key: str | None = None) -> object:  # noqa: ANN401 - any JSON
+    """The value at msgspec's path, or its entry `key`; None if it cannot be found."""
+    try:
+        for step in [*_steps(path), *([] if key is None else [key])]:
+            value = value[step]
+    except (KeyError, IndexError, TypeError, ValueError):
+        return None
+    return value
+
+
+def _replaced(value: Any, steps: list[str | int], new: object) -> object:  # noqa: ANN401 - any JSON
+    """A copy of `value` with `new` where `steps` lead."""
+    if not steps:
+        return new
+    copy = value.copy()
+    copy[steps[0]] = _replaced(value[steps[0]], steps[1:], new)
+    return copy
+
+
+def _got(value: object) -> str:
+    """`, got VALUE`; empty for one that was not found."""
+    if value is None:
+        return ""
+    if isinstance(value, dict | list):
+        return f", got {len(value)} entries"
+    shown = repr(value)
+    return f", got {shown}" if len(shown) <= 80 else f", got {len(str(value))} characters"
+
+
+def alternatives(type: type, path: str) -> list[str]:
+    """The values that an enum or a literal of `type` allows at `path`, a path such as `messages[0].role`."""
+    found = [msgspec.inspect.type_info(type)]
+    for step in _STEP.finditer(path):
+        found = [inner for info in found for inner in _inside(info, step[1])]
+    values: list[str] = []
+    for info in found:
+        for leaf in members(info):
+            if isinstance(leaf, LiteralType):
+                values += [str(value) for value in leaf.values]
+            elif isinstance(leaf, EnumType):
+                values += [str(member.value) for member in leaf.cls]
+            elif isinstance(leaf, IntType | FloatType):
+                values.append("a number")
+    return values
+
+
+def _inside(info: Type, name: str | None) -> Iterator[Type]:
+    """The types of the field `name`, or of the entries (None)."""
+    for leaf in members(info):
+        if isinstance(leaf, StructType) and name is not None:
+            yield from (field.type for field in leaf.fields if field.encode_name == name)
+        elif isinstance(leaf, ListType | VarTupleType) and name is None:
+            yield leaf.item_type
+        elif isinstance(leaf, DictType):
+            yield leaf.value_type
+
+
+def members(info: Type) -> tuple[Type, ...]:
+    """The types of a union, or the one type."""
+    return info.types if isinstance(info, UnionType) else (info,)
+
+
+def check_normal(value: float, *, field: str) -> None:
+    """Raises `InvalidRequest` for a value that is not 0 but would be in fp32, or not a normal number there."""
+    if 0 < abs(value) < LEAST_NORMAL:
+        expected = f"expected at least {LEAST_NORMAL:.3g}, the least normal fp32 number"
+        raise InvalidRequest(f"{expected}, got {value}", field=field)
+
+
+def decoder_of(type: type[T]) -> msgspec.json.Decoder[T]:
+    """Always the same one, for code that several threads run. After the call `msgspec.convert` and decoders of other formats may use the type on any thread, too.
+
+    msgspec prepares a Struct type, and those of its fields, at the first use. A second thread that uses one of them meanwhile reads what is not there yet, and
+    the process ends (msgspec 0.22, SIGSEGV). So types that threads decode are prepared here, one after another.
+    """
+    with _lock:
+        if (found := _decoders.get(type)) is None:
+            found = _decoders[type] = msgspec.json.Decoder(type)
+    return found

@@ -1,0 +1,193 @@
+"""Data order of a job: the rows of each optimizer step, a pure function of row lengths and settings. No torch.
+
+The order depends on the job's seed alone, so a restarted job reads the same rows in the same micro-batches.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from coserve.core.cancellation import unchecked
+from coserve.core.errors import InvalidRequest
+from coserve.core.types import TrainingSettings
+from coserve.data.corpus.limits import check_training, micro_batch_limit
+from coserve.data.corpus.packing import pack
+
+DEFAULT_EPOCHS = 3.0
+"""For settings that give neither `epochs` nor `steps`."""
+
+MAX_ROW_VISITS = 100_000_000
+"""Rows times epochs: all are ordered before the job starts."""
+
+MAX_ROWS_ON_TICK = 2048
+"""Rows that may be shuffled or packed between two ticks; larger steps are prepared on a thread."""
+
+SUM_ROWS = 1 << 16
+"""Rows whose lengths are summed at once."""
+
+Ints = npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """One optimizer step: the row indices of each micro-batch, and the epochs completed after it."""
+
+    micro_batches: tuple[tuple[int, ...], ...]
+    epoch: float
+
+
+class BatchPlan:
+    """The rows of each optimizer step, by micro-batch. Every `check` is called often, on the calling thread, and may raise.
+
+    Memory: 12 bytes a row, 40 while an epoch is ordered, and about 100 bytes a row of the validation and of the step that is packed.
+    """
+
+    def __init__(
+        self,
+        lengths: Ints,
+        training: TrainingSettings,
+        micro_batch_tokens: int,
+        check: Callable[[], None] = unchecked,
+        *,
+        micro_batch_rows: int | None = None,
+        rows_on_tick: int = MAX_ROWS_ON_TICK,
+    ) -> None:
+        """`lengths`: tokens of each row (S). `micro_batch_tokens`, `micro_batch_rows`: the engine's limits. `rows_on_tick`: see
+        `MAX_ROWS_ON_TICK`.
+
+        An epoch has ceil(tokens / `batch_tokens`) optimizer steps of about equal size: equal shares of its tokens, plus at
+        most one row. No step spans two epochs. A fractional epoch ends after its share of steps.
+        Raises `InvalidRequest` for settings that are invalid, in general or for this corpus.
+        """
+        check_training(training)
+        self.lengths = lengths.astype(np.int32, copy=False)
+        """Tokens of each row (S)."""
+        self._training, self._rows_on_tick = training, rows_on_tick
+        self._limit, self._rows = micro_batch_limit(training, micro_batch_tokens), micro_batch_rows
+        self._training_rows, validation_rows = _split(len(lengths), training)
+        self._validation = self._pack(validation_rows, check)
+        self._epoch_starts = [0]
+        """First step of each epoch computed so far, and of the next one."""
+        self._epoch: tuple[int, Ints, Ints] | None = None
+        """Cached: an epoch, the order of its rows, and the start of each of its steps in that order."""
+        self._packed_step: tuple[int, StepBatches] | None = None
+        """Cached: the last step that was packed."""
+        if training.steps is not None:
+            self.total_steps = training.steps
+            return
+        epochs = training.epochs or DEFAULT_EPOCHS
+        if epochs * len(lengths) > MAX_ROW_VISITS:
+            raise InvalidRequest(f"expected at most {MAX_ROW_VISITS} rows over all epochs", field="training.epochs")
+        whole = math.ceil(epochs)
+        self._extend(whole, check)
+        last = self._epoch_starts[whole] - self._epoch_starts[whole - 1]
+        self.total_steps = self._epoch_starts[whole - 1] + max(1, round(last * (epochs - (whole - 1))))
+
+    def prepared(self, step: int) -> bool:
+        """Whether `step(step)` is cheap: it is cached or touches few rows. Otherwise call `prepare` on a thread first."""
+        if step >= self.total_steps:
+            return True
+        if len(self._training_rows) <= self._rows_on_tick:
+            return step <= self._epoch_starts[-1]
+        if (
+            self._epoch is None
+            or not self._epoch_starts[self._epoch[0]] <= step < self._epoch_starts[self._epoch[0] + 1]
+        ):
+            return False
+        start, end = self._bounds(step)
+        return end - start <= self._rows_on_tick or (self._packed_step is not None and self._packed_step[0] == step)
+
+    def prepare(self, step: int, check: Callable[[], None] = unchecked) -> None:
+        """Shuffle the step's epoch and pack the step's rows, and cache both."""
+        while self._epoch_starts[-1] <= step:
+            self._extend(len(self._epoch_starts), check)
+        epoch = bisect.bisect_right(self._epoch_starts, step) - 1
+        if self._epoch is None or self._epoch[0] != epoch:
+            order = self._order(epoch)
+            check()
+            self._epoch = epoch, order, self._cuts(order, check)
+        if self._packed_step is None or self._packed_step[0] != step:
+            order, (start, end) = self._epoch[1], self._bounds(step)
+            self._packed_step = step, StepBatches(self._pack(order[start:end], check), epoch + end / len(order))
+
+    def step(self, step: int) -> StepBatches:
+        """The micro-batches of optimizer step `step` (from 0)."""
+        assert 0 <= step < self.total_steps, f"expected a step below {self.total_steps}, got {step}"
+        self.prepare(step)
+        assert self._packed_step is not None, "the step was just packed"
+        return self._packed_step[1]
+
+    def validation(self) -> tuple[tuple[int, ...], ...]:
+        """The validation rows by micro-batch; empty without a `validation_split`."""
+        return self._validation
+
+    def _bounds(self, step: int) -> tuple[int, int]:
+        """Start and end of the step in the cached order of its epoch."""
+        assert self._epoch is not None, "the epoch was just ordered"
+        epoch, _, cuts = self._epoch
+        index = step - self._epoch_starts[epoch]
+        return int(cuts[index]), int(cuts[index + 1])
+
+    def _pack(self, rows: Ints, check: Callable[[], None]) -> tuple[tuple[int, ...], ...]:
+        """Pack the rows into micro-batches."""
+        indices: list[int] = rows.tolist()
+        sizes: list[int] = self.lengths[rows].tolist()
+        packed: list[tuple[int, ...]] = []
+        for micro_batch in pack(sizes, self._limit, check, rows=self._rows):
+            check()
+            packed.append(tuple([indices[i] for i in micro_batch]))
+        return tuple(packed)
+
+    def _extend(self, epochs: int, check: Callable[[], None]) -> None:
+        """Compute the first step of each of the first `epochs` epochs, and of the one after them."""
+        for epoch in range(len(self._epoch_starts) - 1, epochs):
+            check()
+            self._epoch_starts.append(self._epoch_starts[-1] + len(self._cuts(self._order(epoch), check)) - 1)
+
+    def _order(self, epoch: int) -> Ints:
+        return self._training_rows[_generator(self._training.seed, epoch + 1).permutation(len(self._training_rows))]
+
+    def _cuts(self, order: Ints, check: Callable[[], None]) -> Ints:
+        """Start of each step in `order`, and the end of the last one."""
+        ends = self._ends(order, check)
+        steps = -(-int(ends[-1]) // self._training.batch_tokens)
+        if steps >= len(order):
+            return np.arange(len(order) + 1)
+        shares = ends[-1] * np.arange(1, steps) / steps
+        inner = np.unique(np.searchsorted(ends, shares, side="left") + 1)
+        return np.concatenate(([0], inner[inner < len(order)], [len(order)]))
+
+    def _ends(self, order: Ints, check: Callable[[], None]) -> Ints:
+        """Tokens of the first row of `order`, of the first two, and so on. In blocks, as `cumsum` holds the interpreter's lock."""
+        ends = np.empty(len(order), np.int64)
+        total = 0
+        for start in range(0, len(order), SUM_ROWS):
+            check()
+            here = slice(start, start + SUM_ROWS)
+            ends[here] = total + np.cumsum(self.lengths[order[here]])
+            total = int(ends[min(here.stop, len(order)) - 1])
+        return ends
+
+
+def _split(rows: int, training: TrainingSettings) -> tuple[Ints, Ints]:
+    """Training and validation rows, both ascending."""
+    if training.validation_split == 0:
+        return np.arange(rows, dtype=np.int32), np.arange(0)
+    held = min(max(1, round(rows * training.validation_split)), rows - 1)
+    if held < 1:
+        raise InvalidRequest(
+            f"expected at least 2 rows to hold some back, got {rows}", field="training.validation_split"
+        )
+    order = _generator(training.seed, 0).permutation(rows).astype(np.int32)
+    return np.sort(order[held:]), np.sort(order[:held])
+
+
+def _generator(seed: int, stream: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key=np.array([seed, stream], np.uint64)))

@@ -1,0 +1,73 @@
+"""The columns of a corpus that are read, and those that nobody uses. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from coserve.core.errors import MalformedRow
+from coserve.core.hints import near_miss
+
+MAX_UNUSED = 16
+"""Unused columns that are remembered; more are unlikely, and who has them reads of these."""
+MAX_NAME = 64
+"""Characters of an unused column's name that are shown."""
+
+
+class Columns:
+    """`names`: for fields of a row's format, the columns that they are read from; a field that is not named is read from the column of its
+    own name. `unused`: names of columns that were met and not read, in their order."""
+
+    def __init__(self, names: Mapping[str, str] | None = None) -> None:
+        self.names = dict(names or {})
+        self.unused: dict[str, None] = {}
+
+    def present(self, columns: Collection[object]) -> list[str]:
+        """The fields whose named columns are there."""
+        return [field for field, column in self.names.items() if column in columns]
+
+    def read(
+        self, columns: Collection[object], fields: Collection[str], required: Iterable[str], line: int
+    ) -> dict[str, str]:
+        """The column that each field of a format is read from, for a row with these columns.
+
+        Raises `MalformedRow` for a named column that is missing, and for a column whose name is nearly that of a missing field.
+        """
+        found = {field: self.names.get(field, field) for field in fields}
+        for field in required:
+            if found[field] not in columns and field in self.names:
+                raise MalformedRow(
+                    f"expected a column {found[field]!r:.80} (for {field}), got {listed(columns)}",
+                    line=line,
+                    field=field,
+                )
+        found = {field: column for field, column in found.items() if column in columns}
+        used, missing = set(found.values()), [field for field in fields if field not in found]
+        for column in columns:
+            if column not in used:
+                self._add_unused(str(column), missing, line)
+        return found
+
+    def _add_unused(self, column: str, missing: list[str], line: int) -> None:
+        if column in self.unused:
+            return
+        if meant := near_miss(column[:80].lower(), missing):
+            raise MalformedRow(f"unknown field {column[:80]!r}{meant}", line=line, field=column[:80])
+        self.add_unused([column])
+
+    def add_unused(self, columns: Iterable[str]) -> None:
+        for column in columns:
+            if len(self.unused) < MAX_UNUSED:
+                self.unused[column[:MAX_NAME]] = None
+
+
+def listed(columns: Iterable[object]) -> str:
+    """The first columns, for a message."""
+    return ", ".join(sorted(repr(column)[:40] for column in list(columns)[:8])) or "none"
+
+
+def unused_notes(unused: Collection[str]) -> tuple[str, ...]:
+    """A note about columns that are not used, for the job's record."""
+    if not unused:
+        return ()
+    more = " and others" if len(unused) == MAX_UNUSED else ""
+    return (f"columns that are not used: {', '.join(map(repr, unused))}{more}",)

@@ -1,0 +1,259 @@
+"""Files of CSV and of JSON arrays as JSON Lines, which are split into pieces and read by several processes. No torch.
+
+Both are read in bounded memory. A row keeps its number: a CSV record is on the line on which it began (lines without a record are empty),
+and the elements of an array are numbered.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from coserve.core.errors import MalformedRow, UnreadableCorpus
+from coserve.data.corpus.columns import Columns
+from coserve.data.corpus.rows import LIMITS, CorpusLimits, choose_columns
+from coserve.data.corpus.sources import is_jsonl
+from coserve.state.durable import disk_errors
+
+CHUNK = 64 << 10
+"""Characters that are read at a time."""
+DELIMITERS = ",;\t"
+LONGEST_WORD = 16
+"""Characters of an escape, a literal or the like, which may be cut off where a text ends for now."""
+AS_JSON = ("messages", "conversations", "tools")
+"""Fields that are lists: a CSV file has them as JSON in a cell."""
+# Only the ends of elements are looked for. Numbers are not made: one of a million digits would take minutes.
+_decoder = json.JSONDecoder(parse_int=len, parse_float=len, parse_constant=len)
+
+
+def is_json_lines(source: Path, columns: Columns) -> bool:
+    """Whether a source is read as it is, as JSON Lines. Raises `UnreadableCorpus`."""
+    if not is_jsonl(source):
+        return False
+    with _opened(source) as file:
+        return _other_format(file, columns) is None
+
+
+def _other_format(file: BufferedReader, columns: Columns) -> Literal["csv", "array"] | None:
+    """What a text is besides JSON Lines: a JSON array, or CSV, whose first line has several columns or the name of one that is read. None:
+    JSON Lines, or nothing that is known."""
+    text = file.peek(CHUNK).removeprefix(codecs.BOM_UTF8).lstrip()
+    if text.startswith(b"["):
+        return "array"
+    try:
+        header = text.partition(b"\n")[0].decode().strip()
+    except UnicodeDecodeError:
+        return None
+    if header.startswith("{") or not header.replace("\t", " ").isprintable():
+        return None
+    several = any(delimiter in header for delimiter in DELIMITERS)
+    return "csv" if several or header.strip('"') in ("text", *columns.names.values()) else None
+
+
+def as_json_lines(
+    source: Path, target: Path, columns: Columns, progress: Callable[[], None], limits: CorpusLimits = LIMITS
+) -> Path:
+    """`source` itself or, of CSV and of a JSON array, `target` with its rows. `progress` is called with each row.
+
+    Raises `MalformedRow` with the line, of an array the element's number; `UnreadableCorpus`, `StorageFull`, `StorageFailed`.
+    """
+    if not is_jsonl(source):
+        return source
+    with _opened(source) as file:
+        format = _other_format(file, columns)
+        if format is None:
+            return source
+        lines = _csv_lines(file, columns, limits) if format == "csv" else _array_lines(file, limits)
+        with disk_errors():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("wb") as out:
+                for line in lines:
+                    progress()
+                    out.write(line + b"\n")
+    return target
+
+
+@contextmanager
+def _opened(source: Path) -> Iterator[BufferedReader]:
+    try:
+        with source.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise UnreadableCorpus(f"the corpus cannot be read: {error.strerror}", field="path") from error
+
+
+class _Lines:
+    """The lines of a text for `csv.reader`, which may take several for a record. `number`: of the last one; `begin` starts a record, which
+    has at most `limit` bytes. Raises `MalformedRow`."""
+
+    def __init__(self, file: BufferedReader, limit: int) -> None:
+        self._file, self._limit = file, limit
+        self.number = self.begun = 0
+        self._size = 0
+
+    def begin(self) -> None:
+        self.begun, self._size = self.number + 1, 0
+
+    def __iter__(self) -> Iterator[str]:
+        while line := self._read():
+            self.number += 1
+            yield line
+
+    def _read(self) -> str:
+        line = self._file.readline(self._limit + 1)
+        self._size += len(line)
+        if self._size > self._limit:
+            raise MalformedRow(
+                f"expected at most {self._limit} bytes a row; a quote that begins here may have no end", line=self.begun
+            )
+        try:
+            return (line if self.number else line.removeprefix(codecs.BOM_UTF8)).decode()
+        except UnicodeDecodeError as error:
+            raise MalformedRow("expected UTF-8", line=self.number + 1) from error
+
+
+def _csv_lines(file: BufferedReader, columns: Columns, limits: CorpusLimits) -> Iterator[bytes]:
+    csv.field_size_limit(limits.row_bytes)
+    lines = _Lines(file, limits.row_bytes)
+    beginning = file.peek(CHUNK).decode(errors="replace").partition("\n")[0]
+    delimiter = max(DELIMITERS, key=beginning.count)
+    records = _records(lines, delimiter)
+    header = next(records)
+    if len(set(header)) < len(header):
+        twin = next(name for name in header if header.count(name) > 1)
+        raise MalformedRow(f"expected one column {twin!r:.80}, got {header.count(twin)}", line=1)
+    row_format, read = choose_columns(header, 1, columns)
+    required = {field.encode_name for field in msgspec.structs.fields(row_format) if field.required}
+    places = [(field, column, header.index(column)) for field, column in read.items()]
+    yield from [b""] * lines.number
+    for cells in records:
+        limits.check_line(lines.begun)
+        if not cells:
+            yield b""
+            continue
+        if len(cells) != len(header):
+            raise MalformedRow(
+                f"expected {len(header)} cells, as the header has, got {len(cells)}; a text with {delimiter!r} or a line end "
+                "stands in double quotes",
+                line=lines.begun,
+            )
+        row = {
+            column: _cell(field, cells[place])
+            for field, column, place in places
+            if cells[place].strip() or field in required
+        }
+        yield msgspec.json.encode(row)
+        yield from [b""] * (lines.number - lines.begun)
+
+
+def _records(lines: _Lines, delimiter: str) -> Iterator[list[str]]:
+    """Raises `MalformedRow` with the line on which a record begins."""
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    while True:
+        lines.begin()
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            reason = "a quote that begins here has no end" if "unexpected end" in str(error) else str(error)
+            raise MalformedRow(f"expected CSV: {reason}", line=lines.begun) from error
+        yield cells
+
+
+def _cell(field: str, text: str) -> str | msgspec.Raw:
+    if field not in AS_JSON or not text.strip():
+        return text
+    return msgspec.Raw(text.replace("\r", " ").replace("\n", " ").encode())
+
+
+def _array_lines(file: BufferedReader, limits: CorpusLimits) -> Iterator[bytes]:
+    array = _Array(file, limits.row_bytes)
+    array.expect("[")
+    if array.next_character() == "]":
+        array.expect("]")
+    else:
+        while True:
+            array.number += 1
+            limits.check_line(array.number)
+            yield array.element()
+            if array.expect(",]") == "]":
+                break
+    if after := array.next_character():
+        raise MalformedRow(f"expected nothing after the array, got {after!r}", line=array.number)
+
+
+class _Array:
+    """Reads a JSON array piece by piece. `number`: of the element that is read, from 1. Raises `MalformedRow`."""
+
+    def __init__(self, file: BufferedReader, limit: int) -> None:
+        self._file, self._limit = file, limit
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self._text, self._at, self._ended = "", 0, False
+        self.number = 0
+
+    def _read(self, size: int) -> None:
+        content = self._file.read(size)
+        try:
+            more = self._decoder.decode(content, final=not content)
+        except UnicodeDecodeError as error:
+            raise MalformedRow("expected UTF-8", line=max(1, self.number)) from error
+        self._text, self._at, self._ended = self._text[self._at :] + more, 0, not content
+
+    def next_character(self) -> str:
+        """The next one that is no white space; empty at the end."""
+        while True:
+            while self._at < len(self._text):
+                if self._text[self._at] not in " \t\r\n":
+                    return self._text[self._at]
+                self._at += 1
+            if self._ended:
+                return ""
+            self._read(CHUNK)
+
+    def expect(self, characters: str) -> str:
+        found = self.next_character()
+        if not found or found not in characters:
+            wanted = " or ".join(map(repr, characters))
+            raise MalformedRow(
+                f"expected {wanted}, got {found!r}" if found else "the array has no end", line=max(1, self.number)
+            )
+        self._at += 1
+        return found
+
+    def element(self) -> bytes:
+        """The next element, on one line."""
+        if not self.next_character():
+            raise MalformedRow("the array has no end", line=self.number)
+        size = CHUNK
+        while True:
+            try:
+                _, end = _decoder.raw_decode(self._text, self._at)
+                whole = end < len(self._text) or self._ended  # a number may go on
+            except json.JSONDecodeError as error:
+                cut_off = error.pos >= len(self._text) - LONGEST_WORD or error.msg.startswith("Unterminated string")
+                if self._ended or not cut_off:
+                    reason = error.msg.removesuffix(" at")
+                    raise MalformedRow(
+                        f"expected JSON: {reason} at character {error.pos - self._at + 1}", line=self.number
+                    ) from error
+                whole = False
+            except RecursionError as error:
+                raise MalformedRow("expected JSON of moderate depth", line=self.number) from error
+            if whole:
+                break
+            if len(self._text) - self._at > self._limit:
+                raise MalformedRow(f"expected at most {self._limit} bytes a row", line=self.number)
+            self._read(size)
+            size *= 2  # so that a long element is decoded a few times
+        found = self._text[self._at : end].replace("\r", " ").replace("\n", " ")
+        self._at = end
+        return found.encode()

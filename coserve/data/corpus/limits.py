@@ -1,0 +1,137 @@
+"""Which training settings are valid, and how long a row and a micro-batch may be. Pure; no torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from coserve.core.errors import InvalidRequest
+from coserve.core.limits import below_one
+from coserve.core.messages import characters
+from coserve.core.types import TrainingSettings
+from coserve.core.validation import check_normal
+
+MAX_STEPS = 1_000_000
+MAX_EPOCHS = 1000
+MAX_BETA = 100
+MAX_NEFTUNE_ALPHA = 1000
+MAX_SAMPLE_PROMPTS = 8
+MAX_SAMPLE_CHARACTERS = 8192
+"""Of a prompt, all messages of a chat together: the registry writes a job's prompts and samples again with each step."""
+MAX_SAMPLE_TOKENS = 1024
+
+
+def check_training(training: TrainingSettings) -> None:
+    """Raises `InvalidRequest` with the field for settings that are invalid for any corpus."""
+    if training.epochs is not None and training.steps is not None:
+        raise InvalidRequest("expected epochs or steps, got both", field="training.steps")
+    for name, value in msgspec.structs.asdict(training).items():
+        if isinstance(value, float):
+            check_normal(value, field=f"training.{name}")
+    at_least: dict[str, float] = {
+        "steps": 1,
+        "batch_tokens": 1,
+        "micro_batch_tokens": 2,
+        "max_length": 2,
+        "warmup_steps": 0,
+        "max_grad_norm": 0,
+        "weight_decay": 0,
+        "lora_plus_ratio": 1,
+        "early_stopping_patience": 1,
+        "eval_steps": 1,
+        "checkpoint_steps": 1,
+        "seed": 0,
+        "sample_steps": 1,
+    }
+    for name, least in at_least.items():
+        value = getattr(training, name)
+        if value is not None and not least <= value < 2**62:
+            raise InvalidRequest(
+                f"expected at least {least:g} and less than 2^62, got {value}", field=f"training.{name}"
+            )
+    if training.steps is not None and training.steps > MAX_STEPS:
+        raise InvalidRequest(f"expected at most {MAX_STEPS}, got {training.steps}", field="training.steps")
+    if training.epochs is not None and not 0 < training.epochs <= MAX_EPOCHS:
+        raise InvalidRequest(
+            f"expected more than 0 and at most {MAX_EPOCHS}, got {training.epochs}", field="training.epochs"
+        )
+    if not 0 < training.learning_rate <= 100:
+        raise InvalidRequest(
+            f"expected more than 0 and at most 100, got {training.learning_rate}", field="training.learning_rate"
+        )
+    if training.lora_plus_ratio is not None and training.learning_rate * training.lora_plus_ratio > 100:
+        raise InvalidRequest(
+            f"expected at most 100 as B's learning rate, got {training.learning_rate} times {training.lora_plus_ratio}",
+            field="training.lora_plus_ratio",
+        )
+    for name in ("beta1", "beta2", "validation_split"):
+        got = getattr(training, name)
+        if not below_one(got):
+            raise InvalidRequest(f"expected at least 0 and, in fp32, less than 1, got {got}", field=f"training.{name}")
+    if not 0 < training.eps <= 1:
+        raise InvalidRequest(f"expected more than 0 and at most 1, got {training.eps}", field="training.eps")
+    if training.optimizer.lion and training.eps != TrainingSettings().eps:
+        raise InvalidRequest(f"expected no eps with {training.optimizer}, got {training.eps}", field="training.eps")
+    if training.neftune_alpha is not None and not 0 < training.neftune_alpha <= MAX_NEFTUNE_ALPHA:
+        raise InvalidRequest(
+            f"expected more than 0 and at most {MAX_NEFTUNE_ALPHA}, got {training.neftune_alpha}",
+            field="training.neftune_alpha",
+        )
+    if training.loss is not None:
+        check_normal(training.loss.beta, field="training.loss.beta")
+        if not 0 < training.loss.beta <= MAX_BETA:
+            raise InvalidRequest(
+                f"expected more than 0 and at most {MAX_BETA}, got {training.loss.beta}", field="training.loss.beta"
+            )
+        if training.micro_batch_tokens is not None and training.micro_batch_tokens < 4:
+            got = training.micro_batch_tokens
+            raise InvalidRequest(f"expected at least 4 for a pair, got {got}", field="training.micro_batch_tokens")
+        if training.train_on is not None:
+            raise InvalidRequest("expected no train_on: a dpo loss is of the answers alone", field="training.train_on")
+        if training.one_row_per_answer:
+            raise InvalidRequest(
+                "expected it left out: a dpo loss is of the answers alone", field="training.one_row_per_answer"
+            )
+    if training.one_row_per_answer and training.train_on == "all":
+        raise InvalidRequest('expected train_on other than "all"', field="training.one_row_per_answer")
+    if training.early_stopping_patience is not None and training.validation_split == 0:
+        raise InvalidRequest("expected a validation_split above 0", field="training.early_stopping_patience")
+    _check_samples(training)
+
+
+def _check_samples(training: TrainingSettings) -> None:
+    count, tokens = len(training.sample_prompts), training.sample_max_tokens
+    if count > MAX_SAMPLE_PROMPTS:
+        raise InvalidRequest(f"expected at most {MAX_SAMPLE_PROMPTS}, got {count}", field="training.sample_prompts")
+    for prompt in training.sample_prompts:
+        size = len(prompt) if isinstance(prompt, str) else characters(prompt)
+        if size > MAX_SAMPLE_CHARACTERS:
+            raise InvalidRequest(
+                f"expected at most {MAX_SAMPLE_CHARACTERS} characters, got {size}", field="training.sample_prompts"
+            )
+    if not 1 <= tokens <= MAX_SAMPLE_TOKENS:
+        raise InvalidRequest(
+            f"expected at least 1 and at most {MAX_SAMPLE_TOKENS}, got {tokens}", field="training.sample_max_tokens"
+        )
+    if not 0 <= training.sample_temperature <= 100:
+        got = training.sample_temperature
+        raise InvalidRequest(f"expected at least 0 and at most 100, got {got}", field="training.sample_temperature")
+
+
+def longest_row(training: TrainingSettings, context: int, micro_batch_tokens: int) -> int:
+    """Largest tokens per row: the least of `max_length`, the base's context length and one micro-batch, which has both sequences of
+    a pair.
+
+    Raises `InvalidRequest` for a `max_length` above the context length.
+    """
+    if training.max_length is not None and training.max_length > context:
+        raise InvalidRequest(
+            f"expected at most the base's context of {context} tokens, got {training.max_length}",
+            field="training.max_length",
+        )
+    limit = micro_batch_limit(training, micro_batch_tokens)
+    return min(training.max_length or context, context, limit if training.loss is None else limit // 2)
+
+
+def micro_batch_limit(training: TrainingSettings, micro_batch_tokens: int) -> int:
+    """Tokens per forward: what the job asks for, at most `micro_batch_tokens`, the engine's limit."""
+    return min(training.micro_batch_tokens or micro_batch_tokens, micro_batch_tokens)

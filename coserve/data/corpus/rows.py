@@ -1,0 +1,355 @@
+"""Rows of a corpus in the formats that users send: text, prompt/completion, chat, alpaca, ShareGPT, preference. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import takewhile, zip_longest
+from types import NoneType
+from typing import Literal
+
+import msgspec
+
+from coserve.core.errors import InvalidRequest, MalformedRow
+from coserve.core.messages import ChatMessage, TemplateOptions, Tools, for_template
+from coserve.core.types import Wire
+from coserve.core.validation import decoder_of, explain
+from coserve.data.corpus.columns import Columns, listed
+
+
+@dataclass(frozen=True)
+class CorpusLimits:
+    """Largest accepted corpus, in rows and in bytes of a row. `BatchPlan` has some bytes of memory for each row; nothing else grows."""
+
+    rows: int = 10_000_000
+    row_bytes: int = 16 << 20
+
+    def check_line(self, line: int) -> None:
+        """Raises `MalformedRow` if line `line` (from 1) is beyond the largest number of rows."""
+        if line > self.rows:
+            raise MalformedRow(f"expected a corpus of at most {self.rows} rows", line=line)
+
+
+LIMITS = CorpusLimits()
+
+
+@dataclass(frozen=True)
+class TextRow:
+    """Train on the whole text."""
+
+    line: int
+    text: str
+
+
+@dataclass(frozen=True)
+class CompletionRow:
+    """Train on `completion`, given `prompt`."""
+
+    line: int
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class ChatRow:
+    """Train on the assistant messages whose `weight` is not 0. The base's chat template renders the text, with `tools` if there are
+    any, and `options`, further variables that it reads. `completion_start`: index of the first message of the completion; None: the last message is the completion."""
+
+    line: int
+    messages: tuple[dict[str, object], ...]
+    tools: tuple[dict[str, object], ...] = ()
+    completion_start: int | None = None
+    options: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PreferenceRow:
+    """Prefer one answer to another one. Both rows begin with the same prompt, and only their answers are targets."""
+
+    line: int
+    chosen: CompletionRow | ChatRow
+    rejected: CompletionRow | ChatRow
+
+
+Row = TextRow | CompletionRow | ChatRow | PreferenceRow
+
+
+class _Text(Wire, frozen=True):
+    text: str
+
+    def row(self, line: int) -> Row:
+        return TextRow(line, self.text)
+
+
+def _rendered(messages: list[ChatMessage], line: int, field: str) -> list[dict[str, object]]:
+    """As templates expect them. Raises `MalformedRow` with `field`."""
+    if any(message.content is None and not message.tool_calls for message in messages):
+        raise MalformedRow("expected content, or tool_calls, in each message", line=line, field=field)
+    try:
+        return for_template(messages, field)
+    except InvalidRequest as error:
+        raise MalformedRow(error.message, line=line, field=error.field) from error
+
+
+def _context(messages: list[dict[str, object]]) -> list[dict[str, object]]:
+    """The messages, of which none is learned."""
+    return [one | {"weight": 0} if one["role"] == "assistant" else one for one in messages]
+
+
+class _Completion(Wire, frozen=True):
+    prompt: str | list[ChatMessage]
+    completion: str | list[ChatMessage]
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+
+    def row(self, line: int) -> Row:
+        """Raises `MalformedRow` for texts beside messages or tools."""
+        match self.prompt, self.completion:
+            case str(prompt), str(completion):
+                _refuse_beside_texts(self, line)
+                return CompletionRow(line, prompt, completion)
+            case list(prompt), list(completion):
+                before = _context(_rendered(prompt, line, "prompt"))
+                after = _rendered(completion, line, "completion")
+                return _chat_row(self, line, [*before, *after], len(before))
+            case _:
+                raise MalformedRow(
+                    "expected prompt and completion as two texts, or as two lists of messages",
+                    line=line,
+                    field="completion",
+                )
+
+
+class _Chat(Wire, frozen=True):
+    messages: list[ChatMessage]
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+
+    def row(self, line: int) -> Row:
+        return _chat_row(self, line, _rendered(self.messages, line, "messages"))
+
+
+class _Alpaca(Wire, frozen=True):
+    instruction: str
+    output: str
+    input: str = ""
+
+    def row(self, line: int) -> Row:
+        """The Stanford Alpaca prompt template, word for word."""
+        if self.input:
+            prompt = (
+                "Below is an instruction that describes a task, paired with an input that provides further context. "
+                "Write a response that appropriately completes the request.\n\n"
+                f"### Instruction:\n{self.instruction}\n\n### Input:\n{self.input}\n\n### Response:\n"
+            )
+        else:
+            prompt = (
+                "Below is an instruction that describes a task. "
+                "Write a response that appropriately completes the request.\n\n"
+                f"### Instruction:\n{self.instruction}\n\n### Response:\n"
+            )
+        return CompletionRow(line, prompt, self.output)
+
+
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+}
+
+
+class _Turn(Wire, frozen=True, rename={"sender": "from"}):
+    sender: Literal["human", "user", "gpt", "assistant", "system", "tool"]
+    value: str
+
+
+class _ShareGpt(Wire, frozen=True):
+    conversations: list[_Turn]
+    id: str | int | None = None
+
+    def row(self, line: int) -> Row:
+        turns: list[dict[str, object]] = [
+            {"role": _SHAREGPT_ROLES[turn.sender], "content": turn.value} for turn in self.conversations
+        ]
+        return ChatRow(line, tuple(turns))
+
+
+class _Preference(Wire, frozen=True):
+    chosen: str | list[ChatMessage]
+    rejected: str | list[ChatMessage]
+    prompt: str | list[ChatMessage] | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+
+    def row(self, line: int) -> Row:
+        """Raises `MalformedRow` for texts beside messages, for texts without a prompt, and for a prompt that ends with the assistant."""
+        match self.prompt, self.chosen, self.rejected:
+            case str(prompt), str(chosen), str(rejected):
+                _refuse_beside_texts(self, line)
+                return PreferenceRow(line, CompletionRow(line, prompt, chosen), CompletionRow(line, prompt, rejected))
+            case list(prompt), list(chosen), list(rejected):
+                before = _rendered(prompt, line, "prompt")
+                answers = [_rendered(chosen, line, "chosen"), _rendered(rejected, line, "rejected")]
+                return self._of_messages(line, before, *answers)
+            case _, list(chosen), list(rejected) if self._has_whole_conversations():
+                whole = _rendered(chosen, line, "chosen"), _rendered(rejected, line, "rejected")
+                length = _common_messages(line, *whole)
+                return self._of_messages(line, whole[0][:length], whole[0][length:], whole[1][length:])
+            case None, str(), str():
+                raise MalformedRow(
+                    "expected a prompt, got none: where it ends within chosen and rejected cannot be told from texts; "
+                    "give the prompt as a text of its own, or chosen and rejected as lists of messages",
+                    line=line,
+                    field="prompt",
+                )
+            case None, _, _:
+                raise MalformedRow(
+                    "expected chosen and rejected as two lists of messages that begin with the prompt", line=line
+                )
+            case _:
+                raise MalformedRow(
+                    "expected prompt, chosen and rejected as three texts, or as three lists of messages", line=line
+                )
+
+    def _has_whole_conversations(self) -> bool:
+        """Whether the answers have the prompt within them: a prompt of its own is missing, or is the text of one of their first messages."""
+        if isinstance(self.prompt, list) or isinstance(self.chosen, str) or isinstance(self.rejected, str):
+            return False
+        common = takewhile(lambda pair: pair[0] == pair[1], zip(self.chosen, self.rejected, strict=False))
+        return self.prompt is None or any(message.content == self.prompt for message, _ in common)
+
+    def _of_messages(
+        self,
+        line: int,
+        prompt: list[dict[str, object]],
+        chosen: list[dict[str, object]],
+        rejected: list[dict[str, object]],
+    ) -> PreferenceRow:
+        if prompt and prompt[-1]["role"] == "assistant":
+            raise MalformedRow("expected a prompt that ends before the answer", line=line, field="prompt")
+        before = _context(prompt)
+        return PreferenceRow(
+            line, _chat_row(self, line, [*before, *chosen]), _chat_row(self, line, [*before, *rejected])
+        )
+
+
+def _chat_row(
+    row: _Completion | _Chat | _Preference, line: int, messages: list[dict[str, object]], start: int | None = None
+) -> ChatRow:
+    return ChatRow(line, tuple(messages), tuple(row.tools or ()), start, row.chat_template_kwargs or {})
+
+
+def _refuse_beside_texts(row: _Completion | _Preference, line: int) -> None:
+    """Raises `MalformedRow` for fields that only messages have."""
+    for name in ("tools", "chat_template_kwargs"):
+        if getattr(row, name):
+            raise MalformedRow(f"expected {name} beside messages only, got texts", line=line, field=name)
+
+
+def _common_messages(line: int, chosen: list[dict[str, object]], rejected: list[dict[str, object]]) -> int:
+    """How many messages both begin with, whatever their weights. Raises `MalformedRow` unless an answer of the assistant follows in both."""
+    pairs = list(zip_longest(*(({**one, "weight": None} for one in messages) for messages in (chosen, rejected))))
+    length = next((number for number, (one, other) in enumerate(pairs) if one != other), len(pairs))
+    if length == len(pairs):
+        raise MalformedRow(
+            "expected chosen and rejected that differ, got the same messages", line=line, field="rejected"
+        )
+    roles = ["none" if one is None else str(one["role"]) for one in pairs[length]]
+    if length == 0:
+        got = "none" if "none" in roles else "different first ones"
+        raise MalformedRow(
+            f"expected chosen and rejected that begin with the same messages, the prompt, got {got}",
+            line=line,
+            field="rejected",
+        )
+    if roles != ["assistant", "assistant"]:
+        raise MalformedRow(
+            "expected chosen and rejected to differ first in messages of the assistant, "
+            f"got {roles[0]} and {roles[1]} (message {length}, from 0)",
+            line=line,
+            field="rejected",
+        )
+    return length
+
+
+_Format = _Text | _Completion | _Chat | _Alpaca | _ShareGpt | _Preference
+_FORMATS: dict[str, type[_Format]] = {
+    "chosen": _Preference,
+    "rejected": _Preference,
+    "text": _Text,
+    "prompt": _Completion,
+    "completion": _Completion,
+    "messages": _Chat,
+    "instruction": _Alpaca,
+    "conversations": _ShareGpt,
+}
+for _format in _FORMATS.values():
+    decoder_of(_format)  # rows are converted on several threads
+
+
+FORMATS = (
+    'a row is {"text"}, {"prompt", "completion"} (texts, or lists of messages), {"messages": [{"role", "content"}, ...]}, '
+    '{"instruction", "output"} (alpaca; "input" may be added), {"conversations": [{"from", "value"}, ...]} (ShareGPT) or, for a dpo loss, '
+    '{"prompt", "chosen", "rejected"}'
+)
+"""What every error of a row's shape ends with."""
+OTHER_NAMES = "`columns` names columns that are called otherwise (--columns prompt=question,completion=answer)"
+
+
+_KINDS: dict[type, str] = {NoneType: "null", bool: "a bool", str: "a text", list: "an array"}
+"""JSON's names of what is no object; the rest are numbers."""
+
+
+def parse_row(obj: object, line: int, columns: Columns | None = None) -> Row:
+    """Convert decoded JSON to a row; fields that are null count as absent. Raises `MalformedRow` with `line`, which counts from 1."""
+    columns = Columns() if columns is None else columns
+    if not isinstance(obj, dict):
+        raise MalformedRow(f"expected an object, got {_KINDS.get(type(obj), 'a number')}; {FORMATS}", line=line)
+    obj = {name: value for name, value in obj.items() if value is not None}
+    row_format, read = choose_columns(obj, line, columns)
+    found = {field: obj[column] for field, column in read.items()}
+    try:
+        row = msgspec.convert(found, row_format).row(line)
+        msgspec.json.encode(row)  # raises for text that UTF-8, and so the tokenizer, cannot hold
+    except msgspec.ValidationError as error:
+        wrong = explain(error, found, row_format)
+        raise MalformedRow(f"{wrong}; {FORMATS}", line=line, field=wrong.field) from error
+    except UnicodeEncodeError as error:
+        raise MalformedRow("expected valid Unicode, got half of a surrogate pair", line=line) from error
+    return row
+
+
+def choose_columns(found: Collection[object], line: int, columns: Columns) -> tuple[type[_Format], dict[str, str]]:
+    """The format of a row that has these columns, and the column that each of the format's fields is read from.
+
+    Raises `MalformedRow` for columns of no format, of two, or that are nearly a field's.
+    """
+    present = columns.present(found)
+    row_format = next((_FORMATS[key] for key in _FORMATS if key in (present or found)), None)
+    if row_format is None:
+        named = (
+            f"the columns {', '.join(map(repr, columns.names.values()))}" if columns.names else "the fields of a row"
+        )
+        raise MalformedRow(f"expected {named}, got {listed(found)}; {FORMATS}; {OTHER_NAMES}", line=line)
+    fields = msgspec.structs.fields(row_format)
+    names = [field.encode_name for field in fields]
+    others = [key for key in _FORMATS if key in (present or found) and key not in names]
+    if others:
+        first = next(key for key in _FORMATS if key in (present or found))
+        raise MalformedRow(
+            f"expected the fields of one format, got those of two: {first!r} and {others[0]!r}; leave one out, or name the "
+            f"columns to read; {FORMATS}",
+            line=line,
+            field=others[0],
+        )
+    return row_format, columns.read(found, names, [field.encode_name for field in fields if field.required], line)
+
+
+def parse_rows(objects: Iterable[object], columns: Columns | None = None) -> Iterator[Row]:
+    """Convert an inline corpus; the first row is line 1. Raises `MalformedRow`."""
+    for line, obj in enumerate(objects, start=1):
+        LIMITS.check_line(line)
+        yield parse_row(obj, line, columns)

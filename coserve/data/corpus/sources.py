@@ -1,0 +1,251 @@
+"""Rows of a file or folder in any of the formats that users keep corpora in: JSONL, parquet, a folder of `datasets`. No torch.
+
+A source is split into pieces, which several processes can read at the same time. Parquet files and folders are read a few rows at a
+time, with pyarrow, which is optional.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from coserve.core.errors import InvalidRequest, MalformedRow, UnreadableCorpus
+from coserve.core.validation import decoder_of
+from coserve.data.corpus.columns import Columns
+from coserve.data.corpus.jsonl import parse_lines
+from coserve.data.corpus.rows import LIMITS, CorpusLimits, Row, parse_row
+from coserve.state.durable import disk_errors
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+
+STATE = "state.json"
+"""The file of a folder of `Dataset.save_to_disk` that names its data files."""
+PARQUET = b"PAR1"
+"""The first bytes of a parquet file."""
+BATCH_ROWS = 64
+
+
+@dataclass(frozen=True)
+class PieceSizes:
+    """How a source is split."""
+
+    bytes: int = 512 << 10
+    """Of a piece of JSONL: a few seconds of work."""
+    most_bytes: int = 8 << 20
+    """A file that would have more pieces than `many` has larger ones, up to this."""
+    many: int = 1024
+    rows: int = 4096
+    """Of a piece of a table."""
+
+
+PIECES = PieceSizes()
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Part of a file: of JSONL the lines that begin within the bytes `start` to `stop` (exclusive), of a table these rows."""
+
+    path: str
+    format: Literal["jsonl", "parquet", "arrow"]
+    start: int
+    stop: int
+
+
+class _DataFile(msgspec.Struct):
+    filename: str
+
+
+class _State(msgspec.Struct, rename={"data_files": "_data_files"}):
+    data_files: list[_DataFile]
+
+
+def is_jsonl(source: Path) -> bool:
+    """Whether `source` is read as JSONL: it is a file, and none of parquet. Raises `UnreadableCorpus` if it cannot be opened."""
+    if source.is_dir():
+        return False
+    with _source_errors(), disk_errors(), source.open("rb") as file:
+        return file.read(len(PARQUET)) != PARQUET
+
+
+def is_dataset(folder: Path) -> bool:
+    return (folder / STATE).is_file()
+
+
+def split_source(source: Path, sizes: PieceSizes = PIECES) -> list[Piece]:
+    """The pieces of a JSONL file, a parquet file, or a folder of `Dataset.save_to_disk`, in the order of their rows.
+
+    Raises `UnreadableCorpus`, `MalformedRow` for two columns of one name, and `InvalidRequest` if pyarrow is missing.
+    """
+    if is_jsonl(source):
+        size = source.stat().st_size
+        step = min(max(sizes.bytes, size // sizes.many), sizes.most_bytes)
+        return [Piece(str(source), "jsonl", start, min(start + step, size)) for start in range(0, size, step)]
+    if find_spec("pyarrow") is None:
+        kind = "a folder of datasets" if source.is_dir() else "a parquet file"
+        raise InvalidRequest(
+            f"{kind} needs pyarrow, which is not installed: pip install 'coserve[datasets]'", field="path"
+        )
+    with _arrow_errors(), _source_errors(), disk_errors():
+        if not source.is_dir():
+            return _split_table(source, "parquet", _parquet_length(source), sizes.rows)
+        return [
+            piece
+            for path in _data_files(source)
+            for piece in _split_table(path, "arrow", _stream_length(path), sizes.rows)
+        ]
+
+
+def _split_table(path: Path, format: Literal["parquet", "arrow"], rows: int, each: int) -> list[Piece]:
+    LIMITS.check_line(min(rows, LIMITS.rows + 1))  # a damaged file may name any number
+    return [Piece(str(path), format, start, min(start + each, rows)) for start in range(0, rows, each)]
+
+
+class PieceReader:
+    """Iterates over a piece's rows. Lines count from 1 at its beginning.
+
+    Fields that are null count as absent: columns of Arrow have a value in every row. Raises what `parse_lines` raises.
+    """
+
+    def __init__(self, piece: Piece, limits: CorpusLimits = LIMITS, columns: Columns | None = None) -> None:
+        self._piece, self._limits, self._columns = piece, limits, columns or Columns()
+        self.lines = 0
+        """Read so far: rows, and empty lines."""
+
+    def __iter__(self) -> Iterator[Row]:
+        piece = self._piece
+        if piece.format == "jsonl":
+            rows = parse_lines(Path(piece.path), self._limits, piece.start, piece.stop, self._columns)
+        else:
+            rows = self._table_rows()
+        for row in rows:
+            self.lines += 1
+            if row is not None:
+                yield row
+
+    def _table_rows(self) -> Iterator[Row]:
+        for line, found in enumerate(_arrow_rows(self._piece), start=1):
+            try:
+                length = len(msgspec.json.encode(found))
+            except (TypeError, ValueError) as error:
+                raise MalformedRow("expected texts, numbers, lists and objects", line=line) from error
+            if length > self._limits.row_bytes:
+                raise MalformedRow(f"expected at most {self._limits.row_bytes} bytes a row", line=line)
+            yield parse_row(found, line, self._columns)
+
+
+def _arrow_rows(piece: Piece) -> Iterator[object]:
+    with _arrow_errors(), _source_errors(), disk_errors():
+        read = _parquet_rows if piece.format == "parquet" else _stream_rows
+        yield from read(Path(piece.path), piece.start, piece.stop)
+
+
+def _parquet_length(path: Path) -> int:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        _refuse_twins(file.schema_arrow.names)
+        rows: int = file.metadata.num_rows
+        return rows
+
+
+def _parquet_rows(path: Path, start: int, stop: int) -> Iterator[object]:
+    """Row groups are found by the file's metadata; within one, the rows before `start` are decoded."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        groups, first, skipped = [], 0, 0
+        for group in range(file.metadata.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            if first + rows <= start:
+                skipped += rows
+            elif first < stop:
+                groups.append(group)
+            first += rows
+        batches = file.iter_batches(BATCH_ROWS, row_groups=groups, use_threads=False)
+        yield from _batch_rows(batches, start - skipped, stop - skipped)
+
+
+def _stream_length(path: Path) -> int:
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as batches:
+        _refuse_twins(batches.schema.names)
+        return sum(batch.num_rows for batch in batches)
+
+
+def _stream_rows(path: Path, start: int, stop: int) -> Iterator[object]:
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as batches:
+        yield from _batch_rows(batches, start, stop)
+
+
+def _batch_rows(batches: Iterable[RecordBatch], start: int, stop: int) -> Iterator[object]:
+    """Rows `start` to `stop` of all that the batches have."""
+    first = 0
+    for batch in batches:
+        last = min(stop - first, batch.num_rows)
+        for here in range(max(0, start - first), last, BATCH_ROWS):
+            yield from map(_without_nulls, batch.slice(here, min(BATCH_ROWS, last - here)).to_pylist())
+        first += batch.num_rows
+        if first >= stop:
+            return
+
+
+def _refuse_twins(columns: list[str]) -> None:
+    """Raises `MalformedRow` if two columns have one name: a row would have the last one's value."""
+    if len(set(columns)) < len(columns):
+        twin = next(name for name in columns if columns.count(name) > 1)
+        raise MalformedRow(f"expected one column {twin!r:.80}, got {columns.count(twin)}", line=1)
+
+
+def _data_files(folder: Path) -> list[Path]:
+    """Raises `UnreadableCorpus` if the state cannot be read, or names what is outside of the folder or no file."""
+    try:
+        state = decoder_of(_State).decode((folder / STATE).read_bytes())
+    except msgspec.MsgspecError as error:
+        raise UnreadableCorpus(
+            f"the corpus cannot be read: {STATE} is none of Dataset.save_to_disk", field="path"
+        ) from error
+    paths = [(folder / file.filename).resolve() for file in state.data_files]
+    if any(path.parent != folder.resolve() for path in paths):
+        raise UnreadableCorpus(f"the corpus cannot be read: {STATE} names a file outside of the folder", field="path")
+    if absent := [path.name for path in paths if not path.is_file()]:  # a pipe would be waited for
+        raise UnreadableCorpus(f"the corpus cannot be read: the folder has no file {absent[0]!r:.80}", field="path")
+    return paths
+
+
+def _without_nulls(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def _source_errors() -> Iterator[None]:
+    """Raise what the system says of a source as `UnreadableCorpus`."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or "it is damaged"
+        raise UnreadableCorpus(f"the corpus cannot be read: {reason}", field="path") from error
+
+
+@contextmanager
+def _arrow_errors() -> Iterator[None]:
+    """Raise what pyarrow says of a source as `UnreadableCorpus`. Its conversion of values to Python's types raises plain `ValueError`
+    (text that is no UTF-8) and `OverflowError` (dates)."""
+    import pyarrow
+
+    try:
+        yield
+    except MemoryError:  # pyarrow's own is an ArrowException, too
+        raise
+    except (pyarrow.lib.ArrowException, ValueError, OverflowError) as error:
+        raise UnreadableCorpus(f"the corpus cannot be read: {str(error)[:200]}", field="path") from error

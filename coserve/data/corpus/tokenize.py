@@ -1,0 +1,249 @@
+"""Tokenise rows and mark the tokens that contribute to the loss. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from coserve.core.errors import EmptyCorpus, InvalidRequest, MalformedRow, NoTargets
+from coserve.core.types import TrainOn
+from coserve.data.corpus.rows import ChatRow, CompletionRow, PreferenceRow, Row, TextRow
+from coserve.data.corpus.tokenized import Corpus
+from coserve.data.pretrained.tokenizer import Tokenizer
+
+NO_ROWS = "expected at least one row"
+
+
+@dataclass(frozen=True)
+class TokenizedRow:
+    """`targets[i]`: token i contributes to the loss. `cut`: the row was truncated. `split`: of a pair, tokens of its first sequence."""
+
+    tokens: list[int]
+    targets: list[bool]
+    cut: bool = False
+    split: int | None = None
+
+
+@dataclass(frozen=True)
+class RowArrays:
+    """`tokens`: int32 (n); `target`: uint8 (n), 1 for those that are learned. `cut` and `split` as of a `TokenizedRow`."""
+
+    tokens: npt.NDArray[np.int32]
+    target: npt.NDArray[np.uint8]
+    cut: bool
+    split: int | None = None
+
+
+def tokenize_rows(
+    rows: Iterable[Row],
+    tokenizer: Tokenizer,
+    max_length: int,
+    train_on: TrainOn | None = None,
+    *,
+    pairs: bool = False,
+    one_row_per_answer: bool = False,
+) -> Corpus:
+    """Tokenise `rows` in order, each to at most `max_length` tokens.
+
+    Targets (tokens that contribute to the loss): of a text all tokens, of a completion its tokens, of a chat the
+    assistant's turns with their end-of-turn token. Texts and completions end with EOS, which is a target too. The first
+    token of a row is never a target, because no token precedes it.
+
+    `train_on` chooses other targets: see `TrainingRequest.train_on`. `one_row_per_answer`: a chat becomes a row for each answer to be
+    learned, the chat up to it. `pairs`: all rows are `PreferenceRow`s, otherwise none is; each of
+    both sequences of one has at most `max_length` tokens, and their prompt, unless it is of messages, is cut alike.
+
+    Truncation: a text or chat loses its end (a text its EOS too). A prompt loses its beginning except a BOS token, so that
+    the completion stays whole; only if that is not enough does the completion lose its end. Of a chat with a row for each answer, answers
+    that begin beyond `max_length` have none, and the last row counts as cut.
+
+    Raises `NoTargets` and `MalformedRow` (a chat that the template refuses) with the row's line, `EmptyCorpus`.
+    """
+    rows_of_arrays = list(
+        row_arrays(rows, tokenizer, max_length, train_on, pairs=pairs, one_row_per_answer=one_row_per_answer)
+    )
+    if not rows_of_arrays:
+        raise EmptyCorpus(NO_ROWS)
+    bounds = np.cumsum([0, *(len(row.tokens) for row in rows_of_arrays)], dtype=np.int64)
+    return Corpus(
+        np.concatenate([row.tokens for row in rows_of_arrays]),
+        np.concatenate([row.target for row in rows_of_arrays]),
+        bounds,
+        bounds[:-1] + np.array([row.split for row in rows_of_arrays], np.int64) if pairs else None,
+        sum(row.cut for row in rows_of_arrays),
+    )
+
+
+def row_arrays(
+    rows: Iterable[Row],
+    tokenizer: Tokenizer,
+    max_length: int,
+    train_on: TrainOn | None = None,
+    *,
+    pairs: bool = False,
+    one_row_per_answer: bool = False,
+) -> Iterator[RowArrays]:
+    """As `tokenize_rows`, one row at a time; there may be none."""
+    if max_length < 2:
+        raise InvalidRequest(f"expected at least 2, got {max_length}", field="training.max_length")
+    checked = _checked(rows, pairs=pairs)
+    for row, tokenized in _tokenized_rows(checked, tokenizer, max_length, train_on, split=one_row_per_answer):
+        if not any(tokenized.targets):
+            raise NoTargets(_nothing_to_learn(tokenized, max_length), line=row.line)
+        yield RowArrays(
+            np.array(tokenized.tokens, np.int32), np.array(tokenized.targets, np.uint8), tokenized.cut, tokenized.split
+        )
+
+
+def _nothing_to_learn(row: TokenizedRow, max_length: int) -> str:
+    if not row.cut:
+        return "the row has nothing to learn"
+    least = "the least of training.max_length, the base's context and the daemon's micro_batch_tokens"
+    return f"the answer to be learned begins after the first {max_length} tokens, where the row is cut ({least})"
+
+
+def _checked(rows: Iterable[Row], *, pairs: bool) -> Iterator[Row]:
+    """Raises `MalformedRow` for a row that the loss cannot learn from."""
+    for row in rows:
+        if isinstance(row, PreferenceRow) is not pairs:
+            expected = "a dpo loss expects" if pairs else "training.loss of type dpo is missing for"
+            raise MalformedRow(f'{expected} rows of {{"prompt", "chosen", "rejected"}}', line=row.line)
+        yield row
+
+
+def _tokenized_rows(
+    rows: Iterable[Row], tokenizer: Tokenizer, max_length: int, train_on: TrainOn | None, *, split: bool
+) -> Iterator[tuple[Row, TokenizedRow]]:
+    """`split`: chats become a row for each answer."""
+    for row in rows:
+        _check_targets(row, train_on)
+        match row:
+            case TextRow(text=text):
+                found = [_text(text, tokenizer, max_length)]
+            case CompletionRow(prompt=prompt, completion=completion):
+                found = _completions(prompt, [completion], tokenizer, max_length)
+            case PreferenceRow():
+                found = [_pair(row, tokenizer, max_length)]
+            case ChatRow():
+                found = (
+                    _answers(row, tokenizer, max_length, train_on)
+                    if split
+                    else [_chat(row, tokenizer, max_length, train_on)]
+                )
+        for tokenized in found:
+            if train_on == "all" and tokenized.targets:
+                tokenized.targets[:] = [True] * len(tokenized.targets)
+            if tokenized.targets:
+                tokenized.targets[0] = False
+            yield row, tokenized
+
+
+def _check_targets(row: Row, train_on: TrainOn | None) -> None:
+    """Raises `MalformedRow` for a row without the tokens that are to be learned."""
+    if train_on == "assistant" and not isinstance(row, ChatRow):
+        raise MalformedRow("train_on 'assistant' expects chat rows", line=row.line)
+    if train_on == "completion" and isinstance(row, TextRow):
+        raise MalformedRow("train_on 'completion' expects prompt/completion or chat rows, got a text", line=row.line)
+    if (
+        train_on == "completion"
+        and isinstance(row, ChatRow)
+        and row.completion_start is None
+        and row.messages[-1:]
+        and row.messages[-1]["role"] != "assistant"
+    ):
+        raise MalformedRow("train_on 'completion' expects chats that end with the assistant", line=row.line)
+
+
+def _only_completion(row: ChatRow) -> tuple[dict[str, object], ...]:
+    """The messages, with weight 0 on those before the completion."""
+    start = len(row.messages[:-1]) if row.completion_start is None else row.completion_start
+    return (*(message | {"weight": 0} for message in row.messages[:start]), *row.messages[start:])
+
+
+def _eos(tokenizer: Tokenizer) -> list[int]:
+    return [] if not tokenizer.eos_token_ids else [tokenizer.eos_token_ids[0]]
+
+
+def _text(text: str, tokenizer: Tokenizer, max_length: int) -> TokenizedRow:
+    if not text.strip():
+        return TokenizedRow([], [])
+    tokens = tokenizer.encode(text)
+    if not tokens or tokens[-1] not in tokenizer.eos_token_ids:
+        tokens += _eos(tokenizer)
+    kept = tokens[:max_length]
+    return TokenizedRow(kept, [True] * len(kept), cut=len(kept) < len(tokens))
+
+
+def _completions(prompt: str, completions: Sequence[str], tokenizer: Tokenizer, max_length: int) -> list[TokenizedRow]:
+    """The prompt with each of them. It is cut alike for all."""
+    if not all(completions):
+        return [TokenizedRow([], []) for _ in completions]
+    before, ends = tokenizer.encode(prompt), [[token] for token in tokenizer.eos_token_ids]
+    afters = [
+        tokenizer.encode_continuation(text) if prompt else tokenizer.encode(text, add_special=False)
+        for text in completions
+    ]
+    afters = [after if after[-1:] in ends else after + _eos(tokenizer) for after in afters]
+    head = before[:1] if before[:1] == [tokenizer.bos_token_id] else []
+    longest = max(map(len, afters))
+    prompt_limit = min(max(max_length - longest, len(head) + 1 if prompt else len(head)), max_length - 1)
+    cut = len(before) > prompt_limit
+    if cut:
+        before = head + before[len(before) - prompt_limit + len(head) :]
+    found = []
+    for after in afters:
+        kept = after[: max_length - len(before)]
+        targets = [False] * len(before) + [True] * len(kept)
+        found.append(TokenizedRow(before + kept, targets, cut=cut or len(kept) < len(after)))
+    return found
+
+
+def _pair(row: PreferenceRow, tokenizer: Tokenizer, max_length: int) -> TokenizedRow:
+    """Both sequences, one after the other; nothing where one of them has no targets."""
+    chosen, rejected = row.chosen, row.rejected
+    if isinstance(chosen, CompletionRow) and isinstance(rejected, CompletionRow):
+        answers = [chosen.completion, rejected.completion]
+        first, second = _completions(chosen.prompt, answers, tokenizer, max_length)
+    else:
+        assert isinstance(chosen, ChatRow) and isinstance(rejected, ChatRow), "a pair is of one format"
+        first, second = (_chat(answer, tokenizer, max_length) for answer in (chosen, rejected))
+    for answer in (first, second):
+        if not any(answer.targets[1:]):
+            return TokenizedRow([], [], answer.cut)
+    tokens, targets = first.tokens + second.tokens, [*first.targets, False, *second.targets[1:]]
+    return TokenizedRow(tokens, targets, first.cut or second.cut, split=len(first.tokens))
+
+
+def _answers(row: ChatRow, tokenizer: Tokenizer, max_length: int, train_on: TrainOn | None) -> list[TokenizedRow]:
+    """A row for each answer to be learned: the chat up to it. A row without targets if none begins within `max_length`."""
+    messages = _only_completion(row) if train_on == "completion" else row.messages
+    found: list[TokenizedRow] = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant" or message.get("weight") == 0:
+            continue
+        before = (one | {"weight": 0} if one["role"] == "assistant" else one for one in messages[:index])
+        answer = _chat(replace(row, messages=(*before, message)), tokenizer, max_length)
+        if not any(answer.targets[1:]):
+            return [*found[:-1], replace(found[-1], cut=True)] if found else [answer]
+        found.append(answer)
+    return found or [TokenizedRow([], [])]
+
+
+def _chat(row: ChatRow, tokenizer: Tokenizer, max_length: int, train_on: TrainOn | None = None) -> TokenizedRow:
+    messages = _only_completion(row) if train_on == "completion" else row.messages
+    if train_on != "all" and not any(one["role"] == "assistant" and one.get("weight") != 0 for one in messages):
+        return TokenizedRow([], [])
+    try:
+        if train_on == "all":
+            tokens = tokenizer.encode_whole_chat(messages, row.tools, row.options)
+            targets = [True] * len(tokens)
+        else:
+            tokens, targets = tokenizer.encode_chat_for_training(messages, row.tools, row.options)
+    except InvalidRequest as error:
+        raise MalformedRow(error.message, line=row.line, field="messages") from error
+    if not any(targets[1:]):
+        return TokenizedRow([], [])
+    return TokenizedRow(tokens[:max_length], targets[:max_length], cut=len(tokens) > max_length)

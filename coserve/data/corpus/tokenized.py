@@ -1,0 +1,138 @@
+"""A tokenised corpus: the arrays that a job trains on, and their safetensors file, which is mapped. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import safetensors.numpy
+
+from coserve.core.cancellation import unchecked
+from coserve.core.errors import CheckpointUnreadable
+from coserve.data.corpus.mapped import file_digest, map_arrays
+from coserve.state.durable import read_errors, write_file
+from coserve.state.failpoints import failpoint
+
+BLOCK = 1 << 18
+"""Elements of an array that are checked at once."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """S rows of N tokens in all, concatenated.
+
+    `tokens`: int32 (N). `target`: uint8 (N), 1 for tokens that contribute to the loss. `bounds`: int64 (S + 1), ascending from
+    0 to N; row i is `bounds[i]:bounds[i + 1]`. `splits`: int64 (S), of a corpus of pairs: row i is the prompt with the chosen answer,
+    and from `splits[i]` on the prompt with the rejected one.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    target: npt.NDArray[np.uint8]
+    bounds: npt.NDArray[np.int64]
+    splits: npt.NDArray[np.int64] | None = None
+    rows_cut: int = 0
+    """Rows truncated to `max_length`. Not stored in the file: 0 after `load`."""
+
+    @property
+    def rows(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each row (S)."""
+        return np.diff(self.bounds)
+
+    @property
+    def token_count(self) -> int:
+        return len(self.tokens)
+
+    def arrays(self) -> Corpus:
+        return self
+
+    def discard(self) -> None:
+        """Nothing to do: the corpus is in memory only."""
+
+    @property
+    def target_tokens(self) -> int:
+        return int(self.target.sum())
+
+    def row(self, index: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+        """Tokens int32 (n) and targets uint8 (n) of one row."""
+        here = slice(self.bounds[index], self.bounds[index + 1])
+        return self.tokens[here], self.target[here]
+
+    def sequences(self, index: int) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
+        """The sequences of one row, each as by `row`: the row itself, or both of a pair."""
+        if self.splits is None:
+            return [self.row(index)]
+        start, split, stop = self.bounds[index], self.splits[index], self.bounds[index + 1]
+        return [(self.tokens[first:last], self.target[first:last]) for first, last in ((start, split), (split, stop))]
+
+    def save(self, path: Path) -> None:
+        """Durable when it returns. Raises `StorageFull`, `StorageFailed`."""
+        write_file(path, self._packed(), point="corpus")
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the file that `save` writes, hex."""
+        return hashlib.sha256(self._packed()).hexdigest()
+
+    def _packed(self) -> bytes:
+        arrays = {"tokens": self.tokens, "target": self.target, "bounds": self.bounds}
+        if self.splits is not None:
+            arrays["splits"] = self.splits
+        packed: bytes = safetensors.numpy.save(arrays)
+        return packed
+
+    @classmethod
+    def load(cls, path: Path, check: Callable[[], None] = unchecked, *, digest: str | None = None) -> Corpus:
+        """Validate a file that `save` wrote, and map it: the arrays are read-only and take no memory of this process.
+
+        `check` is called between reads and may raise. `digest`: the file's SHA-256, if it is known. Raises `CheckpointUnreadable` for a
+        missing or damaged file, `StorageError` where the machine cannot read it now.
+        """
+        try:
+            with read_errors():
+                failpoint("job.open")
+                if digest is not None and file_digest(path, check) != digest:
+                    raise CheckpointUnreadable("the job's corpus is damaged: its SHA-256 differs")
+                arrays = map_arrays(path)
+            corpus = cls(arrays["tokens"], arrays["target"], arrays["bounds"], arrays.get("splits"))
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointUnreadable("the job's corpus cannot be read") from error
+        if not corpus.is_valid(check):
+            raise CheckpointUnreadable("the job's corpus is damaged")
+        return corpus
+
+    def is_valid(self, check: Callable[[], None] = unchecked) -> bool:
+        """Whether dtypes, shapes, bounds and values are those that `tokenize_rows` makes. Reads `BLOCK` elements at a time."""
+        tokens, target, bounds, splits = self.tokens, self.target, self.bounds, self.splits
+        typed = [array.dtype for array in (tokens, target, bounds)] == [np.int32, np.uint8, np.int64]
+        shaped = tokens.ndim == target.ndim == bounds.ndim == 1 and len(tokens) == len(target) and len(bounds) > 1
+        if not (typed and shaped and bounds[0] == 0 and bounds[-1] == len(tokens)):
+            return False
+        if splits is not None and (splits.dtype != np.int64 or splits.shape != (self.rows,)):
+            return False
+        return all(self._rows_are_valid(here) for here in _blocks(self.rows, check)) and all(
+            bool(np.all(tokens[here] >= 0) and np.all(target[here] <= 1)) for here in _blocks(len(tokens), check)
+        )
+
+    def _rows_are_valid(self, rows: slice) -> bool:
+        bounds, target = self.bounds[rows.start : rows.stop + 1], self.target
+        if not np.all(np.diff(bounds) > 0) or bounds[0] < 0 or bounds[-1] > len(target) or target[bounds[:-1]].any():
+            return False
+        if self.splits is None:
+            return True
+        splits = self.splits[rows]
+        inside = bool(np.all((bounds[:-1] < splits) & (splits < bounds[1:])))
+        return inside and not target[splits].any()
+
+
+def _blocks(size: int, check: Callable[[], None]) -> Iterator[slice]:
+    for start in range(0, size, BLOCK):
+        check()
+        yield slice(start, min(start + BLOCK, size))

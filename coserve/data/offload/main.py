@@ -1,0 +1,98 @@
+"""The helper process: `python -m coserve.data.offload.main FD LOG_LEVEL LOG_FORMAT`. It reads calls from socket FD and answers them in order.
+
+It ends when the other end closes. It never imports torch and gets no secrets.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from coserve.core.errors import CoserveError, InternalError
+from coserve.core.logs.setup import LogSettings, set_up_logging
+from coserve.core.processes import obey_parent
+from coserve.data.offload.protocol import Call, Reply, Task, TaskContext, failure_of, find
+from coserve.data.pretrained import sandbox
+from coserve.data.pretrained.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class _Replies:
+    """Sends replies. `progress` sends a heartbeat at most once in `heartbeat` seconds."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._last = file, time.monotonic()
+        self.heartbeat = 0.0
+
+    def progress(self) -> None:
+        if time.monotonic() - self._last >= self.heartbeat:
+            self.send(Reply(working=True))
+
+    def send(self, reply: Reply, result: bytes = b"") -> None:
+        self._last = time.monotonic()
+        header = msgspec.msgpack.encode(reply)
+        self._file.write(len(header).to_bytes(4, "big") + header)
+        self._file.write(result)
+        self._file.flush()
+
+
+def _read_call(file: BinaryIO) -> tuple[Call, bytes] | None:
+    """The next call and its body; None at the end."""
+    size = file.read(4)
+    if len(size) < 4:
+        return None
+    call = msgspec.msgpack.decode(file.read(int.from_bytes(size, "big")), type=Call)
+    return call, file.read(call.size)
+
+
+def _peak_memory() -> int:
+    """Peak resident memory of this process in bytes.
+
+    On Linux not from `ru_maxrss`: a new process inherits its parent's value.
+    """
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def _run(context: TaskContext, call: Call, body: bytes) -> tuple[Reply, bytes]:
+    task: Task = find(call.task)
+    try:
+        result = task(context, call.arguments, body)
+    except CoserveError as error:
+        return Reply(failure=failure_of(error), memory=_peak_memory()), b""
+    except Exception:
+        log.exception("task %s failed", call.task)
+        return Reply(failure=failure_of(InternalError("internal error")), memory=_peak_memory()), b""
+    return Reply(memory=_peak_memory(), size=len(result)), result
+
+
+def main() -> None:
+    set_up_logging("helper", LogSettings(level=sys.argv[2], format=sys.argv[3]))
+    obey_parent()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a process that ends at a limit of its own leaves no dump
+    with socket.socket(fileno=int(sys.argv[1])) as sock, sock.makefile("rb") as calls, sock.makefile("wb") as file:
+        replies = _Replies(file)
+        first = _read_call(calls)
+        if first is None:
+            return
+        context = TaskContext(Tokenizer.from_state(first[1], sandbox.limits), replies.progress)
+        while (found := _read_call(calls)) is not None:
+            replies.heartbeat = found[0].heartbeat
+            replies.send(Reply(working=True))  # from here on, another process must not run it
+            replies.send(*_run(context, *found))
+            del found
+
+
+if __name__ == "__main__":
+    main()

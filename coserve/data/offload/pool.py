@@ -1,0 +1,220 @@
+"""Helper processes for work that would hold the GIL: long texts, large JSON, corpora.
+
+`tokenizers` and `msgspec` process a whole text or document in one native call that holds the GIL, so a thread would
+block the event loop. A process does not, and it can be killed when its client leaves or when it is stuck.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable
+from functools import cached_property
+
+import msgspec
+
+from coserve.core.cancellation import uncancelled
+from coserve.core.errors import CoserveError, HelperLost, InvalidRequest
+from coserve.core.logs.setup import LogSettings
+from coserve.core.processes import signal_child, start_child
+from coserve.data.offload.protocol import Call, Reply, Task, error_of, name_of
+from coserve.data.pretrained.sandbox import TOO_LONG
+
+CHUNK = 256 << 10
+"""Bytes to write or read in one turn of the event loop."""
+SILENCE = 120.0
+"""Seconds without a heartbeat after which a process counts as stuck."""
+HEARTBEATS = 120
+"""Heartbeats that a working task sends in that time."""
+MAX_MEMORY = 1 << 30
+"""Bytes. A process that has used more is replaced after its task."""
+
+ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
+"""For NumPy's linear algebra, whose threads spin while they wait for each other: 100 times slower on a machine that is busy serving."""
+
+
+class NotBegun(Exception):
+    """The process ended before it had begun the task: another may run it."""
+
+
+class HelperProcess:
+    """One process; one call at a time."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process, self._reader, self._writer = process, reader, writer
+        self.memory = 0
+
+    @classmethod
+    async def start(cls, setup: bytes, log: LogSettings, silence: float) -> HelperProcess:
+        """`setup`: the tokenizer's state. Raises `ConnectionError` if it dies, `TimeoutError` if it does not read."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            reader, writer = await asyncio.open_connection(sock=ours, limit=CHUNK)
+            try:
+                process = await start_child(
+                    "coserve.data.offload.main",
+                    theirs,
+                    log.level,
+                    log.format,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    environment=ONE_THREAD,
+                )
+            except BaseException:
+                writer.close()
+                raise
+        helper = cls(process, reader, writer)
+        try:
+            async with asyncio.timeout(silence):
+                await helper._send("", b"", setup, silence)
+        except BaseException:
+            await uncancelled(asyncio.create_task(helper.end()))
+            raise
+        return helper
+
+    @property
+    def alive(self) -> bool:
+        return not self._reader.at_eof()
+
+    async def call(self, task: str, arguments: bytes, body: bytes | bytearray, silence: float) -> bytes:
+        """The task's result. `silence`: seconds without a heartbeat after which the process counts as stuck.
+
+        Raises what the task raised, `TimeoutError` for a stuck process, `ConnectionError` and `IncompleteReadError` for
+        one that died, `NotBegun` if it did so before the task.
+        """
+        try:
+            async with asyncio.timeout(silence):
+                await self._send(task, arguments, body, silence)
+            reply = await self._reply(silence)  # the first says that the task begins
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise NotBegun from error
+        while reply.working:
+            reply = await self._reply(silence)
+        self.memory = reply.memory
+        if reply.failure is not None:
+            raise error_of(reply.failure)
+        return await self._read(reply.size, silence)
+
+    async def _send(self, task: str, arguments: bytes, body: bytes | bytearray, silence: float) -> None:
+        header = msgspec.msgpack.encode(Call(task, arguments, len(body), silence / HEARTBEATS))
+        self._writer.write(len(header).to_bytes(4, "big") + header)
+        with memoryview(body) as view:
+            for start in range(0, len(body), CHUNK):
+                self._writer.write(bytes(view[start : start + CHUNK]))
+                await self._writer.drain()
+
+    async def _reply(self, silence: float) -> Reply:
+        async with asyncio.timeout(silence):
+            size = int.from_bytes(await self._reader.readexactly(4), "big")
+            return msgspec.msgpack.decode(await self._reader.readexactly(size), type=Reply)
+
+    async def _read(self, size: int, silence: float) -> bytes:
+        chunks = []
+        while size:
+            async with asyncio.timeout(silence):
+                chunks.append(await self._reader.readexactly(min(size, CHUNK)))
+            size -= len(chunks[-1])
+        return b"".join(chunks)
+
+    async def end(self) -> int:
+        """Kill the process and wait for its end. Returns its exit status: minus the signal's number, of the first that ended it."""
+        signal_child(self._process, signal.SIGKILL)
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
+        return await self._process.wait()
+
+
+class HelperPool:
+    """At most `size` processes, started when there is work. `setup` gives the tokenizer's state.
+
+    `silence`: seconds without a heartbeat after which a process counts as stuck. `max_memory`: bytes; a process that has
+    used more is replaced after its task.
+    """
+
+    def __init__(
+        self,
+        setup: Callable[[], bytes],
+        size: int,
+        log: LogSettings | None = None,
+        silence: float = SILENCE,
+        max_memory: int = MAX_MEMORY,
+    ) -> None:
+        self._make_setup, self._log = setup, log or LogSettings()
+        self.silence, self._max_memory = silence, max_memory
+        self._turns = asyncio.Semaphore(size)
+        self._idle: list[HelperProcess] = []
+        self._ends: set[asyncio.Task[int]] = set()
+
+    @cached_property
+    def _setup(self) -> bytes:
+        return self._make_setup()
+
+    async def run(self, task: Task, arguments: msgspec.Struct, body: bytes | bytearray = b"") -> bytes:
+        """The result of `task`, run in a process. Cancelling it kills the process. One that was killed before it began the task costs nothing:
+        another runs it.
+
+        Once it raises, the task has ended. Raises what the task raises, `HelperLost`, and `InvalidRequest` if the
+        task sent no heartbeat for `silence` seconds, or a chat template took too much processor time.
+        """
+        encoded = msgspec.msgpack.encode(arguments)
+        async with self._turns:
+            while True:
+                helper = self._idle_helper()
+                new = helper is None
+                try:
+                    return await self._call(helper or await self._start(), task, encoded, body)
+                except TimeoutError:
+                    raise InvalidRequest(f"expected input that is read within {self.silence:.0f} s") from None
+                except (asyncio.IncompleteReadError, ConnectionError):
+                    raise HelperLost("the process that read this request ended before it was done; try again") from None
+                except NotBegun:
+                    if new:
+                        raise HelperLost("the process that was to read this request was killed; try again") from None
+
+    async def _call(self, helper: HelperProcess, task: Task, arguments: bytes, body: bytes | bytearray) -> bytes:
+        """`HelperProcess.call`; then the process is idle or has ended."""
+        done = False
+        try:
+            result = await helper.call(name_of(task), arguments, body, self.silence)
+            done = True
+            return result
+        except CoserveError:  # what the task raised
+            done = True
+            raise
+        except (asyncio.IncompleteReadError, ConnectionError):
+            if await uncancelled(self._end(helper)) == -signal.SIGXCPU:
+                raise InvalidRequest(TOO_LONG, field="messages") from None
+            raise
+        finally:
+            if done and helper.memory <= self._max_memory:
+                self._idle.append(helper)
+            else:
+                await uncancelled(self._end(helper))
+
+    async def _start(self) -> HelperProcess:
+        return await HelperProcess.start(await asyncio.to_thread(lambda: self._setup), self._log, self.silence)
+
+    def _idle_helper(self) -> HelperProcess | None:
+        """An idle process that is still alive, if any."""
+        while self._idle:
+            helper = self._idle.pop()
+            if helper.alive:
+                return helper
+            self._end(helper)
+        return None
+
+    def _end(self, helper: HelperProcess) -> asyncio.Task[int]:
+        task = asyncio.create_task(helper.end())
+        self._ends.add(task)
+        task.add_done_callback(self._ends.discard)
+        return task
+
+    async def close(self) -> None:
+        """End all processes. No call may be running."""
+        while self._idle:
+            self._end(self._idle.pop())
+        await asyncio.gather(*self._ends)

@@ -1,0 +1,80 @@
+"""Messages between the API process and a helper process: a header, then raw bytes, over a socket pair."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from coserve.core.errors import CoserveError, error_from_code
+from coserve.data.pretrained.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class TaskContext:
+    """Arguments of every task. Call `progress()` between rows, so that the caller knows that the process is not stuck."""
+
+    tokenizer: Tokenizer
+    progress: Callable[[], None]
+    kept: dict[str, Any] = field(default_factory=dict)
+    """Whatever tasks keep for later calls of the same process."""
+
+
+Task = Callable[[TaskContext, bytes, bytes], bytes]
+"""A module-level function of coserve: `(context, arguments, body) -> result`. It may raise `CoserveError` leaves."""
+
+
+class Call(msgspec.Struct, frozen=True):
+    """Run a task. `size` bytes of body follow."""
+
+    task: str
+    arguments: bytes
+    size: int
+    heartbeat: float
+    """Seconds between two heartbeats."""
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """A serialised `CoserveError`."""
+
+    code: str
+    attributes: dict[str, str | int | float | None]
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """`size` bytes of result follow, unless it is only a heartbeat (`working`). The first heartbeat says that the task begins."""
+
+    working: bool = False
+    failure: Failure | None = None
+    memory: int = 0
+    """Largest resident memory of the process so far, in bytes."""
+    size: int = 0
+
+
+def name_of(function: Callable[..., object]) -> str:
+    """The name by which the helper process finds a module-level function or class of coserve."""
+    name = f"{function.__module__}:{function.__qualname__}"
+    assert "<" not in name and "." not in function.__qualname__, f"{name} is not at the level of its module"
+    return name
+
+
+def find(name: str) -> Any:  # noqa: ANN401 - a function or a class
+    """The function or class with a name from `name_of`."""
+    module, _, attribute = name.partition(":")
+    assert module.split(".")[0] in ("coserve", "tests"), name
+    return getattr(importlib.import_module(module), attribute)
+
+
+def failure_of(error: CoserveError) -> Failure:
+    return Failure(error.code, vars(error))
+
+
+def error_of(failure: Failure) -> CoserveError:
+    """The error as it was raised."""
+    error = error_from_code(failure.code, str(failure.attributes["message"]))
+    if error.code == failure.code:
+        vars(error).update(failure.attributes)
+    return error

@@ -1,0 +1,126 @@
+"""Checks a base's source, a folder or a hub name, before anything is loaded. No torch.
+
+Each mistake has its own message: no such folder, not a model, an adapter, weights missing or not safetensors, an invalid
+name, a name unknown to the hub, a gated model, and a hub that cannot be reached.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from coserve.core.errors import UnsupportedBase
+from coserve.core.names import ADAPTER_CONFIG
+
+BUNDLED = "bundled"
+INDEX = "model.safetensors.index.json"
+POINTER = b"version https://git-lfs"
+"""First bytes of a file that Git LFS has not fetched."""
+
+
+def check_source(source: str, *, weights: bool = True) -> None:
+    """Raises `UnsupportedBase` for a folder without a complete model, and for a path that is not a folder.
+
+    `weights`: whether the folder must have weights too. Hub names are not checked here: `fetch_files` does.
+    """
+    if source == BUNDLED:
+        return
+    path = Path(source)
+    if path.is_dir():
+        _check_folder(path, weights)
+    elif path.exists():
+        raise UnsupportedBase(f"model: expected a folder, got a file: {source}")
+    elif is_path(source):
+        raise UnsupportedBase(f"model: no such folder: {source}")
+
+
+def is_path(source: str) -> bool:
+    """Whether `source` can only be a path: hub names are NAME or OWNER/NAME."""
+    return source.startswith((".", "/", "~")) or source.endswith("/") or source.count("/") > 1 or "\\" in source
+
+
+def _check_folder(folder: Path, weights: bool) -> None:
+    names = {path.name for path in folder.iterdir()}
+    if "config.json" not in names:
+        if ADAPTER_CONFIG in names:
+            raise UnsupportedBase(
+                f"model: {folder} holds an adapter; expected a base model (import it once one serves)"
+            )
+        raise UnsupportedBase(f"model: {folder} is no model folder: it has no config.json")
+    if not weights:
+        return
+    files = sorted(name for name in names if name.endswith(".safetensors"))
+    wanted = _shards(folder / INDEX) if INDEX in names and "model.safetensors" not in names else files
+    missing = [name for name in wanted if name not in names]
+    if missing:
+        raise UnsupportedBase(
+            f"model: {folder} is incomplete: {len(missing)} of {len(wanted)} files of weights are missing, the first is "
+            f"{missing[0]}"
+        )
+    if not wanted:
+        other = (
+            "only in a format that is never opened (pickle)" if any(n.endswith(".bin") for n in names) else "not there"
+        )
+        raise UnsupportedBase(f"model: {folder}: expected weights as *.safetensors; they are {other}")
+    for name in wanted:
+        with (folder / name).open("rb") as file:
+            if file.read(len(POINTER)) == POINTER:
+                raise UnsupportedBase(f"model: {folder / name} is a Git LFS pointer; fetch the files: git lfs pull")
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        return sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UnsupportedBase(f"model: {index} is damaged: expected a weight_map") from error
+
+
+def fetch_files(name: str, patterns: Sequence[str]) -> Path:
+    """A folder with files of a hub model, from the local cache or the hub. Raises `UnsupportedBase`."""
+    import httpx
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
+    except (OSError, ValueError, httpx.TransportError) as error:
+        # OSError: from the hub; ValueError: an invalid name; TransportError: the connection broke.
+        raise UnsupportedBase(f"model: {hub_problem(name, error)}") from error
+
+
+def hub_problem(name: str, error: BaseException) -> str:
+    """The message for an error that fetching a hub model raised."""
+    import httpx
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        IncompleteSnapshotError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    match error:
+        case HFValidationError():
+            return f"no such folder: {name!r}; nor is it a name on the hub (NAME or OWNER/NAME)"
+        case GatedRepoError():
+            return f"{name!r} is gated: accept its terms on the hub's page of it, then set HF_TOKEN"
+        case RepositoryNotFoundError():
+            return f"no such folder: {name!r}; and the hub has no model of that name (or a private one: set HF_TOKEN)"
+        case HfHubHTTPError():
+            return f"the hub refused {name!r}: {_first_line(error)}"
+        case IncompleteSnapshotError():
+            return f"the local cache has only a part of {name!r}, and the hub cannot be reached for the rest"
+        case LocalEntryNotFoundError() | ConnectionError() | httpx.TransportError():
+            return (
+                f"no such folder: {name!r}; nor is a model of that name in the local cache, and the hub cannot be reached "
+                "to look for it"
+            )
+        case OSError(strerror=reason) if reason:
+            return f"{name!r} cannot be fetched into the local cache: {reason}"
+        case _:
+            return f"{name!r} cannot be fetched: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,103 @@
+"""The result of a profile: the four readings of the ETS paper (section 4.2.2) at each size, and lines through them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coserve.core.types import Wire
+from coserve.engine.profile_request.lines import Line, fit_line
+from coserve.engine.profile_request.request import Backend, Workload
+
+COMPONENTS = ("weights", "no_grad", "act", "backward")
+"""M_weights, M_no_grad, M_act and M_backward."""
+
+
+class Readings(Wire, frozen=True):
+    """Bytes in tensors; each peak is of one pass alone and includes `weights`."""
+
+    weights: int
+    """(1): the weights of the base and of the adapter."""
+    no_grad: int
+    """(2): the peak of a forward without gradients."""
+    forward: int | None = None
+    """(3): the peak of a forward that keeps what the backward needs; None for inference."""
+    forward_backward: int | None = None
+    """(4): the peak of forward and backward."""
+
+
+class Components(Wire, frozen=True):
+    """Bytes. Their sum is the last reading."""
+
+    weights: int
+    no_grad: int
+    act: int | None = None
+    backward: int | None = None
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.no_grad + (self.act or 0) + (self.backward or 0)
+
+
+def components_of(readings: Readings) -> Components:
+    """M_weights = (1), M_no_grad = (2) - (1), M_act = (3) - (2), M_backward = (4) - (3)."""
+    one, two, three, four = readings.weights, readings.no_grad, readings.forward, readings.forward_backward
+    if three is None or four is None:
+        return Components(weights=one, no_grad=two - one)
+    return Components(weights=one, no_grad=two - one, act=three - two, backward=four - three)
+
+
+class Point(Wire, frozen=True):
+    """One size."""
+
+    batch: int
+    readings: Readings
+    components: Components
+
+
+class Series(Wire, frozen=True):
+    """One workload of one backend, with rows of one length."""
+
+    backend: Backend
+    workload: Workload
+    length: int
+    points: tuple[Point, ...]
+    lines: dict[str, Line]
+    """By component, and of the `total`; over the points. Components that no point has are left out."""
+    ended: str | None = None
+    """Why sizes are missing."""
+    optimizer: int = 0
+    """Bytes that a job keeps between batches besides its weights: master weights, moments and gradient sums. The paper leaves
+    them out; so do the readings."""
+    workspace: int = 0
+    """Bytes that libraries keep from the first pass on (cuBLAS), which the readings leave out."""
+    kv_per_token: int = 0
+    """Bytes of a token's keys and values in pages, which readings of the backend coserve leave out."""
+
+
+class ProfileReport(Wire, frozen=True):
+    """The JSON of `--out`."""
+
+    measured: bool
+    """False: predicted through fake tensors, without a GPU."""
+    how: str
+    device: str
+    model: str
+    family: str
+    parameters: int
+    dtype: str
+    recompute: bool
+    versions: dict[str, str]
+    series: tuple[Series, ...]
+    format: int = 1
+
+
+def lines_of(points: Sequence[Point], length: int) -> dict[str, Line]:
+    """`Series.lines`."""
+    found = {}
+    for name in (*COMPONENTS[1:], "total"):
+        values = [(point.batch, getattr(point.components, name)) for point in points]
+        known = [(batch, value) for batch, value in values if value is not None]
+        line = fit_line(known, length)
+        if line is not None:
+            found[name] = line
+    return found

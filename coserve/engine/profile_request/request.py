@@ -1,0 +1,103 @@
+"""What to profile: a model, the workloads and the sizes. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+from coserve.core.errors import InvalidRequest
+from coserve.core.limits import MAX_RANK
+from coserve.core.types import DEFAULT_RANK, Wire
+
+DTYPES = ("float32", "bfloat16", "float16")
+MAX_TOKENS = 1 << 24
+"""Of one batch."""
+
+
+class Backend(StrEnum):
+    """Whose forward and backward run."""
+
+    COSERVE = "coserve"
+    """The daemon's: packed rows, paged KV, our LoRA kernels, a backward layer by layer."""
+    PEFT = "peft"
+    """The ETS paper's: the model of transformers alone, or in a PEFT model, on a rectangular batch."""
+
+
+class Kind(StrEnum):
+    INFERENCE = "inference"
+    LORA = "lora"
+    FULL = "full"
+    """All weights are trained. Profiled only: coserve trains adapters."""
+
+
+class Workload(Wire, frozen=True):
+    """`rank` and `targets` are of LoRA; `targets` None: all linear sites."""
+
+    kind: Kind
+    rank: int | None = None
+    targets: tuple[str, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        if self.kind is not Kind.LORA:
+            return self.kind.value
+        return f"LoRA rank {self.rank}, {'all sites' if self.targets is None else ','.join(self.targets)}"
+
+
+class ProfileRequest(Wire, frozen=True):
+    """What `coserve profile` asks its process for.
+
+    `model`: as of `coserve serve`; only its config is read. `config`: what config.json would hold, instead of the model's own.
+    `predict`: fake tensors even where there is a GPU.
+    """
+
+    model: str
+    workloads: tuple[Workload, ...]
+    batches: tuple[int, ...]
+    """Rows of a batch, ascending."""
+    lengths: tuple[int, ...]
+    """Tokens of each row."""
+    config: dict[str, object] | None = None
+    backends: tuple[Backend, ...] = (Backend.COSERVE,)
+    dtype: str = "bfloat16"
+    recompute: bool = False
+    """As the setting of `coserve serve`; only the backend coserve has it."""
+    predict: bool = False
+    trust_remote_code: bool = False
+
+
+def make_workloads(
+    ranks: Sequence[int] = (DEFAULT_RANK,), targets: Sequence[Sequence[str] | None] = (None,), *, full: bool = True
+) -> tuple[Workload, ...]:
+    """Inference, LoRA of each rank on each set of targets, and full fine-tuning.
+
+    Raises `InvalidRequest` for a rank out of range, and for an empty set of targets.
+    """
+    if not ranks:
+        raise InvalidRequest("expected at least one number, got none", field="ranks")
+    for rank in ranks:
+        if not 1 <= rank <= MAX_RANK:
+            raise InvalidRequest(f"expected ranks from 1 to {MAX_RANK}, got {rank}", field="ranks")
+    if any(own is not None and not own for own in targets):
+        raise InvalidRequest("expected at least one target, got none", field="targets")
+    lora = [
+        Workload(kind=Kind.LORA, rank=rank, targets=None if own is None else tuple(own))
+        for own in targets
+        for rank in ranks
+    ]
+    return (Workload(kind=Kind.INFERENCE), *lora, *([Workload(kind=Kind.FULL)] if full else []))
+
+
+def check_request(request: ProfileRequest) -> None:
+    """Raises `InvalidRequest` for sizes that are no sizes, and for an unknown dtype."""
+    for field, values in (("batches", request.batches), ("lengths", request.lengths)):
+        if not values:
+            raise InvalidRequest("expected at least one number, got none", field=field)
+        if min(values) < 1:
+            raise InvalidRequest(f"expected numbers from 1 up, got {min(values)}", field=field)
+    if (most := max(request.batches) * max(request.lengths)) > MAX_TOKENS:
+        raise InvalidRequest(f"expected at most {MAX_TOKENS} tokens a batch, got {most}", field="batches")
+    if request.dtype not in DTYPES:
+        raise InvalidRequest(f"expected one of {', '.join(DTYPES)}, got {request.dtype!r}", field="dtype")
+    if request.recompute and Backend.PEFT in request.backends:
+        raise InvalidRequest("recompute: the backend peft does not have it", field="recompute")

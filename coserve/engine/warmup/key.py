@@ -1,0 +1,114 @@
+"""The keys of compiled kernels: everything that they depend on, and the cache folder that follows from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from coserve.config import Config
+from coserve.engine.warmup.gpu import Gpu
+
+CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+"""Environment variables that set the compilers' cache folders, and our names of those folders."""
+ASSEMBLER = "TRITON_PTXAS_PATH"
+"""Environment variable with the assembler that Triton runs, whose version is part of the key of each kernel."""
+GEMM_FOLDER = "gemms"
+"""Our folder for what was measured: choices of GEMM kernels, the memory of compiled training layers."""
+LIBRARIES = ("torch", "triton", "transformers")
+SOURCES = (
+    "adapters", "admission", "engine", "finetune", "generate", "gpu_memory.py", "kernels", "memory", "model", "parallel", "types.py",
+    "warmup",
+)  # fmt: skip
+"""Our packages and modules whose code decides what is compiled, or what the costs mean that are measured with it."""
+SHAPE_SETTINGS = (
+    "dtype", "lora_backend", "max_running", "page_tokens", "step_tokens", "micro_batch_tokens", "max_active_jobs",
+    "recompute", "trust_remote_code", "tp", "lora_sharding",
+)  # fmt: skip
+"""Settings that decide which kernels an engine needs, besides the base."""
+
+
+def cache_root(config: Config) -> Path:
+    """The folder of all caches, without symbolic links."""
+    return (config.cache_dir if config.cache_dir is not None else config.data_dir / "cache").resolve()
+
+
+def key_fields(gpu: Gpu, root: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Everything that a compiled kernel depends on; a cache with other fields is never read. `root`: of `cache_root`, as Triton's
+    files name others by their absolute paths: it would compile all kernels of a moved folder again."""
+    fields = {
+        "python": platform.python_version(),
+        **{name: _version(name) for name in LIBRARIES},
+        "gpu": gpu.name,
+        "capability": gpu.capability,
+        "driver": str(gpu.driver),
+        "source": source_digest(),
+        "root": str(root),
+        **{name: environ[name] for name in CACHES if name in environ},
+    }
+    assembler = environ.get(ASSEMBLER)
+    if assembler is not None and assembler != _assembler().get(ASSEMBLER):  # the user's own, not what we have set
+        fields[ASSEMBLER] = assembler
+    return fields
+
+
+def digest(fields: Mapping[str, str]) -> str:
+    """SHA-256 (hex) of the fields."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def cache_folder(root: Path, fields: Mapping[str, str]) -> Path:
+    """The folder for kernels with these fields, in the folder of all caches."""
+    return root / digest(fields)[:24]
+
+
+def compiler_environment(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that put the compilers' caches into `folder`, and that of the assembler, without those that the user has set.
+
+    All processes must have them before they compile. Inductor sets torch's own assembler in a process that compiles a layer, but not in one that
+    loads it from disk: the kernels that the first one compiles later would then have keys that the second never asks for.
+    """
+    wanted = {name: str(folder / own) for name, own in CACHES.items()} | _assembler()
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def _assembler() -> dict[str, str]:
+    """Triton's own, which a process runs that has not used inductor; empty where Triton has none."""
+    triton = find_spec("triton")
+    if triton is None or triton.origin is None:
+        return {}
+    path = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    return {ASSEMBLER: str(path)} if path.is_file() else {}
+
+
+def shape_key(config: Config) -> str:
+    """SHA-256 (hex) of the base's config.json (of its name, if it is not a folder), of `SHAPE_SETTINGS`, and of those that the policy adds."""
+    described = Path(config.model) / "config.json"
+    content = described.read_bytes() if described.is_file() else b""
+    settings = {name: str(getattr(config, name)) for name in SHAPE_SETTINGS} | {
+        "max_running": str(config.batch_requests)
+    }
+    settings |= {name: str(getattr(config, name)) for name in config.policy_class.kernel_settings}
+    named = {"config": hashlib.sha256(content).hexdigest()} if content else {"model": config.model}
+    return digest(settings | named)
+
+
+def source_digest() -> str:
+    """SHA-256 (hex) of the code in `SOURCES`."""
+    root, found = Path(__file__).resolve().parent.parent, hashlib.sha256()
+    packages = [path for name in SOURCES for path in (root / name).rglob("*.py")]
+    for path in sorted([*packages, *(root / name for name in SOURCES if name.endswith(".py"))]):
+        found.update(f"\0{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "none"

@@ -1,0 +1,140 @@
+"""Plans a warm-up and begins it: in a process of an engine that starts, or by itself (`coserve warm`). Imports no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from coserve.config import Config, config_to_json
+from coserve.core.errors import StartupError
+from coserve.core.processes import spawn_child, usable_cores
+from coserve.engine.warmup.gpu import CONTEXT_BYTES, Gpu, find_gpu
+from coserve.engine.warmup.key import cache_folder, cache_root, compiler_environment, key_fields, shape_key
+from coserve.engine.warmup.messages import Progress, WarmUpTask
+from coserve.engine.warmup.warm_up import warm_up
+
+MODULE = "coserve.engine.warmup.warm_up"
+MAX_WORKERS = 12
+CORES_A_WORKER = 3
+"""A worker keeps one busy itself, and has others compile for it."""
+WORKER_LAYERS = 2
+"""About as many layers as the base of a worker has (`model.truncate`)."""
+WORK_BYTES = 2 << 30
+"""About what a worker's steps and micro-batches take."""
+UNKNOWN_BYTES = 2 << 30
+"""Taken for a worker's base where nothing is known of it."""
+CAPTURABLE = ("auto", "segmented")
+"""Values of `lora_backend` with which an engine on a GPU compiles layers and captures graphs."""
+
+
+@dataclass(frozen=True)
+class StartedWarmUp:
+    """A warm-up's process. `socket`: `Progress` lines come from it, and closing it ends the process. `concurrent`: the engine may load its
+    base meanwhile."""
+
+    task: WarmUpTask
+    concurrent: bool
+    socket: socket.socket
+    process: subprocess.Popen[bytes]
+
+
+def plan_warm_up(
+    config: Config, gpu: Gpu, *, beside: int | None = 0, cores: int | None = None
+) -> tuple[WarmUpTask, bool]:
+    """How to warm up for these settings, and whether a worker fits into the GPU's memory beside so many bytes (None: unknown). If not,
+    nothing else may use the GPU meanwhile."""
+    root = cache_root(config)
+    fields = key_fields(gpu, root)
+    memory = int(gpu.memory_bytes * config.memory_fraction)
+    few_layers = base_bytes(config, WORKER_LAYERS)
+    worker = CONTEXT_BYTES + WORK_BYTES + (UNKNOWN_BYTES if few_layers is None else few_layers)
+    left = memory if beside is None else memory - beside
+    concurrent = beside is not None and left >= worker
+    fit = (left if concurrent else memory) // worker
+    task = WarmUpTask(
+        config=config_to_json(config).decode(),
+        folder=str(cache_folder(root, fields)),
+        fields=fields,
+        shape=shape_key(config),
+        workers=max(1, min(MAX_WORKERS, (cores or usable_cores()) // CORES_A_WORKER, fit)),
+    )
+    return task, concurrent
+
+
+def base_bytes(config: Config, layers: int | None = None) -> int | None:
+    """Estimated GPU memory of the base, of so many layers and an embedding that is also its head; None: of all, and each rank's part. None
+    where it is unknown: the base is no folder, or describes itself otherwise."""
+    if config.model == "bundled":
+        return 0  # some MB
+    try:
+        found = json.loads((Path(config.model) / "config.json").read_bytes())
+        hidden, inner = found["hidden_size"], found.get("intermediate_size", 4 * found["hidden_size"])
+        experts = max(1, found.get("num_local_experts") or found.get("num_experts") or 1)
+        count, heads = (layers, 1) if layers is not None else (found["num_hidden_layers"], 2)
+        layer = 4 * hidden * hidden + 3 * hidden * inner * experts
+        numbers = heads * found["vocab_size"] * hidden + count * layer // (1 if layers is not None else config.tp)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return int(numbers) * (4 if config.dtype == "float32" else 2)
+
+
+def start_warm_up(config: Config) -> StartedWarmUp | None:
+    """Start the warm-up's process, and make this process use its caches. None if there is nothing to warm up."""
+    gpu = _gpu(config)
+    if gpu is None:
+        return None
+    base = base_bytes(config)
+    task, concurrent = plan_warm_up(config, gpu, beside=None if base is None else CONTEXT_BYTES + base)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = spawn_child(MODULE, theirs, msgspec.json.encode(task))
+    os.environ.update(compiler_environment(Path(task.folder)))
+    return StartedWarmUp(task, concurrent, ours, process)
+
+
+def use_caches(config: Config) -> WarmUpTask | None:
+    """Make this process, a rank that follows, use the caches that the warm-up of rank 0 fills. None if there is nothing to warm up."""
+    gpu = _gpu(config)
+    if gpu is None:
+        return None
+    task, _ = plan_warm_up(config, gpu)
+    os.environ.update(compiler_environment(Path(task.folder)))
+    return task
+
+
+def _gpu(config: Config) -> Gpu | None:
+    """The GPU to compile for; None: nothing is compiled."""
+    wanted = config.device != "cpu" and config.compile != "off" and config.lora_backend in CAPTURABLE
+    return find_gpu() if wanted else None
+
+
+def compile_ahead(config: Config, progress: Callable[[int, int], None]) -> None:
+    """Compile every kernel that an engine with these settings can use, and keep them in the cache folder.
+
+    `progress` is called with (done, total) units; at the end they are equal. Blocks. An exception of `progress` ends the processes
+    and is raised.
+
+    Raises:
+        StartupError: there is no GPU, or a part failed.
+    """
+    gpu = find_gpu() if config.device != "cpu" else None
+    if gpu is None:
+        raise StartupError("found no usable GPU: there is nothing to warm up")
+    task, _ = plan_warm_up(config, gpu)
+    notes = list[str]()
+
+    def report(found: Progress) -> None:
+        notes[:] = found.notes
+        progress(found.done, found.total)
+
+    asyncio.run(warm_up(task, report))
+    if notes:
+        raise StartupError("; ".join(notes))

@@ -1,0 +1,77 @@
+"""The manifest of a cache folder: which parts are complete, and the checksums of the files that were there then.
+
+A manifest that cannot be read, was written on another machine or by other versions, or whose files are damaged counts as empty.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from coserve.engine.warmup.key import CACHES, GEMM_FOLDER
+
+CHECKED = ("triton", "inductor/fxgraph", "inductor/aotautograd", GEMM_FOLDER)
+"""Folders whose files a manifest lists. Compilers write each file once, under a name derived from its inputs."""
+TEMPORARY = (".lock", ".tmp", ".pid")
+"""Suffixes of the compilers' own temporary files."""
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    fields: dict[str, str]
+    """`key.key_fields` of the machine that compiled."""
+    parts: dict[str, list[str]] = {}
+    """Complete parts, by shape (`key.shape_key`)."""
+    files: dict[str, tuple[int, int]] = {}
+    """Size and CRC-32 of each file."""
+
+
+def load(folder: Path, fields: Mapping[str, str]) -> Manifest:
+    """The folder's manifest; an empty one if there is none with these `fields`, or if a file of it is not as it was. Further files do no harm."""
+    try:
+        found = msgspec.json.decode(_path(folder).read_bytes(), type=Manifest)
+        if found.fields == dict(fields) and all(_read(folder / name) == known for name, known in found.files.items()):
+            return found
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        pass
+    return Manifest(dict(fields))
+
+
+def clear(folder: Path) -> None:
+    """Delete the compilers' caches and our files, the manifest first. Other files stay."""
+    _path(folder).unlink(missing_ok=True)
+    for name in (*CACHES.values(), GEMM_FOLDER):
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def save(folder: Path, manifest: Manifest, shape: str, complete: Collection[str]) -> None:
+    """Replace the folder's manifest atomically by one with these parts of a shape, and with the files that are there now. Raises `OSError`."""
+    files = {str(path.relative_to(folder)): found for path in _files(folder) if (found := _read(path)) is not None}
+    parts = {**manifest.parts, shape: sorted(complete)}
+    temporary = folder / f"manifest.{os.getpid()}.tmp"
+    temporary.write_bytes(msgspec.json.encode(msgspec.structs.replace(manifest, parts=parts, files=files)))
+    temporary.replace(_path(folder))
+
+
+def _read(path: Path) -> tuple[int, int] | None:
+    """Size and CRC-32 of a file; None: there is none."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    return len(content), zlib.crc32(content)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for name in CHECKED:
+        for root, folders, files in os.walk(folder / name):  # skips what another process removes meanwhile
+            folders[:] = [each for each in folders if not each.startswith("tmp.")]  # Triton's unfinished entries
+            yield from (Path(root, each) for each in files if not each.endswith(TEMPORARY) and ".tmp." not in each)
+
+
+def _path(folder: Path) -> Path:
+    return folder / "manifest.json"

@@ -1,0 +1,124 @@
+"""The parts of a warm-up: what each one compiles, their order, and which ones go before."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from coserve.core.types import DEFAULT_RANK
+
+RANKS = (16, 32, 64, 128, 256)
+"""Ranks that kernels are compiled for: a step uses the next one from its largest rank up. As `graph_sizes.LORA_RANKS`."""
+GEMM_ROWS = (1, 16, 32, 64)
+"""Row counts that GEMM kernels are measured for: 1 (GEMV), and those of `kernels.gemm.skinny.ROWS`."""
+LAYERS = "layers"
+TRAINING_LAYERS = "training-layers"
+"""The compiled layers of training, forward and backward."""
+TRAINING_LEVELS = "training-levels"
+"""The compiled layers of training that keep less, for jobs whose memory is short."""
+GEMMS = tuple(f"gemms-{rows}" for rows in GEMM_ROWS)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A unit of work that one worker does, such as all decode graphs of one rank. Its name is a kind, and a number or a word."""
+
+    name: str
+    weight: int
+    """Expected duration, in units of progress."""
+    after: frozenset[str] = frozenset()
+    """Names of parts that end before it starts: it uses what they compiled or measured."""
+
+
+def gpu_of(part: str) -> int:
+    """The number of the GPU that a part runs on."""
+    kind, _, number = part.partition("-")
+    return int(number) if kind == "gpu" else 0
+
+
+def all_parts(ranks: int = 1) -> tuple[Part, ...]:
+    """Every part, in the order in which they start. `ranks`: GPUs that share the base; inductor's code names its device, so a part
+    for each further one compiles the layers there."""
+    compiled = frozenset({LAYERS, *GEMMS})
+    kernels = f"kernels-{DEFAULT_RANK}"  # of graphs, while the layers are compiled
+    return (
+        Part(LAYERS, 12),
+        *(Part(name, 4) for name in GEMMS),
+        Part(kernels, 8),
+        Part("profile", 10),
+        Part(f"adapters-{DEFAULT_RANK}", 28),
+        Part(TRAINING_LAYERS, 15, frozenset({LAYERS})),
+        Part(TRAINING_LEVELS, 15, frozenset({TRAINING_LAYERS})),
+        *(Part(f"gpu-{number}", 20, compiled) for number in range(1, ranks)),
+        *(Part(f"{kind}-{DEFAULT_RANK}", 15, compiled | {kernels}) for kind in ("mixed", "graphs")),
+        *(Part(f"{kind}-0", 8, compiled) for kind in ("mixed", "graphs")),
+        Part("steps", 12),
+        Part(f"training-{DEFAULT_RANK}", 12),
+        *(part for rank in RANKS if rank != DEFAULT_RANK for part in _of_rank(rank, compiled)),
+        *(Part(f"blocks-{rank}", 8) for rank in RANKS),
+    )
+
+
+def _of_rank(rank: int, compiled: frozenset[str]) -> tuple[Part, ...]:
+    return (
+        Part(f"graphs-{rank}", 15, compiled),
+        Part(f"mixed-{rank}", 15, compiled),
+        Part(f"adapters-{rank}", 10),
+        Part(f"training-{rank}", 8),
+    )
+
+
+def units(ranks: int) -> int:
+    """Weight of all parts."""
+    return sum(part.weight for part in all_parts(ranks))
+
+
+class PartSchedule:
+    """State of all parts: waiting, running, complete or failed. Pure: no clock, no processes."""
+
+    def __init__(self, parts: Iterable[Part], complete: Collection[str] = ()) -> None:
+        """`complete`: names of parts that are on disk already."""
+        self._parts = {part.name: part for part in parts}
+        self._units = {name: self._parts[name].weight for name in complete if name in self._parts}
+        """Units of progress of each part that is not waiting."""
+        self.complete = set(self._units)
+        self._running = set[str]()
+        self.failed = dict[str, str]()
+        """The reason by part. A part that fails at every start is also complete."""
+
+    @property
+    def ended(self) -> bool:
+        """Every part is complete or has failed."""
+        return self.complete | self.failed.keys() == self._parts.keys()
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """(done, total) units; equal if and only if every part is complete or has failed."""
+        return sum(self._units.values()), sum(part.weight for part in self._parts.values())
+
+    def next(self) -> str | None:
+        """Mark the first part that can start now as running, and return its name; None if none can."""
+        ended = self.complete | self.failed.keys()
+        for name, part in self._parts.items():
+            if name not in ended | self._running and part.after & self._parts.keys() <= ended:
+                self._running.add(name)
+                return name
+        return None
+
+    def advance(self, name: str, done: int, total: int) -> None:
+        """A running part has done `done` of `total` of its work. Its last unit counts only when it finishes."""
+        weight = self._parts[name].weight
+        self._units[name] = max(self._units.get(name, 0), min(weight - 1, weight * done // max(total, 1)))
+
+    def finish(self, name: str, why: str | None = None, *, for_good: bool = False) -> None:
+        """A running part is complete, or has failed: `why`; `for_good`: it would again at the next start."""
+        self._running.remove(name)
+        self._units[name] = self._parts[name].weight
+        if why is None or for_good:
+            self.complete.add(name)
+        if why is not None:
+            self.failed[name] = why
+
+    def put_back(self, name: str) -> None:
+        """A running part waits again, to be run from its beginning."""
+        self._running.remove(name)

@@ -1,0 +1,183 @@
+"""Runs the parts of a warm-up in worker processes. A part that fails, hangs or crashes is reported, not raised."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Protocol
+
+import msgspec
+
+from coserve.core.processes import signal_child, start_child
+from coserve.engine.warmup.messages import PartReport, WarmUpTask
+from coserve.engine.warmup.parts import PartSchedule
+
+log = logging.getLogger(__name__)
+
+MODULE = "coserve.engine.warming.process"
+REPORT_TIMEOUT = 180.0
+"""Seconds without a report after which a worker counts as hung: it reports nothing while one layer compiles."""
+END_TIMEOUT = 5.0
+"""Seconds that a worker without a part has to end."""
+DIED = PartReport(0, 1, "memory", "its process died")
+"""Most likely killed, as the machine ran out of memory."""
+
+
+class Worker(Protocol):
+    """A process that runs one part at a time."""
+
+    async def run(self, part: str) -> None: ...
+    async def report(self) -> PartReport:
+        """The next one; `DIED` if the process has ended, or wrote what is no report."""
+        ...
+
+    async def close(self) -> None:
+        """End the process and wait for that: its GPU memory is free then."""
+        ...
+
+
+class ProcessWorker:
+    """Implements `Worker`: JSON lines over a socket pair."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process, self._reader, self._writer = process, reader, writer
+        self._idle = True
+
+    @classmethod
+    async def start(cls, task: WarmUpTask, environment: Mapping[str, str], module: str = MODULE) -> ProcessWorker:
+        """Raises `OSError`."""
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        try:
+            with theirs:
+                process = await start_child(module, theirs, stdin=asyncio.subprocess.DEVNULL, environment=environment)
+        except BaseException:
+            writer.close()
+            raise
+        writer.write(msgspec.json.encode(task) + b"\n")
+        return cls(process, reader, writer)
+
+    async def run(self, part: str) -> None:
+        self._idle = False
+        self._writer.write(msgspec.json.encode(part) + b"\n")
+
+    async def report(self) -> PartReport:
+        try:
+            found = msgspec.json.decode(await self._reader.readline(), type=PartReport)
+        except (ConnectionError, ValueError):
+            return DIED
+        self._idle = found.failure is None and found.done >= found.total
+        return found
+
+    async def close(self) -> None:
+        self._writer.close()
+        if self._idle:  # it ends by itself, and waits for the processes that it has started
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(END_TIMEOUT):
+                    await self._process.wait()
+        signal_child(self._process, signal.SIGKILL)
+        await self._process.wait()
+
+
+async def run_parts(
+    schedule: PartSchedule,
+    start_worker: Callable[[], Awaitable[Worker]],
+    workers: int,
+    changed: Callable[[], None],
+    *,
+    report_timeout: float = REPORT_TIMEOUT,
+) -> None:
+    """Run all parts of the schedule that are not complete in up to `workers` processes. `changed` is called after each change. Returns once
+    every part is complete or has failed, and every process has ended."""
+    pool = _Pool(schedule, start_worker, changed, report_timeout, left=workers)
+    tasks = [asyncio.create_task(pool.work()) for _ in range(workers)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Pool:
+    def __init__(
+        self,
+        schedule: PartSchedule,
+        start_worker: Callable[[], Awaitable[Worker]],
+        changed: Callable[[], None],
+        report_timeout: float,
+        left: int,
+    ) -> None:
+        self._schedule, self._start_worker, self._report_timeout = schedule, start_worker, report_timeout
+        self._told, self._left = changed, left
+        self._repeated = set[str]()
+        """Parts that ran out of memory once."""
+        self._changed = asyncio.Condition()
+
+    async def work(self) -> None:
+        """Run parts in one process, which is replaced after a failure. A part that ran out of memory is repeated once, and this process
+        is not replaced then if there are others: the machine cannot hold as many."""
+        worker: Worker | None = None
+        try:
+            while (part := await self._next()) is not None:
+                began = time.monotonic()
+                try:
+                    worker = worker or await self._start_worker()
+                    await worker.run(part)
+                    report = await self._result(worker, part)
+                except OSError as error:
+                    report = PartReport(0, 1, "error", f"no process: {error.strerror}")
+                if report.failure in ("memory", "error") and worker is not None:
+                    await worker.close()
+                    worker = None
+                if report.failure is None:
+                    log.info("warm-up: %s done in %.1f s", part, time.monotonic() - began)
+                    await self._change(partial(self._schedule.finish, part))
+                elif report.failure == "memory" and part not in self._repeated:
+                    log.warning("warm-up: %s runs again: %s", part, report.reason)
+                    self._repeated.add(part)
+                    await self._change(partial(self._schedule.put_back, part))
+                    if self._left > 1:
+                        self._left -= 1
+                        return
+                else:
+                    log.warning("warm-up: %s failed: %s", part, report.reason)
+                    for_good = report.failure == "unsupported"
+                    await self._change(partial(self._schedule.finish, part, report.reason, for_good=for_good))
+        finally:
+            if worker is not None:
+                await worker.close()
+
+    async def _next(self) -> str | None:
+        """Waits until a part may start; None once all have ended."""
+        async with self._changed:
+            while (part := self._schedule.next()) is None and not self._schedule.ended:
+                await self._changed.wait()
+            return part
+
+    async def _result(self, worker: Worker, part: str) -> PartReport:
+        """The part's last report."""
+        while True:
+            try:
+                async with asyncio.timeout(self._report_timeout):
+                    report = await worker.report()
+            except TimeoutError:
+                return PartReport(0, 1, "error", f"no progress for {self._report_timeout:.0f} s")
+            if report.failure is not None or report.done >= report.total:
+                return report
+            self._schedule.advance(part, report.done, report.total)
+            self._told()
+
+    async def _change(self, change: Callable[[], None]) -> None:
+        async with self._changed:
+            change()
+            self._changed.notify_all()
+        self._told()

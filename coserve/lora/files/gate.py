@@ -1,0 +1,175 @@
+"""Checks PEFT's `adapter_config.json` against a list of allowed keys and values. No torch.
+
+Unknown keys and unimplemented variants are refused by name unless they are switched off. PEFT itself ignores keys that it
+does not know; an adapter read that way would be served wrong silently.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+from coserve.core.errors import CorruptAdapter, UnsafeAdapter, UnsupportedAdapter
+from coserve.core.names import ADAPTER_CONFIG, PICKLE_SUFFIXES
+from coserve.lora.files.targets import MAX_ALPHA
+from coserve.lora.files.tensorfile import read_json
+from coserve.state.durable import disk_errors
+from coserve.state.failpoints import failpoint
+
+_MAX_FILES = 1000
+_MAX_BD_NAMES = 1024
+
+
+def read_config(folder: Path) -> dict[str, object]:
+    """`adapter_config.json` of a folder that holds nothing unsafe, each key allowed."""
+    refuse_pickles(folder)
+    config = read_json(folder, ADAPTER_CONFIG)
+    if config.get("peft_type") != "LORA":
+        raise UnsupportedAdapter(f"expected peft_type LORA, got {_show(config.get('peft_type'))}", field="peft_type")
+    for key, value in config.items():
+        allowed = _ALLOWED.get(key, _off)
+        if not allowed(value):
+            what = _REASONS.get(key, "coserve does not implement it")
+            raise UnsupportedAdapter(f"{ADAPTER_CONFIG}: {key[:80]} = {_show(value)}: {what}", field=key[:80])
+    return config
+
+
+def refuse_pickles(folder: Path) -> None:
+    """Raises `UnsafeAdapter` for a folder with files that unpickling would run; they are never opened."""
+    try:
+        with disk_errors():
+            failpoint("adapter.open")
+            names = sorted(os.listdir(folder))  # noqa: PTH208  # names only: no stat, no open
+    except OSError as error:
+        raise CorruptAdapter("expected a folder that can be read") from error
+    if len(names) > _MAX_FILES:
+        raise UnsafeAdapter(f"expected at most {_MAX_FILES} files, got {len(names)}")
+    for name in names:
+        if name.lower().endswith(PICKLE_SUFFIXES):
+            raise UnsafeAdapter(f"{name[:80]!r}: only safetensors weights are accepted; remove this file")
+
+
+def _show(value: object) -> str:
+    return repr(value)[:80]
+
+
+def _off(value: object) -> bool:
+    return value is None or value is False or value in ({}, [])
+
+
+def _any(value: object) -> bool:
+    return True
+
+
+def _is(*values: object) -> Callable[[object], bool]:
+    return lambda value: any(type(value) is type(one) and value == one for one in values)
+
+
+def _alpha(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_ALPHA
+
+
+def _names(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(name, str) and name for name in value)
+
+
+def _modules(value: object) -> bool:
+    """Names, a regular expression, or PEFT's own choice (null)."""
+    return value is None or (isinstance(value, str) and bool(value)) or _names(value)
+
+
+def _layers(value: object) -> bool:
+    return value is None or type(value) is int or (isinstance(value, list) and all(type(i) is int for i in value))
+
+
+def _table(good: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: value is None or (isinstance(value, dict) and all(good(item) for item in value.values()))
+
+
+def _block_diagonal(value: object) -> bool:
+    if value is None:
+        return True
+    known = {"match_strict", "nblocks", "target_modules_bd_a", "target_modules_bd_b"}
+    return (
+        isinstance(value, dict)
+        and set(value) <= known
+        and _rank(value.get("nblocks", 1))
+        and isinstance(value.get("match_strict", True), bool)
+        and all(_few_names(value.get(key)) for key in ("target_modules_bd_a", "target_modules_bd_b"))
+    )
+
+
+def _few_names(value: object) -> bool:
+    """Nothing, or names: each is looked for in each module's path."""
+    return not value or (_names(value) and len(cast("list[str]", value)) <= _MAX_BD_NAMES)
+
+
+def _rank(value: object) -> bool:
+    return type(value) is int and 1 <= value < 1 << 24
+
+
+_ALLOWED: dict[str, Callable[[object], bool]] = {
+    # Keys that change what an adapter computes.
+    "peft_type": _is("LORA"),
+    "task_type": _is("CAUSAL_LM", None),
+    "r": _rank,
+    "lora_alpha": _alpha,
+    "use_rslora": _is(True, False, None),
+    "rank_pattern": _table(_rank),
+    "alpha_pattern": _table(_alpha),
+    "target_modules": _modules,
+    "exclude_modules": lambda value: value in ([], "") or _modules(value),
+    "layers_to_transform": _layers,
+    "use_bdlora": _block_diagonal,
+    "bias": _is("none"),
+    "init_lora_weights": _is(True, False, None, "gaussian", "orthogonal", "eva", "mica"),
+    "lora_dropout": lambda value: isinstance(value, int | float) and 0 <= value <= 1,
+    # Keys that do not.
+    "fan_in_fan_out": _is(True, False, None),
+    "layers_pattern": lambda value: value in ([], "") or _modules(value),
+    "ensure_weight_tying": _is(True, False, None),
+    "velora_config": _any,
+    "eva_config": _any,
+    "base_model_name_or_path": _any,
+    "revision": _any,
+    "auto_mapping": _any,
+    "inference_mode": _any,
+    "peft_version": _any,
+    "megatron_core": _any,
+    "qalora_group_size": _any,
+    "runtime_config": _any,
+    "lora_dtype": _any,
+    "lorap_lr_ratio": _any,
+    "lorap_emb_lr": _any,
+}
+_CHANGES_BASE = "it changes the base's own weights; convert the adapter to plain LoRA when saving it"
+_RANKS = "expected a whole number of at least 1"
+_REASONS = {
+    "r": _RANKS,
+    "rank_pattern": f"names with ranks: {_RANKS}",
+    "use_rslora": "expected true, false or null",
+    "lora_alpha": f"expected a number of at most {MAX_ALPHA:.0e}",
+    "alpha_pattern": f"expected numbers of at most {MAX_ALPHA:.0e}",
+    "target_modules": "expected module names or a regular expression",
+    "exclude_modules": "expected module names or a regular expression",
+    "layers_pattern": "expected names of lists of layers",
+    "task_type": "expected CAUSAL_LM",
+    "use_dora": "DoRA is not implemented",
+    "lora_bias": "LoRA with a bias is not implemented",
+    "bias": "adapters that train biases are not implemented",
+    "alora_invocation_tokens": "activated LoRA is not implemented",
+    "modules_to_save": "adapters that replace whole modules are not implemented",
+    "trainable_token_indices": "trainable tokens are not implemented",
+    "target_parameters": "LoRA on parameters (experts) is not implemented",
+    "use_qalora": "QALoRA is not implemented",
+    "layer_replication": "layer replication is not implemented",
+    "use_bdlora": "expected nblocks of at least 1, match_strict, and target_modules_bd_a and target_modules_bd_b as lists of at most "
+    f"{_MAX_BD_NAMES} names",
+    "init_lora_weights": _CHANGES_BASE,
+    "loftq_config": _CHANGES_BASE,
+    "corda_config": _CHANGES_BASE,
+    "lora_ga_config": _CHANGES_BASE,
+    "auto_map": "an adapter cannot bring code",
+}

@@ -1,0 +1,304 @@
+"""Reads a PEFT adapter folder and checks it against the base, tensor by tensor. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from coserve.core.errors import BaseMismatch, CorruptAdapter, ShapeMismatch, UnsupportedAdapter
+from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from coserve.core.types import BaseSpec, LoraSettings
+from coserve.lora.files.bdlora import CONV1D_FAMILIES, blocks_at, packed_shapes, peft_blocks, undivided
+from coserve.lora.files.finite import refuse_non_finite
+from coserve.lora.files.gate import read_config
+from coserve.lora.files.matching import Known, Matching
+from coserve.lora.files.targets import alpha_of, exact, targeted_sites
+from coserve.lora.files.tensorfile import MAX_CONFIG, TensorEntry, TensorFile
+
+FINGERPRINT = "coserve.base_fingerprint"
+"""Key of the safetensors metadata that names the base of an adapter trained here."""
+PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class SiteShape:
+    """One site of an adapter. `a_blocks`, `b_blocks`: number of diagonal blocks of each matrix (BD-LoRA); 1: dense."""
+
+    rank: int
+    scaling: float
+    a_blocks: int = 1
+    b_blocks: int = 1
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """Facts about an adapter's files, checked against the base."""
+
+    settings: LoraSettings
+    rank: int
+    """The largest of its sites."""
+    alpha: float
+    alphas: tuple[float, ...]
+    """Of each site, as `AdapterDigests.alphas`."""
+    targets: tuple[str, ...]
+    sites: dict[str, SiteShape]
+    bytes: int
+    sha256: str
+    """Of the weights' file."""
+
+
+@dataclass(frozen=True)
+class AdapterTensors:
+    """Where a loader finds each site's matrices: names of tensors."""
+
+    settings: LoraSettings
+    sites: dict[str, SiteShape]
+    alphas: dict[str, float]
+    a: dict[str, TensorEntry]
+    b: dict[str, TensorEntry]
+
+
+def inspect_adapter(folder: Path, base: BaseSpec, progress: Callable[[], None] = lambda: None) -> AdapterInfo:
+    """Checks an adapter folder against a base without loading weights. `progress` is called every few MiB that are read.
+
+    Raises:
+        UnsafeAdapter: files that could run code, links or devices; nothing of them is opened.
+        UnsupportedAdapter: settings or tensors that coserve does not implement, by name.
+        CorruptAdapter: files that are damaged or contradict each other, weights that are not finite in the base's dtype.
+        BaseMismatch, ShapeMismatch: an adapter of another base.
+    """
+    config = read_config(folder)
+    with TensorFile(folder, ADAPTER_WEIGHTS) as file:
+        layout = read_layout(config, file, base)
+        refuse_non_finite(file, file.entries, base.dtype, progress)
+        return AdapterInfo(
+            settings=layout.settings,
+            rank=max(site.rank for site in layout.sites.values()),
+            alpha=alpha_of(layout.settings),
+            alphas=_alphas_in_order(layout),
+            targets=layout.settings.targets or base.default_targets,
+            sites=layout.sites,
+            bytes=file.bytes,
+            sha256=file.sha256(progress),
+        )
+
+
+def _alphas_in_order(layout: AdapterTensors) -> tuple[float, ...]:
+    """Those of the sites in order of their names; empty if all are the config's `lora_alpha`."""
+    default = alpha_of(layout.settings)
+    if all(alpha == default for alpha in layout.alphas.values()):
+        return ()
+    return tuple(layout.alphas[site] for site in sorted(layout.alphas))
+
+
+def read_layout(
+    config: dict[str, object], file: TensorFile, base: BaseSpec, alphas: tuple[float, ...] | None = None
+) -> AdapterTensors:
+    """Settings and sites of an open weights' file; every tensor is one of a site's two matrices, of the right shape.
+
+    `alphas`: what was found when these files were registered (`AdapterDigests.alphas`); the config's patterns are matched
+    only without it.
+    """
+    trained_on = file.metadata.get(FINGERPRINT)
+    if trained_on is not None and trained_on != base.fingerprint:
+        raise BaseMismatch(f"the adapter was trained on another base than {base.name}")
+    settings = _settings(config)
+    if settings.bd_blocks > 1 and base.family in CONV1D_FAMILIES:
+        raise UnsupportedAdapter(
+            f"BD-LoRA is not implemented for the Conv1D modules of {base.family}", field="use_bdlora"
+        )
+    matrices: dict[str, dict[str, TensorEntry]] = {"lora_A": {}, "lora_B": {}}
+    for name, entry in file.entries.items():
+        site, kind = _site_of(name, base)
+        matrices[kind][site] = entry
+    a, b = matrices["lora_A"], matrices["lora_B"]
+    if not a and not b:
+        raise CorruptAdapter("the weights' file holds no tensors")
+    lonely = next(iter(sorted(a.keys() ^ b.keys())), None)
+    if lonely is not None:
+        raise CorruptAdapter(f"{lonely}: expected both lora_A and lora_B, got only one of them")
+    _check_blocks(config, sorted(a))
+    matching = Matching(config) if alphas is None else Known(config, a, alphas)
+    sites, own_alphas = {}, {}
+    for site in base.sites:  # the base's order
+        if site not in a:
+            continue
+        if not matching.targeted(site):  # PEFT would drop its tensors
+            raise CorruptAdapter(f"{site}: the file has tensors for it, but {ADAPTER_CONFIG} does not target it")
+        shape = a[site].shape
+        rank = matching.rank(site) or (shape[0] if len(shape) == 2 and shape[0] else settings.r)
+        own_alphas[site] = matching.alpha(site)
+        sites[site] = _shape(site, rank, own_alphas[site], settings, base, shape, b[site].shape)
+    settings = _resolved(settings, config, base, sites, own_alphas, named=matching.named)
+    return AdapterTensors(settings, sites, own_alphas, a, b)
+
+
+def config_file(settings: LoraSettings, base: BaseSpec, sites: Collection[str], *, field: str | None = None) -> str:
+    """The text of `adapter_config.json` for an adapter with these sites. Raises `UnsupportedAdapter` if it is larger than what can be read again."""
+    text = json.dumps(adapter_config(settings, base, sites), indent=2) + "\n"
+    if len(text) > MAX_CONFIG:
+        raise UnsupportedAdapter(
+            f"its {ADAPTER_CONFIG} would take {len(text)} bytes: expected at most {MAX_CONFIG}, so fewer or shorter targets and patterns",
+            field=field,
+        )
+    return text
+
+
+def adapter_config(settings: LoraSettings, base: BaseSpec, sites: Collection[str]) -> dict[str, object]:
+    """The content of `adapter_config.json` for an adapter with these sites."""
+    targets = base.default_targets if settings.targets is None else settings.targets
+    if set(targeted_sites(targets, base.sites)) != set(sites):
+        targets = tuple(sites)
+    config: dict[str, object] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.hub_name,  # PEFT and transformers look any name up on the hub
+        "inference_mode": True,
+        "r": settings.r,
+        "lora_alpha": _plain(alpha_of(settings)),
+        "lora_dropout": settings.dropout,
+        "use_rslora": settings.rslora,
+        "target_modules": list(targets),
+        "rank_pattern": dict(settings.rank_pattern),
+        "alpha_pattern": {key: _plain(alpha) for key, alpha in settings.alpha_pattern.items()},
+        "fan_in_fan_out": base.family in CONV1D_FAMILIES,
+        "bias": "none",
+        "init_lora_weights": True,
+    }
+    blocks = peft_blocks(settings, [site for site in base.sites if site in sites])
+    return config if blocks is None else config | {"use_bdlora": blocks}
+
+
+def _plain(number: float) -> int | float:
+    return int(number) if number == int(number) else number
+
+
+def _settings(config: dict[str, object]) -> LoraSettings:
+    """The config's values, whose types `read_config` has checked; PEFT's defaults for missing ones.
+
+    Targets are what a list of names says; patterns are left out: `_resolved` puts both in terms of sites.
+    """
+    targets = config.get("target_modules")
+    blocks = cast("dict[str, object]", config.get("use_bdlora") or {})
+    count = cast("int", blocks.get("nblocks", 1))
+    in_a, in_b = (
+        _bd_targets(blocks, key) if count > 1 else None for key in ("target_modules_bd_a", "target_modules_bd_b")
+    )
+    return LoraSettings(
+        r=config.get("r", 8),  # type: ignore[arg-type]
+        alpha=float(config.get("lora_alpha", 8)),  # type: ignore[arg-type]
+        rslora=config.get("use_rslora", False) is True,
+        dropout=float(config.get("lora_dropout", 0.0)),  # type: ignore[arg-type]
+        targets=tuple(targets) if isinstance(targets, list) else None,
+        bd_blocks=count,
+        targets_bd_a=in_a,
+        targets_bd_b=in_b,
+    )
+
+
+def _bd_targets(blocks: dict[str, object], key: str) -> tuple[str, ...]:
+    return tuple(cast("list[str]", blocks.get(key) or []))
+
+
+def _resolved(
+    settings: LoraSettings,
+    config: dict[str, object],
+    base: BaseSpec,
+    sites: dict[str, SiteShape],
+    alphas: dict[str, float],
+    *,
+    named: bool,
+) -> LoraSettings:
+    """The settings whose names and patterns mean just these sites, ranks and alphas.
+
+    `named`: the config's patterns are plain names, and stay. Otherwise each site that differs gets a pattern of its own.
+    """
+    if named:
+        ranks: dict[str, int] = config.get("rank_pattern") or {}  # type: ignore[assignment]
+        alpha_names: dict[str, float] = config.get("alpha_pattern") or {}  # type: ignore[assignment]
+        alpha_names = {name: float(alpha) for name, alpha in alpha_names.items()}
+    else:
+        ranks = {exact(site): shape.rank for site, shape in sites.items() if shape.rank != settings.r}
+        alpha_names = {exact(site): alpha for site, alpha in alphas.items() if alpha != settings.alpha}
+    return msgspec.structs.replace(
+        settings, targets=_targets(settings.targets, base, sites), rank_pattern=ranks, alpha_pattern=alpha_names
+    )
+
+
+def _targets(names: tuple[str, ...] | None, base: BaseSpec, sites: Collection[str]) -> tuple[str, ...]:
+    """`names`, or the last parts of the sites' names, if they mean just these sites; else the sites."""
+    last = tuple(dict.fromkeys(site.rsplit(".", 1)[-1] for site in sites))
+    for some in (names, last):
+        if some is not None and set(targeted_sites(some, base.sites)) == set(sites):
+            return some
+    return tuple(sites)
+
+
+_KINDS = {
+    "lora_magnitude_vector": "DoRA is not implemented",
+    "lora_embedding_A": "adapters of embeddings are not implemented",
+    "lora_embedding_B": "adapters of embeddings are not implemented",
+    "base_layer": "the file holds weights of the base itself, which is not implemented",
+    "token_adapter": "trainable tokens are not implemented",
+    "modules_to_save": "adapters that replace whole modules are not implemented",
+    "lora_B.bias": "LoRA with a bias is not implemented",
+}
+
+
+def _site_of(name: str, base: BaseSpec) -> tuple[str, str]:
+    """A tensor's site and `lora_A` or `lora_B`."""
+    shown = repr(name[:120])
+    for part, reason in _KINDS.items():
+        if f".{part}" in f".{name}":
+            raise UnsupportedAdapter(f"tensor {shown}: {reason}")
+    site, _, rest = name.removeprefix(PREFIX).rpartition(".lora_")
+    if not name.startswith(PREFIX) or rest not in ("A.weight", "B.weight"):
+        raise UnsupportedAdapter(f"tensor {shown}: expected only lora_A.weight and lora_B.weight of linear modules")
+    if site in base.sites:
+        return site, f"lora_{rest[0]}"
+    if site.rsplit(".", 1)[-1] in ("lm_head", "embed_tokens", "wte", "wpe", "embed_out"):
+        raise UnsupportedAdapter(f"tensor {shown}: only linear modules of decoder layers can be adapted")
+    raise BaseMismatch(f"tensor {shown}: {base.name} has no such module")
+
+
+def _shape(
+    site: str,
+    rank: int,
+    alpha: float,
+    settings: LoraSettings,
+    base: BaseSpec,
+    a: tuple[int, ...],
+    b: tuple[int, ...],
+) -> SiteShape:
+    """Rank, scaling and blocks of a site; raises `ShapeMismatch` unless both matrices have the shapes they imply."""
+    scaling = alpha / (math.sqrt(rank) if settings.rslora else rank)
+    spec, blocks = base.sites[site], blocks_at(settings, site)
+    wrong = undivided(spec, rank, blocks)
+    if wrong is not None:
+        raise ShapeMismatch(f"{site}: {wrong} does not divide into {max(blocks)} blocks")
+    for kind, got, want in zip(("lora_A", "lora_B"), (a, b), packed_shapes(spec, rank, blocks), strict=True):
+        if got != want:
+            raise ShapeMismatch(f"{site}.{kind}: expected shape {list(want)}, got {list(got)[:8]}")
+    return SiteShape(rank, scaling, *blocks)
+
+
+def _check_blocks(config: dict[str, object], sites: Collection[str]) -> None:
+    """Raises `CorruptAdapter` for lists of `use_bdlora` that PEFT would refuse."""
+    blocks = config.get("use_bdlora")
+    if not isinstance(blocks, dict):
+        return
+    in_a, in_b = (_bd_targets(blocks, key) for key in ("target_modules_bd_a", "target_modules_bd_b"))
+    if set(in_a) & set(in_b):
+        raise CorruptAdapter("use_bdlora: target_modules_bd_a and target_modules_bd_b overlap", field="use_bdlora")
+    for site in sites:
+        both = [any(part in site for part in parts) for parts in (in_a, in_b)]
+        if all(both):
+            raise CorruptAdapter(f"{site}: use_bdlora names it for both A and B", field="use_bdlora")
+        if not any(both) and blocks.get("match_strict", True):
+            raise CorruptAdapter(f"{site}: use_bdlora names it for neither A nor B", field="use_bdlora")

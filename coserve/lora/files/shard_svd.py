@@ -1,0 +1,68 @@
+"""Truncated SVD of an adapter's update, shard by shard: from LoRA to BD-LoRA, or to another rank. NumPy, no torch, no files.
+
+An update B A of rank R is split into N shards, as tensor parallelism shards the site's weight; the best approximation of each by a
+LoRA of rank r/N is its truncated SVD (Eckart and Young). The update itself, (O, D), is never formed: the shards of B A have the
+singular values of (R, R) products of triangular QR factors. Letters as in design: D, O, R; K = min(R, D) or min(R, O).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from coserve.lora.files.bdlora import ParallelStyle
+
+Matrix = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class SiteShards:
+    """The shards of one site's update, each factored: shard i is `left_i` (m, K) times `basisᵀ` (K, n).
+
+    For a row-parallel site everything is transposed, so that shards are always pieces of the rows.
+    """
+
+    lefts: tuple[Matrix, ...]
+    basis: Matrix
+    """(n, K), orthonormal columns: shared by all shards."""
+    style: ParallelStyle
+
+    @property
+    def most(self) -> int:
+        """The rank of a shard that loses nothing."""
+        rows, columns = self.lefts[0].shape
+        return int(min(rows, columns))
+
+    def spectra(self) -> Matrix:
+        """Singular values of each shard, descending: (N, `most`)."""
+        return np.stack([np.linalg.svd(np.linalg.qr(left, mode="r"), compute_uv=False) for left in self.lefts])
+
+    def truncated(self, rank: int, scale: float) -> tuple[Matrix, Matrix]:
+        """a_RD and b_OR, packed as PEFT packs them, of the best shards of this rank each, times `scale`.
+
+        Both factors of a shard have the same norm.
+        """
+        first, second = [], []
+        for left in self.lefts:
+            u, s, vt = np.linalg.svd(left, full_matrices=False)
+            root = np.sqrt(s[:rank] * abs(scale))
+            first.append(u[:, :rank] * root * np.sign(scale))  # (m, rank)
+            second.append(self.basis @ (vt[:rank].T * root))  # (n, rank)
+        if self.style is ParallelStyle.COLUMN:
+            return np.concatenate([part.T for part in second]), np.concatenate(first)
+        return np.concatenate([part.T for part in first]), np.concatenate(second, axis=1)
+
+
+def shard_update(a_RD: Matrix, b_OR: Matrix, style: ParallelStyle, blocks: int) -> SiteShards:
+    """The update `b_OR a_RD` (dense factors) of one site, in `blocks` shards."""
+    outer, inner = (b_OR, a_RD.T) if style is ParallelStyle.COLUMN else (a_RD.T, b_OR)
+    basis, triangle = np.linalg.qr(inner)  # (n, K), (K, R)
+    return SiteShards(tuple(part @ triangle.T for part in np.split(outer, blocks)), basis, style)
+
+
+def lost(spectra: Matrix) -> Matrix:
+    """Squared Frobenius norm of what a rank of 0, 1, ... per shard leaves out, summed over shards: (`most` + 1)."""
+    squares = np.square(spectra).sum(0)
+    return np.append(np.cumsum(squares[::-1])[::-1], 0.0)

@@ -1,0 +1,172 @@
+"""The sites of an adapter, their ranks and scalings: PEFT's matching rules for names, without regular expressions.
+
+No torch, no files.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import TypeVar
+
+import msgspec
+
+from coserve.core.errors import InvalidRequest
+from coserve.core.limits import MAX_NAMES, MAX_RANK, below_one
+from coserve.core.types import BaseSpec, LoraSettings
+from coserve.core.validation import check_normal
+from coserve.lora.files.bdlora import check_blocks
+
+MAX_ALPHA = 1e9
+"""Largest alpha of any adapter, new or imported: what is trained with it can be published and imported again."""
+INITS = ("default", "gaussian", "orthogonal")
+
+Value = TypeVar("Value")
+
+MAX_TRIES = 1 << 20
+"""Patterns times sites of a new adapter: matching all takes about half a second."""
+_SAFE = re.compile(r"\^?(?:[A-Za-z0-9_.-]|\\\.)+\$?")
+_MAX_PATTERN = 512
+
+
+class UnsafePattern(ValueError):
+    """A pattern that is more than a module's name: a regular expression from an untrusted file is never run."""
+
+
+def pattern_matches(pattern: str, site: str) -> bool:
+    r"""PEFT's `re.match(rf"(.*\.)?({pattern})$", site)` for patterns that are names, in linear time.
+
+    A name may hold letters, digits, `_`, `-`, `.` (any character, as in a regular expression) and `\.` (a dot), and be
+    anchored by `^` and `$`. Raises `UnsafePattern` for any other pattern.
+    """
+    anchored, name = _parsed(pattern)
+    start = len(site) - len(name)
+    if start < 0 or (start > 0 and (anchored or site[start - 1] != ".")):
+        return False
+    return all(want in ("\1", got) for want, got in zip(name, site[start:], strict=True))
+
+
+@lru_cache(4 * MAX_NAMES)
+def _parsed(pattern: str) -> tuple[bool, str]:
+    """Whether a pattern begins at the site's first character, and its characters; a `\\1` stands for any. Raises `UnsafePattern`."""
+    if not is_name(pattern):
+        raise UnsafePattern(f"expected a module's name, got the pattern {pattern[:80]!r}")
+    name = pattern.removeprefix("^").removesuffix("$").replace("\\.", "\0").replace(".", "\1").replace("\0", ".")
+    return pattern.startswith("^"), name
+
+
+def is_name(pattern: str) -> bool:
+    """Whether `pattern_matches` can match it."""
+    return len(pattern) <= _MAX_PATTERN and _SAFE.fullmatch(pattern) is not None
+
+
+def exact(site: str) -> str:
+    """The pattern that matches this site alone."""
+    return "^" + site.replace(".", "\\.") + "$"
+
+
+def lookup(patterns: Mapping[str, Value], site: str, default: Value) -> Value:
+    """The value of the first pattern that matches, as PEFT reads `rank_pattern` and `alpha_pattern`."""
+    return next((value for pattern, value in patterns.items() if pattern_matches(pattern, site)), default)
+
+
+def targets_match(targets: frozenset[str], site: str) -> bool:
+    """Whether one of `targets` is the site's whole name, or its end from a dot on. However many there are, it takes as long."""
+    return any(end in targets for end in _ends(site))
+
+
+def targeted_sites(targets: Iterable[str], sites: Iterable[str]) -> list[str]:
+    """The sites that `targets` match, in order."""
+    names = frozenset(targets)
+    return [site for site in sites if targets_match(names, site)]
+
+
+def _ends(site: str) -> Iterator[str]:
+    """The site's name, and its end from behind each dot on."""
+    while site:
+        yield site
+        site = site.partition(".")[2]
+
+
+def alpha_of(settings: LoraSettings) -> float:
+    """The adapter's alpha where no pattern says otherwise."""
+    return 2.0 * settings.r if settings.alpha is None else settings.alpha
+
+
+def with_alpha(settings: LoraSettings) -> LoraSettings:
+    """The settings with alpha filled in where it was left to its default."""
+    return msgspec.structs.replace(settings, alpha=alpha_of(settings))
+
+
+def rank_and_scaling(settings: LoraSettings, site: str) -> tuple[int, float]:
+    """Rank of a site's pair, and the factor of its term: `alpha / r`, or `alpha / sqrt(r)` with rsLoRA."""
+    rank = lookup(settings.rank_pattern, site, settings.r)
+    alpha = lookup(settings.alpha_pattern, site, alpha_of(settings))
+    return rank, alpha / (math.sqrt(rank) if settings.rslora else rank)
+
+
+def target_sites(settings: LoraSettings, base: BaseSpec) -> list[str]:
+    """The sites of an adapter, in the base's order. Nothing is checked."""
+    targets = base.default_targets if settings.targets is None else settings.targets
+    return targeted_sites(targets, base.sites)
+
+
+def resolve_targets(settings: LoraSettings, base: BaseSpec) -> list[str]:
+    """The sites of a new adapter, in the base's order. Takes up to a second for thousands of names: not on an event loop.
+
+    Raises:
+        InvalidRequest: a target or pattern that names no site of this base, or a setting out of its range.
+    """
+    _check_ranges(settings)
+    targets = base.default_targets if settings.targets is None else settings.targets
+    if not targets:
+        raise InvalidRequest("expected at least one target, got none", field="targets")
+    ends = {end for site in base.sites for end in _ends(site)}
+    for target in targets:
+        if target not in ends:
+            available = ", ".join(base.default_targets)
+            raise InvalidRequest(
+                f"expected targets among {available} (or whole site names), got {target[:80]!r}", field="targets"
+            )
+    sites = target_sites(settings, base)
+    for field, patterns in (("rank_pattern", settings.rank_pattern), ("alpha_pattern", settings.alpha_pattern)):
+        if len(patterns) * len(sites) > MAX_TRIES:
+            most = MAX_TRIES // len(sites)
+            raise InvalidRequest(
+                f"expected at most {most} patterns for {len(sites)} sites, got {len(patterns)}", field=field
+            )
+        for pattern in patterns:
+            try:
+                used = any(pattern_matches(pattern, site) for site in sites)
+            except UnsafePattern as error:
+                raise InvalidRequest(str(error), field=field) from error
+            if not used:
+                raise InvalidRequest(f"{pattern[:80]!r} names none of the targeted sites", field=field)
+    ranks = {site: rank_and_scaling(settings, site)[0] for site in sites}
+    if settings.init == "orthogonal" and any(rank % 2 for rank in ranks.values()):
+        raise InvalidRequest("orthogonal initialisation needs even ranks", field="init")
+    check_blocks(settings, base, ranks)
+    return sites
+
+
+def _check_ranges(settings: LoraSettings) -> None:
+    ranks = {"r": settings.r} | {f"rank_pattern[{key[:80]!r}]": rank for key, rank in settings.rank_pattern.items()}
+    for name, rank in ranks.items():
+        if not 1 <= rank <= MAX_RANK:
+            raise InvalidRequest(f"{name}: expected a rank from 1 to {MAX_RANK}, got {rank}", field=name.split("[")[0])
+    alphas = {"alpha": alpha_of(settings)} | {
+        f"alpha_pattern[{k[:80]!r}]": a for k, a in settings.alpha_pattern.items()
+    }
+    for name, alpha in alphas.items():
+        if not 0 < alpha <= MAX_ALPHA:
+            raise InvalidRequest(
+                f"{name}: expected a number above 0 and at most {MAX_ALPHA:.0e}, got {alpha}", field=name.split("[")[0]
+            )
+        check_normal(alpha, field=name.split("[")[0])
+    check_normal(settings.dropout, field="dropout")
+    if not below_one(settings.dropout):
+        raise InvalidRequest(f"expected a dropout from 0 to below 1 (in fp32), got {settings.dropout}", field="dropout")
+    if settings.init not in INITS:
+        raise InvalidRequest(f"expected one of {', '.join(INITS)}, got {settings.init[:80]!r}", field="init")

@@ -1,0 +1,95 @@
+"""Adapters in PEFT's file format, in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from coserve.core.types import AdapterDigests, BaseSpec
+from coserve.lora.files.bdlora import blocks_at
+from coserve.lora.files.gate import read_config
+from coserve.lora.files.peft import FINGERPRINT, PREFIX, AdapterTensors, config_file, read_layout
+from coserve.lora.files.tensorfile import TensorFile, check_digest, digest_file
+from coserve.lora.store.packing import packed
+from coserve.lora.store.reading import read_sites
+from coserve.lora.store.tensor_writer import write_tensors
+from coserve.model.lora import LoraWeights
+
+FILLERS = 2
+"""Threads that read one adapter's matrices, beside the one that hashes its file: SHA-256 is a chain, which takes longer than all of them."""
+
+
+def load_adapter(
+    folder: Path,
+    base: BaseSpec,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    digests: AdapterDigests | None = None,
+) -> LoraWeights:
+    """The adapter of a PEFT folder, in `dtype` on `device`; block-diagonal matrices (BD-LoRA) stay packed.
+
+    `digests`: what the registry knows of the files; None: they are taken as they are.
+
+    Raises:
+        AdapterError: as `peft.inspect_adapter`; `CorruptAdapter` for values that are not finite in `dtype`, and for
+            files that are not those of `digests`.
+        StorageError: the machine cannot read the files now.
+    """
+    with _opened(folder, base, digests) as (file, tensors, threads):
+        found = read_sites(file, tensors, dtype, threads, for_kernels=False, pinned=False)
+    pairs = {name: replace(pair, a_RD=pair.a_RD.to(device), b_OR=pair.b_OR.to(device)) for name, pair in found.items()}
+    return LoraWeights(tensors.settings, pairs)
+
+
+def load_packed(
+    folder: Path, base: BaseSpec, *, dtype: torch.dtype, digests: AdapterDigests | None = None, pinned: bool
+) -> LoraWeights:
+    """As `load_adapter`, in host memory as `packed` lays it out: read to where it stays."""
+    with _opened(folder, base, digests) as (file, tensors, threads):
+        dense = all(max(shape.a_blocks, shape.b_blocks) == 1 for shape in tensors.sites.values())
+        found = read_sites(file, tensors, dtype, threads, for_kernels=dense, pinned=pinned and dense)
+    weights = LoraWeights(tensors.settings, found)
+    return weights if dense else packed(weights, pinned=pinned)
+
+
+@contextmanager
+def _opened(
+    folder: Path, base: BaseSpec, digests: AdapterDigests | None
+) -> Iterator[tuple[TensorFile, AdapterTensors, Executor]]:
+    """The weights' file, what is where in it, and threads to read it. They hash it meanwhile: whatever is wrong inside, a file that is not the
+    registered one is told as such, and nothing of it is used."""
+    if digests is not None and digests.config:
+        check_digest(digest_file(folder, ADAPTER_CONFIG), digests.config, ADAPTER_CONFIG)
+    config = read_config(folder)
+    with (
+        TensorFile(folder, ADAPTER_WEIGHTS) as file,
+        ThreadPoolExecutor(1 + FILLERS, "adapter-file") as threads,
+    ):
+        digest = None if digests is None else threads.submit(file.sha256)
+        try:
+            yield file, read_layout(config, file, base, None if digests is None else digests.alphas), threads
+        finally:
+            if digests is not None and digest is not None:
+                check_digest(digest.result(), digests.weights, ADAPTER_WEIGHTS)
+
+
+def save_adapter(folder: Path, weights: LoraWeights, base: BaseSpec) -> None:
+    """Writes `adapter_config.json` and `adapter_model.safetensors` (float32) into an existing folder.
+
+    Plain writes: whoever calls makes them durable and atomic. The weights remember the base's fingerprint. Equal adapters get
+    equal bytes, hence equal digests.
+    """
+    tensors = {}
+    for site, pair in weights.sites.items():
+        assert (pair.a_blocks, pair.b_blocks) == blocks_at(weights.settings, site), f"{site} is not as its settings say"
+        tensors[f"{PREFIX}{site}.lora_A.weight"] = pair.a_RD.detach().float().cpu().contiguous()
+        tensors[f"{PREFIX}{site}.lora_B.weight"] = pair.b_OR.detach().float().cpu().contiguous()
+    write_tensors(folder / ADAPTER_WEIGHTS, tensors, {"format": "pt", FINGERPRINT: base.fingerprint})
+    (folder / ADAPTER_CONFIG).write_text(config_file(weights.settings, base, weights.sites))

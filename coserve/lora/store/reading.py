@@ -1,0 +1,94 @@
+"""Reads an adapter's matrices from an open file to where they will lie, on several threads: reads and large operations free the interpreter's
+lock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from coserve.core.errors import CorruptAdapter
+from coserve.kernels.lora.types import VECTOR, LoraPair
+from coserve.lora.files.finite import all_finite
+from coserve.lora.files.peft import AdapterTensors
+from coserve.lora.files.tensorfile import TensorEntry, TensorFile
+from coserve.lora.store.packing import PackedLayout, PackedSites, host_piece
+from coserve.model.lora import LoraWeights
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
+
+
+def read_sites(
+    file: TensorFile, tensors: AdapterTensors, dtype: torch.dtype, threads: Executor, *, for_kernels: bool, pinned: bool
+) -> PackedSites:
+    """All pairs, in `dtype`, in host memory. `for_kernels`: laid out as by `packed`; only without block-diagonal pairs. `threads` fill the
+    memory, while this one allocates more of it.
+
+    Raises `CorruptAdapter` for values that are not finite in `dtype`, `StorageError`; of several sites, what is wrong with the first.
+    """
+    layout = _layout(tensors, dtype, VECTOR if for_kernels else 1)
+    names = [list[str]() for _ in layout.pieces]
+    for name, place in layout.places.items():
+        names[place.piece].append(name)
+    pieces, filled = list[Tensor](), []
+    for own, size in zip(names, layout.pieces, strict=True):
+        pieces.append(host_piece(size, pinned=pinned))
+        filled.append(threads.submit(_fill, file, tensors, layout, own, pieces[-1]))
+    for each in filled:
+        each.result()
+    return PackedSites(pieces, layout)
+
+
+def _layout(tensors: AdapterTensors, dtype: torch.dtype, vector: int) -> PackedLayout:
+    def empty(entry: TensorEntry) -> Tensor:
+        return torch.empty(entry.shape, dtype=dtype, device="meta")
+
+    pairs = {
+        name: LoraPair(
+            empty(tensors.a[name]),
+            empty(tensors.b[name]),
+            shape.scaling,
+            a_blocks=shape.a_blocks,
+            b_blocks=shape.b_blocks,
+        )
+        for name, shape in tensors.sites.items()
+    }
+    return PackedLayout(LoraWeights(tensors.settings, pairs), vector=vector)
+
+
+def _fill(file: TensorFile, tensors: AdapterTensors, layout: PackedLayout, names: Sequence[str], piece: Tensor) -> None:
+    """Read these sites into their piece of memory. Raises as `read_sites`."""
+    size, memory = layout.dtype.itemsize, piece.numpy().data
+    buffers: tuple[memoryview, memoryview] | None = None
+    for name in names:
+        place, both = layout.places[name], (tensors.a[name], tensors.b[name])
+        if all(_DTYPES[entry.dtype] is layout.dtype for entry in both) and place.columns == place.b_shape[1]:
+            for entry, at in zip(both, (place.a_at, place.b_at), strict=True):
+                file.read_into(entry, memory[at * size : at * size + entry.end - entry.start])
+        else:
+            buffers = buffers or (_buffer(tensors.a, names), _buffer(tensors.b, names))
+            a_RD, b_OR = (_tensor(file, entry, buffer) for entry, buffer in zip(both, buffers, strict=True))
+            layout.copy(name, replace(place.like, a_RD=a_RD, b_OR=b_OR), piece)
+    kind = _KINDS[layout.dtype]
+    if all_finite(piece.numpy(), kind):
+        return
+    for name in names:  # or what lies between the matrices is not finite
+        pair = layout.pair(name, piece)
+        matrices = pair.a_RD, pair.b_OR
+        if not all(all_finite(matrix.contiguous().view(torch.uint8).numpy(), kind) for matrix in matrices):
+            raise CorruptAdapter(f"{name}: its weights are not finite in {str(layout.dtype).removeprefix('torch.')}")
+
+
+def _buffer(entries: Mapping[str, TensorEntry], names: Sequence[str]) -> memoryview:
+    """For the bytes of each of these tensors, one after the other: new memory for each takes as long as its conversion."""
+    return memoryview(bytearray(max(entries[name].end - entries[name].start for name in names)))
+
+
+def _tensor(file: TensorFile, entry: TensorEntry, buffer: memoryview) -> Tensor:
+    data = buffer[: entry.end - entry.start]
+    file.read_into(entry, data)
+    return torch.frombuffer(data, dtype=_DTYPES[entry.dtype]).reshape(entry.shape)

@@ -1,0 +1,311 @@
+"""All adapters of one engine by (id, version), on disk, in host memory and on the GPU.
+
+Files are read on threads, while other requests are served. Everything else happens on the event-loop thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from coserve.core.errors import AdapterBusy, AdapterNotFound, RequestOutOfMemory
+from coserve.core.types import AdapterDigests, AdapterRef
+from coserve.lora.store.entry import Entry, State
+from coserve.lora.store.host import HostBudget, HostCopies
+from coserve.lora.store.mirror import CopyMirror, NoMirror
+from coserve.lora.store.packing import packed, packed_bytes
+from coserve.lora.store.pages import Activated, AdapterPages
+from coserve.memory.buffer import PageBuffer
+from coserve.model.faults import out_of_memory
+from coserve.model.lora import LoraWeights
+from coserve.state.retries import Backoff, Retries
+
+READERS = 2
+"""Adapters that are read at once. More would share the same disk and the same interpreter."""
+READ_BACKOFF = Backoff(total=10.0)
+
+Load = Callable[[AdapterRef, AdapterDigests | None], LoraWeights]
+"""Reads an adapter's files. Raises `AdapterNotFound` if it has none, `StorageError` if they cannot be read now, and
+`AdapterError` if they are not what the digests say or not an adapter of this base."""
+
+
+class AdapterStore:
+    """A cache of adapters over their files. One entry an adapter version; idle copies are evicted by last use.
+
+    A request waits until its adapter is in memory (`ready`, `reading`, `waited`), then acquires it, and releases it
+    when it ends. In between it may be scheduled and preempted: `activate` and `deactivate`. The copies on the host and on the
+    GPU are evicted independently. A host copy is read again when a request comes for an adapter that has a GPU copy alone:
+    the request runs meanwhile, and should it be preempted and the GPU copy evicted, it does not need the disk.
+    """
+
+    def __init__(
+        self,
+        load: Load,
+        budget: HostBudget,
+        *,
+        pinned: bool = False,
+        backoff: Backoff = READ_BACKOFF,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        mirror: CopyMirror | None = None,
+    ) -> None:
+        """`pinned`: host copies are in pinned memory, from which a GPU copies asynchronously. `backoff`: between the
+        attempts of a read that raises `StorageError`, whose pauses are slept by `sleep`. `mirror`: follows all copies."""
+        self._load, self._pinned = load, pinned
+        self._mirror = mirror or NoMirror()
+        self._entries: dict[AdapterRef, Entry] = {}  # least recently used first
+        self._host = HostCopies(budget)
+        self._pages: AdapterPages | None = None
+        self._threads = ThreadPoolExecutor(READERS, "adapters")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed: Callable[[], None] = lambda: None
+        self._retries = Retries(backoff, sleep=sleep, changed=lambda: self._changed())
+
+    # ---- requests that wait
+
+    def notify(self, changed: Callable[[], None]) -> None:
+        """Call `changed` whenever a read ends, or is tried again."""
+        self._changed = changed
+
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """Reads that failed and are being tried again."""
+        return self._retries.notes
+
+    def ready(self, ref: AdapterRef, digests: AdapterDigests | None = None) -> bool:
+        """Whether the adapter is in memory. If it is not, its files are read, and nothing evicts it until `waited` is called, as soon as it is not
+        `reading` any more: then it can be acquired, or has a `failure`."""
+        entry = self._entry(ref)
+        if entry.host is None and not entry.reading:
+            entry.digests = digests or entry.digests
+            self._start_reading(entry)
+        if entry.state.in_memory:
+            return True
+        entry.waiting += 1
+        return False
+
+    def waited(self, ref: AdapterRef) -> None:
+        """Once for each `ready` that returned False: that request has acquired the adapter, or has ended."""
+        entry = self._entries[ref]
+        entry.waiting -= 1
+        self._discard_if_unused(entry)
+        self._evict()
+
+    def close(self) -> None:
+        """Stop reading."""
+        for task in self._tasks:
+            task.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ---- references
+
+    def state(self, ref: AdapterRef) -> State:
+        """Where the adapter is."""
+        entry = self._entries.get(ref)
+        return State.DISK if entry is None else entry.state
+
+    def resident(self) -> tuple[AdapterRef, ...]:
+        """Adapters with files that are in memory and can be acquired, least recently used first."""
+        return tuple(
+            ref
+            for ref, entry in self._entries.items()
+            if entry.state.in_memory and not (entry.deleted or entry.temporary)
+        )
+
+    def acquire(self, ref: AdapterRef) -> LoraWeights:
+        """The adapter, as it is on the GPU or else on the host. It stays in memory until as many calls of `release`.
+
+        An adapter without a host copy is read here, and the caller waits, unless it is being read already: requests of the
+        engine were `ready` before.
+        Raises `AdapterNotFound`, and what `Load` raises.
+        """
+        entry = self._entries.get(ref)
+        if entry is not None and entry.deleted:
+            raise AdapterNotFound(f"adapter {ref} was deleted", field="adapter")
+        if entry is None or (entry.host is None and not entry.reading):
+            try:
+                weights = self._read_files(ref, None if entry is None else entry.digests)
+            except Exception:
+                self._mirror.dropped(ref)
+                raise
+            entry = self._entry(ref)
+            self._keep(entry, weights)
+        copy = entry.host if entry.gpu is None else entry.gpu.weights
+        assert copy is not None, f"expected {ref} in memory, it is {entry.state}"
+        entry.references += 1
+        self._use(entry)
+        return copy
+
+    def release(self, ref: AdapterRef) -> None:
+        """Gives back one `acquire`."""
+        entry = self._entries[ref]
+        assert entry.references > 0, f"{ref} was released more often than acquired"
+        entry.references -= 1
+        self._discard_if_unused(entry)
+        self._evict()
+
+    def host_copy(self, weights: LoraWeights) -> LoraWeights:
+        """An adapter on the CPU as the store keeps it. On any thread: pinned memory may take long to allocate."""
+        return packed(weights, pinned=True) if self._pinned else weights
+
+    def publish(self, ref: AdapterRef, weights: LoraWeights, *, temporary: bool = False) -> None:
+        """Makes an adapter available at once, without reading its files. `weights`: from `host_copy`. `temporary`: it has no files,
+        and stays until it is dropped. Raises `AdapterBusy`."""
+        entry = self._entries.get(ref)
+        if entry is not None and entry.references:
+            raise AdapterBusy(f"adapter {ref} is in use")
+        if entry is not None and self._pages is not None:
+            self._pages.drop(entry)
+        entry = self._entry(ref)
+        entry.deleted, entry.temporary = False, temporary
+        self._keep(entry, weights)
+
+    def drop(self, ref: AdapterRef) -> None:
+        """Forgets a deleted or temporary adapter: requests that wait for it fail, requests that acquired it keep it."""
+        entry = self._entries.get(ref)
+        if entry is None:
+            self._mirror.dropped(ref)
+            return
+        entry.deleted, entry.temporary, entry.failure = True, False, _deleted(ref)
+        self._discard_if_unused(entry)
+
+    # ---- pages of the GPU
+
+    def use_pool(self, buffer: PageBuffer, evicted: Callable[[AdapterRef], None]) -> None:
+        """Load adapters into pages of this pool from now on. `evicted` hears of every adapter that loses its GPU copy, at
+        once: whoever keeps addresses of it forgets them."""
+        assert self._pages is None, "a store loads into one pool"
+
+        def lost(entry: Entry) -> None:
+            evicted(entry.ref)
+            self._discard_if_unused(entry)
+
+        self._pages = AdapterPages(buffer, lost, self._mirror)
+
+    def size(self, ref: AdapterRef) -> int:
+        """Bytes of an adapter that is in memory; 0: it is not."""
+        entry = self._entries.get(ref)
+        return 0 if entry is None else entry.size
+
+    def pages(self, ref: AdapterRef) -> int:
+        """Pages that an acquired adapter takes."""
+        return self._in_pages.pages(self._entries[ref])
+
+    def failure(self, ref: AdapterRef) -> Exception | None:
+        """Why an adapter that a request waits for or has acquired is not in memory, nor will be: reading its files raised this, or it was deleted."""
+        entry = self._entries[ref]
+        return entry.failure if entry.state is State.DISK else None
+
+    def reading(self, ref: AdapterRef) -> bool:
+        """Whether an adapter has no copy now, but its files are being read; the end of that is `notify`'d."""
+        return self._entries[ref].state is State.READING
+
+    def needs(self, ref: AdapterRef) -> int:
+        """Free pages that `activate` takes."""
+        return self._in_pages.needs(self._entries[ref])
+
+    def to_copy(self, ref: AdapterRef) -> int:
+        """Bytes that `activate` copies: none if the adapter is in pages."""
+        entry = self._entries[ref]
+        return 0 if entry.gpu is not None else entry.size
+
+    def activate(self, ref: AdapterRef) -> Activated | None:
+        """An acquired adapter in pages, until as many calls of `deactivate`; None if there is no pages for it now, or its
+        host copy is being read. Not for one that has a `failure`."""
+        entry = self._entries[ref]
+        assert entry.state is not State.DISK, f"{ref} has no copy"
+        return self._in_pages.activate(entry)
+
+    def in_pages(self, ref: AdapterRef) -> LoraWeights:
+        """An activated adapter."""
+        copy = self._entries[ref].gpu
+        assert copy is not None, f"{ref} is not in pages"
+        return copy.weights
+
+    def deactivate(self, ref: AdapterRef) -> None:
+        """Gives back one `activate`."""
+        self._in_pages.deactivate(self._entries[ref])
+
+    @property
+    def _in_pages(self) -> AdapterPages:
+        assert self._pages is not None, "expected a pool of pages"
+        return self._pages
+
+    # ---- reading
+
+    def _start_reading(self, entry: Entry) -> None:
+        entry.reading, entry.failure = True, None
+        task = asyncio.create_task(self._read(entry))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _read(self, entry: Entry) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            weights = await self._retries.run(
+                f"adapter {entry.ref}",
+                lambda: loop.run_in_executor(self._threads, self._read_files, entry.ref, entry.digests),
+            )
+            published_meanwhile = entry.host is not None
+            if not published_meanwhile and not (entry.deleted and entry.idle):
+                self._keep(entry, weights)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends the requests for this adapter alone
+            entry.failure = error
+            if entry.host is None:  # the mirror may have read it
+                self._mirror.dropped(entry.ref)
+        finally:
+            entry.reading = False
+            self._discard_if_unused(entry)
+            self._evict()
+            self._changed()
+
+    def _read_files(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
+        try:
+            return self.host_copy(self._load(ref, digests))
+        except Exception as error:
+            if out_of_memory(error):
+                raise RequestOutOfMemory(f"no host memory for adapter {ref}: {error}") from error
+            raise
+
+    # ---- entries
+
+    def _entry(self, ref: AdapterRef) -> Entry:
+        if ref not in self._entries:
+            self._entries[ref] = Entry(ref)
+        return self._entries[ref]
+
+    def _use(self, entry: Entry) -> None:
+        """The entry is the most recently used one."""
+        self._entries[entry.ref] = self._entries.pop(entry.ref)
+
+    def _keep(self, entry: Entry, weights: LoraWeights) -> None:
+        """Give the entry its host copy, after others have been evicted for it: nothing evicts a new copy but a newer one."""
+        self._use(entry)
+        self._host.remove(entry)
+        self._evict(adapters=1, size=packed_bytes(weights))
+        self._host.add(entry, weights)
+
+    def _evict(self, adapters: int = 0, size: int = 0) -> None:
+        """Drops host copies of idle adapters, least recently used first, until so many more fit the budget."""
+        if self._host.fits(adapters, size):
+            return
+        for entry in [*self._entries.values()]:
+            if entry.idle and entry.host is not None:
+                self._host.remove(entry)
+                self._mirror.dropped(entry.ref)
+                self._discard_if_unused(entry)
+                if self._host.fits(adapters, size):
+                    return
+
+    def _discard_if_unused(self, entry: Entry) -> None:
+        """Forget an adapter that no request needs and that has no copy, or was deleted."""
+        if entry.idle and not entry.reading and (entry.deleted or not entry.state.in_memory):
+            self._host.remove(entry)
+            self._mirror.dropped(entry.ref)
+            self._entries.pop(entry.ref, None)
+            if self._pages is not None:
+                self._pages.drop(entry)
+
+
+def _deleted(ref: AdapterRef) -> AdapterNotFound:
+    return AdapterNotFound(f"no adapter {str(ref)!r}", field="adapter")

@@ -1,0 +1,116 @@
+"""One adapter on the ranks: its parts, gradients that are parts of a sum, and the whole adapter back from its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.lora.types import LoraPair
+from coserve.model.parallel.lora import PairPartition, Strategy, partition_pair
+from coserve.model.parallel.partition import MatrixPartition
+from coserve.model.parallel.sharding import Sharding
+
+Matrices = Mapping[str, tuple[Tensor, Tensor]]
+"""By site: two tensors of the shapes of a pair's a_RD and b_OR; weights, gradients, or moments of an optimizer."""
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterPartition:
+    """How one adapter lies on the ranks. Every rank makes the same one, and calls its collectives at the same time."""
+
+    sharding: Sharding
+    pairs: Mapping[str, PairPartition]
+    """By site."""
+
+    @classmethod
+    def of(cls, sharding: Sharding, whole: Mapping[str, LoraPair]) -> Self:
+        """Only the shapes of `whole` matter."""
+        strategy = sharding.strategy
+        return cls(
+            sharding, {name: partition_pair(sharding.sites[name], pair, strategy) for name, pair in whole.items()}
+        )
+
+    def keeps_blocks(self, whole: Mapping[str, LoraPair]) -> bool:
+        """No block-diagonal pair is partitioned as a dense one: what is gathered has its blocks."""
+        return all(
+            (pair.a_blocks, pair.b_blocks) == (self.pairs[name].whole_a_blocks, self.pairs[name].whole_b_blocks)
+            for name, pair in whole.items()
+        )
+
+    @property
+    def strategies(self) -> frozenset[Strategy]:
+        """How its pairs are computed."""
+        return frozenset(partition.strategy for partition in self.pairs.values())
+
+    def shard(self, whole: Mapping[str, LoraPair]) -> dict[str, LoraPair]:
+        """This rank's parts of the whole pairs; differentiable."""
+        return {name: self.pairs[name].shard(pair, self.sharding.mesh.rank) for name, pair in whole.items()}
+
+    @torch.no_grad()
+    def gather(self, parts: Matrices) -> dict[str, tuple[Tensor, Tensor]]:
+        """The whole matrices, on every rank, of all ranks' parts of some sites. One collective."""
+        flat = torch.cat([tensor.reshape(-1) for pair in parts.values() for tensor in pair])
+        by_rank = self.sharding.mesh.all_gather(flat[None], 0)
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        at = 0
+        for name in parts:
+            both, partition = list[Tensor](), self.pairs[name]
+            for own in (partition.a, partition.b):
+                whole = flat.new_empty(own.rows.size, own.columns.size)
+                size = own.rows.local * own.columns.local
+                for rank, shards in enumerate(by_rank):
+                    own.put(shards[at : at + size].view(own.shape), whole, rank)
+                both.append(whole)
+                at += size
+            found[name] = both[0], both[1]
+        return found
+
+    @torch.no_grad()
+    def sum_gradients(self, parts: Matrices) -> None:
+        """Makes gradients whole, in place: those of elements that several ranks hold are sums over these ranks.
+
+        One collective, or none: `bd` and `slora` have such elements only where ranks share a key/value head. Call it once
+        before an optimizer step.
+        """
+        shared = list(self._shared(parts))
+        if not shared:
+            return
+        mesh, wholes = self.sharding.mesh, []
+        for own, tensor in shared:
+            whole = tensor
+            if own.holders < mesh.size:
+                whole = tensor.new_zeros(own.rows.size, own.columns.size)
+                own.put(tensor, whole, mesh.rank)
+            wholes.append(whole)
+        flat = mesh.all_reduce(torch.cat([whole.view(-1) for whole in wholes]))
+        summed = torch.split(flat, [whole.numel() for whole in wholes])
+        torch._foreach_copy_(
+            [tensor for _, tensor in shared],
+            [
+                own.shard(whole.view(own.rows.size, own.columns.size), mesh.rank)
+                for (own, _), whole in zip(shared, summed, strict=True)
+            ],
+        )
+
+    @torch.no_grad()
+    def norm(self, parts: Matrices) -> Tensor:
+        """The Euclidean norm (fp64, scalar) of the whole matrices, each element counted once. Each matrix's own is computed in its dtype."""
+        by_holders: dict[int, list[Tensor]] = {}
+        for name, partition in self.pairs.items():
+            for own, tensor in zip((partition.a, partition.b), parts[name], strict=True):
+                by_holders.setdefault(own.holders, []).append(tensor)
+        squares = [
+            torch.stack(torch._foreach_norm(tensors)).double().square().sum() / holders
+            for holders, tensors in by_holders.items()
+        ]
+        return self.sharding.mesh.all_reduce(torch.stack(squares).sum()).sqrt()
+
+    def _shared(self, parts: Matrices) -> Iterator[tuple[MatrixPartition, Tensor]]:
+        for name, partition in self.pairs.items():
+            for own, tensor in zip((partition.a, partition.b), parts[name], strict=True):
+                if own.holders > 1:
+                    yield own, tensor

@@ -1,0 +1,149 @@
+"""One rank's model: the family's own classes, made without memory, then filled with the rank's slices of the weights."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from coserve.core.errors import UnsupportedBase
+from coserve.model.parallel.families import Plan, heads_of, layer_partitions, plan_of
+from coserve.model.parallel.lora import Strategy
+from coserve.model.parallel.mesh import Mesh
+from coserve.model.parallel.modules import LocalConfig, SiteShard, copy_input, shard_attention, shard_module
+from coserve.model.parallel.partition import Lazy, MatrixPartition, SitePartition
+from coserve.model.parallel.sharding import Sharding
+from coserve.model.parallel.vocabulary import VocabularyShard
+
+
+class Weights(Protocol):
+    """The whole base's parameters."""
+
+    def get(self, name: str, shape: torch.Size) -> Lazy:
+        """The parameter of that name; a slice of it costs no more than that slice."""
+
+
+def empty_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool) -> PreTrainedModel:
+    """The model of a config, its parameters and buffers on torch's `meta` device."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    return model
+
+
+@torch.no_grad()
+def fill_shard(
+    model: PreTrainedModel, weights: Weights, mesh: Mesh, device: torch.device, strategy: Strategy
+) -> Sharding:
+    """Turns an `empty_model` into this rank's part of the base on `device`, with collectives where the plan has them.
+
+    The embedding is whole on every rank. The head has the rank's part of the vocabulary: a view of the embedding where the two
+    are tied. The model's logits are those of that part.
+
+    Raises:
+        UnsupportedBase: a family without a plan, sizes that the ranks do not divide, missing weights.
+    """
+    plan = plan_of(model.config, mesh.size)
+    vocabulary = VocabularyShard(mesh, model.config.get_text_config().vocab_size)
+    sites = _shard_layers(model, plan, mesh)
+    head = model.get_output_embeddings()
+    _fill_buffers(model, device)
+    _fill_ends(model, weights, vocabulary, device)
+    for path, module in model.named_modules():
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                whole = weights.get(f"{path}.{leaf}", parameter.shape)
+                partition = sites.get(path)
+                part = whole[:] if partition is None else _part(module, leaf, whole, partition, mesh.rank)
+                _place(module, leaf, part, parameter.dtype, device)
+    for path, partition in sites.items():
+        shard_module(model.get_submodule(path), SiteShard(partition, mesh))
+    copy_input(head, mesh)
+    return Sharding(mesh, sites, vocabulary, strategy)
+
+
+def _shard_layers(model: PreTrainedModel, plan: Plan, mesh: Mesh) -> dict[str, SitePartition]:
+    """How modules are partitioned, by their paths in the model. Shards each layer's attention, and hooks its two blocks (`copy_input`)."""
+    partitions, heads = layer_partitions(model.config, plan, mesh.size), heads_of(model.config, mesh.size)
+    found: dict[str, SitePartition] = {}
+    configs: dict[int, LocalConfig] = {}
+    for path, module in list(model.named_modules()):
+        if not isinstance(module, nn.ModuleList) or len(module) != model.config.get_text_config().num_hidden_layers:
+            continue
+        for index, layer in enumerate(module):
+            for name, partition in partitions.items():
+                layer.get_submodule(name)  # raises where the plan is not this model's
+                found[f"{path}.{index}.{name}"] = partition
+            shard_attention(layer.get_submodule(plan.blocks[0]), heads, configs)
+            for block in plan.blocks:
+                copy_input(layer.get_submodule(block), mesh)
+    return found
+
+
+def _fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Buffers are not in files: rotary frequencies, scales of embeddings. The family's own code computes them.
+
+    Raises `UnsupportedBase` for one that it does not compute.
+    """
+    for path, module in model.named_modules():
+        own = list(module.named_buffers(recurse=False))
+        for name, buffer in own:
+            if not buffer.is_floating_point():
+                raise UnsupportedBase(f"{model.config.model_type}: {path}.{name} is a buffer that ranks cannot compute")
+            module.register_buffer(name, torch.full_like(buffer, torch.nan, device=device), persistent=False)
+        if own:
+            model._init_weights(module)
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.isnan().any():
+                raise UnsupportedBase(f"{model.config.model_type}: {path}.{name} is a buffer that ranks cannot compute")
+
+
+def _fill_ends(model: PreTrainedModel, weights: Weights, vocabulary: VocabularyShard, device: torch.device) -> None:
+    """The embedding and the head."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {module: path for path, module in model.named_modules()}
+    local, start, stop = vocabulary.local, vocabulary.start, vocabulary.stop
+    if embedding.weight is head.weight:
+        whole = weights.get(f"{names[embedding]}.weight", embedding.weight.shape)
+        rows = _rows(whole[:], local * vocabulary.mesh.size, embedding.weight.dtype, device)
+        embedding.weight = nn.Parameter(rows[: vocabulary.size], requires_grad=False)
+        head.weight = nn.Parameter(rows[vocabulary.mesh.rank * local :][:local], requires_grad=False)
+    for leaf, parameter in list(head.named_parameters(recurse=False)):
+        if parameter.is_meta:
+            whole = weights.get(f"{names[head]}.{leaf}", parameter.shape)
+            rows = _rows(whole[start:stop], local, parameter.dtype, device)
+            setattr(head, leaf, nn.Parameter(rows, requires_grad=False))
+    head.out_features = local
+
+
+def _rows(tensor: Tensor, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A copy of the tensor with zeros below it, `rows` in all."""
+    own = torch.zeros(rows, *tensor.shape[1:], dtype=dtype, device=device)
+    own[: len(tensor)] = tensor
+    return own
+
+
+def _part(module: nn.Module, leaf: str, whole: Lazy, partition: SitePartition, rank: int) -> Tensor:
+    """The rank's part of a site's weight or bias. The bias of summed outputs is rank 0's, so that it is added once."""
+    if leaf == "bias":
+        bias = partition.outputs.shard(whole, rank)
+        return bias if not partition.sums or rank == 0 else torch.zeros_like(bias)
+    if leaf != "weight":
+        raise UnsupportedBase(f"expected a weight and a bias, got {leaf}")
+    turned = isinstance(module, Conv1D)
+    matrix = (
+        MatrixPartition(partition.inputs, partition.outputs)
+        if turned
+        else MatrixPartition(partition.outputs, partition.inputs)
+    )
+    return matrix.shard(whole, rank)
+
+
+def _place(module: nn.Module, leaf: str, part: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+    """`part` may be a file's own memory; what the module gets is not."""
+    own = torch.empty(part.shape, dtype=dtype, device=device).copy_(part)
+    setattr(module, leaf, nn.Parameter(own, requires_grad=False))

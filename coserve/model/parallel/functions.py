@@ -1,0 +1,92 @@
+"""Collectives that autograd sees through: each says how gradients travel back.
+
+Megatron-LM's pair (Shoeybi et al. '19, section 3): `copy_to_ranks` (f) stands before column-parallel modules, and
+`sum_over_ranks` (g) after row-parallel ones. Without gradients they are the mesh's collectives and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from coserve.model.parallel.mesh import Mesh
+
+
+def copy_to_ranks(x: Tensor, mesh: Mesh) -> Tensor:
+    """`x`, which is the same on every rank. Back: the sum of the ranks' gradients, each of which is a part."""
+    if mesh.size == 1 or not _learns(x):
+        return x
+    out: Tensor = _Copy.apply(x, mesh)  # type: ignore[no-untyped-call]
+    return out
+
+
+def sum_over_ranks(x: Tensor, mesh: Mesh, addend: Tensor | None = None) -> Tensor:
+    """The sum of the ranks' `x`, and of `addend`, the same on every rank; may overwrite `x` where no gradient is asked for. Back: the gradient, the
+    same on every rank."""
+    if mesh.size == 1 or not _learns(x):
+        return mesh.all_reduce(x) if addend is None else mesh.all_reduce(x, addend)
+    out: Tensor = _Sum.apply(x, mesh)  # type: ignore[no-untyped-call]
+    return out if addend is None else out + addend
+
+
+def gather_columns(x: Tensor, mesh: Mesh) -> Tensor:
+    """The ranks' `x` (..., C) side by side, for what every rank then computes alike. Back: the rank's part of the gradient."""
+    if mesh.size == 1 or not _learns(x):
+        return mesh.all_gather(x)
+    out: Tensor = _Gather.apply(x, mesh, False)  # type: ignore[no-untyped-call]
+    return out
+
+
+def gather_shared(x: Tensor, mesh: Mesh) -> Tensor:
+    """The ranks' `x` (..., C) side by side, for what each rank then computes otherwise. Back: gradients are summed first."""
+    if mesh.size == 1 or not _learns(x):
+        return mesh.all_gather(x)
+    out: Tensor = _Gather.apply(x, mesh, True)  # type: ignore[no-untyped-call]
+    return out
+
+
+def sum_shared(x: Tensor, mesh: Mesh) -> Tensor:
+    """The sum of the ranks' `x`, for what each rank then computes otherwise. Back: gradients are summed too."""
+    return copy_to_ranks(sum_over_ranks(x, mesh), mesh)
+
+
+def _learns(x: Tensor) -> bool:
+    return torch.is_grad_enabled() and x.requires_grad
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:  # noqa: ANN401 - torch's own signature
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401 - torch's own signature
+        return ctx.mesh.sum_apart(gradient), None
+
+
+class _Sum(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:  # noqa: ANN401 - torch's own signature
+        return mesh.sum_apart(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401 - torch's own signature
+        return gradient, None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh, sums: bool) -> Tensor:  # noqa: ANN401 - torch's own signature
+        ctx.mesh, ctx.sums = mesh, sums
+        return mesh.all_gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401 - torch's own signature
+        mesh = ctx.mesh
+        if ctx.sums:
+            gradient = mesh.sum_apart(gradient)
+        return gradient.chunk(mesh.size, -1)[mesh.rank], None, None

@@ -1,0 +1,125 @@
+"""A mesh whose all-reduces are one kernel up to some megabytes (`parallel.push`); NCCL does the rest. NVLink multicast is never used."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from coserve.kernels.collectives.push_sum import PushShape, push_sum
+from coserve.kernels.gpu.launcher import compile_only
+from coserve.model.parallel.mesh import ADDING_RANKS, GroupMesh, fits_one_shot
+from coserve.model.parallel.push import ALIGNMENT, PushSum
+
+log = logging.getLogger(__name__)
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SMALL, _LARGE = PushShape(2048), PushShape(8192, pushers=512, adders=512)
+PUSHED = {2: ((1 << 20, _SMALL), (32 << 20, _LARGE)), 4: ((1 << 20, _SMALL),), 8: ((1 << 18, _SMALL),)}
+"""Largest message and the kernel's shape of such all-reduces, by ranks; a rank has 2 · (N - 1) times as much memory for each. On two GPUs these are the
+fastest, and faster than NCCL at all sizes (`bdlora.json`, all_reduce_us); of four and eight, where each sends its numbers N - 1 times, not measured."""
+
+MULTIPLE = 16
+"""NCCL sums up messages whose numbers are no multiple of it: Triton would compile the kernel for them while the other ranks wait."""
+
+
+def set_up_collectives() -> None:
+    """For this process and those that it starts: without NVLink multicast, and without buffers that NCCL registers while a graph is captured, as then
+    all ranks would have to run a collective in a graph, or none. Call it before the first CUDA collective."""
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    os.environ["NVSHMEM_DISABLE_NVLS"] = "1"
+    os.environ["NCCL_GRAPH_REGISTER"] = "0"
+
+
+class SymmetricMesh(GroupMesh):
+    """NCCL, and direct writes for messages of some megabytes. CUDA graphs can capture both."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """All ranks call this at once. Raises `RuntimeError` where their GPUs cannot read each other's memory."""
+        super().__init__(group)
+        self._device, self.adds_at_once = device, self.size in ADDING_RANKS
+        self._pushes = [PushSum(group, device, most=most, shape=shape) for most, shape in PUSHED.get(self.size, ())]
+
+    def one_shot(self, size: int) -> bool:
+        return fits_one_shot(size, self.size)
+
+    def all_reduce(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+        push = self._push_of(x)
+        if push is None:
+            return super().all_reduce(x, addend)
+        x, addend = _readable(x), None if addend is None else _readable(addend)
+        out = torch.empty_like(x)
+        self.traffic.add("all_reduce", x)  # from here on the other ranks wait for this one: nothing may fail
+        push(x, out, addend)
+        return out
+
+    def sum_apart(self, x: Tensor) -> Tensor:
+        return super().sum_apart(x) if self._push_of(x) is None else self.all_reduce(x)
+
+    def _push_of(self, x: Tensor) -> PushSum | None:
+        if x.dtype not in _DTYPES or not x.nbytes or x.numel() % MULTIPLE:
+            return None
+        return next((push for push in self._pushes if x.nbytes <= push.most), None)
+
+    def compile(self) -> None:
+        """The kernels, for this process."""
+        with compile_only(None):
+            launch_sums(self.rank, self.size, self._device)
+
+    def works(self) -> bool:
+        """Whether sums are right, of small and of large messages, twice, the second time with an addend. All ranks call this at once."""
+        for dtype, size, more in itertools.product(_DTYPES, (64, *(push.most for push in self._pushes)), (0, 1)):
+            numbers_K = torch.arange(size // dtype.itemsize, device=self._device) % 13
+            found_K = self.all_reduce((numbers_K + self.rank).to(dtype), numbers_K.to(dtype) if more else None)
+            if not torch.equal(found_K.long(), (self.size + more) * numbers_K + sum(range(self.size))):
+                return False
+        return True
+
+
+def launch_sums(rank: int, ranks: int, device: torch.device) -> None:
+    """Every kernel that sums of a `SymmetricMesh` launch on this rank. To be called inside `compile_only`, where kernels are compiled and not launched: the tensors
+    have the types and alignments of real ones, and next to no memory."""
+    own = torch.empty(ALIGNMENT, dtype=torch.uint8, device=device)
+    addresses = torch.empty(ranks, dtype=torch.int64, device=device)
+    number = torch.empty(1, dtype=torch.int32, device=device)
+    for dtype, (most, shape) in itertools.product(_DTYPES, PUSHED.get(ranks, ())):
+        x = torch.empty(1, dtype=dtype, device=device).expand(most // dtype.itemsize)
+        counts = number.expand(2 * (most // shape.block_bytes))
+        for addend in (None, x):
+            push_sum(x, x, own, addresses, number, addresses, counts, rank, shape, addend)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """As the kernel reads it."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
+
+
+def symmetric_mesh(group: dist.ProcessGroup, device: torch.device) -> GroupMesh:
+    """A `SymmetricMesh` where it works on every rank, else NCCL alone. All ranks call this at once."""
+    mesh, own, why = GroupMesh(group), None, "another rank could not"
+
+    def on_every_rank(found: bool) -> bool:
+        everywhere = torch.tensor([int(found)], device=device)
+        dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group)
+        return bool(everywhere)
+
+    try:
+        own = SymmetricMesh(group, device)
+        own.compile()
+    except Exception as error:  # noqa: BLE001 - whatever it is, NCCL does the same
+        own, why = None, (str(error) or type(error).__name__).splitlines()[0]
+    if on_every_rank(own is not None) and own is not None:
+        if on_every_rank(own.works()):
+            own.traffic.clear()
+            return own
+        why = "its sums are wrong"
+    mesh.adds_at_once = False
+    mesh.note = f"ranks: NCCL alone sums up, which takes longer for small messages: the all-reduce in one kernel does not work here: {why}"
+    log.warning("%s", mesh.note)
+    return mesh
