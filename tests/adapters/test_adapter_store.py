@@ -190,6 +190,21 @@ async def test_what_somebody_waits_for_is_not_evicted_before_they_have_it() -> N
     store.close()
 
 
+async def test_what_nobody_waits_for_any_more_goes_at_once() -> None:
+    """The request was cancelled before it acquired the adapter."""
+    mirror = Mirror()
+    store = AdapterStore(Disk(*REFS), HostBudget(1), mirror=mirror)
+    store.acquire(REFS[0])
+    assert not store.ready(REFS[1])
+    await settled(store)
+    assert store.state(REFS[1]) is State.HOST
+    store.waited(REFS[1])
+    assert store.state(REFS[1]) is State.DISK
+    assert store.resident() == (REFS[0],)
+    assert set(mirror.gone) == {REFS[1]}
+    store.close()
+
+
 async def test_who_waits_for_a_deleted_adapter_fails_read_or_not() -> None:
     store = AdapterStore(Disk(*REFS), HostBudget(2))
     assert not store.ready(REFS[0])
@@ -208,12 +223,15 @@ async def test_who_waits_for_a_deleted_adapter_fails_read_or_not() -> None:
 
 
 async def test_an_adapter_that_is_published_while_it_is_read_serves_at_once() -> None:
-    store = AdapterStore(Disk(), HostBudget(2))
+    mirror, ended = Mirror(), asyncio.Event()
+    store = AdapterStore(Disk(), HostBudget(2), mirror=mirror)
+    store.notify(ended.set)
     assert not store.ready(REFS[0])
     store.publish(REFS[0], sized(1))
     assert not store.reading(REFS[0])
-    await settled(store)
+    await ended.wait()
     assert store.failure(REFS[0]) is None
+    assert not mirror.gone, "the read failed, but there is a copy"
     store.waited(REFS[0])
     assert store.resident() == (REFS[0],)
     store.close()

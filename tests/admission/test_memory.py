@@ -284,6 +284,9 @@ def test_jobs_share_as_many_tokens_as_fit_beside_what_all_of_them_keep() -> None
     shared = shared_bytes(model, BASE, memories, 1800)
     assert all(shared >= option.activations for memory in memories for option in memory.options[:1])
     assert whole.shared_tokens == LIMIT and whole.needed == states + shared
+    for order in (memories, memories[::-1]):
+        assert shared_bytes(model, BASE, order, 1800) == shared_bytes(model, BASE, [memories[1]], 1800)
+    assert shared > shared_bytes(model, BASE, [memories[0]], 1800)
     tight = admission(states + shared - 1)
     assert all(isinstance(tight.admit(job), Start) for job in jobs)
     assert tight.shared_tokens == 1024, "less than what all of them ask for"

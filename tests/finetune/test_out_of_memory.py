@@ -161,6 +161,13 @@ def test_micro_batches_are_cut_within_themselves() -> None:
     assert limits.lower((2,), 4) is None
 
 
+def test_a_row_whose_layers_were_all_recomputed_is_not_tried_again() -> None:
+    limits = MemoryLimits(random_corpus(lengths=(9, 5)).lengths, 4)
+    assert limits.lower((0,), 4) is None
+    assert not limits.recompute
+    assert limits.lower((0,), 3) is not None, "a layer that kept its outputs is left"
+
+
 def test_planned_limits_hold_until_they_are_lifted() -> None:
     limits = MemoryLimits(random_corpus(lengths=(9, 5, 12, 3, 7, 8)).lengths, 4)
     planned = ((0, 1), (2, 3), (4, 5))

@@ -113,6 +113,10 @@ def test_blocks_that_fit_no_rank_are_cut_as_dense() -> None:
 def test_ranks_that_cannot_be_divided_are_not_fully_sharded() -> None:
     pair = LoraPair(torch.randn(3, D), torch.randn(O, 3), SCALING)
     assert partition_pair(_column(2), pair, Strategy.SLORA).strategy is Strategy.NFS
+    outputs = O + 2  # four ranks could not have equal parts of them to reduce
+    site = SitePartition(Parallel.ROW, Features.even(D, 4), Features.whole(outputs, 4))
+    pair = LoraPair(torch.randn(R, D), torch.randn(outputs, R), SCALING)
+    assert partition_pair(site, pair, Strategy.SLORA).strategy is Strategy.NFS
 
 
 def test_holders_say_whose_gradients_are_parts() -> None:
