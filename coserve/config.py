@@ -63,18 +63,21 @@ class Config:
     dtype: str = option("auto", "type of the base", choices=("auto", "float32", "bfloat16", "float16"))
     tp: int = option(
         1,
-        "GPUs that share the base, each with a part of every layer (tensor parallelism): 1, 2, 4 or 8; on CPU, processes",
+        "GPUs that share the base, each with a part of every layer (tensor parallelism): 1, 2, 4 or 8; on CPU, "
+        "processes",
     )
     lora_sharding: str = option(
         "nfs",
-        "with --tp above 1, how the GPUs hold LoRA matrices: one of each pair whole on every GPU (nfs), or both sharded, which needs "
+        "with --tp above 1, how the GPUs hold LoRA matrices: one of each pair whole on every GPU (nfs), or both "
+        "sharded, which needs "
         "more messages and less memory (slora); BD-LoRA matrices are sharded by their blocks",
         choices=("nfs", "slora"),
     )
     threads: int | None = option(None, "CPU threads of the engine; default: all cores but one, two at most")
     engine_timeout: float = option(
         600.0,
-        "seconds without a sign of an engine that has work, after which it is ended and started again (one whose process is stopped: after 6 s); longer than any step or "
+        "seconds without a sign of an engine that has work, after which it is ended and started again (one whose "
+        "process is stopped: after 6 s); longer than any step or "
         "slice of the base; 0: never",
     )
     lora_backend: str = option(
@@ -99,8 +102,10 @@ class Config:
 
     policy: str = option(
         "auto",
-        "who runs next: training where the deadlines of requests leave time (slack), or only while no request can be served "
-        "(inference-first); both at the same time, each on its own part of the GPU (spatial), or on all of it, with steps paced by the "
+        "who runs next: training where the deadlines of requests leave time (slack), or only while no request can be "
+        "served "
+        "(inference-first); both at the same time, each on its own part of the GPU (spatial), or on all of it, with "
+        "steps paced by the "
         "deadlines (overlap); the ETS paper's Enhanced Temporal Sharing "
         "(ets) and Temporal Sharing (ts). auto: overlap on one GPU, slack on several and without one",
         choices=("auto", *POLICIES),
@@ -114,7 +119,8 @@ class Config:
     ts_n: int = option(10, "TS(n): inference batches per turn of fine-tuning")
     ts_unit: str = option(
         "request",
-        "TS(n): a turn of fine-tuning: a job until it ends (request), which is how the paper is read here, or one batch of it (batch)",
+        "TS(n): a turn of fine-tuning: a job until it ends (request), which is how the paper is read here, or one "
+        "batch of it (batch)",
         choices=("request", "batch"),
     )
     slo_ttft: float | None = option(
@@ -127,45 +133,55 @@ class Config:
     slo_batch_tpot: float = option(0.5, "the same for requests of the class batch: time per output token, in seconds")
     slo_attainment: float = option(
         0.995,
-        "'slack' and 'overlap': share of answers whose mean time per token is to be kept, above 0 and at most 0.9999; more means fewer late tokens and less "
+        "'slack' and 'overlap': share of answers whose mean time per token is to be kept, above 0 and at most 0.9999; "
+        "more means fewer late tokens and less "
         "training. A single step may be slower than planned eight times as often: the next ones take it back",
     )
     shed: str = option(
         "explicit",
-        "which requests get 429 as soon as it is predicted that they cannot keep their targets though training waits ('spatial': at "
-        "the speed they have beside training): those that ask for slo_ttft, slo_e2e or the class interactive (explicit), all, or none "
-        "(off). A request that finds a place in the batch is never refused, nor one with several choices once one of them has begun; 'ets' and 'ts' refuse none",
+        "which requests get 429 as soon as it is predicted that they cannot keep their targets though training waits "
+        "('spatial': at "
+        "the speed they have beside training): those that ask for slo_ttft, slo_e2e or the class interactive "
+        "(explicit), all, or none "
+        "(off). A request that finds a place in the batch is never refused, nor one with several choices once one of "
+        "them has begun; 'ets' and 'ts' refuse none",
         choices=("explicit", "all", "off"),
     )
     train_weight: float = option(
         1.0,
-        "'slack' and 'overlap': share, from 0 to 1, that training may use of the time that requests' targets leave; less means faster answers and "
+        "'slack' and 'overlap': share, from 0 to 1, that training may use of the time that requests' targets leave; "
+        "less means faster answers and "
         "less training",
     )
     train_patience: float = option(
         1.0,
-        "'slack' and 'overlap': training waits at most so long for its next slice, in seconds; jobs take turns by whole micro-batches",
+        "'slack' and 'overlap': training waits at most so long for its next slice, in seconds; jobs take turns by "
+        "whole micro-batches",
     )
     train_floor: float = option(
         0.05,
-        "'slack' and 'overlap': share of the time, from 0 to 0.5, that training has at least, though tokens come late for it; 0: only what train_patience "
+        "'slack' and 'overlap': share of the time, from 0 to 0.5, that training has at least, though tokens come late "
+        "for it; 0: only what train_patience "
         "gives",
     )
     overlap_steps: str = option(
         "beside",
-        "'overlap': the device computes steps beside training where the targets allow it (beside), or in turns with slices that "
+        "'overlap': the device computes steps beside training where the targets allow it (beside), or in turns with "
+        "slices that "
         "were launched ahead (between)",
         choices=("beside", "between"),
     )
     training_sm_share: float = option(
         0.5,
-        "'spatial': share, between 0 and 1, of the GPU's multiprocessors that training has, rounded up to what the GPU allows (multiples "
+        "'spatial': share, between 0 and 1, of the GPU's multiprocessors that training has, rounded up to what the GPU "
+        "allows (multiples "
         "of 8 on an H100 or H200); generation has the others",
     )
 
     kv_tokens: int | None = option(
         None,
-        "tokens the page pool holds, which adapters in use share (one that leaves no page is refused); default: what the memory plan leaves on a GPU, 16384 on CPU",
+        "tokens the page pool holds, which adapters in use share (one that leaves no page is refused); default: what "
+        "the memory plan leaves on a GPU, 16384 on CPU",
     )
     memory_fraction: float = option(0.9, "share of the GPU's memory that the engine may take, if kv_tokens is not set")
     page_tokens: int = option(16, "tokens of one page")
@@ -177,7 +193,8 @@ class Config:
     max_queue: int = option(1024, "most requests that wait; more get 429")
     fairness: str = option(
         "auto",
-        "whose request is admitted next: adapters in turn (drr) or first come first served (fcfs); auto: fcfs under the "
+        "whose request is admitted next: adapters in turn (drr) or first come first served (fcfs); auto: fcfs under "
+        "the "
         "paper's policies, drr under the others",
         choices=("auto", "drr", "fcfs"),
     )
@@ -188,11 +205,13 @@ class Config:
     max_adapters_resident: int = option(64, "adapters kept in host memory; idle ones beyond that stay on disk only")
     adapter_memory_bytes: int | None = option(
         None,
-        "host memory for idle adapters, in bytes, of all ranks together; default: as many as max_adapters_resident says, whatever their size",
+        "host memory for idle adapters, in bytes, of all ranks together; default: as many as max_adapters_resident "
+        "says, whatever their size",
     )
     pinned_memory_bytes: int | None = option(
         None,
-        "pinned host memory for the state of jobs on a GPU: copies for checkpoints, and paged moments; in bytes; default: half of the memory that the daemon may use",
+        "pinned host memory for the state of jobs on a GPU: copies for checkpoints, and paged moments; in bytes; "
+        "default: half of the memory that the daemon may use",
     )
     micro_batch_tokens: int = option(2048, "most tokens of one training forward, of one job or of several together")
     micro_batch_rows: int | None = option(
@@ -200,7 +219,8 @@ class Config:
     )
     mix_jobs: bool = option(
         True,
-        "rows of several jobs train in one forward, which is faster where each has few; off: one job's at a time, so that on a GPU, too, a "
+        "rows of several jobs train in one forward, which is faster where each has few; off: one job's at a time, so "
+        "that on a GPU, too, a "
         "job's result does not depend on other jobs to the last bit",
     )
     recompute: bool = option(False, "training: keep only each layer's input and compute the layer again")
@@ -208,7 +228,8 @@ class Config:
 
     tracker: tuple[str, ...] = option(
         (),
-        "where the curves of jobs go besides this API, in a process of its own: TensorBoard event files, Weights & Biases or MLflow, "
+        "where the curves of jobs go besides this API, in a process of its own: TensorBoard event files, Weights & "
+        "Biases or MLflow, "
         "each set up by its own environment variables; may be repeated",
         choices=("tensorboard", "wandb", "mlflow"),
     )
@@ -217,16 +238,19 @@ class Config:
     data_root: Path | None = option(None, "folder from which /finetune and /adapters may read local paths")
     tokenizer_workers: int | None = option(
         None,
-        "processes that tokenise the corpora of jobs beside serving; default: half as many as there are cores, 4 at most",
+        "processes that tokenise the corpora of jobs beside serving; default: half as many as there are cores, 4 at "
+        "most",
     )
     max_connections: int = option(
         1024,
-        "most open connections; idle ones make room for new ones, further ones get 503 (but for /health and /health/ready)",
+        "most open connections; idle ones make room for new ones, further ones get 503 (but for /health and "
+        "/health/ready)",
     )
     max_body_bytes: int = option(64 << 20, "largest request body, in bytes")
     read_timeout: float = option(
         30.0,
-        "deadline in seconds, 0.1 to 86400: for a request's headers, between parts of its body, and for a reader to take more of an answer",
+        "deadline in seconds, 0.1 to 86400: for a request's headers, between parts of its body, and for a reader to "
+        "take more of an answer",
     )
 
     log_level: str = option("info", "least level that is logged", choices=("debug", "info", "warning", "error"))

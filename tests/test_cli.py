@@ -102,8 +102,12 @@ SETTINGS = [
 def run(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-P", "-m", "coserve.cli", *args],
-        capture_output=True, text=True, timeout=240, check=False, env={"PATH": "", **environ},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={"PATH": "", **environ},
+    )
 
 
 def test_the_commands_are_these() -> None:

@@ -1,4 +1,5 @@
-"""Settings that keep others out: an empty, blank or missing value closes the daemon or ends its start, never opens it."""
+"""Settings that keep others out: an empty, blank or missing value closes the daemon or ends its start, never opens
+it."""
 
 from __future__ import annotations
 

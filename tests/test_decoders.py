@@ -27,7 +27,7 @@ for each in threads:
     each.start()
 for each in threads:
     each.join()
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow

@@ -40,9 +40,18 @@ def message(body: dict[str, object], kind: type) -> str:
 
 @pytest.mark.parametrize(
     ("lora", "meant"),
-    [("lora_alpha", "alpha"), ("rank", "r"), ("lora_r", "r"), ("target_modules", "targets"), ("lora_dropout", "dropout"),
-     ("alhpa", "alpha"), ("use_rslora", "rslora"), ("nblocks", "bd_blocks"), ("use_bdlora", "bd_blocks")],
-)  # fmt: skip
+    [
+        ("lora_alpha", "alpha"),
+        ("rank", "r"),
+        ("lora_r", "r"),
+        ("target_modules", "targets"),
+        ("lora_dropout", "dropout"),
+        ("alhpa", "alpha"),
+        ("use_rslora", "rslora"),
+        ("nblocks", "bd_blocks"),
+        ("use_bdlora", "bd_blocks"),
+    ],
+)
 def test_names_of_lora_settings(lora: str, meant: str) -> None:
     said = message({"adapter": "a", "lora": {lora: 1}}, FinetuneRequest)
     assert f"unknown field {lora!r}; did you mean {meant!r}?" in said
@@ -51,11 +60,18 @@ def test_names_of_lora_settings(lora: str, meant: str) -> None:
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("num_train_epochs", "epochs"), ("n_epochs", "epochs"), ("max_steps", "steps"), ("lr", "learning_rate"),
-        ("max_seq_length", "max_length"), ("optim", "optimizer"),
-        ("neftune_noise_alpha", "neftune_alpha"), ("loraplus_lr_ratio", "lora_plus_ratio"), ("epoch", "epochs"), ("learning-rate", "learning_rate"),
+        ("num_train_epochs", "epochs"),
+        ("n_epochs", "epochs"),
+        ("max_steps", "steps"),
+        ("lr", "learning_rate"),
+        ("max_seq_length", "max_length"),
+        ("optim", "optimizer"),
+        ("neftune_noise_alpha", "neftune_alpha"),
+        ("loraplus_lr_ratio", "lora_plus_ratio"),
+        ("epoch", "epochs"),
+        ("learning-rate", "learning_rate"),
     ],
-)  # fmt: skip
+)
 def test_names_of_training_settings(name: str, meant: str) -> None:
     assert f"did you mean {meant!r}?" in message({"adapter": "a", "training": {name: 1}}, FinetuneRequest)
 
@@ -66,12 +82,14 @@ IN_TOKENS = "coserve counts a batch in tokens: training.batch_tokens"
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("batch_size", IN_TOKENS), ("per_device_train_batch_size", IN_TOKENS), ("train_batch_size", IN_TOKENS),
+        ("batch_size", IN_TOKENS),
+        ("per_device_train_batch_size", IN_TOKENS),
+        ("train_batch_size", IN_TOKENS),
         ("gradient_accumulation_steps", IN_TOKENS),
         ("warmup_ratio", "coserve counts the warm-up in steps: training.warmup_steps"),
         ("learning_rate_multiplier", "coserve takes the rate itself: training.learning_rate"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("place", ["training", None])
 def test_a_name_with_another_unit_is_answered_with_the_unit(name: str, says: str, place: str | None) -> None:
     """Its value under our name would train wrongly: 8 tokens a step, a rate of 2."""
@@ -108,12 +126,16 @@ def test_what_is_like_nothing_gets_no_hint() -> None:
     ("place", "name", "says"),
     [
         ("training", "gradient_checkpointing", "layers are recomputed as each job's memory asks for"),
-        ("training", "save_total_limit", "the daemon's --keep-checkpoints"), ("training", "load_best_model_at_end", "training.early_stopping_patience"),
-        ("training", "load_in_4bit", "quantised bases are not supported"), ("lora", "modules_to_save", "the A and B of linear modules alone"),
-        ("lora", "use_dora", "DoRA and other variants of LoRA are not supported"), ("training", "packing", "rows are packed without padding"),
-        ("training", "assistant_only_loss", "training.train_on"), ("training", "dataloader_num_workers", "--tokenizer-workers"),
+        ("training", "save_total_limit", "the daemon's --keep-checkpoints"),
+        ("training", "load_best_model_at_end", "training.early_stopping_patience"),
+        ("training", "load_in_4bit", "quantised bases are not supported"),
+        ("lora", "modules_to_save", "the A and B of linear modules alone"),
+        ("lora", "use_dora", "DoRA and other variants of LoRA are not supported"),
+        ("training", "packing", "rows are packed without padding"),
+        ("training", "assistant_only_loss", "training.train_on"),
+        ("training", "dataloader_num_workers", "--tokenizer-workers"),
     ],
-)  # fmt: skip
+)
 def test_a_setting_that_is_another_here_is_answered_with_what_is_done_instead(place: str, name: str, says: str) -> None:
     for body in ({place: {name: 1}}, {name: 1}):
         said = message({"adapter": "a", **body}, FinetuneRequest)
@@ -121,14 +143,50 @@ def test_a_setting_that_is_another_here_is_answered_with_what_is_done_instead(pl
 
 
 OF_TRL = (
-    "activation_offloading", "assistant_only_loss", "beta", "chat_template_path", "completion_only_loss", "dataset_kwargs", "dataset_num_proc",
-    "dataset_text_field", "disable_dropout", "eos_token", "eval_packing", "f_alpha_divergence_coef", "f_divergence_type", "force_use_ref_model",
-    "generate_during_eval", "ld_alpha", "loss_type", "loss_weights", "max_completion_length", "max_length", "max_prompt_length",
-    "max_seq_length", "model_adapter_name", "model_init_kwargs", "packing", "packing_strategy", "pad_to_multiple_of", "pad_token",
-    "padding_free", "precompute_ref_batch_size", "precompute_ref_log_probs", "ref_adapter_name", "ref_model_init_kwargs",
-    "ref_model_mixup_alpha", "ref_model_sync_steps", "reference_free", "rpo_alpha", "shuffle_dataset", "sync_ref_model", "truncation_mode",
-    "use_liger_loss", "use_logits_to_keep", "use_weighting",
-)  # fmt: skip
+    "activation_offloading",
+    "assistant_only_loss",
+    "beta",
+    "chat_template_path",
+    "completion_only_loss",
+    "dataset_kwargs",
+    "dataset_num_proc",
+    "dataset_text_field",
+    "disable_dropout",
+    "eos_token",
+    "eval_packing",
+    "f_alpha_divergence_coef",
+    "f_divergence_type",
+    "force_use_ref_model",
+    "generate_during_eval",
+    "ld_alpha",
+    "loss_type",
+    "loss_weights",
+    "max_completion_length",
+    "max_length",
+    "max_prompt_length",
+    "max_seq_length",
+    "model_adapter_name",
+    "model_init_kwargs",
+    "packing",
+    "packing_strategy",
+    "pad_to_multiple_of",
+    "pad_token",
+    "padding_free",
+    "precompute_ref_batch_size",
+    "precompute_ref_log_probs",
+    "ref_adapter_name",
+    "ref_model_init_kwargs",
+    "ref_model_mixup_alpha",
+    "ref_model_sync_steps",
+    "reference_free",
+    "rpo_alpha",
+    "shuffle_dataset",
+    "sync_ref_model",
+    "truncation_mode",
+    "use_liger_loss",
+    "use_logits_to_keep",
+    "use_weighting",
+)
 """Fields of `SFTConfig` and `DPOConfig` besides those of `TrainingArguments`."""
 
 
@@ -175,15 +233,22 @@ SERVE = tuple(f"--{field.name.replace('_', '-')}" for field in dataclasses.field
 @pytest.mark.parametrize(
     ("options", "given", "says"),
     [
-        (FINETUNE, "--lr", "did you mean '--learning-rate'?"), (FINETUNE, "--num_train_epochs", "did you mean '--epochs'?"),
-        (FINETUNE, "-r", "did you mean '--rank'?"), (FINETUNE, "--lora-r", "did you mean '--rank'?"),
-        (FINETUNE, "--lora-alpha", "did you mean '--alpha'?"), (FINETUNE, "--target-modules", "did you mean '--targets'?"),
-        (FINETUNE, "--epoch", "did you mean '--epochs'?"), (FINETUNE, "--batch-size", "counts a batch in tokens: --batch-tokens"),
-        (SERVE, "--max-running-requests", "did you mean '--max-running'?"), (SERVE, "--max-concurrent-requests", "did you mean '--max-running'?"),
-        (FINETUNE, "--gradient-checkpointing", "layers are recomputed"), (SERVE, "--load-in-4bit", "quantised bases are not supported"),
-        (SERVE, "--tensor-parallel-size", "did you mean '--tp'?"), (SERVE, "--enable-lora", "adapters of any number and rank"),
+        (FINETUNE, "--lr", "did you mean '--learning-rate'?"),
+        (FINETUNE, "--num_train_epochs", "did you mean '--epochs'?"),
+        (FINETUNE, "-r", "did you mean '--rank'?"),
+        (FINETUNE, "--lora-r", "did you mean '--rank'?"),
+        (FINETUNE, "--lora-alpha", "did you mean '--alpha'?"),
+        (FINETUNE, "--target-modules", "did you mean '--targets'?"),
+        (FINETUNE, "--epoch", "did you mean '--epochs'?"),
+        (FINETUNE, "--batch-size", "counts a batch in tokens: --batch-tokens"),
+        (SERVE, "--max-running-requests", "did you mean '--max-running'?"),
+        (SERVE, "--max-concurrent-requests", "did you mean '--max-running'?"),
+        (FINETUNE, "--gradient-checkpointing", "layers are recomputed"),
+        (SERVE, "--load-in-4bit", "quantised bases are not supported"),
+        (SERVE, "--tensor-parallel-size", "did you mean '--tp'?"),
+        (SERVE, "--enable-lora", "adapters of any number and rank"),
     ],
-)  # fmt: skip
+)
 def test_an_unknown_option_is_answered_as_a_field_is(options: tuple[str, ...], given: str, says: str) -> None:
     assert says in option_hint(given, options)
 

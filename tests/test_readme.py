@@ -73,8 +73,13 @@ def test_the_shell_commands_run_as_printed(daemon: DaemonProcess, tmp_path: Path
     environ |= {"COSERVE_URL": daemon.url, "PATH": "/usr/local/bin:/usr/bin:/bin"}
     done = subprocess.run(
         ["bash", "-c", "\n".join(script)],
-        cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=1500, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     said: dict[str, str] = {}
     for number, command in enumerate(shown):
@@ -110,8 +115,12 @@ def test_the_python_runs_as_printed(daemon: DaemonProcess) -> None:
     for code, printed in zip(blocks("python"), (" Ahoy!\n Fair winds!", " Ahoy!\n"), strict=True):
         done = subprocess.run(
             [sys.executable, "-P", "-c", code.replace("http://localhost:8000", daemon.url)],
-            capture_output=True, text=True, timeout=240, check=False, env=os.environ | {"COSERVE_URL": daemon.url},
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+            env=os.environ | {"COSERVE_URL": daemon.url},
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout == printed
     assert "prints ` Ahoy!` and ` Fair winds!`" in README and "prints ` Ahoy!` too" in README

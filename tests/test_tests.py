@@ -1,5 +1,5 @@
-"""Tests use what is public: they neither read nor set private names of the package, and patch none of its constants. What they share is in
-`tests/support`."""
+"""Tests use what is public: they neither read nor set private names of the package, and patch none of its constants.
+What they share is in `tests/support`."""
 
 from __future__ import annotations
 
@@ -120,6 +120,6 @@ def test_what_tests_share_is_in_support() -> None:
         ("from coserve.engine.engine import Engine\nclass Own(Engine):\n    def own(self): return self._of_mine", True),
         ("class Own:\n    def own(self): return self._jobs", True),
     ],
-)  # fmt: skip
+)
 def test_what_is_found(line: str, allowed: bool) -> None:
     assert (offences(line) == []) == allowed

@@ -325,7 +325,7 @@ Made by `tools/train_tiny.py`, which holds every step:
 
     python tools/train_tiny.py corpus --out build/tiny
     python tools/train_tiny.py train --corpus build/tiny --out coserve/assets/tiny
-"""
+"""  # noqa: E501
 
 
 def main() -> None:

@@ -1,6 +1,8 @@
-"""What `bdlora/measure.py` measures: shapes, strategies, ranks at equal parameters, and each rank's part of bases and adapters.
+"""What `bdlora/measure.py` measures: shapes, strategies, ranks at equal parameters, and each rank's part of bases and
+adapters.
 
-Weights are random, and each rank makes only its own part of them, on its GPU: slices that two ranks share have the same numbers.
+Weights are random, and each rank makes only its own part of them, on its GPU: slices that two ranks share have the same
+numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ STD = 0.02
 
 
 class RandomWeights:
-    """Implements `parallel.build.Weights`. A slice has the same numbers on every rank, whatever else the rank asks for."""
+    """Implements `parallel.build.Weights`. A slice has the same numbers on every rank, whatever else the rank asks
+    for."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype

@@ -100,7 +100,8 @@ def _composed(rows: Mapping[str, Row], shape: str, tp: int, strategy: str, rank:
 
 
 def _prefill_ms(rows: Mapping[str, Row], start: str, load: Load) -> float | None:
-    """Of all prompts: that of one prompt with as many tokens, or of whole steps of `STEP_TOKENS`; None: not measured."""
+    """Of all prompts: that of one prompt with as many tokens, or of whole steps of `STEP_TOKENS`; None: not
+    measured."""
     tokens = load.batch * load.prompt
     one = rows.get(f"{start}.{tokens}")
     if one is not None:
@@ -123,7 +124,8 @@ def speedups(loads: Sequence[Measured]) -> list[Speedup]:
 
 
 def table_2(loads: Sequence[Measured]) -> str:
-    """Markdown: the paper's table 2 without its tasks: ranks, parameters, and what they cost, for each shape and number of GPUs."""
+    """Markdown: the paper's table 2 without its tasks: ranks, parameters, and what they cost, for each shape and number
+    of GPUs."""
     lines = list[str]()
     for shape, tp, load in sorted({(one.shape, one.tp, one.load) for one in loads if one.tp > 1}):
         own = {
@@ -142,7 +144,8 @@ def table_2(loads: Sequence[Measured]) -> str:
             kind = "" if one.measured else " (composed)"
             graphs = "" if one.row.get("graphs", True) else ", no graphs"
             lines.append(
-                f"| {strategy}{graphs} | {one.row.get('rank', '')} | {million} | {one.tok_s:.1f}{kind} | {one.e2e_s:.3f} | "
+                f"| {strategy}{graphs} | {one.row.get('rank', '')} | {million} | {one.tok_s:.1f}{kind} | "
+                f"{one.e2e_s:.3f} | "
                 f"{one.decode_ms:.3f} | {one.prefill_ms:.2f} | {part} |"
             )
         lines.append("")

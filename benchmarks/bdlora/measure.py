@@ -1,17 +1,20 @@
 """Tensor parallelism and LoRA's sharding strategies on N GPUs: the BD-LoRA paper's figures 1 and 5 and table 2.
 
-    python -m benchmarks.bdlora.measure --tp 2 --smoke --out /tmp/smoke         # 8B: a little of everything; fills the caches
+    python -m benchmarks.bdlora.measure --tp 2 --smoke --out /tmp/smoke         # 8B: a little of everything; fills \
+        the caches
     python -m benchmarks.bdlora.measure --tp 2 --budget 350                     # 8B and 70B, most important rows first
-    python -m benchmarks.bdlora.measure --summarize [FILE ...]                  # take results in; keys, table, figures; no GPU
+    python -m benchmarks.bdlora.measure --summarize [FILE ...]                  # take results in; keys, table, \
+        figures; no GPU
     TRITON_INTERPRET=1 python -m benchmarks.bdlora.measure --tiny --tp 2 --out /tmp/tried
 
-Llama-3.1 shapes with random bf16 weights, made on the GPUs; adapters on all seven sites of a layer, one for all requests
-(as in the paper). One process a GPU; each runs coserve's executor (compiled layers, adapter slots, CUDA graphs) over the same schedule,
-without HTTP and without the channel from rank 0 to the others. Greedy, every request to its last token. Each row is written as soon as it is
-measured; rows of earlier runs stay.
+Llama-3.1 shapes with random bf16 weights, made on the GPUs; adapters on all seven sites of a layer, one for all
+requests (as in the paper). One process a GPU; each runs coserve's executor (compiled layers, adapter slots, CUDA
+graphs) over the same schedule, without HTTP and without the channel from rank 0 to the others. Greedy, every request to
+its last token. Each row is written as soon as it is measured; rows of earlier runs stay.
 
-Variants: `base`; `nfs`, `slora` and `bd` at LoRA's rank r (`.r64`). `bd` has the rank of the paper's table 1 with as many
-parameters, r' = r (dH + dI) / (dH + dI / N), rounded as `bd_rank` says; rows have its rank and both adapters' parameters.
+Variants: `base`; `nfs`, `slora` and `bd` at LoRA's rank r (`.r64`). `bd` has the rank of the paper's table 1 with as
+many parameters, r' = r (dH + dI) / (dH + dI / N), rounded as `bd_rank` says; rows have its rank and both adapters'
+parameters.
 """
 
 from __future__ import annotations

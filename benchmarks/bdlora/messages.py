@@ -25,7 +25,8 @@ IN_GRAPH, REPLAYS = 10, 7
 
 
 def all_reduce_us(mesh: Mesh) -> dict[str, float]:
-    """Microseconds of each `METHOD.KIB`: bf16, the median of replays; sums are checked. All ranks call this. Empty without GPUs."""
+    """Microseconds of each `METHOD.KIB`: bf16, the median of replays; sums are checked. All ranks call this. Empty
+    without GPUs."""
     if not isinstance(mesh, GroupMesh) or not torch.cuda.is_available():
         return {}
     import torch.distributed._symmetric_memory as symmetric

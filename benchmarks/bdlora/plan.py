@@ -11,7 +11,8 @@ RANKS = (64, 128, 256, 16, 32)
 TINY_RANKS = (16, 8)
 BATCHES = (1, 16, 64)
 STEP_TOKENS = 1024
-"""Most tokens of a prefill step with adapters; the base's prefill of 4096 tokens goes by steps of 2048, the daemon's default."""
+"""Most tokens of a prefill step with adapters; the base's prefill of 4096 tokens goes by steps of 2048, the daemon's
+default."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Variant(NamedTuple):
     shape: str
     strategy: Strategy | None = None
     rank: int = 0
-    """LoRA's. That of `bd` has as many parameters (`bd_rank`), that of `bd2` is twice as large, as in the paper at TP 8."""
+    """LoRA's. That of `bd` has as many parameters (`bd_rank`), that of `bd2` is twice as large, as in the paper at TP
+    8."""
 
     @property
     def name(self) -> str:
@@ -161,7 +163,8 @@ class Plan:
         raise AssertionError(part)
 
     def models(self, parts: Sequence[str]) -> list[str]:
-        """The bases of these parts, in the order in which they are built. Of `smoke` all: a later run finds them compiled."""
+        """The bases of these parts, in the order in which they are built. Of `smoke` all: a later run finds them
+        compiled."""
         wanted = PARTS if "smoke" in parts else parts
         items = [item for part in wanted for item in self.items(part)]
         return list(dict.fromkeys(item.model for item in items if item.what != "messages"))

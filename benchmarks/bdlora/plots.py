@@ -23,7 +23,8 @@ PANELS: tuple[tuple[str, Callable[[Measured], float]], ...] = (
 
 
 def draw(loads: Sequence[Measured], folder: Path) -> None:
-    """`bdlora_figure_5_SHAPE_tpN.png`: by parameters, a row a load. `bdlora_figure_1_tpN.png`: latency over parameters."""
+    """`bdlora_figure_5_SHAPE_tpN.png`: by parameters, a row a load. `bdlora_figure_1_tpN.png`: latency over
+    parameters."""
     folder.mkdir(parents=True, exist_ok=True)
     for shape, tp in sorted({(one.shape, one.tp) for one in loads if one.tp > 1}):
         own = [one for one in loads if (one.shape, one.tp) == (shape, tp)]
@@ -64,7 +65,8 @@ def _figure_5(loads: Sequence[Measured], title: str, file: Path) -> None:
 
 
 def _figure_1(loads: Sequence[Measured], title: str, file: Path) -> None:
-    """End-to-end latency of one request over parameters, ranks in the plot; quality is no part of these measurements."""
+    """End-to-end latency of one request over parameters, ranks in the plot; quality is no part of these
+    measurements."""
     shown = sorted({one.load for one in loads if one.load.batch == 1 and one.strategy != "base"})
     if not shown:
         return

@@ -6,11 +6,13 @@ A step of one request on N GPUs takes
 
     weights / N / bandwidth + fixed + messages × t(N) + adapter
 
-*Bandwidth* and *fixed* (attention, norms, launches) solve the base's steps on one and two GPUs. t(2) is the measured all-reduce. t(N) is not known:
-from t(2), if GPUs read each other at once, to t(2) log2 N. *Adapter*: at two GPUs what a step takes longer than the base's, without its own
-messages; the part above the least of all ranks of LoRA is bytes, and changes as the bytes that a GPU holds. The fixed part is that of a layer, times layers.
+*Bandwidth* and *fixed* (attention, norms, launches) solve the base's steps on one and two GPUs. t(2) is the measured
+all-reduce. t(N) is not known: from t(2), if GPUs read each other at once, to t(2) log2 N. *Adapter*: at two GPUs what a
+step takes longer than the base's, without its own messages; the part above the least of all ranks of LoRA is bytes, and
+changes as the bytes that a GPU holds. The fixed part is that of a layer, times layers.
 
-The model has as many unknowns as there are rows, so nothing checks it before four GPUs do. Keys end in `.low` and `.high`, by t(N).
+The model has as many unknowns as there are rows, so nothing checks it before four GPUs do. Keys end in `.low` and
+`.high`, by t(N).
 """
 
 from __future__ import annotations
@@ -145,9 +147,14 @@ def main() -> None:
     settings = {"bandwidth_tb_s": round(BYTES / model.per_parameter / 1e9, 3), "fixed_ms": round(model.fixed, 3)}
     settings |= {"message_us": round(model.message * 1e3, 2), "adapter_least_ms": round(model.least, 3)}
     results = Results(
-        options.out, FILE, script="benchmarks.bdlora.predict", hardware=f"none: from {MEASURED}, of two H200s", seed=0,
-        revision=options.commit, settings=settings,
-    )  # fmt: skip
+        options.out,
+        FILE,
+        script="benchmarks.bdlora.predict",
+        hardware=f"none: from {MEASURED}, of two H200s",
+        seed=0,
+        revision=options.commit,
+        settings=settings,
+    )
     for key, (low, high, target) in predictions(model).items():
         about = {"note": "predicted, not measured", "target_when_measured": None if target is None else str(target)}
         results.put(key, round(low, 3), "ratio", None, [round(low, 3), round(high, 3)], about)

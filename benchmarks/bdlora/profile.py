@@ -19,8 +19,8 @@ NAME = 90
 def profiled(work: Callable[[], object], steps: int, *, host: bool) -> dict[str, Any]:
     """Runs `work`, which does `steps` equal steps, under the profiler. Milliseconds and counts are of one step.
 
-    `busy_ms`: in which a kernel ran; kernels that run at once count once. With `host` also operations by their own time on the host, which
-    the profiler lengthens.
+    `busy_ms`: in which a kernel ran; kernels that run at once count once. With `host` also operations by their own time
+    on the host, which the profiler lengthens.
     """
     activities = [torch.profiler.ProfilerActivity.CUDA]
     if host:

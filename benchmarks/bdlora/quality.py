@@ -4,16 +4,18 @@
     python -m benchmarks.bdlora.quality --plot
     python -m benchmarks.bdlora.quality --tiny --out /tmp/tried
 
-The setup is the BD-LoRA paper's (section 5.1, appendix C.1), made small: LoRA at all sites, rsLoRA's scaling with an alpha of 16 for each
-block, AdamW, a linear schedule with a warm-up of 5%, a loss over held-out rows at the end. Each adapter is trained by coserve's own
-training loop. All kinds see the same batches: the data order depends on the seed alone, and the held-out rows on nothing.
+The setup is the BD-LoRA paper's (section 5.1, appendix C.1), made small: LoRA at all sites, rsLoRA's scaling with an
+alpha of 16 for each block, AdamW, a linear schedule with a warm-up of 5%, a loss over held-out rows at the end. Each
+adapter is trained by coserve's own training loop. All kinds see the same batches: the data order depends on the seed
+alone, and the held-out rows on nothing.
 
-`tuning`  each kind at some ranks, on a seed of its own: the rate with the lowest mean validation loss is the kind's rate at every rank
-`final`   each kind, rank and seed at that rate
+`tuning`  each kind at some ranks, on a seed of its own: the rate with the lowest mean validation loss is the kind's
+rate at every rank `final`   each kind, rank and seed at that rate
 
-A BD-LoRA of N blocks gets the rank whose number of parameters is nearest to the LoRA's. (The paper's r (dH + dI) / (dH + dI/N) is the
-same count for one weight of the MLP; attention's weights have other shapes.) Each row is written when its run is done; a run that
-has a row is not repeated. `--plot` draws the figure and puts `bd.quality.delta` into the summary, from the committed rows.
+A BD-LoRA of N blocks gets the rank whose number of parameters is nearest to the LoRA's. (The paper's r (dH + dI) / (dH
++ dI/N) is the same count for one weight of the MLP; attention's weights have other shapes.) Each row is written when
+its run is done; a run that has a row is not repeated. `--plot` draws the figure and puts `bd.quality.delta` into the
+summary, from the committed rows.
 """
 
 from __future__ import annotations
@@ -151,8 +153,12 @@ def train(case: Case, scale: Scale, base: Base, corpus: Corpus, held: int) -> li
     """The metrics of every step; those of the last step of each epoch have the validation loss."""
     lora = settings_of(case, base.spec)
     training = TrainingSettings(
-        epochs=scale.epochs, batch_tokens=scale.batch_tokens, learning_rate=case.rate, schedule=Schedule.LINEAR, seed=case.seed
-    )  # fmt: skip
+        epochs=scale.epochs,
+        batch_tokens=scale.batch_tokens,
+        learning_rate=case.rate,
+        schedule=Schedule.LINEAR,
+        seed=case.seed,
+    )
     plan = HeldOutPlan(corpus, held, training)
     training = msgspec.structs.replace(
         training,
@@ -168,14 +174,27 @@ def run_job(
 ) -> list[StepMetrics]:
     """Train an adapter from `start` to the end by coserve's own loop; the metrics of every step."""
     spec = JobSpec(
-        id=name, adapter="quality", version=1, init_from=None, lora=start.settings, training=training,
-        rows=corpus.rows, tokens=corpus.token_count, target_tokens=corpus.target_tokens,
-    )  # fmt: skip
+        id=name,
+        adapter="quality",
+        version=1,
+        init_from=None,
+        lora=start.settings,
+        training=training,
+        rows=corpus.rows,
+        tokens=corpus.token_count,
+        target_tokens=corpus.target_tokens,
+    )
     timer, device = SliceTimer(time.perf_counter), base.device
     optimizer = AdapterOptimizer(start, base.spec, training, base.dtype, device)
     session = TrainingSession(
-        optimizer, Loss(), seed=training.seed, dropout=start.settings.dropout, neftune_alpha=None, device=device, timer=timer
-    )  # fmt: skip
+        optimizer,
+        Loss(),
+        seed=training.seed,
+        dropout=start.settings.dropout,
+        neftune_alpha=None,
+        device=device,
+        timer=timer,
+    )
     loop = TrainingLoop(spec, corpus, plan, session)
     job = TrainingJob(loop, JobCheckpoints(DataFolder(Path()), base.spec, loop, keep=1))  # none is saved
     runner, backend = MicroBatchRunner(base, recompute=False), choose_backend("auto", device, base.dtype)
@@ -336,13 +355,24 @@ def main() -> None:
     corpus, held = read_corpus()
     validation_tokens = int(np.sum(corpus.target[corpus.bounds[-held - 1] :]))
     results = Results(
-        given.out, NAME, script="benchmarks.bdlora.quality", hardware=cpu_name(), seed=scale.seeds[0], revision=given.commit,
-        settings=asdict(scale) | {
-            "alpha_per_block": ALPHA, "rslora": True, "warmup": WARMUP, "dtype": "float32",
-            "rows": corpus.rows - held, "tokens": int(corpus.bounds[-held - 1]),
-            "validation_rows": held, "validation_targets": validation_tokens,
+        given.out,
+        NAME,
+        script="benchmarks.bdlora.quality",
+        hardware=cpu_name(),
+        seed=scale.seeds[0],
+        revision=given.commit,
+        settings=asdict(scale)
+        | {
+            "alpha_per_block": ALPHA,
+            "rslora": True,
+            "warmup": WARMUP,
+            "dtype": "float32",
+            "rows": corpus.rows - held,
+            "tokens": int(corpus.bounds[-held - 1]),
+            "validation_rows": held,
+            "validation_targets": validation_tokens,
         },
-    )  # fmt: skip
+    )
     for case in tuning_cases(scale):
         run(case, scale, base, corpus, held, results)
     for case in final_cases(scale, results.rows()):

@@ -178,7 +178,8 @@ def _retention(rows: dict[str, dict[str, Any]], tp: int) -> dict[str, Key]:
 
 
 def _runs_with_one_gpu(out: Path, rows: dict[str, dict[str, Any]]) -> dict[str, tuple[str, Key]]:
-    """Keys of the last runs on one GPU and on all, of earlier results too, as a later run may have measured one of the two alone; with the file's name."""
+    """Keys of the last runs on one GPU and on all, of earlier results too, as a later run may have measured one of the
+    two alone; with the file's name."""
     found = dict[str, tuple[str, Key]]()
     for path in sorted(out.glob("bdlora_*.json")):
         content = json.loads(path.read_text())

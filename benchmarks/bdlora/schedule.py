@@ -1,4 +1,5 @@
-"""Steps of `bdlora/measure.py` through coserve's executor: the same on every rank, the next one launched before the last is collected."""
+"""Steps of `bdlora/measure.py` through coserve's executor: the same on every rank, the next one launched before the
+last is collected."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class Schedule:
         *,
         dry: bool = False,
     ) -> None:
-        """`sequences`: numbers below it were used before. `dry`: kernels are compiled and not launched; no token is ever read."""
+        """`sequences`: numbers below it were used before. `dry`: kernels are compiled and not launched; no token is
+        ever read."""
         self._dry = dry
         self.executor, self.sequences = executor, sequences
         self._kv, self._vocab, self._adapters = kv, vocab, adapters

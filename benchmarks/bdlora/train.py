@@ -45,8 +45,8 @@ def compiled_runner(base: Base) -> MicroBatchRunner:
 def train_steps(
     base: Base, runner: MicroBatchRunner, rows: int, length: int, *, repeats: int, warm_ups: int
 ) -> list[float]:
-    """Seconds of each step: forward and backward of one micro-batch, and AdamW's update. All ranks of the base call this. The second step captures
-    the graphs."""
+    """Seconds of each step: forward and backward of one micro-batch, and AdamW's update. All ranks of the base call
+    this. The second step captures the graphs."""
     settings = LoraSettings(r=16)
     start = new_adapter(settings, base.spec, seed=0, dtype=torch.float32, device=base.device)
     training = TrainingSettings(steps=1)

@@ -1,4 +1,5 @@
-"""Fills the compilers' caches before `bdlora/measure.py` measures: each process compiles a part, for one rank without the others."""
+"""Fills the compilers' caches before `bdlora/measure.py` measures: each process compiles a part, for one rank without
+the others."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def gemm_paths(folder: Path, model: str) -> list[Path]:
 def warm_caches(work: Sequence[WarmTask], size: int, folder: Path, *, tiny: bool, limit: float) -> None:
     """Does all of `work` at once, for at most `limit` seconds; what is missing is compiled when it is measured.
 
-    `folder`: of the choices of GEMMs, and of a note of what was done, which a later run on this machine does not repeat.
+    `folder`: of the choices of GEMMs, and of a note of what was done, which a later run on this machine does not
+    repeat.
     """
     folder.mkdir(parents=True, exist_ok=True)
     left = [(place, task) for place, task in enumerate(work) if not _note(folder, task).exists()]

@@ -1,4 +1,5 @@
-"""One rank of `bdlora/measure.py`: its parts of the bases, adapters and executors. Every rank gets the same calls in the same order."""
+"""One rank of `bdlora/measure.py`: its parts of the bases, adapters and executors. Every rank gets the same calls in
+the same order."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.common.compare_trees BEFORE AFTER --out FILE -- -m benchmarks.serving.in_process --only ...
 
-BEFORE and AFTER are folders with the whole repository. The command runs in each, with `--out` added. FILE gets each key's
-value in both, and the ratio.
+BEFORE and AFTER are folders with the whole repository. The command runs in each, with `--out` added. FILE gets each
+key's value in both, and the ratio.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Parts of a benchmark on several GPUs of one machine at the same time, each part on one GPU in a process of its own."""
+"""Parts of a benchmark on several GPUs of one machine at the same time, each part on one GPU in a process of its
+own."""
 
 from __future__ import annotations
 

@@ -24,8 +24,10 @@ def commit() -> tuple[str, str | None]:
         return "unknown", "the commit was not recorded"
     changed = subprocess.run(
         ["git", "status", "--porcelain", "--untracked-files=no", "--", "coserve", "benchmarks/*.py"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return head.stdout.strip(), "measured on a tree that was not clean" if changed.stdout.strip() else None
 
 

@@ -1,7 +1,9 @@
 """Figure 5.1 of the ETS paper, end to end: throughput of GPT-2 medium over the number of adapters and the batch size.
 
-    python -m benchmarks.ets.figure_5_1 --out benchmarks/results [--budget 500] [--ways segmented,...] [--axes batch] [--tasks finetuning]
-    python -m benchmarks.ets.figure_5_1 --plot [FOLDER/figure_5_1.json]     (draws the committed result, with this one in it)
+    python -m benchmarks.ets.figure_5_1 --out benchmarks/results [--budget 500] [--ways segmented,...] [--axes batch] \
+        [--tasks finetuning]
+    python -m benchmarks.ets.figure_5_1 --plot [FOLDER/figure_5_1.json]     (draws the committed result, with this one \
+        in it)
     TRITON_INTERPRET=1 python -m benchmarks.ets.figure_5_1 --tiny --out /tmp/tried
 
 As in its section 5.1.1: bfloat16, a quarter of the adapters each of rank 16, 32, 64 and 128, on `c_attn` and `c_proj`,
@@ -9,8 +11,9 @@ adapters of a batch drawn uniformly, 16 sequences and 24 adapters unless they va
 nearest to the others' mean of 60: the figure is about their number. Inference is whole generations through
 `Generator` (eager: the same code around the LoRA terms for every method; `segmented+graphs` is what the daemon runs);
 fine-tuning is forward and backward of one packed batch with every adapter learning (`segmented` adds the gradients to
-sums in fp32, as the daemon does; the others leave them to autograd); `segmented+trainer` is the daemon's trainer with everything that belongs to a step. Weights and tokens are random.
-Each point is written as soon as it is measured: over the number of adapters first, then over the batch size.
+sums in fp32, as the daemon does; the others leave them to autograd); `segmented+trainer` is the daemon's trainer with
+everything that belongs to a step. Weights and tokens are random. Each point is written as soon as it is measured: over
+the number of adapters first, then over the batch size.
 """
 
 from __future__ import annotations
@@ -197,8 +200,8 @@ def measure(
     warm_ups: int,
     prepare: Callable[[], bool] | None = None,
 ) -> list[float]:
-    """Tokens a second of `repeats` runs of so many batches in turn. `prepare`: what the daemon does when it has nothing to
-    do, until it is False."""
+    """Tokens a second of `repeats` runs of so many batches in turn. `prepare`: what the daemon does when it has nothing
+    to do, until it is False."""
     for run in range(warm_ups):
         call(run % batches)
         while prepare is not None and prepare():

@@ -19,7 +19,8 @@ FLATNESS = Target(0.9)
 def flatness(rows: Sequence[dict[str, Any]], shape: Shape = PAPER) -> dict[str, tuple[float, dict[str, Any]]]:
     """Throughput at the most adapters over that at one, at the default batch; and the row at the most.
 
-    `kernels.flatness.a64_vs_a1` is the smaller of inference and fine-tuning, as the daemon runs them where that was measured.
+    `kernels.flatness.a64_vs_a1` is the smaller of inference and fine-tuning, as the daemon runs them where that was
+    measured.
     """
     of = {(row["task"], row["way"], row["batch"], row["adapters"]): row for row in rows}
     found = {}
@@ -40,8 +41,8 @@ def flatness(rows: Sequence[dict[str, Any]], shape: Shape = PAPER) -> dict[str, 
 
 
 def over_grouped(rows: Sequence[dict[str, Any]], shape: Shape = PAPER) -> dict[str, tuple[float, dict[str, Any]]]:
-    """`block_sparse`'s throughput over `grouped`'s, the paper's claim: the largest of all points of inference, and fine-tuning of
-    the most adapters."""
+    """`block_sparse`'s throughput over `grouped`'s, the paper's claim: the largest of all points of inference, and
+    fine-tuning of the most adapters."""
     of = {(row["task"], row["way"], row["batch"], row["adapters"]): row for row in rows}
     points = dict[tuple[str, int, int], tuple[float, dict[str, Any]]]()
     for (task, method, batch, adapters), row in of.items():
@@ -90,9 +91,13 @@ def draw(rows: Sequence[dict[str, Any]], hardware: str, path: Path, shape: Shape
         ):
             for index, method in enumerate(METHODS):
                 curve = sorted(
-                    (row[vary], row["value"]) for row in rows
-                    if row["task"] == task and row["way"] == method and row[fixed] == value and row[vary] in shape.counts
-                )  # fmt: skip
+                    (row[vary], row["value"])
+                    for row in rows
+                    if row["task"] == task
+                    and row["way"] == method
+                    and row[fixed] == value
+                    and row[vary] in shape.counts
+                )
                 if curve:
                     axes.plot(*zip(*curve, strict=True), marker="o", label=method, color=f"C{index}")
             axes.set(xscale="log", yscale="log", xlabel=f"{vary} ({fixed} {value})", ylabel="tokens/s", title=task)

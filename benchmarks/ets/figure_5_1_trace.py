@@ -3,8 +3,9 @@
     python -m benchmarks.ets.figure_5_1_trace --out benchmarks/results
     TRITON_INTERPRET=1 python -m benchmarks.ets.figure_5_1_trace --tiny --out /tmp/tried
 
-With one adapter and with as many as the figure has at most, at its default batch. A kernel adds the time from the end of
-all earlier kernels to its own end, so overlapping time counts once and the kernels of a layer add up to the layer. Tracing makes the gaps between kernels a little longer.
+With one adapter and with as many as the figure has at most, at its default batch. A kernel adds the time from the end
+of all earlier kernels to its own end, so overlapping time counts once and the kernels of a layer add up to the layer.
+Tracing makes the gaps between kernels a little longer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Fine-tuning of figure 5.1 as the daemon runs it: its trainer, with rows of several jobs in one batch, the loss in chunks, clipping and AdamW.
+"""Fine-tuning of figure 5.1 as the daemon runs it: its trainer, with rows of several jobs in one batch, the loss in
+chunks, clipping and AdamW.
 
-Each adapter is a job on random rows, which takes optimizer steps of its share of the batch: one row, or more where there are fewer adapters than
-sequences. A batch has as many jobs as fit, in turn. The paper draws each sequence's adapter.
+Each adapter is a job on random rows, which takes optimizer steps of its share of the batch: one row, or more where
+there are fewer adapters than sequences. A batch has as many jobs as fit, in turn. The paper draws each sequence's
+adapter.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ _COMPILED = WeakKeyDictionary[nn.Module, CompiledLayers]()
 
 
 def _compiled(parts: EngineParts, *, levels: bool) -> CompiledLayers | None:
-    """The base's layers, compiled once for all trainers, with `levels` those that keep less, too; None where the daemon would not compile them."""
+    """The base's layers, compiled once for all trainers, with `levels` those that keep less, too; None where the daemon
+    would not compile them."""
     model = parts.base.model
     try:
         if model not in _COMPILED and parts.config.compile != "off":
@@ -114,7 +117,8 @@ class Jobs:
         recomputed: int = 0,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """`ranks`: of each adapter. `batch`: sequences of one forward. `rows` of a job's step; None: the job's share of the batch.
+        """`ranks`: of each adapter. `batch`: sequences of one forward. `rows` of a job's step; None: the job's share of
+        the batch.
         `recomputed`: layers that the memory plan has computed again. `settings`: further ones of the daemon."""
         own: dict[str, Any] = {"lora_backend": backend, "micro_batch_tokens": batch * length, **(settings or {})}
         parts = EngineParts(base, Config(data_dir=root, **own))
@@ -135,7 +139,8 @@ class Jobs:
             self._turns.append(spec.id)
 
     def train(self, run: int) -> int:
-        """One batch, or more where jobs' whole steps fill at most half of it; returns the tokens of the optimizer steps.
+        """One batch, or more where jobs' whole steps fill at most half of it; returns the tokens of the optimizer
+        steps.
 
         Raises `TooLittleMemory`.
         """
@@ -147,7 +152,8 @@ class Jobs:
         return tokens
 
     def slices(self, micro_steps: int) -> Iterator[MicroStep]:
-        """What `train` does, in slices of at most so many micro-steps of one kind; yields each slice's kind ahead of it.
+        """What `train` does, in slices of at most so many micro-steps of one kind; yields each slice's kind ahead of
+        it.
 
         Raises `TooLittleMemory`.
         """

@@ -1,4 +1,5 @@
-"""Loads and systems of the ETS paper's section 5.2: what `benchmarks/ets/measure.py` measures, and how long it takes."""
+"""Loads and systems of the ETS paper's section 5.2: what `benchmarks/ets/measure.py` measures, and how long it
+takes."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ GPT2_MEDIUM = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the base, the systems' batches and the rows. Section 5.2.2: fine-tuning batches of 32 rows, inference batches of at most 64
-    requests, dispatched when they are full or 5 s after their first request.
+    """Of the base, the systems' batches and the rows. Section 5.2.2: fine-tuning batches of 32 rows, inference batches
+    of at most 64 requests, dispatched when they are full or 5 s after their first request.
     """
 
     model: dict[str, object] | None
@@ -62,7 +63,8 @@ TINY = Sizes(None, (), "cpu", "auto", 8192, 8, 0.5, 2, 32, 2, 4, 1)
 
 @dataclass(frozen=True)
 class Load:
-    """Table 5.1. `rate`: requests a second, 1 / T_inference; `rows`: N_fine-tune, of each burst; `period`: T_fine-tune."""
+    """Table 5.1. `rate`: requests a second, 1 / T_inference; `rows`: N_fine-tune, of each burst; `period`:
+    T_fine-tune."""
 
     seconds: float
     rate: float = 10.0
@@ -89,8 +91,8 @@ class Cell:
 def cells(*, tiny: bool) -> list[Cell]:
     """In the order in which they are measured.
 
-    `table`: table 5.2; `mixed`: its load with one job for each adapter of a burst; `figure`: figure 5.2, by the size of fine-tuning
-    requests; `rates`: requests and rows a second together, up to 64 times the table's.
+    `table`: table 5.2; `mixed`: its load with one job for each adapter of a burst; `figure`: figure 5.2, by the size of
+    fine-tuning requests; `rates`: requests and rows a second together, up to 64 times the table's.
     """
     if tiny:
         load = Load(4.0, 4.0, 4, 2.0)
@@ -113,7 +115,8 @@ def cells(*, tiny: bool) -> list[Cell]:
 
 
 def warm_up_load(sizes: Sizes, *, tiny: bool) -> Load:
-    """Before anything is measured: a batch that waits for `delay`, then one that is full, and two batches of training."""
+    """Before anything is measured: a batch that waits for `delay`, then one that is full, and two batches of
+    training."""
     return Load(1.0 if tiny else 8.0, 8.0, 2 * sizes.batch_rows, 20.0)
 
 
@@ -174,13 +177,21 @@ def load_trace_of(load: Load, sizes: Sizes, seed: int = 0) -> Trace:
     """The arrivals of a load: the preset's prompts, and every `period` seconds exactly `rows` rows."""
     scenario = make_scenario(
         {
-            "preset": "ets-5.1", "seed": seed, "duration": load.seconds, "rate": load.rate, "finetune": Finetuning.OFF,
-            "adapters": sizes.adapters, "rank": (sizes.rank,), "targets": sizes.targets, "finetune_rows": load.rows,
-            "finetune_period": load.period, "row_tokens": sizes.row_tokens,
+            "preset": "ets-5.1",
+            "seed": seed,
+            "duration": load.seconds,
+            "rate": load.rate,
+            "finetune": Finetuning.OFF,
+            "adapters": sizes.adapters,
+            "rank": (sizes.rank,),
+            "targets": sizes.targets,
+            "finetune_rows": load.rows,
+            "finetune_period": load.period,
+            "row_tokens": sizes.row_tokens,
             "batch_tokens": (sizes.step_rows if load.by_adapter else sizes.batch_rows) * sizes.row_tokens,
             "slos": (1.0, 10.0, 60.0),
         }
-    )  # fmt: skip
+    )
     prompts = make_trace(scenario, bundled_prompts(), ())
     jobs = list(_bursts(scenario, load))
     return Trace(scenario, Repeatable(lambda: heapq.merge(prompts.arrivals, jobs, key=lambda arrival: arrival.at)))

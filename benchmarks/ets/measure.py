@@ -2,16 +2,21 @@
 
     python -m benchmarks.ets.measure --only table --out benchmarks/results              (about 10 minutes on one GPU)
     python -m benchmarks.ets.measure --only table,figure,rates --gpus 6 --out /tmp/ets  (a policy a GPU)
-    python -m benchmarks.ets.measure --backends block_sparse --policies ets,ts10,slack --only table --out benchmarks/results
-    python -m benchmarks.ets.measure --only figure,rates --cells rows4096,x16 --policies slack,ets,ts5 --out benchmarks/results
-    python -m benchmarks.ets.measure --publish [FOLDER/ets.json ...]     (takes these in, draws, puts the keys in summary.json)
+    python -m benchmarks.ets.measure --backends block_sparse --policies ets,ts10,slack --only table --out \
+        benchmarks/results
+    python -m benchmarks.ets.measure --only figure,rates --cells rows4096,x16 --policies slack,ets,ts5 --out \
+        benchmarks/results
+    python -m benchmarks.ets.measure --publish [FOLDER/ets.json ...]     (takes these in, draws, puts the keys in \
+        summary.json)
     python -m benchmarks.ets.measure --tiny --only table --policies ets,slack --out /tmp/tried
 
-GPT-2 medium in bfloat16 with random weights; 32 adapters of rank 32 on `c_attn` and `c_proj`. As in its section 5.2: a prompt each
-0.1 s, 512 rows each 20 s; fine-tuning batches of 32 rows, inference batches of at most 64 requests that wait at most 5 s. The paper does not say how long it ran, its rows'
-length and its answers': here 60 s of arrivals, 480 tokens, 16 to 64 tokens. A burst's rows are one job of an adapter that is drawn (`docs/LOG.md`,
-Scheduling), in the part `mixed` a job for each adapter. Every policy gets the same arrivals from a daemon of its own. Each cell is written
-as soon as it is measured, and one that was measured stays: a run with `--skip-measured` goes on where another was cut off.
+GPT-2 medium in bfloat16 with random weights; 32 adapters of rank 32 on `c_attn` and `c_proj`. As in its section 5.2: a
+prompt each
+0.1 s, 512 rows each 20 s; fine-tuning batches of 32 rows, inference batches of at most 64 requests that wait at most 5
+s. The paper does not say how long it ran, its rows' length and its answers': here 60 s of arrivals, 480 tokens, 16 to
+64 tokens. A burst's rows are one job of an adapter that is drawn (`docs/LOG.md`, Scheduling), in the part `mixed` a job
+for each adapter. Every policy gets the same arrivals from a daemon of its own. Each cell is written as soon as it is
+measured, and one that was measured stays: a run with `--skip-measured` goes on where another was cut off.
 """
 
 from __future__ import annotations
@@ -64,7 +69,8 @@ PARTS = ("table", "mixed", "figure", "rates")
 PATIENCE = 90.0
 """Seconds after which a request is given up; it is then beyond every limit."""
 TARGETS = {"segmented": (0.1, 0.005), "block_sparse": (1.0, 0.1)}
-"""TTFT and TPOT of the daemons, in seconds; of the policies only `slack`, `spatial` and `overlap` keep them. An answer of 64 tokens within the segmented ones takes
+"""TTFT and TPOT of the daemons, in seconds; of the policies only `slack`, `spatial` and `overlap` keep them. An answer
+of 64 tokens within the segmented ones takes
 0.42 s at most. Steps of block_sparse without graphs take longer than 5 ms."""
 
 
@@ -123,7 +129,8 @@ class EtsBenchmark:
         return [cell for cell in chosen if f"{cell.name}.{each.name}" not in self._known and self.has_time(cell)]
 
     async def run(self, systems: Sequence[System], chosen: Sequence[Cell]) -> None:
-        """All cells on each of the systems. Their daemons run at the same time, of which the idle ones use no GPU time."""
+        """All cells on each of the systems. Their daemons run at the same time, of which the idle ones use no GPU
+        time."""
         first, *others = systems
         async with AsyncExitStack() as stack:
 

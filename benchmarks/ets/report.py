@@ -50,8 +50,11 @@ def keys(rows: Rows) -> Entries:
             found |= against_papers(of)
         for policy, (factor, row) in held(rows, backend).items():
             found[f"ets.held_load.{policy if backend == BACKENDS[0] else f'{backend}.{policy}'}"] = (
-                factor, "times table 5.1's load", None, row,
-            )  # fmt: skip
+                factor,
+                "times table 5.1's load",
+                None,
+                row,
+            )
     return found
 
 
@@ -124,7 +127,8 @@ def publish(out: Path = RESULTS, figure: Path = FIGURE) -> None:
 
 
 def draw(rows: Rows, backend: str, hardware: str, path: Path) -> None:
-    """Figure 5.2, mean latency over the size of a fine-tuning request; beside it latency and fine-tuning over the load."""
+    """Figure 5.2, mean latency over the size of a fine-tuning request; beside it latency and fine-tuning over the
+    load."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -3,12 +3,12 @@
     python -m benchmarks.ets.ts_readings --out benchmarks/results
 
 A model of the schedulers in virtual time; no GPU. Three constants are fitted to the table's ETS row: the seconds of an
-inference batch of m requests, `fixed + per_request * m`, and fine-tuning's tokens a second. `fixed` is a given share of a
-batch of 53 requests, the usual size under ETS. Then each reading of TS(n) runs with them:
+inference batch of m requests, `fixed + per_request * m`, and fine-tuning's tokens a second. `fixed` is a given share of
+a batch of 53 requests, the usual size under ETS. Then each reading of TS(n) runs with them:
 
 - unit: a fine-tuning turn is a whole request (512 rows) or one batch of it (32 rows).
-- inference: a turn counts batches, taken from the queue ("batch") or complete once 5 s have passed since their first request
-  arrived ("complete"), or single requests ("request").
+- inference: a turn counts batches, taken from the queue ("batch") or complete once 5 s have passed since their first
+  request arrived ("complete"), or single requests ("request").
 - idle: a side with nothing to dispatch gives its turn away ("given") or keeps it ("kept").
 """
 
@@ -189,8 +189,8 @@ def _candidates(share: float) -> Iterator[Costs]:
 
 
 def shows_the_trends(ets: Row, few: Row, middle: Row, many: Row) -> bool:
-    """TS(5): the longest latency, hardly a request within 10 s, the most fine-tuning. TS(10) and TS(20): alike, slower than ETS,
-    some requests within 10 s. ETS: all within 10 s."""
+    """TS(5): the longest latency, hardly a request within 10 s, the most fine-tuning. TS(10) and TS(20): alike, slower
+    than ETS, some requests within 10 s. ETS: all within 10 s."""
     return (
         few.latency > 1.3 * middle.latency
         and all(row.latency > 1.3 * ets.latency and 0.1 < row.in_10_s < 0.9 for row in (middle, many))
@@ -206,9 +206,14 @@ def main() -> None:
     options = parser.parse_args()
     settings = {"jitter": JITTER, "row_tokens": ROW_TOKENS, "readings": [asdict(each) for each in READINGS]}
     results = Results(
-        options.out, "ts_readings.json", script="benchmarks.ets.ts_readings", hardware="any: virtual time", seed=0,
-        revision=options.commit, settings=settings,
-    )  # fmt: skip
+        options.out,
+        "ts_readings.json",
+        script="benchmarks.ets.ts_readings",
+        hardware="any: virtual time",
+        seed=0,
+        revision=options.commit,
+        settings=settings,
+    )
     for share in SHARES:
         costs = fit(share)
         ets, name = Model(costs, CHOSEN, None, SECONDS).run(), f"ts.fixed{round(100 * share)}"

@@ -14,8 +14,8 @@ RANK = 16
 SEED = 0
 OURS, PEFT, COMPILED = "coserve", "peft", "peft_compiled"
 RECOMPUTED = 28 / 32
-"""Layers that coserve computes again in cases with `recompute`: the fewest with which 8 rows of 512 tokens take at most 21 GiB. PEFT's side
-computes all of them again."""
+"""Layers that coserve computes again in cases with `recompute`: the fewest with which 8 rows of 512 tokens take at most
+21 GiB. PEFT's side computes all of them again."""
 COMPARED = "coserve@"
 """What the names of sides with other settings of the daemon begin with."""
 KEYS = {OURS: "finetune"}
@@ -53,9 +53,10 @@ class Shape:
         return self.layers * (2 * self.hidden * (self.hidden + keys) + mlp)
 
     def flop(self, *, recompute: float, without_last: bool = False) -> float:
-        """Of a token's forward and backward: 4 for each parameter in a GEMM, the head's included (2 forward, 2 for the gradient of its input; the
-        base has no weight gradients), and 2 more for those of layers that are computed again, a share of all; `without_last`: but for their
-        last GEMM, whose output no backward reads. Attention and LoRA do not count."""
+        """Of a token's forward and backward: 4 for each parameter in a GEMM, the head's included (2 forward, 2 for the
+        gradient of its input; the base has no weight gradients), and 2 more for those of layers that are computed
+        again, a share of all; `without_last`: but for their last GEMM, whose output no backward reads. Attention and
+        LoRA do not count."""
         again = self.layer_parameters - without_last * self.layers * self.hidden * self.inner
         return 4.0 * (self.layer_parameters + self.hidden * self.vocab) + 2.0 * again * recompute
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.finetuning.corpus [--rows 100000] [--workers 1 2 4]
 
-Each case is a JSONL file of random words, with the bundled base's tokenizer; `--workers` processes tokenise it as for a job. Beside it: the
-tokenizer's own threads (`encode_batch`), and what a training process holds of a corpus. Wall time, and CPU time of all processes: where other
-programs run, only the latter compares.
+Each case is a JSONL file of random words, with the bundled base's tokenizer; `--workers` processes tokenise it as for a
+job. Beside it: the tokenizer's own threads (`encode_batch`), and what a training process holds of a corpus. Wall time,
+and CPU time of all processes: where other programs run, only the latter compares.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ async def tokenized(source: Path, workers: int, tokenizer: Tokenizer) -> dict[st
 
 
 def encoded(path: Path, threads: int) -> None:
-    """Tokenise the texts of a file of long or short rows, and nothing more; for a process of its own. Prints the seconds."""
+    """Tokenise the texts of a file of long or short rows, and nothing more; for a process of its own. Prints the
+    seconds."""
     backend = Tokenizer.load("bundled")._backend
     texts = ["".join(map(str, json.loads(line).values())) for line in path.read_text().splitlines()]
     began, cpu = time.perf_counter(), time.process_time()
@@ -156,9 +157,14 @@ def main() -> None:
         encoded(options.encode, options.threads)
         return
     results = Results(
-        options.out, FILE, script="benchmarks.finetuning.corpus", hardware=cpu_name(), seed=0, revision=options.commit,
+        options.out,
+        FILE,
+        script="benchmarks.finetuning.corpus",
+        hardware=cpu_name(),
+        seed=0,
+        revision=options.commit,
         settings={"rows": options.rows, "cores": usable_cores()},
-    )  # fmt: skip
+    )
     counts = {case: max(1, round(options.rows * CASES[case])) for case in options.cases}
     with tempfile.TemporaryDirectory() as folder:
         measure(results, Path(folder), counts, options.workers, seed=0)

@@ -1,7 +1,7 @@
 """What the cut into layers costs: the trainer's micro-batch against one forward and one backward of the whole model.
 
-Both run the same layers, LoRA sites, kernels, attention and head, whose loss is computed chunk by chunk; only one of them has an autograd
-graph of its own for each layer.
+Both run the same layers, LoRA sites, kernels, attention and head, whose loss is computed chunk by chunk; only one of
+them has an autograd graph of its own for each layer.
 """
 
 from __future__ import annotations

@@ -2,22 +2,24 @@
 
     python -m benchmarks.finetuning.measure --out benchmarks/results [--budget 900] [--only coserve/8x512,peft_compiled]
     python -m benchmarks.finetuning.measure --compare-set compile=off --only 8x512,8jobs1x512 --out /tmp/tried
-    python -m benchmarks.finetuning.measure --publish [FOLDER/finetuning.json ...]     (takes these in, puts the keys in summary.json)
+    python -m benchmarks.finetuning.measure --publish [FOLDER/finetuning.json ...]     (takes these in, puts the keys \
+        in summary.json)
     python -m benchmarks.finetuning.measure --tiny --out /tmp/tried
 
-A Llama-3-8B shape, and GPT-2 medium's, with random weights in bfloat16; one adapter of rank 16 on all sites; AdamW, gradients clipped to a norm of 1; rows
-of one length, the same in the same order for all sides.
+A Llama-3-8B shape, and GPT-2 medium's, with random weights in bfloat16; one adapter of rank 16 on all sites; AdamW,
+gradients clipped to a norm of 1; rows of one length, the same in the same order for all sides.
 
-`coserve`        the daemon's trainer (`benchmarks/ets/figure_5_1_trainer.py`) with a job, or several that share forwards
-`coserve@X=Y`    the same with another setting of the daemon (`--compare-set X=Y`, may be repeated; `--set` is for all)
-`peft`           PEFT and transformers as they are
-`peft_compiled`  each decoder layer compiled for the batch's shape, cross-entropy in chunks of 1024 tokens of which only the gradient of the
+`coserve`        the daemon's trainer (`benchmarks/ets/figure_5_1_trainer.py`) with a job, or several that share
+forwards `coserve@X=Y`    the same with another setting of the daemon (`--compare-set X=Y`, may be repeated; `--set` is
+for all) `peft`           PEFT and transformers as they are
+`peft_compiled`  each decoder layer compiled for the batch's shape, cross-entropy in chunks of 1024 tokens of which only
+the gradient of the
                  hidden states is kept (`benchmarks/finetuning/with_peft.py`)
 
-`ROWSxLENGTH` is one job's optimizer step in one forward, `NjobsROWSxLENGTH` the steps of N jobs at once, 16 rows in one forward at most. A base is
-loaded once for all cases of a side that follow one another. Each row is written as soon as it is measured; what does not fit is recorded as such.
-The time of the first steps, with all that compiles, is not part of the measure (`warm_s`; before that, loading a case's jobs and compiling the
-daemon's layers: `load_s`).
+`ROWSxLENGTH` is one job's optimizer step in one forward, `NjobsROWSxLENGTH` the steps of N jobs at once, 16 rows in one
+forward at most. A base is loaded once for all cases of a side that follow one another. Each row is written as soon as
+it is measured; what does not fit is recorded as such. The time of the first steps, with all that compiles, is not part
+of the measure (`warm_s`; before that, loading a case's jobs and compiling the daemon's layers: `load_s`).
 """
 
 from __future__ import annotations
@@ -247,9 +249,13 @@ class Benchmark:
             )
         shares, times_suspended = suspended(base, shape, own, settings)
         self._results.put(
-            f"{prefix}.suspend_cost", round(statistics.median(shares), 4), "share", SLOWDOWN, shares,
+            f"{prefix}.suspend_cost",
+            round(statistics.median(shares), 4),
+            "share",
+            SLOWDOWN,
+            shares,
             about | {"suspensions": times_suspended},
-        )  # fmt: skip
+        )
 
 
 def _flop(side: str, shape: Shape, case: Case) -> float:

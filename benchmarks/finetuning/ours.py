@@ -61,8 +61,8 @@ def recomputed(shape: Shape, case: Case) -> int:
 
 
 def suspended(base: Base, shape: Shape, case: Case, settings: Mapping[str, Any]) -> tuple[list[float], int]:
-    """What it costs to suspend a step after each micro-step, as the daemon does where requests leave it no more time: the device is waited for each
-    time. Shares of the time of the same step without, and how often it is suspended."""
+    """What it costs to suspend a step after each micro-step, as the daemon does where requests leave it no more time:
+    the device is waited for each time. Shares of the time of the same step without, and how often it is suspended."""
     with running_jobs(base, shape, case, settings, micro_batches=MICRO_BATCHES) as jobs:
         whole, cut, slices = list[float](), list[float](), 0
         for run in range(REPEATS + 2):
@@ -82,7 +82,8 @@ def suspended(base: Base, shape: Shape, case: Case, settings: Mapping[str, Any])
 def slice_times(
     base: Base, shape: Shape, case: Case, settings: Mapping[str, Any]
 ) -> tuple[list[float], dict[MicroStep, float]]:
-    """Milliseconds of the longest micro-step of each repeat, and of each kind of micro-step the longest median over the repeats."""
+    """Milliseconds of the longest micro-step of each repeat, and of each kind of micro-step the longest median over the
+    repeats."""
     with running_jobs(base, shape, case, settings) as jobs:
         for run in range(3):
             jobs.train(run)

@@ -19,7 +19,8 @@ KINDS = (
     ("lora", r"^(shrink|expand|outer|fold|finish)(_|$)"),
     ("gemm", r"gemm|nvjet|cutlass|cublas|xmma|gemv|splitK|_mm_|\bmm\b"),
 )
-"""Kinds of work by the names of kernels, the first that fits; others are elementwise. Those of the head and of the optimizer count as theirs."""
+"""Kinds of work by the names of kernels, the first that fits; others are elementwise. Those of the head and of the
+optimizer count as theirs."""
 LISTED = 25
 """Kernels of a profile that are listed by name."""
 
@@ -34,7 +35,8 @@ def kind_of(name: str, step: MicroStep) -> str:
 
 
 def by_kind(kernels: list[tuple[MicroStep, list[Kernel]]], step_ms: float) -> dict[str, Any]:
-    """Milliseconds of each kind of work and its launches. `step_ms`: of the batch without a profiler: what no kernel covers are gaps."""
+    """Milliseconds of each kind of work and its launches. `step_ms`: of the batch without a profiler: what no kernel
+    covers are gaps."""
     times, launches, names = defaultdict[str, float](float), defaultdict[str, int](int), defaultdict[str, float](float)
     covered = 0.0
     for step, own in kernels:
@@ -57,7 +59,8 @@ def by_kind(kernels: list[tuple[MicroStep, list[Kernel]]], step_ms: float) -> di
 
 
 def profiled(base: Base, jobs: Jobs, step_ms: float) -> dict[str, Any] | None:
-    """The profile of one batch; None without a GPU. Micro-steps of a kind are traced together, and only on the device."""
+    """The profile of one batch; None without a GPU. Micro-steps of a kind are traced together, and only on the
+    device."""
     if base.device.type != "cuda":
         return None
     found = list[tuple[MicroStep, list[Kernel]]]()

@@ -1,18 +1,21 @@
 """Losses of fine-tuning by coserve against PEFT and plain PyTorch, from the same weights on the same batches.
 
-    OMP_NUM_THREADS=1 nice -n 10 python -m benchmarks.finetuning.quality --dtypes float32    (on a CPU, about 2 minutes of one core)
-    python -m benchmarks.finetuning.quality --device cuda --dtypes bfloat16                  (which many CPUs compute slowly)
-    python -m benchmarks.finetuning.quality --plot
+    OMP_NUM_THREADS=1 nice -n 10 python -m benchmarks.finetuning.quality --dtypes float32    (on a CPU, about 2 minutes
+    of one core) python -m benchmarks.finetuning.quality --device cuda --dtypes bfloat16                  (which many
+    CPUs compute slowly) python -m benchmarks.finetuning.quality --plot
     python -m benchmarks.finetuning.quality --tiny --out /tmp/tried
 
-LoRA of rank 16 at all sites of the bundled base, its bundled corpora, AdamW, a linear schedule with a warm-up of 5%, gradients clipped to a norm of 1. coserve
-trains by its own loop. The other side is a loop of plain PyTorch around a PEFT model: the rows of each micro-batch padded to the longest, the losses
-of an optimizer step summed and divided by the number of its targets. Both get the same batches, initial adapters, rates and held-out rows.
+LoRA of rank 16 at all sites of the bundled base, its bundled corpora, AdamW, a linear schedule with a warm-up of 5%,
+gradients clipped to a norm of 1. coserve trains by its own loop. The other side is a loop of plain PyTorch around a
+PEFT model: the rows of each micro-batch padded to the longest, the losses of an optimizer step summed and divided by
+the number of its targets. Both get the same batches, initial adapters, rates and held-out rows.
 
 `float32`   everything in float32: what differs is the order of sums
-`bfloat16`  the base in bfloat16. coserve computes LoRA terms in bfloat16 from float32 master weights, PEFT in float32 (its default)
+`bfloat16`  the base in bfloat16. coserve computes LoRA terms in bfloat16 from float32 master weights, PEFT in float32
+(its default)
 
-Each row is written when its run is done; a run that has a row is not repeated. `--plot` draws the figure and puts the keys into the summary.
+Each row is written when its run is done; a run that has a row is not repeated. `--plot` draws the figure and puts the
+keys into the summary.
 """
 
 from __future__ import annotations
@@ -166,8 +169,8 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def differences(rows: Rows) -> dict[str, dict[str, Any]]:
-    """coserve minus PEFT, by dtype: of the validation losses and of the last training losses (each seed's), the largest difference between
-    two steps; and the spread of PEFT's validation loss over seeds."""
+    """coserve minus PEFT, by dtype: of the validation losses and of the last training losses (each seed's), the largest
+    difference between two steps; and the spread of PEFT's validation loss over seeds."""
     of = {(row["dtype"], row["side"], row["seed"]): row for row in rows}
     found = {}
     for dtype in DTYPES:
@@ -247,12 +250,21 @@ def main() -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     corpus, held = read_corpus()
     results = Results(
-        given.out, NAME, script="benchmarks.finetuning.quality", seed=scale.seeds[0], revision=given.commit,
+        given.out,
+        NAME,
+        script="benchmarks.finetuning.quality",
+        seed=scale.seeds[0],
+        revision=given.commit,
         hardware=cpu_name() if device == "cpu" else torch.cuda.get_device_name(),
-        settings=asdict(scale) | {
-            "rank": LORA.r, "warmup": WARMUP, "rows": corpus.rows - held, "tokens": int(corpus.bounds[-held - 1]), "validation_rows": held
+        settings=asdict(scale)
+        | {
+            "rank": LORA.r,
+            "warmup": WARMUP,
+            "rows": corpus.rows - held,
+            "tokens": int(corpus.bounds[-held - 1]),
+            "validation_rows": held,
         },
-    )  # fmt: skip
+    )
     bases = {dtype: load_base("bundled", device=device, dtype=dtype) for dtype in dtypes}
     known = results.keys()
     for dtype, seed, side in itertools.product(dtypes, scale.seeds, SIDES):

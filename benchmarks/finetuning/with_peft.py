@@ -1,4 +1,5 @@
-"""PEFT's side: one adapter trained as a careful user does it, on the same rows in the same order as the daemon's first job."""
+"""PEFT's side: one adapter trained as a careful user does it, on the same rows in the same order as the daemon's first
+job."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from coserve.data.corpus.batch_plan import BatchPlan
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of `linear(hidden, weight)`. The logits of `CHUNK` tokens at a time are in memory, and of them only the gradient of
-    the hidden states is kept for the backward."""
+    """Mean cross-entropy of `linear(hidden, weight)`. The logits of `CHUNK` tokens at a time are in memory, and of them
+    only the gradient of the hidden states is kept for the backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:  # noqa: ANN401

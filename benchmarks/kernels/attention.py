@@ -1,4 +1,5 @@
-"""Paged attention on one GPU, one layer of Llama-3.1-8B: ours against other libraries; microseconds and share of the floor.
+"""Paged attention on one GPU, one layer of Llama-3.1-8B: ours against other libraries; microseconds and share of the
+floor.
 
     python -m benchmarks.kernels.attention --out benchmarks/results [--only decode,pool,widths,prefill,training,flex]
     python -m benchmarks.kernels.attention --tune --out DIR

@@ -1,4 +1,5 @@
-"""Paged attention by ours and by others, as calls that a CUDA graph can capture: what `benchmarks/kernels/attention.py` times.
+"""Paged attention by ours and by others, as calls that a CUDA graph can capture: what `benchmarks/kernels/attention.py`
+times.
 
 Each method gets the same paged cache (pages, page_tokens, K, D) in bfloat16. Methods of missing libraries are left out.
 Only ours writes the new keys and values too; gathering is part of the time of those that need it.

@@ -1,11 +1,13 @@
-"""Measurements for kernel choices: the tiles of a step with prompts, and LoRA terms after or overlapping a base product.
+"""Measurements for kernel choices: the tiles of a step with prompts, and LoRA terms after or overlapping a base
+product.
 
     python -m benchmarks.kernels.choices --out benchmarks/results [--only tiles,beside]
 
-`tiles`: the LoRA part of a layer in a graph, for mixes of prompts and decodes, by the long kernels (tiles of 64 rows) and
-by the decode kernels (8 and 16 rows), each with capacity for exactly the batch and with 32 tiles more. What follows from it is
-`generate.execution.graph_sizes.DECODE_KERNEL_TOKENS`. `beside`: a layer's products with the LoRA terms of 16 to 64 rows, the shrink after
-the product (`behind`) or overlapping it (`beside`). Llama-3.1-8B's sites and GPT-2 medium's without c_fc; adapters of random bf16.
+`tiles`: the LoRA part of a layer in a graph, for mixes of prompts and decodes, by the long kernels (tiles of 64 rows)
+and by the decode kernels (8 and 16 rows), each with capacity for exactly the batch and with 32 tiles more. What follows
+from it is `generate.execution.graph_sizes.DECODE_KERNEL_TOKENS`. `beside`: a layer's products with the LoRA terms of 16
+to 64 rows, the shrink after the product (`behind`) or overlapping it (`beside`). Llama-3.1-8B's sites and GPT-2
+medium's without c_fc; adapters of random bf16.
 """
 
 from __future__ import annotations

@@ -267,7 +267,8 @@ def train_part() -> list[Row]:
             return call
 
         def backward_summed(item: tuple[Any, ...]) -> backends.Call:
-            """As fine-tuning runs it: the kernels add dA and dB to fp32 sums; dX is what the base's products are added to."""
+            """As fine-tuning runs it: the kernels add dA and dB to fp32 sums; dX is what the base's products are added
+            to."""
             layer, _, plan, h, _, own = item
             return lambda: gradients(layer.ys, layer.x, h, plan, own, inputs_need=True, weights_need=True)
 

@@ -88,8 +88,11 @@ def stk_call(layer: Layer, segments: Segments, block: int) -> Call:
 
 def learning_call(layer: Layer, segments: Segments, name: str) -> Call:
     """Forward and backward through autograd, to x and every A and B, as fine-tuning runs them."""
-    leaves = [LoraPair(p.a_RD.clone().requires_grad_(), p.b_OR.clone().requires_grad_(), p.scaling)
-              for site in layer.pairs for p in present(site)]  # fmt: skip
+    leaves = [
+        LoraPair(p.a_RD.clone().requires_grad_(), p.b_OR.clone().requires_grad_(), p.scaling)
+        for site in layer.pairs
+        for p in present(site)
+    ]
     count = len(layer.pairs[0])
     sites = [tuple(leaves[first : first + count]) for first in range(0, len(leaves), count)]
     x = layer.x.clone().requires_grad_()

@@ -2,9 +2,10 @@
 
     python -m benchmarks.kernels.loss_head --out benchmarks/results
 
-Three ways, by targets K and targets of a chunk: `autograd` (log-softmax in fp32, differentiated by autograd), `kernel` (as coserve trains: logits
-become their gradient in one kernel) and `products`, the two GEMMs alone. Milliseconds of all K targets, the host's overhead included, and GiB
-that are allocated at most. Then the kernels alone over 2,048 rows, by the shape of their programs; a row counts as read once and written once.
+Three ways, by targets K and targets of a chunk: `autograd` (log-softmax in fp32, differentiated by autograd), `kernel`
+(as coserve trains: logits become their gradient in one kernel) and `products`, the two GEMMs alone. Milliseconds of all
+K targets, the host's overhead included, and GiB that are allocated at most. Then the kernels alone over 2,048 rows, by
+the shape of their programs; a row counts as read once and written once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ CHUNKS = (1024, 2048, 4096)
 SHAPES = ((1024, 4), (2048, 8), (4096, 8), (4096, 16), (8192, 16), (8192, 32), (16384, 32))
 """Logits that a program has at once, and its warps."""
 Way = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Of a chunk's hidden states (K, D), weight (V, D), labels (K) and losses (K, 2): the gradient of the hidden states (K, D)."""
+"""Of a chunk's hidden states (K, D), weight (V, D), labels (K) and losses (K, 2): the gradient of the hidden states (K,
+D)."""
 
 
 def autograd(x_KD: Tensor, weight_VD: Tensor, labels_K: Tensor, found_K2: Tensor) -> Tensor:

@@ -96,9 +96,11 @@ def _scaling(rows: list[Row], put: Any) -> None:  # noqa: ANN401
 
 def _grids(decode: list[Row], prefill: list[Row], put: Any) -> None:  # noqa: ANN401
     layer = [
-        row for row in prefill
-        if row["model"].startswith("llama") and (row["tokens"], row["ranks"], row["popularity"]) == (4096, "16", "distinct")
-    ]  # fmt: skip
+        row
+        for row in prefill
+        if row["model"].startswith("llama")
+        and (row["tokens"], row["ranks"], row["popularity"]) == (4096, "16", "distinct")
+    ]
     stk = sum(min(us(row, method) for method in STK) for row in layer)
     put("speedup_vs_stk.prefill", stk / sum(us(row, "segmented") for row in layer), "x", ">= 2", "prefill")
     if all("block_sparse" in row["us"] for row in layer):
@@ -125,10 +127,13 @@ def _popularity_figure(rows: list[Row], folder: Path) -> None:
     figure, axes = plt.subplots(1, 4, figsize=(14, 3.4), sharey=True)
     for axis, popularity in zip(axes, ("distinct", "uniform", "skewed", "identical"), strict=True):
         own = [
-            row for row in rows
-            if row["model"].startswith("llama") and row["group"] == "o" and row["ranks"] == "16"
+            row
+            for row in rows
+            if row["model"].startswith("llama")
+            and row["group"] == "o"
+            and row["ranks"] == "16"
             and (row["popularity"] == popularity or row["tokens"] == 1)
-        ]  # fmt: skip
+        ]
         for method, label in METHODS.items():
             points = [(row["tokens"], us(row, method)) for row in own if method in row["us"]]
             axis.plot(*zip(*points, strict=True), marker="o", label=label)
@@ -148,10 +153,11 @@ def _rank_figure(rows: list[Row], folder: Path) -> None:
             heights = []
             for rank in ("8", "16", "64", "mixed"):
                 own = [
-                    row for row in rows
+                    row
+                    for row in rows
                     if (row["tokens"], row["ranks"], row["popularity"]) == (64, rank, popularity)
                     and row["model"].startswith("llama")
-                ]  # fmt: skip
+                ]
                 every = all(method in row["us"] for row in own) and own
                 heights.append(sum(us(row, method) for row in own) if every else 0.0)
             axis.bar([index + 0.2 * at for index in range(4)], heights, 0.2, label=label)

@@ -1,6 +1,8 @@
-"""Block sizes of the segmented kernels, by measurement: `python -m benchmarks.kernels.tune decode`, `wide` or `long [kernel,...]`.
+"""Block sizes of the segmented kernels, by measurement: `python -m benchmarks.kernels.tune decode`, `wide` or
+`long [kernel,...]`.
 
-One setting is varied at a time from the best so far. The winners are in `lora/segmented/block_sizes.py`: `decode_blocks` and `PREFILL_BLOCKS`.
+One setting is varied at a time from the best so far. The winners are in `lora/segmented/block_sizes.py`:
+`decode_blocks` and `PREFILL_BLOCKS`.
 """
 
 from __future__ import annotations

@@ -1,15 +1,18 @@
 """Predicted and measured peaks of GPU memory, over random mixes of jobs, adapters that serve and running sequences.
 
     python -m benchmarks.memory.mixes --out /tmp/found --seconds 230       (on a GPU)
-    for i in 1 2 3 4 5 6 7 8; do python -m benchmarks.memory.mixes --seed $i --out /tmp/found/$i --seconds 500 & done; wait   (on a GPU)
-    python -m benchmarks.memory.mixes --publish /tmp/found/*/memory_mixes.json
-    python -m benchmarks.memory.mixes --tiny --mixes 4 --out /tmp/tried    (a small shape; where there is no GPU on fake tensors)
+    for i in 1 2 3 4 5 6 7 8; do python -m benchmarks.memory.mixes --seed $i --out /tmp/found/$i --seconds 500 & done;
+    wait   (on a GPU) python -m benchmarks.memory.mixes --publish /tmp/found/*/memory_mixes.json
+    python -m benchmarks.memory.mixes --tiny --mixes 4 --out /tmp/tried    (a small shape; where there is no GPU on \
+        fake tensors)
 
-The base has the shapes of Llama 3 8B in four layers, with its vocabulary, in bfloat16 with random weights. Its profile is measured as at the
-daemon's start, and on a GPU jobs run compiled layers, whose costs are measured then (`--own-layers`: the base's own; CUDA graphs of layers, whose memory torch does not count, are left out). Each mix has one to four jobs of random rank, targets, size and loss positions, and prompts of several adapters. The ledger
-admits the jobs, as in the daemon: with smaller micro-batches or recomputation where they need them, or not at all. Then all jobs are in
-memory, each computes a micro-batch, and while that is suspended with all it keeps, a generation step runs over the prompts. torch may allocate
-no more than was planned and the margin, so a wrong prediction runs out of memory.
+The base has the shapes of Llama 3 8B in four layers, with its vocabulary, in bfloat16 with random weights. Its profile
+is measured as at the daemon's start, and on a GPU jobs run compiled layers, whose costs are measured then
+(`--own-layers`: the base's own; CUDA graphs of layers, whose memory torch does not count, are left out). Each mix has
+one to four jobs of random rank, targets, size and loss positions, and prompts of several adapters. The ledger admits
+the jobs, as in the daemon: with smaller micro-batches or recomputation where they need them, or not at all. Then all
+jobs are in memory, each computes a micro-batch, and while that is suspended with all it keeps, a generation step runs
+over the prompts. torch may allocate no more than was planned and the margin, so a wrong prediction runs out of memory.
 
 Errors are of the whole peak, and of the part that the mix adds to the base and the pool.
 """
@@ -68,13 +71,23 @@ RANKS = (8, 16, 32, 64, 128)
 PAGE_TOKENS, ROW = 16, 512
 GIB = 1 << 30
 CONFIG: dict[str, int] = {
-    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
-}  # fmt: skip
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
 TINY = {
-    "hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
-    "vocab_size": 32000, "max_position_embeddings": 2048,
-}  # fmt: skip
+    "hidden_size": 512,
+    "intermediate_size": 1792,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+}
 
 
 @dataclass(frozen=True)

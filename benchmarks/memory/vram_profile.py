@@ -1,11 +1,13 @@
 """Figure 4.1 of the ETS paper: GPU memory by component over the batch size, GPT-2 XL, rows of 11 tokens.
 
     python -m benchmarks.memory.vram_profile --out benchmarks/results
-    python -m benchmarks.memory.vram_profile --plot [FOLDER/vram_profile.json]     (draws the committed result, or takes this one in)
-    python -m benchmarks.memory.vram_profile --tiny --out /tmp/tried               (a small shape, predicted where there is no GPU)
+    python -m benchmarks.memory.vram_profile --plot [FOLDER/vram_profile.json]     (draws the committed result, or \
+        takes this one in)
+    python -m benchmarks.memory.vram_profile --tiny --out /tmp/tried               (a small shape, predicted where \
+        there is no GPU)
 
-As in its section 4.2: batches of 3 to 1000, LoRA of rank 32 on `c_attn` and `c_proj`, as transformers and PEFT run it in float32;
-besides, the same in bfloat16, and as the daemon runs it. Random weights of the true shape..
+As in its section 4.2: batches of 3 to 1000, LoRA of rank 32 on `c_attn` and `c_proj`, as transformers and PEFT run it
+in float32; besides, the same in bfloat16, and as the daemon runs it. Random weights of the true shape..
 """
 
 from __future__ import annotations

@@ -59,7 +59,8 @@ class Jobs(Trainer):
 
 @contextlib.asynccontextmanager
 async def always_training(url: str, scenario: Scenario, rows: Sequence[dict[str, Any]]) -> AsyncIterator[Jobs]:
-    """Keep `JOBS` jobs on the daemon, with the scenario's settings; they are cancelled with the block. It begins when they train.
+    """Keep `JOBS` jobs on the daemon, with the scenario's settings; they are cancelled with the block. It begins when
+    they train.
 
     Raises what a job's failure raises (`ExceptionGroup`).
     """

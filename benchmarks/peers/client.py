@@ -1,6 +1,8 @@
-"""The prompts of a trace to `/v1/completions` from several processes: one cannot read the chunks of a hundred answers in time.
+"""The prompts of a trace to `/v1/completions` from several processes: one cannot read the chunks of a hundred answers
+in time.
 
-Each process sends every n-th prompt, from the same moment on. Its plan comes on standard input and its result goes to standard output:
+Each process sends every n-th prompt, from the same moment on. Its plan comes on standard input and its result goes to
+standard output:
 
     python -m benchmarks.peers.client < plan.json
 """
@@ -26,7 +28,8 @@ PATIENCE = 90.0
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Prompts number `part`, `part + parts`, ... of `trace`. `targets`: further fields of each request, such as `slo_ttft`."""
+    """Prompts number `part`, `part + parts`, ... of `trace`. `targets`: further fields of each request, such as
+    `slo_ttft`."""
 
     url: str
     model: str
@@ -72,7 +75,8 @@ async def replay_prompts(
     targets: dict[str, float],
     begins: Callable[[float], None] | None = None,
 ) -> tuple[ReplayResult, float]:
-    """The prompts of a trace on a server, and when they began on the monotonic clock, which `begins` is told before. Exits if one of the processes fails."""
+    """The prompts of a trace on a server, and when they began on the monotonic clock, which `begins` is told before.
+    Exits if one of the processes fails."""
     processes = [
         await asyncio.create_subprocess_exec(*module("benchmarks.peers.client"), stdin=PIPE, stdout=PIPE, limit=1 << 30)
         for _ in range(parts)

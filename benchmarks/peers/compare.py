@@ -3,10 +3,12 @@
     python -m benchmarks.peers.compare --rates 5,20 --seconds 60 --vllm-site /tmp/site --out benchmarks/results/peers
     python -m benchmarks.peers.compare --trace my.jsonl --systems coserve,vllm+peft --out /tmp/compared
 
-Systems: `coserve` (its jobs train in it), `coserve-alone` (no jobs), `vllm`, `vllm+peft` (two processes on the GPU), `peft` (the trainer alone, no prompts). Every system gets the same prompts,
-arrivals, lengths and adapter names through `/v1/completions`, after the same warm-up, from the same client, and writes the same
-files: OUT/TRACE/SYSTEM/report.json, .png and .html (`coserve bench`'s), and a row of OUT/peers.json. Without `--trace` the workload is the preset
-`equal-8b` at each of `--rates`. The base is the Llama-3.1-8B shape with random weights, its adapters are random.
+Systems: `coserve` (its jobs train in it), `coserve-alone` (no jobs), `vllm`, `vllm+peft` (two processes on the GPU),
+`peft` (the trainer alone, no prompts). Every system gets the same prompts, arrivals, lengths and adapter names through
+`/v1/completions`, after the same warm-up, from the same client, and writes the same
+files: OUT/TRACE/SYSTEM/report.json, .png and .html (`coserve bench`'s), and a row of OUT/peers.json. Without `--trace`
+the workload is the preset `equal-8b` at each of `--rates`. The base is the Llama-3.1-8B shape with random weights, its
+adapters are random.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ def only_prompts(trace: Trace) -> Trace:
 
 
 async def warm_up(url: str, model: str, scenario: Scenario) -> None:
-    """Two rounds of a request for the base and each adapter at a time: adapters are loaded, kernels and graphs are there.
+    """Two rounds of a request for the base and each adapter at a time: adapters are loaded, kernels and graphs are
+    there.
 
     Exits if one of them fails.
     """

@@ -1,4 +1,5 @@
-"""Where the time of coserve's device goes, from two reads of `/metrics`: steps by kind, beside training or not, and slices."""
+"""Where the time of coserve's device goes, from two reads of `/metrics`: steps by kind, beside training or not, and
+slices."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ STEPS, STEP_SECONDS, SLICES = (
 
 @dataclass(frozen=True)
 class Counters:
-    """What the engine has counted until the time `at`, on the monotonic clock. `steps` and `seconds`: by kind, such as `prefill` or `decode.beside`."""
+    """What the engine has counted until the time `at`, on the monotonic clock. `steps` and `seconds`: by kind, such as
+    `prefill` or `decode.beside`."""
 
     at: float
     steps: dict[str, float]
@@ -33,7 +35,8 @@ async def read_counters(url: str) -> Counters:
 
 
 class Window:
-    """Reads the counters when arrivals begin, and `seconds` later. The engine reports once a second, so each read may be as old."""
+    """Reads the counters when arrivals begin, and `seconds` later. The engine reports once a second, so each read may
+    be as old."""
 
     def __init__(self, url: str, seconds: float) -> None:
         self._url, self._seconds = url, seconds
@@ -68,8 +71,8 @@ def counters_of(page: str, at: float) -> Counters:
 
 
 def device_time(before: Counters, after: Counters) -> dict[str, object]:
-    """Of each kind of step how many a second, their mean milliseconds and their share of the time; and the share of training's slices. Where both run at once, shares
-    add up to more than 1."""
+    """Of each kind of step how many a second, their mean milliseconds and their share of the time; and the share of
+    training's slices. Where both run at once, shares add up to more than 1."""
     elapsed = after.at - before.at
     found: dict[str, object] = {"train_share": round((after.slices - before.slices) / elapsed, 4)}
     for kind, count in sorted(after.steps.items()):

@@ -1,16 +1,21 @@
 """Equal loads at 8B: coserve that always trains, vLLM beside a PEFT trainer, and what coserve serves without training.
 
     python -m benchmarks.peers.equal_loads --only alone,coserve --budget 560 --out benchmarks/results
-    python -m benchmarks.peers.equal_loads --only coserve --policies slack,overlap --cells r5 --budget 560 --out benchmarks/results
+    python -m benchmarks.peers.equal_loads --only coserve --policies slack,overlap --cells r5 --budget 560 --out \
+        benchmarks/results
     python -m benchmarks.peers.equal_loads --only vllm+peft --vllm-site /tmp/site --budget 560 --out benchmarks/results
-    python -m benchmarks.peers.equal_loads --gpus 3 --vllm-site /tmp/site --out /tmp/equal       (all at the same time, a part a GPU)
+    python -m benchmarks.peers.equal_loads --gpus 3 --vllm-site /tmp/site --out /tmp/equal       (all at the same \
+        time, a part a GPU)
     python -m benchmarks.peers.equal_loads --publish [FOLDER/equal_loads.json ...]
     python -m benchmarks.peers.equal_loads --tiny --only alone,coserve --out /tmp/tried
 
-The Llama-3.1-8B shape with random weights, 32 adapters of rank 16, the preset `equal-8b`: Poisson arrivals, log-normal lengths. Limits 5 s to the first token and
-45 ms for each further one, and 1 s and 20 ms; coserve's requests carry the limits that are judged as their targets. Both systems get the same trace files through
-`/v1/completions` from the same clients, and train 8 rows of 512 tokens a step all the time: coserve in jobs of 25 steps, which checkpoint and publish, five of them at a
-time; PEFT one job without checkpoints. Each of `--policies` has a daemon of its own; rows and keys of others than slack are named `coserve.POLICY`. Fine-tuning's peak is measured first, alone. The cells `flexllm.*` have the arrivals of the preset `flexllm-8b`.
+The Llama-3.1-8B shape with random weights, 32 adapters of rank 16, the preset `equal-8b`: Poisson arrivals, log-normal
+lengths. Limits 5 s to the first token and 45 ms for each further one, and 1 s and 20 ms; coserve's requests carry the
+limits that are judged as their targets. Both systems get the same trace files through `/v1/completions` from the same
+clients, and train 8 rows of 512 tokens a step all the time: coserve in jobs of 25 steps, which checkpoint and publish,
+five of them at a time; PEFT one job without checkpoints. Each of `--policies` has a daemon of its own; rows and keys of
+others than slack are named `coserve.POLICY`. Fine-tuning's peak is measured first, alone. The cells `flexllm.*` have
+the arrivals of the preset `flexllm-8b`.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ def ours(rows: Rows) -> list[str]:
 
 
 def share(row: Row, system: str, rows: Rows) -> float:
-    """Fine-tuning's share of what it reaches alone on the whole GPU. Under `spatial` its own peak is that of a part of the GPU."""
+    """Fine-tuning's share of what it reaches alone on the whole GPU. Under `spatial` its own peak is that of a part of
+    the GPU."""
     peaks = {each: peak["value"] for each in ours(rows) if (peak := rows.get(f"peak.{each}"))}
     of_part = peaks[system] / max(peaks.values()) if system == system_of("spatial") and system in peaks else 1.0
     return round(float(row["finetune_share"]) * of_part, 4)
@@ -99,7 +100,8 @@ def capacity(rows: Rows) -> tuple[float, Row] | None:
 
 
 def efficiencies(rows: Rows, system: str) -> Entries:
-    """Fine-tuning's share of its peak, plus requests a second in the limits over the most that were served without fine-tuning."""
+    """Fine-tuning's share of its peak, plus requests a second in the limits over the most that were served without
+    fine-tuning."""
     most, found = capacity(rows), Entries()
     loads = [row for key, row in rows.items() if key.endswith(f".{system}") and is_of_curve(key)]
     if most is None or not most[0] or not loads:

@@ -11,7 +11,8 @@ from benchmarks.serving.http_case import FULL, RANK, SMALL
 
 @dataclass(frozen=True)
 class Cell:
-    """`rate`: requests a second for `seconds`. `limits`: TTFT and TPOT, in seconds. Cells of the same `trace` send the same prompts."""
+    """`rate`: requests a second for `seconds`. `limits`: TTFT and TPOT, in seconds. Cells of the same `trace` send the
+    same prompts."""
 
     name: str
     rate: float
@@ -51,7 +52,8 @@ def chosen_cells(system: str, *, tiny: bool) -> list[Cell]:
 
 
 def scenario_of(cell: Cell, *, tiny: bool) -> dict[str, Any]:
-    """Settings of the cell's workload. Jobs are in it for their rows and settings; they are not sent with the prompts."""
+    """Settings of the cell's workload. Jobs are in it for their rows and settings; they are not sent with the
+    prompts."""
     given: dict[str, Any] = {"preset": cell.preset, "rate": cell.rate, "duration": cell.seconds, "lead": 0.0}
     given |= {"slo_ttft": cell.limits[0], "slo_tpot": cell.limits[1]}
     if tiny:

@@ -28,7 +28,8 @@ READY_STEPS = 3
 async def running(
     command: Sequence[str], log: Path, environment: Mapping[str, str], *, piped: bool = False
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process and its children, which are ended with the block. Its output goes to `log`; if `piped`, standard output can be read."""
+    """A process and its children, which are ended with the block. Its output goes to `log`; if `piped`, standard output
+    can be read."""
     with log.open("ab") as errors:
         process = await asyncio.create_subprocess_exec(
             *command,

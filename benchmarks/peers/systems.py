@@ -55,7 +55,8 @@ async def serving(settings: Mapping[str, object], log: Path) -> AsyncIterator[st
 
 @contextlib.asynccontextmanager
 async def coserve(place: Place, scenario: Scenario, policy: str = "slack") -> AsyncIterator[str]:
-    """The daemon under this policy, whose latency targets are the limits that are judged, with the trace's adapters; yields its URL once it is warm."""
+    """The daemon under this policy, whose latency targets are the limits that are judged, with the trace's adapters;
+    yields its URL once it is warm."""
     settings = serve_arguments(place.size, place.model, place.scratch / f"data-{free_port()}")
     settings |= {"data_root": place.adapters, "cache_dir": place.scratch / "cache"} | policy_settings(policy)
     targets = {"slo_ttft": scenario.slo_ttft, "slo_tpot": scenario.slo_tpot}

@@ -1,9 +1,11 @@
-"""The fine-tuning process beside another server: PEFT's LoRA training without a pause, one line of JSON for each optimizer step.
+"""The fine-tuning process beside another server: PEFT's LoRA training without a pause, one line of JSON for each
+optimizer step.
 
     python -m benchmarks.peers.trainer --trace trace.jsonl --model FOLDER [--plain] > steps.jsonl
 
-Batches, row lengths, learning rate, rank and rows are those of the trace's fine-tuning jobs. As a careful user runs PEFT: each decoder
-layer compiled, the loss in chunks of 1024 tokens, fused AdamW; `--plain` leaves all that out. Ends with its standard input.
+Batches, row lengths, learning rate, rank and rows are those of the trace's fine-tuning jobs. As a careful user runs
+PEFT: each decoder layer compiled, the loss in chunks of 1024 tokens, fused AdamW; `--plain` leaves all that out. Ends
+with its standard input.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def batches(trace: Path, model: Path, rows: int, length: int) -> Iterator[list[list[int]]]:
-    """Endless batches of `rows` rows of `length` token ids: the texts of the trace's jobs, cut to their length, the shorter ones
-    joined to full rows.
+    """Endless batches of `rows` rows of `length` token ids: the texts of the trace's jobs, cut to their length, the
+    shorter ones joined to full rows.
     """
     tokenizer = Tokenizer.load(str(model))
     ids: list[int] = []
@@ -62,7 +64,8 @@ def build(model: Path, rank: int, device: str, *, plain: bool) -> Any:  # noqa: 
 
 
 def adapted(base: Any, rank: int, targets: Sequence[str], *, compiled: bool) -> Any:  # noqa: ANN401 - as `build` has it
-    """The base in a PEFT model, with one trained adapter. `compiled`: each decoder layer is, for one shape of batches."""
+    """The base in a PEFT model, with one trained adapter. `compiled`: each decoder layer is, for one shape of
+    batches."""
     import peft
     from torch import nn
 

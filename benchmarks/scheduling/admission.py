@@ -1,9 +1,11 @@
-"""Admission by expected lengths, simulated: preemptions, the longest wait between two tokens, and the steps that a load takes.
+"""Admission by expected lengths, simulated: preemptions, the longest wait between two tokens, and the steps that a load
+takes.
 
-1500 requests arrive at once, with prompts of 50 tokens, at a pool of 16,384 tokens and 256 places. Answers end by themselves.
-`pages`: a request is admitted as soon as there are pages for its prompt. `expected`: as the daemon does, by the lengths of the
-answers before (`generate/output_lengths.py`). `known`: their lengths are known beforehand. No model runs: a step is one token of
-each running sequence, and all prompts that were admitted.
+1500 requests arrive at once, with prompts of 50 tokens, at a pool of 16,384 tokens and 256 places. Answers end by
+themselves.
+`pages`: a request is admitted as soon as there are pages for its prompt. `expected`: as the daemon does, by the lengths
+of the answers before (`generate/output_lengths.py`). `known`: their lengths are known beforehand. No model runs: a step
+is one token of each running sequence, and all prompts that were admitted.
 
     python -m benchmarks.scheduling.admission --out benchmarks/results
 """
@@ -107,12 +109,21 @@ def _request(number: int, max_tokens: int, stop_ids: frozenset[int]) -> Request:
 def main() -> None:
     options = make_parser(__doc__).parse_args()
     settings = {
-        "requests": REQUESTS, "prompt": PROMPT, "pool_tokens": PAGES * PAGE_TOKENS, "places": PLACES, "seeds": 3,
-    }  # fmt: skip
+        "requests": REQUESTS,
+        "prompt": PROMPT,
+        "pool_tokens": PAGES * PAGE_TOKENS,
+        "places": PLACES,
+        "seeds": 3,
+    }
     results = Results(
-        options.out, "admission.json", script="benchmarks.scheduling.admission", hardware=cpu_name(), seed=0, revision=options.commit,
+        options.out,
+        "admission.json",
+        script="benchmarks.scheduling.admission",
+        hardware=cpu_name(),
+        seed=0,
+        revision=options.commit,
         settings=settings,
-    )  # fmt: skip
+    )
     for load in LOADS:
         for how in ("pages", "expected", "known"):
             runs = [Run(load, how, seed).until_all_have_ended() for seed in range(3)]

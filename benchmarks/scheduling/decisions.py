@@ -1,10 +1,12 @@
-"""Cost of one scheduling decision: the next step's plan, the engine's view of it, and the policy's answer, with learned times of steps and slices.
+"""Cost of one scheduling decision: the next step's plan, the engine's view of it, and the policy's answer, with learned
+times of steps and slices.
 
     python -m benchmarks.scheduling.decisions --out benchmarks/results
 
-1,000 requests of 32 adapters wait, up to 64 run, and 100 jobs can train. Each policy decides when nothing has changed since
-its last decision, after a generation step that gave every running request a token, and after a request was admitted and
-another one came (their bookkeeping is not counted). Needs no GPU. A row is the median of the repeats in microseconds.
+1,000 requests of 32 adapters wait, up to 64 run, and 100 jobs can train. Each policy decides when nothing has changed
+since its last decision, after a generation step that gave every running request a token, and after a request was
+admitted and another one came (their bookkeeping is not counted). Needs no GPU. A row is the median of the repeats in
+microseconds.
 """
 
 from __future__ import annotations
@@ -72,10 +74,17 @@ class Case:
 
     def __init__(self, policy: str, running: int) -> None:
         config = Config(policy=policy)
-        jobs, self._scheduler = JobQueue(), Scheduler(
-            BarePages(BATCH, 4096), BareAdapters(), max_running=BATCH, step_tokens=2048, max_queue=2 * WAITING,
-            fair=config.fair,
-        )  # fmt: skip
+        jobs, self._scheduler = (
+            JobQueue(),
+            Scheduler(
+                BarePages(BATCH, 4096),
+                BareAdapters(),
+                max_running=BATCH,
+                step_tokens=2048,
+                max_queue=2 * WAITING,
+                fair=config.fair,
+            ),
+        )
         for job in range(JOBS):
             jobs.add(f"j{job}")
         self._numbers = count()
@@ -127,9 +136,14 @@ def main() -> None:
     options = make_parser(__doc__).parse_args()
     settings = {"waiting": WAITING, "batch": BATCH, "jobs": JOBS, "adapters": ADAPTERS}
     results = Results(
-        options.out, "decisions.json", script="benchmarks.scheduling.decisions", hardware=cpu_name(), seed=0, revision=options.commit,
+        options.out,
+        "decisions.json",
+        script="benchmarks.scheduling.decisions",
+        hardware=cpu_name(),
+        seed=0,
+        revision=options.commit,
         settings=settings,
-    )  # fmt: skip
+    )
     for policy in ("slack", "overlap", "ets", "ts", "inference-first", "spatial"):
         for running in (0, BATCH // 2, BATCH):
             case = Case(policy, running)

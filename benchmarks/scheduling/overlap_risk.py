@@ -1,11 +1,14 @@
-"""Attainment and training share of `overlap`: the real engine loop over a GPU in virtual time that computes steps and training at once.
+"""Attainment and training share of `overlap`: the real engine loop over a GPU in virtual time that computes steps and
+training at once.
 
     python -m benchmarks.scheduling.overlap_risk --out benchmarks/results
     python -m benchmarks.scheduling.overlap_risk --speeds 0.35,0.5 --label slow_beside --out benchmarks/results
 
-Loads, requests and micro-steps are those of `scheduling/slack_risk.py`. Steps take about as long as those of an 8B model on an H200 with 32 adapters (200 decodes
-11 ms, with the prompts of two requests 21), and beside training 2.4 times as long, while training has 0.8 of its speed. One step in twenty takes 1.2
-to 2 times as long as the others, one in a hundred 2 to 4 times, as in a log of decisions on a GPU. Needs no GPU; says what the policy does with such times, not what a GPU reaches.
+Loads, requests and micro-steps are those of `scheduling/slack_risk.py`. Steps take about as long as those of an 8B
+model on an H200 with 32 adapters (200 decodes 11 ms, with the prompts of two requests 21), and beside training 2.4
+times as long, while training has 0.8 of its speed. One step in twenty takes 1.2 to 2 times as long as the others, one
+in a hundred 2 to 4 times, as in a log of decisions on a GPU. Needs no GPU; says what the policy does with such times,
+not what a GPU reaches.
 """
 
 from __future__ import annotations
@@ -94,9 +97,15 @@ async def _play(
     api: LocalLink[ToEngine, FromEngine] = LocalLink(to_engine, from_engine)
     link = Recording(from_engine, to_engine)
     engine = Engine(
-        generator, trainer, NoAdapters(), Overlap(1.0, floor=0.05), link, clock=loop.time,
-        jobs=JobPlaces(1, Inline()), marks=Marks(gpu.mark, gpu.between, gpu.mark_step),
-    )  # fmt: skip
+        generator,
+        trainer,
+        NoAdapters(),
+        Overlap(1.0, floor=0.05),
+        link,
+        clock=loop.time,
+        jobs=JobPlaces(1, Inline()),
+        marks=Marks(gpu.mark, gpu.between, gpu.mark_step),
+    )
     run = asyncio.create_task(engine.run())
     api.send(StartJob(spec=spec))
     both = list[float]()
@@ -142,7 +151,7 @@ def point(rate: float, slo: Slo, seed: int, speeds: tuple[float, float]) -> Poin
     firsts = sorted(ttfts.values())
     return Point(
         good / len(requests), median(firsts), firsts[len(firsts) * 99 // 100], median(tpots.values()), training, beside
-    )  # fmt: skip
+    )
 
 
 def main() -> None:
@@ -158,9 +167,14 @@ def main() -> None:
     step_speed, train_speed = (float(part) for part in options.speeds.split(","))
     settings = {"seconds": SECONDS, "lead": LEAD, "speeds": (step_speed, train_speed), "seeds": options.seeds}
     results = Results(
-        options.out, "overlap_risk.json", script="benchmarks.scheduling.overlap_risk", hardware="any: virtual time", seed=0,
-        revision=options.commit, settings=settings,
-    )  # fmt: skip
+        options.out,
+        "overlap_risk.json",
+        script="benchmarks.scheduling.overlap_risk",
+        hardware="any: virtual time",
+        seed=0,
+        revision=options.commit,
+        settings=settings,
+    )
     for load, (rate, slo) in LOADS.items():
         points = [point(rate, slo, seed, (step_speed, train_speed)) for seed in range(options.seeds)]
         name = f"overlap_risk.{load}" + (f".{options.label}" if options.label else "")

@@ -1,9 +1,11 @@
-"""Cost of requests that come, are admitted or leave while many wait: the queue's bookkeeping, apart from the policy's decision.
+"""Cost of requests that come, are admitted or leave while many wait: the queue's bookkeeping, apart from the policy's
+decision.
 
     python -m benchmarks.scheduling.queue_costs --out benchmarks/results
 
-Each row is the median of the repeats in microseconds: of an arrival (its place in the queue, and whether it would be late) with requests of one class and
-of both, of an admission (a plan of its step, and its pages) with 32 adapters waiting and with one for each request, and of a client that leaves while all others leave, too. Needs no GPU.
+Each row is the median of the repeats in microseconds: of an arrival (its place in the queue, and whether it would be
+late) with requests of one class and of both, of an admission (a plan of its step, and its pages) with 32 adapters
+waiting and with one for each request, and of a client that leaves while all others leave, too. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -104,9 +106,14 @@ def main() -> None:
     options = parser.parse_args()
     settings = {"waiting": WAITING, "adapters": ADAPTERS, "batch_share": BATCH_SHARE}
     results = Results(
-        options.out, "queue_costs.json", script="benchmarks.scheduling.queue_costs", hardware=cpu_name(), seed=0,
-        revision=options.commit, settings=settings,
-    )  # fmt: skip
+        options.out,
+        "queue_costs.json",
+        script="benchmarks.scheduling.queue_costs",
+        hardware=cpu_name(),
+        seed=0,
+        revision=options.commit,
+        settings=settings,
+    )
     label = f".{options.label}" if options.label else ""
 
     def put(what: str, values: list[float]) -> None:
@@ -114,8 +121,10 @@ def main() -> None:
 
     for waiting in WAITING:
         for name, adapters, share in (
-            ("one_class", ADAPTERS, 0.0), ("both_classes", ADAPTERS, BATCH_SHARE), ("own_adapters", waiting, 0.0)
-        ):  # fmt: skip
+            ("one_class", ADAPTERS, 0.0),
+            ("both_classes", ADAPTERS, BATCH_SHARE),
+            ("own_adapters", waiting, 0.0),
+        ):
             case = Case(waiting, adapters, share)
             admissions, arrivals = zip(*(case.repeat() for _ in range(REPEATS)), strict=True)
             put(f"admission.{name}.w{waiting}", list(admissions))

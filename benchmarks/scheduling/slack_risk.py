@@ -1,13 +1,15 @@
-"""Attainment and training share of `slack` beside a job that always has work: the real engine loop over a GPU in virtual time.
+"""Attainment and training share of `slack` beside a job that always has work: the real engine loop over a GPU in
+virtual time.
 
     python -m benchmarks.scheduling.slack_risk --out benchmarks/results
 
-The GPU's times are about those of an 8B model on an H200 (a decode step of 5 to 8 ms, prompts at 25 us a token, micro-steps of
-3 to 8 ms, fine-tuning alone about 9,500 tokens/s), with normal errors of 4% and pauses of 10 ms in one of 300. Steps overlap the
-host's work, as on a GPU. Requests are Poisson, prompts and answers log-normal with medians 160 and 180, over 32 adapters.
-A request is in its targets if its first token is, and its mean time between tokens. Over capacity (`over.*`), requests may be refused: how many are served in
-time, how many of the others were told within 0.1 s, and whose first token came late. Needs no GPU; says what the policy does
-with errors of prediction, not what a GPU reaches.
+The GPU's times are about those of an 8B model on an H200 (a decode step of 5 to 8 ms, prompts at 25 us a token,
+micro-steps of 3 to 8 ms, fine-tuning alone about 9,500 tokens/s), with normal errors of 4% and pauses of 10 ms in one
+of 300. Steps overlap the host's work, as on a GPU. Requests are Poisson, prompts and answers log-normal with medians
+160 and 180, over 32 adapters. A request is in its targets if its first token is, and its mean time between tokens. Over
+capacity (`over.*`), requests may be refused: how many are served in time, how many of the others were told within 0.1
+s, and whose first token came late. Needs no GPU; says what the policy does with errors of prediction, not what a GPU
+reaches.
 """
 
 from __future__ import annotations
@@ -53,12 +55,16 @@ LOADS = {
     "strict.r20": (20.0, Slo(ttft=1.0, tpot=0.02)),
 }
 OVER = {"r80": (80.0, 5.0), "strict.r80": (80.0, 1.0), "strict.r120": (120.0, 1.0)}
-"""Requests a second and the target of the first token, above the about 57 that are answered; each request may be refused."""
+"""Requests a second and the target of the first token, above the about 57 that are answered; each request may be
+refused."""
 AT_ONCE = 0.1
 MICRO_SECONDS = {
-    MicroStep.BEGIN: 3.5e-3, MicroStep.FORWARD: 3.5e-3, MicroStep.HEAD: 3e-3, MicroStep.BACKWARD: 8e-3,
+    MicroStep.BEGIN: 3.5e-3,
+    MicroStep.FORWARD: 3.5e-3,
+    MicroStep.HEAD: 3e-3,
+    MicroStep.BACKWARD: 8e-3,
     MicroStep.OPTIMIZER: 6e-3,
-}  # fmt: skip
+}
 """For 4,096 tokens."""
 
 
@@ -87,7 +93,8 @@ class Overload:
 
 
 def step_seconds(shape: StepShape, prompts: float = 6.5e-3, decodes: float = 5e-3, a_decode: float = 4e-5) -> float:
-    """`prompts`, `decodes`: of a step with prompts, and without, besides what it computes; `a_decode`: of each sequence."""
+    """`prompts`, `decodes`: of a step with prompts, and without, besides what it computes; `a_decode`: of each
+    sequence."""
     fixed = prompts if shape.prefill else decodes
     rows = a_decode * shape.decodes + 2.5e-5 * shape.prefill
     return fixed + rows + 2.5e-8 * shape.kv_tokens + 1e-9 * shape.pairs
@@ -131,8 +138,14 @@ async def _play(requests: list[tuple[float, Generate]], seed: int) -> tuple[Reco
     api: LocalLink[ToEngine, FromEngine] = LocalLink(to_engine, from_engine)
     link = Recording(from_engine, to_engine)
     engine = Engine(
-        generator, trainer, NoAdapters(), Slack(patience=1.0), link, clock=loop.time, jobs=JobPlaces(1, Inline()),
-    )  # fmt: skip
+        generator,
+        trainer,
+        NoAdapters(),
+        Slack(patience=1.0),
+        link,
+        clock=loop.time,
+        jobs=JobPlaces(1, Inline()),
+    )
     run = asyncio.create_task(engine.run())
     api.send(StartJob(spec=spec))
     open_requests = {request.id for _, request in requests}
@@ -177,9 +190,13 @@ def point(rate: float, slo: Slo, seed: int) -> Point:
     alone = sum(MICRO_SECONDS[kind] for kind in trainer.kinds(trainer.plans["j"])) / 4096
     ttfts.sort()
     return Point(
-        good / len(requests), kept / tokens, median(ttfts), ttfts[len(ttfts) * 99 // 100], sum(tpots) / len(tpots),
+        good / len(requests),
+        kept / tokens,
+        median(ttfts),
+        ttfts[len(ttfts) * 99 // 100],
+        sum(tpots) / len(tpots),
         sum(window) * alone / SECONDS,
-    )  # fmt: skip
+    )
 
 
 def overload(rate: float, ttft: float, seed: int) -> Overload:
@@ -216,9 +233,14 @@ def main() -> None:
         "over": OVER,
     }
     results = Results(
-        options.out, "slack_risk.json", script="benchmarks.scheduling.slack_risk", hardware="any: virtual time", seed=0,
-        revision=options.commit, settings=settings,
-    )  # fmt: skip
+        options.out,
+        "slack_risk.json",
+        script="benchmarks.scheduling.slack_risk",
+        hardware="any: virtual time",
+        seed=0,
+        revision=options.commit,
+        settings=settings,
+    )
     for load, (rate, slo) in LOADS.items():
         found = point(rate, slo, 0)
         name = f"slack_risk.{load}" + (f".{options.label}" if options.label else "")

@@ -2,9 +2,10 @@
 
     python -m benchmarks.scheduling.step_prediction --out benchmarks/results
 
-Simulated steps, about those of an 8B model: the batch grows and shrinks between 1 and 64 sequences, every fourth step has prompts of
-up to 1,024 tokens, errors are normal (3%), one step in 100 takes ten times as long, and from the middle on all take 1.5 times as
-long. Needs no GPU. Errors are of steps that are no outliers, in percent of the step's true time.
+Simulated steps, about those of an 8B model: the batch grows and shrinks between 1 and 64 sequences, every fourth step
+has prompts of up to 1,024 tokens, errors are normal (3%), one step in 100 takes ten times as long, and from the middle
+on all take 1.5 times as long. Needs no GPU. Errors are of steps that are no outliers, in percent of the step's true
+time.
 """
 
 from __future__ import annotations
@@ -42,9 +43,14 @@ def steps() -> Iterator[tuple[StepShape, float, float]]:
 def main() -> None:
     options = make_parser(__doc__).parse_args()
     results = Results(
-        options.out, "step_prediction.json", script="benchmarks.scheduling.step_prediction", hardware=cpu_name(), seed=0,
-        revision=options.commit, settings={"steps": STEPS},
-    )  # fmt: skip
+        options.out,
+        "step_prediction.json",
+        script="benchmarks.scheduling.step_prediction",
+        hardware=cpu_name(),
+        seed=0,
+        revision=options.commit,
+        settings={"steps": STEPS},
+    )
     predictors, recent = Predictors(STEP_FEATURES), defaultdict[StepKind, deque[float]](lambda: deque(maxlen=WINDOW))
     errors = {way: defaultdict[StepKind, list[float]](list) for way in ("composition", "median")}
     costs: dict[str, list[float]] = {"predict": [], "learn": []}

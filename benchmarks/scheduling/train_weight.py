@@ -2,8 +2,9 @@
 
     python -m benchmarks.scheduling.train_weight --out benchmarks/results
 
-Two requests a second of 64 prompt tokens and 64 output tokens, targets 1 s and 50 ms, beside a job that always has work. A generation
-step takes 8 ms and 5 us a token, a micro-step of training 4 ms. Needs no GPU; says what the weight does, not what a GPU reaches.
+Two requests a second of 64 prompt tokens and 64 output tokens, targets 1 s and 50 ms, beside a job that always has
+work. A generation step takes 8 ms and 5 us a token, a micro-step of training 4 ms. Needs no GPU; says what the weight
+does, not what a GPU reaches.
 """
 
 from __future__ import annotations
@@ -44,11 +45,20 @@ def scenario(weight: float) -> Scenario:
         script.append((at, request))
     steps = round(SECONDS / MICRO_STEPS / MICRO_STEP)
     return Scenario(
-        seed=0, policy=Slack(patience=1.0, weight=weight), script=((0.0, StartJob(spec=job_spec("j"))), *script),
+        seed=0,
+        policy=Slack(patience=1.0, weight=weight),
+        script=((0.0, StartJob(spec=job_spec("j"))), *script),
         plans={"j": JobPlan(steps, MICRO_STEPS, 1 << 20, None)},
-        prices=Prices(step=0.008, token=5e-6, micro_step=MICRO_STEP, spikes=0.0), max_running=64, max_queue=1024,
-        fair=True, max_active_jobs=1, step_tokens=2048, chaos=0.0, patience=1.0, delay=0.0,
-    )  # fmt: skip
+        prices=Prices(step=0.008, token=5e-6, micro_step=MICRO_STEP, spikes=0.0),
+        max_running=64,
+        max_queue=1024,
+        fair=True,
+        max_active_jobs=1,
+        step_tokens=2048,
+        chaos=0.0,
+        patience=1.0,
+        delay=0.0,
+    )
 
 
 def point(outcome: Outcome) -> Point:
@@ -66,9 +76,14 @@ def main() -> None:
     options = make_parser(__doc__).parse_args()
     settings = {"seconds": SECONDS, "rate": RATE, "tokens": TOKENS, "ttft": SLO.ttft, "tpot": SLO.tpot}
     results = Results(
-        options.out, "train_weight.json", script="benchmarks.scheduling.train_weight", hardware="any: virtual time", seed=0,
-        revision=options.commit, settings=settings,
-    )  # fmt: skip
+        options.out,
+        "train_weight.json",
+        script="benchmarks.scheduling.train_weight",
+        hardware="any: virtual time",
+        seed=0,
+        revision=options.commit,
+        settings=settings,
+    )
     for weight in WEIGHTS:
         found = point(play(scenario(weight)))
         name = f"train_weight.w{round(100 * weight)}"

@@ -1,13 +1,15 @@
-"""A request that is the first to ask for its adapter: what it waits for until the adapter can be copied to the GPU, and on one until it is there.
+"""A request that is the first to ask for its adapter: what it waits for until the adapter can be copied to the GPU, and
+on one until it is there.
 
     python -m benchmarks.serving.adapter_load [--tiny --out FOLDER]
 
-An adapter of rank 16 at the seven sites of an 8B Llama's 32 layers, with random weights, is a PEFT file in bf16 or in fp32. It is read,
-compared with its registered SHA-256, refused if it holds NaN or infinity, and packed for the kernels, on a GPU in pinned memory. `warm`: the file
-is in the page cache; `cold`: it was told to leave it. Memory is new each time.
+An adapter of rank 16 at the seven sites of an 8B Llama's 32 layers, with random weights, is a PEFT file in bf16 or in
+fp32. It is read, compared with its registered SHA-256, refused if it holds NaN or infinity, and packed for the kernels,
+on a GPU in pinned memory. `warm`: the file is in the page cache; `cold`: it was told to leave it. Memory is new each
+time.
 
-Two floors are measured in turns with that: SHA-256 of as many bytes in memory, which one core computes as it is a chain; and as many bytes
-read from the page cache into one small buffer.
+Two floors are measured in turns with that: SHA-256 of as many bytes in memory, which one core computes as it is a
+chain; and as many bytes read from the page cache into one small buffer.
 """
 
 from __future__ import annotations
@@ -143,10 +145,20 @@ def main() -> None:
     shape = SHAPES["tiny" if options.tiny else "8b"]
     base, on_gpu = base_spec(shape), torch.cuda.is_available()
     results = Results(
-        options.out, options.file, script="benchmarks.serving.adapter_load", seed=SEED, revision=options.commit,
+        options.out,
+        options.file,
+        script="benchmarks.serving.adapter_load",
+        seed=SEED,
+        revision=options.commit,
         hardware=f"{torch.cuda.get_device_name()}, {cpu_name()}" if on_gpu else cpu_name(),
-        settings={"rank": RANK, "sites": len(base.sites), "repeats": options.repeats, "cores": usable_cores(), "threads": THREADS},
-    )  # fmt: skip
+        settings={
+            "rank": RANK,
+            "sites": len(base.sites),
+            "repeats": options.repeats,
+            "cores": usable_cores(),
+            "threads": THREADS,
+        },
+    )
     with tempfile.TemporaryDirectory() as root:
         works, before = dict[str, Callable[[], object]](), dict[str, Callable[[], object]]()
         sizes = dict[str, int]()

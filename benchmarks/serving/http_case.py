@@ -78,9 +78,7 @@ TINY = LLAMA_8B | {
     "max_position_embeddings": 1024,
 }
 FULL = Size(LLAMA_8B, "cuda")
-SMALL = Size(
-    TINY, "cpu", 8, 2, 16, 32, (5,), (5,), 4.0, 20, 16, 0.7, 64, 64, 256, 64, 8192, 32, 256, 2
-)  # fmt: skip
+SMALL = Size(TINY, "cpu", 8, 2, 16, 32, (5,), (5,), 4.0, 20, 16, 0.7, 64, 64, 256, 64, 8192, 32, 256, 2)
 
 
 def model_folder(folder: Path, size: Size) -> Path:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.serving.http_paced --out benchmarks/results
 
-Needs no GPU. The fake engine runs in a process of its own, on the real link; its steps take as long as those of an 8B base at
-the target speeds, so the tokens/s lost between it and the clients are the API's. The overhead inside the real engine is
-measured by `benchmarks/serving/over_http.py`.
+Needs no GPU. The fake engine runs in a process of its own, on the real link; its steps take as long as those of an 8B
+base at the target speeds, so the tokens/s lost between it and the clients are the API's. The overhead inside the real
+engine is measured by `benchmarks/serving/over_http.py`.
 """
 
 from __future__ import annotations

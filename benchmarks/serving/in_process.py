@@ -75,7 +75,8 @@ def smaller(load: Load) -> Load:
 def base_only(bench: Bench, results: Results, tiny: bool) -> None:
     """Token ids of a batch without adapters before any adapter is resident, and with 32 of them loaded and used.
 
-    Also in one batch with 32 requests that have adapters: there the batch size differs, so products may round differently.
+    Also in one batch with 32 requests that have adapters: there the batch size differs, so products may round
+    differently.
     """
     load = Load(32, 100, 64)
     load, beside = (smaller(one) if tiny else one for one in (load, replace(load, adapters=ADAPTERS)))

@@ -4,9 +4,9 @@
     python -m benchmarks.serving.over_http --tiny --out /tmp/tried
 
 The Llama-3.1-8B shape with random weights (`--load-format dummy`); adapters of rank 16 on all seven sites of a layer,
-imported through the API. First the closed loop in process, through an engine of the same settings in a process of its own
-(what HTTP costs is counted against it), then the daemon. Greedy, every request to its last token. Each part is written as
-soon as it is measured; parts of earlier runs stay.
+imported through the API. First the closed loop in process, through an engine of the same settings in a process of its
+own (what HTTP costs is counted against it), then the daemon. Greedy, every request to its last token. Each part is
+written as soon as it is measured; parts of earlier runs stay.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def beside_training(client: Client, size: Size, url: str, rate: float) -> dict[s
 
 
 def watch_training(client: Client, job: str, start: float, end: float) -> dict[str, float]:
-    """Tokens a second that a job was trained on between two times of the monotonic clock, and its longest time without a step."""
+    """Tokens a second that a job was trained on between two times of the monotonic clock, and its longest time without
+    a step."""
     time.sleep(max(0.0, start - time.monotonic()))
     first = info = client.job(job).info
     began = stepped = time.monotonic()

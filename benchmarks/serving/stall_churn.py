@@ -18,8 +18,8 @@ READER_TOKENS = 900
 
 
 async def churn(url: str, *, start: float, seconds: float) -> dict[str, Any]:
-    """From `start` (monotonic clock) on, over `seconds`: all imports one after another, the cancels in bursts, one reader that
-    never reads. Returns what was done."""
+    """From `start` (monotonic clock) on, over `seconds`: all imports one after another, the cancels in bursts, one
+    reader that never reads. Returns what was done."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, connector=connector, timeout=aiohttp.ClientTimeout(total=120)) as session:
         await asyncio.sleep(start - time.monotonic())
@@ -80,6 +80,6 @@ def _stalled_reader(url: str) -> socket.socket:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect((where.hostname, where.port))
     body = json.dumps(_body([1000] * 16, "a00")).encode()
-    head = f"POST /generate HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /generate HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"  # noqa: E501
     connection.sendall(head.encode() + body)
     return connection

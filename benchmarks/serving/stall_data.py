@@ -30,7 +30,8 @@ DISTINCT = 2
 
 
 class Folders:
-    """Folders of one benchmark: the base, PEFT files, the daemon's data and the compilers' caches. Kept files are used again."""
+    """Folders of one benchmark: the base, PEFT files, the daemon's data and the compilers' caches. Kept files are used
+    again."""
 
     def __init__(self, root: Path, size: Size) -> None:
         self._size = size
@@ -39,7 +40,8 @@ class Folders:
         self._spec = root / "spec.json"
 
     def prepare(self) -> None:
-        """Make the base's folder and the PEFT files, and ask for the base's fingerprint. Raises `CalledProcessError`."""
+        """Make the base's folder and the PEFT files, and ask for the base's fingerprint. Raises
+        `CalledProcessError`."""
         if not self.model.exists():
             model_folder(self.model, self._size)
         if not self.adapters.exists():

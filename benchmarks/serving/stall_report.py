@@ -144,8 +144,8 @@ def allocations(before: str, after: str) -> dict[str, float]:
 
 
 def cost(checkpoints: Sequence[float], none: Sequence[float]) -> float | None:
-    """Share of the fine-tuning tokens a second that checkpoints take. `checkpoints`, `none`: tokens a second with and without them,
-    of equally many blocks. None where nothing was trained without them."""
+    """Share of the fine-tuning tokens a second that checkpoints take. `checkpoints`, `none`: tokens a second with and
+    without them, of equally many blocks. None where nothing was trained without them."""
     if not checkpoints or not sum(none):
         return None
     return round(1 - float(np.mean(checkpoints)) / float(np.mean(none)), 4)

@@ -3,20 +3,22 @@
     python -m benchmarks.serving.stalls --only start.cold,start.warm --out benchmarks/results
     python -m benchmarks.serving.stalls --tp 4 --only start.cold,start.warm --out benchmarks/results
     python -m benchmarks.serving.stalls --scratch /tmp/stalls --only start.cold --budget 150 --out benchmarks/results
-    python -m benchmarks.serving.stalls --scratch /tmp/stalls --policy overlap --only jobs.r5,jobs.r20 --budget 110 --out benchmarks/results
+    python -m benchmarks.serving.stalls --scratch /tmp/stalls --policy overlap --only jobs.r5,jobs.r20 --budget 110 \
+        --out benchmarks/results
     python -m benchmarks.serving.stalls --tiny --out /tmp/tried
 
-The Llama-3.1-8B shape with random weights, 32 adapters of rank 16 that the data folder holds before the start, default settings;
-Poisson arrivals over HTTP from processes of their own. Parts, in this order:
+The Llama-3.1-8B shape with random weights, 32 adapters of rank 16 that the data folder holds before the start, default
+settings; Poisson arrivals over HTTP from processes of their own. Parts, in this order:
 
-start.cold  the compilers' caches are empty: seconds until the daemon is ready; then latency in the first 30 s, jobs aside
-start.warm  the same with filled caches
-jobs.r5, jobs.r20  beside two jobs at a time that start, validate, checkpoint and publish; then the same arrivals beside the same jobs without checkpoints
-churn       beside 64 imports, 200 cancelled requests and a reader that stops reading
+start.cold  the compilers' caches are empty: seconds until the daemon is ready; then latency in the first 30 s, jobs
+aside start.warm  the same with filled caches
+jobs.r5, jobs.r20  beside two jobs at a time that start, validate, checkpoint and publish; then the same arrivals beside
+the same jobs without checkpoints churn       beside 64 imports, 200 cancelled requests and a reader that stops reading
 
-Parts after `start.cold` need its caches: name the same `--scratch` if it was an earlier command. Parts after `start.warm` share its daemon.
-Each result is written as soon as its part is done; results of earlier runs stay. Keys of a `--policy` or of `--tp N` have that after their first part, as in
-`stall.overlap.jobs.ft_cost` and `start.tp4.cold.ready_s`.
+Parts after `start.cold` need its caches: name the same `--scratch` if it was an earlier command. Parts after
+`start.warm` share its daemon. Each result is written as soon as its part is done; results of earlier runs stay. Keys of
+a `--policy` or of `--tp N` have that after their first part, as in `stall.overlap.jobs.ft_cost` and
+`start.tp4.cold.ready_s`.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ TAIL = 15.0
 SLO = {"slo_ttft": 1.0, "slo_tpot": 0.04}
 ACTIVE_JOBS, JOB_STEPS, CHECKPOINT_STEPS, EVAL_STEPS = 2, 8, 3, 4
 BLOCKS = (CHECKPOINT_STEPS, 10 * JOB_STEPS, 10 * JOB_STEPS, CHECKPOINT_STEPS)
-"""Steps between checkpoints in each quarter of a part beside jobs; in this order a drift of the machine is the same for both kinds."""
+"""Steps between checkpoints in each quarter of a part beside jobs; in this order a drift of the machine is the same for
+both kinds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +106,8 @@ class Stalls:
     def __init__(
         self, size: Size, folders: Folders, results: Results, *, budget: float, policy: str | None = None, tp: int = 1
     ) -> None:
-        """`budget`: seconds of each part, of the jobs' without the time until the daemon is ready; `policy`: None: the daemon's default."""
+        """`budget`: seconds of each part, of the jobs' without the time until the daemon is ready; `policy`: None: the
+        daemon's default."""
         self._size, self._folders, self._results = size, folders, results
         self._budget, self._policy, self._tp = budget, policy, tp
         self._kind = ".".join(([] if policy is None else [policy]) + ([] if tp == 1 else [f"tp{tp}"])) or None
@@ -181,8 +185,8 @@ class Stalls:
         self._put(f"{part}.max_gap_ms", row["max_gap_ms"], "ms", row | {"timeline": lines})
 
     def _beside_jobs(self, found: Daemon, rate: float, end: float) -> None:
-        """Blocks with the same arrivals and lengths beside jobs with and without checkpoints. Latency is that of requests beside
-        jobs with checkpoints."""
+        """Blocks with the same arrivals and lengths beside jobs with and without checkpoints. Latency is that of
+        requests beside jobs with checkpoints."""
         seconds = self._seconds(f"jobs.r{rate:g}", end) / len(BLOCKS)
         requests = self._requests(rate, seconds, SLO)
         blocks = [

@@ -1,9 +1,11 @@
-"""What a start imports, on a CPU: the daemon until its engine's process begins, that process, and the workers of a warm-up.
+"""What a start imports, on a CPU: the daemon until its engine's process begins, that process, and the workers of a
+warm-up.
 
     python -m benchmarks.start.imports [--tree FOLDER]
 
-Each number is the median of some starts; with `--tree` the daemon and the engine's process are those of another checkout, for a comparison. Wall time and CPU time: where other
-programs run, only the latter compares. No GPU: there torch and its libraries take longer, and the kernels come after that.
+Each number is the median of some starts; with `--tree` the daemon and the engine's process are those of another
+checkout, for a comparison. Wall time and CPU time: where other programs run, only the latter compares. No GPU: there
+torch and its libraries take longer, and the kernels come after that.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def measured(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def start_engine(tree: Path) -> None:
-    """Run the imports of an engine's process of this checkout. Of the settings, only the device differs from the defaults."""
+    """Run the imports of an engine's process of this checkout. Of the settings, only the device differs from the
+    defaults."""
     environment = os.environ | {"PYTHONPATH": str(tree.absolute())}
     command = [sys.executable, "-P", "-m", "coserve.engine.process", str(NO_SOCKET)]
     done = subprocess.run(command, input=b'{"device":"cpu"}', env=environment, capture_output=True, check=False)
@@ -91,9 +94,14 @@ def main() -> None:
     parser.add_argument("--only-engine", action="store_true", help="no workers of a warm-up")
     options = parser.parse_args()
     results = Results(
-        options.out, FILE, script="benchmarks.start.imports", hardware=cpu_name(), seed=0, revision=options.commit,
+        options.out,
+        FILE,
+        script="benchmarks.start.imports",
+        hardware=cpu_name(),
+        seed=0,
+        revision=options.commit,
         settings={"repeats": options.repeats, "workers": WORKERS, "cores": usable_cores()},
-    )  # fmt: skip
+    )
     with tempfile.TemporaryDirectory() as folder:
         config = Config(device="cpu", lora_backend="grouped", data_dir=Path(folder))
         task = WarmUpTask(config_to_json(config).decode(), folder, {}, "shape", WORKERS)

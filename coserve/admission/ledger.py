@@ -1,9 +1,11 @@
-"""Which jobs fit into the memory for jobs at the same time, and how each of them trains there. Pure: no torch, no IO, no clock.
+"""Which jobs fit into the memory for jobs at the same time, and how each of them trains there. Pure: no torch, no IO,
+no clock.
 
-Every job keeps its state between micro-batches. Activations are those of one micro-batch at a time: the ledger counts those of the job
-that takes most alone; a micro-batch that jobs share is bounded beside it (`MemoryAdmission.shared_tokens`).
-A job starts if its state fits beside that of the others, and its micro-batches, in some treatment, fit beside all states, without
-a change for the others. When memory comes back, each job gets the fastest treatment that fits again.
+Every job keeps its state between micro-batches. Activations are those of one micro-batch at a time: the ledger counts
+those of the job that takes most alone; a micro-batch that jobs share is bounded beside it
+(`MemoryAdmission.shared_tokens`). A job starts if its state fits beside that of the others, and its micro-batches, in
+some treatment, fit beside all states, without a change for the others. When memory comes back, each job gets the
+fastest treatment that fits again.
 """
 
 from __future__ import annotations

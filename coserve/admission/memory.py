@@ -1,4 +1,5 @@
-"""Admission of jobs by memory, as the engine asks for it: start now, wait, or never. Pure: no torch, no IO, no clock."""
+"""Admission of jobs by memory, as the engine asks for it: start now, wait, or never. Pure: no torch, no IO, no
+clock."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ GIB = 1 << 30
 MARGIN = 512 << 20
 """Bytes that stay free: workspaces of kernels, and what fragmentation wastes."""
 READINGS = 10
-"""Seconds with readings of the device's memory: what another process gave back counts once it was there in so many of them."""
+"""Seconds with readings of the device's memory: what another process gave back counts once it was there in so many of
+them."""
 Cause = Literal["jobs", "others"]
 
 
@@ -74,7 +76,8 @@ class MemoryAdmission:
         """The ledger's version, and `_share` then."""
         self._margin: int | None = None
         self._readings: deque[tuple[int, int]] = deque(maxlen=READINGS)
-        """The last seconds with readings, and the least of each: the device is also read when jobs come, many times a second."""
+        """The last seconds with readings, and the least of each: the device is also read when jobs come, many times a
+        second."""
 
     @property
     def limit(self) -> int:
@@ -104,13 +107,16 @@ class MemoryAdmission:
         if limit >= planned:
             return ()
         return (
-            f"memory: other processes hold part of the GPU's memory that was planned for jobs: {limit} of {planned} bytes are left",
+            (
+                f"memory: other processes hold part of the GPU's memory that was planned for jobs: {limit} of "
+                f"{planned} bytes are left"
+            ),
         )
 
     @property
     def shared_tokens(self) -> int | None:
-        """Most tokens of a forward that several of the jobs share: the engine's limit, or its half, and so on, whatever first fits beside
-        what all of them keep. Below what two of them ask for, each trains alone."""
+        """Most tokens of a forward that several of the jobs share: the engine's limit, or its half, and so on, whatever
+        first fits beside what all of them keep. Below what two of them ask for, each trains alone."""
         return self._share()[0]
 
     def _share(self) -> tuple[int, int]:
@@ -128,7 +134,8 @@ class MemoryAdmission:
         return self._shared[1]
 
     def available(self, size: int, now: float) -> None:
-        """A reading of the device: `size` bytes are there for jobs, those that they have included. `now`: seconds, never less than before."""
+        """A reading of the device: `size` bytes are there for jobs, those that they have included. `now`: seconds,
+        never less than before."""
         if self._margin is None:  # what the operator leaves, if that is less
             self._margin = min(MARGIN, max(0, size - self._ledger.planned))
         second, left = int(now), max(0, size - self._margin)
@@ -138,7 +145,8 @@ class MemoryAdmission:
         self._ledger.resize(min(least for _, least in self._readings))
 
     def compiled(self, costs: TrainingCosts | None) -> None:
-        """Costs of compiled layers, by which jobs that run them are planned from now on; None: they run the base's own."""
+        """Costs of compiled layers, by which jobs that run them are planned from now on; None: they run the base's
+        own."""
         if costs is not self._model.compiled:
             self._model = msgspec.structs.replace(self._model, compiled=costs)
             self._ledger.replan({id: self._memory(spec) for id, spec in self._specs.items()})
@@ -147,7 +155,8 @@ class MemoryAdmission:
         return job_memory(spec, self._base, self._model, self._micro_batch_tokens)
 
     def admit(self, spec: JobSpec) -> Start | Hold:
-        """Asked again and again while the job waits. Raises `JobTooLarge`, `InvalidRequest` (settings that do not fit the base)."""
+        """Asked again and again while the job waits. Raises `JobTooLarge`, `InvalidRequest` (settings that do not fit
+        the base)."""
         if self._refused is not None and self._refused[:2] == (spec.id, self._ledger.version):
             return self._refused[2]
         memory = self._memory(spec)
@@ -173,7 +182,8 @@ class MemoryAdmission:
             return None
         return Hold(
             "jobs",
-            f"waiting for host memory: the state of this job and of those that train takes {needed} bytes of the {limit} for it; it "
+            f"waiting for host memory: the state of this job and of those that train takes {needed} bytes of the "
+            f"{limit} for it; it "
             "starts once one of them ends",
         )
 
@@ -205,7 +215,8 @@ class MemoryAdmission:
         needed, state = memory.state.total + first.activations, memory.state.total + option.activations
         return Start(
             option.treatment,
-            f"memory: {how}: that needs {state} bytes; {needed} bytes, for micro-batches of {first.treatment.tokens} tokens, "
+            f"memory: {how}: that needs {state} bytes; {needed} bytes, for micro-batches of {first.treatment.tokens} "
+            "tokens, "
             f"do not fit into the {self._ledger.limit} bytes that are there for all jobs",
         )
 
@@ -221,7 +232,8 @@ def check_fits(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
 def _check_pinned(memory: JobMemory, model: MemoryModel) -> None:
     if model.pinned is not None and memory.pinned > model.pinned:
         raise JobTooLarge(
-            f"expected a state of at most {model.pinned} bytes of host memory (pinned_memory_bytes), got {memory.pinned}; try "
+            f"expected a state of at most {model.pinned} bytes of host memory (pinned_memory_bytes), got "
+            f"{memory.pinned}; try "
             "an optimizer with 8 bits, a smaller rank or fewer targets",
             field="training.optimizer",
         )
@@ -235,8 +247,10 @@ def too_large(memory: JobMemory, planned: int) -> JobTooLarge:
     if layers:
         micro_batch += f" that recomputes {layers} layer{'' if layers == 1 else 's'}"
     return JobTooLarge(
-        f"expected a job of at most {planned} bytes of GPU memory, got one of at least {memory.least}: {state.adapter} for the "
-        f"adapter, {state.gradients} for its gradients, {state.optimizer} for the optimizer, and {smallest.activations} for "
+        f"expected a job of at most {planned} bytes of GPU memory, got one of at least {memory.least}: {state.adapter} "
+        "for the "
+        f"adapter, {state.gradients} for its gradients, {state.optimizer} for the optimizer, and "
+        f"{smallest.activations} for "
         f"{micro_batch}; try a smaller rank, fewer targets or a smaller max_length",
         field="lora",
     )
@@ -258,12 +272,14 @@ def _hold(found: Shortage, planned: int) -> Hold:
     if found.needed > planned:
         return Hold(
             "jobs",
-            f"waiting for memory: with the jobs that train it needs at least {found.needed} bytes of the {planned} for jobs; it "
+            f"waiting for memory: with the jobs that train it needs at least {found.needed} bytes of the {planned} for "
+            "jobs; it "
             "starts once one of them ends",
         )
     return Hold(
         "others",
-        f"waiting for memory: other processes hold some of the GPU's; {found.needed} bytes are needed and {found.limit} are left for "
+        f"waiting for memory: other processes hold some of the GPU's; {found.needed} bytes are needed and "
+        f"{found.limit} are left for "
         "jobs",
     )
 

@@ -1,15 +1,18 @@
-"""Predicts the memory of a training micro-batch: measured costs of the base, exact sizes of what LoRA adds. Pure: no torch.
+"""Predicts the memory of a training micro-batch: measured costs of the base, exact sizes of what LoRA adds. Pure: no
+torch.
 
-A micro-batch (`finetune.micro_batch`) has three phases. The forward keeps each layer's activations; the head computes logits, loss
-and their gradient, chunk by chunk; the backward goes down layer by layer and frees what each has kept. What is kept is a sum over layers:
+A micro-batch (`finetune.micro_batch`) has three phases. The forward keeps each layer's activations; the head computes
+logits, loss and their gradient, chunk by chunk; the backward goes down layer by layer and frees what each has kept.
+What is kept is a sum over layers:
 
     what the base's own operations keep
     + the input of each group of sites (q, k and v; gate and up) that the adapter changes, once
     + x Aᵀ, a row of R elements a token, of each site
 
-The peak is the largest one of what is kept and the head, and what is kept and the backward of a layer. A layer that is recomputed keeps
-its input only, and the backward computes it first. Those are the lowest ones: their turn comes when all above them have been freed.
-Compiled layers above those may be recomputed but for attention: they keep their input and attention's output (`Kept`).
+The peak is the largest one of what is kept and the head, and what is kept and the backward of a layer. A layer that is
+recomputed keeps its input only, and the backward computes it first. Those are the lowest ones: their turn comes when
+all above them have been freed. Compiled layers above those may be recomputed but for attention: they keep their input
+and attention's output (`Kept`).
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ Counts = npt.NDArray[np.int64]
 ROWS = 36
 """Bytes a token of a micro-batch's ids, positions, targets and labels."""
 PAIRS = 36
-"""Bytes a token of a micro-batch of pairs, besides: each token's sequence, the weights of its gradient, and the targets' losses."""
+"""Bytes a token of a micro-batch of pairs, besides: each token's sequence, the weights of its gradient, and the
+targets' losses."""
 TEACHER_SHARE = 2
 """With a teacher, a chunk of the logits is this many times smaller: the teacher's are in memory too."""
 
@@ -51,8 +55,9 @@ class MicroBatchShape:
     pairs: bool = False
     """It has a DPO loss. The reference's forward keeps nothing, and ends before anything is kept."""
     graphs: bool = False
-    """Its layers run as CUDA graphs, which have static copies of its input, its output and a gradient: as many shapes as have graphs, of which
-    none is counted as larger than this one. What layers keep and compute lies in the graphs' memory pool, which the head cannot use."""
+    """Its layers run as CUDA graphs, which have static copies of its input, its output and a gradient: as many shapes
+    as have graphs, of which none is counted as larger than this one. What layers keep and compute lies in the graphs'
+    memory pool, which the head cannot use."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +128,8 @@ class MicroBatchModel:
         """Bytes a token of the x Aᵀ of each group, of the adapter that levels were measured with."""
 
     def bytes(self, batch: MicroBatchShape, recomputed: Counts, partly: Counts) -> tuple[Floats, Floats]:
-        """What a suspended micro-batch holds at most, and the peak, beyond what the job keeps: for each pair of counts, whatever those of `batch`
-        are. More layers than are trained count as all."""
+        """What a suspended micro-batch holds at most, and the peak, beyond what the job keeps: for each pair of counts,
+        whatever those of `batch` are. More layers than are trained count as all."""
         costs, tokens, trained = self._costs, batch.tokens, len(self._each)
         again = np.minimum(recomputed, trained)
         lean = again + np.minimum(partly, trained - again)
@@ -145,7 +150,8 @@ class MicroBatchModel:
         return held, (peak + head if batch.graphs else np.maximum(kept + head, peak)) + besides
 
     def _lora_kept(self, kept: Kept, layer: LoraLayer) -> float:
-        """Bytes a token that LoRA adds to such a layer: the x Aᵀ that it does not compute again, and if it keeps all, inputs."""
+        """Bytes a token that LoRA adds to such a layer: the x Aᵀ that it does not compute again, and if it keeps all,
+        inputs."""
         level = self._costs.levels.get(kept)
         if level is None:
             return layer.kept if kept is Kept.ALL else 0.0
@@ -157,8 +163,8 @@ class MicroBatchModel:
         return round(self._costs.fixed + tokens * (own + float(self._lora[Kept.ALL][-1])))
 
     def _held(self, tokens: int, again: Counts, lean: Counts, count: Counts | int) -> Floats:
-        """What the lowest `count` layers keep, of which the lowest `again` are computed again, and those from there to `lean` but for attention.
-        One of them is at least."""
+        """What the lowest `count` layers keep, of which the lowest `again` are computed again, and those from there to
+        `lean` but for attention. One of them is at least."""
         numbers = {Kept.INPUT: again, Kept.ATTENTION: lean - again, Kept.ALL: count - lean}
         own = sum(number * (self._own.get(kept, 0.0) - self._input) for kept, number in numbers.items())
         lora = self._lora[Kept.ALL][count] - self._lora[Kept.ALL][lean] + self._lora[Kept.INPUT][again]
@@ -167,7 +173,8 @@ class MicroBatchModel:
         return np.asarray(self._costs.recompute.at(tokens) + tokens * (own + inputs + lora), np.float64)
 
     def _lean_backward(self, kept: Kept, tokens: int) -> Floats:
-        """The most that the backward of one of the lowest 0, 1, ... layers takes beyond what is kept, if they keep less than all."""
+        """The most that the backward of one of the lowest 0, 1, ... layers takes beyond what is kept, if they keep less
+        than all."""
         level = self._costs.levels.get(kept)
         if level is not None:
             return level.backward.at(tokens) + tokens * _highest(self._more(level, one) for one in self._each)
@@ -177,7 +184,8 @@ class MicroBatchModel:
         return _highest(found[one] for one in self._each)  # the whole forward runs again, and all is kept
 
     def _more(self, level: LevelCosts, layer: LoraLayer) -> float:
-        """Bytes a token by which the x Aᵀ that such a layer computes again exceed those of the adapter that was measured."""
+        """Bytes a token by which the x Aᵀ that such a layer computes again exceed those of the adapter that was
+        measured."""
         each = zip(layer.shrinks, self._measured, level.shrinks, strict=True)
         return max(0.0, sum(own - measured for own, measured, stays in each if not stays))
 

@@ -9,10 +9,11 @@ from coserve.core.errors import InvalidRequest
 from coserve.core.types import Optimizer
 
 ALIGNED = 64
-"""Elements: in a flat buffer every tensor starts at a multiple of it, so that kernels read whole cache lines in any dtype of two bytes
-or more."""
+"""Elements: in a flat buffer every tensor starts at a multiple of it, so that kernels read whole cache lines in any
+dtype of two bytes or more."""
 QUANTIZED = 256
-"""Elements that share one scale in an 8-bit moment: bitsandbytes' block-wise quantization (Dettmers et al. 2022, section 2.1)."""
+"""Elements that share one scale in an 8-bit moment: bitsandbytes' block-wise quantization (Dettmers et al. 2022,
+section 2.1)."""
 CODES = 256
 """Numbers that 8 bits stand for: an fp32 table for each moment."""
 
@@ -44,7 +45,8 @@ BUFFERS = 3
 SLICE = 8
 """Pieces that are updated without interruption: 64 MiB of AdamW's come, and go, in 3 ms each at 25 GB/s."""
 COPIES = 2
-"""Paged moments in host memory: those of the last update, and those that a checkpoint being written holds, or that the next update writes."""
+"""Paged moments in host memory: those of the last update, and those that a checkpoint being written holds, or that the
+next update writes."""
 _MOMENTS = {
     Optimizer.ADAMW: (_EXP_AVG, _EXP_AVG_SQ),
     Optimizer.ADAMW_8BIT: (*_EXP_AVG_8, *_EXP_AVG_SQ_8),

@@ -1,4 +1,5 @@
-"""Whether an adapter can ever be served from the page pool, which adapters and tokens' keys and values share. Pure: no torch, no files."""
+"""Whether an adapter can ever be served from the page pool, which adapters and tokens' keys and values share. Pure: no
+torch, no files."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def check_can_be_served(
 ) -> None:
     """Raises `AdapterTooLarge` for an adapter beside which the pool never has a page for tokens.
 
-    `adapter`: its name, for the message; `settings`: valid ones, of a new adapter or an imported one; `ranks`, `fully_sharded`: as
-    `lora_shapes`.
+    `adapter`: its name, for the message; `settings`: valid ones, of a new adapter or an imported one; `ranks`,
+    `fully_sharded`: as `lora_shapes`.
     """
     size = served_bytes(settings, base, ranks=ranks, fully_sharded=fully_sharded)
     pages = -(-size // pool.page_bytes)
@@ -33,7 +34,8 @@ def check_can_be_served(
 
 
 def served_bytes(settings: LoraSettings, base: BaseSpec, *, ranks: int, fully_sharded: bool) -> int:
-    """Bytes of an adapter on one GPU as generation has it, at least: matrices without what pads them to the width of a load.
+    """Bytes of an adapter on one GPU as generation has it, at least: matrices without what pads them to the width of a
+    load.
 
     One GPU has block-diagonal matrices with their zeros (`adapter_store.packing`).
     """
@@ -47,8 +49,10 @@ def too_large(adapter: str, pages: int, pool: PoolShape, *, field: str | None = 
     """The error for the user, with the numbers. `pages`: of the adapter."""
     least = (pages + 1) * pool.page_tokens
     return AdapterTooLarge(
-        f"expected an adapter that leaves at least one page of the KV pool of {pool.pages} pages ({pool.tokens} tokens, {pool.bytes} "
-        f"bytes), got {adapter!r} of {pages} pages ({pages * pool.page_bytes} bytes): it can never be served; start the daemon with "
+        f"expected an adapter that leaves at least one page of the KV pool of {pool.pages} pages ({pool.tokens} "
+        f"tokens, {pool.bytes} "
+        f"bytes), got {adapter!r} of {pages} pages ({pages * pool.page_bytes} bytes): it can never be served; start "
+        "the daemon with "
         f"--kv-tokens {least} or more, or use an adapter of a smaller rank or with fewer targets",
         field=field,
     )

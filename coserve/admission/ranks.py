@@ -12,8 +12,8 @@ from coserve.lora.files.targets import target_sites
 def blocks_fit(settings: LoraSettings, base: BaseSpec, ranks: int) -> bool:
     """Whether each of `ranks` GPUs can hold whole blocks of an adapter, or a part of one block, at each of its sites.
 
-    Where it is true, `parallel.lora.partition_pair` keeps the blocks of every pair. It also keeps some others where several GPUs share a
-    key/value head, which is not known here.
+    Where it is true, `parallel.lora.partition_pair` keeps the blocks of every pair. It also keeps some others where
+    several GPUs share a key/value head, which is not known here.
     """
     if ranks == 1 or settings.bd_blocks == 1:
         return True
@@ -54,7 +54,8 @@ def check_ranks(settings: LoraSettings, base: BaseSpec, *, ranks: int, field: st
 
 
 def unmet_need(job: JobSpec, base: BaseSpec, *, ranks: int) -> str | None:
-    """What an accepted job needs that this daemon does not have; None: it can train. `ranks`: GPUs that share the base."""
+    """What an accepted job needs that this daemon does not have; None: it can train. `ranks`: GPUs that share the
+    base."""
     if not blocks_fit(job.lora, base, ranks):
         return f"needs a --tp that its {job.lora.bd_blocks} blocks fit; this daemon has {ranks}"
     try:

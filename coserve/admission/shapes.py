@@ -1,4 +1,5 @@
-"""The matrices of a job's adapter, and what a job keeps of them on one GPU between micro-batches. Pure: no torch, no files."""
+"""The matrices of a job's adapter, and what a job keeps of them on one GPU between micro-batches. Pure: no torch, no
+files."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def role_of(site: str) -> str:
 def lora_shapes(
     settings: LoraSettings, base: BaseSpec, *, ranks: int = 1, fully_sharded: bool = False
 ) -> tuple[SiteShape, ...]:
-    """In the order in which the optimizer keeps them. `ranks`: GPUs that share the base, of which one's part is returned.
+    """In the order in which the optimizer keeps them. `ranks`: GPUs that share the base, of which one's part is
+    returned.
 
     Raises `InvalidRequest` as `resolve_targets`.
     """
@@ -114,8 +116,9 @@ def job_state(
     early_stopping: bool,
     compared: Iterable[SiteShape] = (),
 ) -> JobState:
-    """Of `finetune.optimizer`: copies in the base's dtype; fp32 gradient sums; fp32 weights, the optimizer's moments, or the buffers that
-    paged ones pass through, and with early stopping the best weights. `compared`: of the adapter that the loss is relative to, a teacher or a reference."""
+    """Of `finetune.optimizer`: copies in the base's dtype; fp32 gradient sums; fp32 weights, the optimizer's moments,
+    or the buffers that paged ones pass through, and with early stopping the best weights. `compared`: of the adapter
+    that the loss is relative to, a teacher or a reference."""
     size, element = flat_elements(_parts(shapes), aligned(optimizer)), ITEMSIZE[dtype]
     paged = paged_kinds(optimizer)
     kept = (kind for kind in state_kinds(optimizer, early_stopping=early_stopping) if kind not in paged)
@@ -130,7 +133,8 @@ def job_state(
 
 
 def pinned_bytes(shapes: Iterable[SiteShape], optimizer: Optimizer, *, early_stopping: bool) -> int:
-    """Host memory of a job's state: what stays on the device is copied there for checkpoints; paged moments are there twice."""
+    """Host memory of a job's state: what stays on the device is copied there for checkpoints; paged moments are there
+    twice."""
     parts, paged = _parts(shapes), paged_kinds(optimizer)
     size, block = (find(parts, aligned(optimizer)) for find in (flat_elements, flat_block))
     return sum(
@@ -166,7 +170,8 @@ def flat_elements(sizes: Iterable[int], aligned: int = ALIGNED) -> int:
 
 
 def _pinned(size: int, block: int) -> int:
-    """Bytes that `size` bytes of pinned memory take in blocks of `block` bytes: torch rounds each up to a power of two."""
+    """Bytes that `size` bytes of pinned memory take in blocks of `block` bytes: torch rounds each up to a power of
+    two."""
     blocks, rest = divmod(size, block)
     return blocks * _power_of_two(block) + (_power_of_two(rest) if rest else 0)
 

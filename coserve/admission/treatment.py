@@ -1,4 +1,5 @@
-"""How a job trains within the memory there is: in smaller micro-batches, or with some layers computed again, as a whole or but for attention.
+"""How a job trains within the memory there is: in smaller micro-batches, or with some layers computed again, as a whole
+or but for attention.
 Pure: no torch, no IO."""
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from coserve.core.types import BaseSpec, JobSpec, LoraSettings
 from coserve.data.corpus.limits import micro_batch_limit
 
 LAUNCH_BOUND_TOKENS = 2000
-"""Tokens that a GPU computes while the host launches a micro-batch operation by operation: a smaller one takes as long. An 8B shape on
-an H200, at 263ac28: 512 tokens take 128 ms, 2048 138 ms, 4096 264 ms."""
+"""Tokens that a GPU computes while the host launches a micro-batch operation by operation: a smaller one takes as long.
+An 8B shape on an H200, at 263ac28: 512 tokens take 128 ms, 2048 138 ms, 4096 264 ms."""
 OVERHEAD_TOKENS = 190
 """Tokens that each micro-batch costs besides. As graphs, 512 take 44 ms, 2048 131 ms and 4096 251 ms."""
 RECOMPUTE_OVERHEAD = 0.43
@@ -65,7 +66,8 @@ class Treatment:
     recomputed: int = 0
     """Layers, from the lowest trained one up, that keep their input only: the backward computes them again."""
     partly: int = 0
-    """Layers above those that are computed again but for attention: they keep their input and its output. Compiled layers only."""
+    """Layers above those that are computed again but for attention: they keep their input and its output. Compiled
+    layers only."""
     compiled: bool = False
     """Planned for compiled layers, which take less memory than the base's own."""
 
@@ -170,8 +172,8 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
 
 
 def shared_bytes(model: MemoryModel, base: BaseSpec, jobs: Iterable[JobMemory], tokens: int) -> int:
-    """At most what a micro-batch of `tokens` tokens takes in which these jobs share, whoever of them does: as if one adapter, at every site
-    of any of them with the largest rank, had all its tokens, and all were targets."""
+    """At most what a micro-batch of `tokens` tokens takes in which these jobs share, whoever of them does: as if one
+    adapter, at every site of any of them with the largest rank, had all its tokens, and all were targets."""
     sites, dropout = dict[str, SiteShape](), False
     for job in jobs:
         dropout |= job.dropout

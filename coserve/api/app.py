@@ -50,8 +50,8 @@ def make_app(
     garbage: GarbageCollection | None = None,
 ) -> web.Application:
     """The application over a service. The caller opens and closes the service. `clock`: seconds, for idle connections;
-    `max_texts`: most texts that `/tokenize` and `/detokenize` handle concurrently; `garbage` is collected while no request is in
-    progress (None: left to the interpreter)."""
+    `max_texts`: most texts that `/tokenize` and `/detokenize` handle concurrently; `garbage` is collected while no
+    request is in progress (None: left to the interpreter)."""
     bodies = BodyReader(
         service.helpers,
         lambda: None if service.engine.ready is None else service.engine.ready.spec.context,

@@ -117,7 +117,8 @@ class EngineClient:
             self._silent_since = self._clock()
 
     def received(self, message: FromEngine) -> None:
-        """Call it for each message of the engine. It reports about once a second while it works, and once when it has nothing left to do."""
+        """Call it for each message of the engine. It reports about once a second while it works, and once when it has
+        nothing left to do."""
         idle = isinstance(message, EngineStats) and not (message.waiting or message.running or message.jobs)
         self._silent_since = None if idle else self._clock()
 
@@ -128,8 +129,8 @@ class EngineClient:
         return () if seconds < SILENCE else (f"the engine has said nothing for {seconds:.0f} s, though it has work",)
 
     async def hung(self, limit: float) -> None:
-        """Wait until the engine has had work and has said nothing for `limit` seconds; for ever if that is 0. Looks are counted and not seconds:
-        while the daemon was stopped itself, the engine was not silent."""
+        """Wait until the engine has had work and has said nothing for `limit` seconds; for ever if that is 0. Looks are
+        counted and not seconds: while the daemon was stopped itself, the engine was not silent."""
         looks, since = 0, self._silent_since
         while limit == 0 or looks * LOOK < limit:
             await asyncio.sleep(LOOK)

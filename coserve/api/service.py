@@ -76,7 +76,8 @@ class Service:
         max_prompt_scores: int = MAX_PROMPT_SCORES,
         closing: float = CLOSING,
     ) -> None:
-        """`engine`: hears of engines that start before there is a service. `max_prompt_scores`: most prompt log-probabilities that all requests in flight may ask for together.
+        """`engine`: hears of engines that start before there is a service. `max_prompt_scores`: most prompt
+        log-probabilities that all requests in flight may ask for together.
         `closing`: seconds that a tracker may take when the service closes."""
         self.folder, self.tokenizer = folder, tokenizer
         self._config = config
@@ -126,8 +127,8 @@ class Service:
     async def attach(
         self, link: Link[ToEngine, FromEngine], ready: EngineReady, ranks: EngineRanks | None = None
     ) -> None:
-        """Connect a new engine and send it the unfinished jobs, oldest first. `ranks`: its processes, where there are several.
-        Raises as `open`."""
+        """Connect a new engine and send it the unfinished jobs, oldest first. `ranks`: its processes, where there are
+        several. Raises as `open`."""
         await self.open()
         self.engine_lost()
         await self.jobs.attach(lambda: self._open(link, ready, ranks))
@@ -160,8 +161,8 @@ class Service:
         self.engine.failed(note, started=started)
 
     def stop(self) -> None:
-        """The daemon stops: requests in flight and new ones fail with `EngineUnavailable`, event streams end. So do uploads and
-        corpora that are not accepted as jobs yet."""
+        """The daemon stops: requests in flight and new ones fail with `EngineUnavailable`, event streams end. So do
+        uploads and corpora that are not accepted as jobs yet."""
         stopping = EngineUnavailable("the daemon is stopping; try again later")
         self.generation.stop(stopping)
         self.jobs.views.stop(stopping)
@@ -186,7 +187,8 @@ class Service:
                 await self._recording
 
     async def disconnected(self) -> Exception | None:
-        """Wait until the engine's messages are no longer read. Returns the error that ended the reading; None if the link closed."""
+        """Wait until the engine's messages are no longer read. Returns the error that ended the reading; None if the
+        link closed."""
         if (receiver := self._receiver) is None:
             return None
         await asyncio.wait({receiver})

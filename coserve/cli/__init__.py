@@ -1,4 +1,5 @@
-"""The commands, one file per subject. The options of `serve` are generated from `config.Config`; nothing here imports torch."""
+"""The commands, one file per subject. The options of `serve` are generated from `config.Config`; nothing here imports
+torch."""
 
 from coserve.cli.app import app, main
 

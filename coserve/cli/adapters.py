@@ -85,7 +85,8 @@ def delete_adapter(
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
-    """Delete one version of an adapter (NAME@VERSION), or all of them (NAME), after a question unless --yes is given."""
+    """Delete one version of an adapter (NAME@VERSION), or all of them (NAME), after a question unless --yes is
+    given."""
     with connect(url, key) as client:
         if "@" not in name and not yes:
             _confirm(client.adapter(name))

@@ -1,5 +1,5 @@
-"""The entry point, which handles the commands' errors. A command's module is imported when the command is named, and all for help:
-the engine of `coserve serve` waits for what else is imported."""
+"""The entry point, which handles the commands' errors. A command's module is imported when the command is named, and
+all for help: the engine of `coserve serve` waits for what else is imported."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ app.callback()(_top)
 
 
 def run(arguments: list[str] | None = None, *, retry: RetryPolicy | None = None) -> int:
-    """The exit status of a command line, the process's own by default. Every error ends with one line, no traceback. `retry`: how often a
-    daemon is asked that does not answer (`RetryPolicy`); None: see `common.RETRY`."""
+    """The exit status of a command line, the process's own by default. Every error ends with one line, no traceback.
+    `retry`: how often a daemon is asked that does not answer (`RetryPolicy`); None: see `common.RETRY`."""
 
     def command() -> object:
         if retry is not None:

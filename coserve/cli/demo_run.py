@@ -97,11 +97,15 @@ def _trace() -> Trace:
     prompts = bundled_prompts()
     requests = [
         PromptArrival(
-            at=i / REQUESTS_PER_SECOND, index=i, adapter=None, prompt=prompts[i % len(prompts)],
-            max_tokens=24 + 8 * (i % 3), seed=i,
+            at=i / REQUESTS_PER_SECOND,
+            index=i,
+            adapter=None,
+            prompt=prompts[i % len(prompts)],
+            max_tokens=24 + 8 * (i % 3),
+            seed=i,
         )
         for i in range(int(SECONDS * REQUESTS_PER_SECOND))
-    ]  # fmt: skip
+    ]
     return Trace(scenario=scenario, arrivals=(*jobs, *requests))
 
 
@@ -190,7 +194,8 @@ async def _burst(client: AsyncClient, console: Console) -> None:
     together = await seconds([call(adapter) for adapter in everyone * BURST])
     names = ", ".join(f"{BURST} for {name or 'the base'}" for name in everyone)
     console.print(
-        f"{BURST * len(everyone)} requests at once ({names}), all in one batch: {together:.2f} s; one alone takes {alone:.2f} s",
+        f"{BURST * len(everyone)} requests at once ({names}), all in one batch: {together:.2f} s; one alone takes "
+        f"{alone:.2f} s",
         highlight=False,
     )
 

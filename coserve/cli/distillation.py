@@ -1,4 +1,5 @@
-"""Distillation after a conversion: a job whose teacher is the source, on rows from here or on what the base generates."""
+"""Distillation after a conversion: a job whose teacher is the source, on rows from here or on what the base
+generates."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ GENERATIONS = "generations"
 HELD_OUT = 0.1
 """Share of the rows on which the output error is measured."""
 PATIENCE = 3
-"""Measurements without improvement after which the training ends. The best weights are published, those before the first step included."""
+"""Measurements without improvement after which the training ends. The best weights are published, those before the
+first step included."""
 CHOICES, TOKENS, REQUESTS = 8, 64, 8
 """Continuations of each prompt, their most tokens, and how many prompts are continued at a time."""
 LOSSLESS = 1e-6
@@ -59,7 +61,8 @@ def start_distillation(client: Client, converted: ConvertedAdapter, rows: Rows) 
 
 
 def output_errors(job: Job) -> tuple[float, float]:
-    """Before a distillation, and of what it has published: the mean divergence from the teacher on the rows held out, in nats a token."""
+    """Before a distillation, and of what it has published: the mean divergence from the teacher on the rows held out,
+    in nats a token."""
     metrics = job.metrics
     assert metrics is not None and metrics.best_valid_loss is not None and metrics.valid_loss_before is not None, job
     return metrics.valid_loss_before, metrics.best_valid_loss

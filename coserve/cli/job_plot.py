@@ -1,4 +1,5 @@
-"""`coserve jobs plot`: loss, token accuracy (of a DPO job: rewards), learning rate and tokens per second of a job, as a figure."""
+"""`coserve jobs plot`: loss, token accuracy (of a DPO job: rewards), learning rate and tokens per second of a job, as a
+figure."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ def age(seconds: float) -> str:
 def job_table(
     jobs: Sequence[Job], now: float | None = None, *, notes: bool = False, width: int | None = None
 ) -> Iterator[str]:
-    """A header, then one line a job, in columns; with `notes`, a job's notes below it. `width`: long names of adapters are cut so that lines
-    fit into so many characters."""
+    """A header, then one line a job, in columns; with `notes`, a job's notes below it. `width`: long names of adapters
+    are cut so that lines fit into so many characters."""
     now = time.time() if now is None else now
     rows = [HEADERS, *(_cells(job, now) for job in jobs)]
     lines = columns(rows)

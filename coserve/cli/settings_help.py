@@ -80,7 +80,8 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 class SettingsCommand(TyperCommand):
-    """A command whose options are the settings of a dataclass, `Config` unless a subclass says otherwise, and others."""
+    """A command whose options are the settings of a dataclass, `Config` unless a subclass says otherwise, and
+    others."""
 
     settings: ClassVar[type[Any]] = Config
     groups = staticmethod(sections)

@@ -26,8 +26,8 @@ def settings_command(
 ) -> Callable[..., None]:
     """A command with one option for each setting of `names` (None: all) and for each keyword-only parameter of `run`.
 
-    `run` gets the settings that were given, and its own parameters. `argument`: the one setting that may be given without
-    its option's name, too.
+    `run` gets the settings that were given, and its own parameters. `argument`: the one setting that may be given
+    without its option's name, too.
     """
     hints = get_type_hints(settings)
     own = [p for p in inspect.signature(run, eval_str=True).parameters.values() if p.kind is p.KEYWORD_ONLY]

@@ -45,8 +45,8 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def _warm(given: dict[str, object]) -> None:
-    """Compile all kernels that `coserve serve` will need for MODEL with the same settings, and keep them in the cache folder.
-    Needs the GPU that will serve. Settings also come from COSERVE_<NAME> and from the TOML file of --config.
+    """Compile all kernels that `coserve serve` will need for MODEL with the same settings, and keep them in the cache
+    folder. Needs the GPU that will serve. Settings also come from COSERVE_<NAME> and from the TOML file of --config.
     """
     config = load_config(given)
     from coserve.core.logs.setup import set_up_logging

@@ -60,9 +60,9 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 class AsyncClient:
     """A daemon, from asyncio. Close it, or use it as `async with AsyncClient() as client`.
 
-    Every method raises the leaf of `coserve.core.errors` that the daemon names, and `Unreachable` where none answers. Responses
-    of 429 and 503 are tried again as `retry` says. `read_timeout`: seconds of silence after which a connection is given
-    up; `sleep` and `rng` are for tests.
+    Every method raises the leaf of `coserve.core.errors` that the daemon names, and `Unreachable` where none answers.
+    Responses of 429 and 503 are tried again as `retry` says. `read_timeout`: seconds of silence after which a
+    connection is given up; `sleep` and `rng` are for tests.
 
     As for the command line, `base_url` is COSERVE_URL unless it is given, and `api_key` is COSERVE_API_KEY.
     """
@@ -123,8 +123,8 @@ class AsyncClient:
         adapter: str | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncGenerator[GenerateChunk, None]:
-        """As `generate`, but in chunks as they come. To stop early, close the generator (`contextlib.aclosing`): the daemon
-        then cancels the request.
+        """As `generate`, but in chunks as they come. To stop early, close the generator (`contextlib.aclosing`): the
+        daemon then cancels the request.
         """
         body = generate_request(prompt, messages, adapter, True, options)
         request = self._caller.request("POST", "/generate", headers={"Accept": "text/event-stream"}, body=body)
@@ -157,22 +157,25 @@ class AsyncClient:
         on_preparing: Callable[[Preparing], None] | None = None,
     ) -> AsyncJobHandle:
         """Start a job that makes the next version of `adapter` from one of: rows, a file from here (JSON Lines, CSV,
-        parquet or a JSON array) or its content, or the path of a file at the daemon. As `data`, a path names a file from here. docs/guide/data.md
-        describes rows; `columns` names columns that are called otherwise: `{"prompt": "question", "completion": "answer"}`.
+        parquet or a JSON array) or its content, or the path of a file at the daemon. As `data`, a path names a file
+        from here. docs/guide/data.md describes rows; `columns` names columns that are called otherwise:
+        `{"prompt": "question", "completion": "answer"}`.
 
-        With a `teacher` the job learns that adapter's outputs at the rows' targets instead of their tokens (distillation).
+        With a `teacher` the job learns that adapter's outputs at the rows' targets instead of their tokens
+        (distillation).
 
-        While an unfinished job trains `adapter`, one with `continue_from=adapter` waits for it and continues from the version that it
-        publishes. `on_conflict="fork"` begins at once, from the current version; `"refuse"` raises `AdapterBusy`.
+        While an unfinished job trains `adapter`, one with `continue_from=adapter` waits for it and continues from the
+        version that it publishes. `on_conflict="fork"` begins at once, from the current version; `"refuse"` raises
+        `AdapterBusy`.
 
-        Returns once the whole corpus is tokenised; `on_preparing` is called with the rows done of a large one (by `Client`: on the
-        thread that waits for the job, so that it may call the client).
+        Returns once the whole corpus is tokenised; `on_preparing` is called with the rows done of a large one (by
+        `Client`: on the thread that waits for the job, so that it may call the client).
 
         Warns (`UserWarning`) if rows were cut because they were too long.
 
-        An accepted job survives any crash of the daemon. `idempotency_key` names the request: repeated, it gives the job
-        that it made first, and another request with it raises `IdempotencyMismatch`; without one, each call has its own, so that
-        retries never make two jobs.
+        An accepted job survives any crash of the daemon. `idempotency_key` names the request: repeated, it gives the
+        job that it made first, and another request with it raises `IdempotencyMismatch`; without one, each call has its
+        own, so that retries never make two jobs.
         """
         if sum(each is not None for each in (data, file, path)) > 1:
             raise InvalidRequest(
@@ -256,11 +259,12 @@ class AsyncClient:
         name: str | None = None,
         distill: Distillation | None = None,
     ) -> ConvertedAdapter:
-        """Publish `ref` as a BD-LoRA adapter of so many blocks (1: plain LoRA) under `name`: the nearest one of a total `rank`, or of
-        the smallest rank whose relative error is at most `max_error` (0.05). A large adapter takes minutes: see `read_timeout`. `distill`: the job
-        that then trains it, whose id is in the answer.
+        """Publish `ref` as a BD-LoRA adapter of so many blocks (1: plain LoRA) under `name`: the nearest one of a total
+        `rank`, or of the smallest rank whose relative error is at most `max_error` (0.05). A large adapter takes
+        minutes: see `read_timeout`. `distill`: the job that then trains it, whose id is in the answer.
 
-        Raises `AdapterNotFound`, and `InvalidRequest` for blocks, a rank or rows that do not fit: then nothing is published.
+        Raises `AdapterNotFound`, and `InvalidRequest` for blocks, a rank or rows that do not fit: then nothing is
+        published.
         """
         body = ConvertRequest(bd_blocks=bd_blocks, rank=rank, max_error=max_error, name=name, distill=distill)
         request = self._caller.request("POST", f"/adapters/{_quoted(ref)}/convert", body=body)

@@ -23,7 +23,8 @@ from coserve.core.validation import decoder_of
 T = TypeVar("T")
 
 WAIT_ATTEMPT = 3
-"""While a daemon is waited for, the pauses grow no longer than the one after this attempt: 2 s with the default policy."""
+"""While a daemon is waited for, the pauses grow no longer than the one after this attempt: 2 s with the default
+policy."""
 CLOSED = "the client is closed"
 
 

@@ -40,8 +40,8 @@ def job_error(info: ErrorInfo) -> CoserveError:
 async def response_error(response: Response) -> CoserveError:
     """The error of a response with status 300 or more.
 
-    A code that this SDK does not know (a newer daemon's), and a body that is not the daemon's (a proxy's), become the error
-    of their status.
+    A code that this SDK does not know (a newer daemon's), and a body that is not the daemon's (a proxy's), become the
+    error of their status.
     """
     body = await response.read()
     try:

@@ -95,11 +95,12 @@ class AsyncJobHandle:
         timeout: float | None = None,  # noqa: ASYNC109 - as in every SDK
         check: bool = True,
     ) -> Job:
-        """Wait for the job's end, by its events, or until the daemon pauses it; a job that somebody paused is waited for too.
+        """Wait for the job's end, by its events, or until the daemon pauses it; a job that somebody paused is waited
+        for too.
 
         `progress`: a bar on standard error; None: if that is a terminal, otherwise lines: samples, and how far it is.
-        Raises `TimeoutError` after `timeout` seconds and, if `check`, the error that made the job fail (`NonFiniteLoss`,
-        `JobOutOfMemory`, ...) or that paused it (`EngineCrashed`).
+        Raises `TimeoutError` after `timeout` seconds and, if `check`, the error that made the job fail
+        (`NonFiniteLoss`, `JobOutOfMemory`, ...) or that paused it (`EngineCrashed`).
         """
         async with asyncio.timeout(timeout):
             with progress_for(self.info, progress) as bar:

@@ -44,7 +44,8 @@ def _check_all(value: object, field: str, plain: Types) -> None:
 
 
 def _check(value: object, plain: Types) -> None:
-    """Values of `plain` types are passed over. A corpus has millions of values, so the path of a wrong one is made where its error passes."""
+    """Values of `plain` types are passed over. A corpus has millions of values, so the path of a wrong one is made
+    where its error passes."""
     if isinstance(value, dict):
         _check_dict(value, plain)
     elif isinstance(value, list | tuple):

@@ -20,7 +20,8 @@ from coserve.core.types import LoraSettings, SloClass, TrainingRequest
 from coserve.core.validation import explain
 
 MAX_INLINE_BYTES = 8 << 20
-"""Of rows that go in a JSON body, of which the daemon takes 16 MiB. An upload may be as large as its `max_body_bytes`, but few run at once."""
+"""Of rows that go in a JSON body, of which the daemon takes 16 MiB. An upload may be as large as its `max_body_bytes`,
+but few run at once."""
 
 T = TypeVar("T")
 
@@ -29,8 +30,8 @@ Prompt = str | Sequence[int]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """How to generate: the further fields of `coserve.core.schemas.GenerateRequest`, whose defaults hold for what is left
-    out. Times in seconds.
+    """How to generate: the further fields of `coserve.core.schemas.GenerateRequest`, whose defaults hold for what is
+    left out. Times in seconds.
     """
 
     tools: list[dict[str, Any]] | None
@@ -66,7 +67,8 @@ class GenerateOptions(TypedDict, total=False):
 def generate_request(
     prompt: Prompt | None, messages: Messages | None, adapter: str | None, stream: bool, options: GenerateOptions
 ) -> GenerateRequest:
-    """Raises `TypeError` for an unknown option, with the one that was meant, and `InvalidRequest` for a wrong prompt or message."""
+    """Raises `TypeError` for an unknown option, with the one that was meant, and `InvalidRequest` for a wrong prompt or
+    message."""
     for name in options.keys() - GenerateOptions.__annotations__.keys():
         meant = hint(name, "", fields_of(GenerateRequest))
         raise TypeError(f"unexpected keyword argument {name!r}{meant}")
@@ -151,7 +153,8 @@ def check_header(value: str, field: str) -> None:
 
 
 def encode_body(body: msgspec.Struct) -> bytes:
-    """The body as JSON. Raises `InvalidRequest` for a value that JSON lacks; for NaN, say, it would have null, which stands for the default."""
+    """The body as JSON. Raises `InvalidRequest` for a value that JSON lacks; for NaN, say, it would have null, which
+    stands for the default."""
     for name in body.__struct_fields__:
         if name != "data":  # `with_rows` has checked its rows
             check(getattr(body, name), name)
@@ -159,7 +162,8 @@ def encode_body(body: msgspec.Struct) -> bytes:
 
 
 def with_rows(request: FinetuneRequest) -> FinetuneRequest | Upload:
-    """The request as it is, or an upload of its rows as a JSONL file where they are too many for a JSON body. Raises as `encode_body`."""
+    """The request as it is, or an upload of its rows as a JSONL file where they are too many for a JSON body. Raises as
+    `encode_body`."""
     if request.data is None:
         return request
     check(request.data, "data")

@@ -56,7 +56,8 @@ class Lines(Silent):
 
 
 class Bar:
-    """Steps, loss, what was learned of the target tokens or the pairs, tokens per second and the time left; samples above it."""
+    """Steps, loss, what was learned of the target tokens or the pairs, tokens per second and the time left; samples
+    above it."""
 
     def __init__(self, job: Job) -> None:
         # A program without a terminal, or without progress=True, need not load rich.
@@ -102,7 +103,8 @@ def step_text(metrics: StepMetrics, eta: float | None) -> str:
 
 
 def learned_texts(metrics: StepMetrics) -> list[str]:
-    """`accuracy 98.3%`, the share of the target tokens; of a DPO job instead `reward accuracy 75.0%` and `reward margin 2.04`."""
+    """`accuracy 98.3%`, the share of the target tokens; of a DPO job instead `reward accuracy 75.0%` and
+    `reward margin 2.04`."""
     if metrics.rewards is not None:
         return [f"reward accuracy {metrics.rewards.accuracy:.1%}", f"reward margin {metrics.rewards.margin:.3g}"]
     return [] if metrics.token_accuracy is None else [f"accuracy {metrics.token_accuracy:.1%}"]

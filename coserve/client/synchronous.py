@@ -46,8 +46,8 @@ T = TypeVar("T")
 
 
 class _Portal:
-    """An event loop in a thread, and calls into it from other threads. After `close`, and if it cuts them off, calls raise
-    `InvalidRequest`.
+    """An event loop in a thread, and calls into it from other threads. After `close`, and if it cuts them off, calls
+    raise `InvalidRequest`.
 
     `closing` is awaited at its end: at `close`, or when nothing refers to it any more.
     """
@@ -58,7 +58,8 @@ class _Portal:
         self._thread.start()
         self._close = weakref.finalize(self, _stop, self._loop, self._thread, closing)
         self._closing = threading.RLock()
-        """Nothing begins on the loop while it ends. A signal handler, or the collector, may call while its thread holds the lock."""
+        """Nothing begins on the loop while it ends. A signal handler, or the collector, may call while its thread holds
+        the lock."""
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end. An interruption of the wait (Ctrl-C) cancels it."""
@@ -68,8 +69,8 @@ class _Portal:
     def call_and_show(
         self, work: Callable[[Callable[[S], None]], Coroutine[Any, Any, T]], show: Callable[[S], None]
     ) -> T:
-        """As `call`, of a coroutine that reports. `show` is called with each report on this thread, for on the loop's it could call nothing
-        here; an error of it cancels the coroutine."""
+        """As `call`, of a coroutine that reports. `show` is called with each report on this thread, for on the loop's
+        it could call nothing here; an error of it cancels the coroutine."""
         reports = SimpleQueue[S | None]()
         with self._running(work(reports.put)) as future:
             future.add_done_callback(lambda _: reports.put(None))

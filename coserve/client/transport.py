@@ -53,8 +53,8 @@ class Request:
 
 
 class Response:
-    """A response. Its body is read once, by `read` or by iteration; after that, or on `close`, the connection is released.
-    Header names are in lower case.
+    """A response. Its body is read once, by `read` or by iteration; after that, or on `close`, the connection is
+    released. Header names are in lower case.
     """
 
     def __init__(
@@ -95,7 +95,8 @@ class Transport(Protocol):
 
 
 class HttpTransport:
-    """Over HTTP, with kept-alive connections, as many as there are requests at a time, up to half of the files that the process may open. Raises `InvalidRequest` for a `base_url` that is not a URL.
+    """Over HTTP, with kept-alive connections, as many as there are requests at a time, up to half of the files that the
+    process may open. Raises `InvalidRequest` for a `base_url` that is not a URL.
 
     `read_timeout`: seconds of silence after which a connection is closed.
 
@@ -146,8 +147,8 @@ class HttpTransport:
 
 
 def most_connections() -> int:
-    """How many connections a client of this process opens at most; 0: any number. Requests beyond it wait in the client, where the daemon can neither see
-    nor refuse them, so it is half of the files that the process may open."""
+    """How many connections a client of this process opens at most; 0: any number. Requests beyond it wait in the
+    client, where the daemon can neither see nor refuse them, so it is half of the files that the process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 0 if soft == resource.RLIM_INFINITY else max(FEW_CONNECTIONS, soft // 2)
 

@@ -1,5 +1,5 @@
-"""Cancellation of work on a thread, which also releases the interpreter's lock (GIL) to the engine's tick; and work that is completed even
-if its caller is cancelled. No torch."""
+"""Cancellation of work on a thread, which also releases the interpreter's lock (GIL) to the engine's tick; and work
+that is completed even if its caller is cancelled. No torch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ T = TypeVar("T")
 _REFUSALS = (RequestError, CorpusError, AdapterError, QueueFull)
 """Errors of the request itself. They are not logged when the client has left."""
 HOLD, REST = 0.001, 0.002
-"""Seconds: a thread computes in Python for `HOLD`, then sleeps for `REST`. A tick acquires the GIL hundreds of times; without
-the sleeps, each time would take one of the interpreter's switch intervals."""
+"""Seconds: a thread computes in Python for `HOLD`, then sleeps for `REST`. A tick acquires the GIL hundreds of times;
+without the sleeps, each time would take one of the interpreter's switch intervals."""
 
 
 class Cancelled(Exception):
@@ -37,7 +37,8 @@ class Cancellation:
         self._lock, self._calls = threading.Lock(), list[Callable[[], None]]()
 
     def cancel(self) -> None:
-        """End the work at its next `check`. May be called on any thread, also when the work has ended and its result is not used."""
+        """End the work at its next `check`. May be called on any thread, also when the work has ended and its result is
+        not used."""
         with self._lock:
             self._cancelled.set()
             calls, self._calls = self._calls, []
@@ -76,8 +77,8 @@ def unchecked() -> None:
 
 
 async def uncancelled(task: asyncio.Task[T]) -> T:
-    """The task's result. If the caller is cancelled, the task is completed first; its failure is then logged, unless it is an
-    error of the request."""
+    """The task's result. If the caller is cancelled, the task is completed first; its failure is then logged, unless it
+    is an error of the request."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:

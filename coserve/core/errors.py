@@ -209,7 +209,8 @@ class EmptyCorpus(CorpusError):
 
 
 class UnreadableCorpus(CorpusError):
-    """The file or folder itself is damaged or missing, or reading it takes too much memory; no single row is to blame."""
+    """The file or folder itself is damaged or missing, or reading it takes too much memory; no single row is to
+    blame."""
 
     code = "unreadable_corpus"
 
@@ -312,7 +313,8 @@ class TrackingFailed(CoserveError):
 
 
 class Unreachable(CapacityError):
-    """The SDK could not reach the daemon, or the connection broke. `sent`: the daemon may have done what was asked for."""
+    """The SDK could not reach the daemon, or the connection broke. `sent`: the daemon may have done what was asked
+    for."""
 
     status = 503
     code = "unreachable"

@@ -1,4 +1,5 @@
-"""What is known of a GPU's memory, as plain data: lines that were measured at the start, and where its bytes are now. No torch."""
+"""What is known of a GPU's memory, as plain data: lines that were measured at the start, and where its bytes are now.
+No torch."""
 
 from __future__ import annotations
 
@@ -8,10 +9,12 @@ from coserve.core.types import Wire
 
 
 class Kept(StrEnum):
-    """What a compiled layer keeps of a training micro-batch between its forward and its backward. All else is computed again."""
+    """What a compiled layer keeps of a training micro-batch between its forward and its backward. All else is computed
+    again."""
 
     ALL = "all"
-    """What products and attention have put out. Norms, rotary and activations are computed again: they cost less than their bytes."""
+    """What products and attention have put out. Norms, rotary and activations are computed again: they cost less than
+    their bytes."""
     ATTENTION = "attention"
     """The layer's input, and attention's output."""
     INPUT = "input"
@@ -29,8 +32,8 @@ class Line(Wire, frozen=True):
 
 
 class HeadCosts(Wire, frozen=True):
-    """Bytes of the final norm, the logits and their loss. Logits are computed for some positions at a time; where these are few, the
-    backward of the norm takes more than they do."""
+    """Bytes of the final norm, the logits and their loss. Logits are computed for some positions at a time; where these
+    are few, the backward of the norm takes more than they do."""
 
     norm: Line
     fixed: float
@@ -52,12 +55,13 @@ class GroupCosts(Wire, frozen=True):
     kept: float
     """What a layer keeps for the backward in addition if an adapter changes one of them: their input."""
     bottom: float
-    """What the lowest layer that is trained keeps if these are its first sites that an adapter changes, without LoRA's own tensors;
-    the micro-batch's embedding is part of it."""
+    """What the lowest layer that is trained keeps if these are its first sites that an adapter changes, without LoRA's
+    own tensors; the micro-batch's embedding is part of it."""
 
 
 class LayerTime(Wire, frozen=True):
-    """Nanoseconds a token of a layer's forward and backward on the device; attention's part grows with the length of rows."""
+    """Nanoseconds a token of a layer's forward and backward on the device; attention's part grows with the length of
+    rows."""
 
     fixed: float
     per_row_token: float
@@ -82,8 +86,8 @@ class LevelCosts(Wire, frozen=True):
 class TrainingCosts(Wire, frozen=True):
     """Activations of a training micro-batch on one rank, measured with an adapter of `rank` at every site.
 
-    A micro-batch keeps `kept` between its forward and its backward; the head and a layer's backward take more on top, one after the
-    other (`admission/micro_batch.py`).
+    A micro-batch keeps `kept` between its forward and its backward; the head and a layer's backward take more on top,
+    one after the other (`admission/micro_batch.py`).
     """
 
     rank: int
@@ -104,8 +108,8 @@ class TrainingCosts(Wire, frozen=True):
     time: LayerTime | None = None
     """Of a layer that keeps all. None: it was not measured."""
     levels: dict[Kept, LevelCosts] = {}
-    """Of layers that keep less, where they are compiled so. Without them a layer that is computed again runs its whole forward, and keeps all
-    until its backward has ended."""
+    """Of layers that keep less, where they are compiled so. Without them a layer that is computed again runs its whole
+    forward, and keeps all until its backward has ended."""
 
 
 class JobUse(Wire, frozen=True):
@@ -116,10 +120,11 @@ class JobUse(Wire, frozen=True):
     """The copies that forwards read, and those of a teacher or a reference."""
     gradients: int
     optimizer: int
-    """fp32 weights, moments, or the buffers that paged ones pass through, and the best weights of a job with early stopping."""
+    """fp32 weights, moments, or the buffers that paged ones pass through, and the best weights of a job with early
+    stopping."""
     activations: int
-    """The most that a micro-batch of the job alone takes, while it is computed. One micro-batch, of one job or of several that share
-    it, is computed at a time."""
+    """The most that a micro-batch of the job alone takes, while it is computed. One micro-batch, of one job or of
+    several that share it, is computed at a time."""
     micro_batch_tokens: int
     recomputed_layers: int
     """Computed again in the backward, of `layers`."""
@@ -155,7 +160,8 @@ class MemoryUse(Wire, frozen=True):
     cached: int
     """Held by torch's allocator for the next temporaries."""
     context: int
-    """The CUDA context, compiled kernels and libraries (cuBLAS, NCCL), and what other processes had when the engine started."""
+    """The CUDA context, compiled kernels and libraries (cuBLAS, NCCL), and what other processes had when the engine
+    started."""
     others: int
     """What other processes took since then."""
     free: int

@@ -9,8 +9,8 @@ from coserve.core.gpu_memory import MemoryUse
 from coserve.core.types import Wire
 
 Status = Literal["starting", "ready"]
-"""`starting`: no engine answers requests, before the first one or during a restart; `ready`: requests are answered, and everything that
-they need is compiled and captured."""
+"""`starting`: no engine answers requests, before the first one or during a restart; `ready`: requests are answered, and
+everything that they need is compiled and captured."""
 
 
 class BaseInfo(Wire, frozen=True):
@@ -75,7 +75,8 @@ class EngineRanks(Protocol):
 
 
 class Health(Wire, frozen=True):
-    """HTTP status 503 while `starting`, 200 otherwise; `/health/ready` has the same body, and 503 of an engine that says nothing, too."""
+    """HTTP status 503 while `starting`, 200 otherwise; `/health/ready` has the same body, and 503 of an engine that
+    says nothing, too."""
 
     status: Status
     version: str
@@ -87,8 +88,8 @@ class Health(Wire, frozen=True):
     lora_backend: str | None
     kv_tokens: int | None
     notes: list[str]
-    """Why there is no engine, if one died; what runs slower than it could, and why, training above all; what cannot be read or
-    written now and is tried again."""
+    """Why there is no engine, if one died; what runs slower than it could, and why, training above all; what cannot be
+    read or written now and is tried again."""
     waiting: int
     running: int
     jobs: int
@@ -100,7 +101,7 @@ class Health(Wire, frozen=True):
     ranks: list[RankInfo] = []
     """Empty if `tp` is 1."""
     memory: MemoryUse | None = None
-    """Where the bytes of the GPU are, of rank 0's if there are several; null where memory is not planned: on a CPU, and where
-    `kv_tokens` is set."""
+    """Where the bytes of the GPU are, of rank 0's if there are several; null where memory is not planned: on a CPU, and
+    where `kv_tokens` is set."""
     policy: str | None = None
     """The one that `--policy` stands for; null without an engine."""

@@ -96,7 +96,8 @@ OTHER_WAYS = {
         "report_to run_name project trackio_*"
     ),
     "jobs are evaluated every training.eval_steps steps, on the rows that training.validation_split holds back": (
-        "eval_strategy evaluation_strategy eval_delay eval_on_start eval_do_concat_batches eval_use_gather_object eval_packing "
+        "eval_strategy evaluation_strategy eval_delay eval_on_start eval_do_concat_batches eval_use_gather_object "
+        "eval_packing "
         "batch_eval_metrics prediction_loss_only do_eval"
     ),
     "checkpoints are written every training.checkpoint_steps steps": (
@@ -118,7 +119,8 @@ OTHER_WAYS = {
         "dataloader_num_workers dataset_num_proc preprocessing_num_workers"
     ),
     "rows are packed without padding, and attention keeps them apart": (
-        "packing* padding_free pad_to_multiple_of pad_token dataloader_drop_last group_by_length train_sampling_strategy "
+        "packing* padding_free pad_to_multiple_of pad_token dataloader_drop_last group_by_length "
+        "train_sampling_strategy "
         "length_column_name"
     ),
     "training.seed is the seed of the order of rows, too": "data_seed shuffle_dataset full_determinism",
@@ -135,7 +137,8 @@ OTHER_WAYS = {
         "optim_args optim_target_modules lr_scheduler_kwargs"
     ),
     "the loss is that of the target tokens, or training.loss with its beta": (
-        "label_smoothing* loss_type loss_weights f_divergence_type f_alpha_divergence_coef use_weighting rpo_alpha ld_alpha "
+        "label_smoothing* loss_type loss_weights f_divergence_type f_alpha_divergence_coef use_weighting rpo_alpha "
+        "ld_alpha "
         "discopop_tau"
     ),
     "training.loss.reference says what a DPO loss is relative to": (
@@ -147,17 +150,20 @@ OTHER_WAYS = {
         "modules_to_save trainable_token_indices ensure_weight_tying bias lora_bias target_parameters"
     ),
     "DoRA and other variants of LoRA are not supported; lora.rslora, lora.bd_blocks and training.lora_plus_ratio are": (
-        "use_dora peft_type velora_config monteclora_config kasa_config arrow_config alora_invocation_tokens layer_replication"
+        "use_dora peft_type velora_config monteclora_config kasa_config arrow_config alora_invocation_tokens "
+        "layer_replication"
     ),
     "lora.init has the ways to begin": "loftq_config eva_config corda_config lora_ga_config",
     "lora.targets takes whole names of modules, too": "exclude_modules layers_to_transform layers_pattern",
     "the base is the daemon's --model": "base_model_name_or_path model_name_or_path model_init_kwargs revision",
     "it is not needed here": (
-        "task_type auto_mapping peft_version inference_mode fan_in_fan_out megatron_* runtime_config do_train do_predict use_cpu "
+        "task_type auto_mapping peft_version inference_mode fan_in_fan_out megatron_* runtime_config do_train "
+        "do_predict use_cpu "
         "use_cache debug dataloader_*"
     ),
 }
-"""What coserve does instead: names of settings of transformers' `TrainingArguments`, TRL's configs and PEFT's `LoraConfig` that have no field here, `*` for any end."""
+"""What coserve does instead: names of settings of transformers' `TrainingArguments`, TRL's configs and PEFT's
+`LoraConfig` that have no field here, `*` for any end."""
 OPTION_ALIASES = {
     **dict.fromkeys(("r", "lora_r", "lora_rank"), "rank"),
     # vLLM
@@ -224,10 +230,11 @@ NEAR = 0.75
 
 
 def hint(name: str, parent: str, known: Iterable[str]) -> str:
-    """`"; did you mean 'alpha'?"`, `"; coserve counts a batch in tokens: training.batch_tokens"`, one of `OTHER_WAYS`, or nothing.
+    """`"; did you mean 'alpha'?"`, `"; coserve counts a batch in tokens: training.batch_tokens"`, one of `OTHER_WAYS`,
+    or nothing.
 
-    `known`: dotted paths of all fields of the request; `parent`: the path of the object with the unknown field `name`, empty
-    for the request itself.
+    `known`: dotted paths of all fields of the request; `parent`: the path of the object with the unknown field `name`,
+    empty for the request itself.
     """
     if way := _other_way(name):
         return way
@@ -263,7 +270,8 @@ def value_hint(field: str, value: object) -> str:
 
 
 def option_hint(option: str, options: Iterable[str]) -> str:
-    """The same for an unknown option of the command line, or setting of a file: `"; did you mean '--learning-rate'?"`, or nothing."""
+    """The same for an unknown option of the command line, or setting of a file: `"; did you mean '--learning-rate'?"`,
+    or nothing."""
     return _setting_hint(
         option.lstrip("-").replace("-", "_"), {text.lstrip("-").replace("-", "_"): text for text in options}
     )

@@ -19,7 +19,8 @@ from coserve.core.step_metrics import StepMetrics
 from coserve.core.types import AdapterDigests, AdapterRef, BaseSpec, FinishReason, JobSpec, SamplingParams, Slo
 
 MAX_PROMPT_LOGPROBS = 256
-"""Maximum prompt tokens with log-probabilities in one `Tokens`: the API process handles a message in one turn of its loop."""
+"""Maximum prompt tokens with log-probabilities in one `Tokens`: the API process handles a message in one turn of its
+loop."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -42,9 +43,11 @@ class Generate(Message, frozen=True):
     digests: AdapterDigests | None = None
     """Expected digests of the adapter's files, checked when they are read."""
     arrived: float | None = None
-    """At the API, on this host's monotonic clock: its targets count from there, as a slice may be under way when it comes. None: from its receipt."""
+    """At the API, on this host's monotonic clock: its targets count from there, as a slice may be under way when it
+    comes. None: from its receipt."""
     choices: tuple[str, ...] = ()
-    """Of the last of a call's sequences (choices of its prompts): the ids of the others, which are refused with it. It is refused for coming late only while all of them wait."""
+    """Of the last of a call's sequences (choices of its prompts): the ids of the others, which are refused with it. It
+    is refused for coming late only while all of them wait."""
 
 
 class CancelRequest(Message, frozen=True):
@@ -126,8 +129,8 @@ class EngineRefused(Message, frozen=True):
 
 
 class Admitted(Message, frozen=True):
-    """A request was scheduled for the first time, which ends its queue time. Sent at most once. `at`: when its step began, on the monotonic clock that all
-    processes of a host share."""
+    """A request was scheduled for the first time, which ends its queue time. Sent at most once. `at`: when its step
+    began, on the monotonic clock that all processes of a host share."""
 
     id: str
     at: float
@@ -136,8 +139,8 @@ class Admitted(Message, frozen=True):
 class Tokens(Message, frozen=True):
     """New tokens of one request, in order. `logprobs` has one entry a token if they were asked for.
 
-    `prompt_logprobs`, if asked for, come before the first token, at most `MAX_PROMPT_LOGPROBS` in a message: one entry for
-    each prompt token but the first.
+    `prompt_logprobs`, if asked for, come before the first token, at most `MAX_PROMPT_LOGPROBS` in a message: one entry
+    for each prompt token but the first.
     """
 
     id: str
@@ -182,7 +185,8 @@ class JobCheckpoint(Message, frozen=True):
 
 
 class JobSnapshot(Message, frozen=True):
-    """Requests may use the adapter of a job as it was after `step`, under a name that no user can give, until `SnapshotDone`."""
+    """Requests may use the adapter of a job as it was after `step`, under a name that no user can give, until
+    `SnapshotDone`."""
 
     id: str
     step: int
@@ -198,8 +202,8 @@ class JobNote(Message, frozen=True):
 
 
 class JobWaiting(Message, frozen=True):
-    """What a job waits for: one in line for memory; one whose steps are all done for the disk, as its adapter's files cannot be
-    written now and are tried again."""
+    """What a job waits for: one in line for memory; one whose steps are all done for the disk, as its adapter's files
+    cannot be written now and are tried again."""
 
     id: str
     message: str
@@ -223,8 +227,9 @@ class JobCancelled(Message, frozen=True):
 
 
 class Starving(msgspec.Struct, frozen=True):
-    """For `seconds`, training slices have run only because of `train_patience` or `train_floor`. The last one was expected to take at most
-    `micro_step` seconds, and the slack was `slack` seconds (negative: a deadline had passed)."""
+    """For `seconds`, training slices have run only because of `train_patience` or `train_floor`. The last one was
+    expected to take at most `micro_step` seconds, and the slack was `slack` seconds (negative: a deadline had
+    passed)."""
 
     seconds: float
     micro_step: float
@@ -235,8 +240,8 @@ STALL_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0,
 
 
 class StallCounts(msgspec.Struct, frozen=True):
-    """Stalls by one cause since the engine started: `buckets` has a count for each of `STALL_BUCKETS`, then one for all longer
-    ones; `seconds` is their sum. See `engine.stalls`."""
+    """Stalls by one cause since the engine started: `buckets` has a count for each of `STALL_BUCKETS`, then one for all
+    longer ones; `seconds` is their sum. See `engine.stalls`."""
 
     cause: str
     seconds: float
@@ -252,7 +257,8 @@ class TrainingBatches(msgspec.Struct, frozen=True):
 
 
 class StepCounts(msgspec.Struct, frozen=True):
-    """Generation steps so far of a kind, `prefill` or `decode`, while the device computed training (`beside`) or not, and their seconds."""
+    """Generation steps so far of a kind, `prefill` or `decode`, while the device computed training (`beside`) or not,
+    and their seconds."""
 
     kind: str
     beside: bool
@@ -282,7 +288,8 @@ class EngineStats(Message, frozen=True):
     train_seconds: float
     """Time spent so far in generation steps and in fine-tuning slices."""
     troubles: tuple[str, ...] = ()
-    """Reads and writes that are being retried, and work that runs in smaller parts since memory ran out; shown in /health."""
+    """Reads and writes that are being retried, and work that runs in smaller parts since memory ran out; shown in
+    /health."""
     steps: tuple[StepCounts, ...] = ()
     batches: TrainingBatches = TrainingBatches()
     patience_slices: int = 0
@@ -293,7 +300,8 @@ class EngineStats(Message, frozen=True):
     training_waits: float = 0.0
     """Seconds since the last fine-tuning slice of jobs that could train; 0: there are none."""
     train_speed_beside: float = 1.0
-    """Share of its speed that training has while a generation step runs beside it (`queues/beside.py`); 1 where none does."""
+    """Share of its speed that training has while a generation step runs beside it (`queues/beside.py`); 1 where none
+    does."""
     stalls: tuple[StallCounts, ...] = ()
     cuda_allocs: int = 0
     cuda_frees: int = 0
@@ -343,7 +351,8 @@ In_co = TypeVar("In_co", covariant=True)
 
 
 class Link(Protocol[Out_contra, In_co]):
-    """One end of a link. `send` never waits and keeps the order. `receive` raises `EngineUnavailable` when the peer is gone."""
+    """One end of a link. `send` never waits and keeps the order. `receive` raises `EngineUnavailable` when the peer is
+    gone."""
 
     @property
     def backlog(self) -> int:

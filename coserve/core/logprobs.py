@@ -20,7 +20,8 @@ BYTES_PER_TOP = 12
 class PackedLogprobs(msgspec.Struct, frozen=True):
     """`TokenLogprob`s in order; iterating makes them one by one.
 
-    Bytes of each, little endian: the logprob (f64), how many are in `top` (u16), their token ids (i32), their values (f64).
+    Bytes of each, little endian: the logprob (f64), how many are in `top` (u16), their token ids (i32), their values
+    (f64).
     """
 
     count: int = 0

@@ -77,8 +77,8 @@ def characters(messages: Iterable[ChatMessage]) -> int:
 
 
 def for_template(messages: Sequence[ChatMessage], field: str = "messages") -> list[dict[str, object]]:
-    """The messages as transformers gives them to a template, the arguments of calls as objects; with their weights. Raises `InvalidRequest`
-    with the field for what a role does not have."""
+    """The messages as transformers gives them to a template, the arguments of calls as objects; with their weights.
+    Raises `InvalidRequest` with the field for what a role does not have."""
     return [_for_template(message, f"{field}[{index}]") for index, message in enumerate(messages)]
 
 

@@ -1,4 +1,5 @@
-"""Settings that are declared once, as fields of a frozen dataclass: command-line options, TOML keys and help come from there."""
+"""Settings that are declared once, as fields of a frozen dataclass: command-line options, TOML keys and help come from
+there."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def plain_type(hint: object) -> Any:  # noqa: ANN401 - a type
 
 
 def parse_setting(settings: type[DataclassInstance], name: str, text: str) -> object:
-    """A setting's value from a text, as environment variables hold it. Raises `ConfigError`, which does not repeat a secret."""
+    """A setting's value from a text, as environment variables hold it. Raises `ConfigError`, which does not repeat a
+    secret."""
     return _parse(name, plain_type(get_type_hints(settings)[name]), text)
 
 

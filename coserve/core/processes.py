@@ -1,5 +1,5 @@
-"""Child processes of the daemon: they get none of its secrets, end with their parent, and ignore stop signals, which are meant for the
-daemon."""
+"""Child processes of the daemon: they get none of its secrets, end with their parent, and ignore stop signals, which
+are meant for the daemon."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ async def start_child(
     others: Sequence[socket.socket | IO[bytes]] = (),
     environment: Mapping[str, str] | None = None,
 ) -> asyncio.subprocess.Process:
-    """Run `python -m MODULE FD ARGUMENTS…`, where FD is `end` of a socket pair; `MODULE` calls `obey_parent` first. It inherits the
-    `others`, too. `environment`: variables besides those of this process.
+    """Run `python -m MODULE FD ARGUMENTS…`, where FD is `end` of a socket pair; `MODULE` calls `obey_parent` first. It
+    inherits the `others`, too. `environment`: variables besides those of this process.
 
     Stop signals are blocked until then: Ctrl-C reaches the whole process group, a new interpreter too.
     """
@@ -67,8 +67,8 @@ def spawn_child(module: str, end: socket.socket, stdin: bytes) -> subprocess.Pop
 
 
 def signal_child(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
-    """`process.send_signal`, which in Python 3.11 polls first: it would take the exit status of a child that has just died from asyncio,
-    which then warns of an unknown child process and says that the status is 255."""
+    """`process.send_signal`, which in Python 3.11 polls first: it would take the exit status of a child that has just
+    died from asyncio, which then warns of an unknown child process and says that the status is 255."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)
@@ -97,7 +97,8 @@ def _stop_signals_blocked() -> Iterator[None]:
 
 
 def usable_cores(quota: Path = CPU_QUOTA) -> int:
-    """Processor cores that this process may use: those of its CPU affinity, fewer under a container's `quota`; at least one."""
+    """Processor cores that this process may use: those of its CPU affinity, fewer under a container's `quota`; at least
+    one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, _quota(quota, cores)))
 
@@ -121,7 +122,8 @@ def usable_memory(limit: Path = MEMORY_LIMIT) -> int:
 
 
 def allow_more_files() -> int:
-    """Raise this process's limit of file descriptors, sockets among them, to its hard limit; returns what it is then, `RLIM_INFINITY` without one."""
+    """Raise this process's limit of file descriptors, sockets among them, to its hard limit; returns what it is then,
+    `RLIM_INFINITY` without one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
@@ -145,8 +147,9 @@ def limited(kind: int, most: int) -> Iterator[None]:
 
 
 def obey_parent(parent: int | None = None) -> None:
-    """End when the parent ends, also if it has ended already, and ignore stop signals: the parent stops this process. `parent`: the pid of the
-    process that forked this one; None: it was started by `start_child` or `spawn_child`, and has their environment."""
+    """End when the parent ends, also if it has ended already, and ignore stop signals: the parent stops this process.
+    `parent`: the pid of the process that forked this one; None: it was started by `start_child` or `spawn_child`, and
+    has their environment."""
     if sys.platform == "linux":  # a second writer must not be left in the data folder by a kill -9 of the parent
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != (int(os.environ[PARENT]) if parent is None else parent):  # it ended before the line above

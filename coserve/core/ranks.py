@@ -1,7 +1,7 @@
 """What the daemon and the processes of one engine under tensor parallelism tell each other: one process a rank.
 
-Rank 0 runs the engine and has the link to the API process; the others follow it (`engine.ranks`). Each tells the daemon that it
-is alive, and how far it is.
+Rank 0 runs the engine and has the link to the API process; the others follow it (`engine.ranks`). Each tells the daemon
+that it is alive, and how far it is.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ SILENCE = 6.0
 START_SILENCE = 120.0
 """The same for a rank that starts: imports may keep all of its threads from running."""
 HANG = 8.0
-"""Seconds that a command may be late (`Heartbeat.late`): then it hangs, in a collective for one, though heartbeats come."""
+"""Seconds that a command may be late (`Heartbeat.late`): then it hangs, in a collective for one, though heartbeats
+come."""
 FIRST = {"cuda": 1.0, "cpu": 300.0}
-"""Seconds that the first command of a kind is expected to pause at most while it does not load or compile code. By device."""
+"""Seconds that the first command of a kind is expected to pause at most while it does not load or compile code. By
+device."""
 LOADING = 2.0
 """Seconds since a rank last loaded or compiled code in which the others may wait for it."""
 LEAST = {"cuda": 0.0, "cpu": 50.0}
-"""Seconds that a later command of a kind may always pause, however short earlier ones were: on a CPU one matrix product of a large base takes long. By device."""
+"""Seconds that a later command of a kind may always pause, however short earlier ones were: on a CPU one matrix product
+of a large base takes long. By device."""
 START = 600.0
-"""Seconds that a command of a rank that starts may pause: layers are loaded, or compiled where the warm-up could not do so."""
+"""Seconds that a command of a rank that starts may pause: layers are loaded, or compiled where the warm-up could not do
+so."""
 JOIN_SECONDS = 1800.0
 """Seconds that ranks wait for each other when they start; later, the limit of a collective on CPU."""
 
@@ -60,10 +64,11 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     begun: int
     """Collectives that it has begun."""
     late: float
-    """Seconds for which the command that it executes has made no progress, beyond those that it is expected to pause; 0: not
-    late, or in none."""
+    """Seconds for which the command that it executes has made no progress, beyond those that it is expected to pause;
+    0: not late, or in none."""
     loads: bool = False
-    """It has compiled or loaded code since the last heartbeat, which is progress, and the other ranks may wait for it."""
+    """It has compiled or loaded code since the last heartbeat, which is progress, and the other ranks may wait for
+    it."""
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):

@@ -6,7 +6,8 @@ from coserve.core.types import Wire
 
 
 class Rewards(Wire, frozen=True):
-    """Means over pairs of answers. An answer's reward is beta times the log of its probability, relative to the reference's."""
+    """Means over pairs of answers. An answer's reward is beta times the log of its probability, relative to the
+    reference's."""
 
     chosen: float
     rejected: float
@@ -17,8 +18,9 @@ class Rewards(Wire, frozen=True):
 
 
 class StepMetrics(Wire, frozen=True):
-    """One optimizer step. `loss` is the mean negative log-likelihood per target token, in nats; of a job with a teacher, the mean
-    Kullback-Leibler divergence from the teacher's distributions; of one with a DPO loss, its mean over the pairs."""
+    """One optimizer step. `loss` is the mean negative log-likelihood per target token, in nats; of a job with a
+    teacher, the mean Kullback-Leibler divergence from the teacher's distributions; of one with a DPO loss, its mean
+    over the pairs."""
 
     step: int
     total_steps: int
@@ -35,8 +37,8 @@ class StepMetrics(Wire, frozen=True):
     valid_loss_before: float | None = None
     """Before the first step; of jobs with a teacher and validation rows."""
     best_valid_loss: float | None = None
-    """The smallest one so far, with a teacher the one before the first step included: of the weights that are published. Of jobs with
-    early stopping."""
+    """The smallest one so far, with a teacher the one before the first step included: of the weights that are
+    published. Of jobs with early stopping."""
     best_step: int | None = None
     """After which `best_valid_loss` was measured; 0: before the first one."""
     tokens_per_second: float | None = None

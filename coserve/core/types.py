@@ -21,7 +21,8 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class AdapterRef(msgspec.Struct, frozen=True, order=True):
-    """One immutable version of one adapter. Each KV page and each cached prefix belongs to one of them, or to the base."""
+    """One immutable version of one adapter. Each KV page and each cached prefix belongs to one of them, or to the
+    base."""
 
     id: str
     version: int
@@ -37,8 +38,8 @@ class AdapterDigests(msgspec.Struct, frozen=True):
     config: str = ""
     """Empty, and not checked, for versions registered before this field existed."""
     alphas: tuple[float, ...] | None = None
-    """The alpha of each adapted module, in order of their names; empty: the config's `lora_alpha` for all. None: not known
-    (registered before this was kept), the config's patterns are matched when the files are read."""
+    """The alpha of each adapted module, in order of their names; empty: the config's `lora_alpha` for all. None: not
+    known (registered before this was kept), the config's patterns are matched when the files are read."""
 
 
 class SiteSpec(msgspec.Struct, frozen=True):
@@ -91,7 +92,8 @@ class SamplingParams(Wire, frozen=True):
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    """As `logprobs`, for the prompt's tokens. `max_tokens` may then be 0, which scores the prompt and generates nothing."""
+    """As `logprobs`, for the prompt's tokens. `max_tokens` may then be 0, which scores the prompt and generates
+    nothing."""
     seed: int = 0
 
 
@@ -102,7 +104,8 @@ class Slo(Wire, frozen=True):
     tpot: float
     e2e: float | None = None
     batch: bool = False
-    """Of the class batch: interactive requests are admitted first. If it is due before them, it goes after some of them (`queues.inference.INTERACTIVE_PER_BATCH`)."""
+    """Of the class batch: interactive requests are admitted first. If it is due before them, it goes after some of them
+    (`queues.inference.INTERACTIVE_PER_BATCH`)."""
     shed: bool = False
     """It is refused as soon as its first token cannot come in time."""
     shed_e2e: bool = False
@@ -120,8 +123,8 @@ class FinishReason(StrEnum):
 
 
 class MicroStep(StrEnum):
-    """Kinds of micro-steps. A micro-step is a part of a training micro-batch that runs without interruption; within a job,
-    those of one kind take about the same time."""
+    """Kinds of micro-steps. A micro-step is a part of a training micro-batch that runs without interruption; within a
+    job, those of one kind take about the same time."""
 
     BEGIN = "begin"
     """Rows packed and embedded, and the first layer's forward."""
@@ -132,17 +135,19 @@ class MicroStep(StrEnum):
     BACKWARD = "backward"
     """One layer's backward."""
     OPTIMIZER = "optimizer"
-    """The update of the weights, once an optimizer step; with paged moments once for each `admission.optimizers.SLICE` of it."""
+    """The update of the weights, once an optimizer step; with paged moments once for each `admission.optimizers.SLICE`
+    of it."""
     EVALUATE = "evaluate"
     """One layer's forward without gradients: in an evaluation, or a teacher's."""
     EVALUATE_HEAD = "evaluate_head"
     RESULT = "result"
-    """The host reads what earlier micro-steps computed, and goes on with it. Only where slices run beside generation; elsewhere
-    the micro-step before does it."""
+    """The host reads what earlier micro-steps computed, and goes on with it. Only where slices run beside generation;
+    elsewhere the micro-step before does it."""
 
 
 class Optimizer(StrEnum):
-    """What updates a job's weights: Adam with decoupled weight decay, or Lion; `8bit`: with moments of one byte a weight, by bitsandbytes;
+    """What updates a job's weights: Adam with decoupled weight decay, or Lion; `8bit`: with moments of one byte a
+    weight, by bitsandbytes;
     `paged`: the moments stay in host memory, and pass through the GPU at each update."""
 
     ADAMW = "adamw"
@@ -190,9 +195,10 @@ DEFAULT_RANK = 16
 
 
 class LoraRequest(Wire, frozen=True):
-    """The shape of a new adapter, as a user asks for it. The meaning is PEFT's, some names are ours: `alpha` is PEFT's `lora_alpha`, `rslora` is
-    `use_rslora`, `dropout` is `lora_dropout`, `targets` is `target_modules`, `init` is `init_lora_weights`, and `bd_blocks`,
-    `targets_bd_a` and `targets_bd_b` are `use_bdlora`'s `nblocks`, `target_modules_bd_a` and `target_modules_bd_b`.
+    """The shape of a new adapter, as a user asks for it. The meaning is PEFT's, some names are ours: `alpha` is PEFT's
+    `lora_alpha`, `rslora` is `use_rslora`, `dropout` is `lora_dropout`, `targets` is `target_modules`, `init` is
+    `init_lora_weights`, and `bd_blocks`, `targets_bd_a` and `targets_bd_b` are `use_bdlora`'s `nblocks`,
+    `target_modules_bd_a` and `target_modules_bd_b`.
     """
 
     r: int = DEFAULT_RANK
@@ -207,17 +213,19 @@ class LoraRequest(Wire, frozen=True):
     init: Annotated[str, Meta(max_length=64)] = "default"
     """`default` (Kaiming A, zero B), `gaussian` (normal A / r, zero B) or `orthogonal`."""
     bd_blocks: int = 1
-    """BD-LoRA: diagonal blocks of B at column-parallel sites (q, k, v, gate, up) and of A at row-parallel ones (o, down), for
-    tensor parallelism over as many GPUs or any divisor of it. `r` is the rank of all blocks together. 1: plain LoRA."""
+    """BD-LoRA: diagonal blocks of B at column-parallel sites (q, k, v, gate, up) and of A at row-parallel ones (o,
+    down), for tensor parallelism over as many GPUs or any divisor of it. `r` is the rank of all blocks together. 1:
+    plain LoRA."""
     targets_bd_a: BlockNames | None = None
-    """Parts of the names of the sites whose A is block-diagonal; sites that neither list names are plain LoRA. None, and
-    `targets_bd_b` too: the row-parallel sites."""
+    """Parts of the names of the sites whose A is block-diagonal; sites that neither list names are plain LoRA. None,
+    and `targets_bd_b` too: the row-parallel sites."""
     targets_bd_b: BlockNames | None = None
     """The same for B. None, and `targets_bd_a` too: the column-parallel sites."""
 
 
 class LoraSettings(LoraRequest, frozen=True):
-    """The shape of an adapter. As `LoraRequest`; an imported adapter may have a name for each of many thousand sites."""
+    """The shape of an adapter. As `LoraRequest`; an imported adapter may have a name for each of many thousand
+    sites."""
 
     targets: tuple[str, ...] | None = None
     rank_pattern: dict[str, int] = {}
@@ -241,13 +249,15 @@ class DpoLoss(Wire, frozen=True):
     beta: float = 0.1
     """How strongly the adapter is held to the reference: the scale of the rewards."""
     reference: Literal["start", "base"] = "start"
-    """Whose answers the loss is relative to: of the adapter that the job continues, as it was (a new one: the base), or of the base."""
+    """Whose answers the loss is relative to: of the adapter that the job continues, as it was (a new one: the base), or
+    of the base."""
 
 
 class TrainingRequest(Wire, frozen=True):
     """How a job is to train, as a user asks for it. At most one of `epochs` and `steps`; batches are counted in tokens.
 
-    `epochs` (unless `steps` is given), `batch_tokens` and `learning_rate` are chosen by the daemon unless they are given.
+    `epochs` (unless `steps` is given), `batch_tokens` and `learning_rate` are chosen by the daemon unless they are
+    given.
     """
 
     epochs: float | Auto | None = None
@@ -263,18 +273,22 @@ class TrainingRequest(Wire, frozen=True):
     learning_rate: float | Auto = "auto"
     """The peak; the schedule goes up to it and down from it."""
     train_on: TrainOn | None = None
-    """Which tokens are learned: the completion or last answer alone (`completion`: of prompt/completion rows and chats), every turn of the assistant
-    (`assistant`: of chats), or every token (`all`). None: a text whole, of a prompt/completion row the completion, of a chat every turn
-    of the assistant. Rows that have no such tokens are refused."""
+    """Which tokens are learned: the completion or last answer alone (`completion`: of prompt/completion rows and
+    chats), every turn of the assistant (`assistant`: of chats), or every token (`all`). None: a text whole, of a
+    prompt/completion row the completion, of a chat every turn of the assistant. Rows that have no such tokens are
+    refused."""
     one_row_per_answer: bool = False
-    """A chat becomes a row for each answer that is to be learned, the chat up to that answer: for templates that change earlier answers."""
+    """A chat becomes a row for each answer that is to be learned, the chat up to that answer: for templates that change
+    earlier answers."""
     loss: DpoLoss | None = None
-    """None: the negative log-likelihood of the target tokens. `dpo` learns from rows of `prompt`, `chosen` and `rejected`."""
+    """None: the negative log-likelihood of the target tokens. `dpo` learns from rows of `prompt`, `chosen` and
+    `rejected`."""
     schedule: Schedule = Schedule.LINEAR
     warmup_steps: int = 0
     optimizer: Optimizer = Optimizer.ADAMW
-    """`adamw`; `lion` (https://arxiv.org/abs/2302.06675), which keeps one moment; `adamw_8bit` and `lion_8bit`, whose moments have 8 bits
-    (https://arxiv.org/abs/2110.02861); `paged_` ahead of each: its moments stay in pinned host memory."""
+    """`adamw`; `lion` (https://arxiv.org/abs/2302.06675), which keeps one moment; `adamw_8bit` and `lion_8bit`, whose
+    moments have 8 bits (https://arxiv.org/abs/2110.02861); `paged_` ahead of each: its moments stay in pinned host
+    memory."""
     beta1: float = 0.9
     beta2: float | None = None
     """None: 0.999, and with Lion 0.99."""
@@ -284,11 +298,11 @@ class TrainingRequest(Wire, frozen=True):
     max_grad_norm: float = 1.0
     """0 switches clipping off."""
     lora_plus_ratio: float | None = None
-    """LoRA+ (https://arxiv.org/abs/2402.12354; PEFT's `loraplus_lr_ratio`): the learning rate of every B is this many times `learning_rate`,
-    which is then A's alone and must be given. At least 1; None: 1."""
+    """LoRA+ (https://arxiv.org/abs/2402.12354; PEFT's `loraplus_lr_ratio`): the learning rate of every B is this many
+    times `learning_rate`, which is then A's alone and must be given. At least 1; None: 1."""
     neftune_alpha: float | None = None
-    """NEFTune (https://arxiv.org/abs/2310.05914; `neftune_noise_alpha` of transformers): in training, uniform noise of at most
-    alpha / sqrt(tokens of the row * hidden size) on the embeddings. None: no noise."""
+    """NEFTune (https://arxiv.org/abs/2310.05914; `neftune_noise_alpha` of transformers): in training, uniform noise of
+    at most alpha / sqrt(tokens of the row * hidden size) on the embeddings. None: no noise."""
     validation_split: float = 0.0
     early_stopping_patience: int | None = None
     """Evaluations without improvement before the job ends; needs `validation_split`."""
@@ -299,8 +313,8 @@ class TrainingRequest(Wire, frozen=True):
         tuple[Text | Annotated[tuple[ChatMessage, ...], Meta(max_length=MAX_MESSAGES)], ...],
         Meta(max_length=MAX_MESSAGES),
     ] = ()
-    """Texts, or chats as lists of messages, of which the adapter in training generates samples: one each, every `sample_steps` steps and
-    at the end. They do not change what is learned."""
+    """Texts, or chats as lists of messages, of which the adapter in training generates samples: one each, every
+    `sample_steps` steps and at the end. They do not change what is learned."""
     sample_steps: int = 20
     sample_max_tokens: int = 128
     """Most tokens of a sample."""

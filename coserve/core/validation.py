@@ -1,5 +1,5 @@
-"""msgspec's validation errors as ours: "expected X, got Y", with the field's path, the values allowed and likely names; a
-check of numbers that several requests have; decoders for several threads."""
+"""msgspec's validation errors as ours: "expected X, got Y", with the field's path, the values allowed and likely names;
+a check of numbers that several requests have; decoders for several threads."""
 
 from __future__ import annotations
 
@@ -165,10 +165,12 @@ def check_normal(value: float, *, field: str) -> None:
 
 
 def decoder_of(type: type[T]) -> msgspec.json.Decoder[T]:
-    """Always the same one, for code that several threads run. After the call `msgspec.convert` and decoders of other formats may use the type on any thread, too.
+    """Always the same one, for code that several threads run. After the call `msgspec.convert` and decoders of other
+    formats may use the type on any thread, too.
 
-    msgspec prepares a Struct type, and those of its fields, at the first use. A second thread that uses one of them meanwhile reads what is not there yet, and
-    the process ends (msgspec 0.22, SIGSEGV). So types that threads decode are prepared here, one after another.
+    msgspec prepares a Struct type, and those of its fields, at the first use. A second thread that uses one of them
+    meanwhile reads what is not there yet, and the process ends (msgspec 0.22, SIGSEGV). So types that threads decode
+    are prepared here, one after another.
     """
     with _lock:
         if (found := _decoders.get(type)) is None:

@@ -104,7 +104,8 @@ class ActiveJob:
             raise Stopped
 
     async def result(self, future: Future[T]) -> T:
-        """The future's result. The job may stop meanwhile. Raises what the future raises, and `Stopped` if the engine has cancelled it."""
+        """The future's result. The job may stop meanwhile. Raises what the future raises, and `Stopped` if the engine
+        has cancelled it."""
         try:
             while not future.done():
                 await _suspended((future,))

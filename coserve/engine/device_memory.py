@@ -55,8 +55,9 @@ class DeviceMemory:
         clock: Callable[[], float] = time.monotonic,
         taken_elsewhere: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`graphs_done` is called with the size of all graphs, whenever none is missing and it has grown. `clock` gives seconds. `taken_elsewhere`: the most
-        bytes that others than a rank's allocator have taken since the start on a GPU of another rank."""
+        """`graphs_done` is called with the size of all graphs, whenever none is missing and it has grown. `clock` gives
+        seconds. `taken_elsewhere`: the most bytes that others than a rank's allocator have taken since the start on a
+        GPU of another rank."""
         self._admission, self._fixed, self._read, self._graphs = admission, fixed, read, graphs
         self._graphs_done, self._reported_graphs, self._clock = graphs_done, 0, clock
         self._taken_elsewhere = taken_elsewhere
@@ -64,7 +65,8 @@ class DeviceMemory:
         """Bytes that torch should never need more than; 0 without a plan."""
         self._asked: str | None = None
         self._own = read().outside
-        """The least that was there outside of the allocator: our context and libraries, and what others had at the start."""
+        """The least that was there outside of the allocator: our context and libraries, and what others had at the
+        start."""
         self.refresh()
 
     def refresh(self) -> Reading:

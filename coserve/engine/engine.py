@@ -65,8 +65,8 @@ async def _yield_to_loop() -> None:
 
 @dataclass(frozen=True)
 class JobPlaces:
-    """`max_active` jobs take turns. `threads` run what may take long for them; None: two for each. `memory`: the GPU's, where jobs are admitted by it, looked at
-    every `memory_poll` seconds while one waits for it."""
+    """`max_active` jobs take turns. `threads` run what may take long for them; None: two for each. `memory`: the GPU's,
+    where jobs are admitted by it, looked at every `memory_poll` seconds while one waits for it."""
 
     max_active: int = 1
     threads: Executor | None = None
@@ -95,8 +95,8 @@ class Engine:
         pace: Callable[[], Awaitable[None]] = _yield_to_loop,
         garbage: GarbageCollection | None = None,
     ) -> None:
-        """`marks`: whether slices and steps are only launched, and their ends are events; `attainment`: share of answers that are to be in time. `garbage` is
-        collected while no request runs; None: by the interpreter."""
+        """`marks`: whether slices and steps are only launched, and their ends are events; `attainment`: share of
+        answers that are to be in time. `garbage` is collected while no request runs; None: by the interpreter."""
         self._generator, self._scheduler, self._adapters = generator, generator.scheduler, adapters
         self._policy, self._link, self._clock, self._pace = policy, link, clock, pace
         self._memory_poll, self._garbage = jobs.memory_poll, garbage or GarbageCollection.none()
@@ -120,13 +120,14 @@ class Engine:
         parts = generator, adapters, self._jobs, self._views, self._stalls
         self._reports = Reports(link, clock, parts, jobs.memory)
         self._measured: float | None = None
-        """When the last step or slice ended: what follows is part of the next one's time. None: the engine waited since."""
+        """When the last step or slice ended: what follows is part of the next one's time. None: the engine waited
+        since."""
         self._step = LaunchedStep()
         """The last one."""
 
     async def run(self) -> None:
-        """Tick until `Shutdown` comes or the API process is gone. Raises what only a new process mends: `EngineFault`, and
-        any error outside of the work of one request or one job."""
+        """Tick until `Shutdown` comes or the API process is gone. Raises what only a new process mends: `EngineFault`,
+        and any error outside of the work of one request or one job."""
         self._loop = asyncio.get_running_loop()
         inbox = asyncio.create_task(self._inbox.run())
         inbox.add_done_callback(lambda _: self._changed.set())
@@ -236,8 +237,8 @@ class Engine:
         await self._accept(ran, began, self._step)
 
     async def _accept(self, ran: Ran, began: float, step: LaunchedStep) -> None:
-        """What the generator has collected. The time since the last work was measured is that of its steps: those that overlap
-        the host's work begin when the one before them ends."""
+        """What the generator has collected. The time since the last work was measured is that of its steps: those that
+        overlap the host's work begin when the one before them ends."""
         await self._pace()
         now, shape = self._clock(), ran.computed
         seconds = 0.0 if shape is None and self._generator.in_flight else now - began  # a launch counts with its step
@@ -278,9 +279,15 @@ class Engine:
 
     def _slice_ended(self, ended: EndedSlice) -> None:
         self._views.slices.ran(
-            ended.decision, ended.kind, ended.micro_steps, ended.tokens, ended.seconds, ended.at, ended.beside,
+            ended.decision,
+            ended.kind,
+            ended.micro_steps,
+            ended.tokens,
+            ended.seconds,
+            ended.at,
+            ended.beside,
             ended.beside_kind,
-        )  # fmt: skip
+        )
         self._reports.train_seconds += ended.seconds
 
     # ---- messages

@@ -35,7 +35,8 @@ class JobAdmission:
         return (*held, *self._memory.troubles)
 
     def admit(self, spec: JobSpec) -> Start | None:
-        """None: the job waits, and was told why, unless it is for its own former memory. Raises `JobTooLarge`, `InvalidRequest`."""
+        """None: the job waits, and was told why, unless it is for its own former memory. Raises `JobTooLarge`,
+        `InvalidRequest`."""
         self._memory.compiled(self._trainer.layer_costs)
         self._release_freed()
         if spec.id in self._leaving:
@@ -54,8 +55,8 @@ class JobAdmission:
         self._held.pop(job, None)
 
     def release(self, job: str, cancelled: Future[Any] | None = None) -> None:
-        """The job has started, and ended or was paused. Others may have its memory once that is free: once its `cancelled` work on a thread
-        has ended, and the pass that it has left."""
+        """The job has started, and ended or was paused. Others may have its memory once that is free: once its
+        `cancelled` work on a thread has ended, and the pass that it has left."""
         self._leaving[job] = cancelled
 
     def _release_freed(self) -> None:

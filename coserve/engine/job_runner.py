@@ -1,7 +1,7 @@
 """The jobs of one engine: active ones, one in line, paused ones. What becomes of them is told over the link.
 
-Each active job is a coroutine (`engine.run_job`), resumed before a tick decides. Whatever a job's own work raises ends that job alone; only
-an `EngineFault` ends the engine.
+Each active job is a coroutine (`engine.run_job`), resumed before a tick decides. Whatever a job's own work raises ends
+that job alone; only an `EngineFault` ends the engine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class JobRunner:
         changed: Callable[[], None],
         memory: AdmitsJobs | None = None,
     ) -> None:
-        """`threads` run what may take long: two for each active job. `changed` is called, on any thread, when something of that is done.
+        """`threads` run what may take long: two for each active job. `changed` is called, on any thread, when something
+        of that is done.
         `memory`: admits jobs by it; None: all."""
         self._memory = JobAdmission(memory, trainer, send)
         self._trainer, self._send, self._max_active, self._threads = trainer, send, max_active, threads
@@ -69,8 +70,8 @@ class JobRunner:
         return self._turns.ready()
 
     def in_training(self, job: str) -> bool:
-        """Whether the job has begun to train, has neither ended nor been paused, and does not wait for samples, which only
-        generation makes. It may wait for a thread."""
+        """Whether the job has begun to train, has neither ended nor been paused, and does not wait for samples, which
+        only generation makes. It may wait for a thread."""
         active = self._active.get(job)
         if active is None or not active.loaded or active.end is not None or self._trainer.finished(job):
             return False
@@ -102,8 +103,8 @@ class JobRunner:
             self._pending.add(spec)
 
     def activate(self) -> None:
-        """Before a tick decides: resume each job whose micro-batch has ended, or whose thread is done, and start jobs in line while there are places
-        for them."""
+        """Before a tick decides: resume each job whose micro-batch has ended, or whose thread is done, and start jobs
+        in line while there are places for them."""
         while True:
             if self._pass is not None and not self._suspended:
                 self._pass.set_result(None)
@@ -137,7 +138,8 @@ class JobRunner:
         return found is not None
 
     def advance(self, job: str, micro_steps: int | None, shared_tokens: int | None = None) -> bool:
-        """Train an active job, and those that share its batch. Whether it is still under way; otherwise all have had their turn."""
+        """Train an active job, and those that share its batch. Whether it is still under way; otherwise all have had
+        their turn."""
         try:
             messages = self._trainer.advance(job, micro_steps, self._turns.ready(), shared_tokens)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone

@@ -54,8 +54,9 @@ EXACT_THREADS = 2
 PINNED_SHARE = 0.5
 """Of the memory that the daemon may use, for the state of jobs: pinned memory is never swapped."""
 SWITCH_INTERVAL = 2e-5
-"""Seconds after which a thread gives the interpreter to another. A step frees it and takes it back with every operation: at
-Python's 5 ms, beside a thread that compiles or reads an adapter, it would wait so long a thousand times."""
+"""Seconds after which a thread gives the interpreter to another. A step frees it and takes it back with every
+operation: at Python's 5 ms, beside a thread that compiles or reads an adapter, it would wait so long a thousand
+times."""
 
 
 def set_up_threads(config: Config) -> None:
@@ -134,8 +135,8 @@ class EngineParts:
         )
 
     def device_memory(self, pool: PoolSize, taken_elsewhere: Callable[[], int] = lambda: 0) -> DeviceMemory | None:
-        """The GPU's memory, by which jobs are admitted; None without a plan. Call it once the page pool is allocated. `taken_elsewhere`: see
-        `DeviceMemory`."""
+        """The GPU's memory, by which jobs are admitted; None without a plan. Call it once the page pool is allocated.
+        `taken_elsewhere`: see `DeviceMemory`."""
         model, plan, base, config = self.memory_model(pool), pool.plan, self.base, self.config
         if model is None or plan is None:
             return None
@@ -187,8 +188,9 @@ class EngineParts:
         caches: Caches | None = None,
         stream: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> CompiledLayers:
-        """The layers that training runs once they are compiled. Ranks that share a base do this at the same time. Raises `UnsupportedBase` and, of
-        ranks, `FailedTogether`, on all of them: the message says why there are none."""
+        """The layers that training runs once they are compiled. Ranks that share a base do this at the same time.
+        Raises `UnsupportedBase` and, of ranks, `FailedTogether`, on all of them: the message says why there are
+        none."""
         base, config = self.base, self.config
         if base.device.type != "cuda":
             raise UnsupportedBase("there is no GPU")
@@ -223,7 +225,8 @@ class EngineParts:
         return kind(self.base, store, self.folder, settings)
 
     def _layer_graphs(self, compiled: CompiledLayers | None, captures: torch.cuda.Stream | None) -> LayerGraphs | None:
-        """None: layers run without. `captures`: the stream that graphs are captured on; None: training has the default stream."""
+        """None: layers run without. `captures`: the stream that graphs are captured on; None: training has the default
+        stream."""
         device = self.base.device
         if compiled is None or device.type != "cuda":
             return None

@@ -115,7 +115,8 @@ class AdmitsJobs(Protocol):
     def troubles(self) -> tuple[str, ...]: ...
     @property
     def shared_tokens(self) -> int | None:
-        """Most tokens of a forward that several jobs share, so that it fits beside what all of them keep; None: as set."""
+        """Most tokens of a forward that several jobs share, so that it fits beside what all of them keep; None: as
+        set."""
         ...
 
     def admit(self, spec: JobSpec) -> Start | Hold: ...

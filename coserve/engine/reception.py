@@ -18,16 +18,17 @@ FIRST_TOKEN_STEPS = 2
 
 
 class Reception:
-    """Puts requests into the queue. Refuses those that it has no place for, and those whose first token would come too late: when they
-    arrive, by the wait that is predicted then, or once no admission could be in time any more. A request that finds a place when it
-    arrives is never refused for being late: below capacity all do. All requests of a call are refused together, and none once one of them
-    has left the queue."""
+    """Puts requests into the queue. Refuses those that it has no place for, and those whose first token would come too
+    late: when they arrive, by the wait that is predicted then, or once no admission could be in time any more. A
+    request that finds a place when it arrives is never refused for being late: below capacity all do. All requests of a
+    call are refused together, and none once one of them has left the queue."""
 
     def __init__(self, scheduler: Scheduler, views: Views, send: Callable[[Sequence[RequestFailed]], None]) -> None:
         self._scheduler, self._views, self._send = scheduler, views, send
         self._speed = QueueSpeed()
         self._deadlines: list[tuple[float, str]] = []
-        """When the first tokens of requests that wait for a place must come, and their ids: a heap. Some have ended since."""
+        """When the first tokens of requests that wait for a place must come, and their ids: a heap. Some have ended
+        since."""
         self._cancelled: list[str] = []
         """Requests that leave the queue before anybody looks at it: many take little longer than one."""
 
@@ -53,7 +54,8 @@ class Reception:
             self._refuse([displaced.id], QueueFull(why, retry_after=queue.retry_after(now)))
 
     def cancel(self, id: str) -> None:
-        """A client left, whose request waits in the queue. It leaves it with the next call of `enqueue` or `refuse_late`."""
+        """A client left, whose request waits in the queue. It leaves it with the next call of `enqueue` or
+        `refuse_late`."""
         self._cancelled.append(id)
 
     def admitted(self, count: int, now: float) -> None:
@@ -76,7 +78,8 @@ class Reception:
             self._refuse([each.id for each in late], error)
 
     def _late(self, request: Request, leaving: Collection[str], now: float) -> float:
-        """By how many seconds the first token of a request that was just queued will be late; 0: it will not, or is not to be refused for it.
+        """By how many seconds the first token of a request that was just queued will be late; 0: it will not, or is not
+        to be refused for it.
         `leaving`: requests that would leave the queue for it."""
         due = self._due(request)
         if due == math.inf or self._has_begun(request.message.choices):
@@ -94,7 +97,8 @@ class Reception:
         return 0.0
 
     def _due(self, request: Request) -> float:
-        """When a request's first token would have to come if one step computed its prompt; infinite where it is not to be refused for being late."""
+        """When a request's first token would have to come if one step computed its prompt; infinite where it is not to
+        be refused for being late."""
         slo, sampling = request.message.slo, request.sampling
         tokens = request.max_tokens if sampling.ignore_eos else max(sampling.min_tokens, self._scheduler.lengths.mean)
         answer = min(request.decodes, max(0.0, tokens - 1)) * self._views.decode_seconds

@@ -1,8 +1,8 @@
 """One job from its start to its end, as a coroutine: see `run_job`.
 
-It is suspended in two ways: for a micro-batch, which the policy grants slice by slice (`ActiveJob.turn`), and for work on a thread. A
-start, the preparation of a large optimizer step and all writing of files run on threads; everything else happens on the event loop,
-between two ticks.
+It is suspended in two ways: for a micro-batch, which the policy grants slice by slice (`ActiveJob.turn`), and for work
+on a thread. A start, the preparation of a large optimizer step and all writing of files run on threads; everything else
+happens on the event loop, between two ticks.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class JobServices:
 async def run_job(job: ActiveJob, services: JobServices) -> None:
     """Start the job, train it, publish its adapter; set `job.end`. Whatever its own work raises ends it alone.
 
-    It trains on while a checkpoint of it is written. It ends when none of its files is being written any more; a pause, and the engine's
-    end, save its last finished optimizer step first. Raises `EngineFault` alone.
+    It trains on while a checkpoint of it is written. It ends when none of its files is being written any more; a pause,
+    and the engine's end, save its last finished optimizer step first. Raises `EngineFault` alone.
     """
     one = _Run(job, services)
     try:
@@ -80,8 +80,8 @@ class _Run:
         """Work that nobody waits for any more, which may hold memory until its thread has ended it."""
 
     async def start(self) -> None:
-        """Load the job. A start that finds no memory is tried again: at once where some could be freed, and a single time after the
-        micro-batch that is suspended, which may hold some."""
+        """Load the job. A start that finds no memory is tried again: at once where some could be freed, and a single
+        time after the micro-batch that is suspended, which may hold some."""
         waited = False
         while True:
             try:
@@ -121,7 +121,8 @@ class _Run:
             await self._micro_batch()
 
     async def publish(self) -> JobSucceeded:
-        """Publish the finished job. Where the disk refuses it, the job keeps its place and its memory, and tries again."""
+        """Publish the finished job. Where the disk refuses it, the job keeps its place and its memory, and tries
+        again."""
         for delay in FOR_EVER.delays():
             message = (await self._job.result(self._submit(self._trainer.publication(self._id))))()
             if isinstance(message, JobSucceeded):
@@ -136,7 +137,8 @@ class _Run:
         raise Stopped
 
     async def stop(self) -> None:
-        """Wait for what is being written, and save a job that goes on later. Nothing is kept of its activations meanwhile."""
+        """Wait for what is being written, and save a job that goes on later. Nothing is kept of its activations
+        meanwhile."""
         job = self._job
         job.turn = None
         if job.loaded and job.end is not None:
@@ -258,7 +260,8 @@ class _Run:
 
 @contextmanager
 def tolerated(job: str) -> Iterator[None]:
-    """For a checkpoint at a pause or at the engine's end: if it fails, the steps since the last one are lost, not the job."""
+    """For a checkpoint at a pause or at the engine's end: if it fails, the steps since the last one are lost, not the
+    job."""
     try:
         yield
     except EngineFault:

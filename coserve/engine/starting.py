@@ -22,7 +22,8 @@ class EndedAtStart(Exception):
 
 
 async def until_shutdown(start: Coroutine[Any, Any, T], link: Link[FromEngine, ToEngine]) -> T:
-    """The result of `start`, which is cancelled when `Shutdown` comes. The API process sends nothing else before `EngineReady`.
+    """The result of `start`, which is cancelled when `Shutdown` comes. The API process sends nothing else before
+    `EngineReady`.
 
     Raises `EndedAtStart`, and what `start` raises.
     """

@@ -27,8 +27,8 @@ _KINDS = {
 }
 """Kinds of measured steps by which one of a kind, beside training or not, is predicted, the best first."""
 FORGET: dict[StepKind, tuple[int, int]] = {"decode": (200, 1000), "prefill": (40, 200)}
-"""After so many steps of a kind in a row without training beside them, first what is known of the errors of their time beside training is forgotten, then that time itself,
-so that it is measured anew."""
+"""After so many steps of a kind in a row without training beside them, first what is known of the errors of their time
+beside training is forgotten, then that time itself, so that it is measured anew."""
 
 
 class ReadyJobs(Protocol):
@@ -44,7 +44,8 @@ class Views:
     """What steps and slices are expected to take, and what else a policy may know of the past."""
 
     def __init__(self, jobs: ReadyJobs, *, attainment: float = ATTAINMENT, beside: bool = True) -> None:
-        """`attainment`: share of answers that are to be in time; `beside`: steps may run beside training, so what they take then is predicted, too."""
+        """`attainment`: share of answers that are to be in time; `beside`: steps may run beside training, so what they
+        take then is predicted, too."""
         self._jobs = jobs
         self._steps, self.slices, self.turns = Predictors(STEP_FEATURES, attainment), Slices(attainment), Turns()
         self._beside = beside
@@ -100,7 +101,8 @@ class Views:
         return self._prompt_steps.at(PROMPT_STEP)
 
     def view(self, plan: Plan, now: float, *, in_flight: InFlight = NOTHING, collected: float | None = None) -> View:
-        """Of the next step, as it is planned. `collected`: when the tokens of a step come that was launched; None: there is none."""
+        """Of the next step, as it is planned. `collected`: when the tokens of a step come that was launched; None:
+        there is none."""
         jobs = self._jobs.ready()
         self.slices.ready(jobs, now)
         if in_flight.slices and jobs and self._jobs.next_micro_step(jobs[0]) is MicroStep.RESULT:

@@ -67,10 +67,11 @@ def build_engine(
     training: TrainingStream | None = None,
     progress: StartProgress | None = None,
 ) -> tuple[Engine, EngineReady]:
-    """The engine over a loaded base, with all that its first requests and jobs need, and the message that says it is ready.
+    """The engine over a loaded base, with all that its first requests and jobs need, and the message that says it is
+    ready.
 
-    `garbage`: see `Engine`; `task`: what was compiled for it; `followers`: the other ranks, which have loaded their bases or are about
-    to; `training`: where slices run beside generation; None: they take turns with it."""
+    `garbage`: see `Engine`; `task`: what was compiled for it; `followers`: the other ranks, which have loaded their
+    bases or are about to; `training`: where slices run beside generation; None: they take turns with it."""
     assert (training is None) != config.trains_concurrently, (
         "expected a stream for training where it runs beside generation"
     )
@@ -204,8 +205,8 @@ async def _run(given: _Given, fd: int) -> None:
 async def _start(
     given: _Given, link: Link[FromEngine, ToEngine], followers: Followers | None
 ) -> tuple[Engine, EngineReady]:
-    """Load the base while other processes compile what is missing; when they have ended, and given back their memory, build the engine.
-    Raises `StartupError`."""
+    """Load the base while other processes compile what is missing; when they have ended, and given back their memory,
+    build the engine. Raises `StartupError`."""
     config, warm_up, rank = given.config, given.warm_up, given.rank
     progress = StartProgress(link.send, 0 if warm_up is None else units(config.tp))
     compiling = None if warm_up is None else asyncio.create_task(follow(warm_up.socket, progress.compiles))
@@ -239,8 +240,8 @@ async def _start(
 
 
 def serve(config: Config, fd: int, warm_up: StartedWarmUp | None, rank: OwnRank | None) -> None:
-    """Run the engine until it stops. `fd`: the link's socket; `warm_up`: the warm-up's process, if there is one; `rank`: of this
-    process, where there are several."""
+    """Run the engine until it stops. `fd`: the link's socket; `warm_up`: the warm-up's process, if there is one;
+    `rank`: of this process, where there are several."""
     set_up_logging("engine", config.logs)
     disable_progress_bar()
     set_up_threads(config)

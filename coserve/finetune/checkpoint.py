@@ -59,8 +59,8 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, spec: JobSpec, base: BaseSpec) -> Checkpoint:
-    """Raises `CheckpointUnreadable` for files that are missing, damaged, or of another job, base or optimizer; `StorageError` where the
-    machine cannot read them now."""
+    """Raises `CheckpointUnreadable` for files that are missing, damaged, or of another job, base or optimizer;
+    `StorageError` where the machine cannot read them now."""
     try:
         with safetensors_errors(path / CHECKPOINT_TENSORS):
             failpoint("job.open")
@@ -78,8 +78,9 @@ def load_checkpoint(path: Path, spec: JobSpec, base: BaseSpec) -> Checkpoint:
 
 
 def prune(folder: DataFolder, job: str, keep: int, left_aside: Container[int]) -> None:
-    """Delete all checkpoints but the last `keep` and those of the steps `left_aside`, which count for none, and what earlier deletions
-    left. Nothing may be written in the job's folder meanwhile. What cannot be deleted now is told in the log and stays for the next call."""
+    """Delete all checkpoints but the last `keep` and those of the steps `left_aside`, which count for none, and what
+    earlier deletions left. Nothing may be written in the job's folder meanwhile. What cannot be deleted now is told in
+    the log and stays for the next call."""
     with _deletions(job):
         sweep(folder.job(job))
         usable = [path for step, path in folder.checkpoints(job) if step not in left_aside]

@@ -18,10 +18,11 @@ from coserve.finetune.packed_rows import PackedRows
 
 @dataclass(frozen=True)
 class EmbeddingNoise:
-    """Of one job in one micro-batch: uniform in plus and minus `alpha` / sqrt(L D), for each sequence with its own length L.
+    """Of one job in one micro-batch: uniform in plus and minus `alpha` / sqrt(L D), for each sequence with its own
+    length L.
 
-    The noise is a function of `seed` and of the job's rows alone, so that a resumed job draws it again, whatever company it has. `seed`
-    must change with every micro-batch.
+    The noise is a function of `seed` and of the job's rows alone, so that a resumed job draws it again, whatever
+    company it has. `seed` must change with every micro-batch.
     """
 
     alpha: float

@@ -40,7 +40,8 @@ class FlatLayout:
     def block_views(self, blocks: Sequence[Tensor], per: int = 1) -> dict[str, Tensor]:
         """As `views`, of a buffer that lies in blocks of `block` elements; the last one may be shorter.
 
-        `per`: of a buffer and blocks with one element for so many; `aligned` is a multiple. Its tensors are 1-D then."""
+        `per`: of a buffer and blocks with one element for so many; `aligned` is a multiple. Its tensors are 1-D
+        then."""
         found = {}
         for name, (start, shape) in self._places.items():
             number, at = divmod(start, self.block)

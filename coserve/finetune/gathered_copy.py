@@ -16,12 +16,14 @@ GATHERED = 1 << 24
 
 
 class GatheredCopy(HostCopy):
-    """`rows` hold the whole adapter; the source holds this rank's part. Every rank has the same rows after a download."""
+    """`rows` hold the whole adapter; the source holds this rank's part. Every rank has the same rows after a
+    download."""
 
     def __init__(
         self, source: Sequence[Tensor], layout: FlatLayout, whole: FlatLayout, partition: AdapterPartition
     ) -> None:
-        """`layout`: of the source's rows, all fp32; `whole`: of those in host memory. Both name their tensors `<site>.a` and `<site>.b`."""
+        """`layout`: of the source's rows, all fp32; `whole`: of those in host memory. Both name their tensors
+        `<site>.a` and `<site>.b`."""
         super().__init__(source, [whole.block] * len(source), whole.size)
         self._layout, self._whole, self._partition = layout, whole, partition
 

@@ -23,7 +23,8 @@ def host_row(size: int, block: int, dtype: torch.dtype, *, pinned: bool) -> list
 
 
 class HostCopy:
-    """Host memory for rows (K), 1-D tensors of any dtype, in blocks. On a GPU it is pinned, and a side stream does the copying.
+    """Host memory for rows (K), 1-D tensors of any dtype, in blocks. On a GPU it is pinned, and a side stream does the
+    copying.
 
     Transfers and allocations of other threads wait for those of one block at most. Make it on a thread, once for many
     copies: allocating pinned memory takes long.
@@ -78,7 +79,8 @@ class HostCopy:
 
     @torch.no_grad()
     def _transfer(self, rows: int, copy: Callable[[Tensor, Tensor], object]) -> None:
-        """Call `copy` for each block and its part of the source, on the side stream, after what the current stream was given."""
+        """Call `copy` for each block and its part of the source, on the side stream, after what the current stream was
+        given."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):  # nothing happens where that is None

@@ -23,11 +23,12 @@ def new_adapter(
 ) -> LoraWeights:
     """A new adapter, initialised as by PEFT; with `default` and `gaussian` its output is zero (B is zero).
 
-    With BD-LoRA each block is initialised as a LoRA of rank r/N on its shard, as the paper does (section 3 and C.1): Kaiming
-    takes the fan-in of the shard. (PEFT's own BD-LoRA starts a block-diagonal A with a spread larger by the square root of 6.)
+    With BD-LoRA each block is initialised as a LoRA of rank r/N on its shard, as the paper does (section 3 and C.1):
+    Kaiming takes the fan-in of the shard. (PEFT's own BD-LoRA starts a block-diagonal A with a spread larger by the
+    square root of 6.)
 
-    Numbers are drawn in float32 on the CPU for each site alone, so a seed gives the same adapter on any machine and with any
-    other targets. Raises `InvalidRequest` as `resolve_targets`.
+    Numbers are drawn in float32 on the CPU for each site alone, so a seed gives the same adapter on any machine and
+    with any other targets. Raises `InvalidRequest` as `resolve_targets`.
     """
     sites = {}
     for site in resolve_targets(settings, base):
@@ -81,7 +82,8 @@ def _start(
 
 
 def initial_weights(spec: JobSpec, base: BaseSpec, folder: DataFolder) -> LoraWeights:
-    """fp32, on the CPU: a new adapter, or the continued one from its files (in memory it is rounded to the base's dtype)."""
+    """fp32, on the CPU: a new adapter, or the continued one from its files (in memory it is rounded to the base's
+    dtype)."""
     if spec.init_from is None:
         return new_adapter(spec.lora, base, seed=spec.training.seed, dtype=torch.float32, device="cpu")
     return published_adapter(spec.init_from, spec.init_digests, "continue_from", base, folder)

@@ -61,15 +61,16 @@ class TrainingJob:
 
     @property
     def next_tokens(self) -> int:
-        """Between two micro-batches: tokens of the next one, as far as known, or of the last one, if those are more, as other jobs may join again."""
+        """Between two micro-batches: tokens of the next one, as far as known, or of the last one, if those are more, as
+        other jobs may join again."""
         if self._next_tokens is None:  # every decision asks
             rows = self.shared_rows
             self._next_tokens = 0 if rows is None else self.loop.size(rows)
         return max(self.batch_tokens, self._next_tokens)
 
     def go_on(self, sums: Tensor | None = None) -> Event:
-        """Run the loop until it is suspended again; what for. `sums`: of the micro-batch that it was suspended for. Not of a finished job. Raises
-        `NonFiniteLoss`."""
+        """Run the loop until it is suspended again; what for. `sums`: of the micro-batch that it was suspended for. Not
+        of a finished job. Raises `NonFiniteLoss`."""
         if self._training is None:
             self._training = self.loop.run()
         self._next_tokens = None
@@ -78,8 +79,8 @@ class TrainingJob:
         return event
 
     def lower_memory(self) -> bool:
-        """Memory ran out: begin the optimizer step again with smaller micro-batches, once it is abandoned. False: nothing is left
-        to lower."""
+        """Memory ran out: begin the optimizer step again with smaller micro-batches, once it is abandoned. False:
+        nothing is left to lower."""
         note = self.loop.lower_memory()
         if note is not None:
             self.memory_note = note
@@ -102,9 +103,9 @@ class TrainingJob:
         return f"not enough memory for {what} ({numbers}); try a smaller rank or max_length"
 
     def abandon(self, *, finish_update: bool = False) -> None:
-        """Drop the unfinished optimizer step, which begins again. The job must have left its pass. Within an update of the weights
-        `finish_update` does the rest of it, and the step counts; without it, or if that raises, the weights are lost
-        (`TrainingSession.check_weights`)."""
+        """Drop the unfinished optimizer step, which begins again. The job must have left its pass. Within an update of
+        the weights `finish_update` does the rest of it, and the step counts; without it, or if that raises, the weights
+        are lost (`TrainingSession.check_weights`)."""
         training, self._training = self._training, None
         self.mid_step, self._next_tokens = False, None
         if training is None:

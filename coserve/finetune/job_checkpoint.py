@@ -38,10 +38,12 @@ class JobCheckpoints:
         return at_its_step and progress not in (self._taken, self._saved)
 
     def save(self) -> Callable[[], None] | None:
-        """Begin a snapshot of the last finished step; training may go on meanwhile. None if that step is on disk already.
+        """Begin a snapshot of the last finished step; training may go on meanwhile. None if that step is on disk
+        already.
 
-        Call the returned function on a thread: the checkpoint is durable when it returns, and all but the last `keep` are
-        deleted where the disk allows it. It raises `StorageError`. Raises `RuntimeError` as `TrainingSession.check_weights`.
+        Call the returned function on a thread: the checkpoint is durable when it returns, and all but the last `keep`
+        are deleted where the disk allows it. It raises `StorageError`. Raises `RuntimeError` as
+        `TrainingSession.check_weights`.
         """
         self._loop.session.check_weights()
         progress = self._loop.progress
@@ -64,8 +66,8 @@ class JobCheckpoints:
         return JobStarted(id=loop.spec.id, total_steps=loop.plan.total_steps, resumed_from=step, note=self._note)
 
     def resume(self) -> None:
-        """Load the last readable checkpoint into the loop; nothing happens if there is none. On a thread. The user is told of later ones,
-        which are missing a file, damaged, or of something else.
+        """Load the last readable checkpoint into the loop; nothing happens if there is none. On a thread. The user is
+        told of later ones, which are missing a file, damaged, or of something else.
 
         Raises `StorageError` where the machine cannot read a checkpoint now.
         """

@@ -24,8 +24,8 @@ from coserve.state.failpoints import failpoint
 
 
 class TrainingLoop:
-    """Optimizer steps, evaluations and early stopping of one job. `progress` is up to date whenever `run` is suspended, but for an update of
-    the weights that is done in part."""
+    """Optimizer steps, evaluations and early stopping of one job. `progress` is up to date whenever `run` is suspended,
+    but for an update of the weights that is done in part."""
 
     def __init__(self, spec: JobSpec, corpus: Corpus, plan: BatchPlan, session: TrainingSession) -> None:
         self.spec, self.plan, self.session = spec, plan, session
@@ -72,7 +72,8 @@ class TrainingLoop:
 
     @property
     def position(self) -> int:
-        """A digest of how far the job is: its finished steps and evaluations, and the micro-batch that is being computed."""
+        """A digest of how far the job is: its finished steps and evaluations, and the micro-batch that is being
+        computed."""
         done = (self.progress.step, self.progress.pending is None)
         return crc32(repr((done, self._rows_in_progress)).encode())
 
@@ -83,8 +84,9 @@ class TrainingLoop:
 
     @property
     def next_rows(self) -> tuple[int, ...] | None:
-        """Rows of the micro-batch that comes next, at the end of another: None if it cannot share a forward with other jobs'. Such
-        are evaluations, micro-batches with a teacher or a DPO loss, and those that recompute their layers for lack of memory.
+        """Rows of the micro-batch that comes next, at the end of another: None if it cannot share a forward with other
+        jobs'. Such are evaluations, micro-batches with a teacher or a DPO loss, and those that recompute their layers
+        for lack of memory.
 
         Cheap where the step is prepared (`BatchPlan.prepared`).
         """
@@ -177,7 +179,8 @@ class TrainingLoop:
         return due and bool(self._validation_rows)
 
     async def _evaluate_start(self) -> None:
-        """Keep the validation loss before the first step, unless an abandoned attempt at that step has; with early stopping, the weights too."""
+        """Keep the validation loss before the first step, unless an abandoned attempt at that step has; with early
+        stopping, the weights too."""
         if self.progress.valid_loss_before is None:
             loss, *_ = await self._validation()
             best = None if self.spec.training.early_stopping_patience is None else loss

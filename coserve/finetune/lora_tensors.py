@@ -33,7 +33,8 @@ def cast(weights: LoraWeights, dtype: torch.dtype, device: torch.device | None =
 
 
 def cast_learning(weights: LoraWeights, dtype: torch.dtype, device: torch.device) -> LoraWeights:
-    """As `cast`. The copy runs by the operations of an adapter that learns: the same weights then have the same likelihoods."""
+    """As `cast`. The copy runs by the operations of an adapter that learns: the same weights then have the same
+    likelihoods."""
     found = cast(weights, dtype, device)
     for _, tensor in named_tensors(found):
         tensor.requires_grad_()

@@ -32,8 +32,8 @@ MicroBatches = Sequence[tuple[int, ...]]
 
 
 class MemoryLimits:
-    """At first the micro-batches are as planned. The rows of an optimizer step never change, nor does its result, but for rounding and for
-    dropout and NEFTune, which draw for each micro-batch."""
+    """At first the micro-batches are as planned. The rows of an optimizer step never change, nor does its result, but
+    for rounding and for dropout and NEFTune, which draw for each micro-batch."""
 
     def __init__(self, lengths: Ints, layers: int) -> None:
         """`lengths`: tokens of each row of the corpus; `layers`: of the base."""
@@ -45,8 +45,9 @@ class MemoryLimits:
         self.planned: Treatment | None = None
 
     def plan(self, treatment: Treatment | None) -> None:
-        """How the optimizer steps are computed that begin from now on; None: as the engine's settings say. What `lower` has found holds
-        besides. The step in progress goes on as it was cut: micro-batches of its size might not fit with fewer layers recomputed."""
+        """How the optimizer steps are computed that begin from now on; None: as the engine's settings say. What `lower`
+        has found holds besides. The step in progress goes on as it was cut: micro-batches of its size might not fit
+        with fewer layers recomputed."""
         self.planned = treatment
 
     @property
@@ -70,8 +71,8 @@ class MemoryLimits:
         return found
 
     def lower(self, rows: Sequence[int], recomputed: int) -> str | None:
-        """Memory ran out in a micro-batch of these rows, which recomputed so many layers: its step begins again with less. Returns
-        what changes, for the user; None: nothing is left to lower."""
+        """Memory ran out in a micro-batch of these rows, which recomputed so many layers: its step begins again with
+        less. Returns what changes, for the user; None: nothing is left to lower."""
         tokens = self.size(rows)
         if len(rows) > 1:
             self.tokens = tokens // 2

@@ -1,4 +1,5 @@
-"""Memory profiling: run a generation step and a training micro-batch on the GPU, and plan the page pool from their peaks."""
+"""Memory profiling: run a generation step and a training micro-batch on the GPU, and plan the page pool from their
+peaks."""
 
 from __future__ import annotations
 
@@ -69,8 +70,8 @@ def plan_memory(
     path: Path | None,
     meter: MemoryMeter | None = None,
 ) -> MemoryPlan:
-    """The page pool that fits into `fraction` of the GPU's memory. The profile is measured once and kept at `path`; None: it is
-    measured now.
+    """The page pool that fits into `fraction` of the GPU's memory. The profile is measured once and kept at `path`;
+    None: it is measured now.
 
     `meter`: None is the GPU's.
 
@@ -185,9 +186,10 @@ class MemoryProfiler:
         compiled: CompiledLayers | None = None,
         warm_up: bool = True,
     ) -> None:
-        """`rank` and `bd_blocks`: of the adapters; `attention`: of packed rows, from their bounds; `updates`: optimizer steps are
-        run, which fake tensors cannot; `compiled`: as `MicroBatchRunner` takes them; `warm_up`: the constructor runs both once, as compilations
-        and workspaces would be measured. Raises `UnsupportedBase` for a base that cannot be trained layer by layer."""
+        """`rank` and `bd_blocks`: of the adapters; `attention`: of packed rows, from their bounds; `updates`: optimizer
+        steps are run, which fake tensors cannot; `compiled`: as `MicroBatchRunner` takes them; `warm_up`: the
+        constructor runs both once, as compilations and workspaces would be measured. Raises `UnsupportedBase` for a
+        base that cannot be trained layer by layer."""
         self._base, self._meter = base, meter
         self._lora_backend, self._page_tokens = conditions.lora_backend, conditions.page_tokens
         self._sampled, self._logit_rows = conditions.max_running, conditions.max_running + SCORED_TOKENS
@@ -201,8 +203,8 @@ class MemoryProfiler:
     @gc_disabled()
     @torch.no_grad()
     def step(self, tokens: int) -> int:
-        """Peak bytes of a generation step: `tokens` tokens of one adapter, with the most logits that a step may have (those
-        of `max_running` sequences, sampled in fp32, and those of scored prompts)."""
+        """Peak bytes of a generation step: `tokens` tokens of one adapter, with the most logits that a step may have
+        (those of `max_running` sequences, sampled in fp32, and those of scored prompts)."""
         base = self._base
         kv = KvCache.for_base(base, tokens, self._page_tokens)
         pages = kv.allocate(kv.pages_for(tokens))
@@ -220,7 +222,8 @@ class MemoryProfiler:
         return self._meter.peak() - before
 
     def micro_batch(self, tokens: int) -> TrainingPeaks:
-        """Peak bytes of a micro-batch of `tokens` tokens, all but the first of each row targets, and of the optimizer step."""
+        """Peak bytes of a micro-batch of `tokens` tokens, all but the first of each row targets, and of the optimizer
+        step."""
         found = self.phases(tokens, recomputed=self._base.spec.layers if self._recompute else 0)
         return TrainingPeaks(forward=found.forward, whole=found.whole, job=found.job)
 
@@ -246,7 +249,8 @@ class MemoryProfiler:
         rank: int | None = None,
         positions: int | None = None,
     ) -> Phases:
-        """Bytes of a micro-batch by phase. `recomputed`, `partly`: layers, as of `Treatment`; `targets`, `rank`: of the adapter, None: all, the profiler's; `positions`: targets of the loss,
+        """Bytes of a micro-batch by phase. `recomputed`, `partly`: layers, as of `Treatment`; `targets`, `rank`: of the
+        adapter, None: all, the profiler's; `positions`: targets of the loss,
         None: all tokens but the first of each row. Raises, where memory runs out: of ranks, all of them."""
         base = self._base
         mesh = None if base.sharding is None else base.sharding.mesh

@@ -1,12 +1,12 @@
 """Forward and backward of one micro-batch, suspended after every decoder layer.
 
-Layers run one by one, forward and backward (`finetune.layers`). Gradients of the base (`M_backward` of full fine-tuning, ETS paper
-section 4.2) are never computed. With `recompute` only the layers' inputs are kept between forward and backward (activation
-checkpointing).
+Layers run one by one, forward and backward (`finetune.layers`). Gradients of the base (`M_backward` of full
+fine-tuning, ETS paper section 4.2) are never computed. With `recompute` only the layers' inputs are kept between
+forward and backward (activation checkpointing).
 
-With a teacher, an adapter on the same base, the loss is the divergence from its distributions instead of the NLL of the rows' tokens
-(distillation): the base runs twice, first with the teacher's LoRA terms and without gradients. With a DPO loss it runs first with those of
-the reference, or without any, and without gradients: only the likelihoods are kept.
+With a teacher, an adapter on the same base, the loss is the divergence from its distributions instead of the NLL of the
+rows' tokens (distillation): the base runs twice, first with the teacher's LoRA terms and without gradients. With a DPO
+loss it runs first with those of the reference, or without any, and without gradients: only the likelihoods are kept.
 
 The generators below yield after each micro-step. While suspended they hold no context (gradient mode, LoRA batch), so
 inference may run in between.
@@ -50,8 +50,9 @@ from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
 
 LOGITS_BYTES = 128 << 20
-"""Of the logits computed at once, in the base's dtype: a micro-step of the head takes about as long as one of a layer, so that it fits between the tokens of requests
-as well (512 targets of 128,256 tokens; larger chunks are no faster). They become their own gradient, so there is no second tensor of their size."""
+"""Of the logits computed at once, in the base's dtype: a micro-step of the head takes about as long as one of a layer,
+so that it fits between the tokens of requests as well (512 targets of 128,256 tokens; larger chunks are no faster).
+They become their own gradient, so there is no second tensor of their size."""
 TILE = 128
 """Rows of a GEMM's tile: chunks of more targets have a multiple of it."""
 
@@ -102,9 +103,9 @@ class MicroBatchRunner:
         compiled: CompiledLayers | None = None,
         graphs: LayerGraphs | None = None,
     ) -> None:
-        """`attention` makes the attention of packed rows from their bounds. `compiled`: layers that run in place of the base's own
-        once they are compiled, where they are right for a batch; `graphs`: of those. Raises `UnsupportedBase` for a base that
-        cannot be run layer by layer."""
+        """`attention` makes the attention of packed rows from their bounds. `compiled`: layers that run in place of the
+        base's own once they are compiled, where they are right for a batch; `graphs`: of those. Raises
+        `UnsupportedBase` for a base that cannot be run layer by layer."""
         assert not any(parameter.requires_grad for parameter in base.model.parameters()), "the base must be frozen"
         self._base, self._cut, self._recompute = base, LayerCut(base) if compiled is None else compiled.cut, recompute
         self._attention, self._compiled, self._graphs = attention, compiled, graphs
@@ -131,19 +132,20 @@ class MicroBatchRunner:
         for_compiled: bool = False,
         noises: Sequence[EmbeddingNoise | None] = (),
     ) -> MicroSteps:
-        """Add the gradient of each job's summed loss to `grads`; return each job's sums (fp64, (J, 2)): that loss (nats), and how many
-        targets it has predicted (`losses.formulas.negative_log_likelihood_`).
+        """Add the gradient of each job's summed loss to `grads`; return each job's sums (fp64, (J, 2)): that loss
+        (nats), and how many targets it has predicted (`losses.formulas.negative_log_likelihood_`).
 
-        The loss is the targets' NLL; with a `teacher`, of one job, the divergence from its distributions at the targets' places; with
-        `beta` the DPO loss of the rows, pairs of one job, relative to `reference` (None: the base), and the sums are those of
-        `losses.chunked.Preference` (fp64, (1, 5)).
+        The loss is the targets' NLL; with a `teacher`, of one job, the divergence from its distributions at the
+        targets' places; with `beta` the DPO loss of the rows, pairs of one job, relative to `reference` (None: the
+        base), and the sums are those of `losses.chunked.Preference` (fp64, (1, 5)).
 
-        `trainable[i]`: the tensors of `lora` at layer i's sites, of all jobs, each requiring gradients. `grads`: fp32, same
-        shapes; the pairs' `MainGrads` if they have any. The sum is not divided by the number of targets, so micro-batches of
-        one optimizer step add up. `recomputed`: layers, from the lowest trained one up, that keep their input only; all of them with the
-        runner's `recompute`, and where compiled layers that the memory was planned for (`for_compiled`) cannot take the batch; `partly`: the layers
-        above those keep attention's output, too, if they are compiled, else their input only. `noises`: of each job (J), on what enters the
-        first layer; not for the teacher, or the reference of a DPO loss. Empty: no noise.
+        `trainable[i]`: the tensors of `lora` at layer i's sites, of all jobs, each requiring gradients. `grads`: fp32,
+        same shapes; the pairs' `MainGrads` if they have any. The sum is not divided by the number of targets, so
+        micro-batches of one optimizer step add up. `recomputed`: layers, from the lowest trained one up, that keep
+        their input only; all of them with the runner's `recompute`, and where compiled layers that the memory was
+        planned for (`for_compiled`) cannot take the batch; `partly`: the layers above those keep attention's output,
+        too, if they are compiled, else their input only. `noises`: of each job (J), on what enters the first layer; not
+        for the teacher, or the reference of a DPO loss. Empty: no noise.
         """
         layers, first = len(trainable), next(i for i, tensors in enumerate(trainable) if tensors)
         inputs = self._embed(rows)
@@ -203,8 +205,9 @@ class MicroBatchRunner:
         levels: Sequence[Kept],
         then: MicroStep,
     ) -> Generator[MicroStep, None, ChunkedLoss]:
-        """The micro-batch's loss, after the forward that it is relative to. `levels`: of the forward that is compared with that one: both round
-        alike, so that the same weights give the same likelihoods. `then`: the kind of the micro-step after that."""
+        """The micro-batch's loss, after the forward that it is relative to. `levels`: of the forward that is compared
+        with that one: both round alike, so that the same weights give the same likelihoods. `then`: the kind of the
+        micro-step after that."""
         shard = None if self._base.sharding is None else self._base.sharding.vocabulary
         if teacher is not None:
             taught_1TD = yield from self._hidden(inputs, teacher, levels, then, in_pool=False)
@@ -228,9 +231,9 @@ class MicroBatchRunner:
     def _hidden(
         self, inputs: LayerInputs, lora: LoraBatch | None, levels: Sequence[Kept], then: MicroStep, *, in_pool: bool
     ) -> MicroSteps:
-        """Return the last layer's output (1, T, D), without gradients. `levels`: the cuts whose forwards run; what they would keep lives until a
-        layer has ended. `then`: the kind of the micro-step after it. `in_pool`: it may lie in the graphs' memory, as nobody needs it when graphs
-        run again."""
+        """Return the last layer's output (1, T, D), without gradients. `levels`: the cuts whose forwards run; what they
+        would keep lives until a layer has ended. `then`: the kind of the micro-step after it. `in_pool`: it may lie in
+        the graphs' memory, as nobody needs it when graphs run again."""
         h_1TD, context, layers = inputs.h_1TD, self._base.prepare(lora), len(self._base.layers)
         one = self._compiled_pass(inputs, context, layers, levels, learns=False)
         if one is not None and in_pool and self._graphs is not None:

@@ -42,8 +42,9 @@ def _makers(weights: LoraWeights) -> PairMakers:
 class AdapterOptimizer:
     """Master weights and gradient sums of one adapter (fp32), its moments, and the copies that forwards read.
 
-    Each is one flat buffer: an update is a few kernels, however many sites the adapter changes. LoRA+ (Hayou et al. 2024,
-    https://arxiv.org/abs/2402.12354): the B matrices lie behind the A matrices, and have a learning rate of their own.
+    Each is one flat buffer: an update is a few kernels, however many sites the adapter changes. LoRA+ (Hayou et al.
+    2024, https://arxiv.org/abs/2402.12354): the B matrices lie behind the A matrices, and have a learning rate of their
+    own.
     """
 
     def __init__(
@@ -58,10 +59,12 @@ class AdapterOptimizer:
         make_rule: Callable[[Sequence[WeightRange], TrainingSettings], UpdateRule] = make_rule,
         piece: int = PIECE,
     ) -> None:
-        """`start`: initial weights of the whole adapter, fp32. `dtype`: of the copies. `device`: the base's; None: where `start` is.
-        `partition`: how the adapter lies on the ranks of a mesh. Each rank trains its part; all of them call `divide_grads`, `step` and
-        `snapshot` at the same time. `gathering` is called when a snapshot begins, with its `weights_only`. `make_rule` makes the update rule of the weights' ranges. `piece`:
-        most weights of a piece of paged moments."""
+        """`start`: initial weights of the whole adapter, fp32. `dtype`: of the copies. `device`: the base's; None:
+        where `start` is.
+        `partition`: how the adapter lies on the ranks of a mesh. Each rank trains its part; all of them call
+        `divide_grads`, `step` and `snapshot` at the same time. `gathering` is called when a snapshot begins, with its
+        `weights_only`. `make_rule` makes the update rule of the weights' ranges. `piece`: most weights of a piece of
+        paged moments."""
         optimizer = training.optimizer
         assert partition is None or not (optimizer.eight_bit or optimizer.paged), "such moments cannot be gathered"
         self._settings, self._training = start.settings, training
@@ -139,7 +142,8 @@ class AdapterOptimizer:
         self._grad_list = list(grads.values())
 
     def _spans(self) -> list[tuple[int, int]]:
-        """First and last element of the parts of the buffers with a learning rate each: all, or the A and the B matrices."""
+        """First and last element of the parts of the buffers with a learning rate each: all, or the A and the B
+        matrices."""
         ratio = self._training.lora_plus_ratio
         first_b = [] if ratio is None else [self.layout.start(f"{self._sites[0]}.b")]
         return [*pairwise((0, *first_b, self.layout.size))]
@@ -208,7 +212,8 @@ class AdapterOptimizer:
         return norm
 
     def warm_up(self) -> None:
-        """Load the kernels of an update, by one with zero gradients at a rate of zero: nothing changes. Before the first step."""
+        """Load the kernels of an update, by one with zero gradients at a rate of zero: nothing changes. Before the
+        first step."""
         self._grads_N.div_(1)
         torch.nn.utils.get_total_norm(self._grad_list)  # of this rank alone: the others are not here at this time
         self.update(0.0, 0.0)
@@ -238,8 +243,8 @@ class AdapterOptimizer:
 
     @torch.no_grad()
     def slices(self, norm: float, learning_rate: float) -> Iterator[None]:
-        """As `update`, suspended after each slice of it but the last: run it to its end, as some weights are new and others are not.
-        Without paged moments it is one slice."""
+        """As `update`, suspended after each slice of it but the last: run it to its end, as some weights are new and
+        others are not. Without paged moments it is one slice."""
         if not math.isfinite(norm):
             raise NonFiniteLoss("the gradients are not finite; try a lower learning rate")
         if self._training.max_grad_norm > 0:
@@ -253,11 +258,12 @@ class AdapterOptimizer:
         self.zero_grad()
 
     def snapshot(self, *, weights_only: bool = False) -> Callable[[], dict[str, Tensor]]:
-        """Begin to copy the whole adapter's state to the host, as it is now: training may go on meanwhile. `weights_only`: without
-        the optimizer's moments, and without the best weights.
+        """Begin to copy the whole adapter's state to the host, as it is now: training may go on meanwhile.
+        `weights_only`: without the optimizer's moments, and without the best weights.
 
-        The returned function waits for the copy, on any thread, and returns its tensors by name (`<kind>/<name>`), which
-        `restore` continues from bit for bit: views of `host`, valid until the next snapshot. Raises as `on_all_ranks`, after `gathering`.
+        The returned function waits for the copy, on any thread, and returns its tensors by name (`<kind>/<name>`),
+        which `restore` continues from bit for bit: views of `host`, valid until the next snapshot. Raises as
+        `on_all_ranks`, after `gathering`.
         """
         self._gathering(weights_only)
         best = self.has_best and not weights_only

@@ -34,14 +34,15 @@ class Verdict:
     code: str = ""
     message: str = ""
     retry: bool = False
-    """All ranks may begin the optimizer step again (`Trainer.retry`), with less memory or, where the code is `CAPTURE_FAILED`, without graphs."""
+    """All ranks may begin the optimizer step again (`Trainer.retry`), with less memory or, where the code is
+    `CAPTURE_FAILED`, without graphs."""
 
 
 def judge(outcomes: Sequence[Outcome]) -> Verdict:
     """`outcomes`: by rank.
 
-    The job may try again if all errors are lack of memory, or captures that failed, and no rank is further than the others: one that has
-    updated its weights cannot go back.
+    The job may try again if all errors are lack of memory, or captures that failed, and no rank is further than the
+    others: one that has updated its weights cannot go back.
     """
     own = [outcome for outcome in outcomes if outcome.code not in ("", PEER_FAILED)]
     if not own:
@@ -64,7 +65,8 @@ class Retry:
 
 
 def how_to_retry(verdict: Verdict, *, graphs: bool) -> Retry:
-    """Of a verdict to `retry`. `graphs`: graphs hold memory on rank 0, which decides for all ranks, so that their batches have the same sizes."""
+    """Of a verdict to `retry`. `graphs`: graphs hold memory on rank 0, which decides for all ranks, so that their
+    batches have the same sizes."""
     if verdict.code == CAPTURE_FAILED:
         return Retry(lower=False, stop_graphs=verdict.message)
     return Retry(lower=not graphs)

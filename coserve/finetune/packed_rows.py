@@ -23,8 +23,8 @@ ALIGNED = 16
 @dataclass(frozen=True)
 class PackedRows:
     """Token t of `keep_K` predicts `labels_K`, both in the order of the tokens. All tensors are int64; sequence
-    i is `bounds[i]:bounds[i + 1]`: a row, or half of a pair. The rows of each job follow one another. A batch may be filled up with
-    tokens of no job, a sequence of their own."""
+    i is `bounds[i]:bounds[i + 1]`: a row, or half of a pair. The rows of each job follow one another. A batch may be
+    filled up with tokens of no job, a sequence of their own."""
 
     tokens_T: Tensor  # noqa: N815
     positions_T: Tensor  # noqa: N815
@@ -68,7 +68,8 @@ def pack_rows(corpus: Corpus, rows: Sequence[int], device: torch.device) -> Pack
 
 
 def pack_jobs(jobs: Sequence[tuple[Corpus, Sequence[int]]], device: torch.device, tokens_in_all: int = 0) -> PackedRows:
-    """As `pack_rows`, rows of several jobs: each job's corpus, and indices of its rows. Filled up to `tokens_in_all`."""
+    """As `pack_rows`, rows of several jobs: each job's corpus, and indices of its rows. Filled up to
+    `tokens_in_all`."""
     own = [[part for row in rows for part in corpus.sequences(row)] for corpus, rows in jobs]
     parts = [part for job in own for part in job]
     sequences = np.repeat(np.arange(len(parts)), [len(part) for part, _ in parts])
@@ -100,8 +101,9 @@ def pack_jobs(jobs: Sequence[tuple[Corpus, Sequence[int]]], device: torch.device
 
 
 def _moved(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list[Tensor]:
-    """The arrays on the device, in one copy. A GPU is not waited for: its memory is pinned, and torch keeps that until the copy has ended.
-    Each begins at a multiple of `ALIGNED` elements, since Triton compiles a kernel anew for a tensor elsewhere."""
+    """The arrays on the device, in one copy. A GPU is not waited for: its memory is pinned, and torch keeps that until
+    the copy has ended. Each begins at a multiple of `ALIGNED` elements, since Triton compiles a kernel anew for a
+    tensor elsewhere."""
     starts = [0, *accumulate(-(-len(array) // ALIGNED) * ALIGNED for array in arrays)]
     host = torch.zeros(starts[-1], dtype=torch.int64, pin_memory=device.type == "cuda")
     for start, array in zip(starts, arrays, strict=False):

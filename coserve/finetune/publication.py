@@ -1,4 +1,5 @@
-"""Publish what a job has learned: at its end as a version of its adapter, before as a snapshot that samples are generated from."""
+"""Publish what a job has learned: at its end as a version of its adapter, before as a snapshot that samples are
+generated from."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def publication(
 ) -> Callable[[], Callable[[], Published]]:
     """Begin to publish the result of a finished job.
 
-    Call the returned function on a thread: it writes the adapter's files durably. Call what that returns on the event-loop
+    Call the returned function on a thread: it writes the adapter's files durably. Call what that returns on the
+    event-loop
     thread: it makes the version available in memory. `JobWaiting` where the disk refuses the files: begin again later.
     The thread's part raises `NonFiniteLoss` for NaN or infinite weights.
     """
@@ -67,7 +69,8 @@ def waiting_for_disk(job: str, error: StorageError) -> JobWaiting:
 
 
 class JobSnapshots:
-    """Snapshots of the weights of the job of `loop`. At most one is being copied at a time, and no checkpoint is meanwhile."""
+    """Snapshots of the weights of the job of `loop`. At most one is being copied at a time, and no checkpoint is
+    meanwhile."""
 
     def __init__(self, loop: TrainingLoop) -> None:
         self._loop = loop
@@ -85,7 +88,8 @@ class JobSnapshots:
         return progress.step % training.sample_steps == 0 or loop.finished
 
     def take(self) -> tuple[int, Callable[[], LoraWeights]]:
-        """The step, and as `TrainingSession.current_weights`, or of a finished job `final_weights`: what it publishes."""
+        """The step, and as `TrainingSession.current_weights`, or of a finished job `final_weights`: what it
+        publishes."""
         self._taken = self._loop.progress.step
         return self._taken, self._weights(current=not self._loop.finished)
 
@@ -122,9 +126,11 @@ def snapshot_without_memory(job: str, step: int) -> JobNote:
 def snapshot(
     id: str, step: int, ref: AdapterRef, weights: Callable[[], LoraWeights], base: Base, store: AdapterStore
 ) -> Callable[[], Callable[[], JobSnapshot | JobNote]]:
-    """Make the weights of job `id` after `step` available to requests, in memory alone. `weights` waits for them to be on the host.
+    """Make the weights of job `id` after `step` available to requests, in memory alone. `weights` waits for them to be
+    on the host.
 
-    Call the returned function on a thread, and what that returns on the event-loop thread. `JobNote` where there is no memory.
+    Call the returned function on a thread, and what that returns on the event-loop thread. `JobNote` where there is no
+    memory.
     """
 
     def copy() -> Callable[[], JobSnapshot | JobNote]:

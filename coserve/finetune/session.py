@@ -1,8 +1,8 @@
 """An adapter that is being trained, by verbs that any training is made of.
 
-A verb is a coroutine, suspended at every micro-step, so that generation and other sessions run in between. It yields what is to be computed
-next, an `Event`; a `TrainingPass` resumes it within slices. Who awaits the verbs decides what is learned: the steps of a job
-(`finetune.loop`).
+A verb is a coroutine, suspended at every micro-step, so that generation and other sessions run in between. It yields
+what is to be computed next, an `Event`; a `TrainingPass` resumes it within slices. Who awaits the verbs decides what is
+learned: the steps of a job (`finetune.loop`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Boundary(Enum):
 
 
 Event = MicroBatch | MicroStep | Boundary | StepMetrics
-"""What a training is suspended for: a micro-batch that is to be computed, an own micro-step of this kind, a `Boundary`, or nothing more
-than to tell of a finished optimizer step."""
+"""What a training is suspended for: a micro-batch that is to be computed, an own micro-step of this kind, a `Boundary`,
+or nothing more than to tell of a finished optimizer step."""
 Training = Coroutine[Event, Tensor | None, None]
 """A `MicroBatch` is answered with its sums (fp64, (2), of a DPO loss (5)): as `MicroBatchRunner.forward_backward`."""
 
@@ -48,7 +48,8 @@ def suspended(event: Event) -> Generator[Event, Tensor | None, Tensor | None]:
 
 
 class FinishUpdate(Exception):
-    """Thrown into a training that is dropped. Within an update of the weights the rest of it is done first; it is raised again."""
+    """Thrown into a training that is dropped. Within an update of the weights the rest of it is done first; it is
+    raised again."""
 
 
 class SliceTimer:
@@ -97,7 +98,8 @@ class Loss:
 
     @property
     def sums(self) -> int:
-        """How many numbers a forward sums up: the loss, predicted targets, and of DPO three more (`losses.chunked.Preference`)."""
+        """How many numbers a forward sums up: the loss, predicted targets, and of DPO three more
+        (`losses.chunked.Preference`)."""
         return 2 if self.beta is None else 5
 
 
@@ -117,8 +119,9 @@ class TrainingSession:
         check_peers: Callable[[], None] = lambda: None,
         overlapped: bool = False,
     ) -> None:
-        """`check_peers` is called before results of collectives are used for good; it raises if another rank has failed. `overlapped`: slices are
-        only launched; what the device computes is read in a micro-step of its own (`MicroStep.RESULT`)."""
+        """`check_peers` is called before results of collectives are used for good; it raises if another rank has
+        failed. `overlapped`: slices are only launched; what the device computes is read in a micro-step of its own
+        (`MicroStep.RESULT`)."""
         self.optimizer, self.loss, self.timer, self.device = optimizer, loss, timer, device
         self._seed, self._dropout, self._alpha = seed, dropout, neftune_alpha
         self._check_peers, self._overlapped = check_peers, overlapped
@@ -130,8 +133,8 @@ class TrainingSession:
     async def forward_backward(
         self, corpus: Corpus, rows: tuple[int, ...], tokens: int, how: StepTreatment, *, draw: int
     ) -> Tensor:
-        """Add the gradients of these rows' summed loss to those since `zero_grad`; return the sums (fp64, (`loss.sums`)). Dropout and noise are
-        functions of the seed and of `draw` (64 bits)."""
+        """Add the gradients of these rows' summed loss to those since `zero_grad`; return the sums (fp64,
+        (`loss.sums`)). Dropout and noise are functions of the seed and of `draw` (64 bits)."""
         seed, p, alpha = (self._seed << 96) | draw, self._dropout, self._alpha
         dropout = DropoutSpec(p, seed) if p > 0 else None
         noise = None if alpha is None else EmbeddingNoise(alpha, seed)
@@ -142,7 +145,8 @@ class TrainingSession:
         return await self._computed(corpus, rows, tokens, how, learns=False)
 
     async def divide_grads(self, denominator: int, sums: Tensor) -> tuple[float, list[float]]:
-        """End the sum of gradients: divide it. Returns its norm, and the values of `sums`: the step's only synchronisation."""
+        """End the sum of gradients: divide it. Returns its norm, and the values of `sums`: the step's only
+        synchronisation."""
         await suspended(MicroStep.OPTIMIZER)
         norm = self.optimizer.divide_grads(denominator)
         norm_and_sums = await self.read(torch.cat((norm.double().view(1), sums)))
@@ -213,7 +217,8 @@ class TrainingSession:
     # ---- its state
 
     def check_weights(self) -> None:
-        """Raises `RuntimeError` where an update of the weights has failed or was dropped half-way: they are those of no step."""
+        """Raises `RuntimeError` where an update of the weights has failed or was dropped half-way: they are those of no
+        step."""
         if self._updating:
             raise RuntimeError("an update was not finished: its weights are lost")
 

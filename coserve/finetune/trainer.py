@@ -62,8 +62,8 @@ class TrainerSettings:
     clock: Callable[[], float] = time.perf_counter
     """Gives seconds."""
     own_stream: Callable[[], AbstractContextManager[object]] | None = None
-    """Enters the stream that all tensors and kernels of jobs belong to: slices are only launched there, and run beside generation. None: they
-    run on the current stream, and have ended when `advance` returns."""
+    """Enters the stream that all tensors and kernels of jobs belong to: slices are only launched there, and run beside
+    generation. None: they run on the current stream, and have ended when `advance` returns."""
     compiled: CompiledLayers | None = None
     """As `graphs`: see `MicroBatchRunner`."""
     graphs: LayerGraphs | None = None
@@ -75,8 +75,8 @@ class TrainerSettings:
 class Trainer:
     """All jobs of one engine. Each has its own adapter, optimizer, schedule and seed; they share the base.
 
-    Jobs alternate at the ends of micro-batches, or share a `TrainingPass`. What runs in between does not change a job's result, and
-    company in a pass changes it by rounding only.
+    Jobs alternate at the ends of micro-batches, or share a `TrainingPass`. What runs in between does not change a job's
+    result, and company in a pass changes it by rounding only.
     """
 
     def __init__(self, base: Base, store: AdapterStore, folder: DataFolder, settings: TrainerSettings) -> None:
@@ -108,8 +108,8 @@ class Trainer:
         """Load a job into memory as its last readable checkpoint left it; on any thread.
 
         Raises `Cancelled`, `CheckpointUnreadable`
-        (its corpus), `AdapterNotFound` (the adapter it continues, or its teacher), `InvalidRequest` (settings that do not fit the base),
-        `JobOutOfMemory`.
+        (its corpus), `AdapterNotFound` (the adapter it continues, or its teacher), `InvalidRequest` (settings that do
+        not fit the base), `JobOutOfMemory`.
         """
         with self._job_errors():
             job = self._load(spec, cancellation.check)
@@ -132,8 +132,8 @@ class Trainer:
     ) -> list[FromEngine]:
         """Run one slice of the job's micro-batch: see `TrainingPasses.advance`. Nothing happens to a finished job.
 
-        If the micro-batch begins, those of `others` may join it: jobs between two micro-batches, in the order of their turns,
-        while all have at most `shared_tokens` tokens.
+        If the micro-batch begins, those of `others` may join it: jobs between two micro-batches, in the order of their
+        turns, while all have at most `shared_tokens` tokens.
         """
         self.micro_steps_done, self.trained = 0, (job,)  # 0 if the slice fails: its time is no sample of a micro-step
         if (one := self._passes.pass_of(self._jobs[job], [self._jobs[each] for each in others], shared_tokens)) is None:
@@ -145,10 +145,11 @@ class Trainer:
         return messages
 
     def attempt(self, job: str, micro_steps: int | None) -> Outcome:
-        """`advance` on one of several ranks: when it returns, no rank is in a collective of the slice, whichever failed in it.
+        """`advance` on one of several ranks: when it returns, no rank is in a collective of the slice, whichever failed
+        in it.
 
-        After an error the unfinished optimizer step is dropped. What the outcomes of all ranks mean is `outcome.judge`'s to say.
-        Raises `EngineFault` alone.
+        After an error the unfinished optimizer step is dropped. What the outcomes of all ranks mean is
+        `outcome.judge`'s to say. Raises `EngineFault` alone.
         """
         training, guard = self._jobs[job], self._guard
         self.micro_steps_done, self.trained = 0, (job,)
@@ -186,8 +187,8 @@ class Trainer:
         return self._graphs is not None and self._graphs.in_use
 
     def retry(self, job: str, how: Retry) -> list[FromEngine]:
-        """After an `attempt` that failed on some rank: every rank begins the optimizer step again. Empty: it needs less memory, and nothing is left to
-        lower, or there is nothing to tell."""
+        """After an `attempt` that failed on some rank: every rank begins the optimizer step again. Empty: it needs less
+        memory, and nothing is left to lower, or there is nothing to tell."""
         training = self._jobs[job]
         self._passes.abandon(training)  # also where this rank's own slice succeeded
         self._passes.release_memory()
@@ -239,15 +240,18 @@ class Trainer:
         return self._passes.next_micro_step(job)
 
     def micro_batch_tokens(self, job: str) -> int:
-        """Tokens of the job's batch under way, other jobs' rows included; between two at least its own of the next one, if known; 0: unknown."""
+        """Tokens of the job's batch under way, other jobs' rows included; between two at least its own of the next one,
+        if known; 0: unknown."""
         own, under_way = self._jobs[job], job in self._passes
         return own.batch_tokens if under_way else own.next_tokens
 
     def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
-        """Finish an update of the weights that has begun, drop any other unfinished step, and begin a snapshot of the last finished one.
+        """Finish an update of the weights that has begun, drop any other unfinished step, and begin a snapshot of the
+        last finished one.
 
-        Call the returned function on a thread: the checkpoint is durable when it returns. The job may be advanced meanwhile.
-        None if that state is on disk already. At most one checkpoint or publication of a job at a time. The function raises `StorageError`.
+        Call the returned function on a thread: the checkpoint is durable when it returns. The job may be advanced
+        meanwhile. None if that state is on disk already. At most one checkpoint or publication of a job at a time. The
+        function raises `StorageError`.
         """
         self.abandon(job, finish_update=True)
         with self._job_errors():
@@ -268,8 +272,8 @@ class Trainer:
         return not self._jobs[job].mid_step and self._jobs[job].snapshots.due
 
     def snapshot(self, job: str) -> Callable[[], Callable[[], JobSnapshot | JobNote]]:
-        """Begin a snapshot that is due, for requests: see `finetune.publication`. The job may be advanced meanwhile. As a checkpoint, it
-        needs the job's host memory for itself."""
+        """Begin a snapshot that is due, for requests: see `finetune.publication`. The job may be advanced meanwhile. As
+        a checkpoint, it needs the job's host memory for itself."""
         return self._begin_snapshot(job).copy
 
     def _begin_snapshot(self, job: str) -> Snapshot:
@@ -288,16 +292,19 @@ class Trainer:
         """A snapshot of the job's state begins, in which all ranks take part."""
 
     def gather(self, job: str, *, weights_only: bool) -> None:
-        """On a rank that follows: take part in a snapshot of rank 0 (`AdapterOptimizer.snapshot`), and raise what it raises."""
+        """On a rank that follows: take part in a snapshot of rank 0 (`AdapterOptimizer.snapshot`), and raise what it
+        raises."""
         self._jobs[job].snapshots.gather(weights_only=weights_only)
 
     def gathered_copy(self, job: str) -> Callable[[], LoraWeights | None]:
-        """On a rank that follows: its own copy of what it gathered last, for requests, made on a thread; None: there is no memory."""
+        """On a rank that follows: its own copy of what it gathered last, for requests, made on a thread; None: there is
+        no memory."""
         return self._jobs[job].snapshots.gathered_copy(self._base, self._store)
 
     def abandon(self, job: str, *, finish_update: bool = False) -> None:
-        """Drop the unfinished optimizer step, and the memory that only it holds. Other jobs of its pass go on. Within an update of the weights
-        `finish_update` does the rest of it, and the step counts; without it, or if that raises, the job can only be dropped."""
+        """Drop the unfinished optimizer step, and the memory that only it holds. Other jobs of its pass go on. Within
+        an update of the weights `finish_update` does the rest of it, and the step counts; without it, or if that
+        raises, the job can only be dropped."""
         if self._jobs[job].mid_step:
             with self._job_errors():
                 self._passes.abandon(self._jobs[job], finish_update=finish_update)
@@ -366,7 +373,8 @@ class Trainer:
         return TrainingJob(loop, checkpoints)
 
     def _loss(self, spec: JobSpec, start: LoraWeights) -> Loss:
-        """`start`: the adapter as the job began with it, which a DPO loss may be relative to: the weights of a resumed job are others."""
+        """`start`: the adapter as the job began with it, which a DPO loss may be relative to: the weights of a resumed
+        job are others."""
         base, beta = self._base, None if spec.training.loss is None else spec.training.loss.beta
         reference = cast_learning(base.shard(start), base.dtype, base.device) if has_reference(spec) else None
         return Loss(self._teacher_weights(spec), beta, reference)

@@ -53,8 +53,8 @@ class _Launched:
 
 
 class Generator:
-    """Runs the steps that the scheduler plans. Requests come in through the scheduler (or `add`), tokens come out of `run`; between steps
-    requests may come and be cancelled.
+    """Runs the steps that the scheduler plans. Requests come in through the scheduler (or `add`), tokens come out of
+    `run`; between steps requests may come and be cancelled.
 
     On CPU the tokens of a request depend on the request alone (prompt, parameters, seed, adapter version), bit for
     bit, whatever runs beside it and however often it was preempted. On CUDA they may differ in the last bits of logits.
@@ -75,16 +75,25 @@ class Generator:
         scored_tokens: int = SCORED_TOKENS,
         lengths: OutputLengths | None = None,
     ) -> None:
-        """`executor`: runs the steps; `step_tokens`: most tokens of a step; `max_running`: requests that hold pages at once
-        (no more than a step has tokens), further ones wait; `max_queue`, `fair`: see `InferenceQueue`; `prefix_cache`: sequences of one adapter version that begin
-        alike share pages; `scored_tokens`: most tokens of a step that belong to prompts which are scored; `lengths`: of past answers."""
+        """`executor`: runs the steps; `step_tokens`: most tokens of a step; `max_running`: requests that hold pages at
+        once (no more than a step has tokens), further ones wait; `max_queue`, `fair`: see `InferenceQueue`;
+        `prefix_cache`: sequences of one adapter version that begin alike share pages; `scored_tokens`: most tokens of a
+        step that belong to prompts which are scored; `lengths`: of past answers."""
         assert max_running > 0 < step_tokens, f"expected at least 1 each, got {max_running=}, {step_tokens=}"
         self._base, self._store, self._kv = base, store, kv
         store.use_pool(kv.buffer, self._evicted)
         self.scheduler = Scheduler(
-            kv, store, max_running=max_running, step_tokens=step_tokens, max_queue=max_queue, fair=fair,
-            scored_tokens=scored_tokens, lengths=lengths, prepare=self._prepare, failed=self._refuse,
-        )  # fmt: skip
+            kv,
+            store,
+            max_running=max_running,
+            step_tokens=step_tokens,
+            max_queue=max_queue,
+            fair=fair,
+            scored_tokens=scored_tokens,
+            lengths=lengths,
+            prepare=self._prepare,
+            failed=self._refuse,
+        )
         self._prefix_cache = prefix_cache
         self._executor = executor
         self._in_flight: list[_Launched] = []
@@ -131,15 +140,20 @@ class Generator:
             return self._executor.troubles
         return (
             *self._executor.troubles,
-            f"generation: memory ran out; a step has at most {budget.tokens} tokens instead of {budget.full} until more fit",
+            (
+                f"generation: memory ran out; a step has at most {budget.tokens} tokens instead of {budget.full} until "
+                "more fit"
+            ),
         )
 
     def add(self, message: Generate) -> None:
-        """Put a request into the batch, without a queue. Its `max_tokens` is cut to what the context leaves after the prompt.
+        """Put a request into the batch, without a queue. Its `max_tokens` is cut to what the context leaves after the
+        prompt.
 
         Raises:
             EmptyPrompt: no prompt tokens.
-            PromptTooLong, AdapterTooLarge: the prompt fills the context, or the request or its adapter could never fit the pool.
+            PromptTooLong, AdapterTooLarge: the prompt fills the context, or the request or its adapter could never fit
+                the pool.
             InvalidRequest: an id that runs already, or a token id outside of the vocabulary.
             AdapterNotFound, AdapterError: what `AdapterStore.acquire` raises.
         """
@@ -182,10 +196,11 @@ class Generator:
 
     @torch.no_grad()
     def run(self, shares: Sequence[Share]) -> Ran:
-        """One iteration, of shares that `Scheduler.commit` has pages for: a token for each active request, and chunks of prompts.
+        """One iteration, of shares that `Scheduler.commit` has pages for: a token for each active request, and chunks
+        of prompts.
 
-        A token that ends a sequence (end of sequence, stop id) is part of the output. Where the executor overlaps steps,
-        the tokens are those of the step before.
+        A token that ends a sequence (end of sequence, stop id) is part of the output. Where the executor overlaps
+        steps, the tokens are those of the step before.
         """
         started = [share.request for share in shares if not share.request.started]
         for request in started:
@@ -204,7 +219,8 @@ class Generator:
         return self._ran(self._collect_flight(), [])
 
     def take_failed(self) -> list[RequestFailed]:
-        """Requests that ended without a step since the last call, and the last step: their adapters could not be read, or they are refused."""
+        """Requests that ended without a step since the last call, and the last step: their adapters could not be read,
+        or they are refused."""
         failed, self._failed = self._failed, []
         return failed
 
@@ -217,7 +233,8 @@ class Generator:
         return [message for step in steps for message in self._collect(step)]
 
     def _launch(self, shares: Sequence[Share]) -> list[_Launched]:
-        """Launch the step of these shares. Where memory runs out nothing is launched. Any other error ends the sequences."""
+        """Launch the step of these shares. Where memory runs out nothing is launched. Any other error ends the
+        sequences."""
         step, adapters = step_input(shares, self._store.in_pages)
         try:
             with contained(self._base.device):
@@ -256,7 +273,8 @@ class Generator:
         self.scheduler.changed()
 
     def _lower_memory(self, shares: Sequence[Share], error: Exception) -> None:
-        """Memory ran out for these shares: smaller steps from now on, or the end of a request that does not fit alone."""
+        """Memory ran out for these shares: smaller steps from now on, or the end of a request that does not fit
+        alone."""
         tokens, numbers = sum(share.tokens for share in shares), memory_numbers(error, self._base.device)
         if tokens == 1:
             request = shares[0].request
@@ -273,8 +291,8 @@ class Generator:
         log.warning("no memory for a step of %d tokens (%s): at most %d from now on", tokens, numbers, budget.tokens)
 
     def _collect(self, launched: _Launched) -> list[Tokens | RequestFailed]:
-        """The messages of one step. What it raises ends the requests in it: nothing of it is in what others share. A step
-        that found too little memory is undone."""
+        """The messages of one step. What it raises ends the requests in it: nothing of it is in what others share. A
+        step that found too little memory is undone."""
         step = launched.step
         self.scheduler.changed()
         # Others have ended with an earlier step, or were cancelled.

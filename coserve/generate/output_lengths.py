@@ -1,7 +1,9 @@
-"""How long answers become, and whether the pages that they will need are there: what tells how many sequences may run at once. Pure.
+"""How long answers become, and whether the pages that they will need are there: what tells how many sequences may run
+at once. Pure.
 
-As in "Past-Future Scheduler for LLM Serving under SLA Guarantees" (Gong et al., ASPLOS '25): answers are expected to be as long
-as past ones were, and a sequence is admitted if at no time the pages of all that run are expected to exceed the pool.
+As in "Past-Future Scheduler for LLM Serving under SLA Guarantees" (Gong et al., ASPLOS '25): answers are expected to be
+as long as past ones were, and a sequence is admitted if at no time the pages of all that run are expected to exceed the
+pool.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ REMEMBERED = 256
 UNKNOWN = 512
 """Tokens that an answer is expected to have, if it may have as many, where none is known that was as long."""
 MARGIN = 0.5
-"""Standard deviations of the tokens that running sequences may need beyond what is expected, kept free for them: with fewer, many
-give way; with more, fewer run (`benchmarks/scheduling/admission.py`)."""
+"""Standard deviations of the tokens that running sequences may need beyond what is expected, kept free for them: with
+fewer, many give way; with more, fewer run (`benchmarks/scheduling/admission.py`)."""
 GOLDEN_RATIO = 0.6180339887498949
 
 
 class OutputLengths:
-    """The lengths of the answers that ended last and of those under way, as a Kaplan-Meier estimate: an answer that was cut at its
-    `max_tokens`, or is under way, tells only that it is longer."""
+    """The lengths of the answers that ended last and of those under way, as a Kaplan-Meier estimate: an answer that was
+    cut at its `max_tokens`, or is under way, tells only that it is longer."""
 
     def __init__(self) -> None:
         self._latest: deque[tuple[int, bool]] = deque()
@@ -48,8 +50,8 @@ class OutputLengths:
         return self._sum / len(self._latest) if self._latest else 0.0
 
     def ended(self, tokens: int, *, cut: bool) -> None:
-        """An answer of `tokens` tokens ended; `cut`: at its `max_tokens`. One that a client cancelled gave its pages back all the
-        same, so it ended by itself."""
+        """An answer of `tokens` tokens ended; `cut`: at its `max_tokens`. One that a client cancelled gave its pages
+        back all the same, so it ended by itself."""
         if len(self._latest) == REMEMBERED:
             oldest = self._latest.popleft()
             del self._ordered[bisect_left(self._ordered, oldest)]
@@ -60,12 +62,14 @@ class OutputLengths:
         self._lengths = None
 
     def under_way(self, generated: Sequence[int]) -> None:
-        """The answers under way have so many tokens by now. Without them the first to end, which are short, would speak for all."""
+        """The answers under way have so many tokens by now. Without them the first to end, which are short, would speak
+        for all."""
         self._under_way = [(tokens, True) for tokens in sorted(generated)]
         self._lengths = None
 
     def expected(self, number: int, generated: int, max_tokens: int, *, stops: bool) -> int:
-        """Tokens that an answer will have, more than `generated` and at most `max_tokens`; `stops`: a token may end it before.
+        """Tokens that an answer will have, more than `generated` and at most `max_tokens`; `stops`: a token may end it
+        before.
 
         A length of the past, drawn by the sequence's `number`: those of successive numbers are spread evenly over all.
         """
@@ -81,14 +85,16 @@ class OutputLengths:
         return min(max_tokens, max(UNKNOWN, 2 * generated, 2 * longest))
 
     def growth(self, request: Request) -> int:
-        """Tokens that a request is expected to compute beyond those that it has pages for. Its last one is not computed."""
+        """Tokens that a request is expected to compute beyond those that it has pages for. Its last one is not
+        computed."""
         prompt = len(request.message.prompt)
         reached = max(request.length - prompt, request.sampling.min_tokens - 1)
         output = self.expected(request.number, reached, request.max_tokens, stops=bool(request.stop_ids))
         return max(0, prompt + output - 1 - request.length)
 
     def fit(self, active: Sequence[Request], new: Request, own: int, free: int, page_tokens: int) -> bool:
-        """`free` pages, beside `own` ones that a new request takes now, are expected to be enough for it and the active ones."""
+        """`free` pages, beside `own` ones that a new request takes now, are expected to be enough for it and the active
+        ones."""
         self.under_way([each.generated for each in active])
         growing = [
             Growing(each.length, self.growth(each), len(each.pages) - each.shared, bool(each.stop_ids))

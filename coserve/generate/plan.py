@@ -38,11 +38,12 @@ class Plan:
     step_tokens: int
     """Most tokens of a step."""
     blocked: bool
-    """Without the requests that wait it would compute nothing, as the first in line waits for its adapter to be read again."""
+    """Without the requests that wait it would compute nothing, as the first in line waits for its adapter to be read
+    again."""
     deadlines: Deadlines
     admitting_nobody: StepShape
-    """What the step computes without the requests that wait. Of prompts that hold no pages yet: if there are pages for them, and nothing of
-    them is cached."""
+    """What the step computes without the requests that wait. Of prompts that hold no pages yet: if there are pages for
+    them, and nothing of them is cached."""
     admitting_all: StepShape
 
 
@@ -89,8 +90,8 @@ class Room:
 def step_shape(
     shares: Iterable[Share], adapter_bytes: Callable[[AdapterRef], int], *, alone: bool = False
 ) -> StepShape:
-    """The composition of a step, from which its time is predicted, before its tokens are counted as computed. `adapter_bytes`: of an
-    adapter's matrices; `alone`: no other step is in flight."""
+    """The composition of a step, from which its time is predicted, before its tokens are counted as computed.
+    `adapter_bytes`: of an adapter's matrices; `alone`: no other step is in flight."""
     decodes = context = prefill = pairs = 0
     refs = set[AdapterRef | None]()
     for share in shares:

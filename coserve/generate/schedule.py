@@ -1,4 +1,5 @@
-"""The scheduler: every request from its arrival to its end, what the next step computes, and who holds pages for it. No tensors.
+"""The scheduler: every request from its arrival to its end, what the next step computes, and who holds pages for it. No
+tensors.
 
 Iteration-level batching (Orca, OSDI '22 §3.1) with chunked prefill (Sarathi-Serve, OSDI '24 §4.2) and preemption by
 recomputation (vLLM, SOSP '23 §4.5), of what other requests' pages do not hold.
@@ -25,37 +26,41 @@ from coserve.queues.request import Request, State
 log = logging.getLogger(__name__)
 
 PREEMPTED = (
-    "preemptions so far: %d (a request gives its pages of the KV cache up to an earlier one, and is computed again later); more "
+    "preemptions so far: %d (a request gives its pages of the KV cache up to an earlier one, and is computed again "
+    "later); more "
     "--kv-tokens or less --max-running make them rarer"
 )
 
 
 SCORED_TOKENS = 512
-"""Most tokens of a step that belong to prompts which are scored: logits are kept for each of them, not for the last only."""
+"""Most tokens of a step that belong to prompts which are scored: logits are kept for each of them, not for the last
+only."""
 
 
 LOADED_BYTES = 256 << 20
-"""Bytes of adapters that a step copies into pages, from which on no further adapter is loaded in it: some milliseconds, for
-which the sequences that run wait."""
+"""Bytes of adapters that a step copies into pages, from which on no further adapter is loaded in it: some milliseconds,
+for which the sequences that run wait."""
 
 FEW = 8
-"""Requests that may wait for pages in line while there are too few pages. Others wait in the queue, where they take turns."""
+"""Requests that may wait for pages in line while there are too few pages. Others wait in the queue, where they take
+turns."""
 
 
 class Scheduler:
-    """Requests wait in the queue, then for their adapters to be read, then in line for pages; active ones hold pages, and their adapters
-    are in some.
+    """Requests wait in the queue, then for their adapters to be read, then in line for pages; active ones hold pages,
+    and their adapters are in some.
 
     `propose` says what the next step would compute, and changes nothing; `commit` takes the pages for it.
 
-    In line it is first come, first served. A request becomes active when the pool has pages for its adapter, for all its tokens so
-    far, and for those that all active ones are expected to need later (`OutputLengths`). It takes them one at a time, and when there
-    is none the latest gives up its pages and is in line again, ahead of those that came after it. The earliest is never made to wait
-    for pages, every request fits the pool alone with its adapter, and whoever is first in line lets nobody pass: so all of them end.
-    Only active requests hold adapters in pages; when none is active all pages are free, and then no adapter is in another's way.
+    In line it is first come, first served. A request becomes active when the pool has pages for its adapter, for all
+    its tokens so far, and for those that all active ones are expected to need later (`OutputLengths`). It takes them
+    one at a time, and when there is none the latest gives up its pages and is in line again, ahead of those that came
+    after it. The earliest is never made to wait for pages, every request fits the pool alone with its adapter, and
+    whoever is first in line lets nobody pass: so all of them end. Only active requests hold adapters in pages; when
+    none is active all pages are free, and then no adapter is in another's way.
 
-    A page whose tokens are all computed can be found by later requests that begin alike, also after its own request ended or gave way.
-    Pages that nobody holds are as good as free: no request waits for them.
+    A page whose tokens are all computed can be found by later requests that begin alike, also after its own request
+    ended or gave way. Pages that nobody holds are as good as free: no request waits for them.
     """
 
     def __init__(
@@ -73,10 +78,10 @@ class Scheduler:
         prepare: Callable[[Request], None] = lambda request: None,
         failed: Callable[[Request, Exception], None] = lambda request, error: None,
     ) -> None:
-        """`max_queue`, `fair`: see `InferenceQueue`; `scored_tokens`: most tokens of a step that belong to prompts which are scored; `loaded_bytes`: of
-        adapters, from which on a step loads no further one; `lengths`: what is known of answers that ended. `prepare` is called with a request
-        that enters the batch, whose adapter is in memory, and raises what ends it; `failed` hears of a request that ends so, or whose adapter
-        cannot be loaded."""
+        """`max_queue`, `fair`: see `InferenceQueue`; `scored_tokens`: most tokens of a step that belong to prompts
+        which are scored; `loaded_bytes`: of adapters, from which on a step loads no further one; `lengths`: what is
+        known of answers that ended. `prepare` is called with a request that enters the batch, whose adapter is in
+        memory, and raises what ends it; `failed` hears of a request that ends so, or whose adapter cannot be loaded."""
         self.queue, self.requests = InferenceQueue(max_queue, fair=fair), dict[str, Request]()
         """Requests that have not ended are in `requests`, whatever they wait for."""
         self.budget = StepBudget(step_tokens)
@@ -93,11 +98,13 @@ class Scheduler:
         self._plan: Plan | None = None
         """The last one, while nothing has changed."""
         self._outgrown = False
-        """The first in line was found to need too many pages beside the active ones, and none of those has ended since."""
+        """The first in line was found to need too many pages beside the active ones, and none of those has ended
+        since."""
         self._lacks_pages = False
         """The last request that could have become active found too few pages."""
         self._few = self._max_active
-        """Requests that may be in line: `FEW` while there are too few pages, twice as many after each step that finds enough for all."""
+        """Requests that may be in line: `FEW` while there are too few pages, twice as many after each step that finds
+        enough for all."""
         self._loaded = 0
         """Bytes of adapters that were loaded for the step being committed."""
         self.preemptions = 0
@@ -136,7 +143,8 @@ class Scheduler:
         return displaced
 
     def add(self, request: Request) -> None:
-        """Into the batch. Its adapter is in memory. Raises what `prepare` raises, and `InvalidRequest` for an id that is there already."""
+        """Into the batch. Its adapter is in memory. Raises what `prepare` raises, and `InvalidRequest` for an id that
+        is there already."""
         self._check_id(request)
         self._prepare(request)
         request.number, request.state = self._entered, State.ACTIVE
@@ -217,8 +225,9 @@ class Scheduler:
     # ---- steps
 
     def propose(self) -> Plan:
-        """What the next step would compute, of at most `budget` tokens: decodes, then prompts under way, then new ones. Of prompts that are
-        scored at most `scored_tokens` are in it. Where the budget has less than a token for each active request, the latest ones give way."""
+        """What the next step would compute, of at most `budget` tokens: decodes, then prompts under way, then new ones.
+        Of prompts that are scored at most `scored_tokens` are in it. Where the budget has less than a token for each
+        active request, the latest ones give way."""
         if self._plan is None or self._plan.blocked != self._blocked:  # an adapter was evicted, or read again
             active, waiting = self._active[: self.budget.tokens], self.queue.waiting(self.headroom)
             pending = [(request, request.pending) for request in active]
@@ -245,8 +254,9 @@ class Scheduler:
         return self._plan
 
     def commit(self, plan: Plan, admit: int | None = None) -> list[Share]:
-        """Take the pages for a plan, with the first `admit` requests that wait (None: all). Returns what is to be computed: without those that
-        gave their pages up to earlier ones, and with as much of new prompts as finds pages."""
+        """Take the pages for a plan, with the first `admit` requests that wait (None: all). Returns what is to be
+        computed: without those that gave their pages up to earlier ones, and with as much of new prompts as finds
+        pages."""
         assert plan is self._plan, "something has changed since it was proposed"
         for request in self.queue.pop(len(plan.waiting) if admit is None else admit):
             self._leave_queue(request)
@@ -339,7 +349,8 @@ class Scheduler:
         return request
 
     def _activate(self, request: Request, found: list[int], others: int) -> bool:
-        """Load the request's adapter if `others` pages are free beside it; False if not. The pages in `found` may move."""
+        """Load the request's adapter if `others` pages are free beside it; False if not. The pages in `found` may
+        move."""
         ref = request.adapter
         if ref is not None and (error := self._adapters.failure(ref)) is not None:
             self._failed(request, error)

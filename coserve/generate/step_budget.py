@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 PATIENCE = 64
-"""Steps after the first shortage until larger ones are tried again; each further shortage doubles them, up to `LONGEST`."""
+"""Steps after the first shortage until larger ones are tried again; each further shortage doubles them, up to
+`LONGEST`."""
 LONGEST = 4096
 
 

@@ -17,7 +17,8 @@ from coserve.queues.request import Request
 def step_input(
     shares: Iterable[Share], in_pages: Callable[[AdapterRef], LoraWeights]
 ) -> tuple[StepInput, list[LoraWeights]]:
-    """The step that computes the shares, and the weights of its adapters, which are `in_pages`. The requests are as before the step."""
+    """The step that computes the shares, and the weights of its adapters, which are `in_pages`. The requests are as
+    before the step."""
     places: dict[AdapterRef, int] = {}
     weights: list[LoraWeights] = []
     sequences: list[SequenceInput] = []

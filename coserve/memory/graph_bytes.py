@@ -74,7 +74,8 @@ class GraphBytes:
 
     @property
     def size(self) -> int:
-        """Bytes of the graphs so far: their pool, what their stream's warm-ups hold, and what the driver keeps of each graph."""
+        """Bytes of the graphs so far: their pool, what their stream's warm-ups hold, and what the driver keeps of each
+        graph."""
         return self._held + self._driver
 
     @contextmanager

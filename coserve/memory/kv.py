@@ -139,7 +139,8 @@ class KvCache:
         return paged_attention(self.views, runs)
 
     def static_attention(self, batch: int, max_tokens: int) -> StaticPagedAttention:
-        """Attention with static buffers, for a CUDA graph of decode steps: up to `batch` sequences with `max_tokens` of context."""
+        """Attention with static buffers, for a CUDA graph of decode steps: up to `batch` sequences with `max_tokens` of
+        context."""
         return static_attention(self.views, batch=batch, max_tokens=max_tokens)
 
     def mixed_attention(self, capacity: MixedCapacity) -> MixedAttention:

@@ -27,11 +27,12 @@ class PagePool:
     """Pages 0 to pages - 1, each of which is empty, in use (with a reference count) or cached.
 
     A page in use may get a key that identifies its content. When its last reference is freed, a page with a key becomes
-    cached: `find` returns it again until it is evicted. A page without a key becomes empty. `allocate` returns empty pages
-    first, then evicts the least recently used cached ones.
+    cached: `find` returns it again until it is evicted. A page without a key becomes empty. `allocate` returns empty
+    pages first, then evicts the least recently used cached ones.
 
-    A span is a run of consecutive pages. A cached span is evicted as a whole, in LRU order with the cached pages. Single
-    pages are allocated from the low end and spans from the high end; single pages may be moved to make place for a span.
+    A span is a run of consecutive pages. A cached span is evicted as a whole, in LRU order with the cached pages.
+    Single pages are allocated from the low end and spans from the high end; single pages may be moved to make place for
+    a span.
     """
 
     def __init__(self, pages: int) -> None:
@@ -51,7 +52,8 @@ class PagePool:
         self._spans = dict[int, Span]()
         """Spans in use or cached, by first page."""
         self._state = np.zeros(pages, dtype=np.int64)
-        """By page: EMPTY, IN_USE (single page), PINNED (part of a span in use), or the time at which it became cached."""
+        """By page: EMPTY, IN_USE (single page), PINNED (part of a span in use), or the time at which it became
+        cached."""
         self._clock = EMPTY
 
     @property
@@ -93,7 +95,8 @@ class PagePool:
     def free(self, pages: Sequence[int]) -> None:
         """Drop one reference to each of these pages.
 
-        Of those that become cached, the last ones are evicted first: `find` reaches a page only through the one before it.
+        Of those that become cached, the last ones are evicted first: `find` reaches a page only through the one before
+        it.
         """
         for page in reversed(pages):
             assert page in self._references, f"page {page} is freed but not in use"
@@ -135,12 +138,12 @@ class PagePool:
         return found
 
     def allocate_span(self, n: int, evicted: Callable[[], None] = lambda: None) -> tuple[Span, dict[int, int]] | None:
-        """A span of `n` pages, and the pages that moved to make place for it (old page: new page); None, and no change, if
-        there is no place.
+        """A span of `n` pages, and the pages that moved to make place for it (old page: new page); None, and no change,
+        if there is no place.
 
-        If no run of `n` pages is free, the run with the fewest single pages in use is cleared: these pages move, with their
-        references and keys. The caller must copy their contents before it writes to the span, and update page tables. So
-        this succeeds whenever `n` pages are free, unless spans in use leave only shorter runs between them.
+        If no run of `n` pages is free, the run with the fewest single pages in use is cleared: these pages move, with
+        their references and keys. The caller must copy their contents before it writes to the span, and update page
+        tables. So this succeeds whenever `n` pages are free, unless spans in use leave only shorter runs between them.
         """
         assert n > 0, f"expected at least one page, got {n}"
         first = self._place(n)

@@ -9,8 +9,8 @@ from coserve.core.gpu_memory import TrainingCosts
 from coserve.memory.profile import Profile
 
 GRAPHS = 2 << 30
-"""Bytes set aside for CUDA graphs and autotuning until their size is known: graphs are captured after the pool is allocated, and
-record its address."""
+"""Bytes set aside for CUDA graphs and autotuning until their size is known: graphs are captured after the pool is
+allocated, and record its address."""
 SPARE_GRAPHS = 1.1
 """What is set aside for graphs whose size was measured, relative to it: other adapters may need graphs of their own."""
 GIB = 1 << 30
@@ -58,7 +58,8 @@ class MemoryPlan:
     def note(self, page_tokens: int) -> str:
         """For an operator."""
         return (
-            f"memory: pool of {self.pages} pages ({self.pages * page_tokens} tokens, {_gib(self.pages * self.page_bytes)}) "
+            f"memory: pool of {self.pages} pages ({self.pages * page_tokens} tokens, "
+            f"{_gib(self.pages * self.page_bytes)}) "
             f"for KV and adapters; weights and context {_gib(self.taken)}, a step {_gib(self.step)}, training "
             f"{_gib(self.training)}, jobs {_gib(self.jobs)}, graphs {_gib(self.graphs)}; half a step and "
             f"half a micro-batch predicted the whole ones with an error of {self.error:+.1%}"
@@ -75,8 +76,8 @@ def make_plan(
     """Plan a pool of at least `least` pages within `fraction` of the GPU's memory. `graphs`: bytes for CUDA graphs.
 
     Raises:
-        ConfigError: too little is left. It names the setting to change: `micro_batch_tokens` if only training does not fit,
-            else `memory_fraction`.
+        ConfigError: too little is left. It names the setting to change: `micro_batch_tokens` if only training does not
+            fit, else `memory_fraction`.
     """
     taken = gpu.total - gpu.free
     budget = int(gpu.total * fraction) - taken

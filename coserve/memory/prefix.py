@@ -29,7 +29,8 @@ class PageKeys:
         self._keys: list[bytes] = []
 
     def first(self, pages: int, tokens: Sequence[int]) -> Sequence[bytes]:
-        """Keys of the sequence's first `pages` pages. `tokens`: all its tokens, which must extend those of earlier calls."""
+        """Keys of the sequence's first `pages` pages. `tokens`: all its tokens, which must extend those of earlier
+        calls."""
         size = self._page_tokens
         assert pages * size <= len(tokens), f"expected {pages} full pages, got {len(tokens)} tokens"
         for page in range(len(self._keys), pages):

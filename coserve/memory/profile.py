@@ -1,8 +1,9 @@
 """Memory profile: GPU memory of a generation step and of a training micro-batch as linear functions of tokens.
 
-Measured once for each base and GPU. The components are those of the ETS paper, §4.2: M_weights is the loaded base; M_no_grad
-is the peak of a generation step; M_act is the peak of a micro-batch's forward, and M_backward that of its backward beyond
-it. What a job keeps between micro-batches (master weights, moments, gradients) depends on the adapter, not on tokens.
+Measured once for each base and GPU. The components are those of the ETS paper, §4.2: M_weights is the loaded base;
+M_no_grad is the peak of a generation step; M_act is the peak of a micro-batch's forward, and M_backward that of its
+backward beyond it. What a job keeps between micro-batches (master weights, moments, gradients) depends on the adapter,
+not on tokens.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def sizes(most: int) -> tuple[int, ...]:
 
 
 def measure(measures: Measures, *, step_tokens: int, micro_batch_tokens: int) -> Profile:
-    """Measure steps and micro-batches of three sizes. `Profile.error` compares the largest with the line of the others."""
+    """Measure steps and micro-batches of three sizes. `Profile.error` compares the largest with the line of the
+    others."""
     steps = [(tokens, measures.step(tokens)) for tokens in sizes(step_tokens)]
     batches = [(tokens, measures.micro_batch(tokens)) for tokens in sizes(micro_batch_tokens)]
     whole = [(tokens, peaks.whole) for tokens, peaks in batches]

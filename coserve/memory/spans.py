@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 EMPTY = 0
-"""State of a page without content. A cached page's state is the time at which it became cached, between EMPTY and IN_USE."""
+"""State of a page without content. A cached page's state is the time at which it became cached, between EMPTY and
+IN_USE."""
 IN_USE = int(np.iinfo(np.int64).max) - 1
 """State of a single page with references. It may be moved."""
 PINNED = IN_USE + 1
@@ -28,7 +29,8 @@ def free_run(state: NDArray[np.int64], n: int) -> int | None:
 
 
 def cheapest_run(state: NDArray[np.int64], n: int) -> int | None:
-    """The first page of the run of `n` pages without pinned ones that has the fewest in use, or None; of equals the highest."""
+    """The first page of the run of `n` pages without pinned ones that has the fewest in use, or None; of equals the
+    highest."""
     used, pinned = _sums(state == IN_USE, n), _sums(state == PINNED, n)
     cost = np.where(pinned == 0, used, n + 1)
     best = int(cost.min())

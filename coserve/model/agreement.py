@@ -1,7 +1,8 @@
-"""Work of all ranks that all of them give up if one of them cannot do it: one mechanism for whatever runs outside of training's slices.
+"""Work of all ranks that all of them give up if one of them cannot do it: one mechanism for whatever runs outside of
+training's slices.
 
-Such work may have collectives in it. A rank that fails aborts the slice that the work is (`parallel.lockstep`), so that nobody waits for it;
-then the ranks tell each other what came of the work, and raise the same error.
+Such work may have collectives in it. A rank that fails aborts the slice that the work is (`parallel.lockstep`), so that
+nobody waits for it; then the ranks tell each other what came of the work, and raise the same error.
 """
 
 from __future__ import annotations
@@ -50,11 +51,12 @@ class _Report(msgspec.Struct, frozen=True, array_like=True):
 def on_all_ranks(
     mesh: Mesh | None, device: torch.device, work: Callable[[], T], summary: Callable[[T], str] = lambda _: ""
 ) -> T:
-    """What `work` returns. All ranks call this at once, and all of them raise or none does; so the work must leave nothing behind that the
-    ranks would not have in common. Its collectives, if any, are of tensors on `device`.
+    """What `work` returns. All ranks call this at once, and all of them raise or none does; so the work must leave
+    nothing behind that the ranks would not have in common. Its collectives, if any, are of tensors on `device`.
 
-    `mesh` None, or of a rank alone: `work` is called, and raises what it raises. Else raises `FailedTogether` where it raised on a rank, or
-    where the `summary` of its result is not the same on all; and `EngineFault` alone, as `work` does: this rank must end.
+    `mesh` None, or of a rank alone: `work` is called, and raises what it raises. Else raises `FailedTogether` where it
+    raised on a rank, or where the `summary` of its result is not the same on all; and `EngineFault` alone, as `work`
+    does: this rank must end.
     """
     if mesh is None or mesh.size == 1 or isinstance(mesh, LoneRank):
         return work()

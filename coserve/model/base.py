@@ -71,9 +71,9 @@ class Base:
         """Logits (len(keep) or T, V) of packed tokens, all int64 on the base's device.
 
         `positions_T`: each token's place in its own sequence; `attention` knows which tokens belong together;
-        `lora.segments` cuts the same T tokens; `keep`: rows to compute logits for (None: all); `gather`: see `run`. On CPU a row's logits
-        have the same bits whatever else is in the batch. Differentiable in the adapters; gradients of the base are
-        never formed.
+        `lora.segments` cuts the same T tokens; `keep`: rows to compute logits for (None: all); `gather`: see `run`. On
+        CPU a row's logits have the same bits whatever else is in the batch. Differentiable in the adapters; gradients
+        of the base are never formed.
         """
         tokens = tokens_T.shape[0]
         assert lora is None or lora.segments.tokens == tokens, "expected segments of the same tokens"
@@ -146,8 +146,9 @@ def load_base(
 
     `device`: auto, cpu or cuda. `dtype`: auto (float32 on CPU, bfloat16 on CUDA) or a name of torch's. `load_format`:
     auto (the weights of its files) or dummy (no files but config.json: random weights, the same ones each time on one
-    kind of device). `few_layers`: random weights, and only the first layers (`truncate.truncate_layers`). `mesh`: the ranks that hold the
-    base together, each its shard; all of them call this at once. `strategy`: of adapters that are not block-diagonal, nfs or slora.
+    kind of device). `few_layers`: random weights, and only the first layers (`truncate.truncate_layers`). `mesh`: the
+    ranks that hold the base together, each its shard; all of them call this at once. `strategy`: of adapters that are
+    not block-diagonal, nfs or slora.
 
     Raises:
         UnsupportedBase: see `wrap_base`; no readable weights; code or settings in the files that we don't run.
@@ -247,8 +248,8 @@ def wrap_base(
 ) -> Base:
     """Freezes a loaded causal LM, installs the two seams in it and checks that its logits stay what they were.
 
-    `shard`: the model is this one's, one rank's part. On CPU, families with a mixture of experts compute rows in groups of other rows' making: bits may then depend on
-    the batch, values don't.
+    `shard`: the model is this one's, one rank's part. On CPU, families with a mixture of experts compute rows in groups
+    of other rows' making: bits may then depend on the batch, values don't.
 
     Raises:
         UnsupportedBase: a family that cannot work through the seams, with the reason.

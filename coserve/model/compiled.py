@@ -1,10 +1,11 @@
 """Compiled decoder layers whose guards are checked once a step instead of once a layer.
 
 torch.compile checks some three hundred guards on every call of a layer, which takes longer than launching the layer's
-kernels. Layers of one kind do not differ in anything that guards check, and what differs between steps (one row or many)
-differs for all layers alike. So in each step the first layer of a kind (the leader) goes through torch.compile, which selects
-the graph or compiles a new one; the others run that graph directly, with their own weights. How a layer's arguments map to
-the graph's inputs is observed: a layer is bound to a graph after torch.compile has run it twice with consistent inputs.
+kernels. Layers of one kind do not differ in anything that guards check, and what differs between steps (one row or
+many) differs for all layers alike. So in each step the first layer of a kind (the leader) goes through torch.compile,
+which selects the graph or compiles a new one; the others run that graph directly, with their own weights. How a layer's
+arguments map to the graph's inputs is observed: a layer is bound to a graph after torch.compile has run it twice with
+consistent inputs.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class Binding:
         return tuple(None if which is None else outputs[which] for which in self.result)
 
     def confirms(self, other: Binding) -> bool:
-        """Whether two observations agree. A number of rows can be told from a constant only if the two differ in rows, or if
-        the graph is for one row only."""
+        """Whether two observations agree. A number of rows can be told from a constant only if the two differ in rows,
+        or if the graph is for one row only."""
         numbers = bool(self.counts) or any(isinstance(value, int) for value in self.fixed)
         return (
             (self.given, self.counts, self.result) == (other.given, other.counts, other.result)

@@ -41,8 +41,8 @@ class DropoutSpec:
 
 @dataclass(frozen=True)
 class SegmentDropout:
-    """The dropout of several jobs in one batch: `specs[j]` drops elements of the rows `bounds[j]:bounds[j + 1]`, as it does where
-    they are the whole batch. None: no element."""
+    """The dropout of several jobs in one batch: `specs[j]` drops elements of the rows `bounds[j]:bounds[j + 1]`, as it
+    does where they are the whole batch. None: no element."""
 
     bounds: Sequence[int]
     specs: Sequence[DropoutSpec | None]

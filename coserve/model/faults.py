@@ -1,4 +1,5 @@
-"""Tells errors of one request or job from errors of the device, which all work shares; and failed allocations from both."""
+"""Tells errors of one request or job from errors of the device, which all work shares; and failed allocations from
+both."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _ALLOCATIONS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "Triton Error [CUDA]: out of memory",
 )
-"""In the messages of the `RuntimeError`s that torch raises for the host's memory, the driver's and cuBLAS's, and Triton for the driver's."""
+"""In the messages of the `RuntimeError`s that torch raises for the host's memory, the driver's and cuBLAS's, and Triton
+for the driver's."""
 _ASKED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)
 
 
@@ -53,9 +55,11 @@ def memory_numbers(error: BaseException, device: torch.device) -> str:
 
 @contextmanager
 def contained(device: torch.device) -> Iterator[None]:
-    """Turns an error raised inside into an `EngineFault` if the device has failed; else the error belongs to the work inside.
+    """Turns an error raised inside into an `EngineFault` if the device has failed; else the error belongs to the work
+    inside.
 
-    Once a kernel has failed, every CUDA call returns the same error, so one more call tells. It waits for this thread's stream
+    Once a kernel has failed, every CUDA call returns the same error, so one more call tells. It waits for this thread's
+    stream
     only: waiting for the whole device (`torch.cuda.synchronize`) would break a graph capture of another thread.
     """
     try:

@@ -1,7 +1,8 @@
-"""The context of a forward in addition to the arguments that transformers passes: the engine process's only thread-local.
+"""The context of a forward in addition to the arguments that transformers passes: the engine process's only
+thread-local.
 
-The base's modules call `forward(x)`, and ops in compiled code take tensors and numbers only, so neither can be handed the
-step's adapters. They read `current`; everything else takes its context as an argument.
+The base's modules call `forward(x)`, and ops in compiled code take tensors and numbers only, so neither can be handed
+the step's adapters. They read `current`; everything else takes its context as an argument.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Fused:
 
 
 class TrainingSeams(Protocol):
-    """What the ops of compiled training layers do, forward and backward, in the pass that runs. T packed tokens, D inputs, O outputs."""
+    """What the ops of compiled training layers do, forward and backward, in the pass that runs. T packed tokens, D
+    inputs, O outputs."""
 
     def learn(self, layer: int, group: int, x_TD: Tensor) -> Tensor:
         """(T, ΣO): the outputs of the sites of a group (its index in the layer) side by side, LoRA terms included."""

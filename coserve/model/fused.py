@@ -4,8 +4,9 @@ What a compiled layer sees of us are two ops: `coserve::attend`, and `coserve::l
 one input (q, k and v; gate and up): one GEMM of their stacked weights, one LoRA shrink, one expand. Everything
 else, norms, rotary, activation, is the model's own code, which torch.compile fuses (regional compilation).
 
-Both ops look up the running forward's attention and adapters (`forward_context`) when they run, not when they are traced,
-so that one compiled layer serves every layer, every batch, with and without adapters, and can be captured in CUDA graphs.
+Both ops look up the running forward's attention and adapters (`forward_context`) when they run, not when they are
+traced, so that one compiled layer serves every layer, every batch, with and without adapters, and can be captured in
+CUDA graphs.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]
 def _linear_add(
     x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], group: int, residual: Tensor
 ) -> Tensor:
-    """`residual` (..., ΣO) + `_linear`, for row-parallel sites: their sum over the ranks adds it (`parallel.residual`)."""
+    """`residual` (..., ΣO) + `_linear`, for row-parallel sites: their sum over the ranks adds it
+    (`parallel.residual`)."""
     return _summed_linear(x, weight, bias, sizes, group, residual)
 
 
@@ -138,7 +140,8 @@ class RunningAttention:
     """The `Attention` of a compiled layer: the running context's, in the layer that runs."""
 
     any_layer = True
-    """It need not be told the layer: a compiled layer stands for all of its kind and must not depend on its own index."""
+    """It need not be told the layer: a compiled layer stands for all of its kind and must not depend on its own
+    index."""
 
     def attend(
         self,
@@ -172,7 +175,8 @@ class FusedBase:
         options: Mapping[str, str | int | bool] | None = None,
         gemms: GemmChoice | None = None,
     ) -> None:
-        """`backend`: None is inductor with `options`. `compiled=False`: the layers run uncompiled, through the same two ops.
+        """`backend`: None is inductor with `options`. `compiled=False`: the layers run uncompiled, through the same two
+        ops.
         `gemms`: None measures them on a GPU."""
         self.base = base
         self.groups = share_inputs(base)

@@ -26,8 +26,8 @@ class GemmOutput:
     y: Tensor
     """(T, O)."""
     workspace: Tensor | None
-    """Busy until the kernel ends, where it allows early launch: the next kernel may start as soon as x is readable. None: it
-    does not."""
+    """Busy until the kernel ends, where it allows early launch: the next kernel may start as soon as x is readable.
+    None: it does not."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class GemmChoice:
     def linear(
         self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, *, before_shrink: bool = False
     ) -> GemmOutput:
-        """(T, O): `x Wᵀ + bias`. `before_shrink`: LoRA's shrink of x follows, which takes less time beside the skinny GEMM than the GEMV saves."""
+        """(T, O): `x Wᵀ + bias`. `before_shrink`: LoRA's shrink of x follows, which takes less time beside the skinny
+        GEMM than the GEMV saves."""
         (rows, inputs), outputs = x_TD.shape, weight_OD.shape[0]
         if self.counters is not None and x_TD.stride(1) == 1 and (rows > 1 or before_shrink):
             most = skinny.rows_of(rows)
@@ -71,7 +72,8 @@ def run_gemms(inputs: Iterable[StackedWeights], device: torch.device, rows: Sequ
 def measure_gemms(
     inputs: Iterable[StackedWeights], device: torch.device, rows: Sequence[int] = (1, *skinny.ROWS)
 ) -> GemmChoice:
-    """The fastest kernels for the stacked weights of a base, on a GPU. `rows`: of 1 and `skinny.ROWS`, those to measure."""
+    """The fastest kernels for the stacked weights of a base, on a GPU. `rows`: of 1 and `skinny.ROWS`, those to
+    measure."""
     kinds = _kinds(inputs)
     if not kinds:
         return GemmChoice()
@@ -115,8 +117,8 @@ def save_gemms(path: Path, choice: GemmChoice, inputs: Iterable[StackedWeights],
 
 
 def load_gemms(paths: Iterable[Path], inputs: Iterable[StackedWeights], device: torch.device) -> GemmChoice | None:
-    """What these files chose together, without those that are missing or damaged or do not fit these weights; None if none is
-    left."""
+    """What these files chose together, without those that are missing or damaged or do not fit these weights; None if
+    none is left."""
     kinds = _kinds(inputs)
     one_row: dict[tuple[int, int], tuple[int, int]] = {}
     more_rows: dict[tuple[int, int, int], Shape] = {}

@@ -20,7 +20,8 @@ from coserve.model.seam import ReferenceAttention
 
 @dataclass(frozen=True)
 class LayerCall:
-    """The arguments that the model passes to one layer, besides the hidden states: rotary tables, positions, attention."""
+    """The arguments that the model passes to one layer, besides the hidden states: rotary tables, positions,
+    attention."""
 
     args: tuple[object, ...]
     kwargs: dict[str, object]
@@ -49,7 +50,8 @@ class LayerCut:
         self._base = base
         self._tuple_size = [0] * len(base.layers)
         self.reads_logits = False
-        """Whether the head's backward reads the logits that the head has returned: then they must not be overwritten before it."""
+        """Whether the head's backward reads the logits that the head has returned: then they must not be overwritten
+        before it."""
         self._check()
 
     def embed(self, tokens_T: Tensor, positions_T: Tensor, attention: Attention) -> LayerInputs:
@@ -74,7 +76,8 @@ class LayerCut:
         return h_next_1TD
 
     def head(self, h_1KD: Tensor, inputs: LayerInputs, keep_K: Tensor, *, gather: bool = True) -> Tensor:
-        """Logits (K, V) of some tokens from the last layer's output of these. `keep_K`: which. `gather`: see `Base.run`.
+        """Logits (K, V) of some tokens from the last layer's output of these. `keep_K`: which. `gather`: see
+        `Base.run`.
 
         The model's own forward with every layer replaced, so that its final norm, its scaling and its soft cap hold.
         """

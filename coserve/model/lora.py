@@ -47,8 +47,8 @@ class LoraBatch:
 
 
 class KeptLora:
-    """What backends prepared for batches that learn, which later batches of the same adapters begin with: tables of addresses, which
-    do not change. `forget` when an adapter is gone: it keeps all of them alive."""
+    """What backends prepared for batches that learn, which later batches of the same adapters begin with: tables of
+    addresses, which do not change. `forget` when an adapter is gone: it keeps all of them alive."""
 
     def __init__(self, most: int = 16) -> None:
         """`most` entries are kept."""
@@ -84,8 +84,8 @@ class SharedInput:
         self.group, self.index, self.sums = group, group.index, sums
         self.stacked, self.sizes = stacked, stacked.sizes
         self._pending: tuple[Tensor, tuple[Tensor, ...]] | None = None
-        """Between the first site's call and the last one's: the input, and the outputs of all. Not in the running context, which traced code
-        must not read."""
+        """Between the first site's call and the last one's: the input, and the outputs of all. Not in the running
+        context, which traced code must not read."""
 
     def output(self, place: int, x: Tensor) -> Tensor:
         """What the site at `place` gives for `x` in a fused forward. Traced by torch.compile."""
@@ -153,7 +153,8 @@ class LoraSites:
         return {name: site.shared for name, site in self._sites.items() if site.shared is not None}
 
     def prepare(self, batch: LoraBatch) -> ForwardContext:
-        """The context of forwards with this batch. Once a step: it serves all layers, and training's passes over them."""
+        """The context of forwards with this batch. Once a step: it serves all layers, and training's passes over
+        them."""
         backend, dropout = batch.backend, batch.dropout
         if dropout is not None and not dropout.p:
             dropout = None
@@ -188,8 +189,8 @@ def shared_of(module: nn.Module) -> SharedInput | None:
 def _forward(module: nn.Module, x: Tensor) -> Tensor:
     """A wrapped module's `forward`."""
     site = cast(_Site, module.coserve_site)
-    # Compiled layers run in fused forwards only. What traces them must not read the context: it would guard on its contents,
-    # and reads a thread-local's defaults instead of this thread's values.
+    # Compiled layers run in fused forwards only. What traces them must not read the context: it would guard on its
+    # contents, and reads a thread-local's defaults instead of this thread's values.
     if torch.compiler.is_dynamo_compiling() or current.context.fused is not None:
         return site.inner(x) if site.shared is None else site.shared.output(site.place, x)
     if current.context.training is not None and site.shared is not None:
@@ -208,7 +209,8 @@ class _Site:
         """Among the sites of `shared`."""
 
     def output(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """What the module gives in a forward that is not fused, LoRA terms included; of a shard, this rank's part or term."""
+        """What the module gives in a forward that is not fused, LoRA terms included; of a shard, this rank's part or
+        term."""
         if context.lora is None:
             return self.inner(x)
         if context.grouped and self.shared is not None:
@@ -216,7 +218,8 @@ class _Site:
         return self.add(x, context.lora, context.dropout)
 
     def add(self, x: Tensor, lora: PreparedLora, dropout: Dropout | None) -> Tensor:
-        """`x` (..., D) with T rows in all -> (..., O). The module's own output, bit for bit, where no adapter changes it."""
+        """`x` (..., D) with T rows in all -> (..., O). The module's own output, bit for bit, where no adapter changes
+        it."""
         y = self.inner(x)
         if not lora.changes(self.group):
             return y

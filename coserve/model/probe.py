@@ -39,7 +39,8 @@ def refuse_statically(model: PreTrainedModel) -> None:
         raise UnsupportedBase(f"{family}: quantized weights are not supported")
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedBase(
-            f"{family} does not support attention backends in this version of transformers: its attention cannot read our pages"
+            f"{family} does not support attention backends in this version of transformers: its attention cannot read "
+            "our pages"
         )
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise UnsupportedBase(f"{family} cannot compute the logits of chosen tokens only (no `logits_to_keep`)")
@@ -169,7 +170,8 @@ def decoder_layers(model: PreTrainedModel, seen: Observed) -> tuple[str, list[nn
 
 @dataclass(frozen=True)
 class Forward:
-    """The logits (T, V) of a forward, and the hidden states (T, D) before and after each module of a stack of layers."""
+    """The logits (T, V) of a forward, and the hidden states (T, D) before and after each module of a stack of
+    layers."""
 
     logits: Tensor
     states: Mapping[nn.Module, tuple[Tensor, Tensor]]
@@ -182,8 +184,8 @@ class Forward:
 
 @contextmanager
 def recorded(modules: Iterable[nn.Module]) -> Iterator[Callable[[Tensor], Forward]]:
-    """Watches the modules' forwards inside. The function gives what was seen, with the logits; forwards that ran one after the other are
-    one of all their tokens."""
+    """Watches the modules' forwards inside. The function gives what was seen, with the logits; forwards that ran one
+    after the other are one of all their tokens."""
     seen: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
     def saw(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
@@ -243,9 +245,9 @@ def tokens(model: PreTrainedModel, length: int) -> Tensor:
 def check_forward(what: str, run: Callable[[], Tensor], layers: Sequence[nn.Module], expected: Forward) -> None:
     """Raises `UnsupportedBase` unless `run`, a forward through `layers`, computes what was expected, up to rounding.
 
-    Where the logits differ by more, `run` is called again, and each layer is compared on the expected one's input: rounding in one layer is
-    another input to the next, and random weights make more of it in every layer (0.01 after 2 of them, 0.15 after 80, in bfloat16).
-    All ranks have the same logits, so all of them call it again or none does.
+    Where the logits differ by more, `run` is called again, and each layer is compared on the expected one's input:
+    rounding in one layer is another input to the next, and random weights make more of it in every layer (0.01 after 2
+    of them, 0.15 after 80, in bfloat16). All ranks have the same logits, so all of them call it again or none does.
     """
     try:
         check_equal(what, run(), expected.logits)
@@ -258,7 +260,8 @@ def check_forward(what: str, run: Callable[[], Tensor], layers: Sequence[nn.Modu
 
 @contextmanager
 def _each_on_expected_inputs(what: str, layers: Sequence[nn.Module], expected: Forward) -> Iterator[None]:
-    """Inside, layers are compared one by one, and what they gave is replaced by what was expected, but for rows behind it that fill a batch up."""
+    """Inside, layers are compared one by one, and what they gave is replaced by what was expected, but for rows behind
+    it that fill a batch up."""
     hooks = []
 
     def replaced(what: str, got_1TD: Tensor, expected: Tensor, change: Tensor) -> Tensor:

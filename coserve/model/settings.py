@@ -1,4 +1,5 @@
-"""The gate for a base's config.json: nothing in it may make transformers run code, and it is of a family that can be served."""
+"""The gate for a base's config.json: nothing in it may make transformers run code, and it is of a family that can be
+served."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ _BEHAVIOUR = frozenset(
 
 
 def refuse_settings(name: str, settings: dict[str, object], trust_remote_code: bool) -> frozenset[str]:
-    """Refuses what a config.json can make transformers run, at any depth: code, and kernels from the hub. Returns underscored settings that
-    transformers does not know, for `drop_settings`."""
+    """Refuses what a config.json can make transformers run, at any depth: code, and kernels from the hub. Returns
+    underscored settings that transformers does not know, for `drop_settings`."""
     unknown = set[str]()
     if "auto_map" in settings and not trust_remote_code:
         raise UnsupportedBase(f"{name}: its files bring Python code; pass --trust-remote-code to run it")

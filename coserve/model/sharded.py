@@ -55,8 +55,8 @@ def load_shard(
 ) -> LoadedShard:
     """This rank's part of the base at `path`, a folder or a hub name. Without collectives.
 
-    `seed`: weights are drawn from it; None: read from the files. `strategy`: of dense adapters. Raises `UnsupportedBase` as `refuse_statically`,
-    `fill_shard` and `Checkpoint`.
+    `seed`: weights are drawn from it; None: read from the files. `strategy`: of dense adapters. Raises
+    `UnsupportedBase` as `refuse_statically`, `fill_shard` and `Checkpoint`.
     """
     model = empty_model(config, dtype, trust_remote_code=trust_remote_code)
     refuse_statically(model)

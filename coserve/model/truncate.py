@@ -1,4 +1,5 @@
-"""A model whose config is truncated to few layers, of every kind that it has: its kernels are those of the whole model."""
+"""A model whose config is truncated to few layers, of every kind that it has: its kernels are those of the whole
+model."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def layer_kinds(config: PretrainedConfig) -> list[tuple[object, ...]]:
 
 
 def truncate_layers(config: PretrainedConfig) -> None:
-    """Keeps the first layers, so many that each kind occurs `SAME` times if it does at all; the embedding becomes the head."""
+    """Keeps the first layers, so many that each kind occurs `SAME` times if it does at all; the embedding becomes the
+    head."""
     text = config.get_text_config()
     kinds, layers = layer_kinds(text), text.num_hidden_layers
     wanted = {kind: min(SAME, kinds.count(kind)) for kind in kinds}

@@ -1,4 +1,5 @@
-"""What training loses to generation steps beside it, and which steps are measured in turn. Pure: no torch, no IO, no clock."""
+"""What training loses to generation steps beside it, and which steps are measured in turn. Pure: no torch, no IO, no
+clock."""
 
 from __future__ import annotations
 
@@ -10,13 +11,15 @@ FIRST_GUESS = 0.8
 ENOUGH, WINDOW = 16, 256
 """Slices that the share is computed from."""
 TRIAL_AFTER, TRIALS = 150, 3
-"""After so many steps of a kind beside training, so many are computed in turn, to measure again what one in turn takes."""
+"""After so many steps of a kind beside training, so many are computed in turn, to measure again what one in turn
+takes."""
 
 
 class SpeedBeside:
     """How fast training is while steps of one kind run beside it, as a share of its speed alone.
 
-    Learns from slices whose time alone is known: of the seconds that a step ran beside one, training used as many as the slice did not take longer.
+    Learns from slices whose time alone is known: of the seconds that a step ran beside one, training used as many as
+    the slice did not take longer.
     """
 
     def __init__(self) -> None:
@@ -49,7 +52,8 @@ class SpeedBeside:
 
 
 class Trials:
-    """Which kinds of steps are computed in turn though they run beside training: which of the two costs less changes with the load."""
+    """Which kinds of steps are computed in turn though they run beside training: which of the two costs less changes
+    with the load."""
 
     def __init__(self) -> None:
         self._beside, self._left = Counter[StepKind](), Counter[StepKind]()

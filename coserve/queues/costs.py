@@ -1,7 +1,8 @@
 """Predicted seconds of steps and micro-steps, learned from measured ones. Pure: no torch, no IO, no clock.
 
-A prediction has three parts: the shape says how time depends on what is computed (`Regression`), the level says how fast the
-device is now (the median of the last measured times over their shapes), and the risk says how wrong both have been (`Risk`).
+A prediction has three parts: the shape says how time depends on what is computed (`Regression`), the level says how
+fast the device is now (the median of the last measured times over their shapes), and the risk says how wrong both have
+been (`Risk`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ ATTAINMENT = 0.995
 
 
 class Prediction(NamedTuple):
-    """Seconds: what is expected of most, what is exceeded as rarely as the attainment asks for (`queues/risk.py`), and the mean over many, slow ones
-    included."""
+    """Seconds: what is expected of most, what is exceeded as rarely as the attainment asks for (`queues/risk.py`), and
+    the mean over many, slow ones included."""
 
     expected: float
     most: float
@@ -37,10 +38,10 @@ UNKNOWN = Prediction(0.0, 0.0, 0.0)
 class Predictor:
     """Predicts one kind of work from its features, such as `(1, tokens)`.
 
-    The level is the median of the last five samples, but at most the larger of the last two. One outlier (a kernel that is
-    compiled, a slow disk) does not change it; a lasting rise does within three samples. A fall counts after two: too high a
-    prediction stops training, one too low makes one slice late. A single sample predicts nothing: the first one is often an
-    outlier.
+    The level is the median of the last five samples, but at most the larger of the last two. One outlier (a kernel that
+    is compiled, a slow disk) does not change it; a lasting rise does within three samples. A fall counts after two: too
+    high a prediction stops training, one too low makes one slice late. A single sample predicts nothing: the first one
+    is often an outlier.
     """
 
     def __init__(self, features: int, attainment: float = ATTAINMENT) -> None:
@@ -83,8 +84,8 @@ class Predictor:
 
 
 class Predictors:
-    """One `Predictor` for each kind of work. All have the same features. Of more than `most` kinds those that were measured longest ago are
-    forgotten."""
+    """One `Predictor` for each kind of work. All have the same features. Of more than `most` kinds those that were
+    measured longest ago are forgotten."""
 
     def __init__(self, features: int, attainment: float = ATTAINMENT, *, most: float = math.inf) -> None:
         self._features, self._attainment, self._most = features, attainment, most

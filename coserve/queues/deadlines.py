@@ -13,7 +13,8 @@ _About = tuple[int, int, float, float, bool]
 
 
 class Deadlines:
-    """The first deadline for each number of steps and decodes, and each window: a policy reads a few, however many requests run."""
+    """The first deadline for each number of steps and decodes, and each window: a policy reads a few, however many
+    requests run."""
 
     def __init__(self, requests: Iterable[Request], step_tokens: int) -> None:
         """`requests` in the order in which their prompts are computed; `step_tokens`: most tokens of a step."""
@@ -48,8 +49,8 @@ class Deadlines:
         self._tpots = tuple(tpots)
 
     def view(self, collected: float | None = None) -> tuple[Due, ...]:
-        """`collected`: a step in flight has computed the next tokens of all whose prompts it has computed, and they come at this
-        time; the deadlines are those of the tokens after them. None: no step is in flight."""
+        """`collected`: a step in flight has computed the next tokens of all whose prompts it has computed, and they
+        come at this time; the deadlines are those of the tokens after them. None: no step is in flight."""
         if collected is None:
             return self._others + self._launched + self._next
         later = [*self._others]

@@ -1,13 +1,13 @@
 """Deficit round robin (Shreedhar and Varghese, SIGCOMM '95). Pure: no torch, no IO, no clock.
 
-Flows take turns. A turn adds a quantum to the flow's credit; then the flow's items leave, first come first served, while
-the credit covers their cost. Unused credit stays for the next turn, unless the flow is empty. So each flow gets a
+Flows take turns. A turn adds a quantum to the flow's credit; then the flow's items leave, first come first served,
+while the credit covers their cost. Unused credit stays for the next turn, unless the flow is empty. So each flow gets a
 quantum of every round, whatever the others do.
 
-The turns are computed, not played. If an item and those before it in its flow cost `c` together, it leaves in the flow's
-turn number `ceil((c - credit) / quantum)` from now. Sorting by turn, then by position in the round, gives the order of
-the turns, also for a quantum much smaller than the costs. Turns that all flows have had are counted once for all, so it costs
-no more where many flows wait.
+The turns are computed, not played. If an item and those before it in its flow cost `c` together, it leaves in the
+flow's turn number `ceil((c - credit) / quantum)` from now. Sorting by turn, then by position in the round, gives the
+order of the turns, also for a quantum much smaller than the costs. Turns that all flows have had are counted once for
+all, so it costs no more where many flows wait.
 """
 
 from __future__ import annotations
@@ -165,7 +165,8 @@ class DeficitRoundRobin(Generic[T]):
         return [due.item for due in popped]
 
     def _continue_after(self, last: _Flow[T]) -> None:
-        """The flows up to `last` have had one turn more than the others: they go to the end of the round, or leave it."""
+        """The flows up to `last` have had one turn more than the others: they go to the end of the round, or leave
+        it."""
         flow = None
         while flow is not last:
             flow = self._round.popleft()

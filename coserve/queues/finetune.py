@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 
 class JobQueue:
-    """Round robin among the ready jobs. `rotate` is called when a job's micro-batch ends, `put_first` when one is suspended, so at
-    most one is suspended at a time: that of the first job, which may be shared with those behind it.
+    """Round robin among the ready jobs. `rotate` is called when a job's micro-batch ends, `put_first` when one is
+    suspended, so at most one is suspended at a time: that of the first job, which may be shared with those behind it.
     """
 
     def __init__(self) -> None:

@@ -20,10 +20,11 @@ INTERACTIVE_PER_BATCH = 4
 class InferenceQueue:
     """At most `limit` requests with unique ids.
 
-    `fair`: adapters take turns by deficit round robin, in each class. The base without an adapter is one flow, all versions of an
-    adapter are one flow, and a request costs its prompt tokens plus `max_tokens`. Interactive requests go before the class batch; after `INTERACTIVE_PER_BATCH`
-    of them goes one of the class batch whose first token is due before theirs. Requests of one adapter and class, and all requests
-    if not `fair`, are served in order of arrival.
+    `fair`: adapters take turns by deficit round robin, in each class. The base without an adapter is one flow, all
+    versions of an adapter are one flow, and a request costs its prompt tokens plus `max_tokens`. Interactive requests
+    go before the class batch; after `INTERACTIVE_PER_BATCH` of them goes one of the class batch whose first token is
+    due before theirs. Requests of one adapter and class, and all requests if not `fair`, are served in order of
+    arrival.
     """
 
     def __init__(self, limit: int, *, fair: bool) -> None:
@@ -45,11 +46,13 @@ class InferenceQueue:
         return next((entry.arrived for entry in self._entries.values()), None)
 
     def push(self, request: Request) -> Request | None:
-        """Append a request. In a full queue, returns the request that is to go for it: the caller cancels that one, or the new one.
+        """Append a request. In a full queue, returns the request that is to go for it: the caller cancels that one, or
+        the new one.
 
-        In a full queue, an interactive request displaces one of the class batch. Else the newest request of the adapter with the
-        most requests of the same class is displaced, if the new request's adapter has at least two fewer: one adapter cannot
-        keep others out by filling the queue. A request whose other choices have begun does not go: an older one does, or one of the next adapter.
+        In a full queue, an interactive request displaces one of the class batch. Else the newest request of the adapter
+        with the most requests of the same class is displaced, if the new request's adapter has at least two fewer: one
+        adapter cannot keep others out by filling the queue. A request whose other choices have begun does not go: an
+        older one does, or one of the next adapter.
 
         Raises:
             QueueFull: the queue is full, and no request gives way. `retry_after`: see `retry_after`.
@@ -78,7 +81,8 @@ class InferenceQueue:
         return list(popped)
 
     def cancel(self, ids: Collection[str]) -> set[str]:
-        """Remove those of these requests that are in the queue, and return their ids. Takes little longer for many than for one."""
+        """Remove those of these requests that are in the queue, and return their ids. Takes little longer for many than
+        for one."""
         gone = [entry for id in ids if (entry := self._entries.pop(id, None)) is not None]
         for flows in self._interactive, self._batch:
             by_flow: dict[Hashable, list[str]] = {}
@@ -98,7 +102,8 @@ class InferenceQueue:
         return self._waiting[1]
 
     def ahead(self, newest: Request, without: Collection[str] = ()) -> int:
-        """How many of the requests that wait now, but for those that are to leave (`without`), are admitted before this one, the newest of its line."""
+        """How many of the requests that wait now, but for those that are to leave (`without`), are admitted before this
+        one, the newest of its line."""
         if not without and not (len(self._interactive) and len(self._batch)):
             return self._flows(newest).before_last(self._flow(newest))
         number = next(number for number, entry in enumerate(self._merged()) if entry is newest)
@@ -131,8 +136,8 @@ class InferenceQueue:
         return self._batch if self._is_batch(request) else self._interactive
 
     def retry_after(self, now: float) -> float:
-        """Seconds after which a refused client may try again: the age of the oldest request, which is about the time that a
-        request spends in the queue."""
+        """Seconds after which a refused client may try again: the age of the oldest request, which is about the time
+        that a request spends in the queue."""
         first = self.first_arrival
         return min(max(0.0 if first is None else now - first, RETRY_AT_LEAST), RETRY_AT_MOST)
 

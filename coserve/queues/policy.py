@@ -1,8 +1,8 @@
 """What a scheduling policy sees and decides. Policies are in `queues/policies`, one a file.
 
-The engine calls `Policy.decide` once a tick and does what it returns. A policy is a pure function of a `View` and the time:
-no state, torch, IO or clock. The `View` holds everything about the past that it may use, so the same view at the same time
-always gives the same decision.
+The engine calls `Policy.decide` once a tick and does what it returns. A policy is a pure function of a `View` and the
+time: no state, torch, IO or clock. The `View` holds everything about the past that it may use, so the same view at the
+same time always gives the same decision.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 
 
 class Waiting(Protocol):
-    """A request in the queue. `deadline` of its first token; `pending`: tokens of its prompt; `end`: deadline of its last token, infinite
-    without one; `decodes`: most decode steps from its first token to its last."""
+    """A request in the queue. `deadline` of its first token; `pending`: tokens of its prompt; `end`: deadline of its
+    last token, infinite without one; `decodes`: most decode steps from its first token to its last."""
 
     @property
     def arrived(self) -> float: ...
@@ -30,9 +30,10 @@ class Waiting(Protocol):
 
 
 class Due(NamedTuple):
-    """A deadline of a running request's next or last token: the generation steps that its next token takes, and the decode steps
-    that follow until the deadline's token. `window`: seconds from which the deadline counted; `credit`: the deadline is the last token's time + `window` + `credit`:
-    above 0 if earlier tokens came early, below if late. `first`: of a first token."""
+    """A deadline of a running request's next or last token: the generation steps that its next token takes, and the
+    decode steps that follow until the deadline's token. `window`: seconds from which the deadline counted; `credit`:
+    the deadline is the last token's time + `window` + `credit`: above 0 if earlier tokens came early, below if late.
+    `first`: of a first token."""
 
     deadline: float
     steps: int = 1
@@ -47,7 +48,8 @@ class Costs:
     """Predicted seconds; 0 while unknown."""
 
     serve: float
-    """Of the next generation step: a time that is exceeded as rarely as `slo_attainment` asks for (`queues/risk.py`)."""
+    """Of the next generation step: a time that is exceeded as rarely as `slo_attainment` asks for
+    (`queues/risk.py`)."""
     micro_step: float
     """Of a training micro-step, likewise."""
     decode: float = 0.0
@@ -75,8 +77,8 @@ class Turn:
     """The past, for policies in which the two kinds of work take turns."""
 
     job: str | None = None
-    """The job that trained last, until it ends, is paused or waits for samples, which are requests. It may be missing in
-    `View.jobs` while its next step is prepared on a thread."""
+    """The job that trained last, until it ends, is paused or waits for samples, which are requests. It may be missing
+    in `View.jobs` while its next step is prepared on a thread."""
     batches_since_job: int = 0
     """Inference batches dispatched since such a job's turn last ended."""
     batches_since_micro_batch: int = 0
@@ -99,18 +101,20 @@ class InFlight:
 class View:
     """The state of the engine that a decision depends on.
 
-    Requests that wait for their adapters to be read are in neither `waiting` nor `running`, but use headroom: it may be 0
-    while no request runs.
+    Requests that wait for their adapters to be read are in neither `waiting` nor `running`, but use headroom: it may be
+    0 while no request runs.
     """
 
     waiting: tuple[Waiting, ...]
-    """Those that can be admitted now, at most `headroom`, in the order of admission, which may differ from that of arrival."""
+    """Those that can be admitted now, at most `headroom`, in the order of admission, which may differ from that of
+    arrival."""
     queued: int
     """How many requests wait, including `waiting`."""
     first_arrival: float | None
     """Of the oldest of them."""
     running: tuple[Due, ...]
-    """The first deadline of the batch for each number of steps and decodes, and each window. Empty while no request of the batch can compute anything."""
+    """The first deadline of the batch for each number of steps and decodes, and each window. Empty while no request of
+    the batch can compute anything."""
     step_tokens: int
     """Most tokens of a generation step."""
     headroom: int
@@ -127,8 +131,8 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Admit the first `admit` requests of `View.waiting`, then run one generation step. `between`: the device computes it after the slices in
-    flight and before those that are launched later; else beside them."""
+    """Admit the first `admit` requests of `View.waiting`, then run one generation step. `between`: the device computes
+    it after the slices in flight and before those that are launched later; else beside them."""
 
     admit: int
     between: bool = False
@@ -144,9 +148,11 @@ class Overdue:
 
 @dataclass(frozen=True, slots=True)
 class Train:
-    """Run up to `micro_steps` micro-steps of a job in `View.jobs`, of its micro-batch (None: all that are left). The slice ends early before a
-    micro-step of another kind, and at the micro-batch's end. `overdue`: the slice runs although it does not fit into the slack.
-    `max_micro_step`: most predicted seconds of a micro-step; where the slice begins a batch, only as many other jobs join it."""
+    """Run up to `micro_steps` micro-steps of a job in `View.jobs`, of its micro-batch (None: all that are left). The
+    slice ends early before a micro-step of another kind, and at the micro-batch's end. `overdue`: the slice runs
+    although it does not fit into the slack.
+    `max_micro_step`: most predicted seconds of a micro-step; where the slice begins a batch, only as many other jobs
+    join it."""
 
     job: str
     micro_steps: int | None
@@ -193,7 +199,8 @@ class PolicySettings(Protocol):
 
 class Policy(Protocol):
     def decide(self, view: View, now: float) -> Decision:
-        """A decision changes the view, lets time pass, or is a `Wait`: the same view is never passed twice at one time."""
+        """A decision changes the view, lets time pass, or is a `Wait`: the same view is never passed twice at one
+        time."""
         ...
 
 

@@ -18,9 +18,9 @@ LARGEST_WEIGHT = 1e9
 class Regression:
     """Coefficients `w >= 0` that minimise the sum of `((y - w x) / y) ** 2`, with older samples fading exponentially.
 
-    Relative errors, so that steps of 5 ms count as much as steps of 100 ms. The normal equations are kept (Ljung, "System
-    Identification", 2nd ed., section 11.2) and solved by cyclic coordinate descent, which keeps a coefficient at 0 where the
-    best one would be negative. A direction in which samples do not differ keeps its coefficients.
+    Relative errors, so that steps of 5 ms count as much as steps of 100 ms. The normal equations are kept (Ljung,
+    "System Identification", 2nd ed., section 11.2) and solved by cyclic coordinate descent, which keeps a coefficient
+    at 0 where the best one would be negative. A direction in which samples do not differ keeps its coefficients.
     """
 
     def __init__(self, features: int) -> None:

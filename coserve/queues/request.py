@@ -1,4 +1,5 @@
-"""One request from its arrival to its end: queued, loading its adapter, active in the batch, ended. Pure: no torch, no IO, no clock."""
+"""One request from its arrival to its end: queued, loading its adapter, active in the batch, ended. Pure: no torch, no
+IO, no clock."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class PrefixKeys(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """Prompt and output, when they are due, and how much of them the KV cache holds. Times are seconds on the engine's clock."""
+    """Prompt and output, when they are due, and how much of them the KV cache holds. Times are seconds on the engine's
+    clock."""
 
     message: Generate
     arrived: float = 0.0
@@ -150,6 +152,6 @@ class Request:
 
 
 def next_deadline(due: float, came: float, tpot: float) -> float:
-    """The deadline of a token, if the one before was due at `due` and `came`: tokens are due `tpot` apart, whenever they come, so
-    that their mean is kept and no more time is lost than was saved."""
+    """The deadline of a token, if the one before was due at `due` and `came`: tokens are due `tpot` apart, whenever
+    they come, so that their mean is kept and no more time is lost than was saved."""
     return min(max(due, came - tpot), came + CREDIT * tpot) + tpot

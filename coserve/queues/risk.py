@@ -11,18 +11,21 @@ WINDOW = 1024
 FIRST_GUESS = 1.25
 """Least factor while there are too few errors for the quantile."""
 TAKEN_BACK = 8
-"""Times as often as `attainment` says may a single prediction be exceeded: a token that is late is taken back by the next ones, and what
-is asked for is the mean over an answer. In virtual time 10 lost answers of a few tokens with errors of 2 to 4 times in one step of 100."""
+"""Times as often as `attainment` says may a single prediction be exceeded: a token that is late is taken back by the
+next ones, and what is asked for is the mean over an answer. In virtual time 10 lost answers of a few tokens with errors
+of 2 to 4 times in one step of 100."""
 LEAST_QUANTILE = 0.8
 OUTLIER = 3.0
-"""A larger error counts as one of this size: a kernel that is compiled, a slow disk. No larger factor would leave time for training."""
+"""A larger error counts as one of this size: a kernel that is compiled, a slow disk. No larger factor would leave time
+for training."""
 
 
 class Risk:
     """The factor by which predictions are multiplied so that the share `attainment` of the answers is in time.
 
-    It is the empirical quantile of measured over predicted time in a window of the latest: the share `TAKEN_BACK` * (1 - `attainment`) of
-    the window may be larger, so a single outlier changes nothing. Before there are so many errors that one may be larger, the factor is the
+    It is the empirical quantile of measured over predicted time in a window of the latest: the share `TAKEN_BACK` * (1
+    - `attainment`) of the window may be larger, so a single outlier changes nothing. Before there are so many errors
+      that one may be larger, the factor is the
     second largest of them without outliers, at least `FIRST_GUESS`.
     """
 

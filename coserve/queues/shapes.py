@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, get_args
 
 StepKind = Literal["prefill", "decode"]
-"""Kinds of generation steps: with prefill, or decode only. Both are learned apart: they run other kernels and graphs."""
+"""Kinds of generation steps: with prefill, or decode only. Both are learned apart: they run other kernels and
+graphs."""
 STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)
 
 

@@ -11,18 +11,21 @@ LEFT_ON_ARRIVAL = 0.5
 
 
 class QueueSpeed:
-    """Learns the time from one admission to the next while requests wait behind a full batch. Training has next to nothing then
-    (`train_floor`, `train_patience`), so it is about that of inference alone; with `Spatial` it is that of inference beside training."""
+    """Learns the time from one admission to the next while requests wait behind a full batch. Training has next to
+    nothing then (`train_floor`, `train_patience`), so it is about that of inference alone; with `Spatial` it is that of
+    inference beside training."""
 
     def __init__(self) -> None:
         self._since: float | None = None
-        """From when the time to the next admission is measured: the last one, or when somebody began to wait; None: nobody waits."""
+        """From when the time to the next admission is measured: the last one, or when somebody began to wait; None:
+        nobody waits."""
         self._last = 0.0
         """When the last request was admitted, whoever has waited since."""
         self._seconds = self._admissions = 0.0
 
     def began_to_wait(self) -> None:
-        """A request came to an empty queue: neither the time before it nor the work of then says how long it will wait."""
+        """A request came to an empty queue: neither the time before it nor the work of then says how long it will
+        wait."""
         self._since, self._seconds, self._admissions = None, 0.0, 0.0
 
     def admitted(self, count: int, now: float, *, others_wait: bool) -> None:
@@ -39,8 +42,9 @@ class QueueSpeed:
             self._since = now
 
     def wait(self, ahead: int, now: float, *, full: bool) -> float:
-        """Expected seconds until a request is admitted behind `ahead` others; 0: not known. While the batch is `full`, the time since the last
-        admission counts as that of one more where it is longer: so the speed is known before anybody who waited was admitted."""
+        """Expected seconds until a request is admitted behind `ahead` others; 0: not known. While the batch is `full`,
+        the time since the last admission counts as that of one more where it is longer: so the speed is known before
+        anybody who waited was admitted."""
         gap, since = self.gap, now - self._last
         if full and since > gap:
             gap = (self._seconds + since) / (self._admissions + 1)

@@ -1,4 +1,5 @@
-"""Measured training slices: costs for the policy, and why training starves, for /health. Pure: no torch, no IO, no clock."""
+"""Measured training slices: costs for the policy, and why training starves, for /health. Pure: no torch, no IO, no
+clock."""
 
 from __future__ import annotations
 
@@ -47,16 +48,18 @@ class Slices:
             self.waiting_since = now
 
     def predict(self, job: str, kind: MicroStep, tokens: int) -> Prediction:
-        """Of the job's next micro-step, in a micro-batch of `tokens` tokens: from its own micro-steps of that kind, else from
-        those of other jobs, else from micro-steps of any kind."""
+        """Of the job's next micro-step, in a micro-batch of `tokens` tokens: from its own micro-steps of that kind,
+        else from those of other jobs, else from micro-steps of any kind."""
         return self._costs.predict((1.0, tokens), (job, kind), kind, ANY)
 
     def knows(self, kind: MicroStep) -> bool:
-        """Whether micro-steps of this kind have been measured, of any job: else their time is guessed from other kinds."""
+        """Whether micro-steps of this kind have been measured, of any job: else their time is guessed from other
+        kinds."""
         return self._costs.knows(kind)
 
     def tokens_within(self, seconds: float | None) -> int | None:
-        """Most tokens of a micro-batch whose micro-steps are predicted to take at most `seconds`; None: any number, as far as known."""
+        """Most tokens of a micro-batch whose micro-steps are predicted to take at most `seconds`; None: any number, as
+        far as known."""
         if seconds is None:
             return None
         most = math.inf
@@ -79,8 +82,9 @@ class Slices:
         beside: float = 0.0,
         beside_kind: StepKind | None = None,
     ) -> None:
-        """A slice of `micro_steps` micro-steps ended now, in a micro-batch of `tokens` tokens; generation steps ran for `beside` of its seconds, all of
-        one kind or of several (None). Whole micro-batches mix kinds, so their time is not learned."""
+        """A slice of `micro_steps` micro-steps ended now, in a micro-batch of `tokens` tokens; generation steps ran for
+        `beside` of its seconds, all of one kind or of several (None). Whole micro-batches mix kinds, so their time is
+        not learned."""
         if decision.micro_steps is not None and micro_steps:
             features = 1.0, tokens
             for key in ((decision.job, kind), kind, ANY):

@@ -78,7 +78,8 @@ class AdapterTable(Database):
         return _decode(row[0])
 
     def _not_found(self, id: str, version: int | None) -> AdapterNotFound:
-        """The error for a missing adapter: the job that is to publish it, the versions that its name has, or a name like it."""
+        """The error for a missing adapter: the job that is to publish it, the versions that its name has, or a name
+        like it."""
         newest = "SELECT version FROM adapters WHERE id = ? ORDER BY version DESC LIMIT ?"
         versions = [str(found) for (found,) in self._db.execute(newest, (id, MAX_SHOWN + 1))]
         name = id if version is None else f"{id}@{version}"

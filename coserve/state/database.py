@@ -50,7 +50,8 @@ CREATE TABLE notes (position INTEGER PRIMARY KEY AUTOINCREMENT, created_at REAL 
 
 
 LOCK_TIMEOUT: Final = 0.1
-"""Seconds that SQLite waits for another process's lock. `RegistryThread` waits longer, and runs other calls meanwhile."""
+"""Seconds that SQLite waits for another process's lock. `RegistryThread` waits longer, and runs other calls
+meanwhile."""
 
 _BUSY: Final = frozenset(
     {
@@ -67,7 +68,8 @@ UPGRADES: Final = {1: tuple(statement for statement in SCHEMA.split(";") if "cur
 
 @contextmanager
 def database_errors() -> Iterator[None]:
-    """Raise SQLite's errors about the disk, a damaged file or a lock as `StorageFull`, `StorageFailed` or `StorageBusy`."""
+    """Raise SQLite's errors about the disk, a damaged file or a lock as `StorageFull`, `StorageFailed` or
+    `StorageBusy`."""
     with disk_errors():
         try:
             yield
@@ -88,8 +90,8 @@ class Database:
     """`clock` returns seconds since the epoch."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        """Open or create the file. Raises `StartupError` if it is not a registry of this version or cannot be written, `StorageBusy` if another
-        process has locked it."""
+        """Open or create the file. Raises `StartupError` if it is not a registry of this version or cannot be written,
+        `StorageBusy` if another process has locked it."""
         if path.exists() and not os.access(path, os.W_OK):
             raise StartupError(f"cannot write the registry {path}: it is read-only")
         self._clock = clock

@@ -76,8 +76,8 @@ def disk_errors() -> Iterator[None]:
 
 @contextmanager
 def write_errors() -> Iterator[None]:
-    """For writes and deletions of the daemon's own files: raise every `OSError` as a `StorageError`. No user named these files, so what
-    refuses them is the machine, such as a network file system that is away."""
+    """For writes and deletions of the daemon's own files: raise every `OSError` as a `StorageError`. No user named
+    these files, so what refuses them is the machine, such as a network file system that is away."""
     try:
         with disk_errors():
             yield
@@ -221,8 +221,8 @@ def _swap_in(temp: Path, target: Path, point: str) -> None:
 
 
 def remove_dir(target: Path) -> None:
-    """Delete a folder: rename it durably, then delete its files. A missing folder is fine. Raises `StorageError` where it cannot be
-    renamed; files that cannot be deleted are left to `sweep`."""
+    """Delete a folder: rename it durably, then delete its files. A missing folder is fine. Raises `StorageError` where
+    it cannot be renamed; files that cannot be deleted are left to `sweep`."""
     trash = _temporary_path(target, TRASH)
     with write_errors():
         failpoint("remove.before_rename")
@@ -237,8 +237,8 @@ def remove_dir(target: Path) -> None:
 
 
 def sweep(folder: Path) -> list[str]:
-    """Remove or restore leftovers directly inside `folder`; returns their names. Those that cannot be removed now stay for the next
-    call. Nothing may be written there meanwhile. Raises `StorageError`."""
+    """Remove or restore leftovers directly inside `folder`; returns their names. Those that cannot be removed now stay
+    for the next call. Nothing may be written there meanwhile. Raises `StorageError`."""
     found: list[str] = []
     with write_errors():
         for entry in sorted(folder.iterdir()) if folder.is_dir() else ():

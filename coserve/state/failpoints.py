@@ -1,6 +1,7 @@
 """Named places where a test can inject a failure: `failpoint("adapter.before_rename")`.
 
-They cost nothing when off. Armed by `COSERVE_FAILPOINTS="NAME=ACTION[@N][;...]"`, or by `armed(...)` inside one process:
+They cost nothing when off. Armed by `COSERVE_FAILPOINTS="NAME=ACTION[@N][;...]"`, or by `armed(...)` inside one
+process:
 
 - NAME is one of `FAILPOINTS`, or `*` for all of them;
 - ACTION is `kill` (this process dies as if by kill -9), `kill-group` (its whole process group does), the name of an

@@ -60,7 +60,8 @@ class DataFolder:
         return self.job(job_id) / f"checkpoint-{step:08d}"
 
     def checkpoints(self, job_id: str) -> list[tuple[int, Path]]:
-        """Step and folder of each complete checkpoint, by step. A folder gets this name only once it is durable. Raises `StorageError`."""
+        """Step and folder of each complete checkpoint, by step. A folder gets this name only once it is durable. Raises
+        `StorageError`."""
         job = self.job(job_id)
         with read_errors():
             found = [

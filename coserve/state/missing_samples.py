@@ -19,13 +19,14 @@ def _beginning(step: int, prompt: int | None) -> str:
 
 
 def passed_step(training: TrainingRequest, step: int) -> int:
-    """The last step with samples that a job at `step` has left behind; 0: none. Those of `step` itself it still generates."""
+    """The last step with samples that a job at `step` has left behind; 0: none. Those of `step` itself it still
+    generates."""
     return (step - 1) // training.sample_steps * training.sample_steps if training.sample_prompts and step else 0
 
 
 def missing_notes(training: TrainingRequest, step: int, done: Collection[int], told: Iterable[str]) -> tuple[str, ...]:
-    """Notes of the prompts that have no sample at `step`, which the job does not come back to, and for which none of the notes in `told`
-    says so."""
+    """Notes of the prompts that have no sample at `step`, which the job does not come back to, and for which none of
+    the notes in `told` says so."""
     notes = tuple(told)
 
     def is_told(prompt: int | None) -> bool:

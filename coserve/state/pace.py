@@ -9,15 +9,16 @@ WINDOW = 20
 
 
 class Pace(Wire, frozen=True):
-    """The mean seconds of a job's recent steps by the wall clock: requests and other jobs, for which it waits, count. Time in which it
-    does not run, since it is paused or its engine has died, does not.
+    """The mean seconds of a job's recent steps by the wall clock: requests and other jobs, for which it waits, count.
+    Time in which it does not run, since it is paused or its engine has died, does not.
     """
 
     at: float
     """When its last step ended, or when it began or went on: seconds since the epoch."""
     seconds: float = 0.0
     intervals: int = 0
-    """How many `seconds` is the mean of, at most `WINDOW + 1`. The first one, in which kernels may be compiled, counts until the second."""
+    """How many `seconds` is the mean of, at most `WINDOW + 1`. The first one, in which kernels may be compiled, counts
+    until the second."""
 
     def step(self, now: float) -> Pace:
         """One step more is done."""

@@ -1,4 +1,5 @@
-"""Rows of the registry: jobs and adapters (their events are `coserve.core.schemas.JobEvent`). Times are seconds since the epoch."""
+"""Rows of the registry: jobs and adapters (their events are `coserve.core.schemas.JobEvent`). Times are seconds since
+the epoch."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class JobRecord(Wire, frozen=True):
     """The job whose end this job waits for: it continues from the version that that one publishes."""
 
     request_digests: dict[str, str] = {}
-    """Of the request that made it, if it had an `Idempotency-Key`; empty too for a job that was accepted before this was kept."""
+    """Of the request that made it, if it had an `Idempotency-Key`; empty too for a job that was accepted before this
+    was kept."""
     samples: tuple[Sample, ...] = ()
     """Those of the last step that has any, by prompt."""
 

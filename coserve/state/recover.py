@@ -35,7 +35,8 @@ def recover(registry: Registry, folder: DataFolder) -> list[JobRecord]:
     registry.check()
     if not registry.has_claimed_versions() and (refs := folder.adapter_refs()):
         raise StartupError(
-            f"the registry {folder.database} is new or empty, but {folder.adapters} has files of {len(refs)} adapter versions, {refs[0]} for one: "
+            f"the registry {folder.database} is new or empty, but {folder.adapters} has files of {len(refs)} adapter "
+            f"versions, {refs[0]} for one: "
             "put the registry back, or move these files away and import them again"
         )
     for name in folder.sweep():
@@ -54,9 +55,9 @@ def recover(registry: Registry, folder: DataFolder) -> list[JobRecord]:
 def drop_unrecorded_checkpoints(folder: DataFolder, job: JobRecord) -> None:
     """Remove checkpoints of steps that the registry has not recorded. Call it when the engine that wrote them is gone.
 
-    A job that resumed from one would lack those steps in its loss curve; so they run again. A checkpoint that was made before its own
-    step's evaluation has the metrics of that step, which the job reports when it goes on. Raises `StorageError` where the machine cannot read
-    one now, or not delete it.
+    A job that resumed from one would lack those steps in its loss curve; so they run again. A checkpoint that was made
+    before its own step's evaluation has the metrics of that step, which the job reports when it goes on. Raises
+    `StorageError` where the machine cannot read one now, or not delete it.
     """
     for step, path in folder.checkpoints(job.spec.id):
         if step > job.step + 1 or (

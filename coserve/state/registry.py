@@ -91,12 +91,13 @@ class Registry(AdapterTable):
         return self.jobs(limit=-1, states=UNFINISHED)[::-1]
 
     def predecessor(self, job: JobRecord) -> JobRecord:
-        """The job whose end decides from where a waiting `job` continues: the one that it waits for. If that one ended without a version
-        while it waited itself, the one before it."""
+        """The job whose end decides from where a waiting `job` continues: the one that it waits for. If that one ended
+        without a version while it waited itself, the one before it."""
         return self.job(self._awaited(job)[-1])
 
     def _awaited(self, job: JobRecord) -> list[str]:
-        """The job that a job waits for, and those before it up to its `predecessor`; empty for one that waits for none."""
+        """The job that a job waits for, and those before it up to its `predecessor`; empty for one that waits for
+        none."""
         found = []
         while job.after is not None:
             found.append(job.after)
@@ -165,7 +166,8 @@ class Registry(AdapterTable):
             return self._save(record)
 
     def continue_job(self, spec: JobSpec, after: str | None, message: str) -> JobRecord:
-        """A waiting job waits no longer, and runs as `spec`, or it waits for job `after`. Raises `JobNotFound`, `WrongJobState`."""
+        """A waiting job waits no longer, and runs as `spec`, or it waits for job `after`. Raises `JobNotFound`,
+        `WrongJobState`."""
         with self._transaction():
             record = self.job(spec.id)
             if record.state.terminal:
@@ -175,8 +177,8 @@ class Registry(AdapterTable):
             return self._save(msgspec.structs.replace(record, spec=spec, after=after))
 
     def record_start(self, id: str, total_steps: int, resumed_from: int, note: str | None = None) -> JobRecord:
-        """The engine runs the job from step `resumed_from` on. Samples of steps before it that are missing become a note, besides `note`.
-        Raises `JobNotFound`, `WrongJobState`."""
+        """The engine runs the job from step `resumed_from` on. Samples of steps before it that are missing become a
+        note, besides `note`. Raises `JobNotFound`, `WrongJobState`."""
         with self._transaction():
             record = self.job(id)
             if record.state is not JobState.RUNNING:
@@ -236,7 +238,8 @@ class Registry(AdapterTable):
         self.record_message(id, f"checkpoint at step {step}", type="checkpoint")
 
     def record_sample(self, id: str, sample: Sample) -> None:
-        """A sample was generated. The first one of its step and prompt is kept. Raises `JobNotFound`, `WrongJobState`."""
+        """A sample was generated. The first one of its step and prompt is kept. Raises `JobNotFound`,
+        `WrongJobState`."""
         with self._transaction():
             record = self.job(id)
             if record.state.terminal:
@@ -264,7 +267,8 @@ class Registry(AdapterTable):
         return frozenset(sample.prompt for sample in found)
 
     def record_waiting(self, id: str, message: str) -> JobRecord:
-        """A running job waits for the disk, or one in line for memory or for another daemon. Raises `JobNotFound`, `WrongJobState`."""
+        """A running job waits for the disk, or one in line for memory or for another daemon. Raises `JobNotFound`,
+        `WrongJobState`."""
         with self._transaction():
             record = self.job(id)
             if record.state not in (JobState.RUNNING, JobState.QUEUED):
@@ -351,8 +355,8 @@ class Registry(AdapterTable):
         return refs
 
     def delete_version(self, ref: AdapterRef) -> None:
-        """Delete one version's row. Raises `AdapterNotFound`, or `AdapterBusy` while an unfinished job continues or learns from it, or
-        waits for the job that published it."""
+        """Delete one version's row. Raises `AdapterNotFound`, or `AdapterBusy` while an unfinished job continues or
+        learns from it, or waits for the job that published it."""
         with self._transaction():
             self.adapter(ref.id, ref.version)
             for job in self.unfinished():

@@ -21,8 +21,8 @@ BLOCK = 64 << 10
 class Reserve:
     """A file of `size` allocated bytes. Not thread-safe.
 
-    Disk errors other than a lack of space are not raised, since the reserve only helps other writes. They are logged once
-    and shown in `notes` until the reserve works again.
+    Disk errors other than a lack of space are not raised, since the reserve only helps other writes. They are logged
+    once and shown in `notes` until the reserve works again.
     """
 
     def __init__(self, path: Path, size: int = SIZE) -> None:

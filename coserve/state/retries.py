@@ -20,7 +20,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Backoff:
-    """Seconds between attempts: `first`, then doubled up to `longest`, until their sum is `total` (None: without end)."""
+    """Seconds between attempts: `first`, then doubled up to `longest`, until their sum is `total` (None: without
+    end)."""
 
     first: float = 0.05
     longest: float = 2.0
@@ -89,8 +90,8 @@ class Retries:
 
     @contextmanager
     def _attempts(self, what: str) -> Iterator[Callable[[StorageError], float]]:
-        """Context of all attempts of one call. Yields a function that takes the error of an attempt and returns the seconds
-        to the next one, or raises the error when the back-off has ended."""
+        """Context of all attempts of one call. Yields a function that takes the error of an attempt and returns the
+        seconds to the next one, or raises the error when the back-off has ended."""
         delays, failures, waited, given_up = self._backoff.delays(), 0, 0.0, False
 
         def failed(error: StorageError) -> float:

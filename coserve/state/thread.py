@@ -20,13 +20,13 @@ LOCK_BACKOFF = Backoff(total=5.0)
 
 
 class RegistryThread:
-    """`await thread(lambda registry: registry.job(id))`: calls run one at a time, in order, off the event loop. `await thread.read(...)`
-    runs beside them on a connection of its own: a commit may wait for the disk as long as the checkpoint of a job is written, and a
-    request that only looks up its adapter need not wait for it.
+    """`await thread(lambda registry: registry.job(id))`: calls run one at a time, in order, off the event loop.
+    `await thread.read(...)` runs beside them on a connection of its own: a commit may wait for the disk as long as the
+    checkpoint of a job is written, and a request that only looks up its adapter need not wait for it.
 
-    A call is completed even if its caller is cancelled. A call that meets another process's lock is retried by `backoff`,
-    while other calls run, and then raises `StorageBusy`. So `fn` must be safe to repeat: only its last transaction is
-    rolled back. The first call opens the registry, and raises what `Registry` raises.
+    A call is completed even if its caller is cancelled. A call that meets another process's lock is retried by
+    `backoff`, while other calls run, and then raises `StorageBusy`. So `fn` must be safe to repeat: only its last
+    transaction is rolled back. The first call opens the registry, and raises what `Registry` raises.
     """
 
     def __init__(
@@ -54,13 +54,15 @@ class RegistryThread:
         return await self._run(self._call, fn, self._executor)
 
     async def read(self, fn: Callable[[Registry], T]) -> T:
-        """As a call, for an `fn` that changes nothing: it sees what was committed before. Once the registry is open it waits for earlier reads alone."""
+        """As a call, for an `fn` that changes nothing: it sees what was committed before. Once the registry is open it
+        waits for earlier reads alone."""
         if self._registry is None:
             await self(lambda _: None)  # that one makes the file
         return await self._run(self._call_reader, fn, self._readers)
 
     async def with_reserve(self, fn: Callable[[Registry], T]) -> T:
-        """As a call, for a change that frees space or ends a job: on a full disk, `fn` is retried with the reserved space."""
+        """As a call, for a change that frees space or ends a job: on a full disk, `fn` is retried with the reserved
+        space."""
         return await self._run(self._call_with_reserve, fn, self._executor)
 
     async def _run(

@@ -1,7 +1,8 @@
 """Open-loop arrival processes, as pure generators of arrival times.
 
-A renewal process of rate 1 gives the gaps (`Process`), and the rate over time (`Pattern`) stretches them: the n-th arrival
-comes when the rate's integral reaches the n-th time of the process. So bursts of a Gamma process may ramp or switch on and off.
+A renewal process of rate 1 gives the gaps (`Process`), and the rate over time (`Pattern`) stretches them: the n-th
+arrival comes when the rate's integral reaches the n-th time of the process. So bursts of a Gamma process may ramp or
+switch on and off.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class Process(StrEnum):
     GAMMA = "gamma"
     """Gamma gaps with the coefficient of variation `cv` (S-LoRA, section 6.2); `cv` 1 is Poisson, above it bursts come.
 
-    The burstiness of `vllm bench serve` is `1 / cv**2`. The process is stationary, so that `rate * duration` arrivals are expected
-    whatever the `cv`: the first gap is the rest of one that began earlier.
+    The burstiness of `vllm bench serve` is `1 / cv**2`. The process is stationary, so that `rate * duration` arrivals
+    are expected whatever the `cv`: the first gap is the rest of one that began earlier.
     """
 
 
@@ -66,7 +67,8 @@ def arrival_times(
 ) -> Iterator[float]:
     """Ascending times in seconds, from 0 up to but without `duration`.
 
-    `share`: of the rate, for a process that is one of several (one adapter's); a constant process then begins at a random phase.
+    `share`: of the rate, for a process that is one of several (one adapter's); a constant process then begins at a
+    random phase.
     """
     if share == 0.0:
         return
@@ -90,7 +92,8 @@ def _unit_times(arrivals: Arrivals, rng: random.Random, *, shifted: bool) -> Ite
         case Process.GAMMA:
             shape = 1 / arrivals.cv**2
             scale = 1 / shape
-            # The gap that time 0 falls into: long gaps are likelier to be met (length-biased), at a uniform point of them.
+            # The gap that time 0 falls into: long gaps are likelier to be met (length-biased), at a uniform point of
+            # them.
             first = rng.random() * rng.gammavariate(shape + 1, scale)
             gaps = (rng.gammavariate(shape, scale) for _ in itertools.count())
             yield from itertools.accumulate(itertools.chain([first], gaps))

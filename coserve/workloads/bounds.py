@@ -1,4 +1,5 @@
-"""Least and most of a workload's settings: generous for real runs, so that every workload can be made in finite time and memory. Pure."""
+"""Least and most of a workload's settings: generous for real runs, so that every workload can be made in finite time
+and memory. Pure."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ class Snapshot(Wire, frozen=True):
 
 
 def read_snapshot(page: str, at: float) -> Snapshot:
-    """The gauges of a page in Prometheus' text format; those of several engines are added up, shares of the cache averaged.
+    """The gauges of a page in Prometheus' text format; those of several engines are added up, shares of the cache
+    averaged.
 
     A gauge that is NaN or infinite is left out. Raises `InternalError` for one that cannot be read.
     """

@@ -19,7 +19,8 @@ class Lengths(StrEnum):
     UNIFORM = "uniform"
     """Every length from the least to the most is equally likely (S-LoRA, table 3)."""
     LOGNORMAL = "lognormal"
-    """The logarithm is normal, with the median and the standard deviation `length_sigma`, clipped to the least and the most."""
+    """The logarithm is normal, with the median and the standard deviation `length_sigma`, clipped to the least and the
+    most."""
 
 
 def draw_length(shape: Lengths, low: int, high: int, median: float, sigma: float, rng: random.Random) -> int:

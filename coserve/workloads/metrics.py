@@ -1,8 +1,9 @@
 """Latencies of single requests, and their distribution. Pure.
 
 TTFT, TPOT, ITL and E2E as `vllm bench serve` defines them: TTFT from the arrival to the first token, TPOT the time
-after it divided by the tokens after it, ITL every gap between two chunks, E2E from the arrival to the end. Failed requests have no
-latency and attain no SLO. User satisfaction is S-LoRA's (section 6.1; the curve is that of its published code).
+after it divided by the tokens after it, ITL every gap between two chunks, E2E from the arrival to the end. Failed
+requests have no latency and attain no SLO. User satisfaction is S-LoRA's (section 6.1; the curve is that of its
+published code).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ SATISFACTION_LIMIT = 6.0
 
 
 class Limits(Wire, frozen=True):
-    """Upper limits in seconds of a good answer; None: no limit. `batch_`: of requests of the class batch, which have no other."""
+    """Upper limits in seconds of a good answer; None: no limit. `batch_`: of requests of the class batch, which have no
+    other."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -40,7 +42,8 @@ class Limits(Wire, frozen=True):
         )
 
     def of_class(self, slo_class: SloClass | None) -> tuple[float | None, float | None, float | None]:
-        """TTFT, TPOT and E2E limits of the requests of a class. Requests without a class have those of interactive ones."""
+        """TTFT, TPOT and E2E limits of the requests of a class. Requests without a class have those of interactive
+        ones."""
         if slo_class == "batch":
             return self.batch_ttft, self.batch_tpot, None
         return self.ttft, self.tpot, self.e2e
@@ -124,8 +127,8 @@ def trained_until(jobs: Sequence[JobSample], time: float) -> int:
 
 
 def peak_speed(jobs: Sequence[JobSample], lead: float) -> float | None:
-    """Fine-tuning tokens a second before the arrival window, in the second half of `lead`: between the first and the last step that
-    was reported there. None with fewer than three.
+    """Fine-tuning tokens a second before the arrival window, in the second half of `lead`: between the first and the
+    last step that was reported there. None with fewer than three.
     """
     steps = sorted(step for job in jobs for step in job.trained if lead / 2 <= step[0] <= lead)
     if len(steps) < 3 or steps[-1][0] <= steps[0][0]:

@@ -96,7 +96,8 @@ def read_models(content: bytes) -> list[str]:
 
 
 async def check(response: aiohttp.ClientResponse) -> None:
-    """Raises the error that the body's code names if that has the response's status, else the one that the status stands for."""
+    """Raises the error that the body's code names if that has the response's status, else the one that the status
+    stands for."""
     if response.status < 300:
         return
     content = await response.read()

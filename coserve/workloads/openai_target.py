@@ -30,9 +30,9 @@ DONE = "[DONE]"
 class OpenAITarget:
     """Sends prompts as streamed completions; `model` is the adapter's name (with `prefix`), or `model` for the base.
 
-    Every chunk's tokens are counted by the server's running usage where it sends one (`continuous_usage_stats`), else a chunk counts as
-    one token and the usage at the end corrects the sum. `url` may end with `/v1`, as the base URL of OpenAI's clients does. Open it
-    as `async with`.
+    Every chunk's tokens are counted by the server's running usage where it sends one (`continuous_usage_stats`), else a
+    chunk counts as one token and the usage at the end corrects the sum. `url` may end with `/v1`, as the base URL of
+    OpenAI's clients does. Open it as `async with`.
     """
 
     def __init__(

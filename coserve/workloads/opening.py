@@ -43,8 +43,8 @@ def open_workload(given: Mapping[str, object]) -> Trace:
 
 
 def unused(given: Mapping[str, object]) -> dict[str, str]:
-    """The settings that change nothing, each with what it needs (`unused.unused_settings`); those beside a trace of ours are
-    `open_workload`'s to refuse. Raises as `open_workload`.
+    """The settings that change nothing, each with what it needs (`unused.unused_settings`); those beside a trace of
+    ours are `open_workload`'s to refuse. Raises as `open_workload`.
     """
     scenario = make_scenario(given)
     found = trace_format(scenario)

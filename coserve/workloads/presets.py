@@ -43,7 +43,8 @@ PRESETS: dict[str, Preset] = {
         "S-LoRA, table 3, 13B @ A100 (80G), ranks of S4", _SLORA | _S4 | {"adapters": "400", "rate": "6"}
     ),
     "flexllm-8b": Preset(
-        "FlexLLM's recipe for an 8B model on one GPU: with --trace BurstGPT.csv --trace-model ChatGPT --trace-rate 1..5 and "
+        "FlexLLM's recipe for an 8B model on one GPU: with --trace BurstGPT.csv --trace-model ChatGPT --trace-rate "
+        "1..5 and "
         "--prompts ShareGPT.json; without them a stand-in of ours: Gamma arrivals of cv 2, log-normal lengths",
         {
             "duration": "600",
@@ -67,7 +68,8 @@ PRESETS: dict[str, Preset] = {
         | _LLAMA,
     ),
     "equal-8b": Preset(
-        "Equal loads for coserve and its peers, an 8B model, targets of FlexLLM's recipe; jobs end and publish in the window",
+        "Equal loads for coserve and its peers, an 8B model, targets of FlexLLM's recipe; jobs end and publish in the "
+        "window",
         {
             "process": "poisson",
             "rate": "5",

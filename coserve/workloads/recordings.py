@@ -1,4 +1,5 @@
-"""Recorded arrivals and contents as the source of a workload: formats told apart, windows cut, rates changed, tokens counted."""
+"""Recorded arrivals and contents as the source of a workload: formats told apart, windows cut, rates changed, tokens
+counted."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """`recorded`: makes the recorded arrivals; None: the scenario's process. `conversations`: makes contents; None: none."""
+    """`recorded`: makes the recorded arrivals; None: the scenario's process. `conversations`: makes contents; None:
+    none."""
 
     recorded: Callable[[], Iterator[Recorded]] | None = None
     conversations: Callable[[], Iterator[Content]] | None = None
@@ -64,7 +66,8 @@ def open_source(scenario: Scenario) -> Source:
 
 
 def first_request(scenario: Scenario) -> float | None:
-    """Seconds from the recording's beginning to its first request, whatever part is played; None: there is no request, or no recording.
+    """Seconds from the recording's beginning to its first request, whatever part is played; None: there is no request,
+    or no recording.
 
     Raises `InvalidRequest` or `MalformedRow` as the workload does.
     """
@@ -115,8 +118,8 @@ def format_of(path: Path) -> TraceFormat:
 def _window(scenario: Scenario, read: Callable[[], Iterator[Recorded]]) -> Iterator[Recorded]:
     """The recording's part that is played, its times from 0 up to the duration, at the wanted rate.
 
-    The rate is reached by leaving out or repeating requests at random, in order (as FlexLLM's recipe does), so that bursts stay
-    bursts; the file is read twice for it.
+    The rate is reached by leaving out or repeating requests at random, in order (as FlexLLM's recipe does), so that
+    bursts stay bursts; the file is read twice for it.
     """
     rate = scenario.trace_rate
     if rate is None:
@@ -137,7 +140,8 @@ def _cut(scenario: Scenario, records: Iterator[Recorded]) -> Iterator[Recorded]:
 
 
 def _resampled(records: Iterator[Recorded], have: int, want: int, rng: random.Random) -> Iterator[Recorded]:
-    """`want` of the `have` records: each as often as all, and a uniform choice of them once more (Knuth's algorithm S)."""
+    """`want` of the `have` records: each as often as all, and a uniform choice of them once more (Knuth's algorithm
+    S)."""
     each, more = divmod(want, have) if have else (0, 0)
     for seen, record in enumerate(records):
         extra = rng.random() * (have - seen) < more

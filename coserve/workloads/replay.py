@@ -1,7 +1,8 @@
 """Send a trace to a daemon and record when everything happened.
 
-Open loop: each arrival is sent at its time, whether or not earlier ones were answered, so a slow server gets the same load as
-a fast one. Latencies count from the time an arrival was due, not from when it was sent; `Sample.sent` shows the difference.
+Open loop: each arrival is sent at its time, whether or not earlier ones were answered, so a slow server gets the same
+load as a fast one. Latencies count from the time an arrival was due, not from when it was sent; `Sample.sent` shows the
+difference.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ class Usage(NamedTuple):
 
 
 class Target(Protocol):
-    """The server as seen by a replay. Every method may raise `CoserveError` or `OSError`; both are recorded as errors."""
+    """The server as seen by a replay. Every method may raise `CoserveError` or `OSError`; both are recorded as
+    errors."""
 
     def generate(self, arrival: PromptArrival) -> AsyncIterator[int | Usage]:
-        """Stream a generation: the number of new tokens of each chunk, as it arrives, and at the end the server's count if it
-        has one, which then is the number of the answer's tokens. The answer is complete with what comes last.
+        """Stream a generation: the number of new tokens of each chunk, as it arrives, and at the end the server's count
+        if it has one, which then is the number of the answer's tokens. The answer is complete with what comes last.
         """
         ...
 
@@ -56,7 +58,8 @@ class Target(Protocol):
         ...
 
     def watch(self, job: str) -> AsyncIterator[JobUpdate]:
-        """Stream the updates of a job until it ends. Raises the error with which it failed, also for one that is paused."""
+        """Stream the updates of a job until it ends. Raises the error with which it failed, also for one that is
+        paused."""
         ...
 
     async def cancel(self, job: str) -> None: ...
@@ -112,7 +115,8 @@ class JobSample(Wire, frozen=True):
 
 
 class ReplayResult(Wire, frozen=True):
-    """All samples. `duration`: from the start to the last answer, or to the end of the last job if jobs were awaited, or to the interruption.
+    """All samples. `duration`: from the start to the last answer, or to the end of the last job if jobs were awaited,
+    or to the interruption.
 
     `snapshots`: the server's gauges over time, if it was asked for them.
     """
@@ -142,10 +146,11 @@ async def replay(
     probe_interval: float = 1.0,
     on_interrupt: Callable[[ReplayResult], None] = lambda _: None,
 ) -> ReplayResult:
-    """Send every arrival at its time, and wait for the answers. A replay that is cancelled gives what it has to `on_interrupt`.
+    """Send every arrival at its time, and wait for the answers. A replay that is cancelled gives what it has to
+    `on_interrupt`.
 
-    A generation that takes longer than `request_timeout` seconds is abandoned (error `timeout`). `observe` is called with each
-    sample as soon as it is complete, `probe` every `probe_interval` seconds until the end.
+    A generation that takes longer than `request_timeout` seconds is abandoned (error `timeout`). `observe` is called
+    with each sample as soon as it is complete, `probe` every `probe_interval` seconds until the end.
     """
     recorder = _Recorder(target, asyncio.get_running_loop().time(), request_timeout, observe or (lambda sample: None))
     try:
@@ -325,7 +330,8 @@ class _Recorder:
 
 
 def _wrong_length(arrival: PromptArrival, tokens: int, usage: Usage | None) -> tuple[str | None, str | None]:
-    """Code and message for a whole answer that is not what was asked for. Only the server can tell how many tokens are missing."""
+    """Code and message for a whole answer that is not what was asked for. Only the server can tell how many tokens are
+    missing."""
     if not tokens:
         return "no_tokens", "the answer has no tokens"
     if usage is None or usage.output_tokens >= arrival.max_tokens:

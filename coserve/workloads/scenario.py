@@ -1,8 +1,9 @@
 """The settings of a workload, declared once: options of `coserve bench`, keys of its TOML file, first line of a trace.
 
-Order: command line, then the TOML file of `--workload`, then the preset, then the defaults below, which are the synthetic workload of
-the ETS paper (section 5.2.1, table 5.1): a prompt every 0.1 s, and every 20 s up to 512 rows to fine-tune on, all for one of
-32 adapters of rank 32. The paper's fine-tuning request is one row; here the rows of one burst that are for the same adapter are one job.
+Order: command line, then the TOML file of `--workload`, then the preset, then the defaults below, which are the
+synthetic workload of the ETS paper (section 5.2.1, table 5.1): a prompt every 0.1 s, and every 20 s up to 512 rows to
+fine-tune on, all for one of 32 adapters of rank 32. The paper's fine-tuning request is one row; here the rows of one
+burst that are for the same adapter are one job.
 """
 
 from __future__ import annotations
@@ -206,7 +207,8 @@ def sections() -> dict[str, list[str]]:
 
 
 def given_settings(given: Mapping[str, object], file: Path | None = None) -> dict[str, object]:
-    """The settings that the TOML file has and the command line (`given`, without what was left out), which goes before it.
+    """The settings that the TOML file has and the command line (`given`, without what was left out), which goes before
+    it.
 
     Raises `ConfigError` for an unknown key or a value of the wrong type.
     """

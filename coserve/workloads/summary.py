@@ -1,7 +1,7 @@
 """The numbers of a run. Pure.
 
-Goodput is the answers a second within every limit, as `vllm bench serve` has it. Inference latency (mean E2E), SLO attainment and
-fine-tuning tokens a second as in the ETS paper (section 5.2.3, table 5.2).
+Goodput is the answers a second within every limit, as `vllm bench serve` has it. Inference latency (mean E2E), SLO
+attainment and fine-tuning tokens a second as in the ETS paper (section 5.2.3, table 5.2).
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Queue(Wire, frozen=True):
 
 
 class Summary(Wire, frozen=True):
-    """Rates of requests and their tokens are per second from the beginning of the arrival window to the end of the last request;
-    a `Spread` is None where there was nothing to measure.
+    """Rates of requests and their tokens are per second from the beginning of the arrival window to the end of the last
+    request; a `Spread` is None where there was nothing to measure.
     """
 
     duration: float
@@ -156,8 +156,8 @@ def summarise(
     limits: Limits | None = None,
     peak: float | None = None,
 ) -> Summary:
-    """The numbers of a run. `slos`: E2E limits in seconds, `limits`: those of a good answer; None: the scenario's. `peak`: fine-tuning
-    tokens a second alone; None: as measured before the arrival window.
+    """The numbers of a run. `slos`: E2E limits in seconds, `limits`: those of a good answer; None: the scenario's.
+    `peak`: fine-tuning tokens a second alone; None: as measured before the arrival window.
     """
     slos = run.scenario.slos if slos is None else slos
     limits = Limits.of(run.scenario) if limits is None else limits

@@ -24,10 +24,11 @@ from coserve.workloads.trace import Arrival, FinetuneArrival, PromptArrival, Rep
 def make_trace(
     scenario: Scenario, prompts: Sequence[str], rows: Sequence[dict[str, Any]], source: Source | None = None
 ) -> Trace:
-    """The trace of `scenario.seed`: prompts and rows are drawn with replacement. `source`: recorded arrivals, or contents.
+    """The trace of `scenario.seed`: prompts and rows are drawn with replacement. `source`: recorded arrivals, or
+    contents.
 
-    Prompts, adapters, arrivals and fine-tuning draw from random streams of their own: a change to one leaves the others as they were.
-    Raises `InvalidRequest` or `EmptyCorpus` where there is nothing to draw from.
+    Prompts, adapters, arrivals and fine-tuning draw from random streams of their own: a change to one leaves the others
+    as they were. Raises `InvalidRequest` or `EmptyCorpus` where there is nothing to draw from.
     """
     source = source or Source()
     if scenario.prompt_lengths is Lengths.TEXTS and not prompts and not source.has_contents:
@@ -140,7 +141,8 @@ def _burst_count(scenario: Scenario) -> int:
 
 
 def _bursts(scenario: Scenario, rows: Sequence[dict[str, Any]]) -> Iterator[FinetuneArrival]:
-    """Every `finetune_period` from the start until the end of the arrival window; a burst's rows of one adapter are one job."""
+    """Every `finetune_period` from the start until the end of the arrival window; a burst's rows of one adapter are one
+    job."""
     rng = random.Random(f"{scenario.seed}/finetune")
     adapter = choices(scenario.distribution, scenario.adapters, rng)
     names, index = scenario.adapter_names, itertools.count()

@@ -43,8 +43,8 @@ SEED_ROW = {"text": "A first row, so that the adapter exists."}
 class DaemonTarget:
     """Sends a trace's arrivals with `client`; every job continues its adapter, which `prepare` makes first.
 
-    `prefix` of the adapters' names on the daemon, so that a replay has adapters of its own; `clean_up` deletes them. With
-    `completions`, prompts are sent through it, as to any OpenAI-style server.
+    `prefix` of the adapters' names on the daemon, so that a replay has adapters of its own; `clean_up` deletes them.
+    With `completions`, prompts are sent through it, as to any OpenAI-style server.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class DaemonTarget:
     async def prepare(self, names: Iterable[str] = ()) -> int:
         """Create the scenario's adapters, and those of other `names`, that the daemon lacks; returns how many.
 
-        Raises `CoserveError` leaves of the client, and `InvalidRequest` for an existing adapter of another rank or a name that, with the
-        prefix, none can have.
+        Raises `CoserveError` leaves of the client, and `InvalidRequest` for an existing adapter of another rank or a
+        name that, with the prefix, none can have.
         """
         ranks = {name: self._scenario.rank_of(i) for i, name in enumerate(self._scenario.adapter_names)}
         ranks |= {name: self._scenario.rank_of(i) for i, name in enumerate(names) if name not in ranks}
@@ -145,7 +145,8 @@ class DaemonTarget:
         return (await self._submitted(self.served_name(arrival.adapter), self.start(arrival))).id
 
     async def _submitted(self, name: str, submission: Coroutine[Any, Any, AsyncJobHandle]) -> AsyncJobHandle:
-        """The job of a submission, which goes on if the caller is cancelled: the daemon may have accepted it already."""
+        """The job of a submission, which goes on if the caller is cancelled: the daemon may have accepted it
+        already."""
         task = asyncio.ensure_future(submission)
         self._submissions[task] = name
         task.add_done_callback(self._answered)
@@ -183,8 +184,8 @@ class DaemonTarget:
         await self._jobs[job].cancel()
 
     async def clean_up(self) -> list[str]:
-        """Cancel this target's running jobs and delete the adapters that `prepare` created; returns the names of those that
-        could not be deleted, or whose job may still run.
+        """Cancel this target's running jobs and delete the adapters that `prepare` created; returns the names of those
+        that could not be deleted, or whose job may still run.
         """
         if self._submissions:
             _, late = await asyncio.wait(set(self._submissions), timeout=self._submission_wait)
@@ -216,7 +217,8 @@ class DaemonTarget:
 
 
 async def _patiently(call: Callable[[], Awaitable[T]], limit: asyncio.Semaphore) -> T:
-    """Make a call of a clean-up, again where the adapter or the daemon is busy. `limit`: of all that are made at a time."""
+    """Make a call of a clean-up, again where the adapter or the daemon is busy. `limit`: of all that are made at a
+    time."""
     async with limit:
         for attempt in range(CLEAN_UP_ATTEMPTS - 1):
             try:

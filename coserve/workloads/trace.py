@@ -1,14 +1,14 @@
 """A workload as a sequence of arrivals, and the file that keeps one: JSON lines, read and written in constant memory.
 
-The first line is `{"type":"workload","version":1,"scenario":{...}}` with the settings that made the trace. Then comes one line an
-arrival, ordered by `at`, the seconds after the start, and by `index` among the prompts and among the jobs:
+The first line is `{"type":"workload","version":1,"scenario":{...}}` with the settings that made the trace. Then comes
+one line an arrival, ordered by `at`, the seconds after the start, and by `index` among the prompts and among the jobs:
 
     {"type":"prompt","at":0.1,"index":0,"adapter":"load-03","prompt":"Act as ...","max_tokens":32,"seed":7}
     {"type":"prompt","at":0.2,"index":1,"adapter":null,"prompt":[512,2048,77],"max_tokens":9,"seed":8}
     {"type":"finetune","at":20.0,"index":0,"adapter":"load-03","rows":[{"text":"..."}]}
 
-`prompt` is a text or token ids; `adapter` null is the base; an answer has exactly `max_tokens` tokens. A prompt may have a
-`slo_class`, "interactive" or "batch". A value that no server can take is refused when the trace is read.
+`prompt` is a text or token ids; `adapter` null is the base; an answer has exactly `max_tokens` tokens. A prompt may
+have a `slo_class`, "interactive" or "batch". A value that no server can take is refused when the trace is read.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def count(trace: Trace) -> Totals:
 
 
 def save_trace(trace: Trace, path: Path) -> None:
-    """The file is complete or not there: what was at `path` is replaced at the end, and stays after a failure. So `path` may be the
-    file that `trace` is read from.
+    """The file is complete or not there: what was at `path` is replaced at the end, and stays after a failure. So
+    `path` may be the file that `trace` is read from.
 
     Raises `InvalidRequest` where nothing can be written, and what reading the trace raises.
     """
@@ -154,8 +154,8 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 def load_trace(path: Path) -> Trace:
     """A trace whose arrivals are read from the file when they are iterated.
 
-    Raises `MalformedRow` (with the file and the line) for a wrong first line, and so does the iteration for any other line that
-    `save_trace` does not write; `InvalidRequest` for no file.
+    Raises `MalformedRow` (with the file and the line) for a wrong first line, and so does the iteration for any other
+    line that `save_trace` does not write; `InvalidRequest` for no file.
     """
     with naming(path):
         number, first = next(read_lines(path), (1, b""))

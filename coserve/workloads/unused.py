@@ -33,7 +33,8 @@ def all_rules(scenario: Scenario, trace: TraceFormat | None) -> list[Rule]:
 
 
 def unused_settings(given: Iterable[str], scenario: Scenario, trace: TraceFormat | None) -> dict[str, str]:
-    """The settings among `given` that change nothing, each with what it needs. `trace`: the format of the scenario's trace file."""
+    """The settings among `given` that change nothing, each with what it needs. `trace`: the format of the scenario's
+    trace file."""
     rules = all_rules(scenario, trace)
     found: dict[str, str] = {}
     for name in given:

@@ -132,7 +132,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         "llama",
         {
             "r": 4,
-            "target_modules": r"(?:.*?(?:language|text).*?(?:q_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|o_proj|up_proj)))",
+            "target_modules": r"(?:.*?(?:language|text).*?(?:q_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|o_proj|up_proj)))",  # noqa: E501
             "exclude_modules": r".*\.1\..*o_proj",
             "rank_pattern": {r"layers\.(?:0|[2-9])\..*": 7, "o_proj|up_proj": 2},
             "alpha_pattern": {r".*attn\.[qk]_proj": 20, r"layers\.\d+\.mlp\..*?": 5, "o_proj": 3},

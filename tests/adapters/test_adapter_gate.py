@@ -1,4 +1,5 @@
-"""Adapter intake: what coserve doesn't implement, or what is damaged or hostile, is refused by name before it is used."""
+"""Adapter intake: what coserve doesn't implement, or what is damaged or hostile, is refused by name before it is
+used."""
 
 from __future__ import annotations
 
@@ -431,7 +432,7 @@ def test_a_long_pattern_is_refused_where_it_matters_and_costs_bounded_steps(tmp_
 
 def test_settings_that_ask_for_nothing_pass_as_other_tools_write_them(tmp_path: Path) -> None:
     """Null and default fields of PEFT 0.13 to 0.21, of Unsloth, LLaMA-Factory, TRL, ms-swift and Megatron's export."""
-    unsloth = r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|v_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|v_proj)))"
+    unsloth = r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|v_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|v_proj)))"  # noqa: E501
     off = dict.fromkeys(
         [
             "alora_invocation_tokens",

@@ -215,7 +215,8 @@ def test_matching_is_charged_before_it_runs() -> None:
 
 
 def test_many_patterns_together_stay_within_the_steps() -> None:
-    """A megabyte of small patterns, of large ones, and of ones that are too large: all end in a bounded number of tries."""
+    """A megabyte of small patterns, of large ones, and of ones that are too large: all end in a bounded number of
+    tries."""
     for sources in (
         [f"a{i}" for i in range(150_000)],
         [f"(?:{i}|{'a' * 500}){{100}}" for i in range(2_000)],

@@ -1,5 +1,5 @@
-"""An adapter's file goes straight to where the adapter stays, on several threads, and is hashed beside that: what is told of a bad one is what
-reading it piece by piece would tell."""
+"""An adapter's file goes straight to where the adapter stays, on several threads, and is hashed beside that: what is
+told of a bad one is what reading it piece by piece would tell."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def same(one: LoraWeights, other: LoraWeights) -> bool:
 def test_an_adapter_is_what_its_file_has(
     tmp_path: Path, in_file: torch.dtype, dtype: torch.dtype, changes: dict[str, int]
 ) -> None:
-    """Also where it lies for the kernels: there block-diagonal pairs have their zeros, and rows are padded with some."""
+    """Also where it lies for the kernels: there block-diagonal pairs have their zeros, and rows are padded with
+    some."""
     tensors = save(tmp_path, in_file, **changes)
     found = load_adapter(tmp_path, SPEC, device="cpu", dtype=dtype, digests=digests(tmp_path))
     for name, pair in found.sites.items():

@@ -1,4 +1,5 @@
-"""Predicted bytes of compiled layers are those that live at a time: torch's own storages, counted while the layers run."""
+"""Predicted bytes of compiled layers are those that live at a time: torch's own storages, counted while the layers
+run."""
 
 from __future__ import annotations
 
@@ -30,9 +31,14 @@ from coserve.model.training.trace import interpreted
 
 BACKEND, TOKENS = predicted.FakeSegmentedBackend(), 192
 CONFIG = LlamaConfig(
-    hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2,
-    vocab_size=1000, max_position_embeddings=1024,
-)  # fmt: skip
+    hidden_size=128,
+    intermediate_size=384,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    vocab_size=1000,
+    max_position_embeddings=1024,
+)
 
 
 def counting(seam: Callable[..., Any], meter: LiveBytes) -> Callable[..., Any]:
@@ -143,7 +149,8 @@ def test_adapters_of_compiled_layers_take_what_is_predicted(
 def test_layers_that_keep_less_take_what_is_predicted(
     leveled: Measured, targets: tuple[str, ...], rank: int, tokens: int, recomputed: int, partly: int
 ) -> None:
-    """Never less. x Aᵀ of sites that were measured and that the adapter does not change make it a little more, on a base as small as this."""
+    """Never less. x Aᵀ of sites that were measured and that the adapter does not change make it a little more, on a
+    base as small as this."""
     lora = LoraSettings(r=rank, targets=targets)
     assert -0.002 < leveled.error(lora, tokens, recomputed=recomputed, partly=partly) < 0.05
 

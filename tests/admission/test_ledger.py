@@ -1,4 +1,5 @@
-"""Jobs never need more than there is; each gets the fastest treatment that fits, and a waiting job changes nothing for others."""
+"""Jobs never need more than there is; each gets the fastest treatment that fits, and a waiting job changes nothing for
+others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A job starts, waits or is refused by its memory; what other processes take is noticed, and what they give back too."""
+"""A job starts, waits or is refused by its memory; what other processes take is noticed, and what they give back
+too."""
 
 from __future__ import annotations
 
@@ -23,9 +24,13 @@ LIMIT = 4096
 def spec(id: str = "one", rank: int = 16, *, longest: int = 256, tokens: int = 1 << 20, **training: object) -> JobSpec:
     settings = TrainingSettings(batch_tokens=8192, steps=3)
     return msgspec.structs.replace(
-        make_spec(id), lora=LoraSettings(r=rank), training=msgspec.structs.replace(settings, **training), tokens=tokens,
-        target_tokens=tokens // 2, longest=longest,
-    )  # fmt: skip
+        make_spec(id),
+        lora=LoraSettings(r=rank),
+        training=msgspec.structs.replace(settings, **training),
+        tokens=tokens,
+        target_tokens=tokens // 2,
+        longest=longest,
+    )
 
 
 def needs(job: JobSpec) -> tuple[int, list[tuple[Treatment, int]]]:
@@ -97,8 +102,8 @@ def test_a_refusal_counts_tokens_and_layers_in_words(treatment: Treatment, said:
 
 
 def test_paged_moments_are_in_host_memory() -> None:
-    """On the GPU there are three buffers of 2^20 weights; host memory has two copies of them and one of what else is kept, in
-    blocks that are powers of two. Each rank has all of it."""
+    """On the GPU there are three buffers of 2^20 weights; host memory has two copies of them and one of what else is
+    kept, in blocks that are powers of two. Each rank has all of it."""
     model = MemoryModel(costs=COSTS, training=GIB)
     plain, one = (
         job_memory(spec(rank=64, optimizer=kind), BASE, model, LIMIT)
@@ -115,7 +120,8 @@ def test_paged_moments_are_in_host_memory() -> None:
 
 
 def test_graphs_of_ranks_are_counted() -> None:
-    """The costs of their compiled layers are not measured; the graphs' static tensors are there all the same, of as many tokens as a graph has."""
+    """The costs of their compiled layers are not measured; the graphs' static tensors are there all the same, of as
+    many tokens as a graph has."""
     model = MemoryModel(costs=COSTS, training=GIB, ranks=2)
     graphed = msgspec.structs.replace(model, graphs=True)
     plain, graphs = (job_memory(spec(), BASE, each, LIMIT).options[0] for each in (model, graphed))
@@ -267,8 +273,9 @@ def test_one_rank_keeps_its_part() -> None:
     assert {(shape.a, shape.b) for shape in whole} == {(8192, 8192)}
     blocks = lora_shapes(msgspec.structs.replace(settings, bd_blocks=2), BASE, ranks=2)
     assert {shape.role: (shape.a, shape.b) for shape in blocks} == {
-        "self_attn.q_proj": (4096, 2048), "self_attn.o_proj": (2048, 4096),
-    }  # fmt: skip
+        "self_attn.q_proj": (4096, 2048),
+        "self_attn.o_proj": (2048, 4096),
+    }
     sharded = lora_shapes(settings, BASE, ranks=2, fully_sharded=True)
     assert {(shape.a, shape.b) for shape in sharded} == {(4096, 4096)}
 

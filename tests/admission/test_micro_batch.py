@@ -1,4 +1,5 @@
-"""Predicted bytes are those that live at a time: torch's own storages, counted on fake tensors as on a GPU, of any adapter."""
+"""Predicted bytes are those that live at a time: torch's own storages, counted on fake tensors as on a GPU, of any
+adapter."""
 
 from __future__ import annotations
 
@@ -32,9 +33,14 @@ from tests.support.examples import examples
 BACKEND = predicted.FakeSegmentedBackend()
 TOKENS = 512
 LLAMA = LlamaConfig(
-    hidden_size=512, intermediate_size=1792, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
-    vocab_size=32000, max_position_embeddings=2048,
-)  # fmt: skip
+    hidden_size=512,
+    intermediate_size=1792,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    vocab_size=32000,
+    max_position_embeddings=2048,
+)
 GPT2 = GPT2Config(n_embd=512, n_layer=2, n_head=8, vocab_size=9000, n_positions=2048, bos_token_id=1, eos_token_id=2)
 
 

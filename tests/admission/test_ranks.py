@@ -1,4 +1,5 @@
-"""Whether the GPUs that share the base can share the blocks of a job's adapter: the rule agrees with how they partition it."""
+"""Whether the GPUs that share the base can share the blocks of a job's adapter: the rule agrees with how they partition
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A job gets the treatment that costs the least time of all that fit: sizes of micro-batches, and what each layer keeps."""
+"""A job gets the treatment that costs the least time of all that fit: sizes of micro-batches, and what each layer
+keeps."""
 
 from __future__ import annotations
 
@@ -26,9 +27,14 @@ def spec(
     rank: int = 16, *, targets: tuple[str, ...] | None = None, tokens: int = 1 << 20, longest: int = 700
 ) -> JobSpec:
     return msgspec.structs.replace(
-        make_spec("one"), lora=LoraSettings(r=rank, targets=targets), tokens=tokens, rows=tokens // 300,
-        training=TrainingSettings(batch_tokens=8192, steps=3), target_tokens=tokens // 2, longest=longest,
-    )  # fmt: skip
+        make_spec("one"),
+        lora=LoraSettings(r=rank, targets=targets),
+        tokens=tokens,
+        rows=tokens // 300,
+        training=TrainingSettings(batch_tokens=8192, steps=3),
+        target_tokens=tokens // 2,
+        longest=longest,
+    )
 
 
 def level(kept: float, backward: float, time: LayerTime) -> LevelCosts:
@@ -135,7 +141,10 @@ def test_a_job_is_told_what_is_computed_again() -> None:
         (partly, f"recomputes {partly.treatment.partly} of 4 layers but for attention in the backward"),
         (
             both,
-            f"recomputes {both.treatment.recomputed} of 4 layers, and {both.treatment.partly} more but for attention, in the backward",
+            (
+                f"recomputes {both.treatment.recomputed} of 4 layers, and {both.treatment.partly} more but for "
+                "attention, in the backward"
+            ),
         ),
     ):
         limit = memory.state.total + option.activations

@@ -1,4 +1,5 @@
-"""Whoever leaves, and whenever: files and rows agree, nothing is half done, nothing stays taken, and the next one works."""
+"""Whoever leaves, and whenever: files and rows agree, nothing is half done, nothing stays taken, and the next one
+works."""
 
 from __future__ import annotations
 

@@ -93,7 +93,8 @@ async def test_requests_render_tools_calls_and_parts(api: Api, path: str) -> Non
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/tokenize"])
 async def test_what_no_process_can_pass_on_is_refused(api: Api, path: str) -> None:
-    """Tools so deep that another process could not read them, and integers that MessagePack, which long requests take, does not have."""
+    """Tools so deep that another process could not read them, and integers that MessagePack, which long requests take,
+    does not have."""
     deep = b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"a": ' + b"[" * 985 + b"]" * 985 + b"}]}"
     number = json.dumps({"messages": [{"role": "user", "content": "x" * 70_000}], "tools": TOOLS}).encode()
     for body in (deep, number):

@@ -1,4 +1,5 @@
-"""CSV files and JSON arrays as corpora over HTTP, columns of other names, and the note about columns that are not used."""
+"""CSV files and JSON arrays as corpora over HTTP, columns of other names, and the note about columns that are not
+used."""
 
 from __future__ import annotations
 

@@ -347,10 +347,15 @@ asyncio.run(main())
 async def test_a_process_with_few_descriptors_outlives_a_crowd(tmp_path: Path) -> None:
     """Two hundred connect at once and say nothing; jobs, imports and /health go on."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", SERVER, str(tmp_path / "data"),
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        sys.executable,
+        "-c",
+        SERVER,
+        str(tmp_path / "data"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-    )  # fmt: skip
+    )
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None

@@ -1,4 +1,5 @@
-"""Who may ask: keys, hosts, origins, deadlines and sizes, over raw sockets where a client library would be too polite."""
+"""Who may ask: keys, hosts, origins, deadlines and sizes, over raw sockets where a client library would be too
+polite."""
 
 from __future__ import annotations
 

@@ -38,7 +38,8 @@ async def test_training_that_starves_is_explained(tmp_path: Path) -> None:
         async with api.http.get("/metrics") as response:
             page = await response.text()
     assert health["notes"][-1] == (
-        "for 12 s training has run only by train_patience and train_floor: a micro-step is predicted to take 210 ms, the slack is 150 ms"
+        "for 12 s training has run only by train_patience and train_floor: a micro-step is predicted to take 210 ms, "
+        "the slack is 150 ms"
     )
     assert "coserve_train_patience_slices_total 7.0" in page
 

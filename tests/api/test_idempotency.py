@@ -47,9 +47,7 @@ def jobs_wait(api: Api) -> None:
 )
 async def test_a_key_of_another_request_is_refused(api: Api, change: dict[str, Any], named: str) -> None:
     first = await job_of(api, REQUEST)
-    error = await api.refused(
-        422, "idempotency_mismatch", "POST", "/finetune", headers=ONCE, json=REQUEST | change
-    )  # fmt: skip
+    error = await api.refused(422, "idempotency_mismatch", "POST", "/finetune", headers=ONCE, json=REQUEST | change)
     assert (error["field"], first in error["message"]) == ("Idempotency-Key", True)
     assert f"another {named};" in error["message"]
     assert api.folder.job_ids() == [first]

@@ -1,4 +1,5 @@
-"""What the API process does with a job's snapshots, over a fake engine: each prompt once at each step, and nothing after the job's end."""
+"""What the API process does with a job's snapshots, over a fake engine: each prompt once at each step, and nothing
+after the job's end."""
 
 from __future__ import annotations
 

@@ -19,9 +19,15 @@ def response(tokens: int, scored: int) -> GenerateResponse:
     choice = Choice(index=0, text="x" * tokens, token_ids=list(range(tokens)), finish_reason="length")
     usage = Usage(prompt_tokens=1, completion_tokens=tokens, total_tokens=tokens + 1)
     return GenerateResponse(
-        id="a", adapter=None, version=None, seed=1, choices=[choice] * 3, usage=usage,
-        timing=Timing(queue=None, ttft=1.0, e2e=2.0), prompt_logprobs=entries,
-    )  # fmt: skip
+        id="a",
+        adapter=None,
+        version=None,
+        seed=1,
+        choices=[choice] * 3,
+        usage=usage,
+        timing=Timing(queue=None, ttft=1.0, e2e=2.0),
+        prompt_logprobs=entries,
+    )
 
 
 @pytest.mark.parametrize(

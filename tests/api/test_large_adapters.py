@@ -1,4 +1,5 @@
-"""Adapters that leave no page of the pool for tokens, over the real engine: refused where they come in, and named where they were in already."""
+"""Adapters that leave no page of the pool for tokens, over the real engine: refused where they come in, and named where
+they were in already."""
 
 from __future__ import annotations
 

@@ -107,7 +107,11 @@ JSON_BODIES: dict[str, tuple[str, Callable[[], bytes], set[int]]] = {
     "3 MB text to generate": ("/generate", lambda: b'{"prompt": "' + b"the cat sat " * (MIB // 4) + b'"}', {400}),
     "14 MB of text": ("/generate", lambda: b'{"prompt": "' + b"x" * BIG + b'"}', {400}),
     "14 MB of escapes": ("/v1/completions", lambda: b'{"prompt": "' + b"\\u4f60" * (BIG // 6) + b'"}', {400}),
-    "5 MB of UTF-8 in TGI's shape": ("/generate", lambda: b'{"inputs": "' + "你".encode() * (5 * MIB // 3) + b'"}', {400, 422}),
+    "5 MB of UTF-8 in TGI's shape": (
+        "/generate",
+        lambda: b'{"inputs": "' + "你".encode() * (5 * MIB // 3) + b'"}',
+        {400, 422},
+    ),
     "60,000 characters": ("/generate", lambda: b'{"prompt": "' + b"the cat sat " * 5000 + b'"}', {200}),
     "a million token ids": ("/detokenize", lambda: joined(b'{"tokens": [', b"77", 3 * MIB, b"]}"), {200}),
     "token ids to generate": ("/generate", lambda: joined(b'{"prompt": [', b"1000", BIG, b"]}"), {400}),
@@ -115,11 +119,19 @@ JSON_BODIES: dict[str, tuple[str, Callable[[], bytes], set[int]]] = {
     "wide rows": ("/finetune", lambda: joined(b'{"adapter": "a", "data": [', b"{}", 2 * MIB, b"]}"), {422}),
     "rows of small lists": ("/finetune", lambda: joined(b'{"adapter":"a","data":[{"a":[', b"[]", BIG, b"]}]}"), {422}),
     "rows of keys": ("/finetune", lambda: b'{"adapter":"a","data":[' + duplicates(6 * MIB) + b"]}", {400}),
-    "good rows": ("/finetune", lambda: joined(b'{"adapter":"a","data":[', b'{"text":"the cat"}', MIB, b"]}"), {202, 422}),
+    "good rows": (
+        "/finetune",
+        lambda: joined(b'{"adapter":"a","data":[', b'{"text":"the cat"}', MIB, b"]}"),
+        {202, 422},
+    ),
     "deep JSON": ("/finetune", lambda: b'{"adapter":"a","data":[{"a":' + b"[" * 7 * MIB, {400}),
     "a refused field before 14 MB": ("/finetune", lambda: joined(b'{"adapter":5,"data":[', b"{}", BIG, b"]}"), {400}),
     "an unknown field of 14 MB": ("/generate", lambda: joined(b'{"x": [', b"{}", BIG, b"]}"), {400}),
-    "a field that anything may be": ("/v1/completions", lambda: joined(b'{"prompt":"x","user":[', b"[]", 4 * MIB, b"]}"), {400}),
+    "a field that anything may be": (
+        "/v1/completions",
+        lambda: joined(b'{"prompt":"x","user":[', b"[]", 4 * MIB, b"]}"),
+        {400},
+    ),
     "1024 messages": (
         "/v1/chat/completions",
         lambda: joined(b'{"messages": [', b'{"role":"user","content":"' + b"the cat " * 512 + b'"}', 4 * MIB, b"]}"),
@@ -127,18 +139,24 @@ JSON_BODIES: dict[str, tuple[str, Callable[[], bytes], set[int]]] = {
     ),
     "half a million parts": (
         "/v1/chat/completions",
-        lambda: b'{"messages": [' + b",".join(
-            [joined(b'{"role":"user","content":[', b'{"type":"text","text":""}', 26 * 1000, b"]}")] * 500
-        ) + b"]}",
+        lambda: (
+            b'{"messages": ['
+            + b",".join([joined(b'{"role":"user","content":[', b'{"type":"text","text":""}', 26 * 1000, b"]}")] * 500)
+            + b"]}"
+        ),
         {400},
     ),
     "a large import": ("/adapters", lambda: b'{"name": "' + b"x" * BIG + b'"}', {400}),
-    "logit biases": ("/generate", lambda: b'{"prompt":"x","logit_bias":{' + b",".join(b'"%d":1' % i for i in range(500_000)) + b"}}", {400}),
+    "logit biases": (
+        "/generate",
+        lambda: b'{"prompt":"x","logit_bias":{' + b",".join(b'"%d":1' % i for i in range(500_000)) + b"}}",
+        {400},
+    ),
     "8,000 spellings of a module": ("/finetune", lambda: job_of(rank_pattern=spellings(8000)), {400}),
     "1,024 spellings of a module": ("/finetune", lambda: job_of(rank_pattern=spellings(1024)), {202}),
     "100,000 targets": ("/finetune", lambda: job_of(targets=[f"q{number}" for number in range(100_000)]), {400}),
     "stop texts": ("/generate", lambda: joined(b'{"prompt": "x", "stop": [', b'"aa"', BIG, b"]}"), {400}),
-}  # fmt: skip
+}
 CORPORA: dict[str, tuple[Callable[[], bytes], set[int]]] = {
     "blank lines": (lambda: b"\n" * (4 * MIB), {400}),
     "blank lines behind a part": (lambda: corpus(b'{"text": "cat"}')[:-7] + b"\r\n--b" + b"\r\n" * MIB, {400}),
@@ -205,9 +223,15 @@ ANSWERS: dict[str, tuple[str, dict[str, object]]] = {
     "1,024 scored completions": ("/v1/completions", {"prompt": ["x"] * 1024, "logprobs": 20}),
     "a long scored completion": ("/v1/completions", {"prompt": "x", "logprobs": 20, "max_tokens": 8000}),
     "1,024 completions": ("/v1/completions", {"prompt": ["x"] * 1024, "max_tokens": 128, "return_token_ids": True}),
-    "a scored chat": ("/v1/chat/completions", {"messages": CHAT, "n": 16, "logprobs": True, "top_logprobs": 20, "max_tokens": 512}),
+    "a scored chat": (
+        "/v1/chat/completions",
+        {"messages": CHAT, "n": 16, "logprobs": True, "top_logprobs": 20, "max_tokens": 512},
+    ),
     "scored choices": ("/generate", {"prompt": "x", "n": 16, "logprobs": 20, "max_tokens": 512}),
-    "TGI's best of 4": ("/generate", {"inputs": "x", "parameters": DETAILS | {"best_of": 4, "do_sample": True, "max_new_tokens": 2048}}),
+    "TGI's best of 4": (
+        "/generate",
+        {"inputs": "x", "parameters": DETAILS | {"best_of": 4, "do_sample": True, "max_new_tokens": 2048}},
+    ),
     "an echo": ("/v1/completions", {"prompt": [300] * 30_000, "echo": True, "max_tokens": 1}),
     "a scored echo": ("/v1/completions", {"prompt": IDS, "echo": True, "logprobs": 20, "max_tokens": 0}),
     "1,024 scored streams": ("/v1/completions", {"prompt": ["x"] * 1024, "logprobs": 20, "stream": True}),
@@ -215,10 +239,16 @@ ANSWERS: dict[str, tuple[str, dict[str, object]]] = {
         "/v1/chat/completions",
         {"messages": CHAT, "n": 16, "logprobs": True, "top_logprobs": 20, "max_tokens": 256, "stream": True},
     ),
-    "a stream of a scored prompt": ("/generate", {"prompt": IDS, "prompt_logprobs": 20, "max_tokens": 1, "stream": True}),
+    "a stream of a scored prompt": (
+        "/generate",
+        {"prompt": IDS, "prompt_logprobs": 20, "max_tokens": 1, "stream": True},
+    ),
     "TGI's stream": ("/generate_stream", {"inputs": "x", "parameters": DETAILS | {"max_new_tokens": 2048}}),
-    "16 streams with 16 stop texts": ("/generate", {"prompt": "x", "n": 16, "max_tokens": 512, "stream": True, "stop": STOPS}),
-}  # fmt: skip
+    "16 streams with 16 stop texts": (
+        "/generate",
+        {"prompt": "x", "n": 16, "max_tokens": 512, "stream": True, "stop": STOPS},
+    ),
+}
 PAGES = [
     "/v1/models",
     "/adapters?limit=100",
@@ -264,7 +294,7 @@ def test_corpora(server: Watched, name: str) -> None:
 def test_chunks_of_one_byte(server: Watched, kind: str) -> None:
     def act() -> None:
         with socket.create_connection(("127.0.0.1", server.port), timeout=120) as sock:
-            head = f"POST /finetune HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nTransfer-Encoding: chunked\r\n\r\n"
+            head = f"POST /finetune HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nTransfer-Encoding: chunked\r\n\r\n"  # noqa: E501
             with suppress(ConnectionError):  # it may be refused before its end
                 sock.sendall(head.encode() + b"1\r\n \r\n" * 300_000 + b"0\r\n\r\n")
             answer = sock.recv(1024)

@@ -1,4 +1,5 @@
-"""GPU memory over HTTP: jobs that never fit are refused, jobs that wait say why, /health and /metrics show where the bytes are."""
+"""GPU memory over HTTP: jobs that never fit are refused, jobs that wait say why, /health and /metrics show where the
+bytes are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Adapters with finite weights that are too large: their requests end with an error that names them, all others go on."""
+"""Adapters with finite weights that are too large: their requests end with an error that names them, all others go
+on."""
 
 from __future__ import annotations
 

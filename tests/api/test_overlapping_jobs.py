@@ -1,4 +1,5 @@
-"""Jobs of one adapter at the same time: the later one waits and goes on from what the earlier one publishes, forks or is refused."""
+"""Jobs of one adapter at the same time: the later one waits and goes on from what the earlier one publishes, forks or
+is refused."""
 
 from __future__ import annotations
 
@@ -47,16 +48,20 @@ async def test_three_jobs_of_one_adapter_continue_from_each_other(api: Api) -> N
     second = await submit(api, **MORE)
     third = await submit(api, **MORE)
     assert (second["waiting"], second["notes"], second["lora"]["r"]) == (
-        f"waits for job {first['id']}, and continues from the version that it publishes", [], 2,
-    )  # fmt: skip
+        f"waits for job {first['id']}, and continues from the version that it publishes",
+        [],
+        2,
+    )
     assert (second["state"], second["continue_from"], second["version"]) == ("queued", "poet", 2)
     assert second["id"] not in sent(api)
     api.engine.go_jobs.set()
     done = await api.job_until(third["id"], "succeeded")
     assert (done["result"], done["continue_from"], done["waiting"]) == ("poet@3", "poet@2", None)
     assert [sent(api)[job["id"]].init_from for job in (first, second, third)] == [
-        None, AdapterRef("poet", 1), AdapterRef("poet", 2),
-    ]  # fmt: skip
+        None,
+        AdapterRef("poet", 1),
+        AdapterRef("poet", 2),
+    ]
     texts = [event["message"] for _, event in await api.events(second["id"])]
     assert "continues from poet@1" in texts
 

@@ -59,8 +59,11 @@ async def test_a_start_is_told_with_its_progress_and_ends_ready(cold: Api) -> No
             status, retry_after, body = await probe(cold, path)
             assert (status, retry_after, body["status"]) == (503, retry, "starting")
             assert body["warming"] == {
-                "done": done, "total": 4, "seconds_left": seconds_left, "what": "compiling kernels",
-            }  # fmt: skip
+                "done": done,
+                "total": 4,
+                "seconds_left": seconds_left,
+                "what": "compiling kernels",
+            }
     await cold.start_engine()
     await cold.works()
     status, retry_after, body = await probe(cold)

@@ -27,7 +27,7 @@ async def test_nothing_is_put_before_a_rendered_prompt(tmp_path: Path, path: str
             assert list(sent.prompt) == [*begin, *own.encode("<|user|>hi", add_special=False)]
 
 
-TEMPLATE = "{% for m in messages %}{{ '<|' ~ m.role ~ '|>' ~ m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+TEMPLATE = "{% for m in messages %}{{ '<|' ~ m.role ~ '|>' ~ m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"  # noqa: E501
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "lo"}]}
 PLAIN = {"prompt": "the", "completion": "lo"}
 TWICE = {"prompt": "<bos>the", "completion": "lo"}

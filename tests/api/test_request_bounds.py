@@ -26,8 +26,8 @@ from tests.support.fake_engine import write_peft
 
 
 def unbounded(info: Type, path: str, seen: frozenset[type] = frozenset()) -> Iterator[str]:
-    """The paths of texts, lists and maps without a maximum. What may be any JSON is bounded by the body's size, and rows are read in a
-    helper process."""
+    """The paths of texts, lists and maps without a maximum. What may be any JSON is bounded by the body's size, and
+    rows are read in a helper process."""
     match info:
         case UnionType(types=types):
             for each in types:

@@ -64,7 +64,7 @@ async def test_a_reader_that_stops_is_let_go_and_others_go_on_meanwhile(api: Api
     whole = await streamed(api)
     body = json.dumps({"prompt": "x", "max_tokens": 500_000, "stream": True}).encode()
     with socket.create_connection(("127.0.0.1", api.port)) as sock:
-        head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"  # noqa: E501
         sock.sendall(head.encode() + b"\r\n\r\n" + body)
         await api.engine.saw(Generate, 2)
         gone = asyncio.create_task(api.engine.saw(CancelRequest))

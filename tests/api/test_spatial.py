@@ -1,4 +1,5 @@
-"""Slices beside generation over a real engine: a base, requests and jobs, and a stand-in for the stream that slices run on."""
+"""Slices beside generation over a real engine: a base, requests and jobs, and a stand-in for the stream that slices run
+on."""
 
 from __future__ import annotations
 

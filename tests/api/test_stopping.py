@@ -1,4 +1,5 @@
-"""A daemon that stops does not wait for uploads and corpora: their requests end with a 503, and nothing of them stays."""
+"""A daemon that stops does not wait for uploads and corpora: their requests end with a 503, and nothing of them
+stays."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ async def test_events_of_a_submission_end_with_an_error(api: Api) -> None:
 async def test_a_body_that_arrives_is_given_up(api: Api, kind: str, begun: bytes) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
     writer.write(
-        f"POST /finetune HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: 1000000\r\n\r\n".encode()
+        f"POST /finetune HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: "
+        "1000000\r\n\r\n".encode()
         + begun
     )
     await writer.drain()

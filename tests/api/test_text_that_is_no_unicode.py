@@ -1,4 +1,5 @@
-"""Half a surrogate pair, and bytes that are no UTF-8, wherever a client's text goes: refused, never a fault of the daemon."""
+"""Half a surrogate pair, and bytes that are no UTF-8, wherever a client's text goes: refused, never a fault of the
+daemon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tokens, their bytes and their places in a text, as the dialects tell them of a sequence with characters of several tokens."""
+"""Tokens, their bytes and their places in a text, as the dialects tell them of a sequence with characters of several
+tokens."""
 
 from __future__ import annotations
 
@@ -94,7 +95,8 @@ def test_a_prompts_text_is_shown_with_its_special_tokens_and_without_those_befor
 
 
 def test_the_scored_token_keeps_its_own_number() -> None:
-    """As lm-evaluation-harness reads it: the likeliest key of `top_logprobs` is the scored token, or it is not greedy."""
+    """As lm-evaluation-harness reads it: the likeliest key of `top_logprobs` is the scored token, or it is not
+    greedy."""
     own = KINDS["sentencepiece"]
     spaced, plain, raw = _id("▁t"), _id("t"), _id("<0x74>")
     word, inside, byte = map(own.vocabulary.name, (spaced, plain, raw))

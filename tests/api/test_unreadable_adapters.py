@@ -1,4 +1,5 @@
-"""A finished job whose adapter cannot be read waits for that alone: other jobs, orders, the next engine and the daemon's end do not."""
+"""A finished job whose adapter cannot be read waits for that alone: other jobs, orders, the next engine and the
+daemon's end do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tensor parallelism's benchmark: ranks at equal parameters, composed loads and keys, and a tiny run on two processes."""
+"""Tensor parallelism's benchmark: ranks at equal parameters, composed loads and keys, and a tiny run on two
+processes."""
 
 from __future__ import annotations
 

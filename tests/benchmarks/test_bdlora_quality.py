@@ -26,9 +26,19 @@ from coserve.core.types import BaseSpec, LoraSettings, SiteSpec, TrainingSetting
 def mlp(hidden: int, inner: int) -> BaseSpec:
     sites = {"up_proj": SiteSpec(hidden, inner, 0), "down_proj": SiteSpec(inner, hidden, 0)}
     return BaseSpec(
-        name="", fingerprint="", family="llama", dtype="float32", device="cpu", layers=1, hidden=hidden, vocab=9, context=9,
-        eos_token_ids=(), sites=sites, default_targets=tuple(sites),
-    )  # fmt: skip
+        name="",
+        fingerprint="",
+        family="llama",
+        dtype="float32",
+        device="cpu",
+        layers=1,
+        hidden=hidden,
+        vocab=9,
+        context=9,
+        eos_token_ids=(),
+        sites=sites,
+        default_targets=tuple(sites),
+    )
 
 
 @pytest.mark.parametrize(("kind", "blocks"), [("bd2", 2), ("bd4", 4)])

@@ -15,7 +15,8 @@ from coserve.config import Config
 
 
 def test_the_load_is_that_of_table_5_1() -> None:
-    """Section 5.2.1: a prompt each 0.1 s, and each 20 s 512 rows for 32 adapters of rank 32; batches as in section 5.2.2."""
+    """Section 5.2.1: a prompt each 0.1 s, and each 20 s 512 rows for 32 adapters of rank 32; batches as in section
+    5.2.2."""
     (load,) = (cell.load for cell in cells(tiny=False) if cell.part == "table")
     trace = load_trace_of(load, PAPER)
     assert (load.rate, load.rows, load.period) == (10.0, 512, 20.0)

@@ -136,8 +136,13 @@ def test_a_profile_by_kind() -> None:
     head, update = [Kernel("nvjet_tst_64x8", 0.0, 500.0)], [Kernel("multi_tensor_apply_kernel", 0.0, 250.0)]
     found = by_kind([(MicroStep.FORWARD, forward), (MicroStep.HEAD, head), (MicroStep.OPTIMIZER, update)], 5.0)
     assert found["ms"] == {
-        "attention": 1.0, "elementwise": 0.5, "gemm": 1.0, "head": 0.5, "lora": 1.0, "optimizer": 0.25,
-    }  # fmt: skip
+        "attention": 1.0,
+        "elementwise": 0.5,
+        "gemm": 1.0,
+        "head": 0.5,
+        "lora": 1.0,
+        "optimizer": 0.25,
+    }
     assert (found["busy_ms"], found["gaps_ms"], found["launches"]) == (3.75, 1.25, 6)
 
 

@@ -1,4 +1,5 @@
-"""The comparison with vLLM and PEFT, without a GPU: PEFT is real, and a small server stands in for vLLM's, with its command line."""
+"""The comparison with vLLM and PEFT, without a GPU: PEFT is real, and a small server stands in for vLLM's, with its
+command line."""
 
 from __future__ import annotations
 
@@ -53,11 +54,25 @@ uvloop.run(main())
 def small_trace() -> Trace:
     return open_workload(
         {
-            "duration": 2.0, "lead": 2.0, "rate": 4.0, "adapters": 2, "rank": (RANK,), "temperature": 0.0, "vocab": 1000,
-            "prompt_lengths": Lengths.UNIFORM, "max_prompt_tokens": 20, "max_tokens": 6, "finetune": Finetuning.ALWAYS,
-            "finetune_jobs": 1, "finetune_rows": 8, "row_tokens": 32, "batch_tokens": 64, "slo_ttft": 5.0, "slo_tpot": 1.0,
+            "duration": 2.0,
+            "lead": 2.0,
+            "rate": 4.0,
+            "adapters": 2,
+            "rank": (RANK,),
+            "temperature": 0.0,
+            "vocab": 1000,
+            "prompt_lengths": Lengths.UNIFORM,
+            "max_prompt_tokens": 20,
+            "max_tokens": 6,
+            "finetune": Finetuning.ALWAYS,
+            "finetune_jobs": 1,
+            "finetune_rows": 8,
+            "row_tokens": 32,
+            "batch_tokens": 64,
+            "slo_ttft": 5.0,
+            "slo_tpot": 1.0,
         }
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""Above capacity nobody is late: who cannot be served in time is refused, on a GPU in virtual time that has steps in flight."""
+"""Above capacity nobody is late: who cannot be served in time is refused, on a GPU in virtual time that has steps in
+flight."""
 
 from __future__ import annotations
 

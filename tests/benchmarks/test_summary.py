@@ -133,7 +133,8 @@ def test_tables_say_whether_targets_are_reached() -> None:
 
 
 def test_the_readme_shows_one_result() -> None:
-    """Its table, by load: fine-tuning, the share within targets and TTFT of the default policy; fine-tuning and share of vLLM and PEFT."""
+    """Its table, by load: fine-tuning, the share within targets and TTFT of the default policy; fine-tuning and share
+    of vLLM and PEFT."""
     text = (ROOT / "README.md").read_text().partition("## Measured\n")[2].partition("\n## ")[0]
     results = json.loads((RESULTS / "equal_loads.json").read_text())["rows"]
     table = re.findall(r"^\| (\d+) requests/s(, strict)? \|(.*)\|$", text, re.MULTILINE)

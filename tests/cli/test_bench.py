@@ -31,9 +31,17 @@ ROWS = [{"text": "one two three four"}]
 
 def trace(rank: int, *, duration: float = 1.0) -> Trace:
     scenario = Scenario(
-        duration=duration, rate=4, finetune_period=1, finetune_rows=4, adapters=2, rank=(rank,),
-        min_tokens=2, max_tokens=3, steps=2, batch_tokens=16,
-    )  # fmt: skip
+        duration=duration,
+        rate=4,
+        finetune_period=1,
+        finetune_rows=4,
+        adapters=2,
+        rank=(rank,),
+        min_tokens=2,
+        max_tokens=3,
+        steps=2,
+        batch_tokens=16,
+    )
     return make_trace(scenario, bundled_prompts(), ROWS)
 
 
@@ -182,7 +190,8 @@ def test_the_exit_status_is_that_of_the_conditions(
 
 
 async def test_one_trace_file_for_coserve_and_another_server(api: Api, tmp_path: Path) -> None:
-    """On the real engine of the bundled base: the same prompts, arrivals, lengths and adapters, the same count of tokens."""
+    """On the real engine of the bundled base: the same prompts, arrivals, lengths and adapters, the same count of
+    tokens."""
     path = tmp_path / "trace.jsonl"
     save_trace(trace(4), path)
     server = FakeOpenAI((BASE, "load-00", "load-01"))
@@ -263,12 +272,21 @@ def test_a_condition_on_what_was_not_measured_is_not_met(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--trace FILE --trace-model GPT-9", "expected at least one request in the trace, got none with --trace-model GPT-9, --duration 60"),
-        ("--trace FILE --trace-start 10", "--trace-start 10, --duration 60; the first one is at 5.0 s: --trace-start 5.0 skips to it"),
-        ("--trace FILE --duration 2", "got none with --duration 2; the first one is at 5.0 s: --trace-start 5.0 skips to it"),
+        (
+            "--trace FILE --trace-model GPT-9",
+            "expected at least one request in the trace, got none with --trace-model GPT-9, --duration 60",
+        ),
+        (
+            "--trace FILE --trace-start 10",
+            "--trace-start 10, --duration 60; the first one is at 5.0 s: --trace-start 5.0 skips to it",
+        ),
+        (
+            "--trace FILE --duration 2",
+            "got none with --duration 2; the first one is at 5.0 s: --trace-start 5.0 skips to it",
+        ),
         ("--process poisson --rate 1e-9", "rate: expected at least one request, got none in 60 s at 1e-09 a second"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("save", [False, True])
 def test_a_workload_without_requests_is_refused(
     tmp_path: Path, options: str, message: str, save: bool, capsys: pytest.CaptureFixture[str]
@@ -365,9 +383,16 @@ def test_a_server_of_another_kind_is_no_missing_adapter(
 
 async def test_rows_that_are_cut_are_one_plain_line(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
     scenario = Scenario(
-        duration=1.0, rate=4, finetune_period=0.5, finetune_rows=4, adapters=1, rank=(2,), max_tokens=2,
-        row_tokens=2, steps=1,
-    )  # fmt: skip
+        duration=1.0,
+        rate=4,
+        finetune_period=0.5,
+        finetune_rows=4,
+        adapters=1,
+        rank=(2,),
+        max_tokens=2,
+        row_tokens=2,
+        steps=1,
+    )
     made = make_trace(scenario, bundled_prompts(), ROWS)
     assert len((await run(api, made)).jobs) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if "too long" in line]

@@ -26,7 +26,8 @@ COMMAND = ["adapters", "convert", "poet@2", "--bd-blocks", "4"]
 
 @dataclass
 class Daemon:
-    """A client's calls. `after`: the output errors that distillation leaves at each rank; conversion alone leaves 0.5, none from rank 64 on."""
+    """A client's calls. `after`: the output errors that distillation leaves at each rank; conversion alone leaves 0.5,
+    none from rank 64 on."""
 
     after: dict[int, float]
     calls: list[Any] = field(default_factory=list)
@@ -73,13 +74,28 @@ class Daemon:
         self.calls.append(("finetune", adapter, data, options))
         rank, version = self.calls[-2][1], 2 * len(self.calls) - 1
         metrics = StepMetrics(
-            step=9, total_steps=9, epoch=1.0, loss=0.1, learning_rate=0.0, grad_norm=1.0, tokens=9, target_tokens=9,
-            seconds=1.0, valid_loss=self.after[rank] + 0.1, valid_loss_before=0.5, best_valid_loss=self.after[rank],
-        )  # fmt: skip
+            step=9,
+            total_steps=9,
+            epoch=1.0,
+            loss=0.1,
+            learning_rate=0.0,
+            grad_norm=1.0,
+            tokens=9,
+            target_tokens=9,
+            seconds=1.0,
+            valid_loss=self.after[rank] + 0.1,
+            valid_loss_before=0.5,
+            best_valid_loss=self.after[rank],
+        )
         ended: Job = msgspec.structs.replace(
-            job(self.state), adapter=adapter, version=version, result=f"{adapter}@{version}", metrics=metrics,
-            teacher=options["teacher"], continue_from=options["continue_from"],
-        )  # fmt: skip
+            job(self.state),
+            adapter=adapter,
+            version=version,
+            result=f"{adapter}@{version}",
+            metrics=metrics,
+            teacher=options["teacher"],
+            continue_from=options["continue_from"],
+        )
         return SimpleNamespace(id="job-1", info=ended, wait=lambda: ended)
 
 

@@ -62,7 +62,8 @@ def run(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def pairs(others: Collection[str]) -> list[Any]:
-    """Each command with each of `others`; in `make test` all of them with the first command, and one with each command."""
+    """Each command with each of `others`; in `make test` all of them with the first command, and one with each
+    command."""
     cases = {f"{' '.join(command[:2])}-{other}": (command, other) for command in ASKING for other in others}
     fast = [key for i, key in enumerate(cases) if i < len(others) or i // len(others) % len(others) == i % len(others)]
     return sample(cases, *fast)
@@ -81,7 +82,7 @@ def test_no_daemon_answers_as_it_should(
 
 
 ADDRESSES = {
-    NOBODY: "no daemon answers at 127.0.0.1:1: Connection refused; check that it runs and that the URL is right (coserve",
+    NOBODY: "no daemon answers at 127.0.0.1:1: Connection refused; check that it runs and that the URL is right (coserve",  # noqa: E501
     "localhost:8000": "got 'localhost:8000'; did you mean 'http://localhost:8000'?",
     "http://localhost:8000/v1": "expected the daemon's own URL, 'http://localhost:8000', got 'http://localhost:8000/v1'",
     "http://": "expected a URL",
@@ -220,8 +221,10 @@ def test_an_error_that_ctrl_c_caused_is_ctrl_c() -> None:
 def process(*args: str, **environ: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "coserve.cli", *args],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={"PATH": "", **environ},
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={"PATH": "", **environ},
+    )
 
 
 def test_a_reader_that_leaves_and_a_terminal_without_unicode() -> None:

@@ -30,8 +30,12 @@ def server() -> Iterator[ChatServer]:
 def coserve(*arguments: str, url: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-P", "-m", "coserve.cli", *arguments, "--url", url],
-        input=stdin, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,8 +87,8 @@ class Terminal:
         os.write(self._fd, text.encode())
 
     def until(self, text: str, again: str = "") -> None:
-        """Read until this appears; what comes after it is for the next call. `again` is typed whenever nothing comes for a second: readline
-        may miss a key that comes at the very moment at which it begins to read."""
+        """Read until this appears; what comes after it is for the next call. `again` is typed whenever nothing comes
+        for a second: readline may miss a key that comes at the very moment at which it begins to read."""
         while text not in self.seen:
             while again and not select.select([self._fd], [], [], 1.0)[0]:
                 self.type(again)

@@ -22,16 +22,44 @@ from tests.support.records import make_metrics
 
 METRICS = msgspec.structs.replace(make_metrics(5, 20, 1.2345), token_accuracy=0.375, perplexity=3.4367)
 JOB = Job(
-    id="job-1", adapter="poet", version=2, state=JobState.RUNNING, created_at=1000.0, started_at=1001.0,
-    finished_at=None, queue_position=None, step=5, total_steps=20, progress=0.25, eta=65.4, loss=1.2345, metrics=METRICS,
-    trained_tokens=50, rows=30, tokens=900, target_tokens=900, continue_from=None, lora=LoraSettings(),
-    training=TrainingSettings(epochs=12, batch_tokens=64, learning_rate=0.004), metadata={}, error=None, result=None,
-    rows_cut=3, auto=["batch_tokens", "epochs", "learning_rate"],
-)  # fmt: skip
+    id="job-1",
+    adapter="poet",
+    version=2,
+    state=JobState.RUNNING,
+    created_at=1000.0,
+    started_at=1001.0,
+    finished_at=None,
+    queue_position=None,
+    step=5,
+    total_steps=20,
+    progress=0.25,
+    eta=65.4,
+    loss=1.2345,
+    metrics=METRICS,
+    trained_tokens=50,
+    rows=30,
+    tokens=900,
+    target_tokens=900,
+    continue_from=None,
+    lora=LoraSettings(),
+    training=TrainingSettings(epochs=12, batch_tokens=64, learning_rate=0.004),
+    metadata={},
+    error=None,
+    result=None,
+    rows_cut=3,
+    auto=["batch_tokens", "epochs", "learning_rate"],
+)
 FAILED = msgspec.structs.replace(
-    JOB, id="job-2", state=JobState.FAILED, eta=None, loss=None, metrics=None, rows_cut=0, auto=[],
+    JOB,
+    id="job-2",
+    state=JobState.FAILED,
+    eta=None,
+    loss=None,
+    metrics=None,
+    rows_cut=0,
+    auto=[],
     error=ErrorInfo(code="non_finite_loss", message="x"),
-)  # fmt: skip
+)
 QUEUED = msgspec.structs.replace(FAILED, id="job-3", state=JobState.QUEUED, queue_position=4, error=None)
 
 
@@ -48,8 +76,12 @@ def test_notes_are_below_their_jobs() -> None:
     noted = msgspec.structs.replace(JOB, notes=["it replaces version 1"], waiting="waiting for memory")
     lines = list(job_table([noted, FAILED, QUEUED], notes=True))
     assert [line.strip() for line in lines if line.startswith("    ")] == [
-        "waiting for memory", "3 rows cut", "it replaces version 1", "non_finite_loss: x", "4 ahead",
-    ]  # fmt: skip
+        "waiting for memory",
+        "3 rows cut",
+        "it replaces version 1",
+        "non_finite_loss: x",
+        "4 ahead",
+    ]
     assert [line.split()[0] for line in lines if not line.startswith("    ")] == ["ID", "job-1", "job-2", "job-3"]
 
 

@@ -118,7 +118,10 @@ def test_the_samples_of_a_job_that_runs(monkeypatch: pytest.MonkeyPatch) -> None
         ("paged_adamw_32bit", "did you mean 'paged_adamw'?"),
         (
             "sgd",
-            "expected one of adamw, adamw_8bit, lion, lion_8bit, paged_adamw, paged_adamw_8bit, paged_lion, paged_lion_8bit, got 'sgd'",
+            (
+                "expected one of adamw, adamw_8bit, lion, lion_8bit, paged_adamw, paged_adamw_8bit, paged_lion, "
+                "paged_lion_8bit, got 'sgd'"
+            ),
         ),
     ],
 )

@@ -117,8 +117,12 @@ def test_a_cache_that_is_not_full_ends_with_a_status(monkeypatch: pytest.MonkeyP
 def test_without_a_gpu_it_ends_in_one_line() -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-m", "coserve.cli", "warm", "bundled"],
-        capture_output=True, text=True, timeout=240, check=False, env={"PATH": "", "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={"PATH": "", "CUDA_VISIBLE_DEVICES": ""},
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("coserve: ") and "GPU" in done.stderr
     assert done.stderr.count("\n") == 1

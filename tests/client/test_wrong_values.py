@@ -1,4 +1,5 @@
-"""Values that JSON lacks are refused before anything is sent, with the path of the value; msgspec would make texts of some of them."""
+"""Values that JSON lacks are refused before anything is sent, with the path of the value; msgspec would make texts of
+some of them."""
 
 from __future__ import annotations
 
@@ -23,10 +24,27 @@ from tests.support.sdk import GENERATED, Daemon, job, reply
 
 EXPECTED = "expected str, int, float, bool, None, list or dict"
 NOT_JSON = [
-    b"a", bytearray(b"a"), memoryview(b"a"), uuid.UUID(int=1), Decimal(1), datetime.now(UTC), date(2026, 1, 1), time(1), timedelta(1),
-    {"a"}, frozenset(), msgspec.Raw(b"1"), Path("a"), object(), np.int64(1), np.float64(1), np.str_("a"), np.array([1]), MappingProxyType({}),
+    b"a",
+    bytearray(b"a"),
+    memoryview(b"a"),
+    uuid.UUID(int=1),
+    Decimal(1),
+    datetime.now(UTC),
+    date(2026, 1, 1),
+    time(1),
+    timedelta(1),
+    {"a"},
+    frozenset(),
+    msgspec.Raw(b"1"),
+    Path("a"),
+    object(),
+    np.int64(1),
+    np.float64(1),
+    np.str_("a"),
+    np.array([1]),
+    MappingProxyType({}),
     Enum("Kind", {"A": b"a"}).A,
-]  # fmt: skip
+]
 
 
 def kind(value: object) -> str:

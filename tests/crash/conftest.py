@@ -16,7 +16,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def restarted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Restarted:
-    """A daemon on a data folder that was open to others: all tests without a mark share it, since each start takes seconds."""
+    """A daemon on a data folder that was open to others: all tests without a mark share it, since each start takes
+    seconds."""
     data = tmp_path_factory.mktemp("reference") / "data"
     data.mkdir(mode=0o755)
     oracle = Oracle(model, data, Reference({}, "", "", data, data / "adapters" / "adapter" / "1", ()))

@@ -1,4 +1,5 @@
-"""kill -9 of the whole daemon at each failpoint of the engine process: checkpoints, adapters, steps, streams, the end."""
+"""kill -9 of the whole daemon at each failpoint of the engine process: checkpoints, adapters, steps, streams, the
+end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""kill -9 while a job waits for an earlier one of its adapter: after the restart it continues from what that one publishes."""
+"""kill -9 while a job waits for an earlier one of its adapter: after the restart it continues from what that one
+publishes."""
 
 from __future__ import annotations
 

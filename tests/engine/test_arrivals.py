@@ -18,15 +18,22 @@ FREE = Prices(0.0, 0.0, 0.0, 0.0)
 
 
 async def _refused(waited: float) -> bool:
-    """Whether a request with a target of a second for its first token is refused that arrived so long ago and finds no place."""
+    """Whether a request with a target of a second for its first token is refused that arrived so long ago and finds no
+    place."""
     loop, meter, rng = asyncio.get_running_loop(), Meter(), random.Random(0)
     to_engine, from_engine = asyncio.Queue[ToEngine | None](), asyncio.Queue[FromEngine | None]()
     api: LocalLink[ToEngine, FromEngine] = LocalLink(to_engine, from_engine)
     generator = FakeGenerator(meter, Prices(0.1, 0.0, 0.0, 0.0), 64, rng, 0.0, max_running=1)
     engine = Engine(
-        generator, FakeTrainer(meter, FREE, {}, rng, loop.time), NoAdapters(), Slack(1.0), LocalLink(from_engine, to_engine),
-        clock=loop.time, jobs=JobPlaces(1, Inline()), pace=meter.pace,
-    )  # fmt: skip
+        generator,
+        FakeTrainer(meter, FREE, {}, rng, loop.time),
+        NoAdapters(),
+        Slack(1.0),
+        LocalLink(from_engine, to_engine),
+        clock=loop.time,
+        jobs=JobPlaces(1, Inline()),
+        pace=meter.pace,
+    )
     run = asyncio.create_task(engine.run())
     await asyncio.sleep(5.0)
 

@@ -26,9 +26,14 @@ def test_a_backlog_is_reported_and_logged(caplog: pytest.LogCaptureFixture) -> N
         loop, rng, meter = asyncio.get_running_loop(), random.Random(0), Meter()
         to_engine, from_engine = asyncio.Queue[ToEngine | None](), asyncio.Queue[FromEngine | None]()
         engine = Engine(
-            FakeGenerator(meter, PRICES, 64, rng, 0.0), FakeTrainer(meter, PRICES, {}, rng, loop.time), NoAdapters(),
-            Slack(1.0), Unread(from_engine, to_engine), clock=loop.time, pace=meter.pace,
-        )  # fmt: skip
+            FakeGenerator(meter, PRICES, 64, rng, 0.0),
+            FakeTrainer(meter, PRICES, {}, rng, loop.time),
+            NoAdapters(),
+            Slack(1.0),
+            Unread(from_engine, to_engine),
+            clock=loop.time,
+            pace=meter.pace,
+        )
         run = asyncio.create_task(engine.run())
         first = await from_engine.get()
         to_engine.put_nowait(Shutdown())

@@ -1,4 +1,5 @@
-"""A rank that follows has the same pages, adapters and jobs as rank 0, whatever rank 0 decides. Here both hold the whole base."""
+"""A rank that follows has the same pages, adapters and jobs as rank 0, whatever rank 0 decides. Here both hold the
+whole base."""
 
 from __future__ import annotations
 

@@ -40,10 +40,15 @@ def test_a_request_is_not_interrupted_and_the_idle_engine_collects_once() -> Non
         generator.interpreter = interpreter
         api, engine_end = local_pair()
         engine = Engine(
-            generator, FakeTrainer(meter, PRICES, {}, rng, loop.time), NoAdapters(), Slack(1.0), engine_end,
-            clock=loop.time, pace=meter.pace,
+            generator,
+            FakeTrainer(meter, PRICES, {}, rng, loop.time),
+            NoAdapters(),
+            Slack(1.0),
+            engine_end,
+            clock=loop.time,
+            pace=meter.pace,
             garbage=GarbageCollection(interpreter.collect, interpreter.count),
-        )  # fmt: skip
+        )
         run = asyncio.create_task(engine.run())
         api.send(REQUEST)
         while not (isinstance(message := await api.receive(), Tokens) and message.finished):

@@ -285,9 +285,14 @@ def test_while_a_job_waits_for_memory_the_policys_timers_fire_in_time() -> None:
         plans = {"one": JobPlan(steps=2, micro_steps=2, checkpoint_every=9, fails_at=None)}
         api, ours = local_pair()
         engine = Engine(
-            FakeGenerator(meter, FREE, 64, rng, 0.0), FakeTrainer(meter, FREE, plans, rng, loop.time), NoAdapters(), Ets(4, 0.2), ours,
-            clock=loop.time, jobs=JobPlaces(1, Inline(), own),
-        )  # fmt: skip
+            FakeGenerator(meter, FREE, 64, rng, 0.0),
+            FakeTrainer(meter, FREE, plans, rng, loop.time),
+            NoAdapters(),
+            Ets(4, 0.2),
+            ours,
+            clock=loop.time,
+            jobs=JobPlaces(1, Inline(), own),
+        )
         running, sent = asyncio.create_task(engine.run()), 0.0
         came = dict[type[FromEngine], float]()
         api.send(StartJob(spec=spec("one")))

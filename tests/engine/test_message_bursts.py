@@ -35,9 +35,14 @@ def test_a_burst_is_handled_between_steps() -> None:
         loop, rng, meter, adapters = asyncio.get_running_loop(), random.Random(0), Meter(), SlowToDrop()
         api, engine_end = local_pair()
         engine = Engine(
-            FakeGenerator(meter, PRICES, 64, rng, 0.0), FakeTrainer(meter, PRICES, {}, rng, loop.time), adapters,
-            Slack(1.0), engine_end, clock=lambda: loop.time() + COST * adapters.dropped, pace=meter.pace,
-        )  # fmt: skip
+            FakeGenerator(meter, PRICES, 64, rng, 0.0),
+            FakeTrainer(meter, PRICES, {}, rng, loop.time),
+            adapters,
+            Slack(1.0),
+            engine_end,
+            clock=lambda: loop.time() + COST * adapters.dropped,
+            pace=meter.pace,
+        )
         run = asyncio.create_task(engine.run())
         api.send(REQUEST)
         while not isinstance(await api.receive(), Tokens):

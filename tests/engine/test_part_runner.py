@@ -64,7 +64,8 @@ def test_a_worker_runs_every_part_and_says_how_far_it_is(tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["nfs", pytest.param("slora", marks=pytest.mark.slow)])
 def test_a_worker_runs_parts_for_one_of_several_ranks_without_the_others(sharding: str, tmp_path: Path) -> None:
-    """Its adapters and its share of the vocabulary are a rank's, and the part of another GPU has a runner of its own."""
+    """Its adapters and its share of the vocabulary are a rank's, and the part of another GPU has a runner of its
+    own."""
     task, config = make_task(tmp_path, tp=2, lora_sharding=sharding, model=sharded.save_base(tmp_path / "base"))
     for gpu, names in ((0, (LAYERS, "gemms-1", "training-16", "blocks-16", "graphs-16", "mixed-16")), (1, ("gpu-1",))):
         with use_gpu(config, gpu) as device:
@@ -106,7 +107,8 @@ def test_fully_sharded_terms_are_trained_as_compiled_layers_do(
 def test_kernels_of_compiled_layers_are_those_of_the_warm_up(
     sharding: str, inner: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a rank with 24 of 48 outputs, which 16 does not divide, and of fully sharded adapters: all that Triton would compile."""
+    """Of a rank with 24 of 48 outputs, which 16 does not divide, and of fully sharded adapters: all that Triton would
+    compile."""
     if torch.cuda.is_available():
         pytest.skip("needs Triton's interpreter")
     launched, launch = set[object](), Launcher.__call__

@@ -1,4 +1,5 @@
-"""What the engine's parts make of a memory plan: the model that the API process gets, and the device that admits jobs."""
+"""What the engine's parts make of a memory plan: the model that the API process gets, and the device that admits
+jobs."""
 
 from __future__ import annotations
 

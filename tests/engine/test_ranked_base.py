@@ -32,7 +32,8 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[OwnRank]:
 
 
 def test_a_rank_takes_the_visible_gpu_of_its_number(rank: OwnRank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA counts visible ones, whatever CUDA_VISIBLE_DEVICES names. No thread but the first has it as its current one."""
+    """CUDA counts visible ones, whatever CUDA_VISIBLE_DEVICES names. No thread but the first has it as its current
+    one."""
     used, seen = list[Any](), dict[str, Any]()
 
     def join(number: int, size: int, **how: Any) -> Mesh:

@@ -33,9 +33,16 @@ class NoJobs:
 
 
 def request(
-    id: str, ttft: float = 60.0, *, batch: bool = False, shed: bool = False, adapter: str = "a", e2e: float | None = None,
-    prompt: int = 1, choices: tuple[str, ...] = (),
-) -> Generate:  # fmt: skip
+    id: str,
+    ttft: float = 60.0,
+    *,
+    batch: bool = False,
+    shed: bool = False,
+    adapter: str = "a",
+    e2e: float | None = None,
+    prompt: int = 1,
+    choices: tuple[str, ...] = (),
+) -> Generate:
     slo = Slo(ttft=ttft, tpot=1.0, e2e=e2e, batch=batch, shed=shed, shed_e2e=e2e is not None)
     sampling = SamplingParams(max_tokens=8, ignore_eos=True)
     ref = AdapterRef(adapter, 1)

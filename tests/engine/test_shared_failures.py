@@ -44,9 +44,14 @@ async def test_the_leader_of_a_pass_that_fails_ends_itself_alone(tmp_path: Path)
     api, ours = local_pair()
     generator = FakeGenerator(Meter(), Prices(0, 0, 0, 0), 16, random.Random(0), 0.0)
     engine = Engine(
-        generator, bench.trainer, NoAdapters(), MicroStepByMicroStep(), ours,
-        clock=asyncio.get_running_loop().time, jobs=JobPlaces(2, Inline()),
-    )  # fmt: skip
+        generator,
+        bench.trainer,
+        NoAdapters(),
+        MicroStepByMicroStep(),
+        ours,
+        clock=asyncio.get_running_loop().time,
+        jobs=JobPlaces(2, Inline()),
+    )
     for spec in (leader, other):
         bench.place(CORPUS, spec)
         api.send(StartJob(spec=spec))

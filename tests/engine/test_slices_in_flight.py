@@ -60,7 +60,8 @@ def test_a_late_slice_is_late_once() -> None:
 
 @pytest.mark.parametrize("first", ["step", "slice"])
 def test_seconds_of_a_slice_beside_steps(first: str) -> None:
-    """A slice from 0 to 10 s and a step from 2 to 5, or a step under way until 5 when a slice begins at 2 and ends at 10."""
+    """A slice from 0 to 10 s and a step from 2 to 5, or a step under way until 5 when a slice begins at 2 and ends at
+    10."""
     device = Device()
     if first == "slice":
         device.flight.launched(Train("j", 1), MicroStep.FORWARD, 1, 64, 0.0)

@@ -1,4 +1,5 @@
-"""The compiled layers of training are there before the engine serves; where they cannot be, jobs run without and the operator is told."""
+"""The compiled layers of training are there before the engine serves; where they cannot be, jobs run without and the
+operator is told."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Slices that run beside generation, on the real event loop: whatever happens while one is in flight, nothing waits for it that
-need not, and nothing is lost."""
+"""Slices that run beside generation, on the real event loop: whatever happens while one is in flight, nothing waits for
+it that need not, and nothing is lost."""
 
 from __future__ import annotations
 

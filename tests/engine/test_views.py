@@ -141,7 +141,8 @@ def test_a_step_beside_training_is_never_expected_to_be_faster_than_one_alone() 
 
 
 def test_the_next_step_is_expected_to_wait_for_its_launch() -> None:
-    """Steps that follow one another without a slice between take less; those are what decodes to come are counted with."""
+    """Steps that follow one another without a slice between take less; those are what decodes to come are counted
+    with."""
     steps = Steps("decode")
     for _ in range(50):
         steps.took(0.012)

@@ -1,4 +1,5 @@
-"""A worker of the warm-up reports each part, and ends without a word once the process at the other end of its socket is gone."""
+"""A worker of the warm-up reports each part, and ends without a word once the process at the other end of its socket is
+gone."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.support.tokenizers import byte_level, sentencepiece_like
 transformers = pytest.importorskip("transformers")
 
 FOLDER = Path(__file__).resolve().parents[2] / "coserve" / "assets" / "tiny"
-CALLS = "{% for call in m.tool_calls %}<call>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</call>{% endfor %}"
+CALLS = "{% for call in m.tool_calls %}<call>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</call>{% endfor %}"  # noqa: E501
 MARKED = (
     "{%- if tools %}<|system|>{{ tools | tojson(indent=2) }}<|end|>{% endif -%}"
     "{%- for m in messages -%}<|{{ m.role }}|>"
@@ -200,7 +200,7 @@ def test_an_end_of_turn_that_swallows_white_space_is_learned(stripping: tuple[st
 def test_a_turn_whose_end_is_no_token_of_its_own_is_refused() -> None:
     backend = byte_level()
     backend.add_special_tokens([AddedToken("stop", special=True, single_word=True)])
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}stop\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}stop\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"  # noqa: E501
     tokenizer = Tokenizer(backend, special_tokens={"eos_token": "<eos>"}, chat_template=template)
     row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ahoy"}]}
     with pytest.raises(MalformedRow, match="the end of turn 'stop' to be a token of its own"):

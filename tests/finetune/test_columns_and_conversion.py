@@ -1,4 +1,5 @@
-"""CSV files and JSON arrays are read as the same rows as JSON Lines; columns of other names are named, others are not used."""
+"""CSV files and JSON arrays are read as the same rows as JSON Lines; columns of other names are named, others are not
+used."""
 
 from __future__ import annotations
 

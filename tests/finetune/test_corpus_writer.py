@@ -28,8 +28,11 @@ def test_a_staged_file_is_the_corpus_of_its_rows(tmp_path: Path) -> None:
     assert all(np.array_equal(getattr(found, name), getattr(expected, name)) for name in ("tokens", "target", "bounds"))
     assert found.is_valid()
     assert (staged.rows, staged.token_count, staged.target_tokens, staged.rows_cut) == (
-        50, expected.token_count, expected.target_tokens, expected.rows_cut,
-    )  # fmt: skip
+        50,
+        expected.token_count,
+        expected.target_tokens,
+        expected.rows_cut,
+    )
     assert np.array_equal(staged.arrays().lengths, expected.lengths)
     staged.save(tmp_path / "job" / "corpus")
     assert not target.parent.exists()

@@ -115,9 +115,17 @@ def converted(bench: Bench) -> Teacher:
 
 
 DISTILL = {
-    "adapter": "student", "version": 2, "init_from": STUDENT, "r": 2, "bd_blocks": 2,
-    "steps": 30, "validation_split": 0.25, "eval_steps": 30, "checkpoint_steps": 2, "learning_rate": 0.01,
-}  # fmt: skip
+    "adapter": "student",
+    "version": 2,
+    "init_from": STUDENT,
+    "r": 2,
+    "bd_blocks": 2,
+    "steps": 30,
+    "validation_split": 0.25,
+    "eval_steps": 30,
+    "checkpoint_steps": 2,
+    "learning_rate": 0.01,
+}
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Jobs with a DPO loss, against PEFT's model and torch's own backward: their reference is the adapter that they start from, or the base."""
+"""Jobs with a DPO loss, against PEFT's model and torch's own backward: their reference is the adapter that they start
+from, or the base."""
 
 from __future__ import annotations
 
@@ -65,8 +66,8 @@ def adapter(base: Base, seed: int = 3) -> LoraWeights:
 
 
 class Reference:
-    """Plain PEFT, one sequence at a time. With `copy` as in TRL: the loss is relative to a second adapter, a copy of the first one as it
-    starts; else to the base."""
+    """Plain PEFT, one sequence at a time. With `copy` as in TRL: the loss is relative to a second adapter, a copy of
+    the first one as it starts; else to the base."""
 
     def __init__(self, family: str, weights: LoraWeights, *, copy: bool = False) -> None:
         base, self._copy = tiny_base(family), copy
@@ -150,9 +151,14 @@ def test_the_reference_is_suspended_like_the_rest(base: Base) -> None:
     runner = MicroBatchRunner(base, recompute=False)
     steps = list(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, beta=BETA))
     assert steps == [
-        MicroStep.EVALUATE, MicroStep.EVALUATE_HEAD, MicroStep.FORWARD, MicroStep.FORWARD, MicroStep.HEAD,
-        MicroStep.BACKWARD, MicroStep.BACKWARD,
-    ]  # fmt: skip
+        MicroStep.EVALUATE,
+        MicroStep.EVALUATE_HEAD,
+        MicroStep.FORWARD,
+        MicroStep.FORWARD,
+        MicroStep.HEAD,
+        MicroStep.BACKWARD,
+        MicroStep.BACKWARD,
+    ]
 
 
 def test_a_job_learns_the_preference_and_starts_at_the_reference(base: Base, tmp_path: Path) -> None:

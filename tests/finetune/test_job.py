@@ -170,8 +170,18 @@ TINY = 1e-320
 
 @pytest.mark.parametrize(
     "name",
-    ["eps", "beta1", "beta2", "learning_rate", "weight_decay", "max_grad_norm", "lora_plus_ratio", "neftune_alpha", "sample_temperature"],
-)  # fmt: skip
+    [
+        "eps",
+        "beta1",
+        "beta2",
+        "learning_rate",
+        "weight_decay",
+        "max_grad_norm",
+        "lora_plus_ratio",
+        "neftune_alpha",
+        "sample_temperature",
+    ],
+)
 @pytest.mark.parametrize("value", [TINY, 1e-39, -TINY])
 def test_a_number_that_is_none_in_fp32(name: str, value: float) -> None:
     training = msgspec.structs.replace(TrainingSettings(), **{name: value})

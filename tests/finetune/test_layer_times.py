@@ -43,8 +43,11 @@ def test_times_are_of_what_a_layer_computes(graphed: bool, monkeypatch: pytest.M
     layers.compile()
     layers.compile_levels()
     for name, seconds in (
-        ("learn", PRODUCT), ("learn_backward", 2 * PRODUCT), ("attend", ATTENTION), ("attend_backward", 2 * ATTENTION),
-    ):  # fmt: skip
+        ("learn", PRODUCT),
+        ("learn_backward", 2 * PRODUCT),
+        ("attend", ATTENTION),
+        ("attend_backward", 2 * ATTENTION),
+    ):
         real = getattr(RunningPass, name)
 
         def timed(self: RunningPass, *given, real=real, seconds=seconds) -> Tensor | tuple[Tensor, ...]:

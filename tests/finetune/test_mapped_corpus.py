@@ -52,10 +52,14 @@ def test_a_large_corpus_is_read_with_little_memory(tmp_path: Path) -> None:
     digest = file_digest(tmp_path / "corpus")
     done = subprocess.run(
         [sys.executable, "-P", "-c", READ, str(tmp_path / "corpus"), digest],
-        env={"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        env={
+            "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        },
         capture_output=True,
         check=False,
-    )  # fmt: skip
+    )
     assert done.stdout.split() == [b"%d" % number for number in (size, size - 40, (1 << 20) - 1)], done.stderr.decode()
 
 

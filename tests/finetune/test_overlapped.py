@@ -1,4 +1,5 @@
-"""Slices that are only launched: nothing of them leaves the jobs' stream, and the host reads results in micro-steps of their own."""
+"""Slices that are only launched: nothing of them leaves the jobs' stream, and the host reads results in micro-steps of
+their own."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def base() -> Base:
 
 
 class Stream:
-    """Stands for the jobs' stream: `ops` that ran outside of it, and the kinds of micro-steps that read a tensor's value."""
+    """Stands for the jobs' stream: `ops` that ran outside of it, and the kinds of micro-steps that read a tensor's
+    value."""
 
     def __init__(self) -> None:
         self.depth, self.outside = 0, list[str]()

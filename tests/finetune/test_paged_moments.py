@@ -1,4 +1,5 @@
-"""Paged moments: the same numbers and the same files as without paging, though they pass through the device in pieces."""
+"""Paged moments: the same numbers and the same files as without paging, though they pass through the device in
+pieces."""
 
 from __future__ import annotations
 
@@ -169,7 +170,8 @@ def test_an_update_is_cut_into_slices(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("done", range(1, 4))
 def test_an_update_that_is_interrupted_is_finished_first(tmp_path: Path, done: int) -> None:
-    """A pause within an update: the checkpoint has the step, whose metrics are told once, and the job goes on bit for bit."""
+    """A pause within an update: the checkpoint has the step, whose metrics are told once, and the job goes on bit for
+    bit."""
     spec = spec_of(Optimizer.PAGED_ADAMW)
     expected, files = trained(tmp_path / "straight", spec, micro_steps=1)
     bench = Bench(BASE, tmp_path / "cut", make_optimizer=paging)
@@ -215,8 +217,8 @@ class Faulty:
 
 
 def within_the_second_update(root: Path, spec: JobSpec, fails_after: int | None = None) -> tuple[Bench, list[int]]:
-    """A job with a checkpoint of step 1, after the first slice of the next update, and the pieces that were updated. Memory runs out
-    `fails_after` pieces into the rest of it."""
+    """A job with a checkpoint of step 1, after the first slice of the next update, and the pieces that were updated.
+    Memory runs out `fails_after` pieces into the rest of it."""
     pieces_of_one = flat_elements(p for one in lora_shapes(spec.lora, BASE.spec) for p in (one.a, one.b)) // PIECE
     pieces = list[int]()
     fails_at = None if fails_after is None else pieces_of_one + SLICE + fails_after
@@ -233,7 +235,8 @@ def within_the_second_update(root: Path, spec: JobSpec, fails_after: int | None 
 
 @pytest.mark.parametrize("pause", [False, True])
 def test_a_half_updated_adapter_is_never_saved(tmp_path: Path, pause: bool) -> None:
-    """Memory runs out while an interrupted update is finished: nothing of it is written or told, and the last checkpoint is as it was."""
+    """Memory runs out while an interrupted update is finished: nothing of it is written or told, and the last
+    checkpoint is as it was."""
     spec = msgspec.structs.replace(spec_of(Optimizer.PAGED_LION), id="cut")
     spec = msgspec.structs.replace(spec, training=msgspec.structs.replace(spec.training, checkpoint_steps=1))
     _, files = trained(tmp_path / "straight", spec, micro_steps=1)

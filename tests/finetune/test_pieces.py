@@ -103,4 +103,7 @@ def test_parts_make_the_corpus_of_one_process(tmp_path: Path, size: int) -> None
     for name in ("tokens", "target", "bounds"):
         assert np.array_equal(getattr(found, name), getattr(expected, name))
     assert (staged.rows, staged.rows_cut, staged.target_tokens) == (50, expected.rows_cut, expected.target_tokens)
-    assert sorted(path.name for path in target.parent.iterdir()) == ["corpus", *(f"corpus.{part}" for part in ("lengths", "splits", "target"))]  # fmt: skip
+    assert sorted(path.name for path in target.parent.iterdir()) == [
+        "corpus",
+        *(f"corpus.{part}" for part in ("lengths", "splits", "target")),
+    ]

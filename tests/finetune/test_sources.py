@@ -193,11 +193,15 @@ def learned(tokenizer: Tokenizer, row: dict[str, Any], train_on: TrainOn | None)
         (CHAT, None, "Hm.<|end|>Ahoy!<|end|>"),
         (CHAT, "assistant", "Hm.<|end|>Ahoy!<|end|>"),
         (CHAT, "completion", "Ahoy!<|end|>"),
-        (CHAT, "all", "Be kind.<|end|><|user|>Hi<|end|><|assistant|>Hm.<|end|><|user|>Hello?<|end|><|assistant|>Ahoy!<|end|>"),
+        (
+            CHAT,
+            "all",
+            "Be kind.<|end|><|user|>Hi<|end|><|assistant|>Hm.<|end|><|user|>Hello?<|end|><|assistant|>Ahoy!<|end|>",
+        ),
         ({"prompt": "Hello", "completion": " Ahoy!"}, "completion", " Ahoy!<|endoftext|>"),
         ({"text": "The cat sat."}, "all", " cat sat.<|endoftext|>"),
     ],
-)  # fmt: skip
+)
 def test_train_on_chooses_what_is_learned(
     tokenizer: Tokenizer, row: dict[str, Any], train_on: TrainOn | None, expected: str
 ) -> None:

@@ -1,4 +1,5 @@
-"""Starting a job on a thread: it can be cancelled, leaves nothing behind, and prepares what belongs to many rows ahead."""
+"""Starting a job on a thread: it can be cancelled, leaves nothing behind, and prepares what belongs to many rows
+ahead."""
 
 from __future__ import annotations
 

@@ -212,7 +212,8 @@ def test_small_micro_steps_of_the_head_change_nothing() -> None:
 
 
 def test_a_wide_head_has_micro_steps_as_short_as_those_of_layers() -> None:
-    """With 128,256 tokens, 300 targets' logits in fp32 are two micro-steps: one of all took longer than a token may, so that training waited beside requests."""
+    """With 128,256 tokens, 300 targets' logits in fp32 are two micro-steps: one of all took longer than a token may, so
+    that training waited beside requests."""
     base = wrap_base(tiny_model("llama", vocab_size=128_256, hidden_size=16), name="wide")
     corpus = random_corpus(lengths=(301,), learned=2.0)
     optimizer, runner = started(base), MicroBatchRunner(base, recompute=False)

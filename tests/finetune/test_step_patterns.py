@@ -1,4 +1,5 @@
-"""Jobs over any set of sites: some layers, some sites of each, one alone. Against torch's backward through the whole model."""
+"""Jobs over any set of sites: some layers, some sites of each, one alone. Against torch's backward through the whole
+model."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def batch(optimizer: AdapterOptimizer, tokens: int, lora_backend: LoraBackend) -
 
 
 def expected(base: Base, targets: tuple[str, ...]) -> tuple[list[float], list[torch.Tensor]]:
-    """The summed NLL and how many labels are the likeliest token, and the NLL's gradients, from one graph of the whole model."""
+    """The summed NLL and how many labels are the likeliest token, and the NLL's gradients, from one graph of the whole
+    model."""
     optimizer, rows = optimizer_of(targets), pack_rows(CORPUS, ROWS, CPU)
     attention, lora = PackedAttention(rows.bounds), batch(optimizer, rows.tokens, REFERENCE)
     logits = base.forward(rows.tokens_T, rows.positions_T, attention, lora=lora, keep=rows.keep_K)

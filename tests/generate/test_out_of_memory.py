@@ -1,4 +1,5 @@
-"""Memory that runs out while tokens are generated: the step is undone and done again in smaller parts, with the same tokens."""
+"""Memory that runs out while tokens are generated: the step is undone and done again in smaller parts, with the same
+tokens."""
 
 from __future__ import annotations
 

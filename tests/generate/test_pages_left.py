@@ -1,7 +1,8 @@
-"""Ten thousand requests with cancels over the real scheduler, pool, prefix cache and adapters, and a base that is a function.
+"""Ten thousand requests with cancels over the real scheduler, pool, prefix cache and adapters, and a base that is a
+function.
 
-Each slot of a page holds a mark of everything that its keys and values would depend on, so that a page in the wrong hands
-shows at once; and each token is a function of the marks before it. Adapters have real matrices in the same pages.
+Each slot of a page holds a mark of everything that its keys and values would depend on, so that a page in the wrong
+hands shows at once; and each token is a function of the marks before it. Adapters have real matrices in the same pages.
 """
 
 from __future__ import annotations
@@ -263,7 +264,8 @@ def test_ten_thousand_requests_with_cancels_leave_no_page_behind(seed: int) -> N
 
 
 def check_nobody_waits_in_vain(traffic: Traffic, shares: list[Share], *, preempted: bool) -> None:
-    """Whoever is not let in lacks pages, and no idle page could have served; or other adapters are in its adapter's way."""
+    """Whoever is not let in lacks pages, and no idle page could have served; or other adapters are in its adapter's
+    way."""
     waiting, memory = traffic.waiting, traffic.memory
     room = len(traffic.live) - len(waiting) < RUNNING and sum(share.tokens for share in shares) < STEP_TOKENS
     if waiting and room and not preempted:

@@ -30,7 +30,8 @@ def asked(
 
 
 class Batch:
-    """A scheduler with pages for all, and steps of so many tokens. Its requests are r0, r1, ... with two adapters in turn."""
+    """A scheduler with pages for all, and steps of so many tokens. Its requests are r0, r1, ... with two adapters in
+    turn."""
 
     def __init__(self, *prompts: int, step_tokens: int = 100) -> None:
         self.adapters = BareAdapters()
@@ -99,8 +100,12 @@ def test_a_proposal_changes_nothing() -> None:
     scheduler.arrive(request := asked("r", 20, adapter="a"))
     plan = scheduler.propose()
     assert (pages.pool.used, request.state, request.pages, len(scheduler), len(scheduler.queue)) == (
-        0, State.QUEUED, [], 0, 1,
-    )  # fmt: skip
+        0,
+        State.QUEUED,
+        [],
+        0,
+        1,
+    )
     assert [share.request for share in scheduler.commit(plan)] == [request]
     assert (pages.pool.used, request.state, len(scheduler), len(scheduler.queue)) == (2, State.ACTIVE, 1, 0)
 
@@ -139,9 +144,12 @@ def test_who_waits_for_an_adapter_holds_a_place_and_enters_when_it_was_read() ->
 def test_who_waits_for_an_adapter_that_does_not_come_ends_alone(ends: str) -> None:
     adapters, failed = BareAdapters(), list[str]()
     scheduler = Scheduler(
-        BarePages(9, 16), adapters, max_running=8, step_tokens=64,
+        BarePages(9, 16),
+        adapters,
+        max_running=8,
+        step_tokens=64,
         failed=lambda request, error: failed.append(f"{request.id}: {type(error).__name__}"),
-    )  # fmt: skip
+    )
     adapters.unread.add(AdapterRef("cold", 1))
     scheduler.arrive(request := asked("r", 5, adapter="cold"))
     next_shares(scheduler)

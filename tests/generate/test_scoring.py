@@ -1,4 +1,5 @@
-"""Log-probabilities of prompts against the whole model's own log-softmax: alone, in chunks, preempted, with adapters."""
+"""Log-probabilities of prompts against the whole model's own log-softmax: alone, in chunks, preempted, with
+adapters."""
 
 from __future__ import annotations
 

@@ -43,9 +43,14 @@ class Measured:
 
 def measured(layers: int, *, levels: bool = False) -> Measured:
     config = LlamaConfig(
-        hidden_size=2048, intermediate_size=7168, num_hidden_layers=layers, num_attention_heads=16, num_key_value_heads=4,
-        vocab_size=64000, max_position_embeddings=4096,
-    )  # fmt: skip
+        hidden_size=2048,
+        intermediate_size=7168,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        vocab_size=64000,
+        max_position_embeddings=4096,
+    )
     with torch.device(DEVICE):
         base = wrap_base(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), name="random")
     compiled = CompiledLayers(base, LayerCut(base))
@@ -67,7 +72,8 @@ def level_costs(costs: TrainingCosts) -> TrainingCosts:
 
 
 def errors(found: Measured, costs: TrainingCosts, counts: Sequence[tuple[int, int]]) -> dict[tuple[int, ...], float]:
-    """Of predicted peaks, by rank, tokens, and numbers of layers that are computed again and again but for attention."""
+    """Of predicted peaks, by rank, tokens, and numbers of layers that are computed again and again but for
+    attention."""
     base, errors = found.base, {}
     for rank, targets in ((16, TARGETS), (64, ("q_proj", "v_proj")), (8, ("down_proj",))):
         lora = LoraSettings(r=rank, targets=targets)

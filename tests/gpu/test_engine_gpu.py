@@ -90,9 +90,16 @@ def test_graphed_texts_are_the_models(family: str) -> None:
     drawn = SamplingParams(max_tokens=NEW, temperature=1.3, top_k=30, top_p=0.95, ignore_eos=True, seed=1)
     stopped = SamplingParams(max_tokens=NEW, temperature=0.0, stop_token_ids=tuple(range(0, VOCAB, 2)))
     odd = SamplingParams(
-        max_tokens=NEW, temperature=0.9, repetition_penalty=1.2, frequency_penalty=0.5, min_tokens=5, logit_bias={7: 2.0},
-        stop_token_ids=tuple(range(0, VOCAB, 3)), logprobs=3, seed=2,
-    )  # fmt: skip
+        max_tokens=NEW,
+        temperature=0.9,
+        repetition_penalty=1.2,
+        frequency_penalty=0.5,
+        min_tokens=5,
+        logit_bias={7: 2.0},
+        stop_token_ids=tuple(range(0, VOCAB, 3)),
+        logprobs=3,
+        seed=2,
+    )
     bare = [request(f"bare{n}", prompt(n), None) for n in LENGTHS]
     others = [request("drawn", prompt(9), None, drawn), request("stopped", prompt(8), None, stopped)]
     others.append(request("odd", prompt(11), None, odd))

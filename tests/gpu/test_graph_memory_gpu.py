@@ -1,4 +1,5 @@
-"""The memory pool of training's CUDA graphs, beside other threads and after captures that fail. Run with `pytest -m gpu`."""
+"""The memory pool of training's CUDA graphs, beside other threads and after captures that fail. Run with
+`pytest -m gpu`."""
 
 from __future__ import annotations
 

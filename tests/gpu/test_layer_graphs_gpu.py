@@ -66,8 +66,8 @@ def gradients(
     [(False, 0, 0), (False, 1, 0), (False, 2, 0), (True, 2, 0), (True, 0, 2), (True, 1, 1)],
 )
 def test_gradients_are_those_without_graphs(levels: bool, recomputed: int, partly: int) -> None:
-    """Rows of several lengths, of two adapters in turn and together, in one shape each; what layers keep changes rounding alone. `levels`: layers that keep less are
-    compiled so."""
+    """Rows of several lengths, of two adapters in turn and together, in one shape each; what layers keep changes
+    rounding alone. `levels`: layers that keep less are compiled so."""
     base = wrap_base(tiny_model("llama").to(DEVICE, torch.bfloat16), name="llama")
     compiled = CompiledLayers(base, LayerCut(base))
     compiled.compile()

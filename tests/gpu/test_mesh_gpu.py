@@ -1,4 +1,5 @@
-"""Collectives of two GPUs: NCCL and the one-shot kernel, in CUDA graphs too, and the logits of a base that they hold."""
+"""Collectives of two GPUs: NCCL and the one-shot kernel, in CUDA graphs too, and the logits of a base that they
+hold."""
 
 from __future__ import annotations
 

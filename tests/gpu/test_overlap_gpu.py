@@ -1,4 +1,5 @@
-"""Training on a stream of low priority: generation's kernels go first, turns without the host, and an engine over both streams."""
+"""Training on a stream of low priority: generation's kernels go first, turns without the host, and an engine over both
+streams."""
 
 from __future__ import annotations
 

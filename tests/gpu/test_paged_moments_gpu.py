@@ -1,4 +1,5 @@
-"""Paged moments on a GPU: pieces of pinned memory that come and go beside updates, and give the numbers of moments that stay."""
+"""Paged moments on a GPU: pieces of pinned memory that come and go beside updates, and give the numbers of moments that
+stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Two parts of one GPU: which multiprocessors kernels and graphs run on, that both parts work at the same time, and an engine over them."""
+"""Two parts of one GPU: which multiprocessors kernels and graphs run on, that both parts work at the same time, and an
+engine over them."""
 
 from __future__ import annotations
 

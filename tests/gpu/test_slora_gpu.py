@@ -1,4 +1,5 @@
-"""Fully sharded adapters on two GPUs, in CUDA graphs: the tokens of eager steps and of one GPU, alone and beside others."""
+"""Fully sharded adapters on two GPUs, in CUDA graphs: the tokens of eager steps and of one GPU, alone and beside
+others."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ pytestmark = [
 ]
 
 ADAPTERS = (*KINDS, Kind(48))
-"""The second is block-diagonal, the rank of the fourth is odd: both are local. The third has more blocks than there are GPUs."""
+"""The second is block-diagonal, the rank of the fourth is odd: both are local. The third has more blocks than there are
+GPUs."""
 CASES: dict[str, list[tuple[int, int]]] = {
     "one row": [(4, 5)],
     "fully sharded": [(0, 5), (4, 9), (0, 70)],

@@ -78,7 +78,8 @@ def test_8_bit_updates_on_the_gpu_are_near_those_on_the_cpu(kind: Optimizer) -> 
 
 @pytest.mark.parametrize("kind", UNPAGED)
 def test_updates_on_another_stream_come_in_their_turn(kind: Optimizer) -> None:
-    """As slices beside generation have one: after the gradients that are still being computed, and before what reads the weights."""
+    """As slices beside generation have one: after the gradients that are still being computed, and before what reads
+    the weights."""
     one, other = wide_optimizer(kind, "cuda"), wide_optimizer(kind, "cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -41,8 +41,12 @@ def test_an_engine_over_filled_caches_compiles_nothing(tmp_path: Path) -> None:
     for _ in range(2):
         done = subprocess.run(
             [sys.executable, "-m", "tests.support.warm_start", settings],
-            cwd=ROOT, check=False, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
+            cwd=ROOT,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout.splitlines()[-1])
         assert found == {"notes": [], "kernels": [], "serving": [], "graphs": 0}
@@ -58,9 +62,21 @@ def test_a_cold_daemon_serves_once_all_is_compiled_and_its_workers_are_gone(tmp_
     """Then nothing is compiled, requests wait for nothing, and a job runs at once; the next start finds everything."""
     model = make_model_folder(tmp_path / "model")
     options = (
-        "--device", "cuda", "--dtype", "bfloat16", "--max-running", "4", "--step-tokens", "64", "--micro-batch-tokens", "64",
-        "--cache-dir", str(tmp_path / "cache"), "--memory-fraction", "0.2",
-    )  # fmt: skip
+        "--device",
+        "cuda",
+        "--dtype",
+        "bfloat16",
+        "--max-running",
+        "4",
+        "--step-tokens",
+        "64",
+        "--micro-batch-tokens",
+        "64",
+        "--cache-dir",
+        str(tmp_path / "cache"),
+        "--memory-fraction",
+        "0.2",
+    )
     said = list[list[str]]()
     for start in ("cold", "warm"):
         with DaemonProcess(model, tmp_path / "data", options=options) as daemon:

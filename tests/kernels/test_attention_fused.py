@@ -1,4 +1,5 @@
-"""The fused attention kernels against a slow reference: in Triton's interpreter without a GPU, else also in bfloat16."""
+"""The fused attention kernels against a slow reference: in Triton's interpreter without a GPU, else also in
+bfloat16."""
 
 from __future__ import annotations
 

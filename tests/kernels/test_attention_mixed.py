@@ -1,4 +1,5 @@
-"""Attention of steps of any mix in fixed buffers: Triton's interpreter without a GPU, else also captured and in bfloat16."""
+"""Attention of steps of any mix in fixed buffers: Triton's interpreter without a GPU, else also captured and in
+bfloat16."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ def test_what_a_capacity_holds() -> None:
 def test_every_step_that_a_capacity_holds_has_a_plan(
     mix: list[tuple[int, int]], window: int | None, heads: tuple[int, int]
 ) -> None:
-    """Its items are those of the plain plan, as many as there is capacity for, and none of them uses another's counter."""
+    """Its items are those of the plain plan, as many as there is capacity for, and none of them uses another's
+    counter."""
     capacity = MixedCapacity(tokens=512, sequences=12, chunks=8, context=40300)
     runs = [TokenRun(tokens, position, (0,)) for position, tokens in mix]
     while not capacity.holds(runs):

@@ -1,5 +1,5 @@
-"""Losses whose logits become gradients, against autograd in double precision: the kernels (in Triton's interpreter without a GPU, at a few
-logits a block) and the same in torch."""
+"""Losses whose logits become gradients, against autograd in double precision: the kernels (in Triton's interpreter
+without a GPU, at a few logits a block) and the same in torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The split of a GPU's multiprocessors: what the driver is asked for, and what is refused. On a GPU: `tests/gpu/test_partition_gpu.py`."""
+"""The split of a GPU's multiprocessors: what the driver is asked for, and what is refused. On a GPU:
+`tests/gpu/test_partition_gpu.py`."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ GPU = torch.device("cuda", 0)
 
 
 class FakeDriver:
-    """A driver of a GPU with `total` multiprocessors, in groups of eight. Structures are read as the driver's header says: the type
-    at byte 0, the count at byte 96."""
+    """A driver of a GPU with `total` multiprocessors, in groups of eight. Structures are read as the driver's header
+    says: the type at byte 0, the count at byte 96."""
 
     def __init__(self, total: int = 132, version: int = 12050, missing: str = "", error: int = 0) -> None:
         self._total, self._version, self._missing, self._error = total, version, missing, error

@@ -1,4 +1,5 @@
-"""Fully sharded pairs through the kernels, the other GPU's part computed in the same process: many inputs, in splits."""
+"""Fully sharded pairs through the kernels, the other GPU's part computed in the same process: many inputs, in
+splits."""
 
 from __future__ import annotations
 

@@ -86,8 +86,8 @@ def test_rows_in_a_graph(inputs: int, outputs: int, rows: int) -> None:
 @pytest.mark.parametrize(("inputs", "sizes"), [(4096, (4096, 1024, 1024)), (14336, (4096,)), (1024, (3072,))])
 @pytest.mark.parametrize("rows", [2, 16, 64])
 def test_the_shrink_beside_a_product(inputs: int, sizes: tuple[int, ...], rows: int) -> None:
-    """LoRA terms that start when x is complete, not when the product is, are those that wait: in a graph, again and again,
-    over memory that holds other numbers each time."""
+    """LoRA terms that start when x is complete, not when the product is, are those that wait: in a graph, again and
+    again, over memory that holds other numbers each time."""
     device, g = torch.device("cuda"), torch.Generator("cuda").manual_seed(rows)
 
     def draw(*shape: int) -> torch.Tensor:

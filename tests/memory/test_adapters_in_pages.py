@@ -136,7 +136,8 @@ def test_pages_of_a_dropped_adapter_are_blank() -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    """Adapters are activated and evicted while pages are allocated, labelled, moved and freed. Marks identify a page's owner."""
+    """Adapters are activated and evicted while pages are allocated, labelled, moved and freed. Marks identify a page's
+    owner."""
 
     @initialize(pages=st.integers(1, 16))
     def start(self, pages: int) -> None:

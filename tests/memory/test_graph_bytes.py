@@ -22,7 +22,8 @@ class Pool:
 
 @dataclass
 class Memory:
-    """Bytes that the captures' pool and stream hold, that the rest of the allocator holds, and that are held outside."""
+    """Bytes that the captures' pool and stream hold, that the rest of the allocator holds, and that are held
+    outside."""
 
     captures: int = 0
     others: int = 0

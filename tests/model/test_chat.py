@@ -132,7 +132,7 @@ def test_learned_spans_are_the_content_and_the_end_of_turn() -> None:
 
 
 def test_a_turn_without_a_special_token_is_learned_to_its_end() -> None:
-    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"  # noqa: E501
     text, spans, _ = ChatTemplate(source, TOKENS).render_for_training(CHAT[:2])
     assert [text[start:end] for start, end in spans] == ["hello\n"]
 

@@ -1,4 +1,5 @@
-"""Compiled training layers against the base's own layers and autograd. The graphs run operation by operation: no compiler."""
+"""Compiled training layers against the base's own layers and autograd. The graphs run operation by operation: no
+compiler."""
 
 from __future__ import annotations
 
@@ -279,7 +280,8 @@ def test_a_layer_that_reads_a_tensor_of_its_own_is_refused() -> None:
 
 
 def test_compiled_functions_run_beside() -> None:
-    """fx says of the whole process that it traces, and functions of torch.compile raise then: nothing is traced in `compile`."""
+    """fx says of the whole process that it traces, and functions of torch.compile raise then: nothing is traced in
+    `compile`."""
     base = tiny_base("llama")
     layers = CompiledLayers(base, LayerCut(base), interpreted)
     step = torch.compile(lambda x_T: x_T + 1, backend="eager")

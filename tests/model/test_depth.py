@@ -1,4 +1,5 @@
-"""The check at start of a base of many layers: rounding adds up over them, and is no defect; what is one is found at any depth."""
+"""The check at start of a base of many layers: rounding adds up over them, and is no defect; what is one is found at
+any depth."""
 
 from __future__ import annotations
 
@@ -24,9 +25,16 @@ def deep(layers: int) -> LlamaForCausalLM:
     """Random weights whose activations are those of a layer with 8,192 hidden features."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=128, hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=8, max_position_embeddings=64, initializer_range=0.02 * math.sqrt(8192 / HIDDEN),
-    )  # fmt: skip
+        vocab_size=128,
+        hidden_size=HIDDEN,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=8,
+        max_position_embeddings=64,
+        initializer_range=0.02 * math.sqrt(8192 / HIDDEN),
+    )
     return LlamaForCausalLM(config).to(torch.bfloat16)
 
 

@@ -1,4 +1,5 @@
-"""The families of docs/guide/families.md: what is served equals transformers and PEFT, what is not is refused with the reason."""
+"""The families of docs/guide/families.md: what is served equals transformers and PEFT, what is not is refused with the
+reason."""
 
 from __future__ import annotations
 
@@ -47,9 +48,23 @@ CORPUS = Corpus(
     bounds=np.array([0, len(ROWS[0]), len(ROWS[0]) + len(ROWS[1])]),
 )
 OF_EACH_KIND = (
-    "llama", "gpt2", "gemma2", "gemma3_text", "gpt_neox", "gpt_bigcode", "opt", "ctrl", "phi", "olmo2", "cohere2", "granite",
-    "mixtral", "qwen2_moe", "gpt_oss", "modernbert-decoder",
-)  # fmt: skip
+    "llama",
+    "gpt2",
+    "gemma2",
+    "gemma3_text",
+    "gpt_neox",
+    "gpt_bigcode",
+    "opt",
+    "ctrl",
+    "phi",
+    "olmo2",
+    "cohere2",
+    "granite",
+    "mixtral",
+    "qwen2_moe",
+    "gpt_oss",
+    "modernbert-decoder",
+)
 """Norms, positions, activations, windows, sinks, stacked weights and experts of all kinds."""
 QUICK = ("llama", "gpt2", "gemma3_text", "phi", "mixtral", "gpt_oss")
 TABLE = Path(__file__).parents[2] / "docs" / "guide" / "families.md"

@@ -18,7 +18,8 @@ CORPUS = random_corpus()
 
 
 def sums_after_a_change(kept: KeptLora | None, rank: int) -> list[torch.Tensor]:
-    """Of two batches of one adapter, whose weights change in between, as an update changes them; then of another adapter's."""
+    """Of two batches of one adapter, whose weights change in between, as an update changes them; then of another
+    adapter's."""
     base = tiny_base("llama")
     runner, found = MicroBatchRunner(base, recompute=False), []
     one, other = (started(base, LoraSettings(r=rank, targets=("q_proj", "down_proj"))) for _ in range(2))

@@ -48,7 +48,8 @@ def test_pushes_together_are_the_full_decode(tokenizer: Tokenizer, text: str) ->
 def test_pushes_of_any_tokens_are_the_full_decode(
     tokenizer: Tokenizer, data: st.DataObject, skip_special: bool
 ) -> None:
-    # Byte tokens of the second kind are left out: one bad byte turns the good ones before it, already given, into U+FFFD.
+    # Byte tokens of the second kind are left out: one bad byte turns the good ones before it, already given, into
+    # U+FFFD.
     known = [id for id in range(tokenizer.vocab_size) if tokenizer is BYTE_LEVEL or id not in BYTE_TOKENS]
     ids = data.draw(st.lists(st.sampled_from(known), max_size=12))
     expected = tokenizer.decode(ids, skip_special=skip_special)

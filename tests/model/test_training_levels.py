@@ -1,4 +1,5 @@
-"""Compiled training layers that keep less than all, against those that keep all and against the base's own layers and autograd."""
+"""Compiled training layers that keep less than all, against those that keep all and against the base's own layers and
+autograd."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ def llama() -> tuple[Base, CompiledLayers]:
 
 FORWARD = [(layer, group) for layer in (0, 1) for group in range(4)]
 AGAIN = (0, 1, 2)
-"""Groups of a Llama layer whose products are computed again: nobody reads that of the last one, `down_proj`, in a backward."""
+"""Groups of a Llama layer whose products are computed again: nobody reads that of the last one, `down_proj`, in a
+backward."""
 
 
 @pytest.mark.parametrize(
@@ -222,7 +224,8 @@ def test_levels_that_found_no_memory_may_be_compiled_again() -> None:
 
 @pytest.mark.slow
 def test_rewards_are_0_at_the_reference_whatever_layers_keep() -> None:
-    """Of a new adapter, and of one that a job continues. In 16 bits, where the cuts round otherwise. Its evaluations do not change when levels are loaded."""
+    """Of a new adapter, and of one that a job continues. In 16 bits, where the cuts round otherwise. Its evaluations do
+    not change when levels are loaded."""
     base = wrap_base(tiny_model("llama").to(torch.float16), name="llama")
     layers = CompiledLayers(base, LayerCut(base), inductor, costs=lambda: COSTS)
     layers.compile()

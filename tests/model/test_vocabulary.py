@@ -15,7 +15,8 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁
 
 
 def metaspace() -> Backend:
-    """Pieces that begin with a space, byte fallback, and no normalizer, as newer conversions of sentencepiece have it."""
+    """Pieces that begin with a space, byte fallback, and no normalizer, as newer conversions of sentencepiece have
+    it."""
     backend = sentencepiece_like()
     backend.normalizer = normalizers.Sequence([])
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")

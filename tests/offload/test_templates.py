@@ -25,18 +25,18 @@ HOSTILE = {
     "indent": "{{ 'x' | indent(1000000000, true) }}",
     "tojson_indent": "{{ [1] | tojson(indent=1000000000) }}",
     "round": "{{ 5 | round(1000000000, 'floor') }}",
-    "doubling_concat": "{% set ns = namespace(x='xxxxxxxx') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "doubling_concat": "{% set ns = namespace(x='xxxxxxxx') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",  # noqa: E501
     "doubling_block": "{% set ns = namespace(x='xxxxxxxx') %}{% for i in range(60) %}"
     "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}{% endfor %}",
-    "doubling_list": "{% set ns = namespace(x=['xxxxxxxx']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+    "doubling_list": "{% set ns = namespace(x=['xxxxxxxx']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"  # noqa: E501
     "{{ ns.x }}",
-    "doubling_number": "{% set ns = namespace(x=3) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}",
+    "doubling_number": "{% set ns = namespace(x=3) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}",  # noqa: E501
     "replace_filter": "{% set x = 'x' * 100000 %}{{ x | replace('x', x) }}",
     "join_method": "{% set x = 'x' * 100000 %}{{ x.join(x) }}",
     "sum_of_lists": "{{ (['ab'] * 99999) | map('list') | sum(start=[]) | length }}",
     "strip": "{% set x = 'a' * 1000000 %}{{ ('b' * 1000000).strip(x ~ 'b') }}",
     "to_bytes": "{{ (1).to_bytes(1000000000, 'big') }}",
-    "namespace_printing": "{% set ns = namespace(x=1) %}{% for i in range(60) %}{% set ns.x = namespace(a=ns.x, b=ns.x) %}"
+    "namespace_printing": "{% set ns = namespace(x=1) %}{% for i in range(60) %}{% set ns.x = namespace(a=ns.x, b=ns.x) %}"  # noqa: E501
     "{% endfor %}{{ ns.x }}{{ raise_exception('end') }}",
     "tojson_separators": "{{ range(9999) | list | tojson(separators=('x' * 1000000, ':')) }}",
 }

@@ -28,8 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _gives_up(mesh: Mesh, folder: str, fails: str) -> str:
-    """Why there are no compiled layers where rank 1 `fails` to compile them, or compiles them otherwise; and whether a collective after it gives
-    every rank the same."""
+    """Why there are no compiled layers where rank 1 `fails` to compile them, or compiles them otherwise; and whether a
+    collective after it gives every rank the same."""
     base, own = load(folder, mesh), mesh.rank == 1
 
     def compile_(

@@ -1,4 +1,5 @@
-"""Collectives between a shrink and an expand: whatever the message's size, every rank gets all parts or the sum of all terms."""
+"""Collectives between a shrink and an expand: whatever the message's size, every rank gets all parts or the sum of all
+terms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The fused forward of a rank's part: row-parallel sites are summed inside their op, with the residual, and compiled layers stay few."""
+"""The fused forward of a rank's part: row-parallel sites are summed inside their op, with the residual, and compiled
+layers stay few."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def _adapters(base: Base) -> tuple[LoraWeights, ...]:
 
 
 def _fused(mesh: Mesh, folder: str) -> tuple[list[Tensor], list[int], dict[str, int]]:
-    """Logits of the base and of a mixed batch, with sites together and traced; sums that add the residual in each graph; collectives of one forward."""
+    """Logits of the base and of a mixed batch, with sites together and traced; sums that add the residual in each
+    graph; collectives of one forward."""
     base, graphs, found = load(folder, mesh), list[torch.fx.GraphModule](), list[Tensor]()
 
     def backend(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> object:

@@ -17,8 +17,8 @@ CPU = torch.device("cpu")
 
 
 def _launched(mesh: Mesh, fails_first: bool) -> tuple[dict[str, int], bool]:
-    """Rank 1 fails before or after rank 0 launches a graph of two collectives, played here by the collectives themselves. What was counted, and whether
-    ranks are together after it."""
+    """Rank 1 fails before or after rank 0 launches a graph of two collectives, played here by the collectives
+    themselves. What was counted, and whether ranks are together after it."""
     assert isinstance(mesh, GroupMesh)
     own, parts = torch.ones(5), torch.ones(2, 7)
 

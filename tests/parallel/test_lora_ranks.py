@@ -1,4 +1,5 @@
-"""Adapters on ranks: the logits, gradients and losses of one process, and no collective that a strategy does not need."""
+"""Adapters on ranks: the logits, gradients and losses of one process, and no collective that a strategy does not
+need."""
 
 from __future__ import annotations
 

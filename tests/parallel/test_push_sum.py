@@ -1,5 +1,5 @@
-"""The one-kernel all-reduce between processes that share memory, in Triton's interpreter: the same sums on all ranks, whoever comes first, with
-and without something to add."""
+"""The one-kernel all-reduce between processes that share memory, in Triton's interpreter: the same sums on all ranks,
+whoever comes first, with and without something to add."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def test_every_rank_has_the_sums(ranks: Ranks, tmp_path: Path, dtype: torch.dtyp
 
 
 def test_a_warm_up_launches_each_kernel_that_sums_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton compiles a kernel for the types and alignments of its tensors, whether numbers are 1 or multiples of 16, and its constants."""
+    """Triton compiles a kernel for the types and alignments of its tensors, whether numbers are 1 or multiples of 16,
+    and its constants."""
     found = set[Hashable]()
 
     def launch(

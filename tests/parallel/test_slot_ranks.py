@@ -1,4 +1,5 @@
-"""Adapters in slots on ranks, fully sharded ones and others: the logits of one process, one collective a group of sites."""
+"""Adapters in slots on ranks, fully sharded ones and others: the logits of one process, one collective a group of
+sites."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from tests.support.sharded import KINDS, Kind, load, whole_adapter
 from tests.support.shelf import named
 
 ADAPTERS = (*KINDS, Kind(48))
-"""Parts of the last one are whole vectors on two ranks, and more than one block of ranks; those of the first are neither."""
+"""Parts of the last one are whole vectors on two ranks, and more than one block of ranks; those of the first are
+neither."""
 BOUNDS = (0, 5, 6, 9)
 BATCHES = {"fully sharded": (0, -1, 4), "local": (1, -1, 3), "mixed": (4, 3, 1)}
 CASES = (

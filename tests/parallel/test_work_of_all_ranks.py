@@ -1,4 +1,5 @@
-"""Work outside of slices that fails on one of two ranks: both have the same error, neither waits, and they go on together."""
+"""Work outside of slices that fails on one of two ranks: both have the same error, neither waits, and they go on
+together."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def together(mesh: Mesh) -> bool:
 
 
 def _works(mesh: Mesh, what: str) -> tuple[str, bool, bool]:
-    """What work with two collectives raises where rank 1 fails between them; whether for lack of memory; whether ranks are together."""
+    """What work with two collectives raises where rank 1 fails between them; whether for lack of memory; whether ranks
+    are together."""
 
     def work() -> None:
         mesh.all_reduce(torch.ones(5))

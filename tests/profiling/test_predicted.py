@@ -1,4 +1,5 @@
-"""Predictions through fake tensors: of any family, linear in rows, with the paper's trends; on a GPU, against what is measured."""
+"""Predictions through fake tensors: of any family, linear in rows, with the paper's trends; on a GPU, against what is
+measured."""
 
 from __future__ import annotations
 
@@ -19,13 +20,25 @@ from coserve.engine.profiling.run import profile
 from tests.support.tiny_models import FAMILIES, tiny_model
 
 GPT2: dict[str, object] = {
-    "model_type": "gpt2", "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 64,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "model_type": "gpt2",
+    "n_embd": 256,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "vocab_size": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 LLAMA: dict[str, object] = {
-    "model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 128,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 128,
+}
 
 
 def quiet(step: Step) -> None: ...
@@ -91,8 +104,9 @@ def test_recomputation_keeps_only_inputs_of_layers() -> None:
 
 @pytest.mark.slow
 def test_the_papers_trends() -> None:
-    """Section 4.2.3 on a small GPT-2: M_no_grad and M_act are lines; M_backward of full fine-tuning is the gradients where the
-    batch is small, and falls until activations outweigh them; LoRA has next to none, and saves little of a large batch."""
+    """Section 4.2.3 on a small GPT-2: M_no_grad and M_act are lines; M_backward of full fine-tuning is the gradients
+    where the batch is small, and falls until activations outweigh them; LoRA has next to none, and saves little of a
+    large batch."""
     targets = (("c_attn", "c_proj"),)
     asked = request(GPT2, (1, 16, 64), workloads=make_workloads((8,), targets), backends=(Backend.PEFT,))
     found = by_kind(profile(asked, quiet))
@@ -162,17 +176,23 @@ def test_a_process_of_its_own(tmp_path: Path) -> None:
     steps: list[Step] = []
     report = run_profile(asked, steps.append)
     assert [step.text for step in steps] == [
-        "coserve, inference, 16 tokens a row, 1 rows", "coserve, inference, 16 tokens a row, 2 rows",
-    ]  # fmt: skip
+        "coserve, inference, 16 tokens a row, 1 rows",
+        "coserve, inference, 16 tokens a row, 2 rows",
+    ]
     assert len(report.series[0].points) == 2
     with pytest.raises(InvalidRequest, match="at most the base's 128 tokens"):
         run_profile(msgspec.structs.replace(asked, lengths=(4096,)), quiet)
 
 
 GPU_SHAPE = LLAMA | {
-    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "vocab_size": 8192, "max_position_embeddings": 2048,
-}  # fmt: skip
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 8192,
+    "max_position_embeddings": 2048,
+}
 
 
 @pytest.mark.gpu

@@ -84,7 +84,8 @@ def test_products_copy_what_cublas_cannot_read(shape: tuple[int, int], stride: t
 
 
 def test_flash_attentions_backward_sums_in_fp32_over_rounded_sequences() -> None:
-    """Two sequences of 10 tokens, 4 heads of 40 over 2 of keys: dQ of 64 columns and a row's sum; dK and dV of each head."""
+    """Two sequences of 10 tokens, 4 heads of 40 over 2 of keys: dQ of 64 columns and a row's sum; dK and dV of each
+    head."""
     q, k = torch.empty(20, 4, 40, dtype=torch.bfloat16), torch.empty(20, 2, 40, dtype=torch.bfloat16)
     bounds = torch.empty(3, dtype=torch.int32)
     found = workspace_bytes("aten::_flash_attention_backward", (q, q, k, k, q, None, bounds, bounds))

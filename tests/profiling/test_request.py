@@ -27,8 +27,11 @@ def test_every_rank_on_every_set_of_targets() -> None:
     assert found[0] == Workload(kind=Kind.INFERENCE)
     assert found[-1] == Workload(kind=Kind.FULL)
     assert [(one.rank, one.targets) for one in found[1:-1]] == [
-        (8, None), (32, None), (8, ("q_proj", "v_proj")), (32, ("q_proj", "v_proj")),
-    ]  # fmt: skip
+        (8, None),
+        (32, None),
+        (8, ("q_proj", "v_proj")),
+        (32, ("q_proj", "v_proj")),
+    ]
     assert found[-2].name == "LoRA rank 32, q_proj,v_proj"
     assert Kind.FULL not in {one.kind for one in make_workloads(full=False)}
 

@@ -134,8 +134,11 @@ def test_the_command_prints_and_saves(asked: list[ProfileRequest], tmp_path: Pat
     saved = msgspec.json.decode(out.read_bytes())
     assert saved["measured"] is False
     assert saved["series"][1]["points"][1]["components"] == {
-        "weights": 100 * MIB, "no_grad": 8 * MIB, "act": 24 * MIB, "backward": 2 * MIB,
-    }  # fmt: skip
+        "weights": 100 * MIB,
+        "no_grad": 8 * MIB,
+        "act": 24 * MIB,
+        "backward": 2 * MIB,
+    }
     assert msgspec.json.decode(out.read_bytes(), type=ProfileReport) == report()
     assert figure.read_bytes().startswith(b"\x89PNG")
 

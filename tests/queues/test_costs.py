@@ -199,7 +199,8 @@ def test_few_errors_do_not_make_the_margin_narrow_and_a_single_one_does_not_make
 
 @pytest.mark.parametrize(("errors", "mean"), [([0.5] * 9, 1.0), ([0.5, 3.5], 1.75), ([], 1.0)])
 def test_the_mean_error_makes_no_prediction_shorter(errors: list[float], mean: float) -> None:
-    """Work that was faster than predicted is soon expected to be: the margin for decodes to come stays. Outliers count as `OUTLIER`."""
+    """Work that was faster than predicted is soon expected to be: the margin for decodes to come stays. Outliers count
+    as `OUTLIER`."""
     risk = Risk(0.995)
     for error in errors:
         risk.add(error)

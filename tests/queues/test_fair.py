@@ -137,7 +137,8 @@ def test_one_flow_alone_is_first_come_first_served(costs: list[int], quantum: in
 def test_one_who_asks_for_little_waits_for_rounds_whatever_the_others_do(
     seed: int, others: int, quantum: int, most: int, cost: int
 ) -> None:
-    """Others fill the queue before and after; what they get meanwhile is bounded by turns and quanta, not by what they ask."""
+    """Others fill the queue before and after; what they get meanwhile is bounded by turns and quanta, not by what they
+    ask."""
     chance, fair = random.Random(seed), DeficitRoundRobin[tuple[str, int]](quantum)
     made = 0
 

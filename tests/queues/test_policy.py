@@ -375,9 +375,14 @@ class TestOverlap:
     ) -> View:
         """A request runs whose token is due; a step alone takes 6 ms, a micro-step 4 ms."""
         costs = Costs(
-            serve=0.006, micro_step=0.004, decode=0.005, overlapped=overlapped, serve_expected=0.006, overlapped_expected=overlapped,
+            serve=0.006,
+            micro_step=0.004,
+            decode=0.005,
+            overlapped=overlapped,
+            serve_expected=0.006,
+            overlapped_expected=overlapped,
             train_beside=beside,
-        )  # fmt: skip
+        )
         found = view(jobs=("j",) if jobs else (), train_waiting_since=0.0)
         flight = InFlight(slices, until=until)
         return replace(found, running=(Due(due, window=window),), costs=costs, in_flight=flight)
@@ -412,7 +417,8 @@ class TestOverlap:
         assert self.policy.decide(unknown, late) == Serve(0, between=True), "none has been measured"
 
     def with_prompt(self, due: float, arrived: float, *, mean: float, slices: int, until: float = 0.0) -> View:
-        """A request waits, too: a step with its prompt takes 20 ms alone, 30 beside training at most, `mean` as expected."""
+        """A request waits, too: a step with its prompt takes 20 ms alone, 30 beside training at most, `mean` as
+        expected."""
         found = self.seen(due, slices=slices, until=until)
         costs = replace(
             found.costs, serve=0.02, overlapped=0.03, overlapped_expected=mean, admitting_nobody=found.costs

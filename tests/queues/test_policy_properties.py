@@ -1,4 +1,5 @@
-"""Properties of policies for every view: headroom and queue are respected, no idling while there is work, no starvation."""
+"""Properties of policies for every view: headroom and queue are respected, no idling while there is work, no
+starvation."""
 
 from __future__ import annotations
 
@@ -42,9 +43,14 @@ def step_costs(draw: st.DrawFn) -> Costs:
     """A step that admits nobody takes at most as long."""
     serve, micro_step, decode, overlapped = (draw(costs) for _ in range(4))
     found = Costs(
-        serve, micro_step, decode, overlapped, overlapped_expected=draw(st.floats(0, overlapped)),
-        serve_expected=draw(st.floats(0, serve) | st.just(math.inf)), train_beside=draw(st.floats(0, 1)),
-    )  # fmt: skip
+        serve,
+        micro_step,
+        decode,
+        overlapped,
+        overlapped_expected=draw(st.floats(0, overlapped)),
+        serve_expected=draw(st.floats(0, serve) | st.just(math.inf)),
+        train_beside=draw(st.floats(0, 1)),
+    )
     less = draw(st.none() | st.floats(0, 1))
     if less is None:
         return found
@@ -121,8 +127,8 @@ def test_every_decision_can_be_carried_out(policy: Policy, view: View, now: floa
 
 @given(policies, views(), times)
 def test_no_decision_leads_back_to_itself(policy: Policy, view: View, now: float) -> None:
-    """A step admits or computes, a slice trains, and whoever waits for a time does something else when it has come: nothing
-    is decided again before something has changed."""
+    """A step admits or computes, a slice trains, and whoever waits for a time does something else when it has come:
+    nothing is decided again before something has changed."""
     match policy.decide(view, now):
         case Wait(until) if until is not None:
             assert not isinstance(policy.decide(view, until), Wait)
@@ -191,8 +197,8 @@ def planned(due: Due, most: float, mean: float) -> float:
 
 @given(times, views(), times)
 def test_overlap_launches_nothing_that_breaks_a_promise(patience: float, view: View, now: float) -> None:
-    """While requests run, the launch of a slice ends before a step must begin, by the time that it takes beside training; or it is
-    computed before, by the time that a step takes alone."""
+    """While requests run, the launch of a slice ends before a step must begin, by the time that it takes beside
+    training; or it is computed before, by the time that a step takes alone."""
     decision = Overlap(patience).decide(view, now)
     if isinstance(decision, Train) and decision.overdue is None and (view.running or view.waiting):
         assert decision.micro_steps is not None

@@ -1,4 +1,5 @@
-"""Adapters are read while other requests run: a request joins the batch when its adapter is read, and no other waits."""
+"""Adapters are read while other requests run: a request joins the batch when its adapter is read, and no other
+waits."""
 
 from __future__ import annotations
 
@@ -94,8 +95,13 @@ async def scene(policy: Policy | None = None, max_running: int = 4, disk: Disk |
     api, engine_end = local_pair()
     trainer = FakeTrainer(meter, FREE, {}, rng, loop.time)
     engine = Engine(
-        generator, trainer, store, policy or Slack(1.0), engine_end, clock=loop.time,
-    )  # fmt: skip
+        generator,
+        trainer,
+        store,
+        policy or Slack(1.0),
+        engine_end,
+        clock=loop.time,
+    )
     running = asyncio.create_task(engine.run())
     try:
         yield Scene(disk, store, api, [], running)

@@ -153,7 +153,8 @@ def test_nothing_is_lost_and_nothing_spins_while_adapters_are_read(policy: str) 
 
 @pytest.mark.parametrize("policy", NAMES)
 def test_jobs_whose_samples_the_engine_itself_generates_end(policy: str) -> None:
-    """A job waits where the next samples are due and the last ones are not there: under no policy do they wait for it."""
+    """A job waits where the next samples are due and the last ones are not there: under no policy do they wait for
+    it."""
     for seed in seeds():
         scenario = replace(make_scenario(seed, policy=policy, calm=True), sample_every=1 + seed % 2)
         outcome = play(replace(scenario, script=jobs_only(scenario)) if seed % 3 == 0 else scenario)
@@ -178,7 +179,8 @@ def test_slack_lets_no_job_starve() -> None:
 
 
 def test_spatial_sharing_trains_without_a_break() -> None:
-    """The device waits for a slice for one generation step and one launch at most; it is asked for two slices at most."""
+    """The device waits for a slice for one generation step and one launch at most; it is asked for two slices at
+    most."""
     for outcome in outcomes("spatial"):
         worst, longest = max(outcome.trainer.gaps, default=0.0), outcome.meter.longest
         assert worst <= longest["serve"] + longest["train"] + 1e-6

@@ -1,4 +1,5 @@
-"""A job trains on while samples of its snapshot are generated, and waits where the next ones are due. On the real loop, with real threads."""
+"""A job trains on while samples of its snapshot are generated, and waits where the next ones are due. On the real loop,
+with real threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Checkpoints and adapters are written on threads: only the job itself waits for the disk, and all durability guarantees hold.
+"""Checkpoints and adapters are written on threads: only the job itself waits for the disk, and all durability
+guarantees hold.
 
 On the real loop, with real threads; a write is held up at a gate.
 """

@@ -1,4 +1,5 @@
-"""Batches of rows of several jobs under the policies, in virtual time; of 32 rows under ETS, as in the ETS paper (section 5.2.2)."""
+"""Batches of rows of several jobs under the policies, in virtual time; of 32 rows under ETS, as in the ETS paper
+(section 5.2.2)."""
 
 from __future__ import annotations
 

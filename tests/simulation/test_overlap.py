@@ -1,4 +1,5 @@
-"""`overlap` on a device that computes a step and training at the same time, each slower than alone: the real tick in virtual time."""
+"""`overlap` on a device that computes a step and training at the same time, each slower than alone: the real tick in
+virtual time."""
 
 from __future__ import annotations
 
@@ -64,9 +65,15 @@ async def _live(gpu: SharedGpu, policy: Overlap, tpot: float) -> Seen:
     to_engine, from_engine = asyncio.Queue[ToEngine | None](), asyncio.Queue[FromEngine | None]()
     api: LocalLink[ToEngine, FromEngine] = LocalLink(to_engine, from_engine)
     engine = Engine(
-        generator, trainer, NoAdapters(), policy, LocalLink(from_engine, to_engine),
-        clock=loop.time, jobs=JobPlaces(1, Inline()), marks=Marks(gpu.mark, gpu.between, gpu.mark_step),
-    )  # fmt: skip
+        generator,
+        trainer,
+        NoAdapters(),
+        policy,
+        LocalLink(from_engine, to_engine),
+        clock=loop.time,
+        jobs=JobPlaces(1, Inline()),
+        marks=Marks(gpu.mark, gpu.between, gpu.mark_step),
+    )
     running = asyncio.create_task(engine.run())
     api.send(StartJob(spec=spec))
     sent, came, steps = dict[str, float](), dict[str, list[float]](), dict[bool, int]()
@@ -116,7 +123,8 @@ def live(gpu: SharedGpu, tpot: float, *, overlapped: bool = True) -> Seen:
 
 @pytest.mark.parametrize("step_speed", sample([0.5, 0.3], 0.5))
 def test_a_step_beside_training_costs_less_than_one_in_turn(step_speed: float) -> None:
-    """Training has at least what it would have in turns without a pause, and no token is late but the first ones, before times are known."""
+    """Training has at least what it would have in turns without a pause, and no token is late but the first ones,
+    before times are known."""
     seen = live(SharedGpu(step_speed, 0.9), 0.05)
     assert seen.late < 0.02 and seen.first < 0.15
     assert seen.training > 1 - STEP / 0.05
@@ -125,7 +133,8 @@ def test_a_step_beside_training_costs_less_than_one_in_turn(step_speed: float) -
 
 @pytest.mark.parametrize("tpot", sample([0.02, 0.05], 0.05))
 def test_where_a_step_beside_training_is_too_slow_they_take_turns(tpot: float) -> None:
-    """It would take 60 ms. The deadlines are kept but for those that the next tokens take back, and training has most of the rest."""
+    """It would take 60 ms. The deadlines are kept but for those that the next tokens take back, and training has most
+    of the rest."""
     seen = live(SharedGpu(0.1, 0.9), tpot)
     assert seen.late < TAKEN_BACK * (1 - ATTAINMENT) and seen.first < 0.2
     assert seen.training > 0.8 * (1 - STEP / tpot)

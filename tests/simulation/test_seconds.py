@@ -54,8 +54,14 @@ async def live() -> tuple[EngineStats, float]:
     trainer.seconds = lambda kind, tokens: MICRO_STEP
     api, ours = local_pair()
     engine = Engine(
-        generator, trainer, NoAdapters(), Slack(1.0), ours, clock=loop.time, jobs=JobPlaces(1, Inline()),
-    )  # fmt: skip
+        generator,
+        trainer,
+        NoAdapters(),
+        Slack(1.0),
+        ours,
+        clock=loop.time,
+        jobs=JobPlaces(1, Inline()),
+    )
     return await last_stats(engine, api, spec)
 
 
@@ -78,7 +84,8 @@ async def last_stats(engine: Engine, api: LocalLink[ToEngine, FromEngine], spec:
 
 
 class OneByOne:
-    """Launches a slice, and a step at once, which runs beside it or after it (`between`); the next slice once the step has ended."""
+    """Launches a slice, and a step at once, which runs beside it or after it (`between`); the next slice once the step
+    has ended."""
 
     def __init__(self, step_in_flight: Callable[[], bool], *, between: bool) -> None:
         self._step_in_flight, self._between = step_in_flight, between
@@ -112,7 +119,13 @@ async def shared(*, between: bool) -> EngineStats:
     api, ours = local_pair()
     policy = OneByOne(lambda: generator.in_flight, between=between)
     engine = Engine(
-        generator, trainer, NoAdapters(), policy, ours, clock=loop.time, jobs=JobPlaces(1, Inline()),
+        generator,
+        trainer,
+        NoAdapters(),
+        policy,
+        ours,
+        clock=loop.time,
+        jobs=JobPlaces(1, Inline()),
         marks=Marks(gpu.mark, gpu.between, gpu.mark_step),
-    )  # fmt: skip
+    )
     return (await last_stats(engine, api, spec))[0]

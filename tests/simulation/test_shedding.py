@@ -31,11 +31,23 @@ def live(
         adapter = AdapterRef(f"a{rng.randrange(adapters)}", 1) if adapters else None
         request = Generate(id=f"r{number}", prompt=(1,) * 8, sampling=sampling, adapter=adapter, slo=slo)
         script.append((number / rate, request))
-    return play(Scenario(
-        seed=0, policy=Slack(patience=1e9), script=tuple(script), plans={"j": JobPlan(500, 8, 1 << 20, None)},
-        prices=Prices(step=STEP, token=0.0, micro_step=0.01, spikes=0.0), max_running=BATCH, max_queue=999, fair=True,
-        max_active_jobs=1, step_tokens=64, chaos=0.0, patience=1e9, delay=0.0,
-    ))  # fmt: skip
+    return play(
+        Scenario(
+            seed=0,
+            policy=Slack(patience=1e9),
+            script=tuple(script),
+            plans={"j": JobPlan(500, 8, 1 << 20, None)},
+            prices=Prices(step=STEP, token=0.0, micro_step=0.01, spikes=0.0),
+            max_running=BATCH,
+            max_queue=999,
+            fair=True,
+            max_active_jobs=1,
+            step_tokens=64,
+            chaos=0.0,
+            patience=1e9,
+            delay=0.0,
+        )
+    )
 
 
 def ends(outcome: Outcome) -> tuple[list[float], list[float]]:

@@ -1,4 +1,5 @@
-"""The load of the ETS paper's table 5.1 under its policies: the trends of its table 5.2. See docs/LOG.md (Scheduling)."""
+"""The load of the ETS paper's table 5.1 under its policies: the trends of its table 5.2. See docs/LOG.md
+(Scheduling)."""
 
 from __future__ import annotations
 
@@ -49,10 +50,21 @@ def scenario(policy: Policy, rows: int, share: float | None = None) -> Scenario:
     plans = {f"j{i}": JobPlan(rows // 32, 1, 1 << 20, None) for i in range(SECONDS // 20)}
     script += [(20.0 * i, StartJob(spec=job_spec(id))) for i, id in enumerate(plans)]
     return Scenario(
-        seed=0, policy=policy, script=tuple(sorted(script, key=lambda event: event[0])), plans=plans, prices=PRICES,
-        max_running=BATCH, max_queue=1 << 20, fair=False, max_active_jobs=4, step_tokens=256, chaos=0.0, patience=0.0,
-        delay=DELAY, share=share,
-    )  # fmt: skip
+        seed=0,
+        policy=policy,
+        script=tuple(sorted(script, key=lambda event: event[0])),
+        plans=plans,
+        prices=PRICES,
+        max_running=BATCH,
+        max_queue=1 << 20,
+        fair=False,
+        max_active_jobs=4,
+        step_tokens=256,
+        chaos=0.0,
+        patience=0.0,
+        delay=DELAY,
+        share=share,
+    )
 
 
 def row(policy: Policy, rows: int, share: float | None = None) -> Row:
@@ -101,9 +113,9 @@ def test_few_batches_a_turn_let_the_queue_grow_and_train_more() -> None:
 
 @pytest.mark.slow
 def test_spatial_sharing_gives_each_side_its_part_whatever_the_other_does() -> None:
-    """With a quarter of the device for training, answers are faster than under ETS, and training has a quarter of its speed alone
-    but for the waits for results, which here are steps of a second. With half of it answers are far slower, though training does
-    not need it all: the parts are fixed."""
+    """With a quarter of the device for training, answers are faster than under ETS, and training has a quarter of its
+    speed alone but for the waits for results, which here are steps of a second. With half of it answers are far slower,
+    though training does not need it all: the parts are fixed."""
     alone = 32 * 481.36 / PRICES.micro_step
     quarter, half = (row(Spatial(), 512, share) for share in (0.25, 0.5))
     assert 0.65 < quarter.tokens_per_s / (0.25 * alone) <= 1

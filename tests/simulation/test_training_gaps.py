@@ -70,9 +70,14 @@ def live(cost: Cost, slices: list[tuple[MicroStep, int]] | None = None) -> list[
         trainer.cost_of, trainer.slices = cost, [] if slices is None else slices
         api, engine_end = local_pair()
         engine = Engine(
-            FakeGenerator(meter, PRICES, 64, rng, 0.0, max_running=64), trainer, NoAdapters(), Slack(PATIENCE), engine_end,
-            clock=loop.time, pace=meter.pace,
-        )  # fmt: skip
+            FakeGenerator(meter, PRICES, 64, rng, 0.0, max_running=64),
+            trainer,
+            NoAdapters(),
+            Slack(PATIENCE),
+            engine_end,
+            clock=loop.time,
+            pace=meter.pace,
+        )
         run = asyncio.create_task(engine.run())
         if slices is None:
             api.send(STREAM)
@@ -117,8 +122,9 @@ def most_without_a_slow_one() -> float:
 @pytest.mark.parametrize("at", sample([59, 60, 61, 66, 71], 60))
 @pytest.mark.parametrize("seconds", sample([0.5, 0.78, 1.5], 0.78))
 def test_no_gap_where_micro_steps_fill_most_of_the_slack(at: int, seconds: float) -> None:
-    """Micro-steps of 80 ms, slack of 123 ms, one slow micro-step: an average of all micro-steps stayed above the slack for seconds
-    (a gap of 6.1 s after one of 0.78 s), for it was corrected by the one micro-step a second that patience let through."""
+    """Micro-steps of 80 ms, slack of 123 ms, one slow micro-step: an average of all micro-steps stayed above the slack
+    for seconds (a gap of 6.1 s after one of 0.78 s), for it was corrected by the one micro-step a second that patience
+    let through."""
     said = live(lambda kind, number: seconds if number == at else 0.08)
     most = most_without_a_slow_one() + seconds + STREAM.slo.tpot
     assert max(gaps(said)) <= most, "the stream's lost time is made up for"
@@ -126,7 +132,8 @@ def test_no_gap_where_micro_steps_fill_most_of_the_slack(at: int, seconds: float
 
 
 def test_a_kind_that_is_too_slow_holds_up_itself_alone() -> None:
-    """A micro-batch whose first micro-step takes 1.2 s: that never fits, it waits for its patience once, and the micro-steps of other kinds for nothing."""
+    """A micro-batch whose first micro-step takes 1.2 s: that never fits, it waits for its patience once, and the
+    micro-steps of other kinds for nothing."""
     said = live(lambda kind, number: 1.2 if kind is MicroStep.BEGIN else 0.01)
     assert max(gaps(said)) <= 1.2 + PATIENCE + STEP
     stats = last_stats(said)
@@ -135,14 +142,16 @@ def test_a_kind_that_is_too_slow_holds_up_itself_alone() -> None:
 
 
 def test_the_optimizer_step_has_a_cost_of_its_own() -> None:
-    """A slow one that fits into no gap neither stops the micro-steps of other kinds nor is believed to be as fast as they are."""
+    """A slow one that fits into no gap neither stops the micro-steps of other kinds nor is believed to be as fast as
+    they are."""
     said = live(lambda kind, number: 0.3 if kind is MicroStep.OPTIMIZER else 0.01)
     assert max(gaps(said)) <= 0.3 + PATIENCE + STEP
     assert 0 < last_stats(said).patience_slices <= len(gaps(said)) + 1
 
 
 def test_the_first_slices_of_a_kind_have_one_micro_step() -> None:
-    """Requests that come wait for the whole slice, and other kinds tell little: here backwards take 140 times as long as forwards."""
+    """Requests that come wait for the whole slice, and other kinds tell little: here backwards take 140 times as long
+    as forwards."""
     slices = list[tuple[MicroStep, int]]()
     live(lambda kind, number: 0.7 if kind is MicroStep.BACKWARD else 0.005, slices)
     by_kind = {kind: [count for each, count in slices if each is kind] for kind, _ in slices}

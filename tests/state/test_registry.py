@@ -85,7 +85,8 @@ def test_why_a_job_did_not_go_on_from_its_last_checkpoint_is_an_event_and_a_note
 
 
 def test_samples_that_a_job_has_left_behind_are_told_once(registry: Registry) -> None:
-    """It goes on from step 5, past step 4, whose samples were being generated; those of the step that it goes on from come yet."""
+    """It goes on from step 5, past step 4, whose samples were being generated; those of the step that it goes on from
+    come yet."""
     job = make_job()
     training = msgspec.structs.replace(job.spec.training, sample_prompts=("a", "b", "c"), sample_steps=2)
     registry.create_job(msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, training=training)))

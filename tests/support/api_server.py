@@ -172,7 +172,8 @@ async def serve_api(
 ) -> AsyncIterator[Api]:
     """The API over the data folder at `path`; `settings` are those of `Config`, `patience`: with a locked registry,
     `cutter` cancels handlers, `middlewares` stand before all others, `clock` tells how long connections have been idle,
-    `engine_clock` how long the engine has been silent; `tokens`: the base's tokenizer, if not the bundled one; the others are as in `make_app` and `Service`."""
+    `engine_clock` how long the engine has been silent; `tokens`: the base's tokenizer, if not the bundled one; the
+    others are as in `make_app` and `Service`."""
     config = Config(data_dir=path, **settings)
     folder = DataFolder(path)
     with folder.lock():

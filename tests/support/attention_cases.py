@@ -84,7 +84,8 @@ class Case:
             to[: len(own)] = own
 
     def check_written(self, pages: Pages | None = None) -> None:
-        """Each position of each sequence is in its slot, and nothing else has changed, between pages neither. `pages`: where the case was put;
+        """Each position of each sequence is in its slot, and nothing else has changed, between pages neither. `pages`:
+        where the case was put;
         None: its own."""
         pages = pages or self.pages
         keys, values = (x[0].float().cpu() for x in (pages.keys, pages.values))

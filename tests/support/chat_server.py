@@ -15,8 +15,8 @@ from tests.support.sdk import chunk, sse
 
 
 class ChatServer(ThreadingHTTPServer):
-    """Answers every generation with `answer`'s words for the messages, a chunk each. After the word `pause` it says nothing more until its
-    client has left, when it sets `left`."""
+    """Answers every generation with `answer`'s words for the messages, a chunk each. After the word `pause` it says
+    nothing more until its client has left, when it sets `left`."""
 
     daemon_threads = True
 

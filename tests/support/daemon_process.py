@@ -47,7 +47,8 @@ class DaemonProcess:
         options: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        """`options`: further ones of `coserve serve`; `environ`: further variables; requests have the key that they give."""
+        """`options`: further ones of `coserve serve`; `environ`: further variables; requests have the key that they
+        give."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("COSERVE_")}
         environment |= {"OMP_NUM_THREADS": "1", VARIABLE: failpoints, "PYTHONUNBUFFERED": "1"} | dict(environ or {})
         command = [sys.executable, "-P", "-m", "coserve.cli", "serve", "--model", str(model), "--data-dir", str(data)]

@@ -1,4 +1,5 @@
-"""A worker of a warm-up that imports nothing: each report has its pid. It dies of the part `die`, and writes what is no report for `odd`."""
+"""A worker of a warm-up that imports nothing: each report has its pid. It dies of the part `die`, and writes what is no
+report for `odd`."""
 
 from __future__ import annotations
 

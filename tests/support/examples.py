@@ -10,7 +10,8 @@ from hypothesis import settings
 
 
 def examples(most: int, *, fast: int | None = None) -> int:
-    """`most` examples of Hypothesis, or the loaded profile's share of them: a fifth in `make test`, whose profile is "fast".
+    """`most` examples of Hypothesis, or the loaded profile's share of them: a fifth in `make test`, whose profile is
+    "fast".
 
     There `fast` of them, if that is given.
     """
@@ -20,7 +21,8 @@ def examples(most: int, *, fast: int | None = None) -> int:
 
 
 def sample(cases: Iterable[Any], *fast: Any) -> list[Any]:
-    """Values for `parametrize`: those that are not among `fast` are marked slow. With a mapping its keys are the ids."""
+    """Values for `parametrize`: those that are not among `fast` are marked slow. With a mapping its keys are the
+    ids."""
     named = isinstance(cases, Mapping)
     keys = list(cases)
     assert set(fast) <= set(keys), "a fast case that is none"

@@ -48,7 +48,8 @@ class FakeDevice(Meter):
 
 
 class LaunchingTrainer(FakeTrainer):
-    """Each step ends with a micro-step that needs its results: it must not begin before the device has computed them."""
+    """Each step ends with a micro-step that needs its results: it must not begin before the device has computed
+    them."""
 
     def cost(self, kind: MicroStep) -> float:
         return 0.0 if kind is MicroStep.RESULT else super().cost(kind)

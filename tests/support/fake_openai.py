@@ -1,4 +1,5 @@
-"""A small server with OpenAI's `/v1/completions`, `/v1/models` and vLLM's gauges: what a peer looks like from outside."""
+"""A small server with OpenAI's `/v1/completions`, `/v1/models` and vLLM's gauges: what a peer looks like from
+outside."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ BASE = "base"
 
 @dataclass
 class FakeOpenAI:
-    """Answers with `max_tokens` tokens, `per_chunk` in each chunk. `usage`: `running` in every chunk, at the `end`, or `none`."""
+    """Answers with `max_tokens` tokens, `per_chunk` in each chunk. `usage`: `running` in every chunk, at the `end`, or
+    `none`."""
 
     models: tuple[str, ...] = (BASE,)
     per_chunk: int = 1

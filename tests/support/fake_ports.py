@@ -75,7 +75,8 @@ class Meter:
 
 @dataclass(frozen=True)
 class Prices:
-    """Virtual seconds: a generation step, each of its tokens, a training micro-step; `spikes`: share of ten-fold steps."""
+    """Virtual seconds: a generation step, each of its tokens, a training micro-step; `spikes`: share of ten-fold
+    steps."""
 
     step: float
     token: float
@@ -84,7 +85,8 @@ class Prices:
 
 
 class Pages:
-    """As many as asked for, without tensors. Who grows finds none now and then (`refuses`), so that the latest give way."""
+    """As many as asked for, without tensors. Who grows finds none now and then (`refuses`), so that the latest give
+    way."""
 
     page_tokens = 16
 
@@ -117,7 +119,8 @@ class Pages:
 
 
 class Adapters:
-    """Those of a store, as the scheduler sees them, in no pages. While `lost`, none can be activated, and all are being read again."""
+    """Those of a store, as the scheduler sees them, in no pages. While `lost`, none can be activated, and all are being
+    read again."""
 
     def __init__(self, store: NoAdapters | AdapterStore) -> None:
         self.store, self.lost = store, False
@@ -160,8 +163,8 @@ class Launched:
 
 
 class FakeGenerator:
-    """Runs the steps of a real scheduler. Now and then requests give way or fail (`chaos`), or adapters are lost: until they were read again
-    (`read` is called then), no request that has one becomes active."""
+    """Runs the steps of a real scheduler. Now and then requests give way or fail (`chaos`), or adapters are lost: until
+    they were read again (`read` is called then), no request that has one becomes active."""
 
     overlaps = False
     """A step's tokens come with the next step, or with `collect`."""
@@ -182,9 +185,15 @@ class FakeGenerator:
         self._meter, self._prices, self._rng, self._chaos = meter, prices, rng, chaos
         self.adapters = Adapters(store or NoAdapters())
         self.scheduler = Scheduler(
-            Pages(self._lacks_pages), self.adapters, max_running=max_running, step_tokens=step_tokens, max_queue=max_queue,
-            fair=fair, prepare=self._prepare, failed=self._refuse,
-        )  # fmt: skip
+            Pages(self._lacks_pages),
+            self.adapters,
+            max_running=max_running,
+            step_tokens=step_tokens,
+            max_queue=max_queue,
+            fair=fair,
+            prepare=self._prepare,
+            failed=self._refuse,
+        )
         self._in_flight: list[Launched] = []
         self._failed: list[RequestFailed] = []
         self.admitted: dict[str, float] = {}
@@ -313,7 +322,8 @@ class FakeGenerator:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """How a fake job goes. A step is one micro-batch of `micro_steps` micro-steps; `fails_at` is a step, 0 refuses the start."""
+    """How a fake job goes. A step is one micro-batch of `micro_steps` micro-steps; `fails_at` is a step, 0 refuses the
+    start."""
 
     steps: int
     micro_steps: int
@@ -361,8 +371,9 @@ class _Run:
 
 @dataclass
 class FakeTrainer:
-    """Runs the plans. `ran` is each job's steps, in order, since its last (re)start. Jobs share micro-batches of at most `batch_rows`
-    rows, as the real trainer chooses them; a micro-step of so many rows costs `Prices.micro_step`, fewer rows less."""
+    """Runs the plans. `ran` is each job's steps, in order, since its last (re)start. Jobs share micro-batches of at
+    most `batch_rows` rows, as the real trainer chooses them; a micro-step of so many rows costs `Prices.micro_step`,
+    fewer rows less."""
 
     meter: Meter
     prices: Prices

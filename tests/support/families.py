@@ -1,4 +1,5 @@
-"""One tiny random config of every family that docs/guide/families.md names: those that are served, and those that are refused."""
+"""One tiny random config of every family that docs/guide/families.md names: those that are served, and those that are
+refused."""
 
 from __future__ import annotations
 

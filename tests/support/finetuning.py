@@ -227,8 +227,8 @@ def train_together(
     micro_steps: int | None = None,
     between: Callable[[JobQueue], None] = lambda queue: None,
 ) -> dict[str, list[FromEngine]]:
-    """Each job's messages. The jobs, which have started, share micro-batches where they can, and take turns as in the engine, until all have
-    ended. `between` is called after each slice, and may take jobs out of the queue."""
+    """Each job's messages. The jobs, which have started, share micro-batches where they can, and take turns as in the
+    engine, until all have ended. `between` is called after each slice, and may take jobs out of the queue."""
     queue, found = JobQueue(), dict[str, list[FromEngine]]()
     for spec in specs:
         queue.add(spec.id)

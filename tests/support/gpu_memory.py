@@ -21,25 +21,58 @@ COSTS = TrainingCosts(
     others=Line(fixed=0.0, per_token=600.0),
 )
 
-ROLES = {"self_attn.q_proj": (1024, 1024), "self_attn.k_proj": (1024, 256), "self_attn.v_proj": (1024, 256),
-         "self_attn.o_proj": (1024, 1024), "mlp.gate_proj": (1024, 4096), "mlp.up_proj": (1024, 4096),
-         "mlp.down_proj": (4096, 1024)}  # fmt: skip
+ROLES = {
+    "self_attn.q_proj": (1024, 1024),
+    "self_attn.k_proj": (1024, 256),
+    "self_attn.v_proj": (1024, 256),
+    "self_attn.o_proj": (1024, 1024),
+    "mlp.gate_proj": (1024, 4096),
+    "mlp.up_proj": (1024, 4096),
+    "mlp.down_proj": (4096, 1024),
+}
 BASE = BaseSpec(
-    name="tiny", fingerprint="f" * 8, family="llama", dtype="bfloat16", device="cuda", layers=4, hidden=1024, vocab=32000,
-    context=4096, eos_token_ids=(), default_targets=tuple(role.split(".")[1] for role in ROLES),
+    name="tiny",
+    fingerprint="f" * 8,
+    family="llama",
+    dtype="bfloat16",
+    device="cuda",
+    layers=4,
+    hidden=1024,
+    vocab=32000,
+    context=4096,
+    eos_token_ids=(),
+    default_targets=tuple(role.split(".")[1] for role in ROLES),
     sites={f"model.layers.{i}.{role}": SiteSpec(*sizes, i) for i in range(4) for role, sizes in ROLES.items()},
-)  # fmt: skip
+)
 
 MIB = 1 << 20
 USE = MemoryUse(
-    total=1000 * MIB, weights=300 * MIB, pages=200 * MIB, adapters=20 * MIB, graphs=50 * MIB, jobs=40 * MIB, temporary=60 * MIB,
-    cached=100 * MIB, context=70 * MIB, others=80 * MIB, free=100 * MIB, planned=900 * MIB, training=500 * MIB, needed=140 * MIB,
+    total=1000 * MIB,
+    weights=300 * MIB,
+    pages=200 * MIB,
+    adapters=20 * MIB,
+    graphs=50 * MIB,
+    jobs=40 * MIB,
+    temporary=60 * MIB,
+    cached=100 * MIB,
+    context=70 * MIB,
+    others=80 * MIB,
+    free=100 * MIB,
+    planned=900 * MIB,
+    training=500 * MIB,
+    needed=140 * MIB,
     peak=800 * MIB,
     each=(
         JobUse(
-            id="job-7", adapter=5 * MIB, gradients=10 * MIB, optimizer=25 * MIB, activations=100 * MIB, micro_batch_tokens=512,
-            recomputed_layers=12, layers=32,
+            id="job-7",
+            adapter=5 * MIB,
+            gradients=10 * MIB,
+            optimizer=25 * MIB,
+            activations=100 * MIB,
+            micro_batch_tokens=512,
+            recomputed_layers=12,
+            layers=32,
         ),
     ),
-)  # fmt: skip
+)
 """A GPU with one job."""

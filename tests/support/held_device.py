@@ -12,7 +12,8 @@ from coserve.engine.spatial.training_stream import TrainingStream
 
 
 class HeldDevice:
-    """Stands for a stream of a GPU. `held` slices do not end; others end `seconds` after their launch or the slice before."""
+    """Stands for a stream of a GPU. `held` slices do not end; others end `seconds` after their launch or the slice
+    before."""
 
     def __init__(self, *, held: bool = False, seconds: float = 0.0) -> None:
         self._thread, self._free, self._seconds = ThreadPoolExecutor(1), threading.Event(), seconds

@@ -159,9 +159,15 @@ async def scene(
     adapters = NoAdapters()
     api, engine_end = local_pair()
     engine = Engine(
-        Picky(meter, FREE, 64, rng, 0.0), trainer, adapters, Slack(1.0) if mark is None else Spatial(), engine_end,
-        clock=loop.time, jobs=JobPlaces(active, memory=memory, memory_poll=memory_poll), marks=Marks(mark),
-    )  # fmt: skip
+        Picky(meter, FREE, 64, rng, 0.0),
+        trainer,
+        adapters,
+        Slack(1.0) if mark is None else Spatial(),
+        engine_end,
+        clock=loop.time,
+        jobs=JobPlaces(active, memory=memory, memory_poll=memory_poll),
+        marks=Marks(mark),
+    )
     running = asyncio.create_task(engine.run())
     try:
         yield Scene(trainer, adapters, api, running)

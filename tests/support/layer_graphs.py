@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 class RepeatingRecorder:
-    """A `Recorder` that runs the recorded functions again, and writes what they give to the tensors that they gave first."""
+    """A `Recorder` that runs the recorded functions again, and writes what they give to the tensors that they gave
+    first."""
 
     bytes = 0
 

@@ -104,9 +104,18 @@ GRIDS = (
 )
 
 LONG = (
-    "neighbours_of_one_adapter", "all_distinct", "mixed_ranks", "zipf", "skewed", "wide",
-    "bd_a", "bd_b", "bd_odd_a", "bd_both_kinds", "bd_wide",
-)  # fmt: skip
+    "neighbours_of_one_adapter",
+    "all_distinct",
+    "mixed_ranks",
+    "zipf",
+    "skewed",
+    "wide",
+    "bd_a",
+    "bd_b",
+    "bd_odd_a",
+    "bd_both_kinds",
+    "bd_wide",
+)
 """Of the grids, those that take long in Triton's interpreter."""
 
 

@@ -24,7 +24,8 @@ def make_sites(
     ranks: list[tuple[int, ...]],
     blocks: Mapping[tuple[int, int], tuple[int, int]] = MappingProxyType({}),
 ) -> Sites:
-    """Learning adapters; rank 0: the adapter leaves the site out. `blocks`: (site, adapter) -> its blocks of A and of B."""
+    """Learning adapters; rank 0: the adapter leaves the site out. `blocks`: (site, adapter) -> its blocks of A and of
+    B."""
 
     def pair(site: int, adapter: int, rank: int) -> LoraPair | None:
         if not rank:

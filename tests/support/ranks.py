@@ -1,4 +1,5 @@
-"""Processes that form a mesh, started once and given many functions to run; the fixtures `two` and `ranks` share them."""
+"""Processes that form a mesh, started once and given many functions to run; the fixtures `two` and `ranks` share
+them."""
 
 from __future__ import annotations
 

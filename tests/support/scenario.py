@@ -73,11 +73,13 @@ class Scenario:
     cold: float = 0.0
     """Mean seconds of reading an adapter; 0: all are in memory."""
     share: float | None = None
-    """Of the device, for training beside generation: each side's `prices` are those of the whole device. None: they take turns."""
+    """Of the device, for training beside generation: each side's `prices` are those of the whole device. None: they
+    take turns."""
     batch_rows: int | None = None
     """As `FakeTrainer` has it."""
     sample_every: int | None = None
-    """Steps of each job after which samples are generated, one after another, as the API process asks for them; None: never."""
+    """Steps of each job after which samples are generated, one after another, as the API process asks for them; None:
+    never."""
 
     def without_jobs(self) -> Scenario:
         kept = tuple(event for event in self.script if isinstance(event[1], Generate | CancelRequest))
@@ -215,7 +217,8 @@ def _ends(message: FromEngine) -> bool:
 class Watched:
     """A policy under watch: a decision that changed nothing is not made again, unless `event` was called between.
 
-    Time is a change to one who waits for it, and to nobody else. `done` counts what generation and training have computed.
+    Time is a change to one who waits for it, and to nobody else. `done` counts what generation and training have
+    computed.
     """
 
     def __init__(self, policy: Policy, done: Callable[[], object]) -> None:
@@ -341,9 +344,16 @@ async def _play(scenario: Scenario) -> Outcome:
         loop.thread_seconds = lambda: rng.expovariate(1 / scenario.cold)
     adapters = adapters_on_disk(1, policy.event) if scenario.cold else NoAdapters()
     generator = FakeGenerator(
-        meter, prices, scenario.step_tokens, rng, scenario.chaos, max_running=scenario.max_running,
-        max_queue=scenario.max_queue, fair=scenario.fair, store=adapters,
-    )  # fmt: skip
+        meter,
+        prices,
+        scenario.step_tokens,
+        rng,
+        scenario.chaos,
+        max_running=scenario.max_running,
+        max_queue=scenario.max_queue,
+        fair=scenario.fair,
+        store=adapters,
+    )
 
     def read_again() -> None:
         policy.event()

@@ -157,8 +157,8 @@ def train(
 ) -> Trained:
     """Optimizer steps of one adapter, layer by layer, with dropout and clipped gradients. `state`: after step `begin`.
 
-    `backend`: of LoRA terms; where it groups inputs, and without dropout, sites of one input run together. `compiled`: by compiled layers,
-    without a compiler.
+    `backend`: of LoRA terms; where it groups inputs, and without dropout, sites of one input run together. `compiled`:
+    by compiled layers, without a compiler.
     """
     base = load(folder, mesh, strategy)
     whole = whole_adapter(base.spec, kind)

@@ -1,7 +1,7 @@
 """Stand-ins for the libraries of `wandb` and `mlflow`: modules with the part of their API that the sinks use.
 
-Each refuses what the real library refuses: an unknown argument, a wrong type, a step that goes back, a run that has ended. They keep what
-they were told in memory.
+Each refuses what the real library refuses: an unknown argument, a wrong type, a step that goes back, a run that has
+ended. They keep what they were told in memory.
 """
 
 from __future__ import annotations
@@ -186,8 +186,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> tuple[Wandb, Mlflow]:
     """Imports of both libraries, and of the sinks that use them, give the stand-ins until the test ends."""
     wandb, mlflow = Wandb(), Mlflow()
     stand_ins = {
-        "wandb": wandb, "mlflow": mlflow, "mlflow.entities": mlflow.entities, "mlflow.tracking": mlflow.tracking,
-    }  # fmt: skip
+        "wandb": wandb,
+        "mlflow": mlflow,
+        "mlflow.entities": mlflow.entities,
+        "mlflow.tracking": mlflow.tracking,
+    }
     for name, module in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, module)
     for name in ("coserve.api.tracking.sinks.wandb", "coserve.api.tracking.sinks.mlflow"):

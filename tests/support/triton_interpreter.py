@@ -1,4 +1,5 @@
-"""Triton's interpreter, which runs kernels without a GPU, made faster: half its time goes into looking for its own builtins."""
+"""Triton's interpreter, which runs kernels without a GPU, made faster: half its time goes into looking for its own
+builtins."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
 
 
 def remember_builtins() -> None:
-    """At each call of a kernel, and of each function that it calls, the interpreter goes through all members of Triton's language to
-    replace those that are builtins. From now on it goes through the builtins that it found the first time."""
+    """At each call of a kernel, and of each function that it calls, the interpreter goes through all members of
+    Triton's language to replace those that are builtins. From now on it goes through the builtins that it found the
+    first time."""
     interpreter._patch_builtin = _patch_builtin

@@ -22,9 +22,14 @@ RuleMaker = Callable[[Sequence[WeightRange], TrainingSettings], UpdateRule]
 BASE = tiny_base("llama")
 LORA = LoraSettings(r=4, targets=("q_proj", "down_proj"))
 EVERY = [
-    pytest.param(one, marks=pytest.mark.skipif(one.eight_bit and not optimizers.find_spec("bitsandbytes"), reason="needs bitsandbytes"))
+    pytest.param(
+        one,
+        marks=pytest.mark.skipif(
+            one.eight_bit and not optimizers.find_spec("bitsandbytes"), reason="needs bitsandbytes"
+        ),
+    )
     for one in Optimizer
-]  # fmt: skip
+]
 
 
 def start() -> LoraWeights:
@@ -57,8 +62,8 @@ def same(one: AdapterOptimizer, other: AdapterOptimizer) -> bool:
 def wide_optimizer(
     kind: Optimizer, device: str, ratio: float | None = None, piece: int = optimizers.PIECE
 ) -> AdapterOptimizer:
-    """Of an adapter of rank 256, with copies in bf16, that keeps its best weights; skips the test where it needs a library that is not
-    there. `ratio`: of LoRA+; `piece`: most weights of a piece of paged moments."""
+    """Of an adapter of rank 256, with copies in bf16, that keeps its best weights; skips the test where it needs a
+    library that is not there. `ratio`: of LoRA+; `piece`: most weights of a piece of paged moments."""
     if kind.eight_bit:
         pytest.importorskip("bitsandbytes")
     weights = new_adapter(LoraSettings(r=256), BASE.spec, seed=1, dtype=torch.float32, device="cpu")

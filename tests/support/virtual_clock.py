@@ -1,7 +1,7 @@
 """An event loop whose time is a number: sleeping costs nothing, and the same program runs the same way every time.
 
-Only the selector differs from asyncio's own loop: where the real one would sleep for a while, this one adds the while to
-the clock. Nothing from outside can wake the loop (no sockets, no threads, no signals), so a program that waits for
+Only the selector differs from asyncio's own loop: where the real one would sleep for a while, this one adds the while
+to the clock. Nothing from outside can wake the loop (no sockets, no threads, no signals), so a program that waits for
 nothing that can happen is found out at once (`Deadlock`), as is one that spins without letting time pass (`Livelock`).
 """
 

@@ -109,7 +109,8 @@ def test_a_users_own_cache_folders_and_assembler_are_left_alone(tmp_path: Path) 
 
 
 def test_the_assembler_is_the_one_that_triton_runs_by_itself(tmp_path: Path) -> None:
-    """Else what a process compiles after inductor has chosen torch's own would have other keys than what an engine looks for."""
+    """Else what a process compiles after inductor has chosen torch's own would have other keys than what an engine
+    looks for."""
     knobs = pytest.importorskip("triton.knobs")
     found = compiler_environment(tmp_path, {}).get("TRITON_PTXAS_PATH")
     assert found is not None and Path(found).samefile(knobs.nvidia.ptxas.path)

@@ -64,28 +64,73 @@ def test_sharegpt(tmp_path: Path, layout: Callable[[list[Any]], str]) -> None:
 @pytest.mark.parametrize(
     ("read", "content", "line", "message"),
     [
-        (read_burstgpt, "Time,Model\n1,2\n", 1, "expected columns Timestamp, Request tokens, Response tokens, got no Timestamp"),
+        (
+            read_burstgpt,
+            "Time,Model\n1,2\n",
+            1,
+            "expected columns Timestamp, Request tokens, Response tokens, got no Timestamp",
+        ),
         (read_burstgpt, "", 1, "expected columns"),
-        (read_burstgpt, HEADER + "5,x,1,1,2,y\nsoon,x,1,1,2,y\n", 3, "Timestamp: expected a number of at least 0, got 'soon'"),
+        (
+            read_burstgpt,
+            HEADER + "5,x,1,1,2,y\nsoon,x,1,1,2,y\n",
+            3,
+            "Timestamp: expected a number of at least 0, got 'soon'",
+        ),
         (read_burstgpt, HEADER + "nan,x,1,1,2,y\n", 2, "Timestamp: expected"),
         (read_burstgpt, HEADER + "5,x,many,1,2,y\n", 2, "Request tokens: expected a number of tokens, got 'many'"),
         (read_burstgpt, HEADER + "5,x,1,-1,2,y\n", 2, "Response tokens: expected"),
-        (read_burstgpt, HEADER + f"5,x,1{'0' * 5000},1,2,y\n", 2, "Request tokens: expected at most 4194304 tokens, got 1000"),
+        (
+            read_burstgpt,
+            HEADER + f"5,x,1{'0' * 5000},1,2,y\n",
+            2,
+            "Request tokens: expected at most 4194304 tokens, got 1000",
+        ),
         (read_burstgpt, HEADER + "5,x,1\n", 2, "expected 6 fields, got 3"),
         (read_burstgpt, HEADER + "5,x,1,1,2,y\n4,x,1,1,2,y\n", 3, "expected times in order, got 4 after 5"),
         (read_burstgpt, HEADER.encode() + b"5,x,1,1,2,y\n5,\xff,1,1,2,y\n", 3, "trace, line 3: expected UTF-8"),
-        (read_mooncake, b'{"timestamp": 0, "input_length": 1, "output_length": 1}\n{"\xff": 0}\n', 2, "trace, line 2: "),
-        (read_sharegpt, '[{"conversations": []},\n{"conversations": [{"from": "human", "value": "\\ud800"}, {"from": "gpt", "value": "x"}]}]', 2, "trace, line 2: expected text, got half of a surrogate pair"),
+        (
+            read_mooncake,
+            b'{"timestamp": 0, "input_length": 1, "output_length": 1}\n{"\xff": 0}\n',
+            2,
+            "trace, line 2: ",
+        ),
+        (
+            read_sharegpt,
+            '[{"conversations": []},\n{"conversations": [{"from": "human", "value": "\\ud800"}, {"from": "gpt", "value": "x"}]}]',  # noqa: E501
+            2,
+            "trace, line 2: expected text, got half of a surrogate pair",
+        ),
         (read_mooncake, '{"timestamp": 0, "input_length": 1, "output_length": 1}\nnonsense\n', 2, "malformed"),
         (read_mooncake, '{"timestamp": 0, "input_length": "1", "output_length": 1}', 1, "Expected `int`, got `str`"),
         (read_mooncake, '{"timestamp": 0, "input_length": 0, "output_length": 1}', 1, "Expected `int` >= 1"),
-        (read_mooncake, '{"timestamp": 0, "input_length": 1000000000000, "output_length": 1}', 1, "Expected `int` <= 4194304"),
+        (
+            read_mooncake,
+            '{"timestamp": 0, "input_length": 1000000000000, "output_length": 1}',
+            1,
+            "Expected `int` <= 4194304",
+        ),
         (read_mooncake, '{"timestamp": 0, "output_length": 1}', 1, "missing required field `input_length`"),
-        (read_mooncake, MOONCAKE + '{"timestamp": 9, "input_length": 1, "output_length": 1}\n', 5, "expected times in order"),
+        (
+            read_mooncake,
+            MOONCAKE + '{"timestamp": 9, "input_length": 1, "output_length": 1}\n',
+            5,
+            "expected times in order",
+        ),
         (read_sharegpt, '[{"conversations": []},\n {"talk": []}]', 2, "missing required field `conversations`"),
         (read_sharegpt, '[{"conversations": [{"from": "human", "value": 3}]}]', 1, "Expected `str`, got `int`"),
-        (read_sharegpt, '[{"conversations": []},\n\n{"conversations": ]}]', 3, "expected a JSON object, got an error at line 3"),
-        (read_sharegpt, '[{"conversations": []}', 1, "expected a comma or the end of the array, got the end of the file"),
+        (
+            read_sharegpt,
+            '[{"conversations": []},\n\n{"conversations": ]}]',
+            3,
+            "expected a JSON object, got an error at line 3",
+        ),
+        (
+            read_sharegpt,
+            '[{"conversations": []}',
+            1,
+            "expected a comma or the end of the array, got the end of the file",
+        ),
         (read_sharegpt, '[{"conversations": []}\n{"conversations": []}]', 2, "expected a comma"),
         (read_sharegpt, '[{"conversations": []},\n3]', 2, "expected an object, got '3]'"),
         (read_sharegpt, '[{"conversations": [', 1, "expected a JSON object"),
@@ -94,11 +139,21 @@ def test_sharegpt(tmp_path: Path, layout: Callable[[list[Any]], str]) -> None:
         (read_sharegpt, b'[{"conversations": []},\n\xff]', 2, "trace, line 2: expected UTF-8"),
         (read_sharegpt, b"[" + b'{"conversations": []},\n' * 50_000 + b"\xff]", 50_001, "expected UTF-8"),
         (read_sharegpt, "[" * 100_000, 1, "expected an object"),
-        (read_sharegpt, '[{"conversations": []},\n{"x": ' + "[" * 100_000 + "]" * 100_000 + "}]", 2, "trace, line 2: expected JSON, got too many brackets"),
+        (
+            read_sharegpt,
+            '[{"conversations": []},\n{"x": ' + "[" * 100_000 + "]" * 100_000 + "}]",
+            2,
+            "trace, line 2: expected JSON, got too many brackets",
+        ),
         (read_mooncake, MOONCAKE + '{"x": ' + "[" * 100_000, 5, "trace, line 5: expected JSON, got too many brackets"),
-        (read_mooncake, '{"timestamp": 1e999, "input_length": 1, "output_length": 1}', 1, "trace, line 1: Number out of range"),
+        (
+            read_mooncake,
+            '{"timestamp": 1e999, "input_length": 1, "output_length": 1}',
+            1,
+            "trace, line 1: Number out of range",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_malformed_line_is_named(
     tmp_path: Path, read: Callable[[Path], Iterator[object]], content: str | bytes, line: int, message: str
 ) -> None:
@@ -143,9 +198,14 @@ def test_an_object_without_an_end_takes_bounded_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "found"),
-    [(BURSTGPT, TraceFormat.BURSTGPT), (MOONCAKE, TraceFormat.MOONCAKE), (json.dumps([TALK], indent=1), TraceFormat.SHAREGPT),
-     (json.dumps(TALK), TraceFormat.SHAREGPT), ('{"type":"workload","version":1,"scenario":{}}', TraceFormat.COSERVE)],
-)  # fmt: skip
+    [
+        (BURSTGPT, TraceFormat.BURSTGPT),
+        (MOONCAKE, TraceFormat.MOONCAKE),
+        (json.dumps([TALK], indent=1), TraceFormat.SHAREGPT),
+        (json.dumps(TALK), TraceFormat.SHAREGPT),
+        ('{"type":"workload","version":1,"scenario":{}}', TraceFormat.COSERVE),
+    ],
+)
 def test_formats_are_told_apart(tmp_path: Path, content: str, found: TraceFormat) -> None:
     assert format_of(write(tmp_path, content)) is found
     assert format_of(write(tmp_path, codecs.BOM_UTF8 + content.encode())) is found
@@ -239,8 +299,8 @@ def test_a_saved_workload_is_its_own_and_takes_other_limits_alone(tmp_path: Path
 
 
 def test_long_recordings_are_made_saved_and_read_in_constant_memory(tmp_path: Path) -> None:
-    """Ten times the file takes no more memory: less than a third of the long one's size, which other tests of the process
-    leave room for."""
+    """Ten times the file takes no more memory: less than a third of the long one's size, which other tests of the
+    process leave room for."""
     peaks = [peak(tmp_path, rows) for rows in (400, 4_000)]
     assert peaks[1] < peaks[0] + 300_000, peaks
     assert peaks[1] < (tmp_path / "t.jsonl").stat().st_size / 3

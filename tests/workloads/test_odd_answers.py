@@ -77,14 +77,21 @@ def play(server: FakeOpenAI, scenario: Scenario = SCENARIO) -> ReplayResult:
 
 def sample(content: bytes, hold: bool = False) -> Sample:
     """Of the one request that is answered so."""
-    (found,) = play(Odd(content=content, hold=hold), Scenario(duration=0.05, rate=10, adapters=0, finetune_rows=0, min_tokens=3, max_tokens=3)).samples  # fmt: skip
+    (found,) = play(
+        Odd(content=content, hold=hold),
+        Scenario(duration=0.05, rate=10, adapters=0, finetune_rows=0, min_tokens=3, max_tokens=3),
+    ).samples
     return found
 
 
 @pytest.mark.parametrize(
     ("event", "code", "message"),
     [
-        (b'data: {"object": "error", "message": "CUDA out of memory", "code": 500}\n\n', "internal_error", "the stream ended with an error: CUDA out of memory"),
+        (
+            b'data: {"object": "error", "message": "CUDA out of memory", "code": 500}\n\n',
+            "internal_error",
+            "the stream ended with an error: CUDA out of memory",
+        ),
         (b'event: error\ndata: {"message": "boom"}\n\n', "internal_error", "the stream ended with an error: boom"),
         (b"event: error\ndata: boom\n\n", "internal_error", "the stream ended with an error: boom"),
         (b"event: error\ndata: " + DEEP + b"\n\n", "internal_error", "the stream ended with an error: [[["),
@@ -94,9 +101,13 @@ def sample(content: bytes, hold: bool = False) -> Sample:
         (b'data: {"detail": "boom"}\n\n', "internal_error", 'expected a chunk of a completion, got {"detail": "boom"}'),
         (b'data: {"x": ' + DEEP + b"}\n\n", "internal_error", 'expected a chunk of a completion, got {"x": [[['),
         (b'data: {"choices": [], "usage": {"completion_tokens": -5}}\n\n', "internal_error", "expected a chunk"),
-        (b'data: {"choices": [], "usage": {"completion_tokens": 1' + b"0" * 30 + b"}}\n\n", "internal_error", "expected a chunk"),
+        (
+            b'data: {"choices": [], "usage": {"completion_tokens": 1' + b"0" * 30 + b"}}\n\n",
+            "internal_error",
+            "expected a chunk",
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_error_in_the_stream_is_no_answer(event: bytes, code: str, message: str) -> None:
     found = sample(SOUND * 3 + event + DONE)
     assert found.error == code and found.message is not None and found.message.startswith(message)
@@ -132,13 +143,17 @@ def chunk(text: str, end: str | None = None, counted: int | None = None) -> byte
     [
         (chunk("x", "stop", 1), 1, "expected 3 tokens, got 1 (finish reason: stop)"),
         (chunk("x", None, 1) + chunk("y", "length", 2), 2, "expected 3 tokens, got 2 (finish reason: length)"),
-        (chunk("x y", None) + chunk("", "stop") + b'data: {"choices": [], "usage": {"completion_tokens": 2}}\n\n', 2, "expected 3 tokens, got 2 (finish reason: stop)"),
+        (
+            chunk("x y", None) + chunk("", "stop") + b'data: {"choices": [], "usage": {"completion_tokens": 2}}\n\n',
+            2,
+            "expected 3 tokens, got 2 (finish reason: stop)",
+        ),
         (chunk("x", None, 2), 2, "expected 3 tokens, got 2"),
         (chunk("x y z", "length", 3), 3, None),
         (chunk("x y z"), 1, None),
         (chunk("x y", "stop"), 1, None),
     ],
-)  # fmt: skip
+)
 def test_an_answer_that_the_server_counts_as_too_short_is_an_error(
     content: bytes, tokens: int, message: str | None
 ) -> None:

@@ -19,9 +19,17 @@ from coserve.workloads.synthesis import make_trace
 from tests.support.fake_openai import BASE, FakeOpenAI, serve_openai
 
 SCENARIO = Scenario(
-    duration=0.2, rate=30, adapters=2, prompt_lengths=Lengths.UNIFORM, min_prompt_tokens=3, max_prompt_tokens=9,
-    min_tokens=5, max_tokens=5, finetune_rows=0, temperature=0.0,
-)  # fmt: skip
+    duration=0.2,
+    rate=30,
+    adapters=2,
+    prompt_lengths=Lengths.UNIFORM,
+    min_prompt_tokens=3,
+    max_prompt_tokens=9,
+    min_tokens=5,
+    max_tokens=5,
+    finetune_rows=0,
+    temperature=0.0,
+)
 NAMES = (BASE, "load-00", "load-01")
 
 

@@ -180,12 +180,29 @@ def test_the_terminal_shows_the_worst_adapters() -> None:
 @pytest.mark.parametrize(
     ("text", "holds"),
     [
-        ("slo>=0.95", True), ("slo >= 95%", True), ("slo>0.99", False), ("ttft_p99<=501ms", True), ("ttft_p99 < 0.5", False),
-        ("errors<=1", True), ("errors<1", False), ("errors<=5%", True), ("errors<=4%", False), ("shed<=5%", True), ("goodput>=7.6", True), ("slo_worst>=.95", True), ("tpot_mean<=1e-1s", True),
-        ("finetune_tok_s>=16", True), ("finetune_share>=0", False), ("itl_p50<=0.11", True), ("output_tok_s>9.9", True),
-        ("satisfaction>=0.7", True), ("requests_per_s>8", False), ("e2e_p90<=0.7", True), ("lag_p99<=0", True),
+        ("slo>=0.95", True),
+        ("slo >= 95%", True),
+        ("slo>0.99", False),
+        ("ttft_p99<=501ms", True),
+        ("ttft_p99 < 0.5", False),
+        ("errors<=1", True),
+        ("errors<1", False),
+        ("errors<=5%", True),
+        ("errors<=4%", False),
+        ("shed<=5%", True),
+        ("goodput>=7.6", True),
+        ("slo_worst>=.95", True),
+        ("tpot_mean<=1e-1s", True),
+        ("finetune_tok_s>=16", True),
+        ("finetune_share>=0", False),
+        ("itl_p50<=0.11", True),
+        ("output_tok_s>9.9", True),
+        ("satisfaction>=0.7", True),
+        ("requests_per_s>8", False),
+        ("e2e_p90<=0.7", True),
+        ("lag_p99<=0", True),
     ],
-)  # fmt: skip
+)
 def test_conditions(text: str, holds: bool) -> None:
     summary = summarise(FULL, limits=Limits(ttft=1.0))
     assert parse_condition(text).holds(summary) is holds
@@ -237,10 +254,22 @@ def test_each_class_has_its_limits_and_shed_requests_are_missed() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "slo>=0.9", "slo_worst>=0", "slo_interactive>=0", "slo_batch>=0", "satisfaction>=0", "goodput>=0", "errors<=0", "shed<=0",
-        "requests_per_s>=0", "output_tok_s>=0", "finetune_tok_s>=0", "finetune_share>=0", "ttft_p99<=9", "lag_p99<=9",
+        "slo>=0.9",
+        "slo_worst>=0",
+        "slo_interactive>=0",
+        "slo_batch>=0",
+        "satisfaction>=0",
+        "goodput>=0",
+        "errors<=0",
+        "shed<=0",
+        "requests_per_s>=0",
+        "output_tok_s>=0",
+        "finetune_tok_s>=0",
+        "finetune_share>=0",
+        "ttft_p99<=9",
+        "lag_p99<=9",
     ],
-)  # fmt: skip
+)
 def test_without_requests_no_condition_holds(text: str) -> None:
     for limits in (Limits(), Limits(ttft=1.0, batch_ttft=1.0)):
         summary = summarise(EMPTY, limits=limits)

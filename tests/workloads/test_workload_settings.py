@@ -127,7 +127,7 @@ def test_every_setting_is_an_option_with_help() -> None:
 
 def test_options_of_the_command_line_make_the_trace(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    options = "--process gamma --cv 3 --per-adapter --pattern on_off --on-seconds 2 --off-seconds 3 --rank 8,4 --popularity power_law"
+    options = "--process gamma --cv 3 --per-adapter --pattern on_off --on-seconds 2 --off-seconds 3 --rank 8,4 --popularity power_law"  # noqa: E501
     options += f" --exponent 0.8 --targets q_proj,v_proj --duration 5 --finetune off --save {path} --no-run"
     result = CliRunner().invoke(app, ["bench", *options.split()])
     assert result.exit_code == 0, result.output

@@ -253,7 +253,8 @@ def test_a_job_that_was_resumed_is_waited_for() -> None:
 
 
 class SlowDaemon(FakeDaemon):
-    """Holds each answer to `POST /finetune` until `answer` is set. A job is there from then on, and publishes unless cancelled."""
+    """Holds each answer to `POST /finetune` until `answer` is set. A job is there from then on, and publishes unless
+    cancelled."""
 
     def __init__(self, *, refused: str = "", broken: bool = False) -> None:
         super().__init__({})

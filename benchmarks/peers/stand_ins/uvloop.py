@@ -1,4 +1,5 @@
-"""Stands in for uvloop, which vLLM's server imports, where it is not installed: asyncio's own loop. Last on vLLM's import path."""
+"""Stands in for uvloop, which vLLM's server imports, where it is not installed: asyncio's own loop. Last on vLLM's
+import path."""
 
 from __future__ import annotations
 

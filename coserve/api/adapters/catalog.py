@@ -75,7 +75,8 @@ class AdapterCatalog:
     async def import_files(self, request: ImportRequest, upload: Path | None) -> Adapter:
         """Import PEFT files as the next version of `request.name`; durable when this returns.
 
-        Raises `AdapterError` leaves, `AdapterTooLarge`, `ForbiddenPath`, `InvalidRequest`, `StorageFull`, `EngineUnavailable`.
+        Raises `AdapterError` leaves, `AdapterTooLarge`, `ForbiddenPath`, `InvalidRequest`, `StorageFull`,
+        `EngineUnavailable`.
         """
         if (request.path is None) == (upload is None):
             got = "none" if upload is None else "both"

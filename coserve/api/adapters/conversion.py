@@ -1,4 +1,5 @@
-"""Converts adapters between LoRA and BD-LoRA in a helper process: it computes for seconds to minutes, and never beside the engine's tick."""
+"""Converts adapters between LoRA and BD-LoRA in a helper process: it computes for seconds to minutes, and never beside
+the engine's tick."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class Conversions:
         catalog: AdapterCatalog,
         submit: Callable[[FinetuneRequest, Path | None, str | None], Awaitable[Job]],
     ) -> None:
-        """`helpers`: for conversions alone, since their processes run at a low priority; `submit`: `JobManager.submit`."""
+        """`helpers`: for conversions alone, since their processes run at a low priority; `submit`:
+        `JobManager.submit`."""
         self._folder, self._registry, self._helpers = folder, registry, helpers
         self._engine, self._catalog, self._submit = engine, catalog, submit
 
@@ -59,11 +61,11 @@ class Conversions:
         await self._helpers.close()
 
     async def convert(self, name: str, version: int | None, request: ConvertRequest) -> ConvertedAdapter:
-        """Publish the converted adapter, and submit the job that distills it; durable when this returns. Cancelling it stops the
-        computation, but not what follows it.
+        """Publish the converted adapter, and submit the job that distills it; durable when this returns. Cancelling it
+        stops the computation, but not what follows it.
 
-        Raises `AdapterNotFound`, `BaseMismatch`, `AdapterTooLarge`, `InvalidRequest`, `StorageError` leaves, `EngineUnavailable`, `HelperLost`; and as
-        `JobManager.submit`: then nothing is published.
+        Raises `AdapterNotFound`, `BaseMismatch`, `AdapterTooLarge`, `InvalidRequest`, `StorageError` leaves,
+        `EngineUnavailable`, `HelperLost`; and as `JobManager.submit`: then nothing is published.
         """
         spec = self._engine.spec
         new = request.name or default_name(name, request.bd_blocks)

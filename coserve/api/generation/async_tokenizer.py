@@ -1,4 +1,5 @@
-"""Tokenisation without blocking the event loop: short texts here, longer ones in a thread, the longest, and chats, in a helper process."""
+"""Tokenisation without blocking the event loop: short texts here, longer ones in a thread, the longest, and chats, in a
+helper process."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ MAX_INLINE_IDS = 1024
 
 
 class EncodeArguments(msgspec.Struct, frozen=True):
-    """Arguments of `encode`, whose body is a text. `context`: the base's, in tokens; `field`: the request field that `PromptTooLong` names."""
+    """Arguments of `encode`, whose body is a text. `context`: the base's, in tokens; `field`: the request field that
+    `PromptTooLong` names."""
 
     context: int
     field: str
@@ -72,8 +74,8 @@ class AsyncTokenizer:
         return _unpack(await self._chats.run(encode_chat, ChatArguments(context), body))
 
     async def read_template(self) -> None:
-        """Have the base's chat template compiled, and learn how it ends a turn, in a process that then renders chats. Raises `InvalidRequest`,
-        `HelperLost`."""
+        """Have the base's chat template compiled, and learn how it ends a turn, in a process that then renders chats.
+        Raises `InvalidRequest`, `HelperLost`."""
         if not self.template_read:
             found = await self._chats.run(find_end_of_turn, NoArguments())
             self._tokenizer.end_of_turn_id = int(found) if found else None
@@ -110,8 +112,8 @@ def encode_chat(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
 
 
 def chat_ids(tokenizer: Tokenizer, chat: Chat, *, prompts: bool = True, continues: bool = False) -> list[int]:
-    """Token ids by the base's template. `prompts`: a generation prompt follows; `continues`: the last message is left open. Raises
-    `InvalidRequest`."""
+    """Token ids by the base's template. `prompts`: a generation prompt follows; `continues`: the last message is left
+    open. Raises `InvalidRequest`."""
     return tokenizer.chat(
         for_template(chat.messages),
         tools=chat.tools,

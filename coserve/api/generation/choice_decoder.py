@@ -25,10 +25,11 @@ class ChoiceDelta:
 
 
 class ChoiceDecoder:
-    """Decodes one choice. Stop strings are not searched in the text of the first `min_tokens` tokens. `stop_tokens`: as by the function.
+    """Decodes one choice. Stop strings are not searched in the text of the first `min_tokens` tokens. `stop_tokens`: as
+    by the function.
 
-    `prepended`: tokens that were put before the prompt's text, which is shown with its special tokens; None: the prompt was no text, and is
-    shown as the choice is.
+    `prepended`: tokens that were put before the prompt's text, which is shown with its special tokens; None: the prompt
+    was no text, and is shown as the choice is.
     """
 
     def __init__(

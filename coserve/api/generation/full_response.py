@@ -74,7 +74,8 @@ class _ChoiceBuilder(Generic[S]):
 async def collect(
     request: GenerateRequest, stream: AsyncGenerator[GenerateChunk, None], new_builder: Callable[[], S]
 ) -> FullResponse[S]:
-    """The full response to `request` from its `stream`. `new_builder` makes an empty one for the prompt and for each choice. Raises what the stream raises."""
+    """The full response to `request` from its `stream`. `new_builder` makes an empty one for the prompt and for each
+    choice. Raises what the stream raises."""
     prompt = None if request.prompt_logprobs is None else new_builder()
     choices = [_ChoiceBuilder(None if request.logprobs is None else new_builder()) for _ in range(request.n)]
     prompt_ids: list[int] | None = None

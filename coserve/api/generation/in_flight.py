@@ -93,8 +93,9 @@ class InFlightRequests:
     ) -> AsyncGenerator[GenerateChunk, None]:
         """The chunks of all choices as they come. Closing the generator early cancels the request in the engine.
 
-        `semaphore` bounds the chunks that several streams hold: a chunk is made and yielded while it is held. `snapshot`: the adapter
-        of a job in training (`JobSnapshot`), which then serves the request; it is not refused for coming late. `group`: of all prompts of the same call.
+        `semaphore` bounds the chunks that several streams hold: a chunk is made and yielded while it is held.
+        `snapshot`: the adapter of a job in training (`JobSnapshot`), which then serves the request; it is not refused
+        for coming late. `group`: of all prompts of the same call.
 
         Raises, before the first chunk only: `InvalidRequest`, `EmptyPrompt`, `PromptTooLong`, `AdapterNotFound`,
         `BaseMismatch`, `QueueFull`, `Overloaded`; at any time: `EngineUnavailable`.

@@ -21,8 +21,8 @@ EngineOutput = Admitted | Tokens | RequestFailed
 class OutputQueue:
     """FIFO. Consecutive `Tokens` messages of one sequence are merged, so a slow reader pays less for each.
 
-    A reader that stops is disconnected after the write deadline (`EventStream`), and at most the whole response waits. After
-    `UNMERGED` messages, new ones are merged on arrival: about ten bytes per token instead of hundreds.
+    A reader that stops is disconnected after the write deadline (`EventStream`), and at most the whole response waits.
+    After `UNMERGED` messages, new ones are merged on arrival: about ten bytes per token instead of hundreds.
     """
 
     def __init__(self) -> None:

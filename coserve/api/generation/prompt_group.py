@@ -12,8 +12,9 @@ from coserve.core.link import Generate
 
 
 class PromptGroup:
-    """`requests`: one for each prompt of a call. The engine gets all their sequences at once. Only the last sequence may be refused for coming late, or
-    give way in a full queue, and only while all of them wait; then all are refused. So no answer that has begun is lost."""
+    """`requests`: one for each prompt of a call. The engine gets all their sequences at once. Only the last sequence
+    may be refused for coming late, or give way in a full queue, and only while all of them wait; then all are refused.
+    So no answer that has begun is lost."""
 
     def __init__(self, requests: int = 1) -> None:
         self._missing = requests
@@ -22,7 +23,8 @@ class PromptGroup:
         self._sent = asyncio.Event()
 
     def join(self, state: RequestState, messages: Sequence[Generate]) -> bool:
-        """`messages`: one for each of the request's sequences. Returns whether all are here, so that the caller sends them."""
+        """`messages`: one for each of the request's sequences. Returns whether all are here, so that the caller sends
+        them."""
         state.together = self._states
         self._states.append(state)
         self._messages += [(state, message) for message in messages]

@@ -89,7 +89,8 @@ def check_characters(length: int, context: int, field: str) -> None:
 def sampling_params(
     request: GenerateRequest, index: int, seed: int, max_new_tokens: int, stop_token_ids: Iterable[int]
 ) -> SamplingParams:
-    """The sampling parameters of choice `index`. `max_new_tokens`: how many fit after the prompt; `stop_token_ids`: as by `stop_tokens`."""
+    """The sampling parameters of choice `index`. `max_new_tokens`: how many fit after the prompt; `stop_token_ids`: as
+    by `stop_tokens`."""
     return SamplingParams(
         max_tokens=max_new_tokens if request.max_tokens is None else request.max_tokens,
         min_tokens=request.min_tokens,

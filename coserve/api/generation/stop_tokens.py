@@ -1,4 +1,5 @@
-"""The tokens that end a request beside EOS: its own, stop texts that are one token, and the end of a turn of its chat."""
+"""The tokens that end a request beside EOS: its own, stop texts that are one token, and the end of a turn of its
+chat."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ def stop_texts(request: GenerateRequest) -> list[str]:
 
 
 def stop_tokens(request: GenerateRequest, tokenizer: Tokenizer) -> dict[int, str | int | None]:
-    """Their ids, each with the `stop_reason` that it gives: its id, the stop text that it is, or None for the end of a turn, as for EOS."""
+    """Their ids, each with the `stop_reason` that it gives: its id, the stop text that it is, or None for the end of a
+    turn, as for EOS."""
     end = tokenizer.end_of_turn_id
     turns: dict[int, str | int | None] = {}
     if request.messages is not None and end is not None and not request.ignore_eos:

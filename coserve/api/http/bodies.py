@@ -1,7 +1,7 @@
 """Reads request bodies with limits on size, on time, and on the memory that all of them hold.
 
-aiohttp waits for the next byte without a limit. Here each 64 KiB must arrive within `read_timeout` seconds, so that neither
-a silent client nor a byte a minute holds a connection.
+aiohttp waits for the next byte without a limit. Here each 64 KiB must arrive within `read_timeout` seconds, so that
+neither a silent client nor a byte a minute holds a connection.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class BodyReader:
 
     @asynccontextmanager
     async def body(self, request: web.Request) -> AsyncIterator[bytearray]:
-        """The bytes of a JSON body, which count towards `TOTAL_BYTES` until the block ends. Raises `BodyTooLarge`, `RequestTimeout`."""
+        """The bytes of a JSON body, which count towards `TOTAL_BYTES` until the block ends. Raises `BodyTooLarge`,
+        `RequestTimeout`."""
         limit = min(self._max_body, MAX_JSON_BYTES)
         check_head(request, limit)
         await ask_for_body(request)
@@ -98,7 +99,8 @@ class BodyReader:
 
     @asynccontextmanager
     async def corpus(self, request: web.Request, staging: Path) -> AsyncIterator[tuple[FinetuneRequest, Path | None]]:
-        """A `FinetuneRequest` from JSON. Rows of a large body are in a JSONL file, which is deleted when the block ends."""
+        """A `FinetuneRequest` from JSON. Rows of a large body are in a JSONL file, which is deleted when the block
+        ends."""
         file: Path | None = None
         try:
             async with self.body(request) as body:

@@ -98,7 +98,8 @@ class Connections:
         return connections
 
     def received(self, connection: web.RequestHandler) -> None:
-        """Bytes have come: for the first ones of a request a connection is idle anew, so that its request may become whole."""
+        """Bytes have come: for the first ones of a request a connection is idle anew, so that its request may become
+        whole."""
         if connection in self._idle and connection not in self._begun:
             self._begun.add(connection)
             del self._idle[connection]

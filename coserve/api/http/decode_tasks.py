@@ -26,7 +26,8 @@ MAX_CHARACTERS = 1 << 21
 
 
 class DecodeBodyArguments(msgspec.Struct, frozen=True):
-    """Arguments of `decode_body`. `decoder` names a struct, or a function from bytes to a struct. `context`: of the base, in tokens."""
+    """Arguments of `decode_body`. `decoder` names a struct, or a function from bytes to a struct. `context`: of the
+    base, in tokens."""
 
     decoder: str
     dialect: bool

@@ -12,7 +12,8 @@ import msgspec
 
 
 def describe_fields(components: dict[str, Any], types: Iterable[type[msgspec.Struct]]) -> None:
-    """Add a `description` to each property in `components` whose field has a text below it. `types` have all components within them."""
+    """Add a `description` to each property in `components` whose field has a text below it. `types` have all components
+    within them."""
     for struct in structs_within(types):
         properties = components.get(struct.__name__, {}).get("properties", {})
         for name, text in field_docs(struct).items():

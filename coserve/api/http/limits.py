@@ -1,5 +1,5 @@
-"""How many connections the process's limit of file descriptors leaves room for, and how long streams have at a stop. Imports no
-HTTP library: the daemon asks before anything else."""
+"""How many connections the process's limit of file descriptors leaves room for, and how long streams have at a stop.
+Imports no HTTP library: the daemon asks before anything else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ STREAMS_TIMEOUT: Final = 5.0
 RESERVE: Final = 16
 """Connections beyond the limit that are accepted for /health and /health/ready alone."""
 WAITING_CONNECTIONS: Final = 1024
-"""Connections that the system keeps until they are accepted: a client whose connection finds no room tries again after a second."""
+"""Connections that the system keeps until they are accepted: a client whose connection finds no room tries again after
+a second."""
 OWN_DESCRIPTORS: Final = 96
 """File descriptors for all else: the registry, files of adapters and uploads, the engine's socket."""
 

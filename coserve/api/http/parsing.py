@@ -68,7 +68,8 @@ def _decoded(content: bytes, decode: Callable[[], T], type: type[Any]) -> T:
 
 
 def _refuse_repeated(content: bytes) -> None:
-    """Raises `InvalidRequest` for an object with a field twice. msgspec cannot tell, so `content`, which it has decoded, is read again."""
+    """Raises `InvalidRequest` for an object with a field twice. msgspec cannot tell, so `content`, which it has
+    decoded, is read again."""
     try:
         json.loads(content.decode(), object_pairs_hook=_once, parse_int=bool, parse_float=bool)  # numbers do not matter
     except RecursionError:

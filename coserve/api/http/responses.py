@@ -32,7 +32,8 @@ def encoded_json(content: bytes) -> web.Response:
 
 
 def error_info(error: CoserveError) -> ErrorInfo:
-    """The parts of an error that a client may see. Our own faults show none: their text could name paths or addresses."""
+    """The parts of an error that a client may see. Our own faults show none: their text could name paths or
+    addresses."""
     if error.status == 500 and not isinstance(error, CapacityError):
         return ErrorInfo(code=InternalError.code, message="internal error")
     line = error.line if isinstance(error, CorpusError) else None

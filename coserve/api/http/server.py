@@ -1,7 +1,8 @@
 """The server below the routes: limits that aiohttp does not set on a connection.
 
 - A response that the client does not read has a deadline.
-- Bytes that are not HTTP, and headers that are too large, get a fixed response, which names neither the server nor the bytes.
+- Bytes that are not HTTP, and headers that are too large, get a fixed response, which names neither the server nor the
+  bytes.
 - `100 Continue` is sent when a handler wants the body: after host, key and size were checked.
 """
 
@@ -186,8 +187,8 @@ class HttpConnection(RequestHandler):
         return response
 
     def _discard_input(self) -> None:
-        """Read what waits in the socket, some hundred KiB at most: a socket that is closed with unread bytes resets the connection, and
-        the client loses the answer."""
+        """Read what waits in the socket, some hundred KiB at most: a socket that is closed with unread bytes resets the
+        connection, and the client loses the answer."""
         sock = None if self._transport is None else self._transport.get_extra_info("socket")
         if sock is None or sock.fileno() < 0:
             return

@@ -24,7 +24,8 @@ from coserve.state.thread import RegistryThread
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a job that waits. `before`: the job whose end decides it; `source`: the version that was read; `ends`: the job ends."""
+    """What becomes of a job that waits. `before`: the job whose end decides it; `source`: the version that was read;
+    `ends`: the job ends."""
 
     waiting: JobRecord
     before: JobRecord
@@ -39,7 +40,8 @@ class Decision:
 
 
 class JobChain:
-    """Ends the waits of jobs. Files are read by `decide`, without any lock; the caller of `apply` holds the lock of all changes."""
+    """Ends the waits of jobs. Files are read by `decide`, without any lock; the caller of `apply` holds the lock of all
+    changes."""
 
     def __init__(
         self,
@@ -61,8 +63,9 @@ class JobChain:
         return await self._recorder.retries.run(f"jobs after {ended}", lambda: self._registry(find))
 
     async def decide(self, id: str) -> Decision | None:
-        """What becomes of a waiting job; None: nothing now. It continues from the version that the job before it published, or from
-        its adapter's current version if that one published none; if there is none either, it has failed.
+        """What becomes of a waiting job; None: nothing now. It continues from the version that the job before it
+        published, or from its adapter's current version if that one published none; if there is none either, it has
+        failed.
 
         Raises `StorageError` if an adapter cannot be read now, `EngineUnavailable` before the first engine.
         """

@@ -1,4 +1,5 @@
-"""Jobs of one adapter at the same time: the later one waits for the earlier one, forks or is refused. Pure but for reads of the registry."""
+"""Jobs of one adapter at the same time: the later one waits for the earlier one, forks or is refused. Pure but for
+reads of the registry."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from coserve.state.registry import Registry
 
 
 def serialised(request: FinetuneRequest) -> bool:
-    """Whether the job is to continue from whatever its adapter's earlier jobs publish. A `continue_from` with a version says from where
-    instead."""
+    """Whether the job is to continue from whatever its adapter's earlier jobs publish. A `continue_from` with a version
+    says from where instead."""
     return (
         request.on_conflict == "wait"
         and request.continue_from is not None
@@ -39,8 +40,10 @@ def fork_notes(registry: Registry, adapter: str) -> tuple[str, ...]:
     if (earlier := last_job(registry, adapter)) is None:
         return ()
     note = (
-        f"job {earlier.spec.id} trains {adapter!r} too and is to publish version {earlier.spec.version}: this job does not continue from "
-        f"that version, and the version that this job publishes lacks what it learns; to continue from it, set continue_from to {adapter!r} "
+        f"job {earlier.spec.id} trains {adapter!r} too and is to publish version {earlier.spec.version}: this job does "
+        "not continue from "
+        "that version, and the version that this job publishes lacks what it learns; to continue from it, set "
+        f"continue_from to {adapter!r} "
         'and leave on_conflict at "wait"'
     )
     return (note,)

@@ -11,7 +11,8 @@ MAX_DEATHS = 3
 """A job is paused after this many engines in a row died while it ran, if it got no further in between."""
 ENGINE_CRASHED = ErrorInfo(
     code=EngineCrashed.code,
-    message=f"the engine died {MAX_DEATHS} times while this job trained, and no step was new in between; resume it to try again",
+    message=f"the engine died {MAX_DEATHS} times while this job trained, and no step was new in between; "
+    "resume it to try again",
 )
 """Why the job is paused."""
 

@@ -11,8 +11,8 @@ from coserve.core.errors import QueueFull
 
 
 class IdempotencyKeys:
-    """A client repeats a request while its first one is still being handled. The second waits, and then finds the first one's job; if
-    the first one failed or its client has left, it is handled itself."""
+    """A client repeats a request while its first one is still being handled. The second waits, and then finds the first
+    one's job; if the first one failed or its client has left, it is handled itself."""
 
     def __init__(self, patience: float) -> None:
         """`patience`: seconds that a request waits for the one before it."""
@@ -22,7 +22,8 @@ class IdempotencyKeys:
 
     @asynccontextmanager
     async def alone(self, key: str | None) -> AsyncIterator[None]:
-        """While no other request with this key is handled; at once without a key. Raises `QueueFull` after `patience`."""
+        """While no other request with this key is handled; at once without a key. Raises `QueueFull` after
+        `patience`."""
         if key is None:
             yield
             return

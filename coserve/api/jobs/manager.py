@@ -89,7 +89,8 @@ class JobManager:
     # ---- engines
 
     async def recover(self) -> None:
-        """Make the registry and the files agree, once, before anything else. Raises `StartupError` for a damaged registry."""
+        """Make the registry and the files agree, once, before anything else. Raises `StartupError` for a damaged
+        registry."""
         async with self._changes:
             await self._registry.with_reserve(lambda registry: recover(registry, self._folder))
 
@@ -234,11 +235,12 @@ class JobManager:
     async def submit(
         self, request: FinetuneRequest, upload: Path | None, key: str | None, show: Show = lambda _: None
     ) -> Job:
-        """Accept a job: when this returns, it is durable. The same request with the same `key` returns the first job again,
-        and waits for the request that makes it. `show` is told how far a large corpus is.
+        """Accept a job: when this returns, it is durable. The same request with the same `key` returns the first job
+        again, and waits for the request that makes it. `show` is told how far a large corpus is.
 
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `ForbiddenPath`, `QueueFull`,
-        `StorageFull`, `JobTooLarge`, `AdapterTooLarge`, `IdempotencyMismatch` (another request had the key), `EngineUnavailable` (no engine has started yet, or the daemon stops).
+        `StorageFull`, `JobTooLarge`, `AdapterTooLarge`, `IdempotencyMismatch` (another request had the key),
+        `EngineUnavailable` (no engine has started yet, or the daemon stops).
         """
         spec = self._engine.spec
         if key is not None and not (1 <= len(key) <= 128 and key.isascii() and key.isprintable()):

@@ -21,7 +21,8 @@ def replacement_notes(job: JobSpec, current: int | None) -> tuple[str, ...]:
         return ()
     name, version = job.adapter, job.version
     note = (
-        f"this job trains version {version} of {name!r} from scratch: once it succeeds, {name!r} means version {version} "
+        f"this job trains version {version} of {name!r} from scratch: once it succeeds, {name!r} means version "
+        f"{version} "
         f"instead of version {current}, which stays available as {name}@{current}; to train {name!r} further, set "
         f"continue_from to {name!r}; for a separate adapter, choose another name"
     )

@@ -1,7 +1,8 @@
 """Tokenises a corpus's file in helper processes, piece by piece.
 
-The result is that of one process: pieces are joined in their order, and the first error in the file's order is the one that is raised.
-Calls of several corpora alternate in the pool's line, so that a small one waits for a few pieces of a large one, not for its end.
+The result is that of one process: pieces are joined in their order, and the first error in the file's order is the one
+that is raised. Calls of several corpora alternate in the pool's line, so that a small one waits for a few pieces of a
+large one, not for its end.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Tokenization:
 
 
 class CorpusPreparation:
-    """`folder`: where unfinished corpora are. `workers`: processes of the pool; a corpus has one piece more than that in its line."""
+    """`folder`: where unfinished corpora are. `workers`: processes of the pool; a corpus has one piece more than that
+    in its line."""
 
     def __init__(self, helpers: HelperPool, folder: Path, workers: int, limits: CorpusLimits = LIMITS) -> None:
         self._helpers, self._folder, self._window, self._limits = helpers, folder, workers + 1, limits
@@ -69,8 +71,9 @@ class CorpusPreparation:
         report: Report = lambda *_: None,
         columns: Columns | None = None,
     ) -> StagedCorpus:
-        """Columns that are not used are added to `columns`. Raises `CorpusError` leaves, with the line in `source`, `InvalidRequest`, `HelperLost`, `StorageError`. Nothing stays on the
-        disk then, nor if the caller is cancelled."""
+        """Columns that are not used are added to `columns`. Raises `CorpusError` leaves, with the line in `source`,
+        `InvalidRequest`, `HelperLost`, `StorageError`. Nothing stays on the disk then, nor if the caller is
+        cancelled."""
         columns = Columns() if columns is None else columns
         folder = self._folder / f"corpus-{secrets.token_hex(8)}"  # partial files have a unique name
         try:
@@ -124,8 +127,8 @@ class CorpusPreparation:
 async def submission_events(
     submit: Callable[[Show], Coroutine[None, None, Job]], heartbeat: float
 ) -> AsyncGenerator[SubmissionEvent | None, None]:
-    """What `submit` shows, the latest at a time, then its job; None after every `heartbeat` seconds without news. Raises what it raises.
-    It is cancelled if the generator is closed."""
+    """What `submit` shows, the latest at a time, then its job; None after every `heartbeat` seconds without news.
+    Raises what it raises. It is cancelled if the generator is closed."""
     latest: list[Preparing] = []
     news = asyncio.Event()
 
@@ -153,7 +156,8 @@ async def submission_events(
 
 
 async def _in_order(calls: Iterable[Coroutine[None, None, T]], window: int) -> AsyncGenerator[T, None]:
-    """The results of `calls` in their order; at most `window` of them run at the same time. Once it raises, or is closed, none runs."""
+    """The results of `calls` in their order; at most `window` of them run at the same time. Once it raises, or is
+    closed, none runs."""
     running: deque[asyncio.Task[T]] = deque()
     try:
         for call in calls:

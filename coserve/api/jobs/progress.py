@@ -67,7 +67,8 @@ class ProgressWriter:
             self._postpone(message)
 
     async def flush(self, id: str) -> None:
-        """Write a job's late progress before a change of its state, with the space that is kept back for a full disk."""
+        """Write a job's late progress before a change of its state, with the space that is kept back for a full
+        disk."""
         if id not in self._late:
             return
         try:

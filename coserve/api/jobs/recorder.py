@@ -54,8 +54,8 @@ T = TypeVar("T")
 
 
 class JobRecorder:
-    """One queue of messages for all jobs; what must wait for a job's adapter leaves it. `backoff`: how writes that the machine refuses are tried again; `sleep` takes
-    seconds."""
+    """One queue of messages for all jobs; what must wait for a job's adapter leaves it. `backoff`: how writes that the
+    machine refuses are tried again; `sleep` takes seconds."""
 
     def __init__(
         self,
@@ -105,7 +105,8 @@ class JobRecorder:
         await asyncio.gather(*self._removals)
 
     async def close(self) -> None:
-        """Write delayed progress; what does not fit on the disk is lost. Jobs of `publishing` are so at the next start, too."""
+        """Write delayed progress; what does not fit on the disk is lost. Jobs of `publishing` are so at the next start,
+        too."""
         for task in self._publications:
             task.cancel()
         await asyncio.gather(*self._publications, return_exceptions=True)
@@ -138,8 +139,8 @@ class JobRecorder:
         self.watchers.notify(message.id)
 
     async def _write(self, message: JobMessage) -> None:
-        """Write a change of state again and again until it is written, after all progress before it. A success that cannot be written
-        at once is held instead, so that messages of other jobs do not wait for its files."""
+        """Write a change of state again and again until it is written, after all progress before it. A success that
+        cannot be written at once is held instead, so that messages of other jobs do not wait for its files."""
         id = message.id
         if isinstance(message, Progress):
             await self._progress.write(message)
@@ -199,7 +200,8 @@ class JobRecorder:
             await self.end(id, lambda registry: registry.succeed(id, record))
 
     async def end(self, id: str, change: Callable[[Registry], JobRecord]) -> JobRecord:
-        """Commit a job's end. Its corpus and checkpoints, which may be gigabytes, are deleted later: nobody waits for that."""
+        """Commit a job's end. Its corpus and checkpoints, which may be gigabytes, are deleted later: nobody waits for
+        that."""
         record = await self._registry.with_reserve(change)
         self._metrics.job_ended(record.state)
         self.ended(id)
@@ -215,7 +217,8 @@ class JobRecorder:
             log.warning("job %s: its files stay until the next start: %s", id, error)
 
     async def _fail(self, message: JobMessage) -> None:
-        """End a job as failed whose change of state could not be written: its record would be wrong until the next engine. Never raises."""
+        """End a job as failed whose change of state could not be written: its record would be wrong until the next
+        engine. Never raises."""
         if isinstance(message, Progress | JobWaiting):
             return
         id, what = message.id, type(message).__name__
@@ -232,7 +235,8 @@ class JobRecorder:
             log.exception("job %s: its failure is not written", id)
 
     async def _correct_engine(self, message: JobMessage, error: CoserveError) -> None:
-        """The engine runs a job that has ended in the registry: cancel it there and delete what it published. Never raises."""
+        """The engine runs a job that has ended in the registry: cancel it there and delete what it published. Never
+        raises."""
         log.warning("job %s: %s refused: %s", message.id, type(message).__name__, error.message)
         try:
             record = await self.retries.run(f"job {message.id}", lambda: self._find(message.id))

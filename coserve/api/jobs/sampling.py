@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 
 class JobSampler:
-    """Generates the samples of each snapshot that the engine announces, those that the registry has already left out, and then says that the
-    snapshot is not needed any more. A sample that fails is a note of its job, which goes on."""
+    """Generates the samples of each snapshot that the engine announces, those that the registry has already left out,
+    and then says that the snapshot is not needed any more. A sample that fails is a note of its job, which goes on."""
 
     def __init__(
         self,
@@ -65,7 +65,8 @@ class JobSampler:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _sample(self, snapshot: JobSnapshot) -> bool:
-        """False: the engine or the daemon ends before the samples are there. The job, which goes on later, must not end without them."""
+        """False: the engine or the daemon ends before the samples are there. The job, which goes on later, must not end
+        without them."""
         try:
             record, done = await self._registry(lambda registry: _found(registry, snapshot))
             training = record.spec.training

@@ -85,8 +85,8 @@ class Submission:
         memory: MemoryModel | None,
         show: Show = lambda _: None,
     ) -> tuple[JobRecord, PendingCorpus]:
-        """The job's record, whose version is not final, and its corpus. `memory`: the engine's, if it plans any. `show` is
-        told how far a large corpus is.
+        """The job's record, whose version is not final, and its corpus. `memory`: the engine's, if it plans any. `show`
+        is told how far a large corpus is.
 
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `AdapterBusy`, `BaseMismatch`,
         `ForbiddenPath`, `JobTooLarge`, `AdapterTooLarge`, `UnsupportedAdapter`.
@@ -208,7 +208,8 @@ class Submission:
         longest: int,
         show: Show,
     ) -> PendingCorpus:
-        """Small corpora of texts in a thread; others, and all chats, in helper processes, which are killed when the client leaves."""
+        """Small corpora of texts in a thread; others, and all chats, in helper processes, which are killed when the
+        client leaves."""
         asked = request.training
         options = Tokenization(longest, asked.train_on, asked.loss is not None, asked.one_row_per_answer)
         if isinstance(source, list) or await asyncio.to_thread(_small, source, columns):

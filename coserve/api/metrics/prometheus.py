@@ -1,4 +1,5 @@
-"""Prometheus metrics, in a separate `CollectorRegistry`. No label grows with users: adapters, jobs and paths are not labels."""
+"""Prometheus metrics, in a separate `CollectorRegistry`. No label grows with users: adapters, jobs and paths are not
+labels."""
 
 from __future__ import annotations
 
@@ -322,7 +323,10 @@ class EngineGauges(Collector):
             ("adapters_resident", "Adapters in memory", len(s.resident) if s else 0),
             (
                 "train_speed_beside_ratio",
-                "With overlap: training's speed beside a step of decodes, as a share of its speed alone; 1 until measured",
+                (
+                    "With overlap: training's speed beside a step of decodes, as a share of its speed alone; 1 until "
+                    "measured"
+                ),
                 s.train_speed_beside if s else 1.0,
             ),
         )

@@ -1,4 +1,5 @@
-"""The metrics under vLLM's names, with its labels `model_name` and `engine`, for existing dashboards and autoscalers."""
+"""The metrics under vLLM's names, with its labels `model_name` and `engine`, for existing dashboards and
+autoscalers."""
 
 from __future__ import annotations
 

@@ -118,8 +118,8 @@ def logprobs_of(entries: Iterable[LogprobEntry], name: Name, offset: int = 0) ->
 
 
 def _top(entry: LogprobEntry, logprob: float, name: Name) -> dict[str, float]:
-    """The chosen token and the likeliest ones. Of several tokens with one text, the chosen one and then the likeliest has it; the others are
-    named by their ids."""
+    """The chosen token and the likeliest ones. Of several tokens with one text, the chosen one and then the likeliest
+    has it; the others are named by their ids."""
     top = {name(entry): floored(logprob)}
     for other in entry.top:
         if other.token_id != entry.token_id:

@@ -38,7 +38,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "include_reasoning": (True,),
     "verbosity": ("medium",),
 }
-"""Values, other than empty ones, that are accepted for features that are not implemented: the other server's defaults."""
+"""Values, other than empty ones, that are accepted for features that are not implemented: the other server's
+defaults."""
 NEUTRAL_IN_COMPLETIONS: dict[str, tuple[object, ...]] = {"suffix": ()}
 NEUTRAL_IN_CHATS: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (False,),
@@ -70,7 +71,8 @@ def adapter_of(model: ModelName | None, spec: Named) -> str | None:
 
 
 def completion_requests(body: CompletionRequest, spec: BaseSpec, max_queue: int) -> list[GenerateRequest]:
-    """One request a prompt. `max_queue`: places for choices that wait. Raises `InvalidRequest`, `EmptyPrompt`, `AdapterNotFound`."""
+    """One request a prompt. `max_queue`: places for choices that wait. Raises `InvalidRequest`, `EmptyPrompt`,
+    `AdapterNotFound`."""
     _check(body, NEUTRAL | NEUTRAL_IN_COMPLETIONS)
     prompts = _prompts(body.prompt)
     choices, most = len(prompts) * (body.n or 1), min(MAX_SEQUENCES, max_queue)

@@ -1,7 +1,7 @@
 """The requests and responses of the OpenAI endpoints, with vLLM's further parameters.
 
-Clients send `null` for what they leave out, so every optional field takes it. A field that is not here is refused by name,
-unless it asks for nothing: null, `""`, `[]`, `{}`, or an object of nothing but these.
+Clients send `null` for what they leave out, so every optional field takes it. A field that is not here is refused by
+name, unless it asks for nothing: null, `""`, `[]`, `{}`, or an object of nothing but these.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class StreamOptions(Wire, frozen=True):
 
 
 class SharedParams(Wire, frozen=True):
-    """Fields of both completions and chats. Of the fields after `service_tier`, those up to `prompt_cache_retention` change
-    nothing here; the others accept only empty and default values.
+    """Fields of both completions and chats. Of the fields after `service_tier`, those up to `prompt_cache_retention`
+    change nothing here; the others accept only empty and default values.
     """
 
     model: ModelName | None = None
@@ -139,7 +139,8 @@ class ChatRequest(SharedParams, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)]
-    """Fields that SDKs send back with earlier messages (`refusal`, `annotations`, ...) are accepted while they are empty."""
+    """Fields that SDKs send back with earlier messages (`refusal`, `annotations`, ...) are accepted while they are
+    empty."""
     tools: Tools | None = None
     """The base's chat template shows them to the model. A call that it writes is part of `content`."""
     chat_template_kwargs: TemplateOptions | None = None
@@ -163,8 +164,9 @@ class ChatRequest(SharedParams, frozen=True, kw_only=True):
 
 
 class CompletionLogprobs(Wire, frozen=True):
-    r"""One entry per token; the prompt's first token has null log-probabilities. A part of a character is named by its bytes,
-    `bytes:\xf0\x9f`. `text_offset`: characters of the text before the token's own; all parts of a character have one."""
+    r"""One entry per token; the prompt's first token has null log-probabilities. A part of a character is named by its
+    bytes, `bytes:\xf0\x9f`. `text_offset`: characters of the text before the token's own; all parts of a character have
+    one."""
 
     tokens: list[str]
     token_logprobs: list[float | None]

@@ -1,4 +1,5 @@
-"""How far a tracker has been told of each job: small files, so that a restarted daemon goes on where the last one stopped."""
+"""How far a tracker has been told of each job: small files, so that a restarted daemon goes on where the last one
+stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tells the trackers of jobs what the registry has recorded, beside all else: no job and no request waits for a tracker."""
+"""Tells the trackers of jobs what the registry has recorded, beside all else: no job and no request waits for a
+tracker."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ CLOSING = 10.0
 
 
 class TrackerFeed:
-    """One tracker, told in a helper process of its own. The registry is the truth: a tracker that was away is told the rest later,
-    and each step once."""
+    """One tracker, told in a helper process of its own. The registry is the truth: a tracker that was away is told the
+    rest later, and each step once."""
 
     def __init__(
         self,
@@ -54,7 +55,8 @@ class TrackerFeed:
         """Of the jobs that this process has told of; the files may be older."""
         self._running: asyncio.Task[None] | None = None
         self._telling: asyncio.Task[bool] | None = None
-        """The round in progress. It is not cancelled with `_running`: that would kill the process and the runs that are open."""
+        """The round in progress. It is not cancelled with `_running`: that would kill the process and the runs that are
+        open."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -183,8 +185,8 @@ class Tracking:
         *,
         closing: float = CLOSING,
     ) -> None:
-        """`folder`: each tracker has a folder of its name there. `helpers` makes the pool of one process of each tracker. `closing`: see
-        `CLOSING`."""
+        """`folder`: each tracker has a folder of its name there. `helpers` makes the pool of one process of each
+        tracker. `closing`: see `CLOSING`."""
         self._feeds = [
             TrackerFeed(name, folder.absolute() / name, registry, helpers(), closing=closing)
             for name in dict.fromkeys(trackers)

@@ -66,7 +66,8 @@ def _plain(value: object) -> str | int | float | bool:
 
 
 def values_of(metrics: StepMetrics) -> dict[str, float]:
-    """By the names that transformers' Trainer and TRL's DPOTrainer give them; `train/tokens_per_second` counts the time in the step's slices."""
+    """By the names that transformers' Trainer and TRL's DPOTrainer give them; `train/tokens_per_second` counts the time
+    in the step's slices."""
     values = {
         "train/loss": metrics.loss,
         "train/learning_rate": metrics.learning_rate,

@@ -1,4 +1,5 @@
-"""The helper-process tasks of tracking: the libraries are imported there, and keep their threads and connections there."""
+"""The helper-process tasks of tracking: the libraries are imported there, and keep their threads and connections
+there."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ SINKS = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases", "mlflow": "M
 
 
 class Track(msgspec.Struct, frozen=True):
-    """Steps and samples of one job for one tracker. `after`: the last step before them; `ended`: the job is over after them."""
+    """Steps and samples of one job for one tracker. `after`: the last step before them; `ended`: the job is over after
+    them."""
 
     tracker: str
     folder: str

@@ -1,4 +1,5 @@
-"""Options of `coserve bench` that have no effect: on the command line they are errors, in a TOML file they are named."""
+"""Options of `coserve bench` that have no effect: on the command line they are errors, in a TOML file they are
+named."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ def _bench(
     prefix: Annotated[
         str | None,
         typer.Option(
-            help="put before the adapters' names; default: a random one on coserve, '' elsewhere. With '' a run uses the adapters that "
-            "there are"
+            help="put before the adapters' names; default: a random one on coserve, '' elsewhere. With '' a run uses "
+            "the adapters that there are"
         ),
     ] = None,
     rest: Annotated[
@@ -83,9 +83,10 @@ def _bench(
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
-    """Send a workload to a running server, each request at its time, and report. By default it is the ETS paper's synthetic workload
-    (its table 5.1) and the server is coserve, where the run creates adapters with unique names and deletes them at the end, also after
-    Ctrl-C. Settings of the workload also come from the TOML file of --workload and from --preset.
+    """Send a workload to a running server, each request at its time, and report. By default it is the ETS paper's
+    synthetic workload (its table 5.1) and the server is coserve, where the run creates adapters with unique names and
+    deletes them at the end, also after Ctrl-C. Settings of the workload also come from the TOML file of --workload and
+    from --preset.
     """
     if not run and save is None:
         raise typer.BadParameter("--no-run needs --save")

@@ -39,8 +39,8 @@ class Route(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """Where a workload is sent. `model`: the base's name (None: the first of `/v1/models`); `prefix`: of the adapters' names (None: a
-    random one on coserve, so that the run has adapters of its own; none elsewhere).
+    """Where a workload is sent. `model`: the base's name (None: the first of `/v1/models`); `prefix`: of the adapters'
+    names (None: a random one on coserve, so that the run has adapters of its own; none elsewhere).
     """
 
     url: str
@@ -91,7 +91,8 @@ def _tell_of_few_files(totals: Totals) -> None:
     files, most = allow_more_files(), most_connections()
     if most and totals.prompts > most:
         print(
-            f"this process may open {files} files (ulimit -Hn): of more than {most} requests at a time some may wait in it, or fail",
+            f"this process may open {files} files (ulimit -Hn): of more than {most} requests at a time some may wait "
+            "in it, or fail",
             file=sys.stderr,
         )
 

@@ -43,8 +43,8 @@ class EngineProcess:
         report: Callable[[EngineWarming], None] = lambda _: None,
         spawned: Callable[[], None] = lambda: None,
     ) -> EngineProcess:
-        """Start the engine and wait until it is ready; `report` gets the progress of the warm-up that it waits for. `spawned` is called
-        once its processes run and have their settings.
+        """Start the engine and wait until it is ready; `report` gets the progress of the warm-up that it waits for.
+        `spawned` is called once its processes run and have their settings.
 
         Raises `EngineDied`, or the `StartupError` that it names."""
         began = time.monotonic()

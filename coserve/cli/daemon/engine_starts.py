@@ -1,4 +1,5 @@
-"""Starts engines, the first one ahead: it imports torch while the API process imports its own modules and opens the registry."""
+"""Starts engines, the first one ahead: it imports torch while the API process imports its own modules and opens the
+registry."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ class EngineStarts:
     async def begin(self) -> None:
         """Start the first engine. Returns once its process runs. What it raises later, `start` raises.
 
-        Call it under the data folder's lock. It may be before recovery: an engine alone touches nothing there that recovery does, and has
-        no jobs yet. Several ranks meet in the staging folder, which recovery empties: they are not started here.
+        Call it under the data folder's lock. It may be before recovery: an engine alone touches nothing there that
+        recovery does, and has no jobs yet. Several ranks meet in the staging folder, which recovery empties: they are
+        not started here.
         """
         if self._config.tp > 1:
             return

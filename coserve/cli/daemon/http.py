@@ -30,7 +30,8 @@ T = TypeVar("T")
 
 
 async def open_service(config: Config, folder: DataFolder, engine: EngineClient, stack: AsyncExitStack) -> Service:
-    """The service over a data folder whose lock is held, after recovery; `stack` closes it. Raises a `StartupError` leaf."""
+    """The service over a data folder whose lock is held, after recovery; `stack` closes it. Raises a `StartupError`
+    leaf."""
     tokenizer = await _in_daemon_thread(lambda: _load_tokenizer(config))
     registry = RegistryThread(lambda: Registry(folder.database), reserve=Reserve(folder.reserve))
     stack.push_async_callback(registry.close)
@@ -60,7 +61,8 @@ async def serve_http(service: Service, config: Config, sock: socket.socket, stac
 
 
 async def _in_daemon_thread(work: Callable[[], T]) -> T:
-    """The result of `work`, run in a thread that the end of the process does not wait for: it may download for minutes."""
+    """The result of `work`, run in a thread that the end of the process does not wait for: it may download for
+    minutes."""
     found: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:

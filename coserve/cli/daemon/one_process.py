@@ -16,7 +16,8 @@ log = logging.getLogger(__name__)
 
 
 class OneProcess:
-    """A process that is stopped for `SILENCE` seconds, as by SIGSTOP, is lost: it is ended, and the supervisor starts another."""
+    """A process that is stopped for `SILENCE` seconds, as by SIGSTOP, is lost: it is ended, and the supervisor starts
+    another."""
 
     refusal: CoserveError | None = None
     """It tells on its link why it cannot start."""

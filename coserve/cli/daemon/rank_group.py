@@ -1,7 +1,7 @@
 """The processes of one engine under tensor parallelism: started together, watched together, ended together.
 
-A rank that ends, reports a fault or falls silent takes all others with it: they cannot go on without it. Its death is told as the
-engine's (`loss`); the supervisor starts all of them again.
+A rank that ends, reports a fault or falls silent takes all others with it: they cannot go on without it. Its death is
+told as the engine's (`loss`); the supervisor starts all of them again.
 """
 
 from __future__ import annotations

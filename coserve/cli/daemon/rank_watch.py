@@ -25,7 +25,8 @@ class WatchedRank:
     stopped: bool = False
     """Its process does not run, as after SIGSTOP: a rank that starts may be silent for long only while it does."""
     looks: int = 0
-    """Since its last report. Looks are counted and not seconds: while the daemon was stopped itself, no rank was silent."""
+    """Since its last report. Looks are counted and not seconds: while the daemon was stopped itself, no rank was
+    silent."""
 
     @property
     def silent(self) -> float:
@@ -48,9 +49,9 @@ class WatchedRank:
 def find_loss(ranks: Sequence[WatchedRank]) -> tuple[WatchedRank, str] | None:
     """The rank that is lost, and how; None: all live.
 
-    A rank is lost if its heartbeats stop, however far behind the others it is while they come. If a command hangs, all ranks
-    may wait for the one that does not take part in a collective: it has begun fewer than the others, or is furthest behind; where none is, as in
-    a step that is a CUDA graph, it is not known which. While
+    A rank is lost if its heartbeats stop, however far behind the others it is while they come. If a command hangs, all
+    ranks may wait for the one that does not take part in a collective: it has begun fewer than the others, or is
+    furthest behind; where none is, as in a step that is a CUDA graph, it is not known which. While
     a rank loads or compiles code, the others may wait for that.
     """
     for rank in ranks:

@@ -1,8 +1,8 @@
 """The daemon: startup, serve, shutdown. One API process (this one) and one engine process.
 
 The API process holds the socket, the tokenizer and the registry; it never touches the GPU. An engine that dies, while
-it starts or later, is started again (`cli/daemon/supervisor.py`): its requests get a clear error, its jobs go on from their last
-checkpoints.
+it starts or later, is started again (`cli/daemon/supervisor.py`): its requests get a clear error, its jobs go on from
+their last checkpoints.
 """
 
 from __future__ import annotations

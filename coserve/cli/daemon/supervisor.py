@@ -62,7 +62,8 @@ class EngineOwner(Protocol):
         self, link: Link[ToEngine, FromEngine], ready: EngineReady, ranks: EngineRanks | None = None
     ) -> None: ...
     async def disconnected(self) -> Exception | None:
-        """Wait until the attached engine's messages are no longer read. The error that ended this; None if the link closed."""
+        """Wait until the attached engine's messages are no longer read. The error that ended this; None if the link
+        closed."""
         ...
 
     async def engine_hung(self) -> str:
@@ -75,9 +76,9 @@ class EngineOwner(Protocol):
 
 @dataclass(frozen=True)
 class Restarts:
-    """When to start an engine again. It dies early while it starts, or within `early` seconds of service. After the n-th
-    early death in a row there is a pause of `first` * 2^(n-1) seconds; after the `most`-th the daemon gives up. An engine
-    that served longer is started again at once."""
+    """When to start an engine again. It dies early while it starts, or within `early` seconds of service. After the
+    n-th early death in a row there is a pause of `first` * 2^(n-1) seconds; after the `most`-th the daemon gives up. An
+    engine that served longer is started again at once."""
 
     early: float = 10.0
     first: float = 0.5
@@ -88,7 +89,8 @@ class Restarts:
 
 
 class Supervisor:
-    """`start` returns a ready engine. It raises `EngineDied`, or a `StartupError` where another start would fail too."""
+    """`start` returns a ready engine. It raises `EngineDied`, or a `StartupError` where another start would fail
+    too."""
 
     def __init__(
         self,

@@ -31,7 +31,8 @@ def finetune(
         list[str] | None,
         typer.Option(
             metavar="FIELD=COLUMN",
-            help="columns of the file that are called otherwise than the fields of a row, such as prompt=question,completion=answer",
+            help="columns of the file that are called otherwise than the fields of a row, such as "
+            "prompt=question,completion=answer",
             show_default="the fields' own names",
         ),
     ] = None,
@@ -56,8 +57,8 @@ def finetune(
     on_conflict: Annotated[
         OnConflict | None,
         typer.Option(
-            help="if an unfinished job trains ADAPTER: with --continue-from ADAPTER wait for it and continue from its version, begin beside "
-            "it from the current version (fork), or refuse",
+            help="if an unfinished job trains ADAPTER: with --continue-from ADAPTER wait for it and continue from its "
+            "version, begin beside it from the current version (fork), or refuse",
             show_default="wait",
         ),
     ] = None,
@@ -120,7 +121,8 @@ def finetune(
         typer.Option(
             "--set",
             metavar="FIELD=VALUE",
-            help="any field of POST /finetune, such as training.schedule=cosine or lora.dropout=0.05; may be given several times",
+            help="any field of POST /finetune, such as training.schedule=cosine or lora.dropout=0.05; may be given "
+            "several times",
         ),
     ] = None,
     detach: Annotated[bool, typer.Option(help="print the job and do not wait for it")] = False,
@@ -130,12 +132,13 @@ def finetune(
 ) -> None:
     """Upload a corpus, start a job and follow it to its end.
 
-    Rows are JSON objects, one a line, or the records of a CSV file: {"text": ...}, {"prompt": ..., "completion": ...}, {"messages": [...]},
-    {"instruction": ..., "output": ...} (alpaca), {"conversations": [...]} (ShareGPT) or, with --dpo-beta,
-    {"prompt": ..., "chosen": ..., "rejected": ...}; docs/guide/data.md describes them.
+    Rows are JSON objects, one a line, or the records of a CSV file: {"text": ...}, {"prompt": ..., "completion": ...},
+    {"messages": [...]}, {"instruction": ..., "output": ...} (alpaca), {"conversations": [...]} (ShareGPT) or, with
+    --dpo-beta, {"prompt": ..., "chosen": ..., "rejected": ...}; docs/guide/data.md describes them.
 
     Epochs, learning rate and batch are chosen from the size of the corpus and the width of the base unless they are
-    given. --set gives further settings (schedule, dropout, early stopping, checkpoints, ...), which docs/guide/fine-tune.md lists.
+    given. --set gives further settings (schedule, dropout, early stopping, checkpoints, ...), which
+    docs/guide/fine-tune.md lists.
     """
     settings = request_settings(
         {
@@ -164,7 +167,8 @@ def finetune(
     )
     if settings.get("continue_from") is not None and settings.get("lora"):
         raise typer.BadParameter(
-            "--rank, --alpha, --targets, --bd-blocks and fields of lora shape a new adapter; --continue-from has its own"
+            "--rank, --alpha, --targets, --bd-blocks and fields of lora shape a new adapter; --continue-from has its "
+            "own"
         )
     with connect(url, key) as client:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # printed below instead

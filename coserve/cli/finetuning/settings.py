@@ -48,8 +48,8 @@ _Path = tuple[str, ...]
 def request_settings(options: Mapping[str, object], assignments: Iterable[str]) -> dict[str, Any]:
     """The fields of a `FinetuneRequest`, as JSON has them.
 
-    `options`: values by the fields of `OPTIONS`, None: not given. `assignments`: texts `FIELD=VALUE`, whose value is JSON or a text.
-    Raises `typer.BadParameter` for fields that the request does not have or that have two values.
+    `options`: values by the fields of `OPTIONS`, None: not given. `assignments`: texts `FIELD=VALUE`, whose value is
+    JSON or a text. Raises `typer.BadParameter` for fields that the request does not have or that have two values.
     """
     given: dict[_Path, tuple[Any, str]] = {}
     for field, value in options.items():

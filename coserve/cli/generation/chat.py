@@ -44,8 +44,8 @@ def chat(
 ) -> None:
     """Chat with the base or an adapter; each line is a message, and the conversation so far goes with it.
 
-    /system TEXT sets the system message, /reset forgets the conversation. Ctrl-C ends an answer, whose beginning stays in the
-    conversation; Ctrl-D leaves. Lines may come from a file or a pipe, too.
+    /system TEXT sets the system message, /reset forgets the conversation. Ctrl-C ends an answer, whose beginning stays
+    in the conversation; Ctrl-D leaves. Lines may come from a file or a pipe, too.
     """
     options = generate_options(max_tokens, temperature, top_p, top_k, stop, seed, None)
     with connected(url, key, wait) as client:
@@ -66,7 +66,8 @@ class Conversation:
         self._turns: list[dict[str, str]] = []
 
     def take(self, line: str) -> None:
-        """Obey a command, or answer a message. Raises `CoserveError`; the message is then no part of the conversation."""
+        """Obey a command, or answer a message. Raises `CoserveError`; the message is then no part of the
+        conversation."""
         command, _, rest = line.strip().partition(" ")
         if command == "/system":
             self._system = rest.strip() or None

@@ -43,7 +43,8 @@ def generate(
 ) -> None:
     """Stream one generation to standard output.
 
-    POST /generate has further settings (penalties, min-p, logprobs, n, logit bias, token ids, whole conversations, ...).
+    POST /generate has further settings (penalties, min-p, logprobs, n, logit bias, token ids, whole conversations,
+    ...).
     """
     options = generate_options(max_tokens, temperature, top_p, top_k, stop, seed, slo_class)
     text = _without_line_end(sys.stdin.read()) if prompt == "-" else prompt

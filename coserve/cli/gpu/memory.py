@@ -42,7 +42,8 @@ def memory(as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> 
     console = Console()
     console.print(use_table(use))
     console.print(
-        f"for jobs: {mib(use.needed)} of {mib(use.training)} MiB needed; torch's peak: {mib(use.peak)} of {mib(use.planned)} "
+        f"for jobs: {mib(use.needed)} of {mib(use.training)} MiB needed; torch's peak: {mib(use.peak)} of "
+        f"{mib(use.planned)} "
         "MiB planned",
         highlight=False,
         soft_wrap=True,

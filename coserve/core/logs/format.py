@@ -54,7 +54,8 @@ def _shown(value: Value) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object: `ts`, `level`, `process`, `logger`, `message`, the record's fields, and `traceback` if there is one."""
+    """One JSON object: `ts`, `level`, `process`, `logger`, `message`, the record's fields, and `traceback` if there is
+    one."""
 
     def __init__(self, process: str) -> None:
         super().__init__()

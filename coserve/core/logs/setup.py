@@ -22,8 +22,8 @@ class LogSettings:
 
 
 def set_up_logging(process: str, settings: LogSettings) -> None:
-    """`process`: what the lines name it: api, engine, rank-1, helper, warm. Call it after the imports: it removes handlers that
-    libraries installed."""
+    """`process`: what the lines name it: api, engine, rank-1, helper, warm. Call it after the imports: it removes
+    handlers that libraries installed."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter(process) if settings.format == "json" else TextFormatter(process))
     root = logging.getLogger()

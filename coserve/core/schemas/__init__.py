@@ -1,8 +1,8 @@
 """Requests and responses of the HTTP API: checked by the server, built by the SDK, described by `/openapi.json`.
 
-No torch, no IO. Times are seconds since the epoch (`*_at`) or seconds (`eta`, `timing`, `slo_*`); sizes are bytes or tokens. A
-streamed generation is a sequence of server-sent events `data: GenerateChunk`, then `data: [DONE]`; a failure after the first
-byte is `event: error` with an `ErrorBody`. `slo_e2e` counts from arrival to the last of `max_tokens`.
+No torch, no IO. Times are seconds since the epoch (`*_at`) or seconds (`eta`, `timing`, `slo_*`); sizes are bytes or
+tokens. A streamed generation is a sequence of server-sent events `data: GenerateChunk`, then `data: [DONE]`; a failure
+after the first byte is `event: error` with an `ErrorBody`. `slo_e2e` counts from arrival to the last of `max_tokens`.
 """
 
 from __future__ import annotations

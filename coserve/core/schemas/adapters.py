@@ -63,12 +63,13 @@ class Distillation(Wire, frozen=True, omit_defaults=True):
 
     data: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_ROWS, description=ROWS)]
     training: TrainingRequest = TrainingRequest()
-    """With `validation_split` the job's metrics have the output error before and after; with `early_stopping_patience` too, the job publishes
-    the best weights that it has measured, those before its first step included."""
+    """With `validation_split` the job's metrics have the output error before and after; with `early_stopping_patience`
+    too, the job publishes the best weights that it has measured, those before its first step included."""
 
 
 class ConvertRequest(Wire, frozen=True, omit_defaults=True):
-    """`POST /adapters/{id}/convert`: from LoRA to BD-LoRA, back, to other blocks or to another rank, by truncated SVD."""
+    """`POST /adapters/{id}/convert`: from LoRA to BD-LoRA, back, to other blocks or to another rank, by truncated
+    SVD."""
 
     bd_blocks: Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
     """Diagonal blocks of the new adapter; 1: plain LoRA."""

@@ -72,7 +72,8 @@ class GenerateRequest(Wire, frozen=True, omit_defaults=True):
     """The same for the prompt's tokens."""
     return_prompt_ids: bool = False
     add_special_tokens: bool = True
-    """A text gets the tokens that the base expects before it, such as BOS. False: for a prompt that has them already, as a rendered chat has."""
+    """A text gets the tokens that the base expects before it, such as BOS. False: for a prompt that has them already,
+    as a rendered chat has."""
     skip_special_tokens: bool = True
     """Special tokens are not part of the text."""
     seed: Seed | None = None
@@ -87,7 +88,8 @@ class GenerateRequest(Wire, frozen=True, omit_defaults=True):
 
 
 class Logprob(Wire, frozen=True):
-    r"""A token, its own text (of a part of a character its bytes, `bytes:\xf0\x9f`), and its natural-log probability."""
+    r"""A token, its own text (of a part of a character its bytes, `bytes:\xf0\x9f`), and its natural-log
+    probability."""
 
     token_id: int
     token: str
@@ -95,7 +97,8 @@ class Logprob(Wire, frozen=True):
 
 
 class ChosenLogprob(Wire, frozen=True):
-    """The chosen token and the likeliest ones in its place. `text`: what it adds to the choice's text, all of a character with its last part."""
+    """The chosen token and the likeliest ones in its place. `text`: what it adds to the choice's text, all of a
+    character with its last part."""
 
     token_id: int
     token: str

@@ -44,9 +44,11 @@ class StepBatches:
 
 
 class BatchPlan:
-    """The rows of each optimizer step, by micro-batch. Every `check` is called often, on the calling thread, and may raise.
+    """The rows of each optimizer step, by micro-batch. Every `check` is called often, on the calling thread, and may
+    raise.
 
-    Memory: 12 bytes a row, 40 while an epoch is ordered, and about 100 bytes a row of the validation and of the step that is packed.
+    Memory: 12 bytes a row, 40 while an epoch is ordered, and about 100 bytes a row of the validation and of the step
+    that is packed.
     """
 
     def __init__(
@@ -59,11 +61,11 @@ class BatchPlan:
         micro_batch_rows: int | None = None,
         rows_on_tick: int = MAX_ROWS_ON_TICK,
     ) -> None:
-        """`lengths`: tokens of each row (S). `micro_batch_tokens`, `micro_batch_rows`: the engine's limits. `rows_on_tick`: see
-        `MAX_ROWS_ON_TICK`.
+        """`lengths`: tokens of each row (S). `micro_batch_tokens`, `micro_batch_rows`: the engine's limits.
+        `rows_on_tick`: see `MAX_ROWS_ON_TICK`.
 
-        An epoch has ceil(tokens / `batch_tokens`) optimizer steps of about equal size: equal shares of its tokens, plus at
-        most one row. No step spans two epochs. A fractional epoch ends after its share of steps.
+        An epoch has ceil(tokens / `batch_tokens`) optimizer steps of about equal size: equal shares of its tokens, plus
+        at most one row. No step spans two epochs. A fractional epoch ends after its share of steps.
         Raises `InvalidRequest` for settings that are invalid, in general or for this corpus.
         """
         check_training(training)
@@ -91,7 +93,8 @@ class BatchPlan:
         self.total_steps = self._epoch_starts[whole - 1] + max(1, round(last * (epochs - (whole - 1))))
 
     def prepared(self, step: int) -> bool:
-        """Whether `step(step)` is cheap: it is cached or touches few rows. Otherwise call `prepare` on a thread first."""
+        """Whether `step(step)` is cheap: it is cached or touches few rows. Otherwise call `prepare` on a thread
+        first."""
         if step >= self.total_steps:
             return True
         if len(self._training_rows) <= self._rows_on_tick:
@@ -165,7 +168,8 @@ class BatchPlan:
         return np.concatenate(([0], inner[inner < len(order)], [len(order)]))
 
     def _ends(self, order: Ints, check: Callable[[], None]) -> Ints:
-        """Tokens of the first row of `order`, of the first two, and so on. In blocks, as `cumsum` holds the interpreter's lock."""
+        """Tokens of the first row of `order`, of the first two, and so on. In blocks, as `cumsum` holds the
+        interpreter's lock."""
         ends = np.empty(len(order), np.int64)
         total = 0
         for start in range(0, len(order), SUM_ROWS):

@@ -14,8 +14,8 @@ MAX_NAME = 64
 
 
 class Columns:
-    """`names`: for fields of a row's format, the columns that they are read from; a field that is not named is read from the column of its
-    own name. `unused`: names of columns that were met and not read, in their order."""
+    """`names`: for fields of a row's format, the columns that they are read from; a field that is not named is read
+    from the column of its own name. `unused`: names of columns that were met and not read, in their order."""
 
     def __init__(self, names: Mapping[str, str] | None = None) -> None:
         self.names = dict(names or {})
@@ -30,7 +30,8 @@ class Columns:
     ) -> dict[str, str]:
         """The column that each field of a format is read from, for a row with these columns.
 
-        Raises `MalformedRow` for a named column that is missing, and for a column whose name is nearly that of a missing field.
+        Raises `MalformedRow` for a named column that is missing, and for a column whose name is nearly that of a
+        missing field.
         """
         found = {field: self.names.get(field, field) for field in fields}
         for field in required:

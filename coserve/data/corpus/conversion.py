@@ -1,7 +1,7 @@
 """Files of CSV and of JSON arrays as JSON Lines, which are split into pieces and read by several processes. No torch.
 
-Both are read in bounded memory. A row keeps its number: a CSV record is on the line on which it began (lines without a record are empty),
-and the elements of an array are numbered.
+Both are read in bounded memory. A row keeps its number: a CSV record is on the line on which it began (lines without a
+record are empty), and the elements of an array are numbered.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def is_json_lines(source: Path, columns: Columns) -> bool:
 
 
 def _other_format(file: BufferedReader, columns: Columns) -> Literal["csv", "array"] | None:
-    """What a text is besides JSON Lines: a JSON array, or CSV, whose first line has several columns or the name of one that is read. None:
-    JSON Lines, or nothing that is known."""
+    """What a text is besides JSON Lines: a JSON array, or CSV, whose first line has several columns or the name of one
+    that is read. None: JSON Lines, or nothing that is known."""
     text = file.peek(CHUNK).removeprefix(codecs.BOM_UTF8).lstrip()
     if text.startswith(b"["):
         return "array"
@@ -63,7 +63,8 @@ def as_json_lines(
 ) -> Path:
     """`source` itself or, of CSV and of a JSON array, `target` with its rows. `progress` is called with each row.
 
-    Raises `MalformedRow` with the line, of an array the element's number; `UnreadableCorpus`, `StorageFull`, `StorageFailed`.
+    Raises `MalformedRow` with the line, of an array the element's number; `UnreadableCorpus`, `StorageFull`,
+    `StorageFailed`.
     """
     if not is_jsonl(source):
         return source
@@ -91,8 +92,8 @@ def _opened(source: Path) -> Iterator[BufferedReader]:
 
 
 class _Lines:
-    """The lines of a text for `csv.reader`, which may take several for a record. `number`: of the last one; `begin` starts a record, which
-    has at most `limit` bytes. Raises `MalformedRow`."""
+    """The lines of a text for `csv.reader`, which may take several for a record. `number`: of the last one; `begin`
+    starts a record, which has at most `limit` bytes. Raises `MalformedRow`."""
 
     def __init__(self, file: BufferedReader, limit: int) -> None:
         self._file, self._limit = file, limit
@@ -141,7 +142,8 @@ def _csv_lines(file: BufferedReader, columns: Columns, limits: CorpusLimits) -> 
             continue
         if len(cells) != len(header):
             raise MalformedRow(
-                f"expected {len(header)} cells, as the header has, got {len(cells)}; a text with {delimiter!r} or a line end "
+                f"expected {len(header)} cells, as the header has, got {len(cells)}; a text with {delimiter!r} or a "
+                "line end "
                 "stands in double quotes",
                 line=lines.begun,
             )

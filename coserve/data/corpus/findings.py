@@ -1,4 +1,5 @@
-"""What a tokenised corpus tells of its rows: counted over blocks of rows, as a corpus may be larger than memory. No torch."""
+"""What a tokenised corpus tells of its rows: counted over blocks of rows, as a corpus may be larger than memory. No
+torch."""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ def parse_lines(
     stop: int | None = None,
     columns: Columns | None = None,
 ) -> Iterator[Row | None]:
-    """Of each line that begins within the bytes `start` to `stop` (exclusive; None: the end), its row, or None of an empty one.
+    """Of each line that begins within the bytes `start` to `stop` (exclusive; None: the end), its row, or None of an
+    empty one.
 
     Lines count from 1 at `start`. Raises as `parse_jsonl`, except for the number of rows.
     """

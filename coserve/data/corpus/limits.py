@@ -16,7 +16,8 @@ MAX_BETA = 100
 MAX_NEFTUNE_ALPHA = 1000
 MAX_SAMPLE_PROMPTS = 8
 MAX_SAMPLE_CHARACTERS = 8192
-"""Of a prompt, all messages of a chat together: the registry writes a job's prompts and samples again with each step."""
+"""Of a prompt, all messages of a chat together: the registry writes a job's prompts and samples again with each
+step."""
 MAX_SAMPLE_TOKENS = 1024
 
 
@@ -118,8 +119,8 @@ def _check_samples(training: TrainingSettings) -> None:
 
 
 def longest_row(training: TrainingSettings, context: int, micro_batch_tokens: int) -> int:
-    """Largest tokens per row: the least of `max_length`, the base's context length and one micro-batch, which has both sequences of
-    a pair.
+    """Largest tokens per row: the least of `max_length`, the base's context length and one micro-batch, which has both
+    sequences of a pair.
 
     Raises `InvalidRequest` for a `max_length` above the context length.
     """

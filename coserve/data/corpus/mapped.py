@@ -1,6 +1,7 @@
 """Arrays of a safetensors file that are mapped, not read. No torch.
 
-safetensors itself copies what it reads. Its format: eight bytes with the header's size, the header as JSON, the arrays' bytes.
+safetensors itself copies what it reads. Its format: eight bytes with the header's size, the header as JSON, the arrays'
+bytes.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ CHECK_INTERVAL = 64
 def pack(
     sizes: Sequence[int], limit: int, check: Callable[[], None] = unchecked, *, rows: int | None = None
 ) -> list[list[int]]:
-    """Indices of `sizes` in bins of at most `limit` tokens and `rows` rows (None: any number): each goes to the first bin that has
-    space, in order.
+    """Indices of `sizes` in bins of at most `limit` tokens and `rows` rows (None: any number): each goes to the first
+    bin that has space, in order.
 
     A size above `limit` gets a bin of its own. First-fit (Johnson, "Near-optimal bin packing algorithms", 1973) in
     O(n log n). `check` is called every `CHECK_INTERVAL` rows and may raise.
@@ -35,8 +35,8 @@ def pack(
 
 
 class _FreeTokens:
-    """Free tokens of each bin, in a max segment tree: node i is the maximum of nodes 2i and 2i + 1, the leaves are the bins in
-    order, -1 for leaves without a bin."""
+    """Free tokens of each bin, in a max segment tree: node i is the maximum of nodes 2i and 2i + 1, the leaves are the
+    bins in order, -1 for leaves without a bin."""
 
     def __init__(self) -> None:
         self._count, self._leaves = 0, 1

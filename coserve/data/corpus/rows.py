@@ -1,4 +1,5 @@
-"""Rows of a corpus in the formats that users send: text, prompt/completion, chat, alpaca, ShareGPT, preference. No torch."""
+"""Rows of a corpus in the formats that users send: text, prompt/completion, chat, alpaca, ShareGPT, preference. No
+torch."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from coserve.data.corpus.columns import Columns, listed
 
 @dataclass(frozen=True)
 class CorpusLimits:
-    """Largest accepted corpus, in rows and in bytes of a row. `BatchPlan` has some bytes of memory for each row; nothing else grows."""
+    """Largest accepted corpus, in rows and in bytes of a row. `BatchPlan` has some bytes of memory for each row;
+    nothing else grows."""
 
     rows: int = 10_000_000
     row_bytes: int = 16 << 20
@@ -52,8 +54,9 @@ class CompletionRow:
 
 @dataclass(frozen=True)
 class ChatRow:
-    """Train on the assistant messages whose `weight` is not 0. The base's chat template renders the text, with `tools` if there are
-    any, and `options`, further variables that it reads. `completion_start`: index of the first message of the completion; None: the last message is the completion."""
+    """Train on the assistant messages whose `weight` is not 0. The base's chat template renders the text, with `tools`
+    if there are any, and `options`, further variables that it reads. `completion_start`: index of the first message of
+    the completion; None: the last message is the completion."""
 
     line: int
     messages: tuple[dict[str, object], ...]
@@ -185,7 +188,8 @@ class _Preference(Wire, frozen=True):
     chat_template_kwargs: TemplateOptions | None = None
 
     def row(self, line: int) -> Row:
-        """Raises `MalformedRow` for texts beside messages, for texts without a prompt, and for a prompt that ends with the assistant."""
+        """Raises `MalformedRow` for texts beside messages, for texts without a prompt, and for a prompt that ends with
+        the assistant."""
         match self.prompt, self.chosen, self.rejected:
             case str(prompt), str(chosen), str(rejected):
                 _refuse_beside_texts(self, line)
@@ -215,7 +219,8 @@ class _Preference(Wire, frozen=True):
                 )
 
     def _has_whole_conversations(self) -> bool:
-        """Whether the answers have the prompt within them: a prompt of its own is missing, or is the text of one of their first messages."""
+        """Whether the answers have the prompt within them: a prompt of its own is missing, or is the text of one of
+        their first messages."""
         if isinstance(self.prompt, list) or isinstance(self.chosen, str) or isinstance(self.rejected, str):
             return False
         common = takewhile(lambda pair: pair[0] == pair[1], zip(self.chosen, self.rejected, strict=False))
@@ -250,7 +255,8 @@ def _refuse_beside_texts(row: _Completion | _Preference, line: int) -> None:
 
 
 def _common_messages(line: int, chosen: list[dict[str, object]], rejected: list[dict[str, object]]) -> int:
-    """How many messages both begin with, whatever their weights. Raises `MalformedRow` unless an answer of the assistant follows in both."""
+    """How many messages both begin with, whatever their weights. Raises `MalformedRow` unless an answer of the
+    assistant follows in both."""
     pairs = list(zip_longest(*(({**one, "weight": None} for one in messages) for messages in (chosen, rejected))))
     length = next((number for number, (one, other) in enumerate(pairs) if one != other), len(pairs))
     if length == len(pairs):
@@ -291,9 +297,9 @@ for _format in _FORMATS.values():
 
 
 FORMATS = (
-    'a row is {"text"}, {"prompt", "completion"} (texts, or lists of messages), {"messages": [{"role", "content"}, ...]}, '
-    '{"instruction", "output"} (alpaca; "input" may be added), {"conversations": [{"from", "value"}, ...]} (ShareGPT) or, for a dpo loss, '
-    '{"prompt", "chosen", "rejected"}'
+    'a row is {"text"}, {"prompt", "completion"} (texts, or lists of messages), '
+    '{"messages": [{"role", "content"}, ...]}, {"instruction", "output"} (alpaca; "input" may be added), '
+    '{"conversations": [{"from", "value"}, ...]} (ShareGPT) or, for a dpo loss, {"prompt", "chosen", "rejected"}'
 )
 """What every error of a row's shape ends with."""
 OTHER_NAMES = "`columns` names columns that are called otherwise (--columns prompt=question,completion=answer)"
@@ -304,7 +310,8 @@ _KINDS: dict[type, str] = {NoneType: "null", bool: "a bool", str: "a text", list
 
 
 def parse_row(obj: object, line: int, columns: Columns | None = None) -> Row:
-    """Convert decoded JSON to a row; fields that are null count as absent. Raises `MalformedRow` with `line`, which counts from 1."""
+    """Convert decoded JSON to a row; fields that are null count as absent. Raises `MalformedRow` with `line`, which
+    counts from 1."""
     columns = Columns() if columns is None else columns
     if not isinstance(obj, dict):
         raise MalformedRow(f"expected an object, got {_KINDS.get(type(obj), 'a number')}; {FORMATS}", line=line)
@@ -340,7 +347,8 @@ def choose_columns(found: Collection[object], line: int, columns: Columns) -> tu
     if others:
         first = next(key for key in _FORMATS if key in (present or found))
         raise MalformedRow(
-            f"expected the fields of one format, got those of two: {first!r} and {others[0]!r}; leave one out, or name the "
+            f"expected the fields of one format, got those of two: {first!r} and {others[0]!r}; leave one out, or name "
+            "the "
             f"columns to read; {FORMATS}",
             line=line,
             field=others[0],

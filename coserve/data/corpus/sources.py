@@ -1,7 +1,8 @@
-"""Rows of a file or folder in any of the formats that users keep corpora in: JSONL, parquet, a folder of `datasets`. No torch.
+"""Rows of a file or folder in any of the formats that users keep corpora in: JSONL, parquet, a folder of `datasets`. No
+torch.
 
-A source is split into pieces, which several processes can read at the same time. Parquet files and folders are read a few rows at a
-time, with pyarrow, which is optional.
+A source is split into pieces, which several processes can read at the same time. Parquet files and folders are read a
+few rows at a time, with pyarrow, which is optional.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ PIECES = PieceSizes()
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Part of a file: of JSONL the lines that begin within the bytes `start` to `stop` (exclusive), of a table these rows."""
+    """Part of a file: of JSONL the lines that begin within the bytes `start` to `stop` (exclusive), of a table these
+    rows."""
 
     path: str
     format: Literal["jsonl", "parquet", "arrow"]
@@ -66,7 +68,8 @@ class _State(msgspec.Struct, rename={"data_files": "_data_files"}):
 
 
 def is_jsonl(source: Path) -> bool:
-    """Whether `source` is read as JSONL: it is a file, and none of parquet. Raises `UnreadableCorpus` if it cannot be opened."""
+    """Whether `source` is read as JSONL: it is a file, and none of parquet. Raises `UnreadableCorpus` if it cannot be
+    opened."""
     if source.is_dir():
         return False
     with _source_errors(), disk_errors(), source.open("rb") as file:
@@ -239,8 +242,8 @@ def _source_errors() -> Iterator[None]:
 
 @contextmanager
 def _arrow_errors() -> Iterator[None]:
-    """Raise what pyarrow says of a source as `UnreadableCorpus`. Its conversion of values to Python's types raises plain `ValueError`
-    (text that is no UTF-8) and `OverflowError` (dates)."""
+    """Raise what pyarrow says of a source as `UnreadableCorpus`. Its conversion of values to Python's types raises
+    plain `ValueError` (text that is no UTF-8) and `OverflowError` (dates)."""
     import pyarrow
 
     try:

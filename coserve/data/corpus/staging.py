@@ -26,7 +26,8 @@ from coserve.data.offload.protocol import TaskContext
 from coserve.state.durable import disk_errors, move_file
 
 MEMORY = 4 << 30
-"""Bytes of memory that a process may take while it tokenises a corpus: parquet files of a few KB can hold rows of any size."""
+"""Bytes of memory that a process may take while it tokenises a corpus: parquet files of a few KB can hold rows of any
+size."""
 
 
 class PendingCorpus(Protocol):
@@ -49,7 +50,8 @@ class PendingCorpus(Protocol):
 
 
 class StagedCorpus(msgspec.Struct, frozen=True):
-    """A corpus file in a temporary folder of its own. `save` moves the file, `discard` deletes it; both delete the folder."""
+    """A corpus file in a temporary folder of its own. `save` moves the file, `discard` deletes it; both delete the
+    folder."""
 
     path: str
     rows: int
@@ -76,7 +78,8 @@ class StagedCorpus(msgspec.Struct, frozen=True):
 
 
 class SplitSource(msgspec.Struct, frozen=True):
-    """Arguments of `split_into_pieces`: a file or folder; `rows`: the path of its rows as JSON Lines, if it is CSV or a JSON array."""
+    """Arguments of `split_into_pieces`: a file or folder; `rows`: the path of its rows as JSON Lines, if it is CSV or a
+    JSON array."""
 
     source: str
     rows: str
@@ -123,7 +126,8 @@ class JoinParts(msgspec.Struct, frozen=True):
 
 
 def split_into_pieces(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Task of a helper process: `SplitSource` in, `Split` out, as MessagePack. Raises as `split_source` and `as_json_lines`."""
+    """Task of a helper process: `SplitSource` in, `Split` out, as MessagePack. Raises as `split_source` and
+    `as_json_lines`."""
     request = msgspec.msgpack.decode(arguments, type=SplitSource)
     columns = Columns(request.columns)
     with _bounded_memory(MEMORY):
@@ -132,8 +136,8 @@ def split_into_pieces(context: TaskContext, arguments: bytes, body: bytes) -> by
 
 
 def tokenize_piece(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Task of a helper process: `TokenizePiece` in, `CorpusPart` out, as MessagePack. Raises `CorpusError` leaves, whose lines count
-    from the piece's beginning, `StorageFull`, `StorageFailed`."""
+    """Task of a helper process: `TokenizePiece` in, `CorpusPart` out, as MessagePack. Raises `CorpusError` leaves,
+    whose lines count from the piece's beginning, `StorageFull`, `StorageFailed`."""
     request = msgspec.msgpack.decode(arguments, type=TokenizePiece)
     with _bounded_memory(request.memory):
         return msgspec.msgpack.encode(_tokenize_piece(context, request))
@@ -159,7 +163,8 @@ def _tokenize_piece(context: TaskContext, request: TokenizePiece) -> CorpusPart:
 
 
 def join_parts(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Task of a helper process: `JoinParts` in, `StagedCorpus` out, as MessagePack. Raises `StorageFull`, `StorageFailed`."""
+    """Task of a helper process: `JoinParts` in, `StagedCorpus` out, as MessagePack. Raises `StorageFull`,
+    `StorageFailed`."""
     request = msgspec.msgpack.decode(arguments, type=JoinParts)
     with CorpusWriter(Path(request.target)) as corpus:
         for part in request.parts:
@@ -176,7 +181,8 @@ def join_parts(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
 
 @contextmanager
 def _bounded_memory(size: int) -> Iterator[None]:
-    """This process can allocate at most `size` bytes. Files that are mapped do not count. Raises `UnreadableCorpus` for `MemoryError`."""
+    """This process can allocate at most `size` bytes. Files that are mapped do not count. Raises `UnreadableCorpus` for
+    `MemoryError`."""
     try:
         with limited(resource.RLIMIT_DATA, size):
             yield

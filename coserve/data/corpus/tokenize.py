@@ -19,7 +19,8 @@ NO_ROWS = "expected at least one row"
 
 @dataclass(frozen=True)
 class TokenizedRow:
-    """`targets[i]`: token i contributes to the loss. `cut`: the row was truncated. `split`: of a pair, tokens of its first sequence."""
+    """`targets[i]`: token i contributes to the loss. `cut`: the row was truncated. `split`: of a pair, tokens of its
+    first sequence."""
 
     tokens: list[int]
     targets: list[bool]
@@ -29,7 +30,8 @@ class TokenizedRow:
 
 @dataclass(frozen=True)
 class RowArrays:
-    """`tokens`: int32 (n); `target`: uint8 (n), 1 for those that are learned. `cut` and `split` as of a `TokenizedRow`."""
+    """`tokens`: int32 (n); `target`: uint8 (n), 1 for those that are learned. `cut` and `split` as of a
+    `TokenizedRow`."""
 
     tokens: npt.NDArray[np.int32]
     target: npt.NDArray[np.uint8]
@@ -52,13 +54,13 @@ def tokenize_rows(
     assistant's turns with their end-of-turn token. Texts and completions end with EOS, which is a target too. The first
     token of a row is never a target, because no token precedes it.
 
-    `train_on` chooses other targets: see `TrainingRequest.train_on`. `one_row_per_answer`: a chat becomes a row for each answer to be
-    learned, the chat up to it. `pairs`: all rows are `PreferenceRow`s, otherwise none is; each of
+    `train_on` chooses other targets: see `TrainingRequest.train_on`. `one_row_per_answer`: a chat becomes a row for
+    each answer to be learned, the chat up to it. `pairs`: all rows are `PreferenceRow`s, otherwise none is; each of
     both sequences of one has at most `max_length` tokens, and their prompt, unless it is of messages, is cut alike.
 
-    Truncation: a text or chat loses its end (a text its EOS too). A prompt loses its beginning except a BOS token, so that
-    the completion stays whole; only if that is not enough does the completion lose its end. Of a chat with a row for each answer, answers
-    that begin beyond `max_length` have none, and the last row counts as cut.
+    Truncation: a text or chat loses its end (a text its EOS too). A prompt loses its beginning except a BOS token, so
+    that the completion stays whole; only if that is not enough does the completion lose its end. Of a chat with a row
+    for each answer, answers that begin beyond `max_length` have none, and the last row counts as cut.
 
     Raises `NoTargets` and `MalformedRow` (a chat that the template refuses) with the row's line, `EmptyCorpus`.
     """
@@ -218,7 +220,8 @@ def _pair(row: PreferenceRow, tokenizer: Tokenizer, max_length: int) -> Tokenize
 
 
 def _answers(row: ChatRow, tokenizer: Tokenizer, max_length: int, train_on: TrainOn | None) -> list[TokenizedRow]:
-    """A row for each answer to be learned: the chat up to it. A row without targets if none begins within `max_length`."""
+    """A row for each answer to be learned: the chat up to it. A row without targets if none begins within
+    `max_length`."""
     messages = _only_completion(row) if train_on == "completion" else row.messages
     found: list[TokenizedRow] = []
     for index, message in enumerate(messages):

@@ -25,9 +25,9 @@ BLOCK = 1 << 18
 class Corpus:
     """S rows of N tokens in all, concatenated.
 
-    `tokens`: int32 (N). `target`: uint8 (N), 1 for tokens that contribute to the loss. `bounds`: int64 (S + 1), ascending from
-    0 to N; row i is `bounds[i]:bounds[i + 1]`. `splits`: int64 (S), of a corpus of pairs: row i is the prompt with the chosen answer,
-    and from `splits[i]` on the prompt with the rejected one.
+    `tokens`: int32 (N). `target`: uint8 (N), 1 for tokens that contribute to the loss. `bounds`: int64 (S + 1),
+    ascending from 0 to N; row i is `bounds[i]:bounds[i + 1]`. `splits`: int64 (S), of a corpus of pairs: row i is the
+    prompt with the chosen answer, and from `splits[i]` on the prompt with the rejected one.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -92,8 +92,8 @@ class Corpus:
     def load(cls, path: Path, check: Callable[[], None] = unchecked, *, digest: str | None = None) -> Corpus:
         """Validate a file that `save` wrote, and map it: the arrays are read-only and take no memory of this process.
 
-        `check` is called between reads and may raise. `digest`: the file's SHA-256, if it is known. Raises `CheckpointUnreadable` for a
-        missing or damaged file, `StorageError` where the machine cannot read it now.
+        `check` is called between reads and may raise. `digest`: the file's SHA-256, if it is known. Raises
+        `CheckpointUnreadable` for a missing or damaged file, `StorageError` where the machine cannot read it now.
         """
         try:
             with read_errors():
@@ -109,7 +109,8 @@ class Corpus:
         return corpus
 
     def is_valid(self, check: Callable[[], None] = unchecked) -> bool:
-        """Whether dtypes, shapes, bounds and values are those that `tokenize_rows` makes. Reads `BLOCK` elements at a time."""
+        """Whether dtypes, shapes, bounds and values are those that `tokenize_rows` makes. Reads `BLOCK` elements at a
+        time."""
         tokens, target, bounds, splits = self.tokens, self.target, self.bounds, self.splits
         typed = [array.dtype for array in (tokens, target, bounds)] == [np.int32, np.uint8, np.int64]
         shaped = tokens.ndim == target.ndim == bounds.ndim == 1 and len(tokens) == len(target) and len(bounds) > 1

@@ -22,14 +22,15 @@ HEADER = 512
 """Bytes kept free at the file's beginning for its header, which has the sizes."""
 BUFFER = 1 << 20
 PARTS = ("", ".target", ".lengths", ".splits")
-"""Endings of the files of a corpus that is being written: tokens, targets, tokens of each row, tokens of each pair's first sequence."""
+"""Endings of the files of a corpus that is being written: tokens, targets, tokens of each row, tokens of each pair's
+first sequence."""
 ITEMS = BUFFER // 8
 """Numbers of `.lengths` and `.splits` that are converted at once."""
 
 
 class CorpusWriter:
-    """A new file that `Corpus.load` reads; a context. Tokens are written in place, the other arrays beside it until `finish`.
-    Without `finish` it is a part of a corpus, which `append` reads.
+    """A new file that `Corpus.load` reads; a context. Tokens are written in place, the other arrays beside it until
+    `finish`. Without `finish` it is a part of a corpus, which `append` reads.
 
     Every method raises `StorageFull` and `StorageFailed`.
     """
@@ -55,8 +56,8 @@ class CorpusWriter:
             self._files.close()
 
     def add(self, tokens: npt.NDArray[np.int32], target: npt.NDArray[np.uint8], split: int | None = None) -> None:
-        """A row: its tokens (n), and which of them are learned (n). `split`: of a pair, tokens of its first sequence. All rows are
-        pairs, or none."""
+        """A row: its tokens (n), and which of them are learned (n). `split`: of a pair, tokens of its first sequence.
+        All rows are pairs, or none."""
         self.rows += 1
         self._pairs += split is not None
         assert self._pairs in (0, self.rows), "expected pairs only, or none"

@@ -1,4 +1,5 @@
-"""The helper process: `python -m coserve.data.offload.main FD LOG_LEVEL LOG_FORMAT`. It reads calls from socket FD and answers them in order.
+"""The helper process: `python -m coserve.data.offload.main FD LOG_LEVEL LOG_FORMAT`. It reads calls from socket FD and
+answers them in order.
 
 It ends when the other end closes. It never imports torch and gets no secrets.
 """

@@ -32,7 +32,8 @@ MAX_MEMORY = 1 << 30
 """Bytes. A process that has used more is replaced after its task."""
 
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
-"""For NumPy's linear algebra, whose threads spin while they wait for each other: 100 times slower on a machine that is busy serving."""
+"""For NumPy's linear algebra, whose threads spin while they wait for each other: 100 times slower on a machine that is
+busy serving."""
 
 
 class NotBegun(Exception):
@@ -120,7 +121,8 @@ class HelperProcess:
         return b"".join(chunks)
 
     async def end(self) -> int:
-        """Kill the process and wait for its end. Returns its exit status: minus the signal's number, of the first that ended it."""
+        """Kill the process and wait for its end. Returns its exit status: minus the signal's number, of the first that
+        ended it."""
         signal_child(self._process, signal.SIGKILL)
         self._writer.close()
         with contextlib.suppress(ConnectionError):
@@ -131,8 +133,8 @@ class HelperProcess:
 class HelperPool:
     """At most `size` processes, started when there is work. `setup` gives the tokenizer's state.
 
-    `silence`: seconds without a heartbeat after which a process counts as stuck. `max_memory`: bytes; a process that has
-    used more is replaced after its task.
+    `silence`: seconds without a heartbeat after which a process counts as stuck. `max_memory`: bytes; a process that
+    has used more is replaced after its task.
     """
 
     def __init__(
@@ -154,8 +156,8 @@ class HelperPool:
         return self._make_setup()
 
     async def run(self, task: Task, arguments: msgspec.Struct, body: bytes | bytearray = b"") -> bytes:
-        """The result of `task`, run in a process. Cancelling it kills the process. One that was killed before it began the task costs nothing:
-        another runs it.
+        """The result of `task`, run in a process. Cancelling it kills the process. One that was killed before it began
+        the task costs nothing: another runs it.
 
         Once it raises, the task has ended. Raises what the task raises, `HelperLost`, and `InvalidRequest` if the
         task sent no heartbeat for `silence` seconds, or a chat template took too much processor time.

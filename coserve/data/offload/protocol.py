@@ -15,7 +15,8 @@ from coserve.data.pretrained.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class TaskContext:
-    """Arguments of every task. Call `progress()` between rows, so that the caller knows that the process is not stuck."""
+    """Arguments of every task. Call `progress()` between rows, so that the caller knows that the process is not
+    stuck."""
 
     tokenizer: Tokenizer
     progress: Callable[[], None]
@@ -45,7 +46,8 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """`size` bytes of result follow, unless it is only a heartbeat (`working`). The first heartbeat says that the task begins."""
+    """`size` bytes of result follow, unless it is only a heartbeat (`working`). The first heartbeat says that the task
+    begins."""
 
     working: bool = False
     failure: Failure | None = None

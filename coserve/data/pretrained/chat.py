@@ -28,7 +28,10 @@ _END = "\N{SYMBOL FOR END OF TEXT}coserve"
 """Marks the end of a message that is to be continued."""
 _END_OF_THOUGHT = "</think>"
 """Templates write the reasoning before it in their own way."""
-_SPLIT = 'it changes earlier answers; give all but the last answer "weight": 0, or set training.one_row_per_answer, which makes a row of each'
+_SPLIT = (
+    'it changes earlier answers; give all but the last answer "weight": 0, or set training.one_row_per_answer, which '
+    "makes a row of each"
+)
 _OTHER_TARGETS = 'set training.train_on to "all", or give prompt and completion as texts'
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
@@ -71,7 +74,8 @@ class _Marks:
 
 
 class TrainingText(NamedTuple):
-    """A chat as text, and the span of each message to learn. `marked`: the template's `{% generation %}` blocks tell the spans."""
+    """A chat as text, and the span of each message to learn. `marked`: the template's `{% generation %}` blocks tell
+    the spans."""
 
     text: str
     spans: list[Span]
@@ -84,7 +88,8 @@ class ChatTemplate:
     def __init__(
         self, source: str, tokens: Mapping[str, str], added: Collection[str] = (), limits: Limits = nullcontext
     ) -> None:
-        """`added`: all added tokens of the vocabulary. One of them ends a turn. `limits`: the template is compiled and rendered inside it."""
+        """`added`: all added tokens of the vocabulary. One of them ends a turn. `limits`: the template is compiled and
+        rendered inside it."""
         self._source, self._tokens, self._limits = source, dict(tokens), limits
         known = sorted({token for token in (*tokens.values(), *added) if token.strip()}, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, known)) or "(?!)")
@@ -96,7 +101,8 @@ class ChatTemplate:
 
     @cached_property
     def end_of_turn(self) -> str | None:
-        """The first added token behind the assistant's answer to one question. None: the template writes none there, or refuses the chat."""
+        """The first added token behind the assistant's answer to one question. None: the template writes none there, or
+        refuses the chat."""
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _END}]
         try:
             text, _ = self._render(chat, False)
@@ -165,8 +171,8 @@ class ChatTemplate:
         tools: Sequence[Message] = (),
         options: Mapping[str, object] | None = None,
     ) -> str:
-        """The chat as text. `continue_final`: the last message is left open, for the model to continue it. `tools`: their JSON schemas, for
-        templates that show them; `options`: further variables that the template reads.
+        """The chat as text. `continue_final`: the last message is left open, for the model to continue it. `tools`:
+        their JSON schemas, for templates that show them; `options`: further variables that the template reads.
 
         Raises `InvalidRequest` if the template refuses the messages or exceeds the sandbox's limits.
         """
@@ -189,13 +195,14 @@ class ChatTemplate:
         learned: Sequence[int] | None = None,
         options: Mapping[str, object] | None = None,
     ) -> TrainingText:
-        """The chat as text, and the span to learn of each message in `learned` (None: every one of the assistant's): its content and its
-        end-of-turn token. `tools` and `options`: as in `render`.
+        """The chat as text, and the span to learn of each message in `learned` (None: every one of the assistant's):
+        its content and its end-of-turn token. `tools` and `options`: as in `render`.
 
-        The spans are those of the template's `{% generation %}` blocks, as in transformers' `return_assistant_tokens_mask`. Only where a block
-        leaves out the end of turn that follows it at once, it is added. In a template without blocks a span is what the message adds to its
-        prompt, the chat before it with the generation prompt. Raises `InvalidRequest` if the template changes such a message, or what stands
-        before it, when more messages follow, since a loss on the wrong tokens would not be noticed.
+        The spans are those of the template's `{% generation %}` blocks, as in transformers'
+        `return_assistant_tokens_mask`. Only where a block leaves out the end of turn that follows it at once, it is
+        added. In a template without blocks a span is what the message adds to its prompt, the chat before it with the
+        generation prompt. Raises `InvalidRequest` if the template changes such a message, or what stands before it,
+        when more messages follow, since a loss on the wrong tokens would not be noticed.
         """
         render = partial(self._render, tools=tools, options=options)
         text, marks = render(messages, False)
@@ -211,14 +218,15 @@ class ChatTemplate:
         alone = (self._added_by(messages[: i + 1], i, None, render) for i in learned)
         advice = _OTHER_TARGETS if any(span is None for span in alone) else _SPLIT
         raise InvalidRequest(
-            "cannot tell what the assistant wrote in what the base's chat template, which has no {% generation %} blocks, makes of these "
+            "cannot tell what the assistant wrote in what the base's chat template, which has no {% generation %} "
+            "blocks, makes of these "
             f"messages: {advice}",
             field="messages",
         )
 
     def _added_by(self, messages: Sequence[Message], index: int, text: str | None, render: _Render) -> Span | None:
-        """Characters of `text` that message `index` adds to its prompt; None if it cannot be told. `text`: the rendered messages; None:
-        not rendered yet."""
+        """Characters of `text` that message `index` adds to its prompt; None if it cannot be told. `text`: the rendered
+        messages; None: not rendered yet."""
         last = index + 1 == len(messages)
         try:
             prompt = render(messages[:index], True)[0]
@@ -236,7 +244,8 @@ class ChatTemplate:
         return len(prompt), len(bare) if closed is None else closed
 
     def _end_of_chat(self, messages: Sequence[Message], prompt: str, render: _Render) -> str:
-        """What the template writes behind the last message of a chat that asks for no answer, as Phi-3's writes EOS; mostly nothing.
+        """What the template writes behind the last message of a chat that asks for no answer, as Phi-3's writes EOS;
+        mostly nothing.
         `prompt`: the messages rendered with the generation prompt."""
         try:
             ended = render(messages, False)[0]
@@ -280,7 +289,8 @@ def choose_template(found: object) -> str | None:
 
 
 LOST_CALLS = (
-    "the base's chat template leaves tool_calls out, so that an empty turn would be learned; give the message its calls as "
+    "the base's chat template leaves tool_calls out, so that an empty turn would be learned; give the message its "
+    "calls as "
     '"content", or "weight": 0'
 )
 
@@ -291,7 +301,8 @@ def only_calls(message: Message) -> bool:
 
 
 def refuse_lost_calls(message: Message, rendered: str) -> None:
-    """Raises `InvalidRequest` if `message`, which is to be learned, calls tools and says nothing else, and the template left the calls
+    """Raises `InvalidRequest` if `message`, which is to be learned, calls tools and says nothing else, and the template
+    left the calls
     out: an empty turn would be learned."""
     calls = message.get("tool_calls")
     if not (only_calls(message) and isinstance(calls, list)):

@@ -1,5 +1,5 @@
-"""Reads the base's weights into the page cache while the engine imports torch: from a cold disk they take as long as that, or longer.
-Imports no torch."""
+"""Reads the base's weights into the page cache while the engine imports torch: from a cold disk they take as long as
+that, or longer. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def weight_files(model: str, *, memory: int | None = None) -> list[Path]:
 
 
 def read_ahead(paths: Sequence[Path], readers: int = READERS) -> list[Thread]:
-    """Read the files on threads that no end of the process waits for. Reads free the interpreter's lock; what cannot be read is left to
-    whoever loads it."""
+    """Read the files on threads that no end of the process waits for. Reads free the interpreter's lock; what cannot be
+    read is left to whoever loads it."""
     queue = SimpleQueue[Path]()
     for path in paths:
         queue.put(path)

@@ -1,6 +1,7 @@
 """A Jinja environment for templates of unknown origin, and limits of the process that renders them.
 
-Jinja's sandbox gives a template no access to Python, but any time and memory. So templates are rendered in helper processes, inside
+Jinja's sandbox gives a template no access to Python, but any time and memory. So templates are rendered in helper
+processes, inside
 `limits`: too much memory is a `MemoryError` there, and too much processor time ends the process, not the API.
 """
 
@@ -39,7 +40,8 @@ class LimitExceeded(TemplateError):
 
 @contextmanager
 def limits() -> Iterator[None]:
-    """In a helper process: bound what the body takes. Raises `LimitExceeded` for memory; for time the kernel ends the process, with SIGXCPU."""
+    """In a helper process: bound what the body takes. Raises `LimitExceeded` for memory; for time the kernel ends the
+    process, with SIGXCPU."""
     seconds = math.ceil(time.process_time()) + SECONDS
     try:
         with limited(resource.RLIMIT_CPU, seconds), limited(resource.RLIMIT_DATA, _data_bytes() + MEMORY):

@@ -1,7 +1,7 @@
 """Checks a base's source, a folder or a hub name, before anything is loaded. No torch.
 
-Each mistake has its own message: no such folder, not a model, an adapter, weights missing or not safetensors, an invalid
-name, a name unknown to the hub, a gated model, and a hub that cannot be reached.
+Each mistake has its own message: no such folder, not a model, an adapter, weights missing or not safetensors, an
+invalid name, a name unknown to the hub, a gated model, and a hub that cannot be reached.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def _check_folder(folder: Path, weights: bool) -> None:
     missing = [name for name in wanted if name not in names]
     if missing:
         raise UnsupportedBase(
-            f"model: {folder} is incomplete: {len(missing)} of {len(wanted)} files of weights are missing, the first is "
+            f"model: {folder} is incomplete: {len(missing)} of {len(wanted)} files of weights are missing, the first "
+            "is "
             f"{missing[0]}"
         )
     if not wanted:
@@ -113,7 +114,8 @@ def hub_problem(name: str, error: BaseException) -> str:
             return f"the local cache has only a part of {name!r}, and the hub cannot be reached for the rest"
         case LocalEntryNotFoundError() | ConnectionError() | httpx.TransportError():
             return (
-                f"no such folder: {name!r}; nor is a model of that name in the local cache, and the hub cannot be reached "
+                f"no such folder: {name!r}; nor is a model of that name in the local cache, and the hub cannot be "
+                "reached "
                 "to look for it"
             )
         case OSError(strerror=reason) if reason:

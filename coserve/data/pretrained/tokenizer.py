@@ -70,8 +70,8 @@ class Tokenizer:
         chat_template: str | None = None,
         limits: Limits = nullcontext,
     ) -> None:
-        """`special_tokens`: by role (`bos_token`, `eos_token`, ...). `eos_token_ids`: further ids that end a generation. `limits`: as a
-        `ChatTemplate`'s."""
+        """`special_tokens`: by role (`bos_token`, `eos_token`, ...). `eos_token_ids`: further ids that end a
+        generation. `limits`: as a `ChatTemplate`'s."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -89,7 +89,8 @@ class Tokenizer:
         if chat_template is not None:
             self._chat = ChatTemplate(chat_template, special_tokens, self.vocabulary.added, limits)
         self.end_of_turn_id: int | None = None
-        """The token with which the chat template ends a turn of the assistant. None: it writes none, or `find_end_of_turn` was not asked."""
+        """The token with which the chat template ends a turn of the assistant. None: it writes none, or
+        `find_end_of_turn` was not asked."""
 
     def find_end_of_turn(self) -> int | None:
         """What `end_of_turn_id` is to be: it takes a rendering."""
@@ -183,7 +184,8 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final: bool = False,
     ) -> list[int]:
-        """Token ids of a chat by the base's template, which does not get weights. Raises `InvalidRequest` (no template, or it refuses)."""
+        """Token ids of a chat by the base's template, which does not get weights. Raises `InvalidRequest` (no template,
+        or it refuses)."""
         text = self._template().render(
             [_without(message, "weight") for message in messages],
             add_generation_prompt=add_generation_prompt,
@@ -198,7 +200,8 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a chat that is learned whole, so that nobody needs to know which part the assistant wrote.
 
-        Raises `InvalidRequest` as `ChatTemplate.render` does, and as in `encode_chat_for_training` for calls that are left out.
+        Raises `InvalidRequest` as `ChatTemplate.render` does, and as in `encode_chat_for_training` for calls that are
+        left out.
         """
         plain = [_without(message, "weight") for message in messages]
         render = partial(self._template().render, add_generation_prompt=False, tools=tools, options=options)
@@ -214,9 +217,9 @@ class Tokenizer:
     ) -> tuple[list[int], list[bool]]:
         """Token ids of a chat, and which of them to learn: assistant turns with their end-of-turn token.
 
-        Messages with `weight` 0 are not learned. Tokens that are only partly in an assistant turn are learned where the template marks the
-        turns, as in transformers. Raises `InvalidRequest` as `ChatTemplate.render_for_training` and `refuse_lost_calls` do, and for a turn
-        whose end is no token of its own.
+        Messages with `weight` 0 are not learned. Tokens that are only partly in an assistant turn are learned where the
+        template marks the turns, as in transformers. Raises `InvalidRequest` as `ChatTemplate.render_for_training` and
+        `refuse_lost_calls` do, and for a turn whose end is no token of its own.
         """
         answers = [i for i, one in enumerate(messages) if one.get("role") == "assistant" and one.get("weight") != 0]
         plain = [_without(message, "weight") for message in messages]
@@ -239,7 +242,8 @@ class Tokenizer:
             name = "" if closing is None else text[slice(*closing)]
             if self._id(name) is not None and closing not in places[first:last]:
                 raise InvalidRequest(
-                    f"expected the end of turn {name!r} to be a token of its own: the tokenizer splits it, or joins it with "
+                    f"expected the end of turn {name!r} to be a token of its own: the tokenizer splits it, or joins it "
+                    "with "
                     "its neighbours, so that it would not be learned",
                     field="messages",
                 )

@@ -10,7 +10,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The bytes that the characters of a byte-level vocabulary stand for. Printable ones stand for themselves, the characters from U+0100 on for the rest."""
+    """The bytes that the characters of a byte-level vocabulary stand for. Printable ones stand for themselves, the
+    characters from U+0100 on for the rest."""
     alphabet = {character: ord(character) for character in ByteLevel.alphabet() if ord(character) < 256}
     rest = (byte for byte in range(256) if byte not in alphabet.values())
     return alphabet | {chr(256 + place): byte for place, byte in enumerate(rest)}
@@ -41,7 +42,8 @@ class Vocabulary:
         return text
 
     def utf8(self, id: int) -> bytes:
-        """What the token adds to a text that it continues, as UTF-8; it may be a part of a character. Empty for an id without a token."""
+        """What the token adds to a text that it continues, as UTF-8; it may be a part of a character. Empty for an id
+        without a token."""
         found = self._bytes.get(id)
         if found is None:
             found = self._bytes[id] = self._bytes_of(self._backend.id_to_token(id) or "")
@@ -57,7 +59,8 @@ class Vocabulary:
         return self._joined("a", piece).removeprefix(self._joined("a")).encode()
 
     def name(self, id: int) -> str:
-        r"""The token's text, special or not; of a part of a character its bytes, as OpenAI writes them: `bytes:\xf0\x9f`."""
+        r"""The token's text, special or not; of a part of a character its bytes, as OpenAI writes them:
+        `bytes:\xf0\x9f`."""
         found = self._names.get(id)
         if found is None:
             own = self.utf8(id)
@@ -69,7 +72,8 @@ class Vocabulary:
         return found
 
     def places(self, ids: Sequence[int], offsets: Sequence[tuple[int, int]], text: str) -> list[tuple[int, int]]:
-        """Each token's own characters of `text`: `offsets` without the white space that added tokens with `lstrip` or `rstrip` swallow."""
+        """Each token's own characters of `text`: `offsets` without the white space that added tokens with `lstrip` or
+        `rstrip` swallow."""
         return [self._place(*found, text) for found in zip(ids, offsets, strict=True)]
 
     def _place(self, id: int, offsets: tuple[int, int], text: str) -> tuple[int, int]:

@@ -66,8 +66,8 @@ class Series(Wire, frozen=True):
     ended: str | None = None
     """Why sizes are missing."""
     optimizer: int = 0
-    """Bytes that a job keeps between batches besides its weights: master weights, moments and gradient sums. The paper leaves
-    them out; so do the readings."""
+    """Bytes that a job keeps between batches besides its weights: master weights, moments and gradient sums. The paper
+    leaves them out; so do the readings."""
     workspace: int = 0
     """Bytes that libraries keep from the first pass on (cuBLAS), which the readings leave out."""
     kv_per_token: int = 0

@@ -47,7 +47,8 @@ class Workload(Wire, frozen=True):
 class ProfileRequest(Wire, frozen=True):
     """What `coserve profile` asks its process for.
 
-    `model`: as of `coserve serve`; only its config is read. `config`: what config.json would hold, instead of the model's own.
+    `model`: as of `coserve serve`; only its config is read. `config`: what config.json would hold, instead of the
+    model's own.
     `predict`: fake tensors even where there is a GPU.
     """
 

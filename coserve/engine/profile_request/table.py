@@ -20,7 +20,8 @@ def source_text(report: ProfileReport) -> str:
 
 
 def series_table(series: Series) -> Table:
-    """One line for each size: the components and their sum, in MiB. Below, the line through each column, and its errors."""
+    """One line for each size: the components and their sum, in MiB. Below, the line through each column, and its
+    errors."""
     title = f"{series.backend}, {series.workload.name}, {series.length} tokens a row: MiB"
     table = Table(title=title, title_justify="left")
     for name in ("rows", *(f"M_{name}" for name in COMPONENTS), "total"):

@@ -51,7 +51,8 @@ class CoserveTrial:
         if backends.lora.groups_inputs:
             share_inputs(base)
         if base.device.type == "cuda":
-            torch._C._cuda_clearCublasWorkspaces()  # of the products that have checked the base: readings leave them out
+            # Of the products that have checked the base: readings leave them out.
+            torch._C._cuda_clearCublasWorkspaces()
         self._loaded = settled(meter)
         self._kv = page_layout(base.kv_shapes, PAGE_TOKENS, base.dtype).page_bytes // PAGE_TOKENS
 
@@ -164,7 +165,8 @@ class _LoraCase(_Case):
 
 
 class _FullCase(_Case):
-    """The same step, and the model's own forward over packed rows with every weight trained: one graph, all logits, their sum."""
+    """The same step, and the model's own forward over packed rows with every weight trained: one graph, all logits,
+    their sum."""
 
     def train(self) -> Iterator[None]:
         base = self._base

@@ -1,7 +1,8 @@
-"""What torch holds in memory at a time, by counting the storages that live: CUDA's statistics for tensors without a GPU.
+"""What torch holds in memory at a time, by counting the storages that live: CUDA's statistics for tensors without a
+GPU.
 
-torch has a tracker too (`torch.distributed._tools.mem_tracker`); its peak cannot be reset, and it needs a module's hooks.
-`tests/profiling` compares the two.
+torch has a tracker too (`torch.distributed._tools.mem_tracker`); its peak cannot be reset, and it needs a module's
+hooks. `tests/profiling` compares the two.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def rounded(size: int) -> int:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """`finetune.memory_profiling.MemoryMeter` of what is made inside `with`: load the model inside, too. What was made before
-    counts once an op returns a view of it."""
+    """`finetune.memory_profiling.MemoryMeter` of what is made inside `with`: load the model inside, too. What was made
+    before counts once an op returns a view of it."""
 
     def __init__(self, workspace: Callable[[str, Sequence[Any]], int] = lambda op, args: 0) -> None:
         """`workspace`: bytes that a GPU's kernel of an op takes while it runs, by the op's name and arguments."""

@@ -45,7 +45,8 @@ class Trial(Protocol):
     """A backend with its model loaded."""
 
     def workload(self, workload: Workload) -> AbstractContextManager[Passes]:
-        """The workload's adapter and optimizer, while inside. Raises `InvalidRequest` for targets that the base does not have."""
+        """The workload's adapter and optimizer, while inside. Raises `InvalidRequest` for targets that the base does
+        not have."""
         ...
 
 
@@ -92,10 +93,11 @@ def read_points(
     *,
     warm_up: bool,
 ) -> tuple[list[Point], str | None, int]:
-    """The points of ascending `batches`, why some are missing, and the bytes that libraries keep from the first pass on.
+    """The points of ascending `batches`, why some are missing, and the bytes that libraries keep from the first pass
+    on.
 
-    `begin` is called with each size before it is read, `free` between sizes: it empties caches. `warm_up`: the first size runs
-    once before it is read: kernels compile, libraries allocate. Memory that runs out ends the series.
+    `begin` is called with each size before it is read, `free` between sizes: it empties caches. `warm_up`: the first
+    size runs once before it is read: kernels compile, libraries allocate. Memory that runs out ends the series.
     """
     points: list[Point] = []
     before, workspace = meter.now(), 0

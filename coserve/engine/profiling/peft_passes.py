@@ -1,7 +1,7 @@
 """The ETS paper's passes: a model of transformers, alone or in a PEFT model, on a rectangular batch.
 
-`with torch.no_grad(): model(batch)`, `logits = model(batch)` and `logits.sum().backward()`, as its section 4.2.2 has them. The
-model is in eval mode, as `from_pretrained` leaves it.
+`with torch.no_grad(): model(batch)`, `logits = model(batch)` and `logits.sum().backward()`, as its section 4.2.2 has
+them. The model is in eval mode, as `from_pretrained` leaves it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class PeftTrial:
 
 @contextmanager
 def _adapted(model: PreTrainedModel, workload: Workload) -> Iterator[nn.Module]:
-    """The model in a PEFT model. Raises `ConfigError` without PEFT, `InvalidRequest` for targets that PEFT does not find."""
+    """The model in a PEFT model. Raises `ConfigError` without PEFT, `InvalidRequest` for targets that PEFT does not
+    find."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:

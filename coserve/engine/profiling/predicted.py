@@ -1,7 +1,8 @@
-"""Stand-ins that let the daemon's forward and backward run on fake tensors, and take the memory that they take on a GPU.
+"""Stand-ins that let the daemon's forward and backward run on fake tensors, and take the memory that they take on a
+GPU.
 
-The tensors are fake ones of the CPU: torch without CUDA cannot differentiate fake ones of a GPU. So whatever is chosen by
-device is chosen here as on a GPU.
+The tensors are fake ones of the CPU: torch without CUDA cannot differentiate fake ones of a GPU. So whatever is chosen
+by device is chosen here as on a GPU.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def fake_tensors() -> Iterator[LiveBytes]:
 
 
 class FlashAttention:
-    """`PackedAttention` as on a GPU: torch's kernel for packed sequences in 16 bits, one sequence after another elsewhere."""
+    """`PackedAttention` as on a GPU: torch's kernel for packed sequences in 16 bits, one sequence after another
+    elsewhere."""
 
     def __init__(self, bounds: Sequence[int]) -> None:
         self._plain, self._sequences = PackedAttention(bounds), len(bounds) - 1

@@ -1,4 +1,5 @@
-"""The profile's process: `python -m coserve.engine.profiling.process FD`, with a `ProfileRequest` as JSON on standard input.
+"""The profile's process: `python -m coserve.engine.profiling.process FD`, with a `ProfileRequest` as JSON on standard
+input.
 
 FD is one end of a socket pair. The process writes `profiling.messages` to it, one JSON object a line.
 """

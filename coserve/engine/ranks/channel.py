@@ -1,4 +1,5 @@
-"""Messages between two ranks over a connected socket, by blocking calls: 4 bytes of length (big endian), one msgpack message."""
+"""Messages between two ranks over a connected socket, by blocking calls: 4 bytes of length (big endian), one msgpack
+message."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What rank 0 tells the ranks that follow it, and what they answer.
 
-Followers execute commands in the order in which they were sent. So the pages, the adapters and the jobs of a follower have the
-same contents as those of rank 0 whenever both have executed the same commands. Who holds which page, which request waits and
-what runs next is known on rank 0 only.
+Followers execute commands in the order in which they were sent. So the pages, the adapters and the jobs of a follower
+have the same contents as those of rank 0 whenever both have executed the same commands. Who holds which page, which
+request waits and what runs next is known on rank 0 only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class Command(Struct, frozen=True, tag=True):
 
 
 class Question(Struct, frozen=True, tag=True, kw_only=True):
-    """Base of the commands that each follower answers with an `Answer`, mostly from a thread: later commands do not wait."""
+    """Base of the commands that each follower answers with an `Answer`, mostly from a thread: later commands do not
+    wait."""
 
     number: int = 0
     """Set by `Followers.ask`."""
@@ -78,7 +79,8 @@ class DropAdapterCopy(Command, frozen=True):
 
 
 class LoadIntoPages(Command, frozen=True):
-    """Move the contents of pages (`moved`: from, to), then copy the adapter's host copy into `pages` pages from `first` on."""
+    """Move the contents of pages (`moved`: from, to), then copy the adapter's host copy into `pages` pages from `first`
+    on."""
 
     adapter: AdapterRef
     first: int
@@ -96,8 +98,8 @@ class EvictAdapter(Command, frozen=True):
 
 
 class LoadJob(Question, frozen=True, kw_only=True):
-    """Load a job as its last checkpoint left it. Answer with the step that it goes on from. Later commands name the load by its `number`; the
-    first of them commits it."""
+    """Load a job as its last checkpoint left it. Answer with the step that it goes on from. Later commands name the
+    load by its `number`; the first of them commits it."""
 
     spec: JobSpec
 
@@ -146,7 +148,8 @@ class GatherJob(Command, frozen=True):
 
 
 class CopySnapshot(Question, frozen=True, kw_only=True):
-    """Keep this rank's part of what was gathered last in host memory, as that of `adapter`. Answer with 1, or 0: there is no memory."""
+    """Keep this rank's part of what was gathered last in host memory, as that of `adapter`. Answer with 1, or 0: there
+    is no memory."""
 
     load: int
     adapter: AdapterRef

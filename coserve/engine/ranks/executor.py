@@ -32,8 +32,8 @@ class RankedStep:
         return self.local.overlaps
 
     def collect(self) -> StepResult:
-        """See `StepInFlight`. Raises `EngineFault` alone: after a step that ended early here, the ranks' collectives would not
-        belong together any more."""
+        """See `StepInFlight`. Raises `EngineFault` alone: after a step that ended early here, the ranks' collectives
+        would not belong together any more."""
         with self.followers.busy("collect"):
             try:
                 return self.local.collect()

@@ -80,9 +80,9 @@ class Follower:
         start_thread: Callable[[], None] = lambda: None,
         outside: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`measure_pool`: tokens that the page pool could hold; `build`: makes the parts, with a pool of so many tokens. `jobs`: most
-        that are loaded at once. `start_thread` is called first on each thread that reads adapters or loads jobs. `outside`: bytes of the GPU that
-        are taken, but not by this process's allocator."""
+        """`measure_pool`: tokens that the page pool could hold; `build`: makes the parts, with a pool of so many
+        tokens. `jobs`: most that are loaded at once. `start_thread` is called first on each thread that reads adapters
+        or loads jobs. `outside`: bytes of the GPU that are taken, but not by this process's allocator."""
         self._commands, self._measure_pool, self._build = commands, measure_pool, build
         self._progress, self._outside = progress, outside
         self._least_outside: int | None = None
@@ -172,8 +172,8 @@ class Follower:
 
     @torch.no_grad()
     def _launch(self, step: StepInput) -> None:
-        """As `Generator.step`: what is in flight is collected after the launch, then what does not overlap. The results are those of
-        rank 0, which needs them."""
+        """As `Generator.step`: what is in flight is collected after the launch, then what does not overlap. The results
+        are those of rank 0, which needs them."""
         parts = self._parts
         for own in step.sequences:
             written = -(-own.run.position // parts.kv.page_tokens)

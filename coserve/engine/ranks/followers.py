@@ -68,7 +68,8 @@ class Answers:
 
 
 class Followers:
-    """All followers. Commands reach each of them in the order of the calls of `send` and `ask`; any thread may call these."""
+    """All followers. Commands reach each of them in the order of the calls of `send` and `ask`; any thread may call
+    these."""
 
     def __init__(self, sockets: Sequence[socket.socket], progress: Progress) -> None:
         """`progress`: that of rank 0."""

@@ -11,8 +11,8 @@ IO = Path("/proc/self/io")
 
 
 def compiles(thread: int | None) -> bool:
-    """Whether the thread of this number compiles or loads a Triton kernel, or imports a module. Frames that are on the stack
-    while compiled code merely runs, those of torch.compile, say nothing: see `compilations.watch_layers`."""
+    """Whether the thread of this number compiles or loads a Triton kernel, or imports a module. Frames that are on the
+    stack while compiled code merely runs, those of torch.compile, say nothing: see `compilations.watch_layers`."""
     frame = None if thread is None else sys._current_frames().get(thread)
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith(COMPILERS):

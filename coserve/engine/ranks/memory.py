@@ -14,7 +14,8 @@ class FollowersMemory:
         self._asked: Answers | None = None
 
     def taken(self) -> int:
-        """The most bytes that others than a rank's allocator have taken on its GPU since the start, as the last answers say; asks again. Raises `RankLost`."""
+        """The most bytes that others than a rank's allocator have taken on its GPU since the start, as the last answers
+        say; asks again. Raises `RankLost`."""
         if self._asked is not None and self._asked.complete:
             self._taken, self._asked = max(self._asked.wait()), None
         if self._asked is None:

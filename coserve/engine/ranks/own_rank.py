@@ -21,5 +21,6 @@ class OwnRank:
 
 
 def own_rank(arguments: list[str]) -> OwnRank | None:
-    """The rank in a process's arguments, after the file descriptor of its first socket; None: the engine is this process alone."""
+    """The rank in a process's arguments, after the file descriptor of its first socket; None: the engine is this
+    process alone."""
     return OwnRank(place_from_json(arguments[1])) if len(arguments) > 1 else None

@@ -1,4 +1,5 @@
-"""Page tables between ranks: a step sends what is new in them. Whole tables of long contexts would take longer than the step."""
+"""Page tables between ranks: a step sends what is new in them. Whole tables of long contexts would take longer than the
+step."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from coserve.kernels.attention.interface import TokenRun
 
 
 class PageTables:
-    """Each sequence's table in its last step; the same on both ends if they see the same steps and ends of sequences."""
+    """Each sequence's table in its last step; the same on both ends if they see the same steps and ends of
+    sequences."""
 
     def __init__(self) -> None:
         self._last = dict[int, tuple[int, ...]]()

@@ -1,7 +1,7 @@
 """The process of a rank that follows: `python -m coserve.engine.ranks.process FD PLACE`.
 
-Started by `cli/daemon/rank_group.py` with the settings as JSON on standard input. `FD`: its socket to the daemon; `PLACE`: a
-`RankPlace` as JSON. It ends with its parent.
+Started by `cli/daemon/rank_group.py` with the settings as JSON on standard input. `FD`: its socket to the daemon;
+`PLACE`: a `RankPlace` as JSON. It ends with its parent.
 """
 
 from __future__ import annotations

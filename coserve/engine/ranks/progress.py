@@ -91,7 +91,8 @@ class Progress:
         return Heartbeat(self._done, begun, late, loads)
 
     def _loads(self, running: _Running | None) -> bool:
-        """Whether it compiles or loads code. The stack and the disk are looked at in the first command of a kind alone."""
+        """Whether it compiles or loads code. The stack and the disk are looked at in the first command of a kind
+        alone."""
         if self._compiles():
             return True
         if running is None or running.kind in self._known:

@@ -45,7 +45,8 @@ log = logging.getLogger(__name__)
 
 
 def load_ranked_base(config: Config, rank: OwnRank | None) -> Base:
-    """This rank's part of the base; all of it where there is one rank. Raises as `load_base`, and `ConfigError`: too few GPUs."""
+    """This rank's part of the base; all of it where there is one rank. Raises as `load_base`, and `ConfigError`: too
+    few GPUs."""
     device, mesh = config.device, None
     if rank is not None:
         place = rank.place
@@ -76,8 +77,8 @@ def _collectives(mesh: Mesh) -> int:
 
 
 def follow(config: Config, rank: OwnRank, warm_up: WarmUpTask | None) -> None:
-    """Execute the commands of rank 0 until the engine ends, then end the process. `warm_up`: that of rank 0, which has ended before
-    rank 0 sends `BuildEngine`; None: there is none."""
+    """Execute the commands of rank 0 until the engine ends, then end the process. `warm_up`: that of rank 0, which has
+    ended before rank 0 sends `BuildEngine`; None: there is none."""
     place, monitor = rank.place, rank.monitor
     set_up_logging(f"rank-{place.rank}", config.logs)
     disable_progress_bar()
@@ -141,7 +142,8 @@ def _use(device: torch.device) -> None:
 
 
 async def watched(work: Coroutine[None, None, None], monitor: Monitor) -> None:
-    """Run rank 0; tell the daemon why it ended, which ends this process. Raises what `work` raises, should it not do so."""
+    """Run rank 0; tell the daemon why it ended, which ends this process. Raises what `work` raises, should it not do
+    so."""
     try:
         await work
     except Exception as error:

@@ -56,8 +56,8 @@ class RankedTrainer(Trainer):
         """Numbers of the jobs' loads on the other ranks."""
 
     def load(self, spec: JobSpec, cancellation: Cancellation) -> LoadedJob:
-        """See `Trainer.load`. Raises what any rank raised, and `EngineFault` unless all go on from one step. Where the load has ended and is not
-        committed, `cancellation` frees the memory of the other ranks."""
+        """See `Trainer.load`. Raises what any rank raised, and `EngineFault` unless all go on from one step. Where the
+        load has ended and is not committed, `cancellation` frees the memory of the other ranks."""
         answers = self._followers.ask(LoadJob(spec=spec))
 
         def forget() -> None:
@@ -103,8 +103,8 @@ class RankedTrainer(Trainer):
     def advance(
         self, job: str, micro_steps: int | None, others: Sequence[str] = (), shared_tokens: int | None = None
     ) -> list[FromEngine]:
-        """See `Trainer.advance`; each job trains alone. An error of any rank ends the job alone, or begins its optimizer step again on all ranks, with
-        less memory or without graphs. Raises `EngineFault` alone."""
+        """See `Trainer.advance`; each job trains alone. An error of any rank ends the job alone, or begins its
+        optimizer step again on all ranks, with less memory or without graphs. Raises `EngineFault` alone."""
         treatment = self._jobs[job].loop.planned_memory
         command = AdvanceJob(load=self._loads[job], micro_steps=micro_steps, treatment=treatment)
         with self._followers.asked(command) as answers:
@@ -127,8 +127,9 @@ class RankedTrainer(Trainer):
             return super().checkpoint(job)
 
     def publication(self, job: str) -> Callable[[], Callable[[], JobSucceeded | JobWaiting]]:
-        """See `Trainer.publication`. Followers read the files that rank 0 wrote; `JobWaiting` also where one of them cannot now. Where any rank has no
-        host memory for its copy, none keeps one: the first request reads the files."""
+        """See `Trainer.publication`. Followers read the files that rank 0 wrote; `JobWaiting` also where one of them
+        cannot now. Where any rank has no host memory for its copy, none keeps one: the first request reads the
+        files."""
         with gathered(job):
             write = super().publication(job)
         ref = self._jobs[job].loop.result
@@ -163,7 +164,8 @@ class RankedTrainer(Trainer):
         return run
 
     def snapshot(self, job: str) -> Callable[[], Callable[[], JobSnapshot | JobNote]]:
-        """See `Trainer.snapshot`. Each rank copies its part of what all of them gathered; `JobNote` where one of them has no memory for it."""
+        """See `Trainer.snapshot`. Each rank copies its part of what all of them gathered; `JobNote` where one of them
+        has no memory for it."""
         with gathered(job):
             own = self._begin_snapshot(job)
         answers = self._followers.ask(CopySnapshot(load=self._loads[job], adapter=own.ref))

@@ -16,16 +16,18 @@ from coserve.queues.policy import InFlight, Train
 from coserve.queues.shapes import StepKind
 
 Mark = Callable[[], Future[None]]
-"""The future is done, on any thread, once the device has computed all that its stream was given before the call. Its exception is the
-device's failure. Futures are done in the order of the calls."""
+"""The future is done, on any thread, once the device has computed all that its stream was given before the call. Its
+exception is the device's failure. Futures are done in the order of the calls."""
 Between = Callable[[], AbstractContextManager[object]]
-"""The device computes what generation launches inside after all training that was launched before, and before what is launched later."""
+"""The device computes what generation launches inside after all training that was launched before, and before what is
+launched later."""
 
 
 @dataclass(frozen=True)
 class Marks:
-    """How the ends of work are noted. `training`: slices are only launched, and run beside generation, or `between` its steps; None: a slice has
-    ended when the trainer returns. `steps`: of generation's stream, where the ends of steps are events, too; None: the engine waits for them."""
+    """How the ends of work are noted. `training`: slices are only launched, and run beside generation, or `between` its
+    steps; None: a slice has ended when the trainer returns. `steps`: of generation's stream, where the ends of steps
+    are events, too; None: the engine waits for them."""
 
     training: Mark | None = None
     between: Between = nullcontext
@@ -38,8 +40,8 @@ TURNS = Marks()
 
 @dataclass(frozen=True)
 class EndedSlice:
-    """`tokens`: of its micro-batch; `seconds`: from its launch, or the end of the work before, to its own end, `at`; `beside`: those in which a generation
-    step ran beside it."""
+    """`tokens`: of its micro-batch; `seconds`: from its launch, or the end of the work before, to its own end, `at`;
+    `beside`: those in which a generation step ran beside it."""
 
     decision: Train
     kind: MicroStep
@@ -62,7 +64,8 @@ class _Slice:
 
 @dataclass
 class _End:
-    """When some work ended; None: not yet. Apart from the work, so that what waits for it does not keep all work before in memory."""
+    """When some work ended; None: not yet. Apart from the work, so that what waits for it does not keep all work before
+    in memory."""
 
     at: float | None = None
 
@@ -87,7 +90,8 @@ class _Work:
 
 @dataclass
 class LaunchedStep:
-    """A generation step. `between` slices: it begins when `after`, the work before it, has ended (None: there is none)."""
+    """A generation step. `between` slices: it begins when `after`, the work before it, has ended (None: there is
+    none)."""
 
     between: bool = False
     after: _End | None = None
@@ -133,8 +137,8 @@ class SlicesInFlight:
     def launched(
         self, decision: Train, kind: MicroStep, micro_steps: int, tokens: int, began: float, seconds: float = 0.0
     ) -> None:
-        """A slice was launched: `micro_steps` micro-steps that began with one of this kind, in a micro-batch of `tokens` tokens, and
-        take `seconds` as predicted."""
+        """A slice was launched: `micro_steps` micro-steps that began with one of this kind, in a micro-batch of
+        `tokens` tokens, and take `seconds` as predicted."""
         # The device was idle for results, which take the host little time: the next slice need not wait for a step.
         self._since_step = self._since_step or kind is not MicroStep.RESULT
         if self._mark is None:
@@ -183,14 +187,16 @@ class SlicesInFlight:
         return since if ended is None else max(since, ended)
 
     def overlapped(self, step: LaunchedStep, since: float) -> bool:
-        """Whether the device computed training beside a step that was launched at `since` and has just been collected."""
+        """Whether the device computed training beside a step that was launched at `since` and has just been
+        collected."""
         if step.between:
             return False
         stop = math.inf if step.end.at is None else step.end.at
         return any(began < stop and end > since for began, end in self._computed())
 
     def _computed(self) -> Iterator[tuple[float, float]]:
-        """From when until when the device computed slices: the last one that `take_ended` returned, and those since; infinity: it still does."""
+        """From when until when the device computed slices: the last one that `take_ended` returned, and those since;
+        infinity: it still does."""
         yield self._last_slice
         before = self._last_end
         for work in self._works:
@@ -219,7 +225,8 @@ class SlicesInFlight:
         return found
 
     def _beside_in(self, began: float, end: float) -> tuple[float, StepKind | None]:
-        """Seconds of a slice in which a step ran beside it, and the steps' kind; later slices begin at its end. Steps follow one another."""
+        """Seconds of a slice in which a step ran beside it, and the steps' kind; later slices begin at its end. Steps
+        follow one another."""
         while self._beside and (ended := self._beside[0].end.at) is not None and ended <= began:
             self._beside.popleft()
         found, free, kinds = 0.0, began, set[StepKind]()

@@ -1,5 +1,5 @@
-"""A stream for training beside generation: on a part of the GPU that it has to itself (`--policy spatial`), or on all of it with a low
-priority (`overlap`)."""
+"""A stream for training beside generation: on a part of the GPU that it has to itself (`--policy spatial`), or on all
+of it with a low priority (`overlap`)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from coserve.kernels.gpu.device import count_multiprocessors
 from coserve.kernels.gpu.partition import part_sizes, split_multiprocessors
 
 TRAINING, GENERATION = -1, -5
-"""Priorities of streams: a lower number is a higher one, 0 the lowest; torch takes the nearest that there is. Not the lowest for training: torch
-gives out its 32 streams of a priority in turn, and copies of jobs have the lowest."""
+"""Priorities of streams: a lower number is a higher one, 0 the lowest; torch takes the nearest that there is. Not the
+lowest for training: torch gives out its 32 streams of a priority in turn, and copies of jobs have the lowest."""
 
 
 @dataclass(frozen=True)
 class TrainingStream:
-    """`enter` makes it the calling thread's current stream; `mark`: see `Mark`; `note`: for an operator; `between`: see `Between`;
-    `mark_step`: marks of generation's stream, where the engine does not wait for its steps; `captures`: a stream like it, of the same
-    multiprocessors and priority, for captures of CUDA graphs: on the first one other threads load jobs."""
+    """`enter` makes it the calling thread's current stream; `mark`: see `Mark`; `note`: for an operator; `between`: see
+    `Between`;
+    `mark_step`: marks of generation's stream, where the engine does not wait for its steps; `captures`: a stream like
+    it, of the same multiprocessors and priority, for captures of CUDA graphs: on the first one other threads load
+    jobs."""
 
     enter: Callable[[], AbstractContextManager[object]]
     mark: Mark
@@ -50,15 +52,15 @@ class StreamMarks:
 
 
 def prepare_environment(config: Config) -> None:
-    """Before CUDA is used. By default streams share eight connections to the GPU; in one connection, kernels of one stream wait for
-    those of another."""
+    """Before CUDA is used. By default streams share eight connections to the GPU; in one connection, kernels of one
+    stream wait for those of another."""
     if config.trains_concurrently:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def make_training_stream(config: Config, device: torch.device) -> TrainingStream | None:
-    """None: the policy takes turns. Otherwise generation's stream is the calling thread's current one from now on. Between loading the base
-    and anything else. Raises `StartupError` where the GPU cannot be shared so."""
+    """None: the policy takes turns. Otherwise generation's stream is the calling thread's current one from now on.
+    Between loading the base and anything else. Raises `StartupError` where the GPU cannot be shared so."""
     if not config.trains_concurrently:
         return None
     if config.policy_class.stream == "priority":
@@ -95,8 +97,8 @@ def stream_of_low_priority(training: torch.cuda.Stream, generation: torch.cuda.S
 
 
 def priority_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Training's and generation's: where blocks of both wait for a multiprocessor, generation's go first (CUDA C++ Programming Guide,
-    "Stream Priorities"). Raises `StartupError` for a device without priorities."""
+    """Training's and generation's: where blocks of both wait for a multiprocessor, generation's go first (CUDA C++
+    Programming Guide, "Stream Priorities"). Raises `StartupError` for a device without priorities."""
     if device.type != "cuda":
         raise StartupError(f"policy: 'overlap' needs an NVIDIA GPU, and the base is on {device.type}")
     training, generation = (torch.cuda.Stream(device, priority=each) for each in (TRAINING, GENERATION))  # type: ignore[no-untyped-call]
@@ -107,9 +109,9 @@ def priority_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cud
 
 
 def sm_count_setter(config: Config, device: torch.device) -> Callable[[bool], None]:
-    """For a process that compiles kernels ahead of the engine. Under `policy=spatial` training and generation have a part of the GPU's SMs
-    each, and kernels are chosen by how many. Returns a function: call it with True before kernels of training are compiled, with False
-    before those of generation."""
+    """For a process that compiles kernels ahead of the engine. Under `policy=spatial` training and generation have a
+    part of the GPU's SMs each, and kernels are chosen by how many. Returns a function: call it with True before kernels
+    of training are compiled, with False before those of generation."""
     if config.policy_class.stream != "partition" or device.type != "cuda":
         return lambda trains: None
     training, generation = part_sizes(device, config.training_sm_share)

@@ -25,7 +25,8 @@ def pool_size(workers: int, cores: int) -> int:
 
 
 def start_compile_pool(workers: int) -> ProcessPoolExecutor:
-    """Fork them from this process, which must not have used CUDA yet. They end with it, also if it is killed. `workers`: of the warm-up."""
+    """Fork them from this process, which must not have used CUDA yet. They end with it, also if it is killed.
+    `workers`: of the warm-up."""
     # Threads of numeric libraries, which their own handlers of fork take care of; Python 3.12 warns of any.
     warnings.filterwarnings("ignore", ".* is multi-threaded, use of fork", DeprecationWarning)
     processes, parent = pool_size(workers, usable_cores()), os.getpid()

@@ -1,4 +1,5 @@
-"""Makes a rank ready before it serves: layers are compiled or loaded, graphs captured, and kernels that graphs do not hold loaded."""
+"""Makes a rank ready before it serves: layers are compiled or loaded, graphs captured, and kernels that graphs do not
+hold loaded."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ def make_compiled(
     training: TrainingStream | None = None,
     captured: Callable[[int, int], None] = lambda done, total: None,
 ) -> Compiled:
-    """Ranks that share a base do this at the same time. `task`: what was compiled ahead; `training`: see `build_engine`; `captured`: is told
-    how many graphs are there, and how many there will be."""
+    """Ranks that share a base do this at the same time. `task`: what was compiled ahead; `training`: see
+    `build_engine`; `captured`: is told how many graphs are there, and how many there will be."""
     base, caches = parts.base, None if task is None else Caches(task)
     start = parts.make_start(kv, caches)
     layers, notes = make_training_layers(parts, caches, training)
@@ -71,8 +72,8 @@ def _run_steps(runner: PartRunner, compiled: CompiledSteps) -> None:
 
 
 def _loaded(what: str, run: Callable[[], None], stream: AbstractContextManager[object]) -> tuple[str, ...]:
-    """Run something of each kind on the stream that such work has: a process loads a kernel at its first launch, and libraries make their
-    handles. Returns a note for the operator where that failed."""
+    """Run something of each kind on the stream that such work has: a process loads a kernel at its first launch, and
+    libraries make their handles. Returns a note for the operator where that failed."""
     began = time.monotonic()
     try:
         with stream:

@@ -20,9 +20,10 @@ DIVISOR = 16
 def differ(base: Base, backend: LoraBackend) -> bool:
     """Whether training compiles other LoRA kernels in compiled layers than in the base's own.
 
-    True for fully sharded adapters: the base's own layers get their gradients from autograd. True, too, where sites share an input (as q, k
-    and v do) and 16 does not divide the size of an output: Triton compiles a kernel anew for whether 16 divides the row stride, and the
-    gradients of these outputs are columns of one tensor in compiled layers, a tensor each elsewhere. The base's inputs are shared already.
+    True for fully sharded adapters: the base's own layers get their gradients from autograd. True, too, where sites
+    share an input (as q, k and v do) and 16 does not divide the size of an output: Triton compiles a kernel anew for
+    whether 16 divides the row stride, and the gradients of these outputs are columns of one tensor in compiled layers,
+    a tensor each elsewhere. The base's inputs are shared already.
     """
     if not backend.groups_inputs:
         return False
@@ -43,7 +44,8 @@ class CompiledTerms:
 
     @torch.no_grad()
     def launch(self, tokens: int) -> None:
-        """Forward and backward of a micro-batch of `tokens` tokens; the forward also as layers run it that keep nothing for their backward."""
+        """Forward and backward of a micro-batch of `tokens` tokens; the forward also as layers run it that keep nothing
+        for their backward."""
         base = self._base
         batch = LoraBatch(Segments((0, tokens), (0,)), (self._weights,), self._backend)
         lora = base.prepare(batch).lora

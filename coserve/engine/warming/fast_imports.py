@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from importlib import metadata
 
 UNUSED = ("scipy", "torchvision", "click", "rich")
-"""Installed or not, transformers gets none of these while it is imported: its losses of image models take half a second to import the first two,
-and httpx, which fetches from the hub, has a command line of its own with the others."""
+"""Installed or not, transformers gets none of these while it is imported: its losses of image models take half a second
+to import the first two, and httpx, which fetches from the hub, has a command line of its own with the others."""
 
 
 @contextmanager
 def fast_imports() -> Iterator[None]:
-    """Around the imports of a process: no automatic collection, none visits later what they made, which stays; and packages that
-    transformers would import, and we do not use, count as not installed."""
+    """Around the imports of a process: no automatic collection, none visits later what they made, which stays; and
+    packages that transformers would import, and we do not use, count as not installed."""
     # Two seconds, and not only at the first import of transformers: modules that it imports later look for it, too.
     sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]  # Python's way to say that there is none
     hidden = [name for name in UNUSED if name not in sys.modules]
@@ -37,8 +37,8 @@ def fast_imports() -> Iterator[None]:
 
 
 class _LazyDistributions(dict[str, list[str]]):
-    """`metadata.packages_distributions()`, which reads the list of files of everything that is installed, when a package is looked up
-    whose distribution has another name."""
+    """`metadata.packages_distributions()`, which reads the list of files of everything that is installed, when a
+    package is looked up whose distribution has another name."""
 
     _everything = staticmethod(metadata.packages_distributions)
 

@@ -19,8 +19,8 @@ DIED = "warm-up: its process died; what is missing is compiled in the engine's p
 
 
 async def follow(sock: socket.socket, told: Callable[[str, int], None]) -> tuple[str, ...]:
-    """Returns once the process has ended, and with it all that used the GPU: notes for the operator. `told`: what it does, and the units
-    that are done. Cancelled, it ends the process."""
+    """Returns once the process has ended, and with it all that used the GPU: notes for the operator. `told`: what it
+    does, and the units that are done. Cancelled, it ends the process."""
     reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 20)
     last: Progress | None = None
     try:

@@ -9,7 +9,8 @@ from coserve.kernels.lora.types import StackedWeights
 from coserve.model.gemm_choice import MEASURED
 
 L2_BYTES = 200 << 20
-"""More than any GPU's L2 cache. GEMMs are measured over as many bytes of weights, as in a step all are read from HBM."""
+"""More than any GPU's L2 cache. GEMMs are measured over as many bytes of weights, as in a step all are read from
+HBM."""
 
 
 def gemm_cases(stacked: Sequence[StackedWeights]) -> list[StackedWeights]:

@@ -1,4 +1,5 @@
-"""What the memory plan of jobs chooses by, measured by a warm-up's worker: the memory and the times of compiled layers of training."""
+"""What the memory plan of jobs chooses by, measured by a warm-up's worker: the memory and the times of compiled layers
+of training."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ def measure_layers(layers: CompiledLayers, base: Base, conditions: Conditions, c
 
 
 def measure_levels(layers: CompiledLayers, base: Base, conditions: Conditions, caches: Caches) -> None:
-    """After `measure_layers`: compile the layers that keep less, and keep their memory and the times of all. Nothing is kept where the base
-    cannot have them, which the engine tells when it loads them.
+    """After `measure_layers`: compile the layers that keep less, and keep their memory and the times of all. Nothing is
+    kept where the base cannot have them, which the engine tells when it loads them.
 
     Raises:
         UnsupportedBase: they cannot be measured: jobs go on with layers that keep all or run their forward again.

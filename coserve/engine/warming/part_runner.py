@@ -126,7 +126,8 @@ class PartRunner:
         raise AssertionError(f"expected a part of a warm-up, got {name!r}")
 
     def run_steps(self, executor: Callable[[KvCache], StepExecutor] | None = None, *, decodes: bool = True) -> None:
-        """Run a few steps of each kind. `executor` makes the step executor; None: eager steps. Without `decodes`, prompts only."""
+        """Run a few steps of each kind. `executor` makes the step executor; None: eager steps. Without `decodes`,
+        prompts only."""
         steps = self._eager if executor is None else executor(self._kv)
         adapters = self._copies(DEFAULT_RANK, self._base.spec.default_targets)
         for mix in first_steps(self._max_running, self._step_tokens, self._base.spec.context, decodes=decodes):
@@ -136,14 +137,16 @@ class PartRunner:
             self._sampled(steps)
 
     def run_micro_batches(self) -> None:
-        """Run a few micro-batches of a job with an adapter of `DEFAULT_RANK`, and their updates, on the current stream."""
+        """Run a few micro-batches of a job with an adapter of `DEFAULT_RANK`, and their updates, on the current
+        stream."""
         profiler = MemoryProfiler(self._base, NoMeter(), self._conditions, rank=DEFAULT_RANK)
         for tokens in first_micro_batches(self._conditions.work.micro_batch_tokens):
             profiler.micro_batch(tokens)
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:
-        """Inside, kernels are compiled and not launched, those of backward passes too: autograd's own threads know nothing of it."""
+        """Inside, kernels are compiled and not launched, those of backward passes too: autograd's own threads know
+        nothing of it."""
         with (
             compile_only(self._processes, self._on_compiled),
             torch.autograd.set_multithreading_enabled(False),
@@ -168,7 +171,8 @@ class PartRunner:
                 self._step(executor, Mix(tokens, 0), (), params)
 
     def _adapters(self, rank: int) -> Iterator[tuple[int, int]]:
-        """Adapters of all target modules in all mixes; of some modules, which differ only in how many sites share a launch, in some."""
+        """Adapters of all target modules in all mixes; of some modules, which differ only in how many sites share a
+        launch, in some."""
         every, *others = self._adapter_sets(rank)
         some = self._first_mixes[:: SOME if rank == DEFAULT_RANK else 2 * SOME]
         steps = [*product([*self._first_mixes, *self._rare_mixes], [every]), *product(some, others)]
@@ -185,7 +189,8 @@ class PartRunner:
         return [self._copies(rank, one) for one in targets]
 
     def _copies(self, rank: int, targets: Sequence[str]) -> list[Adapter]:
-        """One adapter under as many ids as sequences can run: kernels depend on how many adapters a step has, not on weights."""
+        """One adapter under as many ids as sequences can run: kernels depend on how many adapters a step has, not on
+        weights."""
         settings, base = LoraSettings(r=rank, targets=tuple(targets)), self._base
         weights = base.shard(new_adapter(settings, base.spec, seed=0, dtype=base.dtype, device=base.device))
         self._number += 1
@@ -226,8 +231,8 @@ class PartRunner:
         yield from self._compile_training([*steps, *batches, *others])
 
     def _training(self, rank: int, bd_blocks: int = 1) -> Iterator[tuple[int, int]]:
-        """`bd_blocks`: two for each GPU that shares the base, so that its part of an adapter is block-diagonal. Nothing happens where
-        the base cannot have such adapters."""
+        """`bd_blocks`: two for each GPU that shares the base, so that its part of an adapter is block-diagonal. Nothing
+        happens where the base cannot have such adapters."""
         settings = LoraSettings(r=rank, bd_blocks=bd_blocks)
         try:
             resolve_targets(settings, self._base.spec)
@@ -248,7 +253,7 @@ class PartRunner:
                 with suppress(NonFiniteLoss):  # kernels that were not launched wrote nothing
                     run(size)
                 if self._on_gpu:
-                    torch.cuda.empty_cache()  # the next size would find no block that fits, and take more beside the engine
+                    torch.cuda.empty_cache()  # the next size would find no block that fits
 
     def _profiler(self, rank: int, bd_blocks: int = 1) -> MemoryProfiler:
         """For compilations."""

@@ -1,4 +1,5 @@
-"""A worker of a warm-up: `python -m coserve.engine.warming.process FD`. FD is one end of a socket pair (see `worker.work`)."""
+"""A worker of a warm-up: `python -m coserve.engine.warming.process FD`. FD is one end of a socket pair (see
+`worker.work`)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ NICENESS = 10
 """The engine and the API process go first where there are too few processor cores."""
 
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""torch then counts GPUs by NVML where it can: an import that asks for them does not initialise CUDA, before processes are forked."""
+"""torch then counts GPUs by NVML where it can: an import that asks for them does not initialise CUDA, before processes
+are forked."""
 
 
 def main() -> None:

@@ -7,11 +7,74 @@ from dataclasses import dataclass
 from coserve.core.types import SamplingParams
 from coserve.kernels.lora.segmented.plan import DECODE_ROWS, PREFILL_TILE_ROWS
 
-PROMPTS = (2, 3, 7, 12, 16, 24, 33, 48, 64, 65, 96, 100, 128, 130, 192, 200, 256, 300, 384, 500, 512, 640, 700, 768, 900,
-           1024, 1100, 1280, 1536, 1800, 2048)  # fmt: skip
+PROMPTS = (
+    2,
+    3,
+    7,
+    12,
+    16,
+    24,
+    33,
+    48,
+    64,
+    65,
+    96,
+    100,
+    128,
+    130,
+    192,
+    200,
+    256,
+    300,
+    384,
+    500,
+    512,
+    640,
+    700,
+    768,
+    900,
+    1024,
+    1100,
+    1280,
+    1536,
+    1800,
+    2048,
+)
 """Prefill tokens of a step."""
-DECODES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 20, 24, 28, 31, 32, 33, 40, 48, 50, 56, 63, 64, 80, 96, 100, 128, 160,
-           192, 256)  # fmt: skip
+DECODES = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    8,
+    9,
+    12,
+    15,
+    16,
+    17,
+    20,
+    24,
+    28,
+    31,
+    32,
+    33,
+    40,
+    48,
+    50,
+    56,
+    63,
+    64,
+    80,
+    96,
+    100,
+    128,
+    160,
+    192,
+    256,
+)
 """Sequences of a decode step."""
 TILE, DENSE = PREFILL_TILE_ROWS, 2048
 CONTEXTS = (0, 700)
@@ -20,10 +83,21 @@ SHORT_PROMPTS, SHORT = (8, 12, 16, 24, 32, 48, 64), DECODE_ROWS[1] - 4
 """Numbers of short prompts in a step, and their tokens: each has a tile of its own in the decode kernels."""
 DECODES_WITH_PREFILL = (1, 3, 9, 17)
 """Sequences that decode in a step with prefill."""
-RARE = ((20, 2, 29), (20, 1, 1500), (36, 2, 150), (36, 3, 600), (36, 2, 1000), (44, 1, 29), (52, 1, 1500), (133, 1, 7),
-        (133, 1, 333), (200, 1, 64), (200, 5, 200))  # fmt: skip
-"""Sequences that decode, prompts beside them, and each prompt's tokens. With as many adapters as `adapter_counts` says, and with
-the other mixes, nearly every step has all its LoRA kernels (`tests/kernels/test_serving_sizes.py`)."""
+RARE = (
+    (20, 2, 29),
+    (20, 1, 1500),
+    (36, 2, 150),
+    (36, 3, 600),
+    (36, 2, 1000),
+    (44, 1, 29),
+    (52, 1, 1500),
+    (133, 1, 7),
+    (133, 1, 333),
+    (200, 1, 64),
+    (200, 5, 200),
+)
+"""Sequences that decode, prompts beside them, and each prompt's tokens. With as many adapters as `adapter_counts` says,
+and with the other mixes, nearly every step has all its LoRA kernels (`tests/kernels/test_serving_sizes.py`)."""
 
 SAMPLED = (
     SamplingParams(temperature=0.8),
@@ -49,8 +123,8 @@ class Mix:
 
 
 def step_mixes(max_running: int, step_tokens: int, context: int) -> list[Mix]:
-    """Steps of at most `max_running` sequences, `step_tokens` tokens and `context` positions: decodes, prefill of one prompt,
-    of four and of many short ones, and mixes of both."""
+    """Steps of at most `max_running` sequences, `step_tokens` tokens and `context` positions: decodes, prefill of one
+    prompt, of four and of many short ones, and mixes of both."""
     decodes = [(1,) * n for n in DECODES if n <= max_running]
     prompts = [tokens for tokens in (*PROMPTS, step_tokens) if tokens <= step_tokens]
     single = [(tokens,) for tokens in prompts]
@@ -72,13 +146,15 @@ def step_mixes(max_running: int, step_tokens: int, context: int) -> list[Mix]:
 
 
 def rare_mixes(max_running: int, step_tokens: int, context: int) -> list[Mix]:
-    """Steps with many decodes beside prompts, each at position 0: they need LoRA kernels that no step of `step_mixes` needs, and are rare."""
+    """Steps with many decodes beside prompts, each at position 0: they need LoRA kernels that no step of `step_mixes`
+    needs, and are rare."""
     found = [(*(1,) * decodes, *(tokens,) * prompts) for decodes, prompts, tokens in RARE]
     return [Mix(mix, 0) for mix in found if len(mix) <= max_running and sum(mix) <= step_tokens and max(mix) <= context]
 
 
 def first_steps(max_running: int, step_tokens: int, context: int, *, decodes: bool) -> list[Mix]:
-    """A few steps of each kind, at position 0. A prompt longer than `context` becomes several. Without `decodes`, prompts only."""
+    """A few steps of each kind, at position 0. A prompt longer than `context` becomes several. Without `decodes`,
+    prompts only."""
     prompts = (17,), (512,), (step_tokens,)
     steps = ((1,), (1,) * 4, (1,) * 16, (1,) * max_running, (1, 160), *prompts) if decodes else prompts
     split = [
@@ -88,19 +164,21 @@ def first_steps(max_running: int, step_tokens: int, context: int, *, decodes: bo
 
 
 def adapter_counts(mix: Mix, adapters: int) -> list[int]:
-    """Numbers of adapters to run a step with, of `adapters` at hand: one, a quarter, half, and one for each sequence."""
+    """Numbers of adapters to run a step with, of `adapters` at hand: one, a quarter, half, and one for each
+    sequence."""
     most = min(len(mix.tokens), adapters)
     return sorted({min(1, most), -(-most // 4), -(-most // 2), most})
 
 
 def first_micro_batches(most: int) -> list[int]:
-    """Tokens of a few micro-batches of up to `most` tokens: a full one, and sizes that no vector divides, as rows of text have."""
+    """Tokens of a few micro-batches of up to `most` tokens: a full one, and sizes that no vector divides, as rows of
+    text have."""
     return sorted({max(1, size) for size in (min(most, 512) - 3, most - 3, most)})
 
 
 def micro_batch_sizes(most: int) -> list[int]:
-    """Tokens of micro-batches that need nearly every training kernel there is for up to `most` tokens: kernels depend on the number of
-    tiles, up to `DENSE` tokens on each."""
+    """Tokens of micro-batches that need nearly every training kernel there is for up to `most` tokens: kernels depend
+    on the number of tiles, up to `DENSE` tokens on each."""
     dense = range(TILE, min(most, DENSE) + 1, TILE)
     sparse = range(DENSE, most + 1, 8 * TILE)
     return sorted(size for size in {1, 2, 16, most - 3, most, *dense, *sparse} if 0 < size <= most)

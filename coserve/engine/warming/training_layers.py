@@ -24,8 +24,8 @@ EXPECTED = (FailedTogether, UnsupportedBase)
 def make_training_layers(
     parts: EngineParts, caches: Caches | None, training: TrainingStream | None = None
 ) -> tuple[CompiledLayers | None, tuple[str, ...]]:
-    """The layers of training, compiled or loaded from the caches, and notes for the operator. Ranks that share a base do this at the same
-    time, and all of them have some or none has: an error that is one rank's alone ends it."""
+    """The layers of training, compiled or loaded from the caches, and notes for the operator. Ranks that share a base
+    do this at the same time, and all of them have some or none has: an error that is one rank's alone ends it."""
     base = parts.base
     if base.device.type == "cpu":
         return None, ()
@@ -47,7 +47,8 @@ def make_training_layers(
 
 
 def compile_levels(layers: CompiledLayers, caches: Caches) -> tuple[str, ...]:
-    """Load the layers that keep less, where they were measured. Returns a note for the operator where there are none: jobs go on without."""
+    """Load the layers that keep less, where they were measured. Returns a note for the operator where there are none:
+    jobs go on without."""
     try:
         costs = caches.level_costs()
         if costs is None:

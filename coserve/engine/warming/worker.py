@@ -1,4 +1,5 @@
-"""A worker of a warm-up: loads the engine's base with few layers and random weights, and runs parts. `process` is its entry."""
+"""A worker of a warm-up: loads the engine's base with few layers and random weights, and runs parts. `process` is its
+entry."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def use_gpu(config: Config, number: int) -> Iterator[str]:
 
 
 def load_few_layers(config: Config, rank: int, device: str) -> Base:
-    """The engine's base with few layers and random weights; under tensor parallelism a rank's part of it, without the other ranks."""
+    """The engine's base with few layers and random weights; under tensor parallelism a rank's part of it, without the
+    other ranks."""
     return load_base(
         config.model,
         device=device,
@@ -62,7 +64,8 @@ def load_few_layers(config: Config, rank: int, device: str) -> Base:
 
 
 def work(sock: socket.socket) -> None:
-    """Read the `WarmUpTask`, then names of parts as JSON lines; run each, and write `PartReport` lines. Until the other end closes."""
+    """Read the `WarmUpTask`, then names of parts as JSON lines; run each, and write `PartReport` lines. Until the other
+    end closes."""
     with sock.makefile("rb") as lines, suppress(ConnectionError):
         if not (line := lines.readline()):
             return

@@ -22,14 +22,33 @@ GEMM_FOLDER = "gemms"
 """Our folder for what was measured: choices of GEMM kernels, the memory of compiled training layers."""
 LIBRARIES = ("torch", "triton", "transformers")
 SOURCES = (
-    "adapters", "admission", "engine", "finetune", "generate", "gpu_memory.py", "kernels", "memory", "model", "parallel", "types.py",
+    "adapters",
+    "admission",
+    "engine",
+    "finetune",
+    "generate",
+    "gpu_memory.py",
+    "kernels",
+    "memory",
+    "model",
+    "parallel",
+    "types.py",
     "warmup",
-)  # fmt: skip
+)
 """Our packages and modules whose code decides what is compiled, or what the costs mean that are measured with it."""
 SHAPE_SETTINGS = (
-    "dtype", "lora_backend", "max_running", "page_tokens", "step_tokens", "micro_batch_tokens", "max_active_jobs",
-    "recompute", "trust_remote_code", "tp", "lora_sharding",
-)  # fmt: skip
+    "dtype",
+    "lora_backend",
+    "max_running",
+    "page_tokens",
+    "step_tokens",
+    "micro_batch_tokens",
+    "max_active_jobs",
+    "recompute",
+    "trust_remote_code",
+    "tp",
+    "lora_sharding",
+)
 """Settings that decide which kernels an engine needs, besides the base."""
 
 
@@ -39,8 +58,8 @@ def cache_root(config: Config) -> Path:
 
 
 def key_fields(gpu: Gpu, root: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Everything that a compiled kernel depends on; a cache with other fields is never read. `root`: of `cache_root`, as Triton's
-    files name others by their absolute paths: it would compile all kernels of a moved folder again."""
+    """Everything that a compiled kernel depends on; a cache with other fields is never read. `root`: of `cache_root`,
+    as Triton's files name others by their absolute paths: it would compile all kernels of a moved folder again."""
     fields = {
         "python": platform.python_version(),
         **{name: _version(name) for name in LIBRARIES},
@@ -68,10 +87,12 @@ def cache_folder(root: Path, fields: Mapping[str, str]) -> Path:
 
 
 def compiler_environment(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that put the compilers' caches into `folder`, and that of the assembler, without those that the user has set.
+    """The variables that put the compilers' caches into `folder`, and that of the assembler, without those that the
+    user has set.
 
-    All processes must have them before they compile. Inductor sets torch's own assembler in a process that compiles a layer, but not in one that
-    loads it from disk: the kernels that the first one compiles later would then have keys that the second never asks for.
+    All processes must have them before they compile. Inductor sets torch's own assembler in a process that compiles a
+    layer, but not in one that loads it from disk: the kernels that the first one compiles later would then have keys
+    that the second never asks for.
     """
     wanted = {name: str(folder / own) for name, own in CACHES.items()} | _assembler()
     return {name: value for name, value in wanted.items() if name not in environ}
@@ -87,7 +108,8 @@ def _assembler() -> dict[str, str]:
 
 
 def shape_key(config: Config) -> str:
-    """SHA-256 (hex) of the base's config.json (of its name, if it is not a folder), of `SHAPE_SETTINGS`, and of those that the policy adds."""
+    """SHA-256 (hex) of the base's config.json (of its name, if it is not a folder), of `SHAPE_SETTINGS`, and of those
+    that the policy adds."""
     described = Path(config.model) / "config.json"
     content = described.read_bytes() if described.is_file() else b""
     settings = {name: str(getattr(config, name)) for name in SHAPE_SETTINGS} | {

@@ -1,4 +1,5 @@
-"""Plans a warm-up and begins it: in a process of an engine that starts, or by itself (`coserve warm`). Imports no torch."""
+"""Plans a warm-up and begins it: in a process of an engine that starts, or by itself (`coserve warm`). Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ CAPTURABLE = ("auto", "segmented")
 
 @dataclass(frozen=True)
 class StartedWarmUp:
-    """A warm-up's process. `socket`: `Progress` lines come from it, and closing it ends the process. `concurrent`: the engine may load its
-    base meanwhile."""
+    """A warm-up's process. `socket`: `Progress` lines come from it, and closing it ends the process. `concurrent`: the
+    engine may load its base meanwhile."""
 
     task: WarmUpTask
     concurrent: bool
@@ -49,8 +50,8 @@ class StartedWarmUp:
 def plan_warm_up(
     config: Config, gpu: Gpu, *, beside: int | None = 0, cores: int | None = None
 ) -> tuple[WarmUpTask, bool]:
-    """How to warm up for these settings, and whether a worker fits into the GPU's memory beside so many bytes (None: unknown). If not,
-    nothing else may use the GPU meanwhile."""
+    """How to warm up for these settings, and whether a worker fits into the GPU's memory beside so many bytes (None:
+    unknown). If not, nothing else may use the GPU meanwhile."""
     root = cache_root(config)
     fields = key_fields(gpu, root)
     memory = int(gpu.memory_bytes * config.memory_fraction)
@@ -70,8 +71,8 @@ def plan_warm_up(
 
 
 def base_bytes(config: Config, layers: int | None = None) -> int | None:
-    """Estimated GPU memory of the base, of so many layers and an embedding that is also its head; None: of all, and each rank's part. None
-    where it is unknown: the base is no folder, or describes itself otherwise."""
+    """Estimated GPU memory of the base, of so many layers and an embedding that is also its head; None: of all, and
+    each rank's part. None where it is unknown: the base is no folder, or describes itself otherwise."""
     if config.model == "bundled":
         return 0  # some MB
     try:
@@ -101,7 +102,8 @@ def start_warm_up(config: Config) -> StartedWarmUp | None:
 
 
 def use_caches(config: Config) -> WarmUpTask | None:
-    """Make this process, a rank that follows, use the caches that the warm-up of rank 0 fills. None if there is nothing to warm up."""
+    """Make this process, a rank that follows, use the caches that the warm-up of rank 0 fills. None if there is nothing
+    to warm up."""
     gpu = _gpu(config)
     if gpu is None:
         return None
@@ -119,8 +121,8 @@ def _gpu(config: Config) -> Gpu | None:
 def compile_ahead(config: Config, progress: Callable[[int, int], None]) -> None:
     """Compile every kernel that an engine with these settings can use, and keep them in the cache folder.
 
-    `progress` is called with (done, total) units; at the end they are equal. Blocks. An exception of `progress` ends the processes
-    and is raised.
+    `progress` is called with (done, total) units; at the end they are equal. Blocks. An exception of `progress` ends
+    the processes and is raised.
 
     Raises:
         StartupError: there is no GPU, or a part failed.

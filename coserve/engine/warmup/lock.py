@@ -18,8 +18,9 @@ AGAIN = 0.5
 
 @asynccontextmanager
 async def cache_lock(folder: Path, waits: Callable[[], None]) -> AsyncIterator[None]:
-    """An exclusive flock on the folder's file `lock` inside the block; the kernel frees it when the process ends. `waits` is called if
-    another process holds it. Where the file system has no locks, everyone gets it, with a warning in the log."""
+    """An exclusive flock on the folder's file `lock` inside the block; the kernel frees it when the process ends.
+    `waits` is called if another process holds it. Where the file system has no locks, everyone gets it, with a warning
+    in the log."""
     with _opened(folder) as file:
         told = False
         while file is not None:

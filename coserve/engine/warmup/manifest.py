@@ -1,6 +1,7 @@
 """The manifest of a cache folder: which parts are complete, and the checksums of the files that were there then.
 
-A manifest that cannot be read, was written on another machine or by other versions, or whose files are damaged counts as empty.
+A manifest that cannot be read, was written on another machine or by other versions, or whose files are damaged counts
+as empty.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def load(folder: Path, fields: Mapping[str, str]) -> Manifest:
-    """The folder's manifest; an empty one if there is none with these `fields`, or if a file of it is not as it was. Further files do no harm."""
+    """The folder's manifest; an empty one if there is none with these `fields`, or if a file of it is not as it was.
+    Further files do no harm."""
     try:
         found = msgspec.json.decode(_path(folder).read_bytes(), type=Manifest)
         if found.fields == dict(fields) and all(_read(folder / name) == known for name, known in found.files.items()):
@@ -49,7 +51,8 @@ def clear(folder: Path) -> None:
 
 
 def save(folder: Path, manifest: Manifest, shape: str, complete: Collection[str]) -> None:
-    """Replace the folder's manifest atomically by one with these parts of a shape, and with the files that are there now. Raises `OSError`."""
+    """Replace the folder's manifest atomically by one with these parts of a shape, and with the files that are there
+    now. Raises `OSError`."""
     files = {str(path.relative_to(folder)): found for path in _files(folder) if (found := _read(path)) is not None}
     parts = {**manifest.parts, shape: sorted(complete)}
     temporary = folder / f"manifest.{os.getpid()}.tmp"

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from coserve.core.types import DEFAULT_RANK
 
 RANKS = (16, 32, 64, 128, 256)
-"""Ranks that kernels are compiled for: a step uses the next one from its largest rank up. As `graph_sizes.LORA_RANKS`."""
+"""Ranks that kernels are compiled for: a step uses the next one from its largest rank up. As
+`graph_sizes.LORA_RANKS`."""
 GEMM_ROWS = (1, 16, 32, 64)
 """Row counts that GEMM kernels are measured for: 1 (GEMV), and those of `kernels.gemm.skinny.ROWS`."""
 LAYERS = "layers"
@@ -21,7 +22,8 @@ GEMMS = tuple(f"gemms-{rows}" for rows in GEMM_ROWS)
 
 @dataclass(frozen=True)
 class Part:
-    """A unit of work that one worker does, such as all decode graphs of one rank. Its name is a kind, and a number or a word."""
+    """A unit of work that one worker does, such as all decode graphs of one rank. Its name is a kind, and a number or a
+    word."""
 
     name: str
     weight: int
@@ -37,8 +39,8 @@ def gpu_of(part: str) -> int:
 
 
 def all_parts(ranks: int = 1) -> tuple[Part, ...]:
-    """Every part, in the order in which they start. `ranks`: GPUs that share the base; inductor's code names its device, so a part
-    for each further one compiles the layers there."""
+    """Every part, in the order in which they start. `ranks`: GPUs that share the base; inductor's code names its
+    device, so a part for each further one compiles the layers there."""
     compiled = frozenset({LAYERS, *GEMMS})
     kernels = f"kernels-{DEFAULT_RANK}"  # of graphs, while the layers are compiled
     return (

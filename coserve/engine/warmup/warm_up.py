@@ -1,8 +1,8 @@
 """A warm-up: check what the cache folder holds, compile what is missing, keep the manifest.
 
-`python -m coserve.engine.warmup.warm_up FD`, with the `WarmUpTask` as JSON on standard input, is the process of an engine that starts. FD is one
-end of a socket pair: the process writes `Progress` lines to it, and ends when the other end closes. It imports no torch, and would keep
-the engine's imports waiting if it were a thread there.
+`python -m coserve.engine.warmup.warm_up FD`, with the `WarmUpTask` as JSON on standard input, is the process of an
+engine that starts. FD is one end of a socket pair: the process writes `Progress` lines to it, and ends when the other
+end closes. It imports no torch, and would keep the engine's imports waiting if it were a thread there.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ async def compile_parts(
     *,
     report_timeout: float = REPORT_TIMEOUT,
 ) -> None:
-    """Complete all `parts`. `report` is called after each change; the last progress has `ended`. A folder whose manifest is empty, or has a
-    file that is not as it was, is cleared, and everything compiled again. Where another process holds the folder, this one waits."""
+    """Complete all `parts`. `report` is called after each change; the last progress has `ended`. A folder whose
+    manifest is empty, or has a file that is not as it was, is cleared, and everything compiled again. Where another
+    process holds the folder, this one waits."""
     folder = Path(task.folder)
 
     async def found() -> tuple[manifest.Manifest, PartSchedule]:

@@ -95,8 +95,8 @@ async def run_parts(
     *,
     report_timeout: float = REPORT_TIMEOUT,
 ) -> None:
-    """Run all parts of the schedule that are not complete in up to `workers` processes. `changed` is called after each change. Returns once
-    every part is complete or has failed, and every process has ended."""
+    """Run all parts of the schedule that are not complete in up to `workers` processes. `changed` is called after each
+    change. Returns once every part is complete or has failed, and every process has ended."""
     pool = _Pool(schedule, start_worker, changed, report_timeout, left=workers)
     tasks = [asyncio.create_task(pool.work()) for _ in range(workers)]
     try:
@@ -123,8 +123,8 @@ class _Pool:
         self._changed = asyncio.Condition()
 
     async def work(self) -> None:
-        """Run parts in one process, which is replaced after a failure. A part that ran out of memory is repeated once, and this process
-        is not replaced then if there are others: the machine cannot hold as many."""
+        """Run parts in one process, which is replaced after a failure. A part that ran out of memory is repeated once,
+        and this process is not replaced then if there are others: the machine cannot hold as many."""
         worker: Worker | None = None
         try:
             while (part := await self._next()) is not None:

@@ -1,6 +1,8 @@
-"""Measures how long compiled layers of training take, by what they keep: of what the memory plan chooses the fastest that fits.
+"""Measures how long compiled layers of training take, by what they keep: of what the memory plan chooses the fastest
+that fits.
 
-The times are the device's, of layers that run as CUDA graphs: the host's launches do not count, nor do the embedding and the head.
+The times are the device's, of layers that run as CUDA graphs: the host's launches do not count, nor do the embedding
+and the head.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from coserve.model.training.compiled_layers import CompiledLayers
 ROWS = (512, 2048)
 """Lengths of rows that are measured, as far as the base's context allows."""
 REPEATS = 6
-"""Micro-batches of a kind. The first is run without graphs, the second captured. The least time counts: other processes may use the GPU
-meanwhile."""
+"""Micro-batches of a kind. The first is run without graphs, the second captured. The least time counts: other processes
+may use the GPU meanwhile."""
 
 
 class Clock(Protocol):
@@ -61,8 +63,8 @@ class LayerTimer:
         return min(self._once(kept, tokens, row) for _ in range(REPEATS)) * 1e9 / tokens
 
     def _once(self, kept: Kept, tokens: int, row: int) -> float:
-        """Seconds of a layer's forward and backward, where all layers are alike. The first forward comes with the embedding, the first backward
-        with what the head leaves to do: they do not count."""
+        """Seconds of a layer's forward and backward, where all layers are alike. The first forward comes with the
+        embedding, the first backward with what the head leaves to do: they do not count."""
         layers, rows = len(self._base.layers), self._rows(self._runner.padded_size(tokens), row)
         assert layers > 1, "expected several layers"
         counts = {Kept.ALL: (0, 0), Kept.ATTENTION: (0, layers), Kept.INPUT: (layers, 0)}[kept]

@@ -1,7 +1,7 @@
 """Learns `TrainingCosts` of a base from micro-batches that were measured phase by phase.
 
-Adapters at every site, and at one group of sites after the other, tell what each group makes a layer keep (what `memory-profiling.md`
-calls M_act) and what remains of the backward once the last group is freed.
+Adapters at every site, and at one group of sites after the other, tell what each group makes a layer keep (what
+`memory-profiling.md` calls M_act) and what remains of the backward once the last group is freed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from coserve.model.base import Base
 from coserve.model.groups import shared_inputs
 
 MOST_GROUPS = 8
-"""Groups of a layer that are measured by themselves. A mixture of experts has hundreds: their inputs are counted by their sizes."""
+"""Groups of a layer that are measured by themselves. A mixture of experts has hundreds: their inputs are counted by
+their sizes."""
 FEW_POSITIONS = 1
 """So few that their logits take less than the backward of the final norm, on small bases too."""
 
@@ -62,7 +63,8 @@ class MeasuresPhases(Protocol):
 
 
 def site_groups(base: Base) -> tuple[tuple[str, ...], ...]:
-    """Groups of sites that read one input, as roles, in the order in which they run. Layers may differ: a role is in one group."""
+    """Groups of sites that read one input, as roles, in the order in which they run. Layers may differ: a role is in
+    one group."""
     shared = [one.group for one in base.sites.shared()] or [one for layer in shared_inputs(base) for one in layer]
     return roles_of_groups(shared)
 
@@ -81,7 +83,8 @@ def roles_of_groups(groups: Sequence[SiteGroup]) -> tuple[tuple[str, ...], ...]:
 def measure_costs(
     phases: MeasuresPhases, groups: Sequence[tuple[str, ...]], spec: BaseSpec, rank: int, tokens: int, most: int
 ) -> TrainingCosts:
-    """Runs micro-batches of `tokens` and half of them. `rank`: of the adapters that `phases` measures; `groups`: as by `site_groups`;
+    """Runs micro-batches of `tokens` and half of them. `rank`: of the adapters that `phases` measures; `groups`: as by
+    `site_groups`;
     `most`: positions whose logits are computed at once."""
     half, element, above = max(1, tokens // 2), ITEMSIZE[spec.dtype], max(1, spec.layers - 1)
     small, large = phases(half), phases(tokens)
@@ -141,7 +144,8 @@ def measure_levels(
     times: Mapping[Kept, LayerTime],
     tokens: int,
 ) -> TrainingCosts:
-    """`costs`, of layers that keep all, with those of layers that keep less; as `measure_costs`. `stays`: sites whose x Aᵀ such layers keep;
+    """`costs`, of layers that keep all, with those of layers that keep less; as `measure_costs`. `stays`: sites whose x
+    Aᵀ such layers keep;
     `times`: of layers of each kind."""
     half, element = max(1, tokens // 2), ITEMSIZE[spec.dtype]
     own_input, levels = spec.hidden * element, {}
@@ -172,7 +176,8 @@ def _line(small: int, low: float, large: int, high: float) -> Line:
 def _head(
     small: tuple[int, Phases], large: tuple[int, Phases], fewer: Phases, few: tuple[Phases, Phases], most: int
 ) -> HeadCosts:
-    """`fewer`: of as many tokens as `large`, with fewer positions; `few`: as `small` and `large`, with `FEW_POSITIONS`."""
+    """`fewer`: of as many tokens as `large`, with fewer positions; `few`: as `small` and `large`, with
+    `FEW_POSITIONS`."""
     (half, _), (tokens, whole) = small, large
     own = [found.head - found.kept for found in (small[1], whole, fewer, *few)]
     at_once = [min(found.positions, most) for found in (small[1], whole, fewer)]

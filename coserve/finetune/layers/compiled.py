@@ -13,8 +13,8 @@ from coserve.model.training.compiled_layers import CompiledPass
 
 
 def takes(context: ForwardContext, *, learns: bool) -> bool:
-    """Whether compiled layers can compute this batch's adapters: its sites run in groups, so without LoRA dropout, and if it
-    `learns`, the kernels add gradients to sums of the pairs' own."""
+    """Whether compiled layers can compute this batch's adapters: its sites run in groups, so without LoRA dropout, and
+    if it `learns`, the kernels add gradients to sums of the pairs' own."""
     if context.lora is None:
         return not learns
     return context.grouped and (context.lora.sums_gradients or not learns)
@@ -34,8 +34,9 @@ class CompiledLayerPass:
     """Implements `LayerPass`."""
 
     def __init__(self, compiled: CompiledPass, first: int, levels: Sequence[Kept]) -> None:
-        """`first`: the lowest layer that is trained; `levels`: what each layer keeps. Those below `first` keep nothing, but their outputs are rounded as
-        if they did. Where a cut is not compiled, the layer keeps its input, and its backward runs the whole forward again."""
+        """`first`: the lowest layer that is trained; `levels`: what each layer keeps. Those below `first` keep nothing,
+        but their outputs are rounded as if they did. Where a cut is not compiled, the layer keeps its input, and its
+        backward runs the whole forward again."""
         self._pass, self._first = compiled, first
         self._levels = [level if compiled.has(level) else None for level in levels]
         self._saved: list[list[object]] = []
@@ -63,8 +64,8 @@ class CompiledLayerPass:
 
 
 def levels_of(layers: int, first: int, recomputed: int, partly: int) -> tuple[Kept, ...]:
-    """What each of `layers` layers keeps, where the lowest `recomputed` of those from `first` on are computed again, and the next `partly` but
-    for attention."""
+    """What each of `layers` layers keeps, where the lowest `recomputed` of those from `first` on are computed again,
+    and the next `partly` but for attention."""
     found = [Kept.ALL] * layers
     lean = first + recomputed
     found[first:lean] = [Kept.INPUT] * (min(lean, layers) - first)

@@ -1,7 +1,7 @@
 """The base's own layers in a training pass, differentiated by autograd.
 
-Each layer's input is detached into a leaf, so that every layer has an autograd graph of its own, and the backward runs layer
-by layer: `torch.autograd.grad` on that leaf and the layer's LoRA tensors. T packed tokens, D hidden.
+Each layer's input is detached into a leaf, so that every layer has an autograd graph of its own, and the backward runs
+layer by layer: `torch.autograd.grad` on that leaf and the layer's LoRA tensors. T packed tokens, D hidden.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class EagerLayerPass:
         first: int,
         keep_from: int,
     ) -> None:
-        """`trainable`, `grads`: see `MicroBatchRunner.forward_backward`. `first`: the lowest layer that is trained; `keep_from`: the
-        lowest one of those that is not recomputed."""
+        """`trainable`, `grads`: see `MicroBatchRunner.forward_backward`. `first`: the lowest layer that is trained;
+        `keep_from`: the lowest one of those that is not recomputed."""
         self._cut, self._inputs, self._context = cut, inputs, context
         self._trainable, self._grads, self._first, self._keep_from = trainable, grads, first, keep_from
         self._saved: list[_SavedLayer] = []

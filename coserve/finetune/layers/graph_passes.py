@@ -58,8 +58,8 @@ class ShapeGraphs:
         return self.first in self.backward
 
     def load(self, inputs: LayerInputs, lora: PreparedLora) -> None:
-        """Copy a batch to where the graphs read it. Tables first: with programmatic dependent launch, LoRA kernels may read them before the
-        preceding kernel has ended."""
+        """Copy a batch to where the graphs read it. Tables first: with programmatic dependent launch, LoRA kernels may
+        read them before the preceding kernel has ended."""
         assert isinstance(inputs.attention, PackedAttention), "expected packed rows"
         self.lora.take(lora)
         self.attention.take(inputs.attention.bounds)
@@ -135,8 +135,9 @@ class CapturePass:
 
 
 class ReplayPass:
-    """Implements `LayerPass` by graphs alone, which pass tensors from layer to layer in their own memory: `forward` returns the last layer's
-    output, valid once that layer has run; `backward` returns its argument, which nobody reads."""
+    """Implements `LayerPass` by graphs alone, which pass tensors from layer to layer in their own memory: `forward`
+    returns the last layer's output, valid once that layer has run; `backward` returns its argument, which nobody
+    reads."""
 
     def __init__(self, graphs: ShapeGraphs) -> None:
         self._graphs = graphs

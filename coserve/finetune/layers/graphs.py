@@ -1,7 +1,8 @@
 """Compiled layers as CUDA graphs: a layer's forward or backward is one launch, for batches of one shape.
 
-Without them the host takes longer for the launches of a small batch than the GPU for the work. The first batch of a shape runs
-without graphs, the second one is captured layer by layer, and each further one is copied to where the graphs read it. T packed tokens.
+Without them the host takes longer for the launches of a small batch than the GPU for the work. The first batch of a
+shape runs without graphs, the second one is captured layer by layer, and each further one is copied to where the graphs
+read it. T packed tokens.
 """
 
 from __future__ import annotations
@@ -35,13 +36,17 @@ from coserve.model.training.compiled_layers import CompiledLayers
 log = logging.getLogger(__name__)
 
 NO_MEMORY = "there is not enough memory"
-NOT_CAPTURED = "training: layers of jobs whose LoRA rank is no multiple of 8, as of an adapter's ranks by site, run without CUDA graphs"
+NOT_CAPTURED = (
+    "training: layers of jobs whose LoRA rank is no multiple of 8, as of an adapter's ranks by site, run without CUDA "
+    "graphs"
+)
 MOST_RELEASES = 3
 """Graphs are off after so many times that memory ran out, until no job is left."""
 
 
 class LayerGraphs:
-    """The CUDA graphs of compiled layers of training, for the shapes of micro-batches that occur most, in one memory pool."""
+    """The CUDA graphs of compiled layers of training, for the shapes of micro-batches that occur most, in one memory
+    pool."""
 
     def __init__(
         self,
@@ -54,9 +59,11 @@ class LayerGraphs:
         least_step: int = LEAST_STEP,
         ranks: bool = False,
     ) -> None:
-        """`make` is called for a new memory pool. At most `max_shapes` shapes have graphs; those of one are dropped for another if the last
-        `evict_after` batches had other shapes. After the pool was freed, the next `batches_without` batches run without graphs.
-        `least_step`: see `padded`. `ranks`: those of other ranks are to have the same batches, and graphs for the same ones."""
+        """`make` is called for a new memory pool. At most `max_shapes` shapes have graphs; those of one are dropped for
+        another if the last `evict_after` batches had other shapes. After the pool was freed, the next `batches_without`
+        batches run without graphs.
+        `least_step`: see `padded`. `ranks`: those of other ranks are to have the same batches, and graphs for the same
+        ones."""
         self._least_step, self._ranks = least_step, ranks
         self._compiled, self._make = compiled, make
         self._max_shapes, self._evict_after, self._batches_without = max_shapes, evict_after, batches_without
@@ -94,8 +101,9 @@ class LayerGraphs:
         return self._recorder is not None
 
     def release(self) -> bool:
-        """Memory ran out, or a capture failed: free the pool. Returns whether memory was freed: that of a suspended pass is when the pass has
-        ended. The batch then runs again without graphs; if memory runs out again, its job is given less."""
+        """Memory ran out, or a capture failed: free the pool. Returns whether memory was freed: that of a suspended
+        pass is when the pass has ended. The batch then runs again without graphs; if memory runs out again, its job is
+        given less."""
         if self._recorder is None and not self._ranks:
             return False
         freed = self._recorder is not None and not self._busy
@@ -107,8 +115,8 @@ class LayerGraphs:
         return freed
 
     def job_ended(self, *, last: bool) -> None:
-        """Hold no adapters of batches that were. `last`: no job is left: forget that memory ran out. The next job may have the graphs of
-        this one."""
+        """Hold no adapters of batches that were. `last`: no job is left: forget that memory ran out. The next job may
+        have the graphs of this one."""
         for shape in self._shapes.values():
             shape.lora.forget()
         if last:
@@ -116,14 +124,15 @@ class LayerGraphs:
             self._without, self._stopped = None, "" if self._stopped == NO_MEMORY else self._stopped
 
     def yield_memory(self) -> None:
-        """Call it before a training batch that runs other layers than these, and needs the memory: frees the pool. Some batches then run
-        without graphs, as jobs in turns would otherwise free and capture them again and again."""
+        """Call it before a training batch that runs other layers than these, and needs the memory: frees the pool. Some
+        batches then run without graphs, as jobs in turns would otherwise free and capture them again and again."""
         self._without_left = self._batches_without
         if not self._busy:
             self._free()
 
     def in_pool(self, layers: LayerPass) -> LayerPass:
-        """A pass of compiled layers without graphs, in the graphs' memory pool, if there is one that no other pass uses."""
+        """A pass of compiled layers without graphs, in the graphs' memory pool, if there is one that no other pass
+        uses."""
         if self._recorder is None or self._busy:
             return layers
         one = PooledPass(layers, self._recorder)

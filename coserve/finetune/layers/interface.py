@@ -1,4 +1,5 @@
-"""One micro-batch's forward and backward through the decoder layers: what `MicroBatchRunner` asks of it. T packed tokens, D hidden."""
+"""One micro-batch's forward and backward through the decoder layers: what `MicroBatchRunner` asks of it. T packed
+tokens, D hidden."""
 
 from __future__ import annotations
 
@@ -19,6 +20,6 @@ class LayerPass(Protocol):
         ...
 
     def backward(self, i: int, gradient_1TD: Tensor) -> Tensor:
-        """Add layer i's LoRA gradients to their sums; return the gradient of its input. Of the lowest trained layer that is never
-        read, and may be anything."""
+        """Add layer i's LoRA gradients to their sums; return the gradient of its input. Of the lowest trained layer
+        that is never read, and may be anything."""
         ...

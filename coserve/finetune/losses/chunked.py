@@ -1,5 +1,5 @@
-"""The loss of a micro-batch, and how many targets are predicted, from the logits of the targets, chunk by chunk: the logits of all of them
-are never in memory at once.
+"""The loss of a micro-batch, and how many targets are predicted, from the logits of the targets, chunk by chunk: the
+logits of all of them are never in memory at once.
 
 Letters: T packed tokens, D hidden, V vocabulary, K targets, J jobs, Q sequences.
 """
@@ -43,19 +43,19 @@ class ChunkedLoss(Protocol):
     """One micro-batch's loss, under way."""
 
     def add(self, logits: Tensor, chunk: TargetChunk) -> None:
-        """The next chunk's logits (K, V), or this rank's part of them, without gradients. They become, in place, the gradient of what is
-        summed over the targets, up to the factors of `finish`."""
+        """The next chunk's logits (K, V), or this rank's part of them, without gradients. They become, in place, the
+        gradient of what is summed over the targets, up to the factors of `finish`."""
         ...
 
     def finish(self, gradient_1TD: Tensor | None) -> Tensor:
-        """After the last chunk: the result. `gradient_1TD`: the sum of the chunks' gradients in the last hidden states, which becomes
-        that of the loss, in place; None in an evaluation."""
+        """After the last chunk: the result. `gradient_1TD`: the sum of the chunks' gradients in the last hidden states,
+        which becomes that of the loss, in place; None in an evaluation."""
         ...
 
 
 class Likelihood:
-    """The NLL of the labels, summed for each of some groups of targets. Result: each group's sums (fp64, (groups, 2)), the loss and how many
-    targets are predicted."""
+    """The NLL of the labels, summed for each of some groups of targets. Result: each group's sums (fp64, (groups, 2)),
+    the loss and how many targets are predicted."""
 
     def __init__(self, rows: PackedRows, groups: Sequence[int], shard: VocabularyShard | None) -> None:
         """`groups`: how many targets each has, in their order."""
@@ -85,11 +85,12 @@ class Divergence:
 
 
 class Preference(Likelihood):
-    """The DPO loss of one job's pairs. Result: its sums (fp64, (1, 5)): the loss, how many targets are predicted, and those of the other
-    three that `losses.formulas.preference` returns.
+    """The DPO loss of one job's pairs. Result: its sums (fp64, (1, 5)): the loss, how many targets are predicted, and
+    those of the other three that `losses.formulas.preference` returns.
 
-    A token's logits depend on its own hidden state alone. So the gradient of the loss in that state is the NLL's, times the gradient of
-    the loss in the NLL of the token's sequence: the head is computed once, though the latter is known only after all chunks.
+    A token's logits depend on its own hidden state alone. So the gradient of the loss in that state is the NLL's, times
+    the gradient of the loss in the NLL of the token's sequence: the head is computed once, though the latter is known
+    only after all chunks.
     """
 
     def __init__(self, rows: PackedRows, reference_Q2: Tensor, beta: float, shard: VocabularyShard | None) -> None:

@@ -1,5 +1,5 @@
-"""Losses of targets, in nats, from a chunk of logits, which become gradients in place: autograd would keep several fp32 tensors of their
-size. Logits may be this rank's part of the vocabulary.
+"""Losses of targets, in nats, from a chunk of logits, which become gradients in place: autograd would keep several fp32
+tensors of their size. Logits may be this rank's part of the vocabulary.
 
 Letters: K tokens whose next token is a target, V vocabulary, S tokens of a rank, P pairs.
 """
@@ -26,8 +26,9 @@ def perplexity(loss: float) -> float:
 
 
 def negative_log_likelihood_(logits: Tensor, labels_K: Tensor, found_K2: Tensor, shard: VocabularyShard | None) -> None:
-    """Write each label's negative log-likelihood into `found_K2[:, 0]` (fp64), and into `found_K2[:, 1]` 1 where the label has the largest
-    logit of its row, or one of several that are as large, else 0. The logits become the gradient of the losses' sum in them.
+    """Write each label's negative log-likelihood into `found_K2[:, 0]` (fp64), and into `found_K2[:, 1]` 1 where the
+    label has the largest logit of its row, or one of several that are as large, else 0. The logits become the gradient
+    of the losses' sum in them.
 
     `logits`: (K, V), or (K, S) with a `shard`.
     """
@@ -47,8 +48,8 @@ def negative_log_likelihood_(logits: Tensor, labels_K: Tensor, found_K2: Tensor,
 def divergence_(
     logits: Tensor, teacher: Tensor, labels_K: Tensor, found_K2: Tensor, shard: VocabularyShard | None
 ) -> None:
-    """As `negative_log_likelihood_`; the loss is the Kullback-Leibler divergence of the student's distribution from the teacher's: 0 where
-    they are equal.
+    """As `negative_log_likelihood_`; the loss is the Kullback-Leibler divergence of the student's distribution from the
+    teacher's: 0 where they are equal.
 
     Both logits are (K, V), or (K, S) with a `shard`, whose parts are gathered.
     """
@@ -70,11 +71,11 @@ def _predicted(logits_KV: Tensor, labels_K: Tensor) -> Tensor:
 
 
 def preference(losses_P2: Tensor, reference_P2: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """The DPO loss of pairs (Rafailov et al. 2023, equation 7), from the negative log-likelihoods of the chosen and the rejected answer
-    (fp64, (P, 2)), those of the model and of the reference.
+    """The DPO loss of pairs (Rafailov et al. 2023, equation 7), from the negative log-likelihoods of the chosen and the
+    rejected answer (fp64, (P, 2)), those of the model and of the reference.
 
-    Returns sums over the pairs (fp64, (4)): the loss, the rewards of the chosen and of the rejected answers, and how many margins are
-    above 0; and the gradient of the loss in `losses_P2` (P, 2).
+    Returns sums over the pairs (fp64, (4)): the loss, the rewards of the chosen and of the rejected answers, and how
+    many margins are above 0; and the gradient of the loss in `losses_P2` (P, 2).
     """
     rewards_P2 = beta * (reference_P2 - losses_P2)
     margin_P = rewards_P2[:, 0] - rewards_P2[:, 1]

@@ -21,8 +21,8 @@ MakePass = Callable[[Sequence[TrainingJob]], TrainingPass]
 
 
 class TrainingPasses:
-    """At most one pass of each job. Several jobs share a forward only if all of them are dense or all have block-diagonal pairs: the
-    kernels for both together are compiled for neither."""
+    """At most one pass of each job. Several jobs share a forward only if all of them are dense or all have
+    block-diagonal pairs: the kernels for both together are compiled for neither."""
 
     def __init__(
         self, make: MakePass, limits: BatchLimits, *, mix_jobs: bool, graphs: LayerGraphs | None = None
@@ -54,7 +54,8 @@ class TrainingPasses:
         return BatchLimits(min(self._oom_tokens, self._planned.tokens), self._planned.rows)
 
     def holds_memory_of(self, job: str) -> bool:
-        """Whether the job is in a pass that is under way, or has left one: that computes with its tensors to its end."""
+        """Whether the job is in a pass that is under way, or has left one: that computes with its tensors to its
+        end."""
         return any(job == each.id for one in self._passes.values() for each in one.members)
 
     def next_micro_step(self, job: str) -> MicroStep:
@@ -64,8 +65,8 @@ class TrainingPasses:
     def pass_of(
         self, job: TrainingJob, others: Sequence[TrainingJob] = (), shared_tokens: int | None = None
     ) -> TrainingPass | None:
-        """The pass that the job is in, or a new one of its next micro-batch and of those of `others`, in the order of their turns,
-        that may join it; all together have at most `shared_tokens` tokens. None: the job is finished."""
+        """The pass that the job is in, or a new one of its next micro-batch and of those of `others`, in the order of
+        their turns, that may join it; all together have at most `shared_tokens` tokens. None: the job is finished."""
         one = self._passes.get(job.id)
         if one is None and not job.loop.finished:
             one = self._make([job, *self._companions(job, others, shared_tokens)])
@@ -75,9 +76,9 @@ class TrainingPasses:
     def advance(self, one: TrainingPass, micro_steps: int | None) -> list[FromEngine]:
         """Run a slice: see `TrainingPass.advance`, and what is to be told of it.
 
-        A job whose memory runs out begins its optimizer step again with less. An error in a forward or backward of several
-        jobs ends none of them: they begin their steps again, with fewer tokens at once or each alone. Raises what is no
-        `CoserveError` in the forward or backward of one job.
+        A job whose memory runs out begins its optimizer step again with less. An error in a forward or backward of
+        several jobs ends none of them: they begin their steps again, with fewer tokens at once or each alone. Raises
+        what is no `CoserveError` in the forward or backward of one job.
         """
         failure: Exception | None = None
         try:
@@ -107,7 +108,8 @@ class TrainingPasses:
             self._passes.pop(job.id, None)
 
     def abandon(self, job: TrainingJob, *, finish_update: bool = False) -> None:
-        """Drop the job's unfinished optimizer step. Other jobs of its pass go on. `finish_update`: see `Trainer.abandon`."""
+        """Drop the job's unfinished optimizer step. Other jobs of its pass go on. `finish_update`: see
+        `Trainer.abandon`."""
         if (one := self._passes.pop(job.id, None)) is not None:
             one.leave(job)
         job.abandon(finish_update=finish_update)
@@ -159,7 +161,8 @@ class TrainingPasses:
         return [able[id] for id in companions(Size(job.loop.size(rows), len(rows)), sizes, limits)]
 
     def _failed(self, job: TrainingJob, error: Exception) -> list[FromEngine]:
-        """Something failed that concerns the job alone: it begins its optimizer step again with less memory, or fails."""
+        """Something failed that concerns the job alone: it begins its optimizer step again with less memory, or
+        fails."""
         message = job.memory_message(error) if out_of_memory(error) else None
         self.abandon(job)
         if message is not None:

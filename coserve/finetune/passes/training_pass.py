@@ -1,6 +1,8 @@
-"""One packed batch with rows of one job or of several: its forward and backward, then the updates of jobs whose step is complete.
+"""One packed batch with rows of one job or of several: its forward and backward, then the updates of jobs whose step is
+complete.
 
-Each job has a segment of the batch: rank, targets, dropout, loss and gradients are its own, and so are optimizer, schedule and seed.
+Each job has a segment of the batch: rank, targets, dropout, loss and gradients are its own, and so are optimizer,
+schedule and seed.
 """
 
 from __future__ import annotations
@@ -65,8 +67,9 @@ class TrainingPass:
     def advance(self, micro_steps: int | None) -> None:
         """Run `micro_steps` micro-steps of one kind, fewer if another kind or the end of the pass comes first.
 
-        None: run to the end. Returns once the device is done, unless slices are only launched. Raises what the forward or the
-        backward raised: then all jobs must be abandoned. An error of a job's own work, which concerns no other job, is in
+        None: run to the end. Returns once the device is done, unless slices are only launched. Raises what the forward
+        or the backward raised: then all jobs must be abandoned. An error of a job's own work, which concerns no other
+        job, is in
         `errors`: that job must be abandoned.
         """
         kind, self.micro_steps_done, self.metrics, self.errors = self.next_micro_step, 0, [], []
@@ -86,7 +89,8 @@ class TrainingPass:
                 torch.cuda.current_stream(self.device).synchronize()  # side streams copy on
 
     def leave(self, job: TrainingJob) -> None:
-        """The job is abandoned. The others go on, and what is still computed for it is dropped. Its tensors are held until the pass ends."""
+        """The job is abandoned. The others go on, and what is still computed for it is dropped. Its tensors are held
+        until the pass ends."""
         self.jobs.remove(job)
         self._updates = deque(own for own in self._updates if own[0] is not job)
         if not self.jobs:

@@ -1,7 +1,8 @@
-"""AdamW and Lion with moments of 8 bits, block-wise quantized (Dettmers et al. 2022, https://arxiv.org/abs/2110.02861), by bitsandbytes.
+"""AdamW and Lion with moments of 8 bits, block-wise quantized (Dettmers et al. 2022, https://arxiv.org/abs/2110.02861),
+by bitsandbytes.
 
-Its function is called on our buffers. Its optimizer classes wait for the whole device after each tensor, copies of checkpoints included, and
-leave tensors below 4096 elements in 32 bits; here every tensor's moments have 8.
+Its function is called on our buffers. Its optimizer classes wait for the whole device after each tensor, copies of
+checkpoints included, and leave tensors below 4096 elements in 32 bits; here every tensor's moments have 8.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ class EightBit:
 
 @contextmanager
 def _default_stream_in_turn(device: torch.device) -> Iterator[None]:
-    """What is launched inside on the default stream, where the library's kernels always run, comes after what the current stream was given
-    before, and before what it is given next."""
+    """What is launched inside on the default stream, where the library's kernels always run, comes after what the
+    current stream was given before, and before what it is given next."""
     if device.type != "cuda":
         yield
         return

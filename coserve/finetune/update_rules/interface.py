@@ -18,8 +18,8 @@ class WeightRange:
     grads_N: Tensor  # noqa: N815
     """fp32."""
     moments: Sequence[Tensor]
-    """One for each kind of `admission.optimizers` between weights and the best weights, changed in place: (N), or (N / `per`). Several
-    ranges may have the same memory, if their moments are paged."""
+    """One for each kind of `admission.optimizers` between weights and the best weights, changed in place: (N), or (N /
+    `per`). Several ranges may have the same memory, if their moments are paged."""
     times: float
     """Its learning rate, in multiples of the schedule's."""
 

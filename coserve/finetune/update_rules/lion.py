@@ -1,4 +1,5 @@
-"""Lion (Chen et al. 2023, https://arxiv.org/abs/2302.06675, algorithm 2): steps of one size, along the sign of a moving average.
+"""Lion (Chen et al. 2023, https://arxiv.org/abs/2302.06675, algorithm 2): steps of one size, along the sign of a moving
+average.
 
 c = beta1 * m + (1 - beta1) * g
 w = w - rate * (sign(c) + weight_decay * w)

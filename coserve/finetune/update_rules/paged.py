@@ -1,7 +1,8 @@
 """Moments in host memory that pass through the device in pieces, while an update reads and writes them.
 
-bitsandbytes' paged optimizers have managed memory, which torch's allocator does not know and which moves page by page when a kernel touches
-it. Here all bytes are counted, and piece k + 1 comes and piece k - 1 goes while piece k is updated.
+bitsandbytes' paged optimizers have managed memory, which torch's allocator does not know and which moves page by page
+when a kernel touches it. Here all bytes are counted, and piece k + 1 comes and piece k - 1 goes while piece k is
+updated.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ Rows = Sequence[Sequence[Tensor]]
 
 
 class PagedMoments:
-    """The moments of a flat buffer of weights. On a GPU their memory is pinned, and two side streams do the copying; on a CPU a piece is
-    copied when it is needed.
+    """The moments of a flat buffer of weights. On a GPU their memory is pinned, and two side streams do the copying; on
+    a CPU a piece is copied when it is needed.
 
-    An update after `hold` reads the copy that is held and writes another, so that a checkpoint needs no copy of its own.
+    An update after `hold` reads the copy that is held and writes another, so that a checkpoint needs no copy of its
+    own.
     """
 
     def __init__(
@@ -35,8 +37,10 @@ class PagedMoments:
         starts: Sequence[int] = (0,),
         piece: int = PIECE,
     ) -> None:
-        """On a thread: allocating pinned memory takes long. `size`: of the weights; no tensor of theirs crosses a multiple of `block`.
-        `starts`: weights at which a piece begins in any case; `piece`: most weights of one. Both are multiples of each kind's `per`.
+        """On a thread: allocating pinned memory takes long. `size`: of the weights; no tensor of theirs crosses a
+        multiple of `block`.
+        `starts`: weights at which a piece begins in any case; `piece`: most weights of one. Both are multiples of each
+        kind's `per`.
 
         On a GPU call it, and all methods but `wait`, with the same current stream."""
         self._kinds, self._block, self._device = kinds, block, device
@@ -71,7 +75,8 @@ class PagedMoments:
         return self._copies[self._current]
 
     def spare(self) -> Rows:
-        """Another copy, to be filled on this thread: `exchange` makes it the moments. Nothing may be held that is still read."""
+        """Another copy, to be filled on this thread: `exchange` makes it the moments. Nothing may be held that is still
+        read."""
         self.hold()
         self.wait()
         return self._copies[1 - self._current]
@@ -83,8 +88,8 @@ class PagedMoments:
         return [buffer_N[: (last - first) // kind.per] for kind, buffer_N in zip(self._kinds, buffers, strict=True)]
 
     def pieces(self) -> Iterator[int]:
-        """The numbers of all pieces, each when work on its moments may be launched on the current stream, which has been when the next one
-        is asked for. Run it to its end."""
+        """The numbers of all pieces, each when work on its moments may be launched on the current stream, which has
+        been when the next one is asked for. Run it to its end."""
         source = self.rows
         target = self._copies[1 - self._current] if self._held else source
         self._load(0, source)
@@ -157,8 +162,8 @@ def _dtype(kind: StateKind) -> torch.dtype:
 
 
 class _Streams:
-    """What orders copies and updates of each buffer: come, updated, gone, and so on. A buffer's pieces are the same in every update, so this
-    orders the copies of a piece in host memory, too."""
+    """What orders copies and updates of each buffer: come, updated, gone, and so on. A buffer's pieces are the same in
+    every update, so this orders the copies of a piece in host memory, too."""
 
     def __init__(self, device: torch.device, buffers: Rows) -> None:
         self._device = device

@@ -47,7 +47,8 @@ class PairSlots:
 
 
 class AdapterSlots:
-    """A table of N adapters by all sites. An adapter keeps its slot until another needs it or it has lost its GPU copy."""
+    """A table of N adapters by all sites. An adapter keeps its slot until another needs it or it has lost its GPU
+    copy."""
 
     def __init__(
         self,
@@ -72,7 +73,8 @@ class AdapterSlots:
         self._free = list(range(slots))
 
     def place(self, adapters: Mapping[AdapterRef, LoraWeights]) -> list[int]:
-        """The slot of each of a step's adapters, which are no more than there are slots. `adapters`: their GPU copies."""
+        """The slot of each of a step's adapters, which are no more than there are slots. `adapters`: their GPU
+        copies."""
         for ref in adapters:
             if ref in self._slots:
                 self._slots.move_to_end(ref)
@@ -92,7 +94,8 @@ class AdapterSlots:
             self._free.append(slot)
 
     def footprint(self, segments: Segments) -> LoraFootprint:
-        """What the adapters of a step change; `max_rank` is a multiple of `RANK_BLOCK`. `segments.adapters` are slots."""
+        """What the adapters of a step change; `max_rank` is a multiple of `RANK_BLOCK`. `segments.adapters` are
+        slots."""
         present = [slot for slot in segments.adapters if slot >= 0]
         local = max((self.local.ranks[slot] for slot in present), default=0)
         sharded = 0 if self.sharded is None else max((self.sharded.ranks[slot] for slot in present), default=0)

@@ -1,8 +1,8 @@
 """Steps at full speed on a GPU: nothing waits for the device but the reading of tokens, one step later.
 
-A sampled token goes on the device straight into its sequence's token slot, where the next step reads it, and to the host in
-the background. So step n + 1 is planned, packed and launched while step n runs, before anybody knows n's tokens. A step
-runs as one CUDA graph, if there is one that holds it, else kernel by kernel.
+A sampled token goes on the device straight into its sequence's token slot, where the next step reads it, and to the
+host in the background. So step n + 1 is planned, packed and launched while step n runs, before anybody knows n's
+tokens. A step runs as one CUDA graph, if there is one that holds it, else kernel by kernel.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Capture(Enum):
 
 
 STEPS_A_PIECE = 4
-"""Steps between two pieces of a capture, where requests run all the time. A piece takes the host some tens of milliseconds."""
+"""Steps between two pieces of a capture, where requests run all the time. A piece takes the host some tens of
+milliseconds."""
 _ENDED = object()
 
 
@@ -110,8 +111,9 @@ class GraphExecutor:
         capture: Capture = Capture.IN_STEPS,
         graph_bytes: GraphBytes | None = None,
     ) -> None:
-        """`slots`: adapters that steps find on the device at once, at least `max_running`. `step_tokens`: most tokens of a
-        step that graphs are captured for. `capture_after`: see `CAPTURE_AFTER`, for captures in steps. `graph_bytes`: counts what captures take.
+        """`slots`: adapters that steps find on the device at once, at least `max_running`. `step_tokens`: most tokens
+        of a step that graphs are captured for. `capture_after`: see `CAPTURE_AFTER`, for captures in steps.
+        `graph_bytes`: counts what captures take.
         """
         base = fused.base
         self._fused, self._kv, self._eager, self._device = fused, kv, eager, base.device
@@ -140,7 +142,8 @@ class GraphExecutor:
 
     @torch.no_grad()
     def warm_up(self, ranks: Sequence[int] = (16,)) -> None:
-        """Captures the graphs of steps without adapters, and of steps whose adapters are of these ranks, at any sites."""
+        """Captures the graphs of steps without adapters, and of steps whose adapters are of these ranks, at any
+        sites."""
         while self.prepare(ranks):
             pass
 
@@ -150,7 +153,8 @@ class GraphExecutor:
         return sum(self._mixed_graphs.missing(one) + self._decode_graphs.missing(one) for one in self._footprints)
 
     def prepare(self, ranks: Sequence[int] = (16,)) -> bool:
-        """One part of `warm_up`, also for the footprints of steps so far: the sampler's kernels, or a piece of one graph.
+        """One part of `warm_up`, also for the footprints of steps so far: the sampler's kernels, or a piece of one
+        graph.
 
         False if nothing was left to do.
         """
@@ -217,7 +221,10 @@ class GraphExecutor:
         if not count:
             return ()
         return (
-            f"generation: {count} CUDA graphs are left out, as their capture failed (see the log); their steps run without",
+            (
+                f"generation: {count} CUDA graphs are left out, as their capture failed (see the log); their steps run "
+                "without"
+            ),
         )
 
     def _launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> GraphStep:
@@ -272,7 +279,8 @@ class GraphExecutor:
         return chosen
 
     def _kernel_by_kernel(self, batch: _Batch, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Logits of the rows that sample a token (this rank's part of them where nobody reads them), and the likeliest tokens."""
+        """Logits of the rows that sample a token (this rank's part of them where nobody reads them), and the likeliest
+        tokens."""
         given_T, slots_T, positions_T, keep_R = send_ids(
             self._device, rows.tokens, rows.slots, rows.positions, rows.keep or [0]
         )

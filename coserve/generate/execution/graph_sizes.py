@@ -10,23 +10,25 @@ from coserve.kernels.lora.segmented.plan import DECODE_ROWS, PREFILL_TILE_ROWS
 DECODE_BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Sequences of a decode step: one token each."""
 MIXED_TOKENS = (32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048)
-"""Tokens of a mixed step: decodes and chunks of prompts. Up to about 256 rows a step costs the reading of the weights, and
-padding is free. Beyond, it costs what tokens cost, and sizes lie closer together. Larger steps keep the device busy for as
-long as the host needs to launch their kernels one by one."""
+"""Tokens of a mixed step: decodes and chunks of prompts. Up to about 256 rows a step costs the reading of the weights,
+and padding is free. Beyond, it costs what tokens cost, and sizes lie closer together. Larger steps keep the device busy
+for as long as the host needs to launch their kernels one by one."""
 CHUNK_TOKENS, MIN_CHUNKS = 16, 4
-"""A mixed graph holds one chunk for each `CHUNK_TOKENS` of its tokens, at least `MIN_CHUNKS`: idle attention tiles take time."""
+"""A mixed graph holds one chunk for each `CHUNK_TOKENS` of its tokens, at least `MIN_CHUNKS`: idle attention tiles take
+time."""
 LORA_RANKS = (16, 32, 64, 128, 256)
 """Largest ranks of a step's adapters. A graph serves every rank up to its own; larger ranks have no graph."""
 MIXED_ADAPTERS = (8, 32, 96)
 """Adapters of a mixed step, besides one for each sequence. Idle LoRA tiles take time."""
 DECODE_KERNEL_TOKENS = 256
-"""Mixed graphs of up to this many tokens use the LoRA decode kernels, however long their runs: a prefill tile of 64 rows
-takes as long with one row as with all."""
+"""Mixed graphs of up to this many tokens use the LoRA decode kernels, however long their runs: a prefill tile of 64
+rows takes as long with one row as with all."""
 PARTIAL_FOOTPRINTS = 2
-"""LoRA footprints that leave out some groups of sites and get graphs of their own. Others use the graphs of all groups."""
+"""LoRA footprints that leave out some groups of sites and get graphs of their own. Others use the graphs of all
+groups."""
 CAPTURE_AFTER = 4
-"""Mixed steps that found no graph of their size, after which it is captured though there is work. Without a graph, such a
-step takes the host several times as long, and Triton may have to compile."""
+"""Mixed steps that found no graph of their size, after which it is captured though there is work. Without a graph, such
+a step takes the host several times as long, and Triton may have to compile."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ def mixed_tile_capacities(
 
 
 def decode_tile_capacities(batch: int) -> tuple[TileCapacity, ...]:
-    """LoRA tiles of decode steps of up to `batch` rows, least work first: an empty tile costs the launch of its program.
+    """LoRA tiles of decode steps of up to `batch` rows, least work first: an empty tile costs the launch of its
+    program.
 
     Tall tiles for the rows of one adapter; low tiles from there, doubled up to one tile a row.
     """

@@ -1,7 +1,7 @@
 """One way to run a step: what goes in, what comes out, and who runs it.
 
-A step's input is plain data, which another process could be sent as it is. The generator schedules steps and accepts their
-results; an executor runs them.
+A step's input is plain data, which another process could be sent as it is. The generator schedules steps and accepts
+their results; an executor runs them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class SequenceInput(Struct, frozen=True, array_like=True):
     adapter: int
     """Index into `StepInput.adapters`, or `BASE_ONLY`."""
     tokens: list[int]
-    """Token ids. One fewer than `run.tokens` if the last one is still on the device only: a step in flight samples it."""
+    """Token ids. One fewer than `run.tokens` if the last one is still on the device only: a step in flight samples
+    it."""
     run: TokenRun
     """How many tokens, their first position, and the page table."""
     sampling: SamplingRow | None

@@ -45,7 +45,8 @@ class StaticSlotLora:
         *,
         decode: bool,
     ) -> None:
-        """For steps of up to `tokens` rows whose footprint `footprint` covers. `decode`: use the LoRA decode kernels."""
+        """For steps of up to `tokens` rows whose footprint `footprint` covers. `decode`: use the LoRA decode
+        kernels."""
         self._slots, self._footprint, self._decode = slots, footprint, decode
         self._blocks = footprint.max_rank // RANK_BLOCK if decode else 0  # the prefill kernels use no items
         self.capacities = tuple(capacities)

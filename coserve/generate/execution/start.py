@@ -29,9 +29,12 @@ from coserve.model.gemm_choice import GemmChoice
 log = logging.getLogger(__name__)
 
 COMPILED = (
-    "generation: prompts whose log-probabilities are asked for are computed step by step, beside the others; steps of more "
-    f"than {DECODE_BATCHES[-1]} sequences, of more than {MIXED_TOKENS[-1]} tokens or many short prompts, and with an adapter of a rank above "
-    f"{LORA_RANKS[-1]}, run without CUDA graphs; so do the first steps with prompts of a size; where adapters change some sites only, "
+    "generation: prompts whose log-probabilities are asked for are computed step by step, beside the others; steps of "
+    "more "
+    f"than {DECODE_BATCHES[-1]} sequences, of more than {MIXED_TOKENS[-1]} tokens or many short prompts, and with an "
+    "adapter of a rank above "
+    f"{LORA_RANKS[-1]}, run without CUDA graphs; so do the first steps with prompts of a size; where adapters change "
+    "some sites only, "
     f"the first {PARTIAL_FOOTPRINTS} such choices of sites have graphs of their own, others use those for all sites; "
     "block-diagonal adapters (BD-LoRA) are computed with their zeros"
 )
@@ -88,11 +91,11 @@ def make_start(
     gemms: LoadGemms | None = None,
     graph_bytes: GraphBytes | None = None,
 ) -> ExecutorStart:
-    """Compile the layers and check their logits. Ranks that share a base do this at the same time: all of them run compiled steps, or
-    none does.
+    """Compile the layers and check their logits. Ranks that share a base do this at the same time: all of them run
+    compiled steps, or none does.
 
-    `gemms`: None: the fastest GEMM kernels are measured now. `graph_bytes`: counts what captures take. Nothing is compiled where there
-    is no GPU.
+    `gemms`: None: the fastest GEMM kernels are measured now. `graph_bytes`: counts what captures take. Nothing is
+    compiled where there is no GPU.
     """
     eager = EagerExecutor(base, kv, lora_backend)
     if base.device.type != "cuda":
@@ -114,7 +117,8 @@ def make_start(
 
 
 def check_compiled(fused: FusedBase) -> str:
-    """Compile the layers and check their logits, on all ranks. Returns a note for the operator on why they cannot run; empty if they can."""
+    """Compile the layers and check their logits, on all ranks. Returns a note for the operator on why they cannot run;
+    empty if they can."""
     base = fused.base
     try:
         on_all_ranks(None if base.sharding is None else base.sharding.mesh, base.device, fused.check)

@@ -58,7 +58,8 @@ class DeviceSampler:
 
 
 class History:
-    """Counts of the earlier tokens of each sequence that has penalties, in rows of a table that grows (`draws.penalise_`)."""
+    """Counts of the earlier tokens of each sequence that has penalties, in rows of a table that grows
+    (`draws.penalise_`)."""
 
     def __init__(self, vocab: int, device: torch.device) -> None:
         self.vocab, self._device = vocab, device

@@ -1,8 +1,8 @@
 """What sampling does to logits, as tensors: nothing here waits for the device. A row's result is the same in any batch.
 
-Probabilities become *weights*: integers up to `UNIT`, that of the likeliest token, of 24 significant bits. Their sums are
-exact in fp64, so a sum is the same in whatever order it is made, and a choice is the same on every device and in every
-kernel that agrees on the weights.
+Probabilities become *weights*: integers up to `UNIT`, that of the likeliest token, of 24 significant bits. Their sums
+are exact in fp64, so a sum is the same in whatever order it is made, and a choice is the same on every device and in
+every kernel that agrees on the weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from coserve.kernels.sampling import launch
 from coserve.kernels.sampling.constants import GREEDY_BELOW, NOT_FINITE, UNIT
 
 OUTPUT_COUNT, PROMPT_COUNT = 2, 1
-"""What a token adds to its entry of a table of counts: each time it is in the output, and once if it is in the prompt."""
+"""What a token adds to its entry of a table of counts: each time it is in the output, and once if it is in the
+prompt."""
 
 
 def likeliest(logits_BV: Tensor) -> Tensor:
@@ -28,8 +29,8 @@ def likeliest(logits_BV: Tensor) -> Tensor:
 def penalise_(logits_BV: Tensor, rows_P: Tensor, counts_NV: Tensor, slots_P: Tensor, penalties_PK: Tensor) -> None:
     """Penalties, in place on rows `rows_P` of fp32 logits.
 
-    Rows `slots_P` of the int32 table `counts_NV` hold for each token twice its count in the output, plus 1 if it is in the
-    prompt. fp32 `penalties_PK`: repetition (of what is in prompt or output), presence, frequency.
+    Rows `slots_P` of the int32 table `counts_NV` hold for each token twice its count in the output, plus 1 if it is in
+    the prompt. fp32 `penalties_PK`: repetition (of what is in prompt or output), presence, frequency.
     """
     if logits_BV.is_cuda:
         launch.penalise_(logits_BV, rows_P, counts_NV, slots_P, penalties_PK)

@@ -1,8 +1,8 @@
 """Choosing the next token: a function of a row's logits, its request's parameters, its seed and the tokens before.
 
-Order, as in vLLM: logit bias and banned tokens, penalties, temperature, min-p, top-k, top-p. Log-probabilities are those
-of the raw logits. Every operation treats its rows apart: a row's choice is the same alone and in any batch, and the same
-where the host knows the earlier tokens (`choose`) and where only the device does (`DeviceSampler`).
+Order, as in vLLM: logit bias and banned tokens, penalties, temperature, min-p, top-k, top-p. Log-probabilities are
+those of the raw logits. Every operation treats its rows apart: a row's choice is the same alone and in any batch, and
+the same where the host knows the earlier tokens (`choose`) and where only the device does (`DeviceSampler`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ ROWS = 64
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Counts of earlier tokens, for the rows that have penalties, in their order: rows `slots` of a table (`penalise_`)."""
+    """Counts of earlier tokens, for the rows that have penalties, in their order: rows `slots` of a table
+    (`penalise_`)."""
 
     table: Tensor
     slots: Sequence[int]

@@ -16,7 +16,8 @@ FEWEST_SEQUENCES, SHORTEST = 4, 128
 
 
 class FixedAttention(PackedAttention):
-    """For up to a certain number of sequences of at most a certain length; `bounds` lie at a fixed address. Without autograd."""
+    """For up to a certain number of sequences of at most a certain length; `bounds` lie at a fixed address. Without
+    autograd."""
 
     def __init__(self, bounds: Sequence[int], device: torch.device) -> None:
         super().__init__(bounds)

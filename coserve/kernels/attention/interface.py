@@ -56,7 +56,8 @@ class Attention(Protocol):
 
 @dataclass(frozen=True)
 class TokenRun:
-    """The new tokens of one sequence in a packed batch. Runs follow each other from row 0 on, with nothing between or behind."""
+    """The new tokens of one sequence in a packed batch. Runs follow each other from row 0 on, with nothing between or
+    behind."""
 
     tokens: int
     position: int
@@ -68,9 +69,9 @@ class TokenRun:
 class StaticPagedAttention(Attention, Protocol):
     """Attention of steps in which each of at most `batch` sequences has one new token; T = `batch`.
 
-    Use: `load(runs)` (any runs), warm up a forward over `batch` rows with it, capture that forward; then, for each step,
-    `load(runs)` on the stream of the graph and replay. Row i of q, k and v belongs to `runs[i]`; rows behind the last
-    run are padding: nothing is written for them and they get zeros. Grids and addresses depend on `batch` and
+    Use: `load(runs)` (any runs), warm up a forward over `batch` rows with it, capture that forward; then, for each
+    step, `load(runs)` on the stream of the graph and replay. Row i of q, k and v belongs to `runs[i]`; rows behind the
+    last run are padding: nothing is written for them and they get zeros. Grids and addresses depend on `batch` and
     `max_tokens` alone, so a graph is right for any contexts up to `max_tokens`. `attend` never waits for the device.
     """
 
@@ -82,8 +83,8 @@ class StaticPagedAttention(Attention, Protocol):
     def load(self, runs: Sequence[TokenRun]) -> None:
         """What the next step attends to. One pinned copy to the device on the current stream; does not wait for it.
 
-        Each run has one token; `run.pages` holds its position too. Callers may load the next step while the device still
-        runs the last one: the copy takes its place in the stream.
+        Each run has one token; `run.pages` holds its position too. Callers may load the next step while the device
+        still runs the last one: the copy takes its place in the stream.
         """
         ...
 
@@ -112,12 +113,13 @@ class MixedCapacity:
 class MixedAttention(Attention, Protocol):
     """Attention of steps of any mix, decodes and chunks of prompts, within a `MixedCapacity`; T = `capacity.tokens`.
 
-    Used as `StaticPagedAttention` is. Runs follow each other from row 0 on; rows behind the last are padding: nothing is
-    written for them and they get zeros. Grids and addresses depend on the capacity alone.
+    Used as `StaticPagedAttention` is. Runs follow each other from row 0 on; rows behind the last are padding: nothing
+    is written for them and they get zeros. Grids and addresses depend on the capacity alone.
     """
 
     capacity: MixedCapacity
 
     def load(self, runs: Sequence[TokenRun]) -> None:
-        """What the next step attends to; the capacity holds it. Copies in stream order, and does not wait for the device."""
+        """What the next step attends to; the capacity holds it. Copies in stream order, and does not wait for the
+        device."""
         ...

@@ -99,9 +99,23 @@ class PackedAttention:
         unused = self._unused_rng
         assert unused is not None, "expected gradients after a forward"
         found = torch.ops.aten._flash_attention_backward(
-            dout_THD, q, k, v, out_THD, kept, bounds, bounds, longest, longest, 0.0, window is None, *unused,
-            scale=params.scaling, window_size_left=-1 if window is None else window - 1, window_size_right=0,
-        )  # fmt: skip
+            dout_THD,
+            q,
+            k,
+            v,
+            out_THD,
+            kept,
+            bounds,
+            bounds,
+            longest,
+            longest,
+            0.0,
+            window is None,
+            *unused,
+            scale=params.scaling,
+            window_size_left=-1 if window is None else window - 1,
+            window_size_right=0,
+        )
         dq, dk, dv = (x.transpose(0, 1) for x in found)
         return dq, dk, dv
 
@@ -111,9 +125,20 @@ class PackedAttention:
         q, k, v = (x.transpose(0, 1) for x in (q_HTD, k_KTD, v_KTD))
         # What `torch.nn.attention.varlen` calls; the op around it takes the host longer than the launches do.
         out, sums, *unused, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, bounds, bounds, longest, longest, 0.0, window is None, False,
-            scale=params.scaling, window_size_left=-1 if window is None else window - 1, window_size_right=0,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            bounds,
+            bounds,
+            longest,
+            longest,
+            0.0,
+            window is None,
+            False,
+            scale=params.scaling,
+            window_size_left=-1 if window is None else window - 1,
+            window_size_right=0,
+        )
         self._unused_rng = tuple(unused)
         return out, sums
 

@@ -2,8 +2,8 @@
 
     project  y[n] = bias[n] + Σ_k W[n, k] x[k]
 
-A program issues the loads of all its weights before it waits for the preceding kernels (programmatic dependent launch). The next kernel may
-start at once, so it must wait for this one before it reads anything.
+A program issues the loads of all its weights before it waits for the preceding kernels (programmatic dependent launch).
+The next kernel may start at once, so it must wait for this one before it reads anything.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
@@ -33,9 +33,17 @@ SHAPES: tuple[Shape, ...] = ((1, 4), (1, 8), (2, 4), (2, 8), (4, 4), (4, 8), (8,
 
 @triton.jit
 def project(
-    x_ptr, w_ptr, bias_ptr, y_ptr, K, N,
-    BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    y_ptr,
+    K,
+    N,
+    BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Grid (blocks of N)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -101,7 +109,19 @@ def gemv(x_D: Tensor, weight_OD: Tensor, bias_O: Tensor | None, shape: Shape) ->
     options = {"PDL": pdl} if interpreted() else {"PDL": pdl, "launch_pdl": pdl}
     y = torch.empty(O, dtype=x_D.dtype, device=x_D.device)
     launch(
-        project, (cdiv(O, block),), x_D, weight_OD, y if bias_O is None else bias_O, y, D, O,
-        BIAS=bias_O is not None, BLOCK_N=block, BLOCK_K=next_power_of_2(D), num_warps=warps, num_stages=1, **options,
-    )  # fmt: skip
+        project,
+        (cdiv(O, block),),
+        x_D,
+        weight_OD,
+        y if bias_O is None else bias_O,
+        y,
+        D,
+        O,
+        BIAS=bias_O is not None,
+        BLOCK_N=block,
+        BLOCK_K=next_power_of_2(D),
+        num_warps=warps,
+        num_stages=1,
+        **options,
+    )
     return y

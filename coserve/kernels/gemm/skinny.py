@@ -2,9 +2,9 @@
 
     y[m, n] = bias[n] + Σ_k x[m, k] W[n, k]        for up to 64 rows m, sums in fp32
 
-The weight is the left operand, so that its rows fill the tensor cores and x need not be padded to 64 rows. A program may
-start before the preceding kernel has ended (programmatic dependent launch), which saves most of a launch. The next kernel may
-start once every program has waited for the preceding one: it finds x complete, and y not.
+The weight is the left operand, so that its rows fill the tensor cores and x need not be padded to 64 rows. A program
+may start before the preceding kernel has ended (programmatic dependent launch), which saves most of a launch. The next
+kernel may start once every program has waited for the preceding one: it finds x complete, and y not.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
@@ -32,7 +32,8 @@ ROWS = (16, 32, 64)
 
 @dataclass(frozen=True)
 class Shape:
-    """Block sizes of outputs (n) and inputs (k), programs that share an output block (splits), warps, pipeline stages."""
+    """Block sizes of outputs (n) and inputs (k), programs that share an output block (splits), warps, pipeline
+    stages."""
 
     n: int
     k: int
@@ -58,11 +59,26 @@ PROGRAMS = (60, 600)
 
 @triton.jit(do_not_specialize=["M"])
 def project(
-    x_ptr, w_ptr, bias_ptr, y_ptr, parts_ptr, counters_ptr, M, N, K, x_stride,
-    BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (blocks of N, SPLITS). K is a multiple of SPLITS * BLOCK_K. The last of a block's parts sums them, in order."""
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    y_ptr,
+    parts_ptr,
+    counters_ptr,
+    M,
+    N,
+    K,
+    x_stride,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (blocks of N, SPLITS). K is a multiple of SPLITS * BLOCK_K. The last of a block's parts sums them, in
+    order."""
     block, split = tl.program_id(0), tl.program_id(1)
     n, m = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
     steps = K // (SPLITS * BLOCK_K)
@@ -100,7 +116,8 @@ def rows_of(rows: int) -> int | None:
 
 
 def shapes_of(inputs: int, outputs: int, dtype: torch.dtype) -> list[Shape]:
-    """The `SHAPES` to try: those that divide D `inputs`, within `PROGRAMS` if any is. Empty for fp32, which tensor cores round."""
+    """The `SHAPES` to try: those that divide D `inputs`, within `PROGRAMS` if any is. Empty for fp32, which tensor
+    cores round."""
     if dtype not in (torch.bfloat16, torch.float16):
         return []
     fewest, most = PROGRAMS
@@ -116,9 +133,11 @@ def make_counters(outputs: int, device: torch.device) -> Tensor:
 def skinny_gemm(
     x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, counters: Tensor, shape: Shape
 ) -> tuple[Tensor, Tensor]:
-    """(T, O) in x's dtype: `x Wᵀ + bias` for up to 64 rows. D is a multiple of `shape.splits * shape.k`; x's rows are dense.
+    """(T, O) in x's dtype: `x Wᵀ + bias` for up to 64 rows. D is a multiple of `shape.splits * shape.k`; x's rows are
+    dense.
 
-    Also returns its workspace, still busy when the next kernel starts early: keep it until that kernel has its own memory.
+    Also returns its workspace, still busy when the next kernel starts early: keep it until that kernel has its own
+    memory.
     """
     (rows, inputs), outputs = x_TD.shape, weight_OD.shape[0]
     block, pdl = rows_of(rows), device_info(x_TD.device).early_launch
@@ -129,11 +148,28 @@ def skinny_gemm(
     if shape.splits > 1:
         parts = torch.empty(shape.splits, rows, outputs, dtype=torch.float32, device=x_TD.device)
     launch(
-        project, (cdiv(outputs, shape.n), shape.splits),
-        x_TD, weight_OD, y if bias_O is None else bias_O, y, parts, counters, rows, outputs, inputs, x_TD.stride(0),
-        BIAS=bias_O is not None, BLOCK_M=block, BLOCK_N=shape.n, BLOCK_K=shape.k, SPLITS=shape.splits,
-        STAGES=shape.stages, PDL=pdl, num_warps=shape.warps, **({} if interpreted() else {"launch_pdl": pdl}),
-    )  # fmt: skip
+        project,
+        (cdiv(outputs, shape.n), shape.splits),
+        x_TD,
+        weight_OD,
+        y if bias_O is None else bias_O,
+        y,
+        parts,
+        counters,
+        rows,
+        outputs,
+        inputs,
+        x_TD.stride(0),
+        BIAS=bias_O is not None,
+        BLOCK_M=block,
+        BLOCK_N=shape.n,
+        BLOCK_K=shape.k,
+        SPLITS=shape.splits,
+        STAGES=shape.stages,
+        PDL=pdl,
+        num_warps=shape.warps,
+        **({} if interpreted() else {"launch_pdl": pdl}),
+    )
     return y, parts
 
 
@@ -147,8 +183,8 @@ def run_each(weight_OD: Tensor, counters: Tensor, rows: int) -> None:
 def fastest(weights_OD: Sequence[Tensor], counters: Tensor, rows: int) -> Shape | None:
     """The shape with which `skinny_gemm` beats torch's own GEMM most at `rows` rows; None if none does.
 
-    Measured in a CUDA graph over all of `weights_OD`, which together should be more than the L2 cache holds, with a small
-    kernel ahead of each GEMM as in a model.
+    Measured in a CUDA graph over all of `weights_OD`, which together should be more than the L2 cache holds, with a
+    small kernel ahead of each GEMM as in a model.
     """
     x = torch.randn(rows, weights_OD[0].shape[1], dtype=weights_OD[0].dtype, device=weights_OD[0].device)
     best, chosen = _milliseconds(torch.nn.functional.linear, x, weights_OD), None

@@ -11,8 +11,9 @@ import torch
 FREE_BYTES = 1 << 30
 """What a capture may need of the GPU's memory. While a stream captures, torch cannot free what it holds."""
 TRAINING_PRIORITY, GENERATION_PRIORITY = -1, -2
-"""Of the streams that graphs are captured on where training and generation have the default stream. torch gives out its 32 streams of a
-priority in turn, so one of the priority of copies would be a copy's, too, which would become part of the graph."""
+"""Of the streams that graphs are captured on where training and generation have the default stream. torch gives out its
+32 streams of a priority in turn, so one of the priority of copies would be a copy's, too, which would become part of
+the graph."""
 
 
 @contextmanager
@@ -34,8 +35,9 @@ def captured(
     """Captures the kernels launched inside into `graph`. `memory`: a pool that it shares with other graphs.
 
     Garbage collection is disabled meanwhile: it might free graphs, events or pinned memory, which CUDA forbids while a
-    stream captures. CUDA calls of other threads, those that load adapters for one, are allowed. Unlike `torch.cuda.graph`, a
-    capture into a given pool does not wait for the device, and frees what torch holds only where less than `FREE_BYTES` are
+    stream captures. CUDA calls of other threads, those that load adapters for one, are allowed. Unlike
+    `torch.cuda.graph`, a capture into a given pool does not wait for the device, and frees what torch holds only where
+    less than `FREE_BYTES` are
     free: both take longer than the capture.
     """
     with gc_paused():
@@ -60,8 +62,8 @@ def captured(
 
 
 def free_cached() -> bool:
-    """Let torch free the memory that it holds for later, where little else is free: it cannot while a pool of graphs is in use. Returns
-    whether it did: what it freed must be allocated again, and both take milliseconds."""
+    """Let torch free the memory that it holds for later, where little else is free: it cannot while a pool of graphs is
+    in use. Returns whether it did: what it freed must be allocated again, and both take milliseconds."""
     little = torch.cuda.mem_get_info()[0] < FREE_BYTES
     if little:
         torch.cuda.empty_cache()
@@ -69,8 +71,8 @@ def free_cached() -> bool:
 
 
 def _give_up(graph: torch.cuda.CUDAGraph, memory: tuple[int, int], device: torch.device) -> None:
-    """End a capture that has failed. Where CUDA cannot end it, torch would go on to count the pool as in use, and never free what it
-    holds."""
+    """End a capture that has failed. Where CUDA cannot end it, torch would go on to count the pool as in use, and never
+    free what it holds."""
     try:
         graph.capture_end()
     except RuntimeError:

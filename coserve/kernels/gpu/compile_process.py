@@ -29,7 +29,8 @@ def ignore_compiled(_name: str, _seconds: float) -> None:
 
 
 def compile_kernel(module: str, name: str, specialization: str, target: GPUTarget) -> tuple[str, float] | None:
-    """Compile the kernel `name` of `module` for `target`. Returns its name and the seconds that it took; None: it was in the cache.
+    """Compile the kernel `name` of `module` for `target`. Returns its name and the seconds that it took; None: it was
+    in the cache.
 
     `specialization`: JSON, as Triton's `jit_cache_hook` gets it. One call at a time in a process."""
     given, began, hits = json.loads(specialization), time.monotonic(), list[bool]()
@@ -67,8 +68,8 @@ def _tuples(value: object) -> object:
 
 @contextmanager
 def compiled_by(processes: Executor, on_compiled: OnCompiled = ignore_compiled) -> Iterator[None]:
-    """Inside, a kernel's `warmup` has one of these processes compile what its arguments need, once; all is compiled at the end. A kernel that
-    is launched all the same is compiled here.
+    """Inside, a kernel's `warmup` has one of these processes compile what its arguments need, once; all is compiled at
+    the end. A kernel that is launched all the same is compiled here.
 
     What a compilation raised is raised at the end, whatever became of it inside; nothing more is compiled then.
     """

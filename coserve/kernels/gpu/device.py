@@ -17,7 +17,8 @@ class DeviceInfo:
     shared_bytes: int
     """Shared memory that one program may use."""
     early_launch: bool
-    """Whether a kernel may start before the preceding one has ended (programmatic dependent launch, sm_90 and later)."""
+    """Whether a kernel may start before the preceding one has ended (programmatic dependent launch, sm_90 and
+    later)."""
 
 
 H200 = DeviceInfo(multiprocessors=132, shared_bytes=227 * 1024, early_launch=True)
@@ -25,11 +26,13 @@ H200 = DeviceInfo(multiprocessors=132, shared_bytes=227 * 1024, early_launch=Tru
 
 
 _counts: dict[int | None, int] = {}
-"""Multiprocessors that launches count, by the handle of their stream; under None those of other streams. Empty: all of the GPU."""
+"""Multiprocessors that launches count, by the handle of their stream; under None those of other streams. Empty: all of
+the GPU."""
 
 
 def count_multiprocessors(count: int, stream: int | None = None) -> None:
-    """From now on launches on the stream with this handle have `count` multiprocessors; None: those on streams without a count."""
+    """From now on launches on the stream with this handle have `count` multiprocessors; None: those on streams without
+    a count."""
     _counts[stream] = count
 
 
@@ -44,8 +47,8 @@ def of_a_part(stream: torch.cuda.Stream) -> bool:
 
 
 def device_info(device: torch.device) -> DeviceInfo:
-    """The facts of `device`, as far as the current stream may use it. For a CPU: an H200 without early launch, so that tests there
-    cut batches as a GPU does."""
+    """The facts of `device`, as far as the current stream may use it. For a CPU: an H200 without early launch, so that
+    tests there cut batches as a GPU does."""
     if not _counts or device.type != "cuda":
         return _whole(device)
     stream = torch._C._cuda_getCurrentRawStream(

@@ -13,8 +13,8 @@ from coserve.kernels.gpu.capture import captured, free_cached
 
 
 class Recorder(Protocol):
-    """Records what functions launch, to launch it again. One sequence of recordings runs at a time: what they compute lies in the same
-    memory."""
+    """Records what functions launch, to launch it again. One sequence of recordings runs at a time: what they compute
+    lies in the same memory."""
 
     @property
     def bytes(self) -> int:
@@ -22,7 +22,8 @@ class Recorder(Protocol):
         ...
 
     def pool_of_pass(self) -> Callable[[], AbstractContextManager[None]]:
-        """For each layer of one pass: what runs inside is not recorded; its new tensors come from the recordings' memory pool."""
+        """For each layer of one pass: what runs inside is not recorded; its new tensors come from the recordings'
+        memory pool."""
         ...
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
@@ -38,8 +39,9 @@ class GraphMemory:
         stream: torch.cuda.Stream,
         held: Callable[[], AbstractContextManager[Callable[[Callable[[], None]], None]]] = lambda: nullcontext(_call),
     ) -> None:
-        """`stream`: of the captures, and of nothing that other threads launch, which would be captured, too. Graphs keep its multiprocessors
-        and its priority; they run on the stream that is current then. `held` is entered around each capture; what it gives launches that
+        """`stream`: of the captures, and of nothing that other threads launch, which would be captured, too. Graphs
+        keep its multiprocessors and its priority; they run on the stream that is current then. `held` is entered around
+        each capture; what it gives launches that
         graph: see `Traffic.held` of ranks."""
         self._pool, self._stream, self._held = torch.cuda.MemPool(), stream, held
 

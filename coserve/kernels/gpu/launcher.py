@@ -1,8 +1,8 @@
 """Triton launches with little host overhead.
 
 On each launch Triton derives from all arguments which compiled specialization serves them, which takes the host several
-times as long as the launch itself; a layer has some ten launches. A `Launcher` caches the specialization by everything that it
-may depend on.
+times as long as the launch itself; a layer has some ten launches. A `Launcher` caches the specialization by everything
+that it may depend on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from coserve.kernels.gpu.compile_process import OnCompiled, compiled_by, ignore_
 from coserve.kernels.gpu.device import interpreted
 
 MAX_CACHED = 8192
-"""Entries of a launcher's cache, which is cleared when full. Numbers are part of the key, so each new size of a step is an entry."""
+"""Entries of a launcher's cache, which is cleared when full. Numbers are part of the key, so each new size of a step is
+an entry."""
 ALIGNMENT = 15
 """Bits of an address that Triton specializes on."""
 
@@ -40,7 +41,8 @@ Constant = bool | int
 @contextmanager
 def compile_only(processes: Executor | None, on_compiled: OnCompiled = ignore_compiled) -> Iterator[None]:
     """Inside, `Launcher` and `launch` launch nothing, and these processes compile: what kernels would have written is
-    undefined. All is compiled at the end, or what a compilation raised is raised. For processes that fill caches while others use the GPU.
+    undefined. All is compiled at the end, or what a compilation raised is raised. For processes that fill caches while
+    others use the GPU.
 
     `processes`: None: this process compiles. `on_compiled`: called for each kernel that they compiled."""
     token = _mode.set(_Mode.COMPILE)
@@ -53,7 +55,8 @@ def compile_only(processes: Executor | None, on_compiled: OnCompiled = ignore_co
 
 @contextmanager
 def launch_nothing() -> Iterator[None]:
-    """Inside, `Launcher` and `launch` do nothing. For fake tensors: what kernels read and write was allocated before."""
+    """Inside, `Launcher` and `launch` do nothing. For fake tensors: what kernels read and write was allocated
+    before."""
     token = _mode.set(_Mode.SKIP)
     try:
         yield

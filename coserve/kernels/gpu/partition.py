@@ -1,7 +1,8 @@
 """Splits a GPU's multiprocessors into two disjoint parts with a stream each (CUDA green contexts).
 
-Kernels that are launched or captured on such a stream run on its part's multiprocessors alone. Memory, events and compiled
-kernels are those of the ordinary (primary) context, so tensors belong to both parts. Memory bandwidth and the L2 cache are shared.
+Kernels that are launched or captured on such a stream run on its part's multiprocessors alone. Memory, events and
+compiled kernels are those of the ordinary (primary) context, so tensors belong to both parts. Memory bandwidth and the
+L2 cache are shared.
 
 torch's own `GreenContext` makes one part; a second one would overlap it. So this calls the driver (CUDA driver API,
 section "Green Contexts"): version 12.5 or later.
@@ -29,7 +30,8 @@ SM = 1
 DEFAULT_STREAM = 1
 """`CU_GREEN_CTX_DEFAULT_STREAM`, which `cuGreenCtxCreate` requires."""
 NON_BLOCKING = 1
-"""`CU_STREAM_NON_BLOCKING`, which `cuGreenCtxStreamCreate` requires: no implicit synchronisation with the default stream."""
+"""`CU_STREAM_NON_BLOCKING`, which `cuGreenCtxStreamCreate` requires: no implicit synchronisation with the default
+stream."""
 
 
 class DriverResource(ctypes.Structure):
@@ -68,7 +70,8 @@ class Partition:
 
 
 class _Driver:
-    """The few calls that torch has no names for. Raises `StartupError` for a driver without them, and for what they answer."""
+    """The few calls that torch has no names for. Raises `StartupError` for a driver without them, and for what they
+    answer."""
 
     def __init__(self, open_library: OpenLibrary) -> None:
         try:
@@ -83,7 +86,8 @@ class _Driver:
         found = version.value // 1000, version.value % 1000 // 10
         if found < DRIVER:
             raise StartupError(
-                f"policy: 'spatial' needs green contexts, expected a CUDA driver of version {_text(DRIVER)} or later, got {_text(found)}"
+                f"policy: 'spatial' needs green contexts, expected a CUDA driver of version {_text(DRIVER)} or later, "
+                f"got {_text(found)}"
             )
 
     def call(self, name: str, *arguments: object, why: str = "policy: 'spatial'") -> None:
@@ -113,11 +117,11 @@ def part_sizes(device: torch.device, share: float, *, open_library: OpenLibrary 
 
 
 def split_multiprocessors(device: torch.device, share: float) -> Partition:
-    """Gives training the `share` (above 0, below 1) of the GPU's multiprocessors, rounded up to what the GPU allows: multiples of 8
-    on an H100 or H200. Generation gets the rest.
+    """Gives training the `share` (above 0, below 1) of the GPU's multiprocessors, rounded up to what the GPU allows:
+    multiples of 8 on an H100 or H200. Generation gets the rest.
 
-    From then on launches of kernels count the multiprocessors of their stream's part (`device_info`), those on other streams as
-    generation's. Once a process, before kernels are launched for good.
+    From then on launches of kernels count the multiprocessors of their stream's part (`device_info`), those on other
+    streams as generation's. Once a process, before kernels are launched for good.
 
     Raises `StartupError` for a device, a driver or a share with which that is not possible.
     """
@@ -146,7 +150,10 @@ def _split(driver: _Driver, handle: ctypes.c_int, share: float) -> tuple[DriverR
     driver.call("cuDeviceGetDevResource", handle, ctypes.byref(whole), ctypes.c_int(SM))
     wanted = max(1, round(share * whole.multiprocessors))
     places = (ctypes.byref(part), ctypes.byref(groups), ctypes.byref(whole), ctypes.byref(rest))
-    why = f"training_sm_share: {share} of {whole.multiprocessors} multiprocessors: no part for training, or none for generation"
+    why = (
+        f"training_sm_share: {share} of {whole.multiprocessors} multiprocessors: no part for training, or none for "
+        "generation"
+    )
     driver.call("cuDevSmResourceSplitByCount", *places, ctypes.c_uint(0), ctypes.c_uint(wanted), why=why)
     if groups.value < 1 or rest.type != SM or not rest.multiprocessors:
         raise StartupError(why)

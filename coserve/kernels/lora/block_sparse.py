@@ -125,7 +125,8 @@ def _best_block(segments: Segments) -> int:
 
 
 def topology_of(segments: Segments, ranks: Sequence[int], block: int, device: torch.device) -> Topology:
-    """In blocks of `block` rows. `ranks`: of the adapters in `segments.runs`, in their order; 0: no pair at the site."""
+    """In blocks of `block` rows. `ranks`: of the adapters in `segments.runs`, in their order; 0: no pair at the
+    site."""
     sources: list[int] = []
     rows: list[int] = []
     places: list[int] = []

@@ -1,4 +1,5 @@
-"""How several GPUs exchange the intermediates of fully sharded pairs, between the shrink and the expand of a group of sites."""
+"""How several GPUs exchange the intermediates of fully sharded pairs, between the shrink and the expand of a group of
+sites."""
 
 from __future__ import annotations
 
@@ -29,11 +30,13 @@ class Exchange(Protocol):
         ...
 
     def needs_all_parts(self, size: int) -> bool:
-        """Whether `run` is given all parts, with zeros in those of the others; else its own part. `size`: bytes of a split of all parts."""
+        """Whether `run` is given all parts, with zeros in those of the others; else its own part. `size`: bytes of a
+        split of all parts."""
         ...
 
     def run(self, h: Tensor) -> Tensor:
-        """(1 or P, K, G, T, W) -> (P, 1 or K, G, T, W), complete: one collective. May overwrite `h`, of which parts may be unset.
+        """(1 or P, K, G, T, W) -> (P, 1 or K, G, T, W), complete: one collective. May overwrite `h`, of which parts may
+        be unset.
 
         Can be captured. All GPUs call it at once.
         """

@@ -1,4 +1,5 @@
-"""`grouped`: the base runs batched, and each site loops over its adapters, as PEFT does. The CPU's backend, and a baseline."""
+"""`grouped`: the base runs batched, and each site loops over its adapters, as PEFT does. The CPU's backend, and a
+baseline."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup
 
 CPU_MIN_ROWS = 16
-"""torch's CPU matrix product gives a row the same bits whatever the other rows are, from 8 rows on; below it does not."""
+"""torch's CPU matrix product gives a row the same bits whatever the other rows are, from 8 rows on; below it does
+not."""
 
 
 class GroupedBackend(LoraBackend):
@@ -76,7 +78,8 @@ def _product(x_NI: Tensor, packed: Tensor, blocks: int) -> Tensor:
 
 
 def _linear(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-    """`linear`. On CPU a product with a vector is another routine, and varies with the rows: one of rank 1 is widened."""
+    """`linear`. On CPU a product with a vector is another routine, and varies with the rows: one of rank 1 is
+    widened."""
     outputs, inputs = weight_OI.shape
     if x_NI.device.type == "cpu" and 1 in (outputs, inputs):
         x_NI, weight_OI = pad(x_NI, (0, int(inputs == 1))), pad(weight_OI, (0, int(inputs == 1), 0, int(outputs == 1)))

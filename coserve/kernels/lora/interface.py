@@ -1,4 +1,5 @@
-"""What a LoRA backend is: how the terms of one step's adapters are prepared, and how they are added at the base's sites."""
+"""What a LoRA backend is: how the terms of one step's adapters are prepared, and how they are added at the base's
+sites."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ class PreparedLora(ABC):
     """
 
     anchor: Tensor | None = None
-    """Set where the kernels add gradients to the pairs' `MainGrads`, so that autograd returns none for them: a dummy leaf that
-    triggers our backward in the lowest trainable layer. It gets no gradient."""
+    """Set where the kernels add gradients to the pairs' `MainGrads`, so that autograd returns none for them: a dummy
+    leaf that triggers our backward in the lowest trainable layer. It gets no gradient."""
 
     @property
     def sums_gradients(self) -> bool:
@@ -46,7 +47,8 @@ class PreparedLora(ABC):
     def add_(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, overlapped: bool = False) -> None:
         """`add` in place, without gradients.
 
-        `overlapped`: the preceding kernel is a GEMM that allows early launch: x is readable, its workspace is still busy.
+        `overlapped`: the preceding kernel is a GEMM that allows early launch: x is readable, its workspace is still
+        busy.
         """
         for y, added in zip(ys, self.add(group, ys, x_TD), strict=True):
             if added is not y:
@@ -76,7 +78,8 @@ class PreparedLora(ABC):
         return stacked.add_backward(self.terms_backward(group, dys, x_TD, kept), dy_TO)
 
     def terms_forward(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, keep: bool) -> object:
-        """`add_` without autograd, for training: with `keep` what `terms_backward` needs. The group's sites are changed."""
+        """`add_` without autograd, for training: with `keep` what `terms_backward` needs. The group's sites are
+        changed."""
         raise NotImplementedError(f"{type(self).__name__} has no forward of its own")
 
     def terms_backward(self, group: SiteGroup, dys: Sequence[Tensor], x_TD: Tensor, kept: object) -> Tensor:
@@ -84,13 +87,14 @@ class PreparedLora(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no backward of its own")
 
     def for_batch(self, segments: Segments) -> PreparedLora | None:
-        """The same adapters, whose weights may have changed in place, for another batch; None: they must be prepared anew."""
+        """The same adapters, whose weights may have changed in place, for another batch; None: they must be prepared
+        anew."""
         return None
 
     @property
     def structure(self) -> Hashable | None:
-        """Key of the launches of a batch that learns: those of equal keys differ in addresses and contents of tables only. None: they
-        cannot be captured in a CUDA graph."""
+        """Key of the launches of a batch that learns: those of equal keys differ in addresses and contents of tables
+        only. None: they cannot be captured in a CUDA graph."""
         return None
 
     def fixed(self) -> FixedLora:

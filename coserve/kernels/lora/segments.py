@@ -28,7 +28,8 @@ class Segments:
 
     @cached_property
     def runs(self) -> dict[int, list[tuple[int, int]]]:
-        """Adapter -> its `[start, end)` rows in order, empty segments dropped and neighbours joined; no entry for -1."""
+        """Adapter -> its `[start, end)` rows in order, empty segments dropped and neighbours joined; no entry for
+        -1."""
         runs: dict[int, list[tuple[int, int]]] = {}
         for adapter, start, end in zip(self.adapters, self.bounds, self.bounds[1:], strict=False):
             if adapter < 0 or start == end:

@@ -1,4 +1,5 @@
-"""What every LoRA backend is given: an adapter's matrices at one site, sites that read one input, their frozen weights."""
+"""What every LoRA backend is given: an adapter's matrices at one site, sites that read one input, their frozen
+weights."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class MainGrads:
 
 
 class TableEntry(NamedTuple):
-    """A pair as the kernels' table lists it: addresses of its matrices and of their `MainGrads` (0: none), shape, scaling."""
+    """A pair as the kernels' table lists it: addresses of its matrices and of their `MainGrads` (0: none), shape,
+    scaling."""
 
     a: int
     b: int
@@ -57,8 +59,8 @@ class LoraPair:
 
     The contents of its tensors may change, their addresses must not.
 
-    BD-LoRA: one of both matrices may be block-diagonal, of N blocks that divide D, O and R, and is then kept packed, its
-    blocks one below the other (PEFT's layout). Block i of A, rows [i R/N, (i+1) R/N) of (R, D/N), reads the columns
+    BD-LoRA: one of both matrices may be block-diagonal, of N blocks that divide D, O and R, and is then kept packed,
+    its blocks one below the other (PEFT's layout). Block i of A, rows [i R/N, (i+1) R/N) of (R, D/N), reads the columns
     [i D/N, (i+1) D/N) of x; block i of B, rows [i O/N, (i+1) O/N) of (O, R/N), reads the ranks [i R/N, (i+1) R/N).
     """
 
@@ -98,8 +100,8 @@ class LoraPair:
 
     @cached_property
     def entry(self) -> TableEntry | None:
-        """None where the kernels cannot read the pair as it lies: contiguous and aligned, rows of b_OR and of blocks of A whole
-        vectors."""
+        """None where the kernels cannot read the pair as it lies: contiguous and aligned, rows of b_OR and of blocks of
+        A whole vectors."""
         if self.a_blocks > 1 and self.a_RD.shape[1] % VECTOR:
             return None
         if self.b_OR.shape[1] % VECTOR or not (is_aligned(self.a_RD) and is_aligned(self.b_OR)):
@@ -140,8 +142,8 @@ class SiteGroup:
 
 @dataclass(frozen=True)
 class StackedWeights:
-    """The frozen weights of the sites of a group, one below the other. Only here, and in the choice of dense GEMMs, is it
-    known how they are stored."""
+    """The frozen weights of the sites of a group, one below the other. Only here, and in the choice of dense GEMMs, is
+    it known how they are stored."""
 
     weight: Tensor
     """(ΣO, D)."""

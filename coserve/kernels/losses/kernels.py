@@ -1,7 +1,7 @@
 """Losses of rows of logits and their gradients, which take the logits' place. A row is read twice and written once.
 
-The first pass keeps for each column of a program's block the largest logit and the sum of exponentials relative to it (online softmax: Milakov and
-Gimelshein 2018). Arithmetic is fp32.
+The first pass keeps for each column of a program's block the largest logit and the sum of exponentials relative to it
+(online softmax: Milakov and Gimelshein 2018). Arithmetic is fp32.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
@@ -61,9 +61,7 @@ def likelihood(logits_ptr, labels_ptr, found_ptr, stride, V, BLOCK: tl.constexpr
 
 
 @triton.jit
-def divergence(
-    logits_ptr, teacher_ptr, labels_ptr, found_ptr, stride, teacher_stride, V, BLOCK: tl.constexpr
-):  # fmt: skip
+def divergence(logits_ptr, teacher_ptr, labels_ptr, found_ptr, stride, teacher_stride, V, BLOCK: tl.constexpr):
     """Grid (rows). As `likelihood`; teacher: (K, V), any float dtype."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride

@@ -20,8 +20,8 @@ _likelihood, _divergence = Launcher(kernels.likelihood), Launcher(kernels.diverg
 def negative_log_likelihood_(
     logits_KV: Tensor, labels_K: Tensor, found_K2: Tensor, *, block: int = BLOCK, warps: int = WARPS
 ) -> None:
-    """-log softmax(logits)[label] of each row (nats) into `found_K2[:, 0]`, and 1 into `found_K2[:, 1]` where no logit of the row is
-    larger than its label's, else 0. The logits become the gradient of the losses' sum in them.
+    """-log softmax(logits)[label] of each row (nats) into `found_K2[:, 0]`, and 1 into `found_K2[:, 1]` where no logit
+    of the row is larger than its label's, else 0. The logits become the gradient of the losses' sum in them.
 
     `logits_KV`: any float dtype, rows may lie apart; `labels_K`: int64; `found_K2`: fp64.
     """
@@ -44,7 +44,8 @@ def divergence_(
     block: int = BLOCK,
     warps: int = WARPS,
 ) -> None:
-    """As `negative_log_likelihood_`; each row's loss is the Kullback-Leibler divergence of softmax(logits) from softmax(teacher)."""
+    """As `negative_log_likelihood_`; each row's loss is the Kullback-Leibler divergence of softmax(logits) from
+    softmax(teacher)."""
     _check(logits_KV, labels_K, found_K2)
     assert teacher_KV.shape == logits_KV.shape and teacher_KV.stride(1) == 1, (
         "expected a teacher's logits of the same rows"

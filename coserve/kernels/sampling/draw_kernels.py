@@ -4,8 +4,8 @@
     sift    each chunk's sum of weights above the threshold (`threshold_kernel`), and its ties
     settle  the first token, in order of ids, whose running sum of kept weights is above a uniform share of all
 
-The weights are whole numbers whose sums are exact in fp64 (`generate.sampling.draws`), so the order of additions does not
-matter.
+The weights are whole numbers whose sums are exact in fp64 (`generate.sampling.draws`), so the order of additions does
+not matter.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
@@ -58,9 +58,19 @@ def sift(likeliest_ptr, columns_ptr, weights_ptr, masses_ptr, ties_ptr, bounds_p
 
 @triton.jit(do_not_specialize_on_alignment=["ties_ptr", "bounds_ptr"])
 def settle(
-    likeliest_ptr, columns_ptr, weights_ptr, masses_ptr, ties_ptr, bounds_ptr, tokens_ptr, V, chunks,
-    FILTERS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
+    likeliest_ptr,
+    columns_ptr,
+    weights_ptr,
+    masses_ptr,
+    ties_ptr,
+    bounds_ptr,
+    tokens_ptr,
+    V,
+    chunks,
+    FILTERS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
     """Grid (rows)."""
     row = tl.program_id(0).to(tl.int64)
     likeliest = tl.load(likeliest_ptr + row)

@@ -76,7 +76,8 @@ def draw(
 def penalise_(
     logits_BV: Tensor, rows_P: Tensor, counts_NV: Tensor, slots_P: Tensor, penalties_PK: Tensor, blocks: Blocks = BLOCKS
 ) -> None:
-    """See `generate.sampling.draws.penalise_`: in place on some rows of fp32 logits, with rows `slots_P` of the table `counts_NV`."""
+    """See `generate.sampling.draws.penalise_`: in place on some rows of fp32 logits, with rows `slots_P` of the table
+    `counts_NV`."""
     assert logits_BV.is_contiguous() and counts_NV.is_contiguous(), "expected whole rows"
     vocab = logits_BV.shape[1]
     grid = (len(rows_P), cdiv(vocab, blocks.chunk))

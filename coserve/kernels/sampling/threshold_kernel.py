@@ -1,4 +1,5 @@
-"""Where top-k and top-p end in a row of weights: the last weight that is kept, and how many of its ties (lower ids first).
+"""Where top-k and top-p end in a row of weights: the last weight that is kept, and how many of its ties (lower ids
+first).
 
 A threshold is searched for by bisection of the bits of fp32 weights, which are in the order of the weights (compare
 FlashInfer's sorting-free sampling, which draws again where this searches): three pivots a pass, until no two different
@@ -73,9 +74,17 @@ def _search(weights_ptr, V, low, high, goal, COUNT: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit(do_not_specialize_on_alignment=["bounds_ptr"])
 def threshold(
-    likeliest_ptr, columns_ptr, weights_ptr, masses_ptr, bounds_ptr, V, chunks,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
+    likeliest_ptr,
+    columns_ptr,
+    weights_ptr,
+    masses_ptr,
+    bounds_ptr,
+    V,
+    chunks,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
     """Grid (rows). `bounds` (rows, 2): the bits of the last weight kept, and how many of its ties are kept."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(columns_ptr + row * 5)

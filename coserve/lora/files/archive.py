@@ -23,8 +23,8 @@ class AdapterArchive:
     """Holds the files open, so they stay readable if the adapter is deleted meanwhile. Close it after use."""
 
     def __init__(self, record: AdapterRecord, folder: Path) -> None:
-        """On a thread: the files are read. Raises `AdapterNotFound` for a folder that is gone, `CorruptAdapter` for other files than were registered,
-        `StorageError` where the machine cannot open a file now."""
+        """On a thread: the files are read. Raises `AdapterNotFound` for a folder that is gone, `CorruptAdapter` for
+        other files than were registered, `StorageError` where the machine cannot open a file now."""
         if not folder.is_dir():
             raise AdapterNotFound(f"no files of adapter {record.ref}", field="id")
         self.ref = record.ref

@@ -1,9 +1,9 @@
 """BD-LoRA: which matrices of an adapter are block-diagonal, by its settings. No torch, no files.
 
-Tensor parallelism shards the weight of a column-parallel site (q, k, v, gate, up) by output features and that of a row-parallel
-one (o, down) by input features. An adapter of N blocks adds an independent LoRA of rank r/N to each of N such shards: B is
-block-diagonal at column-parallel sites and A at row-parallel ones (the BD-LoRA paper, section 3). Only the blocks are stored,
-packed as PEFT does: b_OR as (O, R/N), a_RD as (R, D/N), block i in rows i of N.
+Tensor parallelism shards the weight of a column-parallel site (q, k, v, gate, up) by output features and that of a
+row-parallel one (o, down) by input features. An adapter of N blocks adds an independent LoRA of rank r/N to each of N
+such shards: B is block-diagonal at column-parallel sites and A at row-parallel ones (the BD-LoRA paper, section 3).
+Only the blocks are stored, packed as PEFT does: b_OR as (O, R/N), a_RD as (R, D/N), block i in rows i of N.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _LEAVES = {
     ParallelStyle.COLUMN: ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1", "c_fc", "dense_h_to_4h"),
     ParallelStyle.ROW: ("o_proj", "out_proj", "dense", "Wo", "down_proj", "fc2", "c_proj", "dense_4h_to_h"),
 }
-"""Last parts of sites' names. Fused projections (`qkv_proj`, `gate_up_proj`, `c_attn`) are neither: a contiguous piece of their
-rows is no shard of the model."""
+"""Last parts of sites' names. Fused projections (`qkv_proj`, `gate_up_proj`, `c_attn`) are neither: a contiguous piece
+of their rows is no shard of the model."""
 _STYLE_OF = {leaf: style for style, leaves in _LEAVES.items() for leaf in leaves}
 
 
@@ -67,7 +67,8 @@ def undivided(site: SiteSpec, rank: int, blocks: tuple[int, int]) -> str | None:
 
 
 def check_blocks(settings: LoraSettings, base: BaseSpec, ranks: Mapping[str, int]) -> None:
-    """Raises `InvalidRequest` unless a new adapter with these ranks, by site, can have the blocks that its settings ask for."""
+    """Raises `InvalidRequest` unless a new adapter with these ranks, by site, can have the blocks that its settings ask
+    for."""
     count = settings.bd_blocks
     if not 1 <= count <= MAX_BLOCKS:
         raise InvalidRequest(f"bd_blocks: expected 1 to {MAX_BLOCKS} blocks, got {count}", field="bd_blocks")
@@ -78,7 +79,8 @@ def check_blocks(settings: LoraSettings, base: BaseSpec, ranks: Mapping[str, int
         return
     if base.family in CONV1D_FAMILIES:
         raise InvalidRequest(
-            f"BD-LoRA is not implemented for {base.family}: its linear modules are Conv1D, which PEFT's BD-LoRA refuses too",
+            f"BD-LoRA is not implemented for {base.family}: its linear modules are Conv1D, which PEFT's BD-LoRA "
+            "refuses too",
             field="bd_blocks",
         )
     _check_patterns(settings, ranks)
@@ -104,7 +106,8 @@ def check_blocks(settings: LoraSettings, base: BaseSpec, ranks: Mapping[str, int
 def peft_blocks(settings: LoraSettings, sites: Collection[str]) -> dict[str, object] | None:
     """PEFT's `use_bdlora` for an adapter with these sites; None for plain LoRA.
 
-    PEFT looks for its patterns anywhere in a module's path, so each pattern is as short as it can be without matching others.
+    PEFT looks for its patterns anywhere in a module's path, so each pattern is as short as it can be without matching
+    others.
     """
     if settings.bd_blocks == 1:
         return None

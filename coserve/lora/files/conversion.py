@@ -1,7 +1,7 @@
 """Converts an adapter's files: from LoRA to BD-LoRA, to other blocks or to another rank. NumPy, no torch.
 
-Each shard of a site's update becomes the nearest one of rank r/N (`shard_svd`); nothing is trained. Errors are relative Frobenius
-norms of the update: norm of the difference over norm of the original, of one site or of all.
+Each shard of a site's update becomes the nearest one of rank r/N (`shard_svd`); nothing is trained. Errors are relative
+Frobenius norms of the update: norm of the difference over norm of the original, of one site or of all.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ Float32 = npt.NDArray[np.float32]
 
 
 class ConversionOptions(msgspec.Struct, frozen=True):
-    """`rank`: total rank, over all blocks; None: the smallest one whose error is at most `max_error` (None: `MAX_ERROR`)."""
+    """`rank`: total rank, over all blocks; None: the smallest one whose error is at most `max_error` (None:
+    `MAX_ERROR`)."""
 
     bd_blocks: int
     rank: int | None = None
@@ -87,8 +88,8 @@ def convert_adapter(
     *,
     threads: int = THREADS,
 ) -> ConversionReport:
-    """Write the converted adapter's files into the folder `target`. `digests`: what the registry knows of the source's files;
-    `progress` is called for each site.
+    """Write the converted adapter's files into the folder `target`. `digests`: what the registry knows of the source's
+    files; `progress` is called for each site.
 
     Raises:
         InvalidRequest: blocks or a rank that do not fit the sites, an error above the bound.
@@ -145,7 +146,8 @@ def _report(losses: Mapping[str, Matrix], options: ConversionOptions) -> Convers
     rank = smallest if options.rank is None else min(options.rank, blocks * most)
     if rank > MAX_RANK:
         raise InvalidRequest(
-            f"an error of at most {bound:g} takes rank {rank}: expected at most {MAX_RANK}; allow a larger error or give a rank",
+            f"an error of at most {bound:g} takes rank {rank}: expected at most {MAX_RANK}; allow a larger error or "
+            "give a rank",
             field="max_error",
         )
     error = float(errors[rank // blocks])

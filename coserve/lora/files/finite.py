@@ -22,8 +22,9 @@ _TOO_LARGE = {
 
 
 def all_finite(data: npt.NDArray[np.uint8], kind: str) -> bool:
-    """Whether bytes of numbers of this type hold no NaN and no infinity: two passes, and no temporary. Positive numbers ascend with their bits
-    as signed integers, negative ones descend with them as unsigned ones, and what is not finite lies beyond all others."""
+    """Whether bytes of numbers of this type hold no NaN and no infinity: two passes, and no temporary. Positive numbers
+    ascend with their bits as signed integers, negative ones descend with them as unsigned ones, and what is not finite
+    lies beyond all others."""
     unsigned, _ = _MAGNITUDE[kind]
     bits, infinity = data.view(unsigned).ravel(), _INFINITY[kind]
     negative = infinity | 1 << (8 * bits.itemsize - 1)

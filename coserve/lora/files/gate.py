@@ -1,7 +1,7 @@
 """Checks PEFT's `adapter_config.json` against a list of allowed keys and values. No torch.
 
-Unknown keys and unimplemented variants are refused by name unless they are switched off. PEFT itself ignores keys that it
-does not know; an adapter read that way would be served wrong silently.
+Unknown keys and unimplemented variants are refused by name unless they are switched off. PEFT itself ignores keys that
+it does not know; an adapter read that way would be served wrong silently.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ _REASONS = {
     "target_parameters": "LoRA on parameters (experts) is not implemented",
     "use_qalora": "QALoRA is not implemented",
     "layer_replication": "layer replication is not implemented",
-    "use_bdlora": "expected nblocks of at least 1, match_strict, and target_modules_bd_a and target_modules_bd_b as lists of at most "
-    f"{_MAX_BD_NAMES} names",
+    "use_bdlora": "expected nblocks of at least 1, match_strict, and target_modules_bd_a and target_modules_bd_b as "
+    f"lists of at most {_MAX_BD_NAMES} names",
     "init_lora_weights": _CHANGES_BASE,
     "loftq_config": _CHANGES_BASE,
     "corda_config": _CHANGES_BASE,

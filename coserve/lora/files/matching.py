@@ -1,7 +1,7 @@
 """Reads an `adapter_config.json` for each site: whether it is targeted, its rank and alpha, by PEFT's rules.
 
-Its values have been checked by `gate.read_config`. Where a pattern cannot be matched in bounded time, rank and targets are read from the
-tensors; alpha has no other source.
+Its values have been checked by `gate.read_config`. Where a pattern cannot be matched in bounded time, rank and targets
+are read from the tensors; alpha has no other source.
 """
 
 from __future__ import annotations

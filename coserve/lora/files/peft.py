@@ -65,12 +65,14 @@ class AdapterTensors:
 
 
 def inspect_adapter(folder: Path, base: BaseSpec, progress: Callable[[], None] = lambda: None) -> AdapterInfo:
-    """Checks an adapter folder against a base without loading weights. `progress` is called every few MiB that are read.
+    """Checks an adapter folder against a base without loading weights. `progress` is called every few MiB that are
+    read.
 
     Raises:
         UnsafeAdapter: files that could run code, links or devices; nothing of them is opened.
         UnsupportedAdapter: settings or tensors that coserve does not implement, by name.
-        CorruptAdapter: files that are damaged or contradict each other, weights that are not finite in the base's dtype.
+        CorruptAdapter: files that are damaged or contradict each other, weights that are not finite in the base's
+            dtype.
         BaseMismatch, ShapeMismatch: an adapter of another base.
     """
     config = read_config(folder)
@@ -102,8 +104,8 @@ def read_layout(
 ) -> AdapterTensors:
     """Settings and sites of an open weights' file; every tensor is one of a site's two matrices, of the right shape.
 
-    `alphas`: what was found when these files were registered (`AdapterDigests.alphas`); the config's patterns are matched
-    only without it.
+    `alphas`: what was found when these files were registered (`AdapterDigests.alphas`); the config's patterns are
+    matched only without it.
     """
     trained_on = file.metadata.get(FINGERPRINT)
     if trained_on is not None and trained_on != base.fingerprint:
@@ -140,11 +142,13 @@ def read_layout(
 
 
 def config_file(settings: LoraSettings, base: BaseSpec, sites: Collection[str], *, field: str | None = None) -> str:
-    """The text of `adapter_config.json` for an adapter with these sites. Raises `UnsupportedAdapter` if it is larger than what can be read again."""
+    """The text of `adapter_config.json` for an adapter with these sites. Raises `UnsupportedAdapter` if it is larger
+    than what can be read again."""
     text = json.dumps(adapter_config(settings, base, sites), indent=2) + "\n"
     if len(text) > MAX_CONFIG:
         raise UnsupportedAdapter(
-            f"its {ADAPTER_CONFIG} would take {len(text)} bytes: expected at most {MAX_CONFIG}, so fewer or shorter targets and patterns",
+            f"its {ADAPTER_CONFIG} would take {len(text)} bytes: expected at most {MAX_CONFIG}, so fewer or shorter "
+            "targets and patterns",
             field=field,
         )
     return text
@@ -217,7 +221,8 @@ def _resolved(
 ) -> LoraSettings:
     """The settings whose names and patterns mean just these sites, ranks and alphas.
 
-    `named`: the config's patterns are plain names, and stay. Otherwise each site that differs gets a pattern of its own.
+    `named`: the config's patterns are plain names, and stay. Otherwise each site that differs gets a pattern of its
+    own.
     """
     if named:
         ranks: dict[str, int] = config.get("rank_pattern") or {}  # type: ignore[assignment]

@@ -1,8 +1,10 @@
-"""Truncated SVD of an adapter's update, shard by shard: from LoRA to BD-LoRA, or to another rank. NumPy, no torch, no files.
+"""Truncated SVD of an adapter's update, shard by shard: from LoRA to BD-LoRA, or to another rank. NumPy, no torch, no
+files.
 
-An update B A of rank R is split into N shards, as tensor parallelism shards the site's weight; the best approximation of each by a
-LoRA of rank r/N is its truncated SVD (Eckart and Young). The update itself, (O, D), is never formed: the shards of B A have the
-singular values of (R, R) products of triangular QR factors. Letters as in design: D, O, R; K = min(R, D) or min(R, O).
+An update B A of rank R is split into N shards, as tensor parallelism shards the site's weight; the best approximation
+of each by a LoRA of rank r/N is its truncated SVD (Eckart and Young). The update itself, (O, D), is never formed: the
+shards of B A have the singular values of (R, R) products of triangular QR factors. Letters as in design: D, O, R; K =
+min(R, D) or min(R, O).
 """
 
 from __future__ import annotations

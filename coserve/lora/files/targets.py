@@ -50,7 +50,8 @@ def pattern_matches(pattern: str, site: str) -> bool:
 
 @lru_cache(4 * MAX_NAMES)
 def _parsed(pattern: str) -> tuple[bool, str]:
-    """Whether a pattern begins at the site's first character, and its characters; a `\\1` stands for any. Raises `UnsafePattern`."""
+    """Whether a pattern begins at the site's first character, and its characters; a `\\1` stands for any. Raises
+    `UnsafePattern`."""
     if not is_name(pattern):
         raise UnsafePattern(f"expected a module's name, got the pattern {pattern[:80]!r}")
     name = pattern.removeprefix("^").removesuffix("$").replace("\\.", "\0").replace(".", "\1").replace("\0", ".")
@@ -73,7 +74,8 @@ def lookup(patterns: Mapping[str, Value], site: str, default: Value) -> Value:
 
 
 def targets_match(targets: frozenset[str], site: str) -> bool:
-    """Whether one of `targets` is the site's whole name, or its end from a dot on. However many there are, it takes as long."""
+    """Whether one of `targets` is the site's whole name, or its end from a dot on. However many there are, it takes as
+    long."""
     return any(end in targets for end in _ends(site))
 
 
@@ -114,7 +116,8 @@ def target_sites(settings: LoraSettings, base: BaseSpec) -> list[str]:
 
 
 def resolve_targets(settings: LoraSettings, base: BaseSpec) -> list[str]:
-    """The sites of a new adapter, in the base's order. Takes up to a second for thousands of names: not on an event loop.
+    """The sites of a new adapter, in the base's order. Takes up to a second for thousands of names: not on an event
+    loop.
 
     Raises:
         InvalidRequest: a target or pattern that names no site of this base, or a setting out of its range.

@@ -1,7 +1,8 @@
 """Writes safetensors files tensor by tensor, straight from their memory. No torch.
 
-The library's own writer first gathers the file's bytes in Python objects, and holds the interpreter's lock for tens of milliseconds
-meanwhile. Here the system's writes take the tensors as they lie, without the lock, and one tensor at a time is enough.
+The library's own writer first gathers the file's bytes in Python objects, and holds the interpreter's lock for tens of
+milliseconds meanwhile. Here the system's writes take the tensors as they lie, without the lock, and one tensor at a
+time is enough.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ def write_arrays(
     *,
     uint8: Collection[str] = (),
 ) -> None:
-    """Write contiguous fp32 tensors, and those named in `uint8`, to a new file; `data` is called for each, in order of their names. Not
+    """Write contiguous fp32 tensors, and those named in `uint8`, to a new file; `data` is called for each, in order of
+    their names. Not
     durable: the caller syncs.
 
-    Header and data are in the order of the names, as the library has them among tensors of one dtype, and so is the metadata: equal tensors
-    get equal bytes.
+    Header and data are in the order of the names, as the library has them among tensors of one dtype, and so is the
+    metadata: equal tensors get equal bytes.
     """
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(sorted(metadata.items()))}
     formats = {name: "U8" if name in uint8 else "F32" for name in shapes}

@@ -22,7 +22,8 @@ from coserve.lora.store.tensor_writer import write_tensors
 from coserve.model.lora import LoraWeights
 
 FILLERS = 2
-"""Threads that read one adapter's matrices, beside the one that hashes its file: SHA-256 is a chain, which takes longer than all of them."""
+"""Threads that read one adapter's matrices, beside the one that hashes its file: SHA-256 is a chain, which takes longer
+than all of them."""
 
 
 def load_adapter(
@@ -63,8 +64,8 @@ def load_packed(
 def _opened(
     folder: Path, base: BaseSpec, digests: AdapterDigests | None
 ) -> Iterator[tuple[TensorFile, AdapterTensors, Executor]]:
-    """The weights' file, what is where in it, and threads to read it. They hash it meanwhile: whatever is wrong inside, a file that is not the
-    registered one is told as such, and nothing of it is used."""
+    """The weights' file, what is where in it, and threads to read it. They hash it meanwhile: whatever is wrong inside,
+    a file that is not the registered one is told as such, and nothing of it is used."""
     if digests is not None and digests.config:
         check_digest(digest_file(folder, ADAPTER_CONFIG), digests.config, ADAPTER_CONFIG)
     config = read_config(folder)
@@ -83,8 +84,8 @@ def _opened(
 def save_adapter(folder: Path, weights: LoraWeights, base: BaseSpec) -> None:
     """Writes `adapter_config.json` and `adapter_model.safetensors` (float32) into an existing folder.
 
-    Plain writes: whoever calls makes them durable and atomic. The weights remember the base's fingerprint. Equal adapters get
-    equal bytes, hence equal digests.
+    Plain writes: whoever calls makes them durable and atomic. The weights remember the base's fingerprint. Equal
+    adapters get equal bytes, hence equal digests.
     """
     tensors = {}
     for site, pair in weights.sites.items():

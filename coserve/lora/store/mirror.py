@@ -10,7 +10,8 @@ from coserve.memory.pages import Span
 
 
 class CopyMirror(Protocol):
-    """Keeps copies of a store's adapters where the store's are: on another rank, for instance. Called on the event loop."""
+    """Keeps copies of a store's adapters where the store's are: on another rank, for instance. Called on the event
+    loop."""
 
     def loaded(self, ref: AdapterRef, span: Span, moved: Mapping[int, int]) -> None:
         """The contents of pages were moved (from, to), then the adapter's host copy was copied into the span."""

@@ -1,8 +1,9 @@
 """An adapter's matrices back to back in few large pieces of memory, so that few copies move all of them.
 
-Each matrix begins at a line of the GPU's cache. For the kernels b_OR's rows are padded to whole vectors; on a CPU they are not, as
-its products would differ in the last bits. An adapter has hundreds of matrices, so nothing here is done for each of them while a step waits: their views are made when they are asked
-for, and the kernels' table of addresses is made by adding one address to the layout's offsets.
+Each matrix begins at a line of the GPU's cache. For the kernels b_OR's rows are padded to whole vectors; on a CPU they
+are not, as its products would differ in the last bits. An adapter has hundreds of matrices, so nothing here is done for
+each of them while a step waits: their views are made when they are asked for, and the kernels' table of addresses is
+made by adding one address to the layout's offsets.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from coserve.model.lora import LoraWeights
 
 _EMPTY = torch.empty(0)
 BLOCK = 8 << 20
-"""Bytes of a piece of host memory. Torch rounds pinned memory up to a power of two, and others' CUDA calls wait while it is
-allocated."""
+"""Bytes of a piece of host memory. Torch rounds pinned memory up to a power of two, and others' CUDA calls wait while
+it is allocated."""
 REST = 0.001
 """Seconds between two allocations of pinned memory, for the CUDA calls of others."""
 
@@ -48,9 +49,11 @@ class PackedLayout:
     """Where an adapter's matrices lie, site by site, a_RD before b_OR."""
 
     def __init__(self, weights: LoraWeights, block: int = BLOCK, vector: int = 1) -> None:
-        """`block`: most bytes of a piece, if its pairs are no larger; b_OR's rows are padded to a multiple of `vector`."""
+        """`block`: most bytes of a piece, if its pairs are no larger; b_OR's rows are padded to a multiple of
+        `vector`."""
         self.for_kernels = vector == VECTOR and all(pair.blocks == 1 for pair in weights.sites.values())
-        """Whether the table of generation's compiled steps can point at all pairs as they lie: it holds dense ones only."""
+        """Whether the table of generation's compiled steps can point at all pairs as they lie: it holds dense ones
+        only."""
         self.places: dict[str, SitePlace] = {}
         self.bounds = [0]
         """Bytes: piece i is `bounds[i]` to `bounds[i + 1]`. A pair lies in one piece."""
@@ -166,11 +169,12 @@ def host_piece(size: int, *, pinned: bool) -> Tensor:
 
 
 def packed(weights: LoraWeights, *, pinned: bool, block: int = BLOCK) -> LoraWeights:
-    """A copy in host memory, laid out for the kernels, in pieces of up to `block` bytes; `pinned`: in memory that a GPU copies from asynchronously.
+    """A copy in host memory, laid out for the kernels, in pieces of up to `block` bytes; `pinned`: in memory that a GPU
+    copies from asynchronously.
 
-    Block-diagonal pairs get their zeros here, as the table of generation's compiled steps holds dense ones only: so they lie in
-    pages with them, and take no GPU memory outside of the page pool, which is all that the memory plan leaves.
-    What lies so already is returned as it is.
+    Block-diagonal pairs get their zeros here, as the table of generation's compiled steps holds dense ones only: so
+    they lie in pages with them, and take no GPU memory outside of the page pool, which is all that the memory plan
+    leaves. What lies so already is returned as it is.
     """
     if isinstance(weights.sites, PackedSites) and weights.sites.lies_as_packed(pinned=pinned):
         return weights

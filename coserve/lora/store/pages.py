@@ -1,8 +1,8 @@
 """GPU copies of adapters: each is one run of consecutive pages of the KV cache's pool (S-LoRA's unified paging).
 
 S-LoRA (§4.2) cuts an adapter into pages of one vector each, and its kernels gather them. Here a page holds the keys and
-values of `page_tokens` tokens in all layers (2 MiB at 8B), an adapter of rank 16 has 40 of them, and its matrices lie in
-one piece: kernels read them as if there were no pages, and less than one page an adapter is lost.
+values of `page_tokens` tokens in all layers (2 MiB at 8B), an adapter of rank 16 has 40 of them, and its matrices lie
+in one piece: kernels read them as if there were no pages, and less than one page an adapter is lost.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Activated:
 class AdapterPages:
     """Loads adapters into pages, from their host copies.
 
-    A GPU copy that no sequence uses stays cached until its pages are needed; the pool evicts it by age, among the pages of
-    cached prefixes. Pages may be written while a step under way still reads what they held before: see `PageBuffer`.
+    A GPU copy that no sequence uses stays cached until its pages are needed; the pool evicts it by age, among the pages
+    of cached prefixes. Pages may be written while a step under way still reads what they held before: see `PageBuffer`.
     """
 
     def __init__(self, buffer: PageBuffer, evicted: Callable[[Entry], None], mirror: CopyMirror | None = None) -> None:
@@ -45,7 +45,8 @@ class AdapterPages:
         return 0 if entry.gpu is not None and entry.gpu.span.references else self.pages(entry)
 
     def activate(self, entry: Entry) -> Activated | None:
-        """The adapter in pages until as many calls of `deactivate`; None if there are no pages for it or no copy to load now.
+        """The adapter in pages until as many calls of `deactivate`; None if there are no pages for it or no copy to
+        load now.
 
         There are pages whenever `needs` pages are free, unless other held adapters cut the pool into pieces too short.
         """

@@ -1,5 +1,5 @@
-"""Reads an adapter's matrices from an open file to where they will lie, on several threads: reads and large operations free the interpreter's
-lock."""
+"""Reads an adapter's matrices from an open file to where they will lie, on several threads: reads and large operations
+free the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ _KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
 def read_sites(
     file: TensorFile, tensors: AdapterTensors, dtype: torch.dtype, threads: Executor, *, for_kernels: bool, pinned: bool
 ) -> PackedSites:
-    """All pairs, in `dtype`, in host memory. `for_kernels`: laid out as by `packed`; only without block-diagonal pairs. `threads` fill the
-    memory, while this one allocates more of it.
+    """All pairs, in `dtype`, in host memory. `for_kernels`: laid out as by `packed`; only without block-diagonal pairs.
+    `threads` fill the memory, while this one allocates more of it.
 
-    Raises `CorruptAdapter` for values that are not finite in `dtype`, `StorageError`; of several sites, what is wrong with the first.
+    Raises `CorruptAdapter` for values that are not finite in `dtype`, `StorageError`; of several sites, what is wrong
+    with the first.
     """
     layout = _layout(tensors, dtype, VECTOR if for_kernels else 1)
     names = [list[str]() for _ in layout.pieces]
@@ -84,7 +85,8 @@ def _fill(file: TensorFile, tensors: AdapterTensors, layout: PackedLayout, names
 
 
 def _buffer(entries: Mapping[str, TensorEntry], names: Sequence[str]) -> memoryview:
-    """For the bytes of each of these tensors, one after the other: new memory for each takes as long as its conversion."""
+    """For the bytes of each of these tensors, one after the other: new memory for each takes as long as its
+    conversion."""
     return memoryview(bytearray(max(entries[name].end - entries[name].start for name in names)))
 
 

@@ -34,9 +34,10 @@ class AdapterStore:
     """A cache of adapters over their files. One entry an adapter version; idle copies are evicted by last use.
 
     A request waits until its adapter is in memory (`ready`, `reading`, `waited`), then acquires it, and releases it
-    when it ends. In between it may be scheduled and preempted: `activate` and `deactivate`. The copies on the host and on the
-    GPU are evicted independently. A host copy is read again when a request comes for an adapter that has a GPU copy alone:
-    the request runs meanwhile, and should it be preempted and the GPU copy evicted, it does not need the disk.
+    when it ends. In between it may be scheduled and preempted: `activate` and `deactivate`. The copies on the host and
+    on the GPU are evicted independently. A host copy is read again when a request comes for an adapter that has a GPU
+    copy alone: the request runs meanwhile, and should it be preempted and the GPU copy evicted, it does not need the
+    disk.
     """
 
     def __init__(
@@ -50,7 +51,8 @@ class AdapterStore:
         mirror: CopyMirror | None = None,
     ) -> None:
         """`pinned`: host copies are in pinned memory, from which a GPU copies asynchronously. `backoff`: between the
-        attempts of a read that raises `StorageError`, whose pauses are slept by `sleep`. `mirror`: follows all copies."""
+        attempts of a read that raises `StorageError`, whose pauses are slept by `sleep`. `mirror`: follows all
+        copies."""
         self._load, self._pinned = load, pinned
         self._mirror = mirror or NoMirror()
         self._entries: dict[AdapterRef, Entry] = {}  # least recently used first
@@ -73,8 +75,8 @@ class AdapterStore:
         return self._retries.notes
 
     def ready(self, ref: AdapterRef, digests: AdapterDigests | None = None) -> bool:
-        """Whether the adapter is in memory. If it is not, its files are read, and nothing evicts it until `waited` is called, as soon as it is not
-        `reading` any more: then it can be acquired, or has a `failure`."""
+        """Whether the adapter is in memory. If it is not, its files are read, and nothing evicts it until `waited` is
+        called, as soon as it is not `reading` any more: then it can be acquired, or has a `failure`."""
         entry = self._entry(ref)
         if entry.host is None and not entry.reading:
             entry.digests = digests or entry.digests
@@ -115,8 +117,8 @@ class AdapterStore:
     def acquire(self, ref: AdapterRef) -> LoraWeights:
         """The adapter, as it is on the GPU or else on the host. It stays in memory until as many calls of `release`.
 
-        An adapter without a host copy is read here, and the caller waits, unless it is being read already: requests of the
-        engine were `ready` before.
+        An adapter without a host copy is read here, and the caller waits, unless it is being read already: requests of
+        the engine were `ready` before.
         Raises `AdapterNotFound`, and what `Load` raises.
         """
         entry = self._entries.get(ref)
@@ -149,8 +151,8 @@ class AdapterStore:
         return packed(weights, pinned=True) if self._pinned else weights
 
     def publish(self, ref: AdapterRef, weights: LoraWeights, *, temporary: bool = False) -> None:
-        """Makes an adapter available at once, without reading its files. `weights`: from `host_copy`. `temporary`: it has no files,
-        and stays until it is dropped. Raises `AdapterBusy`."""
+        """Makes an adapter available at once, without reading its files. `weights`: from `host_copy`. `temporary`: it
+        has no files, and stays until it is dropped. Raises `AdapterBusy`."""
         entry = self._entries.get(ref)
         if entry is not None and entry.references:
             raise AdapterBusy(f"adapter {ref} is in use")
@@ -172,7 +174,8 @@ class AdapterStore:
     # ---- pages of the GPU
 
     def use_pool(self, buffer: PageBuffer, evicted: Callable[[AdapterRef], None]) -> None:
-        """Load adapters into pages of this pool from now on. `evicted` hears of every adapter that loses its GPU copy, at
+        """Load adapters into pages of this pool from now on. `evicted` hears of every adapter that loses its GPU copy,
+        at
         once: whoever keeps addresses of it forgets them."""
         assert self._pages is None, "a store loads into one pool"
 
@@ -192,7 +195,8 @@ class AdapterStore:
         return self._in_pages.pages(self._entries[ref])
 
     def failure(self, ref: AdapterRef) -> Exception | None:
-        """Why an adapter that a request waits for or has acquired is not in memory, nor will be: reading its files raised this, or it was deleted."""
+        """Why an adapter that a request waits for or has acquired is not in memory, nor will be: reading its files
+        raised this, or it was deleted."""
         entry = self._entries[ref]
         return entry.failure if entry.state is State.DISK else None
 
@@ -210,8 +214,8 @@ class AdapterStore:
         return 0 if entry.gpu is not None else entry.size
 
     def activate(self, ref: AdapterRef) -> Activated | None:
-        """An acquired adapter in pages, until as many calls of `deactivate`; None if there is no pages for it now, or its
-        host copy is being read. Not for one that has a `failure`."""
+        """An acquired adapter in pages, until as many calls of `deactivate`; None if there is no pages for it now, or
+        its host copy is being read. Not for one that has a `failure`."""
         entry = self._entries[ref]
         assert entry.state is not State.DISK, f"{ref} has no copy"
         return self._in_pages.activate(entry)
@@ -279,7 +283,8 @@ class AdapterStore:
         self._entries[entry.ref] = self._entries.pop(entry.ref)
 
     def _keep(self, entry: Entry, weights: LoraWeights) -> None:
-        """Give the entry its host copy, after others have been evicted for it: nothing evicts a new copy but a newer one."""
+        """Give the entry its host copy, after others have been evicted for it: nothing evicts a new copy but a newer
+        one."""
         self._use(entry)
         self._host.remove(entry)
         self._evict(adapters=1, size=packed_bytes(weights))

@@ -73,8 +73,8 @@ class AdapterPartition:
     def sum_gradients(self, parts: Matrices) -> None:
         """Makes gradients whole, in place: those of elements that several ranks hold are sums over these ranks.
 
-        One collective, or none: `bd` and `slora` have such elements only where ranks share a key/value head. Call it once
-        before an optimizer step.
+        One collective, or none: `bd` and `slora` have such elements only where ranks share a key/value head. Call it
+        once before an optimizer step.
         """
         shared = list(self._shared(parts))
         if not shared:
@@ -98,7 +98,8 @@ class AdapterPartition:
 
     @torch.no_grad()
     def norm(self, parts: Matrices) -> Tensor:
-        """The Euclidean norm (fp64, scalar) of the whole matrices, each element counted once. Each matrix's own is computed in its dtype."""
+        """The Euclidean norm (fp64, scalar) of the whole matrices, each element counted once. Each matrix's own is
+        computed in its dtype."""
         by_holders: dict[int, list[Tensor]] = {}
         for name, partition in self.pairs.items():
             for own, tensor in zip((partition.a, partition.b), parts[name], strict=True):

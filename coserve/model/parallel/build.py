@@ -1,4 +1,5 @@
-"""One rank's model: the family's own classes, made without memory, then filled with the rank's slices of the weights."""
+"""One rank's model: the family's own classes, made without memory, then filled with the rank's slices of the
+weights."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ def fill_shard(
 ) -> Sharding:
     """Turns an `empty_model` into this rank's part of the base on `device`, with collectives where the plan has them.
 
-    The embedding is whole on every rank. The head has the rank's part of the vocabulary: a view of the embedding where the two
-    are tied. The model's logits are those of that part.
+    The embedding is whole on every rank. The head has the rank's part of the vocabulary: a view of the embedding where
+    the two are tied. The model's logits are those of that part.
 
     Raises:
         UnsupportedBase: a family without a plan, sizes that the ranks do not divide, missing weights.
@@ -67,7 +68,8 @@ def fill_shard(
 
 
 def _shard_layers(model: PreTrainedModel, plan: Plan, mesh: Mesh) -> dict[str, SitePartition]:
-    """How modules are partitioned, by their paths in the model. Shards each layer's attention, and hooks its two blocks (`copy_input`)."""
+    """How modules are partitioned, by their paths in the model. Shards each layer's attention, and hooks its two blocks
+    (`copy_input`)."""
     partitions, heads = layer_partitions(model.config, plan, mesh.size), heads_of(model.config, mesh.size)
     found: dict[str, SitePartition] = {}
     configs: dict[int, LocalConfig] = {}

@@ -35,7 +35,8 @@ class Checkpoint:
         self._open.clear()
 
     def get(self, name: str, shape: torch.Size) -> Lazy:
-        """A parameter, of which a slice reads only that slice. Raises `UnsupportedBase` for none, and for one of another shape."""
+        """A parameter, of which a slice reads only that slice. Raises `UnsupportedBase` for none, and for one of
+        another shape."""
         stored = next((own for own in (name, name.removeprefix(self._prefix)) if own in self._files), None)
         if stored is None:
             raise UnsupportedBase(f"{self._folder.name}: its files have no {name}")

@@ -1,4 +1,5 @@
-"""Random weights for `load_format: dummy`, drawn parameter by parameter: the same on every rank, and never all at once."""
+"""Random weights for `load_format: dummy`, drawn parameter by parameter: the same on every rank, and never all at
+once."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
 """The collectives of fully sharded LoRA in steps by slots: one for each group of sites that share an input.
 
-S-LoRA (Sheng et al., MLSys '24), section 6, with the intermediates of all sites and adapters in one message, as in vLLM. Column-parallel: an
-all-gather of ranks' parts. Row-parallel: an all-reduce, after which rank i adds its O/N outputs to its term of the base's sum.
+S-LoRA (Sheng et al., MLSys '24), section 6, with the intermediates of all sites and adapters in one message, as in
+vLLM. Column-parallel: an all-gather of ranks' parts. Row-parallel: an all-reduce, after which rank i adds its O/N
+outputs to its term of the base's sum.
 
-A small all-gather is an all-reduce of zero-padded parts: on GPUs of one host that is one kernel of some 7 µs, where NCCL's all-gather takes
-14 to 20 (`SymmetricMesh`), and the padding of R-sized intermediates costs nothing. The shrink writes the zeros itself, so that no other
-kernel runs. Where the message is small, the shrink's sums over the inputs also travel in splits, which the expand adds up as without ranks.
+A small all-gather is an all-reduce of zero-padded parts: on GPUs of one host that is one kernel of some 7 µs, where
+NCCL's all-gather takes 14 to 20 (`SymmetricMesh`), and the padding of R-sized intermediates costs nothing. The shrink
+writes the zeros itself, so that no other kernel runs. Where the message is small, the shrink's sums over the inputs
+also travel in splits, which the expand adds up as without ranks.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ class SummedTerms:
 
 
 def exchanges_of(shards: Mapping[SiteGroup, SiteShard]) -> dict[SiteGroup, Exchange]:
-    """By group of sites that share an input; `shards`: of its sites. Without those that `partition_pair` never shards fully."""
+    """By group of sites that share an input; `shards`: of its sites. Without those that `partition_pair` never shards
+    fully."""
     found: dict[SiteGroup, Exchange] = {}
     for group, shard in shards.items():
         mesh = shard.mesh

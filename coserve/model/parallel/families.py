@@ -1,4 +1,5 @@
-"""Which families can be sharded, and how: Megatron's plan (Shoeybi et al. '19, section 3), one small table for each kind of layer."""
+"""Which families can be sharded, and how: Megatron's plan (Shoeybi et al. '19, section 3), one small table for each
+kind of layer."""
 
 from __future__ import annotations
 

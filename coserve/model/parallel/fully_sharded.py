@@ -1,8 +1,8 @@
-"""`slora` in training and eager steps: terms whose rank-r intermediates travel between the ranks. A step's other adapters stay as they are.
-Compiled steps have kernels of their own for it (`exchange`, `ShardedSlotLora`).
+"""`slora` in training and eager steps: terms whose rank-r intermediates travel between the ranks. A step's other
+adapters stay as they are. Compiled steps have kernels of their own for it (`exchange`, `ShardedSlotLora`).
 
-S-LoRA (Sheng et al., MLSys '24), section 6, and figure 2 of the BD-LoRA paper. For sites that read one input the intermediates
-of all adapters and sites travel in one collective, as in vLLM.
+S-LoRA (Sheng et al., MLSys '24), section 6, and figure 2 of the BD-LoRA paper. For sites that read one input the
+intermediates of all adapters and sites travel in one collective, as in vLLM.
 
 Letters: T tokens, W columns of an intermediate (the largest rank of a part), N ranks.
 """
@@ -34,7 +34,8 @@ def prepare_lora(
     groups: Sequence[SiteGroup],
     shards: Mapping[str, SiteShard],
 ) -> PreparedLora:
-    """`backend.prepare` of the ranks' parts of adapters; `shards`: by site. Without fully sharded pairs it is the backend's own."""
+    """`backend.prepare` of the ranks' parts of adapters; `shards`: by site. Without fully sharded pairs it is the
+    backend's own."""
     local, sharded = list[dict[str, LoraPair]](), list[dict[str, LoraPair]]()
     for index, adapter in enumerate(adapters):
         present = index in segments.runs
@@ -47,7 +48,8 @@ def prepare_lora(
 
 @dataclass(frozen=True)
 class _Given:
-    """What `RankLora` is made of: a backend, each adapter's local pairs and its fully sharded ones, and their groups and shards."""
+    """What `RankLora` is made of: a backend, each adapter's local pairs and its fully sharded ones, and their groups
+    and shards."""
 
     backend: LoraBackend
     local: Sequence[Mapping[str, LoraPair]]
@@ -56,8 +58,8 @@ class _Given:
     shards: Mapping[str, SiteShard]
 
     def parts(self, segments: Segments, *, sums: bool) -> list[PreparedLora]:
-        """The local terms, if there are any, and the fully sharded ones. `sums`: kernels add gradients to the pairs' `MainGrads`; else autograd
-        returns those of all pairs."""
+        """The local terms, if there are any, and the fully sharded ones. `sums`: kernels add gradients to the pairs'
+        `MainGrads`; else autograd returns those of all pairs."""
         parts = list[PreparedLora]()
         if any(self.local):
             local = self.local if sums else [{s: _without_sums(pair) for s, pair in own.items()} for own in self.local]
@@ -125,7 +127,8 @@ class _Kept(NamedTuple):
 
 
 class FullyShardedLora(PreparedLora):
-    """The terms of fully sharded adapters, by a backend that computes `y + (x Aᵀ) Bᵀ`: once with B, once with A an identity."""
+    """The terms of fully sharded adapters, by a backend that computes `y + (x Aᵀ) Bᵀ`: once with B, once with A an
+    identity."""
 
     def __init__(
         self,
@@ -137,7 +140,8 @@ class FullyShardedLora(PreparedLora):
         *,
         sums: bool = False,
     ) -> None:
-        """`sums`: for `terms_forward` and `terms_backward`, whose kernels add to the pairs' `MainGrads`; else for `add`."""
+        """`sums`: for `terms_forward` and `terms_backward`, whose kernels add to the pairs' `MainGrads`; else for
+        `add`."""
         self._tokens, self._shards = segments.tokens, shards
         self._scratch: dict[tuple[int, int], Tensor] | None = {} if sums else None
         """Sums of gradients that nobody reads, of identities, by shape."""
@@ -211,7 +215,8 @@ class FullyShardedLora(PreparedLora):
         return [x_TD.new_zeros(self._tokens, self._width) for _ in live]
 
     def _by_site(self, h: Tensor, live: Sequence[str]) -> dict[str, Tensor]:
-        """The whole intermediates (T, X) of these sites, of all ranks' parts: each rank's columns of all sites, side by side."""
+        """The whole intermediates (T, X) of these sites, of all ranks' parts: each rank's columns of all sites, side by
+        side."""
         h_TNSW = h.view(self._tokens, -1, len(live), self._width)
         return {name: h_TNSW[:, :, place].reshape(self._tokens, -1) for place, name in enumerate(live)}
 

@@ -24,8 +24,8 @@ def copy_to_ranks(x: Tensor, mesh: Mesh) -> Tensor:
 
 
 def sum_over_ranks(x: Tensor, mesh: Mesh, addend: Tensor | None = None) -> Tensor:
-    """The sum of the ranks' `x`, and of `addend`, the same on every rank; may overwrite `x` where no gradient is asked for. Back: the gradient, the
-    same on every rank."""
+    """The sum of the ranks' `x`, and of `addend`, the same on every rank; may overwrite `x` where no gradient is asked
+    for. Back: the gradient, the same on every rank."""
     if mesh.size == 1 or not _learns(x):
         return mesh.all_reduce(x) if addend is None else mesh.all_reduce(x, addend)
     out: Tensor = _Sum.apply(x, mesh)  # type: ignore[no-untyped-call]
@@ -33,7 +33,8 @@ def sum_over_ranks(x: Tensor, mesh: Mesh, addend: Tensor | None = None) -> Tenso
 
 
 def gather_columns(x: Tensor, mesh: Mesh) -> Tensor:
-    """The ranks' `x` (..., C) side by side, for what every rank then computes alike. Back: the rank's part of the gradient."""
+    """The ranks' `x` (..., C) side by side, for what every rank then computes alike. Back: the rank's part of the
+    gradient."""
     if mesh.size == 1 or not _learns(x):
         return mesh.all_gather(x)
     out: Tensor = _Gather.apply(x, mesh, False)  # type: ignore[no-untyped-call]
@@ -41,7 +42,8 @@ def gather_columns(x: Tensor, mesh: Mesh) -> Tensor:
 
 
 def gather_shared(x: Tensor, mesh: Mesh) -> Tensor:
-    """The ranks' `x` (..., C) side by side, for what each rank then computes otherwise. Back: gradients are summed first."""
+    """The ranks' `x` (..., C) side by side, for what each rank then computes otherwise. Back: gradients are summed
+    first."""
     if mesh.size == 1 or not _learns(x):
         return mesh.all_gather(x)
     out: Tensor = _Gather.apply(x, mesh, True)  # type: ignore[no-untyped-call]

@@ -1,10 +1,12 @@
-"""Ranks that run one slice of work, such as one of training, abort it together if one of them fails, for example for lack of memory.
+"""Ranks that run one slice of work, such as one of training, abort it together if one of them fails, for example for
+lack of memory.
 
-A rank that returned early would let the others wait for ever in the collectives that it does not begin. So within a slice each
-rank writes what it begins to a board in shared memory, ahead of each collective (of a CUDA graph's, ahead of its launch), and looks whether another
-rank has failed.
-A rank that fails, or sees that another one did, begins no further collective of its own accord (`abort`); then it runs those
-that other ranks had begun already, with zeros (`finish_collectives`). Until one fails, a collective costs a few writes to memory.
+A rank that returned early would let the others wait for ever in the collectives that it does not begin. So within a
+slice each rank writes what it begins to a board in shared memory, ahead of each collective (of a CUDA graph's, ahead of
+its launch), and looks whether another rank has failed.
+A rank that fails, or sees that another one did, begins no further collective of its own accord (`abort`); then it runs
+those that other ranks had begun already, with zeros (`finish_collectives`). Until one fails, a collective costs a few
+writes to memory.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from coserve.model.parallel.mesh import Collective, Mesh, Traffic
 PAUSE = 0.0005
 """Seconds between two looks at the board of a rank that has aborted a slice."""
 _SLICE, _COUNT, _STATE, _FIRST = range(4)
-"""Words of a rank's part of the board: number of the slice, collectives begun in it, state, and the first of the log."""
+"""Words of a rank's part of the board: number of the slice, collectives begun in it, state, and the first of the
+log."""
 LOG = BOARD_WORDS - _FIRST
 """Most collectives of a slice: that of training ends with a micro-batch at the latest."""
 _NAMES = ("all_reduce", "all_gather")
@@ -41,10 +44,12 @@ class PeerFailed(Exception):
 
 
 class Lockstep:
-    """One rank's view of the board. All ranks run the same slices in the same order, none begins one before all ended the last."""
+    """One rank's view of the board. All ranks run the same slices in the same order, none begins one before all ended
+    the last."""
 
     def __init__(self, mesh: Mesh, board: int) -> None:
-        """`board`: a file descriptor. From now on this is the mesh's guard, and its collectives inside of slices are written to the board."""
+        """`board`: a file descriptor. From now on this is the mesh's guard, and its collectives inside of slices are
+        written to the board."""
         self._mesh, self._slice, self._open, self._finishing = mesh, 0, False, False
         self._words = memoryview(mmap.mmap(board, board_bytes(mesh.size))).cast("Q")
         self._own = mesh.rank * BOARD_WORDS
@@ -60,7 +65,8 @@ class Lockstep:
         self._words[self._own + _SLICE] = self._slice  # the others read the rest once this is there
 
     def check(self) -> None:
-        """Raises `PeerFailed` if another rank has aborted the slice that is open: results of collectives may be wrong then."""
+        """Raises `PeerFailed` if another rank has aborted the slice that is open: results of collectives may be wrong
+        then."""
         words = self._words
         if self._open and any(
             words[at + _SLICE] == self._slice and words[at + _STATE] == ABORTED for at in self._others
@@ -78,8 +84,8 @@ class Lockstep:
         self._words[self._own + _STATE] = ABORTED
 
     def finish_collectives(self) -> None:
-        """After `abort`, with the slice's memory freed: take part in what others have begun. Returns once all ranks have aborted or
-        ended the slice. Raises `EngineFault`."""
+        """After `abort`, with the slice's memory freed: take part in what others have begun. Returns once all ranks
+        have aborted or ended the slice. Raises `EngineFault`."""
         words, self._finishing = self._words, True
         try:
             while True:

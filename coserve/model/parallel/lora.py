@@ -3,14 +3,15 @@
 Letters: T tokens, D inputs and O outputs of the whole site, R rank, N ranks of the mesh, i this rank.
 
 - `bd`, BD-LoRA (section 3 and appendix B of its paper). Column-parallel: B is block-diagonal. Rank i takes
-  the blocks of its outputs, and the rows of A that feed them. Row-parallel: A is block-diagonal. Rank i takes the blocks of its
-  inputs, and the columns of B that they feed; the terms are added before the base's all-reduce. Nothing more is sent.
-- `nfs`, not fully sharded, vLLM's default (same paper, section 5). Column-parallel: all of A, the rows of B of the rank's outputs.
-  Row-parallel: the columns of A of the rank's inputs, all of B; the terms are added before the base's all-reduce. Nothing more is
-  sent; A and B are held, and multiplied by, N times. It is `bd` with one block.
-- `slora`, fully sharded (Sheng et al., S-LoRA, MLSys '24, section 6). Column-parallel: R/N rows of A, and the rows of B of the rank's
-  outputs; x Aᵀ is gathered from all ranks. Row-parallel: the columns of A of the rank's inputs, and O/N rows of B; x Aᵀ is summed over
-  the ranks, and rank i adds its O/N outputs before the base's all-reduce.
+  the blocks of its outputs, and the rows of A that feed them. Row-parallel: A is block-diagonal. Rank i takes the
+  blocks of its inputs, and the columns of B that they feed; the terms are added before the base's all-reduce. Nothing
+  more is sent.
+- `nfs`, not fully sharded, vLLM's default (same paper, section 5). Column-parallel: all of A, the rows of B of the
+  rank's outputs. Row-parallel: the columns of A of the rank's inputs, all of B; the terms are added before the base's
+  all-reduce. Nothing more is sent; A and B are held, and multiplied by, N times. It is `bd` with one block.
+- `slora`, fully sharded (Sheng et al., S-LoRA, MLSys '24, section 6). Column-parallel: R/N rows of A, and the rows of B
+  of the rank's outputs; x Aᵀ is gathered from all ranks. Row-parallel: the columns of A of the rank's inputs, and O/N
+  rows of B; x Aᵀ is summed over the ranks, and rank i adds its O/N outputs before the base's all-reduce.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Strategy(StrEnum):
 
 @dataclass(frozen=True)
 class FullyShardedPair(LoraPair):
-    """One rank's part of a pair under `slora`. Column-parallel: a (R/N, D), b (O/N, R). Row-parallel: a (R, D/N), b (O/N, R)."""
+    """One rank's part of a pair under `slora`. Column-parallel: a (R/N, D), b (O/N, R). Row-parallel: a (R, D/N), b
+    (O/N, R)."""
 
     shards: int = 1
     """Ranks of the mesh among which the rows of a are partitioned."""
@@ -56,7 +58,8 @@ class PairPartition:
     """Blocks of a rank's part of a_RD."""
     b_blocks: int = 1
     whole_a_blocks: int = 1
-    """Blocks of the whole a_RD: 1 for a block-diagonal matrix that is partitioned as a dense one, because no rank can hold whole blocks."""
+    """Blocks of the whole a_RD: 1 for a block-diagonal matrix that is partitioned as a dense one, because no rank can
+    hold whole blocks."""
     whole_b_blocks: int = 1
 
     def shard(self, whole: LoraPair, rank: int) -> LoraPair:
@@ -80,8 +83,9 @@ class PairPartition:
 def partition_pair(site: SitePartition, pair: LoraPair, strategy: Strategy) -> PairPartition:
     """How to partition a whole pair.
 
-    A block-diagonal one goes by `bd` where the ranks' parts of the site are whole blocks, or parts of one block; this holds where
-    the number of blocks divides that of ranks, or the other way round. Elsewhere it is partitioned as a dense one.
+    A block-diagonal one goes by `bd` where the ranks' parts of the site are whole blocks, or parts of one block; this
+    holds where the number of blocks divides that of ranks, or the other way round. Elsewhere it is partitioned as a
+    dense one.
     `strategy`: of dense pairs, `nfs` or `slora`; ranks that the mesh does not divide go by `nfs`.
     """
     if pair.blocks > 1:

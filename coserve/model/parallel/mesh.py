@@ -1,7 +1,7 @@
 """The ranks that hold one base together, and the collectives that they run.
 
-Every rank calls the same collectives in the same order. Results have the same bits on every rank, so that ranks which compute
-the same thing from them, a sampled token for one, agree without a message.
+Every rank calls the same collectives in the same order. Results have the same bits on every rank, so that ranks which
+compute the same thing from them, a sampled token for one, agree without a message.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ _ALL_GATHER: Callable[..., object] = getattr(dist, "all_gather_single", dist.all
 
 
 ONE_SHOT_BYTES = {2: 1 << 20, 4: 1 << 20, 8: 1 << 18}
-"""Largest message whose sum takes a `SymmetricMesh` less time than an all-gather takes NCCL, by ranks. Of eight ranks not measured."""
+"""Largest message whose sum takes a `SymmetricMesh` less time than an all-gather takes NCCL, by ranks. Of eight ranks
+not measured."""
 ONE_SHOT_ALIGNMENT = 16
 ADDING_RANKS = {2}
-"""With so many ranks every sum of a step goes by our own kernel, which can add the residual (`parallel.residual`). With others some go by NCCL, which needs another pass for it."""
+"""With so many ranks every sum of a step goes by our own kernel, which can add the residual (`parallel.residual`). With
+others some go by NCCL, which needs another pass for it."""
 
 
 def fits_one_shot(size: int, ranks: int) -> bool:
@@ -46,7 +48,8 @@ class Collective(NamedTuple):
 
 @dataclass
 class Traffic:
-    """What a mesh has sent. A CUDA graph's collectives count when it is captured, and not when it is replayed, unless they were `held`."""
+    """What a mesh has sent. A CUDA graph's collectives count when it is captured, and not when it is replayed, unless
+    they were `held`."""
 
     calls: Counter[str] = field(default_factory=Counter)
     """By the name of the collective."""
@@ -71,8 +74,9 @@ class Traffic:
 
     @contextmanager
     def held(self) -> Iterator[Callable[[Callable[[], None]], None]]:
-        """Around the capture of a CUDA graph: collectives inside do not begin. What it gives launches the graph, with which all of them do. It
-        raises `EngineFault` where the launch of a graph with collectives fails: the other ranks wait for them."""
+        """Around the capture of a CUDA graph: collectives inside do not begin. What it gives launches the graph, with
+        which all of them do. It raises `EngineFault` where the launch of a graph with collectives fails: the other
+        ranks wait for them."""
         found: list[Collective] = []
 
         def launch(graph: Callable[[], None]) -> None:
@@ -113,7 +117,8 @@ class Mesh:
         """Keeps the ranks together in work that has collectives; those of an engine have a `Lockstep`."""
 
     def all_reduce(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
-        """The sum of all ranks' `x`, and of `addend`, which has its shape and dtype and is the same on all of them; may be `x` itself, overwritten. Not
+        """The sum of all ranks' `x`, and of `addend`, which has its shape and dtype and is the same on all of them; may
+        be `x` itself, overwritten. Not
         differentiable: see `functions`."""
         return x if addend is None else x + addend
 
@@ -122,8 +127,8 @@ class Mesh:
         return self.all_reduce(x.clone(memory_format=torch.contiguous_format))
 
     def one_shot(self, size: int) -> bool:
-        """Whether a sum of zero-padded parts, `size` bytes in all, is a faster all-gather than the collective of that name
-        (`SymmetricMesh`)."""
+        """Whether a sum of zero-padded parts, `size` bytes in all, is a faster all-gather than the collective of that
+        name (`SymmetricMesh`)."""
         return False
 
     def all_gather_parts(self, x: Tensor) -> Tensor:
@@ -147,7 +152,8 @@ class Mesh:
 
 
 class GroupMesh(Mesh):
-    """A mesh over a torch.distributed process group: gloo on CPU, NCCL on CUDA, whose collectives CUDA graphs can capture."""
+    """A mesh over a torch.distributed process group: gloo on CPU, NCCL on CUDA, whose collectives CUDA graphs can
+    capture."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()

@@ -39,7 +39,8 @@ def shard_of(module: nn.Module) -> SiteShard | None:
 
 
 def shard_module(module: nn.Module, shard: SiteShard) -> None:
-    """Makes a linear module, whose weights are sharded already, give what the whole module would, or this rank's part of it."""
+    """Makes a linear module, whose weights are sharded already, give what the whole module would, or this rank's part
+    of it."""
     inputs, outputs = shard.partition.inputs.local, shard.partition.outputs.local
     if isinstance(module, Conv1D):
         module.nx, module.nf = inputs, outputs
@@ -90,8 +91,8 @@ class LocalConfig:
 
 
 def shard_attention(module: nn.Module, heads: Heads, known: dict[int, LocalConfig]) -> None:
-    """Tells an attention module how many heads this rank has, under the names that families use. `known`: by the id of a config, that of the
-    modules before, so that layers do not differ in theirs."""
+    """Tells an attention module how many heads this rank has, under the names that families use. `known`: by the id of
+    a config, that of the modules before, so that layers do not differ in theirs."""
     query, key_value = heads.local_query, heads.local_key_value
     counts = {
         "num_heads": query,

@@ -43,7 +43,8 @@ class Features:
 
     @classmethod
     def heads(cls, heads: int, head_size: int, ranks: int) -> Self:
-        """Whole heads: as many for each rank, or where there are fewer than ranks, one head for `ranks / heads` neighbours."""
+        """Whole heads: as many for each rank, or where there are fewer than ranks, one head for `ranks / heads`
+        neighbours."""
         if heads % ranks == 0:
             return cls.even(heads * head_size, ranks)
         assert ranks % heads == 0, f"expected {heads} heads to divide {ranks} ranks, or the other way round"

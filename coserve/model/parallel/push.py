@@ -26,8 +26,9 @@ class PushSum:
         torch.cuda.synchronize(device)
 
     def __call__(self, x: Tensor, out: Tensor, addend: Tensor | None = None) -> None:
-        """Writes the sum of all ranks' `x`, and of `addend`, which is the same on all of them, into `out` (all contiguous, aligned, of one floating dtype, up
-        to `most` bytes). The first time, all ranks must have made theirs: flags are zero then. Allocates nothing."""
+        """Writes the sum of all ranks' `x`, and of `addend`, which is the same on all of them, into `out` (all
+        contiguous, aligned, of one floating dtype, up to `most` bytes). The first time, all ranks must have made
+        theirs: flags are zero then. Allocates nothing."""
         push_sum(
             x,
             out,
@@ -43,8 +44,8 @@ class PushSum:
 
 
 def _shared_bytes(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Zeros (uint8) in memory that the other ranks may read and write, and the addresses (int64, N) of all ranks'. All ranks call this at once.
-    Raises `RuntimeError` where they cannot."""
+    """Zeros (uint8) in memory that the other ranks may read and write, and the addresses (int64, N) of all ranks'. All
+    ranks call this at once. Raises `RuntimeError` where they cannot."""
     import torch.distributed._symmetric_memory as symmetric
 
     own = symmetric.empty(size, dtype=torch.uint8, device=device)

@@ -1,4 +1,5 @@
-"""Residual connections that the all-reduce before them adds: one kernel less at the end of a layer, and one pass less over its hidden states."""
+"""Residual connections that the all-reduce before them adds: one kernel less at the end of a layer, and one pass less
+over its hidden states."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from torch.fx import GraphModule, Node
 
 
 def add_in_sums(module: GraphModule, sums: Collection[int]) -> int:
-    """Makes each `residual + coserve::linear(...)` of a traced layer a `coserve::linear_add`, where nothing else reads the linear's output.
+    """Makes each `residual + coserve::linear(...)` of a traced layer a `coserve::linear_add`, where nothing else reads
+    the linear's output.
 
     `sums`: groups whose linear ends in a sum over the ranks. Returns how many there were.
     """

@@ -1,4 +1,5 @@
-"""A mesh whose all-reduces are one kernel up to some megabytes (`parallel.push`); NCCL does the rest. NVLink multicast is never used."""
+"""A mesh whose all-reduces are one kernel up to some megabytes (`parallel.push`); NCCL does the rest. NVLink multicast
+is never used."""
 
 from __future__ import annotations
 
@@ -20,16 +21,19 @@ log = logging.getLogger(__name__)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SMALL, _LARGE = PushShape(2048), PushShape(8192, pushers=512, adders=512)
 PUSHED = {2: ((1 << 20, _SMALL), (32 << 20, _LARGE)), 4: ((1 << 20, _SMALL),), 8: ((1 << 18, _SMALL),)}
-"""Largest message and the kernel's shape of such all-reduces, by ranks; a rank has 2 · (N - 1) times as much memory for each. On two GPUs these are the
-fastest, and faster than NCCL at all sizes (`bdlora.json`, all_reduce_us); of four and eight, where each sends its numbers N - 1 times, not measured."""
+"""Largest message and the kernel's shape of such all-reduces, by ranks; a rank has 2 · (N - 1) times as much memory for
+each. On two GPUs these are the fastest, and faster than NCCL at all sizes (`bdlora.json`, all_reduce_us); of four and
+eight, where each sends its numbers N - 1 times, not measured."""
 
 MULTIPLE = 16
-"""NCCL sums up messages whose numbers are no multiple of it: Triton would compile the kernel for them while the other ranks wait."""
+"""NCCL sums up messages whose numbers are no multiple of it: Triton would compile the kernel for them while the other
+ranks wait."""
 
 
 def set_up_collectives() -> None:
-    """For this process and those that it starts: without NVLink multicast, and without buffers that NCCL registers while a graph is captured, as then
-    all ranks would have to run a collective in a graph, or none. Call it before the first CUDA collective."""
+    """For this process and those that it starts: without NVLink multicast, and without buffers that NCCL registers
+    while a graph is captured, as then all ranks would have to run a collective in a graph, or none. Call it before the
+    first CUDA collective."""
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     os.environ["NVSHMEM_DISABLE_NVLS"] = "1"
@@ -72,7 +76,8 @@ class SymmetricMesh(GroupMesh):
             launch_sums(self.rank, self.size, self._device)
 
     def works(self) -> bool:
-        """Whether sums are right, of small and of large messages, twice, the second time with an addend. All ranks call this at once."""
+        """Whether sums are right, of small and of large messages, twice, the second time with an addend. All ranks call
+        this at once."""
         for dtype, size, more in itertools.product(_DTYPES, (64, *(push.most for push in self._pushes)), (0, 1)):
             numbers_K = torch.arange(size // dtype.itemsize, device=self._device) % 13
             found_K = self.all_reduce((numbers_K + self.rank).to(dtype), numbers_K.to(dtype) if more else None)
@@ -82,8 +87,9 @@ class SymmetricMesh(GroupMesh):
 
 
 def launch_sums(rank: int, ranks: int, device: torch.device) -> None:
-    """Every kernel that sums of a `SymmetricMesh` launch on this rank. To be called inside `compile_only`, where kernels are compiled and not launched: the tensors
-    have the types and alignments of real ones, and next to no memory."""
+    """Every kernel that sums of a `SymmetricMesh` launch on this rank. To be called inside `compile_only`, where
+    kernels are compiled and not launched: the tensors have the types and alignments of real ones, and next to no
+    memory."""
     own = torch.empty(ALIGNMENT, dtype=torch.uint8, device=device)
     addresses = torch.empty(ranks, dtype=torch.int64, device=device)
     number = torch.empty(1, dtype=torch.int32, device=device)
@@ -120,6 +126,9 @@ def symmetric_mesh(group: dist.ProcessGroup, device: torch.device) -> GroupMesh:
             return own
         why = "its sums are wrong"
     mesh.adds_at_once = False
-    mesh.note = f"ranks: NCCL alone sums up, which takes longer for small messages: the all-reduce in one kernel does not work here: {why}"
+    mesh.note = (
+        "ranks: NCCL alone sums up, which takes longer for small messages: the all-reduce in one kernel does not work "
+        f"here: {why}"
+    )
     log.warning("%s", mesh.note)
     return mesh

@@ -48,10 +48,11 @@ class VocabularyShard:
         logits_BS[:, width:] = 0
 
     def cross_entropy_(self, logits_KS: Tensor, labels_K: Tensor, found_K2: Tensor) -> None:
-        """Write the negative log-likelihood of each label (nats) into `found_K2[:, 0]` (fp64), and whether it has the largest logit into
-        `found_K2[:, 1]`, on every rank. The logits become the gradient of the losses' sum in them.
+        """Write the negative log-likelihood of each label (nats) into `found_K2[:, 0]` (fp64), and whether it has the
+        largest logit into `found_K2[:, 1]`, on every rank. The logits become the gradient of the losses' sum in them.
 
-        The ranks exchange 12 bytes a label, instead of logits: each row's maximum, its sum of exponentials and its label's logit.
+        The ranks exchange 12 bytes a label, instead of logits: each row's maximum, its sum of exponentials and its
+        label's logit.
         """
         width, mesh = self.stop - self.start, self.mesh
         shares_KS, at_K = logits_KS[:, :width].float(), labels_K - self.start

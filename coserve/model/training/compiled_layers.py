@@ -1,4 +1,5 @@
-"""A base's decoder layers compiled for training: forward and backward without autograd, for all layers of a kind alike."""
+"""A base's decoder layers compiled for training: forward and backward without autograd, for all layers of a kind
+alike."""
 
 from __future__ import annotations
 
@@ -33,21 +34,25 @@ from coserve.model.training.trace import Compile, CompiledLayer, TracedLayer, in
 log = logging.getLogger(__name__)
 
 EXAMPLE_TOKENS = 2039
-"""Of the traced batch: a prime, so that no other size is equal to it; as large as batches are, for the kernels' block sizes."""
+"""Of the traced batch: a prime, so that no other size is equal to it; as large as batches are, for the kernels' block
+sizes."""
 EXAMPLE_ROW = 61
 """Tokens of a sequence in it."""
 CHECKED_TOKENS = 251
-"""Of the batch that cuts which keep less are checked with, beside jobs, which leave little memory: a prime, as the example's."""
+"""Of the batch that cuts which keep less are checked with, beside jobs, which leave little memory: a prime, as the
+example's."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """Most relative error of a compiled layer."""
 COMPARED_TOKENS = tuple(sorted({(1 << power) + more for power in range(18) for more in (-1, 0, 1)}))
-"""Sizes of batches of which all ranks must say alike whether compiled layers are for them. (What was loaded from disk says the same in other words.)"""
+"""Sizes of batches of which all ranks must say alike whether compiled layers are for them. (What was loaded from disk
+says the same in other words.)"""
 MAX_KINDS = 4
 """Kinds of layers that are compiled; a base with more has layers that differ in what they compute with."""
 
 
 class CompiledLayers:
-    """Traced at once; call `compile`, on any thread: until then the layers are not `ready`. `compile_levels` adds the cuts that keep less."""
+    """Traced at once; call `compile`, on any thread: until then the layers are not `ready`. `compile_levels` adds the
+    cuts that keep less."""
 
     def __init__(
         self,
@@ -57,9 +62,11 @@ class CompiledLayers:
         stream: Callable[[], AbstractContextManager[object]] = nullcontext,
         costs: Callable[[], TrainingCosts | None] = lambda: None,
     ) -> None:
-        """On the thread that runs the base: see `trace_layer`. `stream` enters the stream that training runs on. `costs` of memory, as far as they were
-        measured: asked for once the layers are compiled. Ranks that share a base do this at the same time. Raises `UnsupportedBase`, of ranks `FailedTogether`,
-        and whatever the stacking of weights raises, which cannot be undone."""
+        """On the thread that runs the base: see `trace_layer`. `stream` enters the stream that training runs on.
+        `costs` of memory, as far as they were
+        measured: asked for once the layers are compiled. Ranks that share a base do this at the same time. Raises
+        `UnsupportedBase`, of ranks `FailedTogether`, and whatever the stacking of weights raises, which cannot be
+        undone."""
         if not base.sites.shared():
             share_inputs(base)
         self._compile, self._stream, self._device = compile, stream, base.device
@@ -67,7 +74,8 @@ class CompiledLayers:
         self.cut = cut
         self._load_costs = costs
         self.costs: TrainingCosts | None = None
-        """Of memory, by which jobs may be planned; None: they are not known, or a batch was refused: others may be, too."""
+        """Of memory, by which jobs may be planned; None: they are not known, or a batch was refused: others may be,
+        too."""
         self.notes: tuple[str, ...] = ()
         """On the last batch that they were not right for, for an operator."""
         self._compiled: dict[Kept, dict[Hashable, CompiledLayer]] = {}
@@ -110,8 +118,9 @@ class CompiledLayers:
         return repr([order.index(kind) for kind in self._kinds])
 
     def compile(self) -> None:
-        """While other threads may capture CUDA graphs, which waiting for the whole device would break. Ranks that share a base do this at the same
-        time. Raises `UnsupportedBase`, and what the compiler raises; of ranks `FailedTogether`. It may be called again where it found no memory."""
+        """While other threads may capture CUDA graphs, which waiting for the whole device would break. Ranks that share
+        a base do this at the same time. Raises `UnsupportedBase`, and what the compiler raises; of ranks
+        `FailedTogether`. It may be called again where it found no memory."""
         try:
             compiled = self._compile_cut(Kept.ALL)
         except BaseException as error:
@@ -124,8 +133,8 @@ class CompiledLayers:
         self._compiled = {Kept.ALL: compiled}
 
     def compile_levels(self, costs: TrainingCosts | None = None) -> None:
-        """After `compile`, as it: the cuts that keep less. `costs`: of memory, with those of the cuts; None: they are measured next. Raises
-        `UnsupportedBase`."""
+        """After `compile`, as it: the cuts that keep less. `costs`: of memory, with those of the cuts; None: they are
+        measured next. Raises `UnsupportedBase`."""
         if self._mesh is not None:
             raise UnsupportedBase("ranks share the base")
         try:
@@ -147,7 +156,8 @@ class CompiledLayers:
         found = dict[Hashable, CompiledLayer]()
 
         def compile_all() -> list[str]:
-            """What must be alike on all ranks: the collectives in the order of the compiled code, its batches, and which sums may be left out."""
+            """What must be alike on all ranks: the collectives in the order of the compiled code, its batches, and
+            which sums may be left out."""
             if self._device.type == "cuda":
                 _wake_autograd(self._device)
             alike: list[str] = []
@@ -164,8 +174,8 @@ class CompiledLayers:
         return found
 
     def _check(self, i: int, example: _Example, compiled: CompiledLayer) -> list[str]:
-        """The layer's collectives in order, on this rank alone: they return its own term. Raises `UnsupportedBase` where a compiled layer computes
-        something else than the layer does."""
+        """The layer's collectives in order, on this rank alone: they return its own term. Raises `UnsupportedBase`
+        where a compiled layer computes something else than the layer does."""
         h_1TD, attention = example.h_1TD, example.attention
         tensors = {i: [*_Arguments.of(example.call).tensors, *example.own.values()]}
         running_pass = AlonePass(attention, None, self._groups)
@@ -207,8 +217,8 @@ class CompiledLayers:
         )
 
     def begin(self, inputs: LayerInputs, lora: PreparedLora | None) -> CompiledPass | None:
-        """A pass over the layers; None where they are not compiled, or were traced for other batches. `lora`: its pairs have
-        `MainGrads`, unless there is no backward."""
+        """A pass over the layers; None where they are not compiled, or were traced for other batches. `lora`: its pairs
+        have `MainGrads`, unless there is no backward."""
         if not self.ready or not isinstance(inputs.attention, PackedAttention):
             return None
         tokens, given = inputs.h_1TD.shape[1], [_Arguments.of(call) for call in inputs.calls]
@@ -251,7 +261,8 @@ class CompiledPass:
         return kept in self._layers
 
     def forward(self, i: int, h_1TD: Tensor, kept: Kept, *, learns: bool = True) -> tuple[Tensor, list[object]]:
-        """Layer i's output (1, T, D), rounded as that of the cut `kept`, and what its backward needs: nothing unless it `learns`."""
+        """Layer i's output (1, T, D), rounded as that of the cut `kept`, and what its backward needs: nothing unless it
+        `learns`."""
         layer = self._layers[kept][i]
         self._running_pass.begin_forward(layer.again if learns else None)
         with self._running(i):
@@ -261,8 +272,8 @@ class CompiledPass:
     def backward(
         self, i: int, saved: list[object], gradient_1TD: Tensor, kept: Kept, *, unread: bool = False
     ) -> Tensor:
-        """The gradient of layer i's input; adds those of the adapters to their sums, and empties `saved`. `kept`: as in its forward. `unread`:
-        the result may be anything."""
+        """The gradient of layer i's input; adds those of the adapters to their sums, and empties `saved`. `kept`: as in
+        its forward. `unread`: the result may be anything."""
         layer = self._layers[kept][i]
         self._running_pass.begin_backward(layer.unread_sums if unread else frozenset())
         with self._running(i):
@@ -322,7 +333,8 @@ def _example_inputs(base: Base, cut: LayerCut, tokens: int) -> LayerInputs:
 
 
 def _mark(device: torch.device) -> Callable[[], None]:
-    """A function that makes the stream which is current then wait for what the one that is current now has been given."""
+    """A function that makes the stream which is current then wait for what the one that is current now has been
+    given."""
     if device.type != "cuda":
         return lambda: None
     given = torch.cuda.current_stream(device).record_event()
@@ -330,13 +342,15 @@ def _mark(device: torch.device) -> Callable[[], None]:
 
 
 def _wake_autograd(device: torch.device) -> None:
-    """Autograd's thread for the device has no CUDA context before its first kernel, of which cuBLAS warns if it comes first."""
+    """Autograd's thread for the device has no CUDA context before its first kernel, of which cuBLAS warns if it comes
+    first."""
     leaf = torch.zeros(1, device=device, requires_grad=True)
     torch.autograd.grad(leaf * leaf, leaf, torch.ones_like(leaf))
 
 
 def _copies(layer: nn.Module, mesh: Mesh | None) -> tuple[nn.Module, nn.Module]:
-    """The layer as it is traced, and to compare with. Of a rank's layer neither waits for the other ranks of the `mesh`."""
+    """The layer as it is traced, and to compare with. Of a rank's layer neither waits for the other ranks of the
+    `mesh`."""
     if mesh is None:
         return (own := _copied(layer, {})), own
     meshes = TracedRanks(mesh.rank, mesh.size), LoneRank(mesh.rank, mesh.size)

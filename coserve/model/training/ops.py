@@ -1,8 +1,9 @@
-"""What a compiled training layer sees of us: `coserve::learn`, for all the sites that read one input, `coserve::attend_rows`, and, where
-ranks share the base, `coserve::sum_ranks`.
+"""What a compiled training layer sees of us: `coserve::learn`, for all the sites that read one input,
+`coserve::attend_rows`, and, where ranks share the base, `coserve::sum_ranks`.
 
-They look up the running pass when they run, not when they are traced: one compiled layer serves every layer of its kind and every
-batch. The base's weights and the adapters are no inputs of compiled code, and the adapters' gradients no outputs.
+They look up the running pass when they run, not when they are traced: one compiled layer serves every layer of its kind
+and every batch. The base's weights and the adapters are no inputs of compiled code, and the adapters' gradients no
+outputs.
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ LEARN, ATTEND = torch.ops.coserve.learn.default, torch.ops.coserve.attend_rows.d
 
 @dataclass(frozen=True)
 class Again:
-    """Operations of a layer's forward that its backward runs again. What their gradients need of them is kept then, not in the forward."""
+    """Operations of a layer's forward that its backward runs again. What their gradients need of them is kept then, not
+    in the forward."""
 
     groups: frozenset[int] = frozenset()
     """Of `learn`."""

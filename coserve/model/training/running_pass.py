@@ -21,7 +21,8 @@ NOTHING = Again()
 
 
 class RunningPass:
-    """Implements `TrainingSeams`. What a layer's backward needs of its forward, beside its saved tensors, is kept here."""
+    """Implements `TrainingSeams`. What a layer's backward needs of its forward, beside its saved tensors, is kept
+    here."""
 
     def __init__(
         self,
@@ -40,11 +41,13 @@ class RunningPass:
         """Attention's `log sum exp`, by layer."""
 
     def begin_forward(self, again: Again | None) -> None:
-        """A layer's forward runs next. `again`: what its backward runs again, of which nothing is kept here; None: there is no backward."""
+        """A layer's forward runs next. `again`: what its backward runs again, of which nothing is kept here; None:
+        there is no backward."""
         self._again = again
 
     def begin_backward(self, unread_sums: frozenset[int]) -> None:
-        """A layer's backward runs next: what it runs again is for its gradients. `unread_sums`: places of sums over ranks that are left out."""
+        """A layer's backward runs next: what it runs again is for its gradients. `unread_sums`: places of sums over
+        ranks that are left out."""
         self._again, self._unread_sums = NOTHING, unread_sums
 
     def learn(self, layer: int, group: int, x_TD: Tensor) -> Tensor:

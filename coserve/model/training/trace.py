@@ -1,11 +1,13 @@
 """A decoder layer's forward and backward as two compiled functions, for any number of tokens.
 
-The layer's own code is traced with both seams as opaque operations (`training.ops`) into one joint graph, which torch's min-cut partitioner
-cuts into a forward and a backward, and inductor compiles both. There is a cut for each of `Kept`: in that for `Kept.ALL` the partitioner
-decides what the backward computes again (what is cheap, such as norms and activations); the others say what is saved.
+The layer's own code is traced with both seams as opaque operations (`training.ops`) into one joint graph, which torch's
+min-cut partitioner cuts into a forward and a backward, and inductor compiles both. There is a cut for each of `Kept`:
+in that for `Kept.ALL` the partitioner decides what the backward computes again (what is cheap, such as norms and
+activations); the others say what is saved.
 
-Unlike torch.compile's autograd functions, the two are called directly, for whichever layer: autograd is not involved and no guards are
-checked. What a guard would check is part of the layer's kind (`training.kinds`), or a condition on the number of tokens (`fits`).
+Unlike torch.compile's autograd functions, the two are called directly, for whichever layer: autograd is not involved
+and no guards are checked. What a guard would check is part of the layer's kind (`training.kinds`), or a condition on
+the number of tokens (`fits`).
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from coserve.core.gpu_memory import Kept
 from coserve.model.training.ops import ATTEND, LEARN, Again
 
 SAVE_LESS: dict[str, object] = {"ban_recompute_materialized_backward": False}
-"""Options of the partitioner: the inputs of products, norms' and activations' outputs, are computed again: a third less memory."""
+"""Options of the partitioner: the inputs of products, norms' and activations' outputs, are computed again: a third less
+memory."""
 
 
 PARTITION: dict[Kept, dict[str, object]] = {
@@ -118,8 +121,8 @@ class TracedLayer:
     _hidden: FakeTensor
 
     def compile(self, compile: Compile = inductor, kept: Kept = Kept.ALL) -> CompiledLayer:
-        """On any thread, beside those that run functions of torch.compile as long as the compiler finds its results on disk. Raises
-        `UnsupportedBase`."""
+        """On any thread, beside those that run functions of torch.compile as long as the compiler finds its results on
+        disk. Raises `UnsupportedBase`."""
         with tracing(TracingContext(self._mode)):
             cut = (self._forward, self._backward) if kept is Kept.ALL else _cut(self._joint, kept)
             forward, backward = (
@@ -131,8 +134,9 @@ class TracedLayer:
 
 
 def trace_layer(run: Callable[..., Tensor], tensors: Sequence[Tensor], tokens: int) -> TracedLayer:
-    """Trace `run(hidden, *others) -> hidden`, without gradients of the others. `tensors`: examples of its inputs; a size of `tokens`
-    stands for any number. While it runs, functions of torch.compile fail on every thread: fx says of the process that it traces.
+    """Trace `run(hidden, *others) -> hidden`, without gradients of the others. `tensors`: examples of its inputs; a
+    size of `tokens` stands for any number. While it runs, functions of torch.compile fail on every thread: fx says of
+    the process that it traces.
 
     Raises `UnsupportedBase` for a layer that is not traceable so.
     """
@@ -225,8 +229,8 @@ def _refuse_constants(*graphs: fx.GraphModule) -> None:
 
 
 def _conditions(shapes: ShapeEnv, hidden: FakeTensor) -> Callable[[int], bool]:
-    """What was assumed of the number of tokens while the layer was traced and compiled. Raises `UnsupportedBase` where that is a
-    certain number."""
+    """What was assumed of the number of tokens while the layer was traced and compiled. Raises `UnsupportedBase` where
+    that is a certain number."""
     size = hidden.shape[1]
     if isinstance(size, int) or not size.node.expr.is_symbol:
         raise UnsupportedBase(f"its layers are for {size} tokens only")

@@ -23,8 +23,8 @@ class Batching:
         assert self.size >= 1 and self.delay >= 0, (self.size, self.delay)
 
     def ready(self, view: View, now: float) -> bool:
-        """`size` requests wait, or the oldest has waited longer than `delay`. Not without headroom: the batch before waits for
-        its adapters."""
+        """`size` requests wait, or the oldest has waited longer than `delay`. Not without headroom: the batch before
+        waits for its adapters."""
         if not view.waiting or view.first_arrival is None:
             return False
         return view.queued >= self.size or now - view.first_arrival > self.delay

@@ -11,8 +11,13 @@ from coserve.queues.policies.temporal_sharing import TemporalSharing
 from coserve.queues.policy import NamedPolicy, Policy, PolicySettings
 
 POLICIES: dict[str, type[NamedPolicy]] = {
-    "slack": Slack, "ets": Ets, "ts": TemporalSharing, "inference-first": InferenceFirst, "spatial": Spatial, "overlap": Overlap,
-}  # fmt: skip
+    "slack": Slack,
+    "ets": Ets,
+    "ts": TemporalSharing,
+    "inference-first": InferenceFirst,
+    "spatial": Spatial,
+    "overlap": Overlap,
+}
 
 
 def policy_class(name: str) -> type[NamedPolicy]:

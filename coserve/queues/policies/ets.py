@@ -9,8 +9,9 @@ from coserve.queues.policy import Decision, NamedPolicy, PolicySettings, Serve, 
 class Ets(NamedPolicy):
     """Enhanced Temporal Sharing: Algorithm 1 of the ETS paper, exactly if requests are served in order of arrival.
 
-    Inference goes first. A batch of at most `batch_size` requests is dispatched when that many wait, or when the oldest has
-    waited longer than `delay` seconds; it runs to its end. Otherwise a whole micro-batch of fine-tuning runs to its end.
+    Inference goes first. A batch of at most `batch_size` requests is dispatched when that many wait, or when the oldest
+    has waited longer than `delay` seconds; it runs to its end. Otherwise a whole micro-batch of fine-tuning runs to its
+    end.
     """
 
     in_batches = True

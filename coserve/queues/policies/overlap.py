@@ -19,30 +19,38 @@ from coserve.queues.policy import Decision, NamedPolicy, Overdue, PolicySettings
 LONGEST = MAX_SLICE / MAX_SLICES
 """Predicted seconds of the longest slice of several micro-steps: as long as `Slack`'s with all that are in flight."""
 LONGEST_BESIDE = 12e-3
-"""The same while steps run beside slices: a step with prompts is often too slow for that, and waits for all that are in flight."""
+"""The same while steps run beside slices: a step with prompts is often too slow for that, and waits for all that are in
+flight."""
 TIMER = 1e-3
 """Seconds by which a timer may be late: the event loop counts milliseconds."""
 SPARE_SHARE = 0.1
-"""Of the time between tokens. A step runs beside training only if it takes less than the rest of it in the mean; this part absorbs slow ones."""
+"""Of the time between tokens. A step runs beside training only if it takes less than the rest of it in the mean; this
+part absorbs slow ones."""
 PROMPT_HOLD = 0.05
-"""Seconds that prompts may wait for others while steps without them run beside training: one step with several takes less time from it."""
+"""Seconds that prompts may wait for others while steps without them run beside training: one step with several takes
+less time from it."""
 TURN_WAIT = 0.12
-"""Seconds that a first token may wait where the step with its prompt takes time from training: until the next tokens of the batch are due."""
+"""Seconds that a first token may wait where the step with its prompt takes time from training: until the next tokens of
+the batch are due."""
 AHEAD = 5e-3
-"""Seconds before the device would be idle at which a step is launched that follows slices: its launch, and errors of their prediction."""
+"""Seconds before the device would be idle at which a step is launched that follows slices: its launch, and errors of
+their prediction."""
 
 
 class Overlap(NamedPolicy):
     """Training on a stream of low priority, generation steps on one of high priority, each with all multiprocessors.
 
-    Up to two slices are in flight, so the device need not wait for the host between them. A decode step is bound by the memory's
-    bandwidth and training by arithmetic, so a step beside a slice costs less than both in turn; but each costs bandwidth. So steps
-    are paced by the deadlines as in `Slack`: a step begins when the first deadline asks for it, by the time that a step takes beside
-    training, or earlier where the device would be idle and no further micro-step fits before.
+    Up to two slices are in flight, so the device need not wait for the host between them. A decode step is bound by the
+    memory's bandwidth and training by arithmetic, so a step beside a slice costs less than both in turn; but each costs
+    bandwidth. So steps are paced by the deadlines as in `Slack`: a step begins when the first deadline asks for it, by
+    the time that a step takes beside training, or earlier where the device would be idle and no further micro-step fits
+    before.
 
-    Where a target between tokens is too short for a step beside training, as expected, or `overlapped` is false, they take turns without
-    a pause: a slice is launched only if all in flight end before the next step must begin, and that step is computed after
-    them and before later ones. Where only a step with prompts is too slow, prompts wait a little while steps without them run beside training. Weight, patience, floor and the full batch are as in `Slack`: a full batch launches nothing.
+    Where a target between tokens is too short for a step beside training, as expected, or `overlapped` is false, they
+    take turns without a pause: a slice is launched only if all in flight end before the next step must begin, and that
+    step is computed after them and before later ones. Where only a step with prompts is too slow, prompts wait a little
+    while steps without them run beside training. Weight, patience, floor and the full batch are as in `Slack`: a full
+    batch launches nothing.
     """
 
     stream = "priority"
@@ -104,7 +112,8 @@ class Overlap(NamedPolicy):
         return Serve(admit, between=not overlapped)
 
     def _holds_back(self, view: View, now: float) -> bool:
-        """Whether the next step is one without the prompts that wait: it can run beside training, with them it could not, and they can wait longer."""
+        """Whether the next step is one without the prompts that wait: it can run beside training, with them it could
+        not, and they can wait longer."""
         if not view.jobs or view.queued > len(view.waiting) or self._runs_beside(view):
             return False
         without = _admitting_nobody(view)
@@ -118,8 +127,8 @@ class Overlap(NamedPolicy):
         return begin + step <= latest_start(only, costs.serve, costs.serve_expected, self._weight, TURN_WAIT)
 
     def _runs_beside(self, view: View) -> bool:
-        """Whether the next step is computed beside training: it takes less from training than one in turn does, as far as both were measured, and is as fast
-        as tokens are due."""
+        """Whether the next step is computed beside training: it takes less from training than one in turn does, as far
+        as both were measured, and is as fast as tokens are due."""
         costs = view.costs
         taken = costs.overlapped_expected * (1 - costs.train_beside)
         if not self._overlapped or costs.serve_expected == math.inf or taken > costs.serve_expected:

@@ -11,17 +11,20 @@ DEADLINE_SETTINGS = ("slo_attainment", "shed")
 PACED_SETTINGS = (*DEADLINE_SETTINGS, "train_weight", "train_patience", "train_floor")
 """And where training is paced by them."""
 MAX_SLICE = 0.05
-"""Predicted seconds of the longest slice of several micro-steps. A request that arrives meanwhile waits at most that long."""
+"""Predicted seconds of the longest slice of several micro-steps. A request that arrives meanwhile waits at most that
+long."""
 MAX_MICRO_STEPS = 16
 """Of one slice."""
 FIRST_TOKEN_WAIT = MAX_SLICE
-"""Seconds that a first token may wait for the batch's next step. A step for it alone takes time that training could use; but
-its prompt must be computed anyway, so to hold it back for longer gains nothing."""
+"""Seconds that a first token may wait for the batch's next step. A step for it alone takes time that training could
+use; but its prompt must be computed anyway, so to hold it back for longer gains nothing."""
 DELIVERY = 1e-3
-"""Seconds by which a token's way to its client may be longer than its predecessors': targets are the clients', who measure there."""
+"""Seconds by which a token's way to its client may be longer than its predecessors': targets are the clients', who
+measure there."""
 MOST_MARGIN = 0.25
-"""At most this share of the time between tokens is kept in reserve for steps that take longer than expected. With more, tokens come so early that part of the time gained is
-lost (`Due.credit` is limited), so more steps run than the targets ask for. Later tokens take back what a slower step costs."""
+"""At most this share of the time between tokens is kept in reserve for steps that take longer than expected. With more,
+tokens come so early that part of the time gained is lost (`Due.credit` is limited), so more steps run than the targets
+ask for. Later tokens take back what a slower step costs."""
 
 DECODE_MARGIN = 1.1
 """Factor of the mean time of the decode steps to a last token: over so many, errors cancel out but for a little."""
@@ -31,17 +34,20 @@ class Slack(NamedPolicy):
     """Training in the time that the deadlines of requests leave.
 
     Requests join and leave the batch at every generation step. The slack is the time to the tightest target minus the
-    generation steps needed to meet it, and `DELIVERY`. A running request's target is the deadline of its next token. A waiting request's step
-    begins `FIRST_TOKEN_WAIT` after its arrival, or earlier where its deadline asks for it. A request with a deadline of its last
-    token is planned to have `max_tokens`, each in a decode step. Times of steps and micro-steps are such that they are
-    exceeded as rarely as `slo_attainment` asks for (`queues/risk.py`), up to `MOST_MARGIN`, so there is no other margin. Training uses at most the share
-    `weight` of the time that any deadline gives: less weight, faster answers and less training. There is no slack while a request waits
-    for a place in a full batch: paced by deadlines, places would become free too slowly, and the queue could grow without end.
+    generation steps needed to meet it, and `DELIVERY`. A running request's target is the deadline of its next token. A
+    waiting request's step begins `FIRST_TOKEN_WAIT` after its arrival, or earlier where its deadline asks for it. A
+    request with a deadline of its last token is planned to have `max_tokens`, each in a decode step. Times of steps and
+    micro-steps are such that they are exceeded as rarely as `slo_attainment` asks for (`queues/risk.py`), up to
+    `MOST_MARGIN`, so there is no other margin. Training uses at most the share `weight` of the time that any deadline
+    gives: less weight, faster answers and less training. There is no slack while a request waits for a place in a full
+    batch: paced by deadlines, places would become free too slowly, and the queue could grow without end.
 
-    A training slice runs only if its predicted time fits into the slack. It has as many micro-steps as fit, at least one, at
-    most `MAX_MICRO_STEPS` and `MAX_SLICE` seconds. Where training, of all jobs, has waited `patience` seconds, or so long that the next micro-step is the share
-    `floor` of the time, there is one micro-step regardless of deadlines, so training never starves. Without requests, training runs freely. Jobs share a batch only as far as its
-    micro-steps take at most `tpot` seconds, so that they fit between the tokens of requests that come while it is computed.
+    A training slice runs only if its predicted time fits into the slack. It has as many micro-steps as fit, at least
+    one, at most `MAX_MICRO_STEPS` and `MAX_SLICE` seconds. Where training, of all jobs, has waited `patience` seconds,
+    or so long that the next micro-step is the share `floor` of the time, there is one micro-step regardless of
+    deadlines, so training never starves. Without requests, training runs freely. Jobs share a batch only as far as its
+    micro-steps take at most `tpot` seconds, so that they fit between the tokens of requests that come while it is
+    computed.
     """
 
     settings = PACED_SETTINGS
@@ -82,7 +88,8 @@ class Slack(NamedPolicy):
 def latest_start(
     view: View, serve: float, mean: float, weight: float, first_token_wait: float = FIRST_TOKEN_WAIT
 ) -> float:
-    """When the next generation step must begin if every target is to be kept, and a step takes at most `serve` seconds, `mean` as expected;
+    """When the next generation step must begin if every target is to be kept, and a step takes at most `serve` seconds,
+    `mean` as expected;
     `weight`: see `Slack`. At least one request waits or runs."""
     decode, wait, step_tokens = DECODE_MARGIN * view.costs.decode, first_token_wait * weight, view.step_tokens
     tightest = min(
@@ -107,14 +114,16 @@ def latest_start(
 
 
 def _due(due: Due, weight: float, wait: float) -> float:
-    """When a running request's token is to be there. A first one waits no longer for the next step than one in the queue."""
+    """When a running request's token is to be there. A first one waits no longer for the next step than one in the
+    queue."""
     target = due.deadline - (1 - weight) * due.window - (due.credit if weight < 1 else 0.0)
     return min(target, due.deadline - due.window + wait) if due.first else target
 
 
 def overdue(view: View, now: float, patience: float, floor: float) -> bool:
-    """Whether training has waited `patience` seconds since its last slice, or so long that its next micro-step is the share `floor` of the time.
-    Never twice without a generation step between: a patience shorter than one would leave no time for requests."""
+    """Whether training has waited `patience` seconds since its last slice, or so long that its next micro-step is the
+    share `floor` of the time. Never twice without a generation step between: a patience shorter than one would leave no
+    time for requests."""
     since, micro_step = view.train_waiting_since, view.costs.micro_step
     if since is None or view.in_flight.since_step:
         return False

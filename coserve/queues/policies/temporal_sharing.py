@@ -14,12 +14,13 @@ Unit = Literal["request", "batch"]
 class TemporalSharing(NamedPolicy):
     """TS(n): one fine-tuning turn after each `n` inference batches (the ETS paper, section 4.4.1).
 
-    A turn is not interrupted. With the unit "request" it is one fine-tuning request: a job trains until it ends, is paused
-    or is cancelled, however many steps it has, and requests wait meanwhile. While its next step is prepared on a thread,
-    nothing else runs. A job that must wait for its samples (`sample_prompts`) ends its turn, as they are requests. With the unit "batch" it is one micro-batch, as in Algorithm 1.
+    A turn is not interrupted. With the unit "request" it is one fine-tuning request: a job trains until it ends, is
+    paused or is cancelled, however many steps it has, and requests wait meanwhile. While its next step is prepared on a
+    thread, nothing else runs. A job that must wait for its samples (`sample_prompts`) ends its turn, as they are
+    requests. With the unit "batch" it is one micro-batch, as in Algorithm 1.
 
-    An inference batch holds the requests that arrived within `delay` seconds of its first one, at most `batch_size`. It is
-    dispatched when it is complete (section 5.2.2). A side with nothing to dispatch gives its turn to the other. See
+    An inference batch holds the requests that arrived within `delay` seconds of its first one, at most `batch_size`. It
+    is dispatched when it is complete (section 5.2.2). A side with nothing to dispatch gives its turn to the other. See
     docs/LOG.md (Scheduling) for other readings of the paper.
     """
 

@@ -20,8 +20,8 @@ _MARGIN = 16
 def read_objects(
     path: Path, *, chunk: int = CHUNK, max_object: int = MAX_OBJECT
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects, each with the number of the line at which it begins. `chunk` characters are read at a time; an object has about
-    `max_object` at most.
+    """The objects, each with the number of the line at which it begins. `chunk` characters are read at a time; an
+    object has about `max_object` at most.
 
     Raises `MalformedRow` (with the line) for anything but objects, `InvalidRequest` for no file.
     """

@@ -23,7 +23,8 @@ MAX_TOKENS = 1 << 22
 
 
 class Recorded(NamedTuple):
-    """A recorded request: seconds after the recording's beginning, lengths in tokens, and the prompt's blocks (Mooncake)."""
+    """A recorded request: seconds after the recording's beginning, lengths in tokens, and the prompt's blocks
+    (Mooncake)."""
 
     at: float
     prompt_tokens: int
@@ -34,8 +35,8 @@ class Recorded(NamedTuple):
 def read_lines(path: Path, max_line: int = MAX_LINE) -> Iterator[tuple[int, bytes]]:
     """Numbers, from 1, and contents of the lines that are not blank, without their ends.
 
-    A byte order mark at the beginning is left out. Raises `InvalidRequest` for no file, `MalformedRow` for a line of more than
-    `max_line` bytes.
+    A byte order mark at the beginning is left out. Raises `InvalidRequest` for no file, `MalformedRow` for a line of
+    more than `max_line` bytes.
     """
     try:
         with path.open("rb") as file:
@@ -65,7 +66,8 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def not_utf8(path: Path, error: UnicodeDecodeError) -> MalformedRow:
-    """The error for a file with bytes that are no UTF-8, with the line of the first: a reader of text is ahead of what it returned."""
+    """The error for a file with bytes that are no UTF-8, with the line of the first: a reader of text is ahead of what
+    it returned."""
     decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
     with path.open("rb") as file:
         while chunk := file.read(1 << 18):

@@ -1,4 +1,5 @@
-"""Mooncake's traces (Qin et al., FAST 2025): JSON lines, times in milliseconds, lengths in tokens, hashes of the prompt's blocks.
+"""Mooncake's traces (Qin et al., FAST 2025): JSON lines, times in milliseconds, lengths in tokens, hashes of the
+prompt's blocks.
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48]}
 

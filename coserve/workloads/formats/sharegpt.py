@@ -2,8 +2,8 @@
 
     [{"id": "x_0", "conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}]
 
-A conversation's prompt is its first turn and its answer the second, as FlexLLM's recipe and `vllm bench serve` take them; conversations
-that do not begin with a human's turn and an answer are left out.
+A conversation's prompt is its first turn and its answer the second, as FlexLLM's recipe and `vllm bench serve` take
+them; conversations that do not begin with a human's turn and an answer are left out.
 """
 
 from __future__ import annotations

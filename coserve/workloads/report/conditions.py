@@ -86,7 +86,8 @@ class Condition:
 
 
 def parse_condition(text: str) -> Condition:
-    """`NAME>=NUMBER`, also with `<=`, `>`, `<` and with a unit: `slo>=99%`, `errors<=1%`, `ttft_p99<=250ms`. Raises `InvalidRequest`."""
+    """`NAME>=NUMBER`, also with `<=`, `>`, `<` and with a unit: `slo>=99%`, `errors<=1%`, `ttft_p99<=250ms`. Raises
+    `InvalidRequest`."""
     found = _FORM.fullmatch(text)
     if found is None:
         raise InvalidRequest(f"expected a condition like slo>=0.99, got {text!r}", field="fail_under")

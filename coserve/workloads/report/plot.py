@@ -22,8 +22,8 @@ Panel = Callable[["Axes", ReplayResult, Summary], None]
 
 
 def plot_png(run: ReplayResult, summary: Summary) -> bytes:
-    """Latency of each request by arrival, its distribution against the limits, tokens trained, adapters, queue and memory over time;
-    without those panels for which there is nothing to show.
+    """Latency of each request by arrival, its distribution against the limits, tokens trained, adapters, queue and
+    memory over time; without those panels for which there is nothing to show.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -181,8 +181,13 @@ def adapter_rows(summary: Summary) -> Iterator[tuple[str, ...]]:
 def _table(title: str, header: tuple[str, ...] | None, rows: Iterator[tuple[str, ...]]) -> Table:
     """The first column to the left, the others to the right. On a narrow terminal only the first one is wrapped."""
     table = Table(
-        title=title, title_justify="left", show_header=header is not None, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0)
-    )  # fmt: skip
+        title=title,
+        title_justify="left",
+        show_header=header is not None,
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     for i, name in enumerate(header or ("", "")):
         table.add_column(name, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
     for row in rows:

@@ -14,8 +14,8 @@ class Sink(Protocol):
     """The run of one job. Every method may raise whatever the library raises; the sink is then opened again."""
 
     def write(self, points: Sequence[Point], texts: Sequence[Text]) -> None:
-        """Add steps, ascending, and samples of these or earlier steps. A sink may leave samples out, and doubles those of a process
-        that was killed. The library has taken them when this returns."""
+        """Add steps, ascending, and samples of these or earlier steps. A sink may leave samples out, and doubles those
+        of a process that was killed. The library has taken them when this returns."""
         ...
 
     def end(self, state: JobState) -> None:
@@ -28,5 +28,5 @@ class Sink(Protocol):
 
 
 OpenSink = Callable[[Path, Run, int], Sink]
-"""`(folder, run, step)`: open a run or go on with it. Points from `step` on follow; what the run has of them is replaced or kept,
-but never doubled. `folder` is the tracker's own and exists."""
+"""`(folder, run, step)`: open a run or go on with it. Points from `step` on follow; what the run has of them is
+replaced or kept, but never doubled. `folder` is the tracker's own and exists."""

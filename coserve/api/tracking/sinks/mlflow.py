@@ -1,4 +1,5 @@
-"""MLflow, set up by its own variables: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, ...; without an address, a SQLite file."""
+"""MLflow, set up by its own variables: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, ...; without an address, a SQLite
+file."""
 
 from __future__ import annotations
 

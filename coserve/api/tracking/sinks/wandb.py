@@ -13,7 +13,8 @@ from coserve.core.types import JobState
 
 
 class WeightsAndBiases:
-    """The run has the job's id, so a restarted daemon goes on with it. Steps that a run has are ignored by the library."""
+    """The run has the job's id, so a restarted daemon goes on with it. Steps that a run has are ignored by the
+    library."""
 
     def __init__(self, folder: Path, run: Run, step: int) -> None:
         self._run = wandb.init(

@@ -44,11 +44,11 @@ class DecodeGraph:
     def run(
         self, runs: Sequence[TokenRun], slots: Sequence[int], tokens: Sequence[int], segments: Segments | None
     ) -> tuple[Tensor, Tensor]:
-        """Starts a step. `slots`: the sequences' token slots; `tokens`: their newest tokens, negative where the token is in
-        the slot; `segments`: of adapter slots.
+        """Starts a step. `slots`: the sequences' token slots; `tokens`: their newest tokens, negative where the token
+        is in the slot; `segments`: of adapter slots.
 
-        Returns logits (N, V) and the likeliest tokens (N), which are in their token slots already; `NOT_FINITE` for none.
-        The next run of any graph overwrites both.
+        Returns logits (N, V) and the likeliest tokens (N), which are in their token slots already; `NOT_FINITE` for
+        none. The next run of any graph overwrites both.
         """
         self._copies.wait()
         self._attention.load(runs)

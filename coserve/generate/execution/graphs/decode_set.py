@@ -45,7 +45,8 @@ class DecodeGraphs:
     def holding(self, sequences: int, footprint: LoraFootprint, *, capture: bool = True) -> DecodeGraph | None:
         """The graph that runs a step of so many sequences; None: no graph holds them, or none can be captured.
 
-        `capture`: captures the graph of the next size if it is missing; otherwise a larger one serves until it is there.
+        `capture`: captures the graph of the next size if it is missing; otherwise a larger one serves until it is
+        there.
         """
         fit = [batch for batch in self._batches if batch >= sequences]
         if capture and fit and covering_graph(self._graphs, fit[0], footprint) is None:

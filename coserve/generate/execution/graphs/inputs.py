@@ -19,7 +19,8 @@ class InputBuffer:
         """What a graph reads."""
 
     def load(self, *columns: Sequence[int]) -> None:
-        """Copies the columns in, in stream order, padded with zeros. The caller ensures that the last copy has ended."""
+        """Copies the columns in, in stream order, padded with zeros. The caller ensures that the last copy has
+        ended."""
         wanted = [list(column) for column in columns]
         if wanted == self._loaded:
             return

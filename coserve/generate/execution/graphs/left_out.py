@@ -30,7 +30,8 @@ class LeftOut:
 
     @contextmanager
     def capturing(self, key: Hashable) -> Iterator[None]:
-        """Whatever is raised inside, the graph is left out and nothing is raised, if that is tolerated and the device still works."""
+        """Whatever is raised inside, the graph is left out and nothing is raised, if that is tolerated and the device
+        still works."""
         try:
             with contained(self._device):
                 yield

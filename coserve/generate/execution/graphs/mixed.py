@@ -1,8 +1,8 @@
 """Mixed steps as CUDA graphs: decodes and chunks of prompts, padded to one of a few sizes.
 
-Launched kernel by kernel, such a step takes the host longer than the device. Its kernels also have variants that depend on
-its size, which Triton would compile in the middle of serving. A graph is one launch; its variants are compiled when it is
-captured.
+Launched kernel by kernel, such a step takes the host longer than the device. Its kernels also have variants that depend
+on its size, which Triton would compile in the middle of serving. A graph is one launch; its variants are compiled when
+it is captured.
 """
 
 from __future__ import annotations

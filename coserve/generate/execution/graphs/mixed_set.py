@@ -42,14 +42,15 @@ class MixedGraphs:
         return (capacity, footprint) not in self._graphs and (capacity, footprint) not in self.left_out
 
     def prepare(self, footprint: LoraFootprint) -> Iterator[None] | None:
-        """Captures a missing graph, piece by piece; None if none is missing. The largest comes first: all others fit into its
-        memory. Then the smallest: most steps are small."""
+        """Captures a missing graph, piece by piece; None if none is missing. The largest comes first: all others fit
+        into its memory. Then the smallest: most steps are small."""
         order = self._capacities if self._graphs else reversed(self._capacities)
         capacity = next((size for size in order if self._is_missing(size, footprint)), None)
         return None if capacity is None else self._capture(capacity, footprint)
 
     def holding(self, runs: Sequence[TokenRun], footprint: LoraFootprint) -> MixedGraph | None:
-        """The graph that runs the step; None: run it without a graph. At most one size too large: padding has a price."""
+        """The graph that runs the step; None: run it without a graph. At most one size too large: padding has a
+        price."""
         fit = [capacity for capacity in self._capacities if capacity.holds(runs)][:2]
         graphs = (covering_graph(self._graphs, capacity, footprint) for capacity in fit)
         found = next((graph for graph in graphs if graph is not None), None)

@@ -88,7 +88,8 @@ def _rows(x_ND: Tensor, at: Tensor) -> Tensor:
 
 
 def _keys(cache: Tensor, at: Tensor, unit: int) -> Tensor:
-    """`cache` (P, page_tokens, K, D), and what lies between its pages, in rows of `unit` elements: those at `at` (B, K, L, D)."""
+    """`cache` (P, page_tokens, K, D), and what lies between its pages, in rows of `unit` elements: those at `at` (B, K,
+    L, D)."""
     pages, _, kv_heads, width = cache.shape
     assert cache.stride()[1:] == (kv_heads * width, width, 1), "expected pages in one piece"
     elements = (pages - 1) * cache.stride(0) + cache[0].numel()

@@ -17,7 +17,8 @@ from coserve.kernels.attention.interface import TokenRun
 KEY_BLOCK = 64
 """Keys are read in blocks of so many positions; block b of a sequence always holds the positions from 64 b on."""
 MIN_ROWS = 16
-"""torch's CPU matrix product gives a row the same bits whatever the other rows are, from 8 rows on; below it does not."""
+"""torch's CPU matrix product gives a row the same bits whatever the other rows are, from 8 rows on; below it does
+not."""
 TILE_TOKENS = (1, 16, 64)
 """Tokens of a tile; a longer run is cut into tiles of the last size."""
 MAX_SCORES = 1 << 24

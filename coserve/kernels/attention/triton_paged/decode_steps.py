@@ -1,4 +1,5 @@
-"""Attention of decode steps in fixed device buffers, for CUDA graphs: the graph keeps the addresses, `load` the contents."""
+"""Attention of decode steps in fixed device buffers, for CUDA graphs: the graph keeps the addresses, `load` the
+contents."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ class FusedStaticAttention:
         device, page_tokens = pages.keys[0].device, pages.keys[0].shape[1]
         self.batch, self.max_tokens = batch, max_tokens
         self._pages, self._device = pages, device
-        # In one buffer, so that one copy fills them: positions, items of each kind of layer, page table. A column of the
-        # table is a sequence; what a step uses of it is a prefix of the buffer.
+        # In one buffer, so that one copy fills them: positions, items of each kind of layer, page table. A column of
+        # the table is a sequence; what a step uses of it is a prefix of the buffer.
         self._multiprocessors = device_info(device).multiprocessors
         self._most = max(self._most_items(keys.shape[2]) for keys in pages.keys)
         self._longest = -(-max_tokens // page_tokens)
@@ -104,7 +105,8 @@ class FusedStaticAttention:
         to[len(items) :, 0] = -1
 
     def _items(self, kv_heads: int, window: int | None) -> Tensor:
-        """Items of a kind of layer: (W, 8), W fixed. A new kind is planned and copied at once: warm up ahead of capture."""
+        """Items of a kind of layer: (W, 8), W fixed. A new kind is planned and copied at once: warm up ahead of
+        capture."""
         kind = kv_heads, window
         if kind not in self._kinds:
             assert len(self._kinds) < KINDS, f"expected at most {KINDS} kinds of layers"
@@ -119,7 +121,8 @@ class FusedStaticAttention:
     def _upload(self, size: int) -> None:
         host = torch.from_numpy(self._host[:size])
         if self._device.type == "cuda":
-            # Pinned memory of its own, which torch keeps until the copy has ended: the next `load` may come at any time.
+            # Pinned memory of its own, which torch keeps until the copy has ended: the next `load` may come at any
+            # time.
             host = host.pin_memory()
         self._device_buffer[:size].copy_(host, non_blocking=True)
 

@@ -1,4 +1,5 @@
-"""Launches of the fused attention kernels: grids and block sizes. Sizes were chosen by `benchmarks/kernels/attention.py --tune`."""
+"""Launches of the fused attention kernels: grids and block sizes. Sizes were chosen by
+`benchmarks/kernels/attention.py --tune`."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ FULL_WAVES = 2
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sizes of a kernel: rows (prefill only), keys of a step, warps, stages of its loop. Times: `attention_tune.json`."""
+    """Sizes of a kernel: rows (prefill only), keys of a step, warps, stages of its loop. Times:
+    `attention_tune.json`."""
 
     rows: int
     keys: int
@@ -67,7 +69,8 @@ def decode_blocks_for(q_HTD: Tensor, kv_heads: int, sequences: int) -> Blocks:
 
 
 def prefill_blocks(width: int, dtype: torch.dtype, rows: int, device: torch.device) -> Blocks:
-    """`rows`: of all tiles and key-value heads together; few of them are cut finer, so that more programs share them."""
+    """`rows`: of all tiles and key-value heads together; few of them are cut finer, so that more programs share
+    them."""
     if dtype == torch.float32:
         return Blocks(32, 32, 4, 2)
     if not _large_shared(device):
@@ -110,7 +113,8 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class Scratch:
-    """What a join needs. Of decode: parts (W, H, D) and stats (W, H) fp32; counters (columns, K) int32, 0 between calls."""
+    """What a join needs. Of decode: parts (W, H, D) and stats (W, H) fp32; counters (columns, K) int32, 0 between
+    calls."""
 
     parts: Tensor
     stats: Tensor
@@ -200,7 +204,8 @@ def _tile_rows(group: int, blocks: Blocks) -> int:
 
 
 def prefill_scratch(items: int, group: int, kv_heads: int, width: int, blocks: Blocks, device: torch.device) -> Scratch:
-    """For a prefill whose tiles are cut into items: parts (items, K, rows, D) and stats (items, K, rows) fp32, counters."""
+    """For a prefill whose tiles are cut into items: parts (items, K, rows, D) and stats (items, K, rows) fp32,
+    counters."""
     counters = torch.zeros(items, kv_heads, dtype=torch.int32, device=device)
     return Scratch(*prefill_parts(items, group, kv_heads, width, blocks, device), counters)
 
@@ -227,7 +232,8 @@ def prefill(
 ) -> None:
     """Writes the tiles' new keys and values into their pages, then their rows of attention into `out_THD`.
 
-    The tiles must be of `tile_tokens` tokens at most. `scratch`: `prefill_scratch`, or None where each tile is one item.
+    The tiles must be of `tile_tokens` tokens at most. `scratch`: `prefill_scratch`, or None where each tile is one
+    item.
     """
     heads, _, width = q_HTD.shape
     kv_heads, page_tokens = cache.keys.shape[2], cache.keys.shape[1]

@@ -1,4 +1,5 @@
-"""Attention of steps of any mix in fixed device buffers, for CUDA graphs: decodes and chunks of prompts side by side."""
+"""Attention of steps of any mix in fixed device buffers, for CUDA graphs: decodes and chunks of prompts side by
+side."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ class LayerPlan:
         _send(host, self.table)
 
     def _items(self, decodes: Sequence[Placed]) -> Table:
-        """As for a step of as many sequences as there is capacity for, whose blocks the graph has; the missing ones inactive."""
+        """As for a step of as many sequences as there is capacity for, whose blocks the graph has; the missing ones
+        inactive."""
         columns, contexts, rows = (np.zeros(self.capacity.sequences, dtype=np.int64) for _ in range(3))
         columns[: len(decodes)] = [column for column, _, _ in decodes]
         rows[: len(decodes)] = [row for _, row, _ in decodes]
@@ -76,7 +78,8 @@ class LayerPlan:
 
 
 def _send(host: Table, to: Tensor) -> None:
-    """In stream order. Pinned memory of its own, which torch keeps until the copy has ended: the next may come at any time."""
+    """In stream order. Pinned memory of its own, which torch keeps until the copy has ended: the next may come at any
+    time."""
     source = torch.from_numpy(host)
     to.copy_(source.pin_memory() if to.is_cuda else source, non_blocking=True)
 
@@ -106,8 +109,8 @@ def plan_layers(
     size = items_for(capacity.sequences, kv_heads, multiprocessors) + max(tiles, multiprocessors // kv_heads)
     table = torch.zeros(size, 8, dtype=torch.int32, device=device)
     ended = torch.zeros(size, kv_heads, dtype=torch.int32, device=device)
-    # A grid of idle programs, which wait for nothing, must not start before the kernel ahead has ended: what comes behind
-    # it waits for it alone.
+    # A grid of idle programs, which wait for nothing, must not start before the kernel ahead has ended: what comes
+    # behind it waits for it alone.
     return LayerPlan(capacity, heads, kv_heads, width, window, chunks, replace(decodes, pdl=False), table, ended)
 
 

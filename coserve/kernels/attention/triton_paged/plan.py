@@ -1,4 +1,5 @@
-"""How the fused attention kernels cut a step, on the host: items of about one size for decode, tiles for chunks of prompts."""
+"""How the fused attention kernels cut a step, on the host: items of about one size for decode, tiles for chunks of
+prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ Ints = NDArray[np.int64]
 Table = NDArray[np.int32]
 
 BEYOND = 128
-"""Programs that a grid has for cutting long sequences, beyond one for each sequence; those that find no work still start."""
+"""Programs that a grid has for cutting long sequences, beyond one for each sequence; those that find no work still
+start."""
 CHUNK_STEP, CHUNK_LEAST = 128, 512
 """Items of a chunk's keys are of whole steps of so many, and hold at least so many."""
 PIECES = 40
@@ -101,8 +103,8 @@ def prefill_tiles(
 ) -> Table:
     """Items (N, 8) of chunks, as `attention_prefill` takes them; those of most keys first.
 
-    `runs`: (column of the table, first row of q, run). A tile has at most `tokens` tokens. Where tiles are too few for the
-    multiprocessors, their keys are cut, too: a short chunk far down its sequence is not left to a few programs.
+    `runs`: (column of the table, first row of q, run). A tile has at most `tokens` tokens. Where tiles are too few for
+    the multiprocessors, their keys are cut, too: a short chunk far down its sequence is not left to a few programs.
     """
     tiles = [
         (column, row + start, min(tokens, run.tokens - start), run.position + start)

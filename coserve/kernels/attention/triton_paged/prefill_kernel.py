@@ -1,14 +1,14 @@
 """Paged attention of chunks of prompts: tiles of neighbouring new tokens against all pages of their sequence.
 
-A tile's rows are (token, query head of one key-value head's group), so that keys are read once for the whole group and a
-tile of few tokens still fills the tensor cores. Keys that every row sees are read without a mask.
+A tile's rows are (token, query head of one key-value head's group), so that keys are read once for the whole group and
+a tile of few tokens still fills the tensor cores. Keys that every row sees are read without a mask.
 
 Where SPLIT, several items share a tile, each with a stretch of its keys, and the last to end joins their parts, as in
 `attention_decode`.
 
-Shapes as in `attention_decode`; tiles (N, 8) int32, one an item: column of the table, first row of q, tokens, position of
-the first, first key, key after the last, first item of the tile, its items. Where SPLIT, an item of 0 tokens, whose first
-item is -1, is nothing to do. parts (N, K, BLOCK_M, D), stats (N, K, BLOCK_M)
+Shapes as in `attention_decode`; tiles (N, 8) int32, one an item: column of the table, first row of q, tokens, position
+of the first, first key, key after the last, first item of the tile, its items. Where SPLIT, an item of 0 tokens, whose
+first item is -1, is nothing to do. parts (N, K, BLOCK_M, D), stats (N, K, BLOCK_M)
 and counters (N, K) are scratch; counters are 0 before and after.
 """
 

@@ -14,7 +14,8 @@ LOWEST = tl.constexpr(-3.0e38)
 
 @triton.jit
 def score(products, scale, cap, SOFTCAP: tl.constexpr):
-    """Scores in units of log 2, from products of queries and keys; `scale` and `cap` as `attention_launch.units` says."""
+    """Scores in units of log 2, from products of queries and keys; `scale` and `cap` as `attention_launch.units`
+    says."""
     if SOFTCAP:
         return cap * (1.0 - 2.0 / (tl.exp2(tl.minimum(products * scale, 64.0)) + 1.0))  # tanh
     return products * scale
@@ -22,7 +23,8 @@ def score(products, scale, cap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def key_offsets(page, page_stride, n, K, head, D: tl.constexpr, PAGE: tl.constexpr):
-    """Where keys of positions `n` begin in a layer's cache, in elements (int64: a pool of pages is large), if in `page`."""
+    """Where keys of positions `n` begin in a layer's cache, in elements (int64: a pool of pages is large), if in
+    `page`."""
     return page.to(tl.int64) * page_stride + ((n % PAGE) * K + head) * D
 
 

@@ -21,7 +21,8 @@ def upload(host: Table, device: torch.device) -> Tensor:
 
 
 class FusedPagedAttention:
-    """As `PagedAttention`: writes the step's keys and values into pages and reads each sequence's pages. Built once a step.
+    """As `PagedAttention`: writes the step's keys and values into pages and reads each sequence's pages. Built once a
+    step.
 
     Runs of one token go through the decode kernel, longer ones through the prefill kernel. The host plans at the first
     layer of each kind (heads, window) and copies the plan without waiting for the device.

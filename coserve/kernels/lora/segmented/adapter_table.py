@@ -30,12 +30,13 @@ class SiteTable:
     scalings: Tensor
     """float32 (N, G)."""
     starts: Tensor | None = None
-    """int32 (N, G, 2): prefix sums over slots of the ranks that each column of A and each row of B has, which is the rank
-    divided by their blocks; only for training."""
+    """int32 (N, G, 2): prefix sums over slots of the ranks that each column of A and each row of B has, which is the
+    rank divided by their blocks; only for training."""
     sums: Tensor | None = None
     """int64 (N, G, 2): the addresses of the `MainGrads`; 0: none."""
     sizes: Tensor | None = None
-    """int32 (N, G, 3) on the host: the ranks, and those that `starts` sums; None where the table's contents may change."""
+    """int32 (N, G, 3) on the host: the ranks, and those that `starts` sums; None where the table's contents may
+    change."""
     blocked: bool = True
     """Whether it may hold block-diagonal pairs: a constant of the kernels, which are leaner without."""
     storage: Tensor | None = None
@@ -70,8 +71,8 @@ class SiteTable:
 class Slots:
     """The table of all sites of a base by N slots, which serving keeps on the device.
 
-    `put` takes effect in stream order. A LoRA kernel reads the table and the weights before the preceding kernel has ended
-    (programmatic dependent launch), so no kernel that writes weights may directly precede one.
+    `put` takes effect in stream order. A LoRA kernel reads the table and the weights before the preceding kernel has
+    ended (programmatic dependent launch), so no kernel that writes weights may directly precede one.
     """
 
     def __init__(self, slots: int, sites: int, device: torch.device, *, blocked: bool = True) -> None:
@@ -83,7 +84,8 @@ class Slots:
         self._held: dict[int, object] = {}
 
     def put(self, slot: int, entries: Sequence[TableEntry], owner: object) -> None:
-        """Point `slot` at one adapter's matrices, an entry per site, and keep their `owner` alive. Does not wait for the device."""
+        """Point `slot` at one adapter's matrices, an entry per site, and keep their `owner` alive. Does not wait for
+        the device."""
         assert len(entries) == self.ranks.shape[1], f"expected {self.ranks.shape[1]} sites, got {len(entries)}"
         assert self._blocked or all(entry.shape == entry.rank for entry in entries), "expected dense pairs"
         a, b, _, _, ranks, scalings = zip(*entries, strict=True)
@@ -153,10 +155,11 @@ def _send(host: Tensor, to: Tensor) -> None:
 
 
 def kernel_layout(pair: LoraPair) -> LoraPair:
-    """The pair in the layout that kernels read: the pair itself, or a copy where a tensor is not contiguous and aligned.
+    """The pair in the layout that kernels read: the pair itself, or a copy where a tensor is not contiguous and
+    aligned.
 
-    b_OR's rows are padded with zeros to whole vectors of 8, so an odd rank is a copy too, of (O, R rounded up). So are the
-    rows of a block-diagonal matrix whose blocks' width is odd (`_whole_vectors`).
+    b_OR's rows are padded with zeros to whole vectors of 8, so an odd rank is a copy too, of (O, R rounded up). So are
+    the rows of a block-diagonal matrix whose blocks' width is odd (`_whole_vectors`).
     """
     if pair.entry is not None:
         return pair
@@ -181,7 +184,8 @@ def _whole_vectors(packed: Tensor, blocks: int) -> Tensor:
 
 
 def table_entries(pairs: Sequence[LoraPair | None]) -> tuple[list[TableEntry], list[LoraPair]]:
-    """An entry for each pair (None: the site is not changed), and the pairs that they point at, in the kernels' layout."""
+    """An entry for each pair (None: the site is not changed), and the pairs that they point at, in the kernels'
+    layout."""
     kept = [None if pair is None else kernel_layout(pair) for pair in pairs]
     return [_entry(pair) for pair in kept], [pair for pair in kept if pair is not None]
 

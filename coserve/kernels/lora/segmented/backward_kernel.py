@@ -6,9 +6,9 @@
               dB_site[o, r] = scaling Σ_t dy[t, o] h[site, t, r]
 
 Sums are kept in fp32. Where an adapter's tokens are divided among programs, each writes its own fp32 part, so that
-the result does not depend on their order. Gradients are packed as the matrices are: of a block-diagonal one there are the
-blocks only. Shapes as in `prefill_kernel`; spans: (A, 4) int32; starts: (slots, G, 2) int32, what lies ahead of a slot's own
-dA, in entries for each of x's columns, and of its dB, in entries for each output.
+the result does not depend on their order. Gradients are packed as the matrices are: of a block-diagonal one there are
+the blocks only. Shapes as in `prefill_kernel`; spans: (A, 4) int32; starts: (slots, G, 2) int32, what lies ahead of a
+slot's own dA, in entries for each of x's columns, and of its dB, in entries for each output.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
@@ -83,9 +83,21 @@ def shrink_b(
                 _shrink_b_ranks(ptrs, sizes, some, BLOCK_T, 16, BLOCK_K)
         if SPLIT:
             finish(
-                parts_ptr, g_ptr, counters_ptr + start, tl.num_programs(1) * tl.cdiv(rank, BLOCK_R), start, rows, rank, 0,
-                split_stride, tl.num_programs(1), R, 1, BLOCK_T, BLOCK_R,
-            )  # fmt: skip
+                parts_ptr,
+                g_ptr,
+                counters_ptr + start,
+                tl.num_programs(1) * tl.cdiv(rank, BLOCK_R),
+                start,
+                rows,
+                rank,
+                0,
+                split_stride,
+                tl.num_programs(1),
+                R,
+                1,
+                BLOCK_T,
+                BLOCK_R,
+            )
         return
     t = tl.arange(0, BLOCK_T)
     r = first + tl.arange(0, BLOCK_R)
@@ -105,14 +117,27 @@ def shrink_b(
         splits = tl.num_programs(1)
         expected = splits * tl.cdiv(rank, BLOCK_R)
         finish(
-            parts_ptr, g_ptr, counters_ptr + start, expected, start, rows, rank, 0, split_stride, splits, R,
-            1, BLOCK_T, BLOCK_R,
-        )  # fmt: skip
+            parts_ptr,
+            g_ptr,
+            counters_ptr + start,
+            expected,
+            start,
+            rows,
+            rank,
+            0,
+            split_stride,
+            splits,
+            R,
+            1,
+            BLOCK_T,
+            BLOCK_R,
+        )
 
 
 @triton.jit
 def _shrink_b_ranks(ptrs, sizes, first, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
-    """g of the ranks [first, first + BLOCK_R) of a block-diagonal B: of the program's outputs, only what those ranks have."""
+    """g of the ranks [first, first + BLOCK_R) of a block-diagonal B: of the program's outputs, only what those ranks
+    have."""
     dy_ptr, parts_ptr, b_ptr = ptrs
     O, dy_stride, R, begin, steps, start, rows, shape, scaling = sizes
     rank = rank_of(shape)
@@ -365,11 +390,23 @@ def _add(sums_ptr, acc, n, r, N, shape, OF_B: tl.constexpr, BLOCKED: tl.constexp
     do_not_specialize=["row", "parts"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr", "starts_ptr"]
 )
 def fold(
-    parts_ptr, spans_ptr, ranks_ptr, scalings_ptr, starts_ptr, sums_ptr, N, row, parts, part_stride,
-    OF_B: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Adds the parts that `outer` left to the sums, always in one order. Grid (blocks of the largest matrix, adapters). PARTS of them are
-    loaded at a time: one after another, each would wait for memory."""
+    parts_ptr,
+    spans_ptr,
+    ranks_ptr,
+    scalings_ptr,
+    starts_ptr,
+    sums_ptr,
+    N,
+    row,
+    parts,
+    part_stride,
+    OF_B: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Adds the parts that `outer` left to the sums, always in one order. Grid (blocks of the largest matrix, adapters).
+    PARTS of them are loaded at a time: one after another, each would wait for memory."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     entry = tl.load(spans_ptr + tl.program_id(1) * 4 + 2) * row

@@ -70,21 +70,24 @@ class PrefillBlocks:
     """Two more for ranks up to 32, which leave enough shared memory."""
     pdl: bool = True
     split_length: int = 512
-    """Fewest inputs of a program where a sum is split among several. Below four times as many it is not split: adding the parts
-    costs about 2 µs."""
+    """Fewest inputs of a program where a sum is split among several. Below four times as many it is not split: adding
+    the parts costs about 2 µs."""
     expand_programs: int = 384
     """Programs that the prefill expand should have before each takes several output blocks."""
     wide_blocks: int = 6144
-    """From this many output blocks on, over all tiles, ranks up to 64 use blocks twice as wide, with twice the warps."""
+    """From this many output blocks on, over all tiles, ranks up to 64 use blocks twice as wide, with twice the
+    warps."""
 
 
 MANY_SHRINKS = 512
-"""From this many programs on, each program of the decode shrink takes two steps of k: starting a program then costs more."""
+"""From this many programs on, each program of the decode shrink takes two steps of k: starting a program then costs
+more."""
 LONE_RANK, LONE_INPUTS = 64, 4096
-"""So do those of one tile of more ranks and as many inputs or more: the expand, which waits for all splits, then sums half as many."""
+"""So do those of one tile of more ranks and as many inputs or more: the expand, which waits for all splits, then sums
+half as many."""
 FEW_EXPANDS = 512
-"""Up to this many programs of 128 outputs, the decode expand uses smaller blocks, and so more programs, with more ranks each:
-time goes into waiting for loads. Beyond, programs hide each other's latency."""
+"""Up to this many programs of 128 outputs, the decode expand uses smaller blocks, and so more programs, with more ranks
+each: time goes into waiting for loads. Beyond, programs hide each other's latency."""
 AHEAD = 3
 """Steps of the decode shrink whose loads are in flight at once, where it overlaps the preceding GEMM."""
 PREFILL_BLOCKS = PrefillBlocks()
@@ -131,8 +134,8 @@ def rank_block(R: int, most: int = 64) -> int:
 
 
 def splits_of(programs: int, length: int, block: int, wanted: int, shortest: int) -> tuple[int, int]:
-    """(splits, blocks in each) of a sum over `length`: enough programs to fill the chip, and enough work in each. `shortest`: see
-    `PrefillBlocks.split_length`."""
+    """(splits, blocks in each) of a sum over `length`: enough programs to fill the chip, and enough work in each.
+    `shortest`: see `PrefillBlocks.split_length`."""
     blocks = cdiv(length, block)
     most = length // shortest if length >= 4 * shortest else 1
     splits = max(1, min(wanted // max(programs, 1), most))

@@ -4,20 +4,23 @@
     expand  y_site[t, o] += scaling Σ_r B_site[o, r] (Σ_split h[split, site, t, r])
 
 Two launches for all the sites that read one input. Tokens are the narrow side of each product: a tensor core takes 8
-of them, but 16 rows of weights. A tile of the shrink's result is a single warp's, so that its sum over k is cut once more:
-each warp has a part of k of its own, and the parts meet at the end.
+of them, but 16 rows of weights. A tile of the shrink's result is a single warp's, so that its sum over k is cut once
+more: each warp has a part of k of its own, and the parts meet at the end.
 
 A kernel may start while the one ahead still runs (programmatic dependent launch): it reads tables and its first
 weights, which do not depend on that kernel, into registers, and then waits (`loads.waits`).
 
-Fully sharded pairs: several GPUs hold `SHARDS` equal parts of A's ranks, in their order, and h has a dimension of parts in front. A GPU's
-shrink computes its `own`, the expand reads all of them; between the two launches the GPUs exchange them (`exchange`).
+Fully sharded pairs: several GPUs hold `SHARDS` equal parts of A's ranks, in their order, and h has a dimension of parts
+in front. A GPU's shrink computes its `own`, the expand reads all of them; between the two launches the GPUs exchange
+them (`exchange`).
 
-Of a block-diagonal matrix only the blocks are stored and read: a tile takes those that its ranks or outputs are of, mostly
-one. `BLOCKED`: the table may hold such pairs. Dense ones have a path of their own in the same kernel.
+Of a block-diagonal matrix only the blocks are stored and read: a tile takes those that its ranks or outputs are of,
+mostly one. `BLOCKED`: the table may hold such pairs. Dense ones have a path of their own in the same kernel.
 
-x: (T, D); y: (T, O); h: (SHARDS, splits, G, T, R / SHARDS) fp32, `R` is its last dimension; items, tiles: (N, 4) int32; addresses: (slots, G, 2) int64;
-ranks: (slots, G) int32, `TableEntry.shape`; scalings: (slots, G) fp32; `row` is the distance in entries from one slot to the next.
+x: (T, D); y: (T, O); h: (SHARDS, splits, G, T, R / SHARDS) fp32, `R` is its last dimension; items, tiles: (N, 4) int32;
+addresses: (slots, G, 2) int64;
+ranks: (slots, G) int32, `TableEntry.shape`; scalings: (slots, G) fp32; `row` is the distance in entries from one slot
+to the next.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
@@ -47,16 +50,35 @@ from coserve.kernels.lora.segmented.loads import (
 
 @triton.jit(do_not_specialize=["row", "T", "own_shard"], do_not_specialize_on_alignment=["ranks_ptr"])
 def shrink(
-    x_ptr, h_ptr, items_ptr, addresses_ptr, ranks_ptr, D, x_stride, row, T, R, own_shard,
-    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
-    PARTS: tl.constexpr, STAGES: tl.constexpr, OVERLAPPED: tl.constexpr, BLOCKED: tl.constexpr, SHARDS: tl.constexpr,
-    FILL: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (items, splits, sites). `SHARDS`: `ranks` are those of all parts. `FILL`: h has all parts, and this kernel writes its own,
-    `own_shard`, and zeros into the others; else h is its own part.
+    x_ptr,
+    h_ptr,
+    items_ptr,
+    addresses_ptr,
+    ranks_ptr,
+    D,
+    x_stride,
+    row,
+    T,
+    R,
+    own_shard,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+    BLOCKED: tl.constexpr,
+    SHARDS: tl.constexpr,
+    FILL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (items, splits, sites). `SHARDS`: `ranks` are those of all parts. `FILL`: h has all parts, and this kernel
+    writes its own, `own_shard`, and zeros into the others; else h is its own part.
 
-    `OVERLAPPED`: the kernel ahead is a product of x that lets this one start once it has itself waited for x, and h is not in
-    memory that it writes. So x is complete: it is read at once, past the L1, and the wait is for the product's end.
+    `OVERLAPPED`: the kernel ahead is a product of x that lets this one start once it has itself waited for x, and h is
+    not in memory that it writes. So x is complete: it is read at once, past the L1, and the wait is for the product's
+    end.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -145,12 +167,34 @@ def _sum(h_at, columns, stride, mask, SPLITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["row", "T"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
 def expand(
-    y0_ptr, y1_ptr, y2_ptr, h_ptr, tiles_ptr, addresses_ptr, ranks_ptr, scalings_ptr,
-    O0, O1, O2, y0_stride, y1_stride, y2_stride, row, T, R,
-    SITES: tl.constexpr, SPLITS: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, SINGLE: tl.constexpr,
-    BLOCKED: tl.constexpr, SHARDS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    y0_ptr,
+    y1_ptr,
+    y2_ptr,
+    h_ptr,
+    tiles_ptr,
+    addresses_ptr,
+    ranks_ptr,
+    scalings_ptr,
+    O0,
+    O1,
+    O2,
+    y0_stride,
+    y1_stride,
+    y2_stride,
+    row,
+    T,
+    R,
+    SITES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    SINGLE: tl.constexpr,
+    BLOCKED: tl.constexpr,
+    SHARDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Grid (output blocks of all sites, tiles)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

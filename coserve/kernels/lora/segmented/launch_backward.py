@@ -100,8 +100,9 @@ def outer(
 ) -> list[Tensor]:
     """Gradients of weights, adapters one after another: dA of every site (u = x, `v_GTR` = g), or dB of one site.
 
-    `of_b`: that site's index (u = its dy, `v_GTR` its h); None: dA. `totals` are `GroupTable.a_totals` or one of `b_totals`; each
-    result is flat, `totals * N` long. With `into_sums` there is none: it is added to the pairs' `MainGrads`.
+    `of_b`: that site's index (u = its dy, `v_GTR` its h); None: dA. `totals` are `GroupTable.a_totals` or one of
+    `b_totals`; each result is flat, `totals * N` long. With `into_sums` there is none: it is added to the pairs'
+    `MainGrads`.
     """
     blocks = blocks or plan.prefill
     tiles, spans, rows = plan.tiles.tiles, plan.tiles.spans, plan.tiles.rows
@@ -140,7 +141,12 @@ def outer(
         return [out[0] if parts == 1 else out.sum(0).to(u_TN.dtype) for out in outs]
     for site, out in enumerate(outs if parts > 1 else ()):
         FOLD(
-            (cdiv(R * width, FOLD_BLOCK), adapters, 1), (out, spans, *_columns(table.from_site(site))), (width, ranks.stride(0), parts, out.stride(0)),
-            OF_B=of_b is not None, BLOCK=FOLD_BLOCK, PARTS=FOLD_PARTS, **options(blocks.pdl and device_info(v_GTR.device).early_launch, 4, 1),
-        )  # fmt: skip
+            (cdiv(R * width, FOLD_BLOCK), adapters, 1),
+            (out, spans, *_columns(table.from_site(site))),
+            (width, ranks.stride(0), parts, out.stride(0)),
+            OF_B=of_b is not None,
+            BLOCK=FOLD_BLOCK,
+            PARTS=FOLD_PARTS,
+            **options(blocks.pdl and device_info(v_GTR.device).early_launch, 4, 1),
+        )
     return []

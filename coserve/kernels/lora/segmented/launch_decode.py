@@ -38,7 +38,8 @@ def decode(
     overlapped: bool = False,
     exchange: Exchange | None = None,
 ) -> None:
-    """`y += scaling (x Aᵀ) Bᵀ` in place for up to three sites that read x (T, D). `overlapped`: see `decode_kernel.shrink`.
+    """`y += scaling (x Aᵀ) Bᵀ` in place for up to three sites that read x (T, D). `overlapped`: see
+    `decode_kernel.shrink`.
 
     `exchange`: of fully sharded pairs, to whose outputs `ys` are narrowed.
     """
@@ -57,10 +58,18 @@ def decode(
     sums = {"SITES": sites, "SPLITS": splits, "ALIGNED": rows_aligned(ys)}
     pdl = blocks.pdl and device_info(x_TD.device).early_launch
     DECODE_EXPAND(
-        (output_blocks, tiles.shape[0], 1), (*three, h, tiles, table.addresses, table.ranks, table.scalings),
-        (*widths, *strides, row, tokens, width), **sums, BLOCK_T=rows, BLOCK_R=block_r, BLOCK_O=blocks.o, SINGLE=block_r >= R,
-        BLOCKED=table.blocked, SHARDS=shards, **options(pdl, blocks.expand_warps, 1),
-    )  # fmt: skip
+        (output_blocks, tiles.shape[0], 1),
+        (*three, h, tiles, table.addresses, table.ranks, table.scalings),
+        (*widths, *strides, row, tokens, width),
+        **sums,
+        BLOCK_T=rows,
+        BLOCK_R=block_r,
+        BLOCK_O=blocks.o,
+        SINGLE=block_r >= R,
+        BLOCKED=table.blocked,
+        SHARDS=shards,
+        **options(pdl, blocks.expand_warps, 1),
+    )
 
 
 def decode_shrink(
@@ -82,9 +91,15 @@ def decode_shrink(
     h = torch.empty(shards if fill else 1, splits, sites, tokens, width, dtype=torch.float32, device=x_TD.device)
     pdl = blocks.pdl and device_info(x_TD.device).early_launch
     DECODE_SHRINK(
-        (tiles.items.shape[0], splits, sites), (x_TD, h, tiles.items, table.addresses, table.ranks),
-        (inputs, x_TD.stride(0), row, tokens, width, own), BLOCK_T=tiles.rows, BLOCK_R=RANK_BLOCK,
-        **shrink_steps(blocks, overlapped=overlapped), BLOCKED=table.blocked, SHARDS=shards, FILL=fill,
+        (tiles.items.shape[0], splits, sites),
+        (x_TD, h, tiles.items, table.addresses, table.ranks),
+        (inputs, x_TD.stride(0), row, tokens, width, own),
+        BLOCK_T=tiles.rows,
+        BLOCK_R=RANK_BLOCK,
+        **shrink_steps(blocks, overlapped=overlapped),
+        BLOCKED=table.blocked,
+        SHARDS=shards,
+        FILL=fill,
         **options(pdl, blocks.overlapped_warps if overlapped else blocks.shrink_warps, 1),
-    )  # fmt: skip
+    )
     return h if exchange is None else exchange.run(h)

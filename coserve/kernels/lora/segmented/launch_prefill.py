@@ -77,9 +77,11 @@ def prefill_shrink(
     finish: bool = True,
     shards: int = 1,
 ) -> Tensor:
-    """h (G, T, R) in x's dtype, or without `finish` its parts (splits, G, T, R) fp32; only a slot's own ranks are written.
+    """h (G, T, R) in x's dtype, or without `finish` its parts (splits, G, T, R) fp32; only a slot's own ranks are
+    written.
 
-    `shards`: A has so many equal parts, of which `table` points at one; h has the ranks of a part, rounded up to whole blocks.
+    `shards`: A has so many equal parts, of which `table` points at one; h has the ranks of a part, rounded up to whole
+    blocks.
     """
     blocks = blocks or plan.prefill
     tiles, rows, ranks = plan.tiles.tiles, plan.tiles.rows, table.ranks
@@ -98,10 +100,18 @@ def prefill_shrink(
     stages = blocks.shrink_stages * 4 // 3 if block_r == 64 else blocks.shrink_stages
     warps = 4 if block_r <= 32 else 8
     PREFILL_SHRINK(
-        (tiles.shape[0], splits, cdiv(R, block_r)), (x_TD, h, parts, plan.tiles.counters, tiles, table.addresses, ranks),
-        (inputs, x_TD.stride(0), ranks.stride(0), tokens, R, steps), SITES=sites, SPLIT=finish and splits > 1, BLOCK_T=rows, BLOCK_R=block_r,
-        BLOCK_K=k, BLOCKED=table.blocked, SHARDS=shards, **options(pdl, warps, min(stages, device_info(x_TD.device).shared_bytes // stage)),
-    )  # fmt: skip
+        (tiles.shape[0], splits, cdiv(R, block_r)),
+        (x_TD, h, parts, plan.tiles.counters, tiles, table.addresses, ranks),
+        (inputs, x_TD.stride(0), ranks.stride(0), tokens, R, steps),
+        SITES=sites,
+        SPLIT=finish and splits > 1,
+        BLOCK_T=rows,
+        BLOCK_R=block_r,
+        BLOCK_K=k,
+        BLOCKED=table.blocked,
+        SHARDS=shards,
+        **options(pdl, warps, min(stages, device_info(x_TD.device).shared_bytes // stage)),
+    )
     return h
 
 
@@ -148,7 +158,17 @@ def prefill_expand(
     PREFILL_EXPAND(
         (sum(cdiv(y.shape[1], block_o * run) for y in ys), tiles.shape[0], 1),
         (*three, *results, h, h if kept is None else kept, tiles, table.addresses, ranks, table.scalings),
-        (*(y.shape[1] for y in three), *(y.stride(0) for y in (*three, *results)), ranks.stride(0), tokens, width), SITES=sites, ALIGNED=rows_aligned([*ys, *outs]),
-        PARTS=h.shape[0] if h.dim() == 4 and shards == 1 else 1, KEEP=kept is not None, BLOCK_T=rows, BLOCK_R=block_r,
-        BLOCK_O=block_o, BLOCKS=run, STAGES=stages, BLOCKED=table.blocked, SHARDS=shards, **options(blocks.pdl and device_info(h.device).early_launch, warps, 1),
-    )  # fmt: skip
+        (*(y.shape[1] for y in three), *(y.stride(0) for y in (*three, *results)), ranks.stride(0), tokens, width),
+        SITES=sites,
+        ALIGNED=rows_aligned([*ys, *outs]),
+        PARTS=h.shape[0] if h.dim() == 4 and shards == 1 else 1,
+        KEEP=kept is not None,
+        BLOCK_T=rows,
+        BLOCK_R=block_r,
+        BLOCK_O=block_o,
+        BLOCKS=run,
+        STAGES=stages,
+        BLOCKED=table.blocked,
+        SHARDS=shards,
+        **options(blocks.pdl and device_info(h.device).early_launch, warps, 1),
+    )

@@ -1,4 +1,5 @@
-"""Training through sites that read one input: one product of their stacked weights, one shrink, no additions of gradients."""
+"""Training through sites that read one input: one product of their stacked weights, one shrink, no additions of
+gradients."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def backward(
 
 
 class LinearGroup(torch.autograd.Function):
-    """`linear_group`, with sums in place: torch would add the gradients of x from each site's product and terms one by one."""
+    """`linear_group`, with sums in place: torch would add the gradients of x from each site's product and terms one by
+    one."""
 
     @staticmethod
     def forward(

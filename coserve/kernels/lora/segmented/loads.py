@@ -18,15 +18,16 @@ def weights(addresses_ptr, entry, which, like_ptr):
 
 @triton.jit
 def waits(idle):
-    """Whether this program waits for the preceding kernel. The first program always does, so that a kernel's end implies the
-    end of the preceding ones. Other idle programs exit: waiting, they would occupy registers that working ones need."""
+    """Whether this program waits for the preceding kernel. The first program always does, so that a kernel's end
+    implies the end of the preceding ones. Other idle programs exit: waiting, they would occupy registers that working
+    ones need."""
     return (not idle) | ((tl.program_id(0) + tl.program_id(1) + tl.program_id(2)) == 0)
 
 
 @triton.jit
 def held(tile):
-    """Forces the tile to be complete, in registers. Otherwise the compiler consumes it while it loads, to save registers, and
-    keeps only a few loads in flight."""
+    """Forces the tile to be complete, in registers. Otherwise the compiler consumes it while it loads, to save
+    registers, and keeps only a few loads in flight."""
     if tile.dtype.primitive_bitwidth == 16:
         tile = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2)
     elif tile.dtype.primitive_bitwidth == 32:
@@ -36,7 +37,8 @@ def held(tile):
 
 @triton.jit
 def load_b(b_ptr, o, r, O, rank):
-    """b_OR[o, r] as a (len(o), len(r)) tile, zero outside; its rows are padded to 16 bytes (`adapter_table.kernel_layout`)."""
+    """b_OR[o, r] as a (len(o), len(r)) tile, zero outside; its rows are padded to 16 bytes
+    (`adapter_table.kernel_layout`)."""
     stride = (rank + 7) // 8 * 8
     return tl.load(b_ptr + o[:, None] * stride + r[None, :], mask=(o < O)[:, None] & (r < stride)[None, :], other=0.0)
 
@@ -89,7 +91,8 @@ def b_block(shape, block):
 
 @triton.jit
 def within(i, own, length, BLOCKED: tl.constexpr):
-    """Whether i is one of a row's entries, which are `length`, with `BLOCKED` from `own` on. One comparison either way."""
+    """Whether i is one of a row's entries, which are `length`, with `BLOCKED` from `own` on. One comparison either
+    way."""
     return (i - own).to(tl.uint32) < tl.cast(length, tl.uint32) if BLOCKED else i < length
 
 
@@ -103,7 +106,8 @@ def a_rows(shape, r, D):
 
 @triton.jit
 def b_rows(shape, o, first, BLOCK: tl.constexpr, O):
-    """(length of a row of B, the first rank that row o has, [begin, end) of what the rows [first, first + BLOCK) have)."""
+    """(length of a row of B, the first rank that row o has, [begin, end) of what the rows [first, first + BLOCK)
+    have)."""
     blocks = b_blocks(shape)
     ranks = rank_of(shape) // blocks
     each = O // blocks
@@ -144,9 +148,20 @@ def h_columns(r, rank, stride, SHARDS: tl.constexpr):
 
 @triton.jit
 def output(
-    block, y0_ptr, y1_ptr, y2_ptr, O0, O1, O2, y0_stride, y1_stride, y2_stride,
-    SITES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_O: tl.constexpr,
-):  # fmt: skip
+    block,
+    y0_ptr,
+    y1_ptr,
+    y2_ptr,
+    O0,
+    O1,
+    O2,
+    y0_stride,
+    y1_stride,
+    y2_stride,
+    SITES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+):
     """(site, block within it, its y, O and stride) of a block of the sites' outputs laid side by side."""
     site = 0
     O = O0

@@ -28,7 +28,8 @@ class Cutting:
     """Which kernels serve which batches, and in blocks of what sizes."""
 
     decode_max_run: int = 64
-    """The decode kernels serve a batch whose longest run of one adapter is at most this: its cost is reading weights."""
+    """The decode kernels serve a batch whose longest run of one adapter is at most this: its cost is reading
+    weights."""
     large_batch: int = 512
     large_batch_max_run: int = 32
     """The same for batches of `large_batch` tokens and more: the prefill kernels reread weights less often."""
@@ -51,15 +52,16 @@ class TilePlan:
 
 @dataclass(frozen=True)
 class GroupTable:
-    """The table of up to `MAX_SITES` sites that read one input, for one step, and what must stay alive while it is used."""
+    """The table of up to `MAX_SITES` sites that read one input, for one step, and what must stay alive while it is
+    used."""
 
     table: SiteTable
     ranks: tuple[int, ...]
     """Each slot's largest."""
     a: list[Tensor]
     b: list[Tensor]
-    """The pairs' own tensors, site by site and adapter by adapter: what gradients go to. Empty where the kernels add the
-    gradients to `MainGrads`."""
+    """The pairs' own tensors, site by site and adapter by adapter: what gradients go to. Empty where the kernels add
+    the gradients to `MainGrads`."""
     a_totals: list[int]
     """Entries of each column of the sites' A, of all adapters together: their ranks, where none is block-diagonal."""
     b_totals: list[int]

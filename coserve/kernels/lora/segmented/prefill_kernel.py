@@ -3,18 +3,20 @@
     shrink  h[site, t, r] = Σ_k x[t, k] A_site[r, k]                          x is read once for all sites
     expand  out_site[t, o] = y_site[t, o] + scaling Σ_r h[site, t, r] B_site[o, r]
 
-Where there are few tiles and many inputs, k is split among programs, and each writes a part in fp32. The expand sums the parts
-where it reads h seldom enough; elsewhere the last program to come to a tile does, by a counter that ends at zero again. The
-order of the sum is always the same. Fully sharded pairs: as in `decode_kernel`; parts of h are the GPUs' then.
+Where there are few tiles and many inputs, k is split among programs, and each writes a part in fp32. The expand sums
+the parts where it reads h seldom enough; elsewhere the last program to come to a tile does, by a counter that ends at
+zero again. The order of the sum is always the same. Fully sharded pairs: as in `decode_kernel`; parts of h are the
+GPUs' then.
 
-Expand is bound by how many bytes of y are in flight. A program walks along several output blocks of its tile, and the next
-blocks' y and B are copied to shared memory meanwhile (`tl.range` with its own `num_stages` pipelines all loads of the loop).
-Each rank up to 16, 32, 64 and 128 has a loop of its own width. Of a block-diagonal matrix only the blocks are stored and
+Expand is bound by how many bytes of y are in flight. A program walks along several output blocks of its tile, and the
+next blocks' y and B are copied to shared memory meanwhile (`tl.range` with its own `num_stages` pipelines all loads of
+the loop). Each rank up to 16, 32, 64 and 128 has a loop of its own width. Of a block-diagonal matrix only the blocks
+are stored and
 read: ranks of A that read the same inputs go together, and so do outputs of B that read the same ranks (`BLOCKED`).
 
 x: (T, D); y, out: (T, O); h: (G, T, R); parts: (splits, G, T, R) fp32; tiles: (N, 4) int32; counters: (T) int32, zeros;
-addresses: (slots, G, 2) int64; ranks: (slots, G) int32, `TableEntry.shape`; scalings: (slots, G) fp32; `row` is the distance in
-entries from one slot to the next. A slot of -1 has rank 0: its rows are copied.
+addresses: (slots, G, 2) int64; ranks: (slots, G) int32, `TableEntry.shape`; scalings: (slots, G) fp32; `row` is the
+distance in entries from one slot to the next. A slot of -1 has rank 0: its rows are copied.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
@@ -54,9 +56,21 @@ def _sum_parts(parts_ptr, at, mask, split_stride, splits):
 
 @triton.jit
 def finish(
-    parts_ptr, h_ptr, counter_ptr, expected, start, rows, rank, site_stride, split_stride, splits, R,
-    SITES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
+    parts_ptr,
+    h_ptr,
+    counter_ptr,
+    expected,
+    start,
+    rows,
+    rank,
+    site_stride,
+    split_stride,
+    splits,
+    R,
+    SITES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
     """Counts a program that has written its part of a tile; the last one sums the parts into h."""
     tl.debug_barrier()  # all threads have written before one says so
     if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == expected - 1:
@@ -83,11 +97,30 @@ def finish(
 
 @triton.jit(do_not_specialize=["row", "T", "steps"], do_not_specialize_on_alignment=["ranks_ptr"])
 def shrink(
-    x_ptr, h_ptr, parts_ptr, counters_ptr, tiles_ptr, addresses_ptr, ranks_ptr, D, x_stride, row, T, R, steps,
-    SITES: tl.constexpr, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCKED: tl.constexpr, SHARDS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (tiles, splits, rank blocks). With `SPLIT` the parts are summed here; else `parts_ptr` is all that is written."""
+    x_ptr,
+    h_ptr,
+    parts_ptr,
+    counters_ptr,
+    tiles_ptr,
+    addresses_ptr,
+    ranks_ptr,
+    D,
+    x_stride,
+    row,
+    T,
+    R,
+    steps,
+    SITES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCKED: tl.constexpr,
+    SHARDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (tiles, splits, rank blocks). With `SPLIT` the parts are summed here; else `parts_ptr` is all that is
+    written."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     tile_ptr = tiles_ptr + tl.program_id(0) * 4
@@ -126,9 +159,16 @@ def shrink(
 
 @triton.jit
 def _shrink_tile(
-    ptrs, sizes, ranks, tile,
-    SITES: tl.constexpr, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    ptrs,
+    sizes,
+    ranks,
+    tile,
+    SITES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     x_ptr, h_ptr, parts_ptr, counters_ptr, addresses_ptr = ptrs
     D, x_stride, row, T, R, steps = sizes
     rank0, rank1, rank2, most = ranks
@@ -170,17 +210,38 @@ def _shrink_tile(
         splits = tl.num_programs(1)
         expected = splits * tl.cdiv(most, BLOCK_R)
         finish(
-            parts_ptr, h_ptr, counters_ptr + start, expected, start, rows, most, T * R, SITES * T * R, splits, R,
-            SITES, BLOCK_T, BLOCK_R,
-        )  # fmt: skip
+            parts_ptr,
+            h_ptr,
+            counters_ptr + start,
+            expected,
+            start,
+            rows,
+            most,
+            T * R,
+            SITES * T * R,
+            splits,
+            R,
+            SITES,
+            BLOCK_T,
+            BLOCK_R,
+        )
 
 
 @triton.jit
 def _shrink_blocks(
-    ptrs, sizes, ranks_ptr, most, tile,
-    SITES: tl.constexpr, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """`_shrink_tile` where a site's A is block-diagonal: the sites one after another, their ranks about a block at a time."""
+    ptrs,
+    sizes,
+    ranks_ptr,
+    most,
+    tile,
+    SITES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """`_shrink_tile` where a site's A is block-diagonal: the sites one after another, their ranks about a block at a
+    time."""
     _, h_ptr, parts_ptr, counters_ptr, _ = ptrs
     _, _, row, T, R, _ = sizes
     start, rows, slot, _, first = tile
@@ -198,16 +259,36 @@ def _shrink_blocks(
         splits = tl.num_programs(1)
         expected = splits * tl.cdiv(most, BLOCK_R)
         finish(
-            parts_ptr, h_ptr, counters_ptr + start, expected, start, rows, most, T * R, SITES * T * R, splits, R,
-            SITES, BLOCK_T, BLOCK_R,
-        )  # fmt: skip
+            parts_ptr,
+            h_ptr,
+            counters_ptr + start,
+            expected,
+            start,
+            rows,
+            most,
+            T * R,
+            SITES * T * R,
+            splits,
+            R,
+            SITES,
+            BLOCK_T,
+            BLOCK_R,
+        )
 
 
 @triton.jit
 def _shrink_ranks(
-    ptrs, sizes, tile, site, shape, first,
-    SITES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    ptrs,
+    sizes,
+    tile,
+    site,
+    shape,
+    first,
+    SITES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """h of one site's ranks [first, first + BLOCK_R): of the program's part of k what their blocks have."""
     x_ptr, _, parts_ptr, _, addresses_ptr = ptrs
     D, x_stride, row, T, R, steps = sizes
@@ -239,12 +320,43 @@ def _shrink_ranks(
 
 @triton.jit(do_not_specialize=["row", "T"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
 def expand(
-    y0_ptr, y1_ptr, y2_ptr, out0_ptr, out1_ptr, out2_ptr, h_ptr, kept_ptr, tiles_ptr, addresses_ptr, ranks_ptr,
-    scalings_ptr, O0, O1, O2, y0_stride, y1_stride, y2_stride, out0_stride, out1_stride, out2_stride, row, T, R,
-    SITES: tl.constexpr, ALIGNED: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr, BLOCKED: tl.constexpr,
-    SHARDS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    y0_ptr,
+    y1_ptr,
+    y2_ptr,
+    out0_ptr,
+    out1_ptr,
+    out2_ptr,
+    h_ptr,
+    kept_ptr,
+    tiles_ptr,
+    addresses_ptr,
+    ranks_ptr,
+    scalings_ptr,
+    O0,
+    O1,
+    O2,
+    y0_stride,
+    y1_stride,
+    y2_stride,
+    out0_stride,
+    out1_stride,
+    out2_stride,
+    row,
+    T,
+    R,
+    SITES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PARTS: tl.constexpr,
+    KEEP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCKED: tl.constexpr,
+    SHARDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Grid (runs of `BLOCKS` output blocks of all sites, tiles). `out` may be `y`.
 
     With several blocks a program no rank may be larger than `BLOCK_R`, `h_ptr` may be `PARTS` parts to sum, and `KEEP`
@@ -255,9 +367,20 @@ def expand(
     tile_ptr = tiles_ptr + tl.program_id(1) * 4
     RUN: tl.constexpr = BLOCK_O * BLOCKS
     _, _, out_ptr, _, out_stride = output(
-        tl.program_id(0), out0_ptr, out1_ptr, out2_ptr, O0, O1, O2, out0_stride, out1_stride, out2_stride,
-        SITES, ALIGNED, RUN,
-    )  # fmt: skip
+        tl.program_id(0),
+        out0_ptr,
+        out1_ptr,
+        out2_ptr,
+        O0,
+        O1,
+        O2,
+        out0_stride,
+        out1_stride,
+        out2_stride,
+        SITES,
+        ALIGNED,
+        RUN,
+    )
     site, run, y_ptr, O, y_stride = output(
         tl.program_id(0), y0_ptr, y1_ptr, y2_ptr, O0, O1, O2, y0_stride, y1_stride, y2_stride, SITES, ALIGNED, RUN
     )
@@ -288,10 +411,20 @@ def expand(
 
 @triton.jit
 def _expand_blocks(
-    ptrs, sizes, begin, shape, PARTS: tl.constexpr, KEEP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_O: tl.constexpr, RUN: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """A run of output blocks. One that lies in one block of B, as all do in a dense one, reads that block's ranks alone."""
+    ptrs,
+    sizes,
+    begin,
+    shape,
+    PARTS: tl.constexpr,
+    KEEP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    RUN: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A run of output blocks. One that lies in one block of B, as all do in a dense one, reads that block's ranks
+    alone."""
     y_ptr, out_ptr, h_ptr, kept_ptr, b_ptr = ptrs
     y_stride, out_stride, split_stride, R, O, rows, rank, scaling = sizes
     each = O // b_blocks(shape)
@@ -323,9 +456,19 @@ def _sum_h(h_at, mask, split_stride, PARTS: tl.constexpr):
 
 @triton.jit
 def _expand_run(
-    ptrs, sizes, begin, end, ranks, PARTS: tl.constexpr, SHARDS: tl.constexpr, KEEP: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    ptrs,
+    sizes,
+    begin,
+    end,
+    ranks,
+    PARTS: tl.constexpr,
+    SHARDS: tl.constexpr,
+    KEEP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Output blocks up to `end`. A small rank costs what it costs alone. `ranks`: those of h that there are."""
     _, _, _, _, _, _, rank, _ = sizes
     if BLOCK_R > 16 and rank <= 16:
@@ -340,9 +483,19 @@ def _expand_run(
 
 @triton.jit
 def _expand_loop(
-    ptrs, sizes, begin, end, ranks, PARTS: tl.constexpr, SHARDS: tl.constexpr, KEEP: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    ptrs,
+    sizes,
+    begin,
+    end,
+    ranks,
+    PARTS: tl.constexpr,
+    SHARDS: tl.constexpr,
+    KEEP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """h stays, y and B stream past."""
     y_ptr, out_ptr, h_ptr, kept_ptr, b_ptr = ptrs
     y_stride, out_stride, split_stride, R, O, rows, rank, scaling = sizes
@@ -366,9 +519,18 @@ def _expand_loop(
 
 @triton.jit
 def _expand_block(
-    ptrs, sizes, begin, shape, BLOCKED: tl.constexpr, PARTS: tl.constexpr, SHARDS: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    ptrs,
+    sizes,
+    begin,
+    shape,
+    BLOCKED: tl.constexpr,
+    PARTS: tl.constexpr,
+    SHARDS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """One output block, any rank; h and B stream past. `BLOCKED`: of all blocks of B that it has a part of."""
     y_ptr, out_ptr, h_ptr, _, b_ptr = ptrs
     y_stride, out_stride, split_stride, R, O, rows, rank, scaling = sizes

@@ -16,8 +16,8 @@ from coserve.kernels.lora.types import SiteGroup
 class SlotLora(PreparedLora):
     """The terms of a step whose segments name slots of a table (`adapter_table.Slots`). Inference only.
 
-    Adds no more to the launches than looking up a table, so that it can be captured: the contents of `plan` and `tables`
-    may change between replays.
+    Adds no more to the launches than looking up a table, so that it can be captured: the contents of `plan` and
+    `tables` may change between replays.
     """
 
     def __init__(self, tables: Mapping[SiteGroup, SiteTable], plan: TilePlan, groups: frozenset[int]) -> None:

@@ -37,7 +37,8 @@ class HostTiles:
 
 
 def cut(segments: Segments, ranks: Sequence[int], rows: int) -> HostTiles:
-    """Tiles of at most `rows` rows; `ranks` (slots) is each adapter's largest rank among the sites that will read this."""
+    """Tiles of at most `rows` rows; `ranks` (slots) is each adapter's largest rank among the sites that will read
+    this."""
     tiles: list[tuple[int, int, int, int]] = []
     spans: list[tuple[int, int, int, int]] = []
     for slot, runs in sorted(segments.runs.items()):
@@ -72,7 +73,8 @@ def upload(host: HostTiles, rows: int, tokens: int, device: torch.device) -> Til
 
 
 class TrainingTiles:
-    """`Tiles` of a batch that learns, at fixed addresses: `load` takes those of another batch of as many tokens and adapters."""
+    """`Tiles` of a batch that learns, at fixed addresses: `load` takes those of another batch of as many tokens and
+    adapters."""
 
     def __init__(self, rows: int, tokens: int, adapters: int, spans: int, device: torch.device) -> None:
         """`adapters` of the batch, of which `spans` have terms."""
