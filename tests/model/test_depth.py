@@ -66,8 +66,8 @@ class WithoutSums(LoraSites):
 
     def __init__(self, modules: dict[str, torch.nn.Module]) -> None:
         super().__init__(modules)
-        for site in self._sites.values():
-            site.shard = None
+        for module in modules.values():
+            module.coserve_site.shard = None  # type: ignore[union-attr]
 
 
 def load_on_rank(mesh: Mesh, folder: str, wrong: bool) -> str:

@@ -54,12 +54,8 @@ def with_template(template: str | None) -> Tokenizer:
     found = tokenizer()
     if template is None:
         return found
-    return Tokenizer(
-        found._backend,
-        special_tokens=found.special_tokens,
-        eos_token_ids=found.eos_token_ids,
-        chat_template=template,
-    )
+    state = msgspec.msgpack.decode(found.state())
+    return Tokenizer.from_state(msgspec.msgpack.encode(state | {"chat_template": template}))
 
 
 @dataclass

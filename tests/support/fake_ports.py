@@ -191,7 +191,7 @@ class FakeGenerator:
             step_tokens=step_tokens,
             max_queue=max_queue,
             fair=fair,
-            prepare=self._prepare,
+            prepare=self.set_up,
             failed=self._refuse,
         )
         self._in_flight: list[Launched] = []
@@ -224,7 +224,7 @@ class FakeGenerator:
 
     # ---- requests
 
-    def _prepare(self, request: Request) -> None:
+    def set_up(self, request: Request) -> None:
         assert request.id not in self.admitted, f"{request.id} was admitted twice"
         self.admitted[request.id] = asyncio.get_running_loop().time()
         if len(request.message.prompt) > CONTEXT:

@@ -107,10 +107,10 @@ class Trouble(FakeTrainer):
 
 
 class Picky(FakeGenerator):
-    def _prepare(self, request: Request) -> None:
+    def set_up(self, request: Request) -> None:
         if request.id == "poison":
             raise ZeroDivisionError("in /some/private/path")
-        super()._prepare(request)
+        super().set_up(request)
 
 
 @dataclass
