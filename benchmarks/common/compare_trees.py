@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -52,11 +53,14 @@ def main() -> None:
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--before-command", help="the command in BEFORE, where it has another name there")
     parser.add_argument("--commits", default="", help="the two revisions, with a comma")
     split = sys.argv.index("--")
     options, command = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
+    earlier = command if options.before_command is None else shlex.split(options.before_command)
     found = {
-        name: run(tree.resolve(), command) for name, tree in (("before", options.before), ("after", options.after))
+        "before": run(options.before.resolve(), earlier),
+        "after": run(options.after.resolve(), command),
     }
     rows = {
         key: {
