@@ -42,7 +42,7 @@ def allocator_stats(device: torch.device) -> AllocatorStats:
 
 @dataclass(frozen=True)
 class Reading:
-    """Bytes of the device, and of this process's allocator."""
+    """The device's memory and this process's allocator at one moment, in bytes."""
 
     total: int
     free: int
@@ -52,12 +52,12 @@ class Reading:
 
     @property
     def outside(self) -> int:
-        """Taken, but not by this process's allocator: CUDA's context and libraries, and other processes."""
+        """Bytes in use outside this process's allocator: CUDA's context and libraries, other processes."""
         return max(0, self.total - self.free - self.reserved)
 
 
 def read_device(device: torch.device) -> Reading:
-    """Of a GPU. Takes some ten microseconds."""
+    """Read the memory of a GPU. Takes some ten microseconds."""
     free, total = torch.cuda.mem_get_info(device)
     gpu = torch.cuda.memory_stats_as_nested_dict(device)
     allocated = gpu["allocated_bytes"]["all"]

@@ -1,4 +1,5 @@
-"""The pool's memory: one tensor of pages. A page holds tokens' KV of all layers, or a part of an adapter."""
+"""The page pool's memory: one tensor of pages. A page holds the KV of some tokens in all layers, or a piece of an
+adapter."""
 
 from __future__ import annotations
 
@@ -39,10 +40,10 @@ def page_layout(kv_shapes: Sequence[tuple[int, int]], page_tokens: int, dtype: t
 
 
 class PageBuffer:
-    """The memory of P pages and of one more, which is never allocated and stays zero; `pool` is their bookkeeping.
+    """The memory of P pages, plus one that is never allocated and stays zero; `pool` keeps track of which are in use.
 
-    All writes are on the current stream, on which steps are launched too. So a page may be reused while a step that was
-    launched before still reads its old content.
+    All writes are on the current stream, as are the launches of steps. So a page may be reused while an earlier step
+    still reads its old content.
     """
 
     def __init__(self, pages: int, page_bytes: int, device: torch.device) -> None:
@@ -57,20 +58,20 @@ class PageBuffer:
         return self.bytes.device
 
     def pages_for(self, size: int) -> int:
-        """Consecutive pages that `size` bytes take."""
+        """Number of consecutive pages that hold `size` bytes."""
         return -(-size // self.page_bytes)
 
     def allocate_span(
         self, pages: int, evicted: Callable[[], None] = lambda: None
     ) -> tuple[Span, dict[int, int]] | None:
-        """As `PagePool.allocate_span`; copies the contents of moved pages."""
+        """Allocate as `PagePool.allocate_span` does, and copy the contents of pages that move."""
         allocated = self.pool.allocate_span(pages, evicted)
         if allocated is not None:
             self.move(allocated[1])
         return allocated
 
     def move(self, moved: Mapping[int, int]) -> None:
-        """Copy the contents of pages to others (from, to)."""
+        """Copy pages to others. `moved`: old page -> new page."""
         if moved:
             places = torch.tensor([list(moved), list(moved.values())]).to(self.device)
             self.bytes.index_copy_(0, places[1], self.bytes.index_select(0, places[0]))

@@ -1,4 +1,4 @@
-"""How much GPU memory CUDA graphs take: measured around each piece of a capture."""
+"""Measures how much GPU memory CUDA graphs take, around each piece of a capture."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 
 DRIVER = 64 << 20
-"""Bytes; what the driver takes for one piece of a capture is less. More was taken by another process."""
+"""Most bytes that the driver allocates for one piece of a capture. A larger increase comes from another process."""
 
 
 class Captures(Protocol):
-    """Where graphs are captured: `generate.execution.graphs.shared.GraphPool`."""
+    """The memory pool and stream in which graphs are captured: `generate.execution.graphs.shared.GraphPool`."""
 
     @property
     def memory(self) -> tuple[int, int]:
@@ -25,16 +25,16 @@ class Captures(Protocol):
 
 
 class ReadsMemory(Protocol):
-    """The device's memory, in bytes."""
+    """Reads the device's memory use, in bytes."""
 
     def free(self) -> int: ...
 
     def reserved(self) -> int:
-        """By this process's allocator."""
+        """Bytes reserved by this process's allocator."""
         ...
 
     def held(self, captures: Captures) -> int:
-        """Reserved for the pool, and for the stream outside of it."""
+        """Bytes reserved for the captures' pool, and for their stream outside of it."""
         ...
 
 
@@ -61,26 +61,27 @@ class CudaMemory:
 
 
 class GraphBytes:
-    """Grows with each capture. Other threads allocate meanwhile, for jobs that start: what they take is not counted."""
+    """Total bytes of the captured graphs; grows with each capture. Allocations of other threads, for jobs that start,
+    are excluded."""
 
     def __init__(self, memory: ReadsMemory | None) -> None:
-        """None: on a CPU nothing is captured, and nothing counted."""
+        """`memory` is None on a CPU, where nothing is captured or counted."""
         self._memory = memory
         self._before: int | None = None
-        """What the stream held before the first capture: steps may use it, too."""
+        """Bytes that the stream held before the first capture; ordinary steps may use them, too."""
         self._held = self._driver = 0
         self.complete = False
-        """No graph is missing, as far as it is known now."""
+        """Whether all graphs known to be needed are captured."""
 
     @property
     def size(self) -> int:
-        """Bytes of the graphs so far: their pool, what their stream's warm-ups hold, and what the driver keeps of each
-        graph."""
+        """Bytes of the graphs so far: their pool, the memory that their warm-ups left on the stream, and the driver's
+        own."""
         return self._held + self._driver
 
     @contextmanager
     def capturing(self, captures: Captures | None) -> Iterator[None]:
-        """Around one piece of a capture, on the engine's thread."""
+        """Measure one piece of a capture inside. Call it on the engine's thread."""
         memory = self._memory
         if memory is None or captures is None:
             yield

@@ -31,7 +31,7 @@ CPU_TOKENS = 16384
 
 
 class HasKv(Protocol):
-    """The part of `model.Base` that the cache needs."""
+    """The attributes of `model.Base` that the cache needs."""
 
     @property
     def kv_shapes(self) -> list[tuple[int, int]]: ...
@@ -65,7 +65,7 @@ class KvCache:
         rows = self.buffer.bytes.view(dtype)
 
         def views(places: Sequence[int]) -> tuple[torch.Tensor, ...]:
-            """(P + 1, page_tokens, K, D) of each layer, with the whole page as stride between pages."""
+            """One view per layer, (P + 1, page_tokens, K, D), with the whole page as stride between pages."""
             found = []
             for place, (heads, width) in zip(places, kv_shapes, strict=True):
                 first, size = place // dtype.itemsize, page_tokens * heads * width
@@ -89,7 +89,7 @@ class KvCache:
 
     @property
     def shape(self) -> PoolShape:
-        """Pages for tokens and adapters, without the one that stays zero."""
+        """Sizes of the pool for planning, without the page that stays zero."""
         return PoolShape(self.pool.total, self.buffer.page_bytes, self.page_tokens)
 
     @property

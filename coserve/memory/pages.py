@@ -72,12 +72,12 @@ class PagePool:
         return self.total - self.free_pages
 
     def references(self, page: int) -> int:
-        """Reference count of a single page."""
+        """Return the reference count of a single page."""
         return self._references[page]
 
     @property
     def in_spans(self) -> int:
-        """Pages of spans, in use or cached."""
+        """Number of pages in spans, in use or cached."""
         return sum(span.pages for span in self._spans.values())
 
     def allocate(self, n: int) -> list[int] | None:
@@ -95,8 +95,8 @@ class PagePool:
     def free(self, pages: Sequence[int]) -> None:
         """Drop one reference to each of these pages.
 
-        Of those that become cached, the last ones are evicted first: `find` reaches a page only through the one before
-        it.
+        The pages that become cached are evicted from the last one on, since `find` reaches a page only through the one
+        before it.
         """
         for page in reversed(pages):
             assert page in self._references, f"page {page} is freed but not in use"
@@ -126,7 +126,7 @@ class PagePool:
             del self._pages[key]
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The pages of the longest prefix of `keys` that is known, with one more reference each."""
+        """Return the pages of the longest known prefix of `keys`, each with one more reference."""
         found: list[int] = []
         for key in keys:
             if (page := self._pages.get(key)) is None:
@@ -138,12 +138,12 @@ class PagePool:
         return found
 
     def allocate_span(self, n: int, evicted: Callable[[], None] = lambda: None) -> tuple[Span, dict[int, int]] | None:
-        """A span of `n` pages, and the pages that moved to make place for it (old page: new page); None, and no change,
-        if there is no place.
+        """Allocate `n` consecutive pages. Return the span, and the pages that moved to make room (old -> new page).
 
         If no run of `n` pages is free, the run with the fewest single pages in use is cleared: these pages move, with
         their references and keys. The caller must copy their contents before it writes to the span, and update page
-        tables. So this succeeds whenever `n` pages are free, unless spans in use leave only shorter runs between them.
+        tables. Returns None and changes nothing if there is no room: fewer than `n` pages are free, or spans in use
+        leave only shorter runs between them.
         """
         assert n > 0, f"expected at least one page, got {n}"
         first = self._place(n)
@@ -203,20 +203,20 @@ class PagePool:
             self._evict(span.first)
 
     def _cache(self, first: int, pages: int) -> None:
-        """Pages in use become cached, as the most recently used."""
+        """Mark pages in use as cached, most recently used."""
         self._clock += 1
         self._state[first : first + pages] = self._clock
         self._cached[first] = None
         self._cached_pages += pages
 
     def _reuse(self, first: int, pages: int, state: int) -> None:
-        """Cached pages are in use again."""
+        """Mark cached pages as in use again."""
         del self._cached[first]
         self._state[first : first + pages] = state
         self._cached_pages -= pages
 
     def _evict(self, first: int) -> None:
-        """A cached page or span becomes empty."""
+        """Empty a cached page or span."""
         span = self._spans.pop(first, None)
         pages = 1 if span is None else span.pages
         del self._cached[first]
@@ -243,7 +243,7 @@ class PagePool:
             heappush(self._heap, page)
 
     def _pop_empty(self) -> int:
-        """The lowest empty page, now in use."""
+        """Take the lowest empty page into use."""
         while True:
             page = heappop(self._heap)
             self._in_heap[page] = 0

@@ -1,4 +1,4 @@
-"""The memory plan: sets aside what everything else needs at most, and gives the rest to the page pool."""
+"""The memory plan: reserves the peak of everything else, and gives the remaining GPU memory to the page pool."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from coserve.core.gpu_memory import TrainingCosts
 from coserve.memory.profile import Profile
 
 GRAPHS = 2 << 30
-"""Bytes set aside for CUDA graphs and autotuning until their size is known: graphs are captured after the pool is
-allocated, and record its address."""
+"""Bytes reserved for CUDA graphs and autotuning until their size is known. Graphs are captured after the pool is
+allocated, because they record its address."""
 SPARE_GRAPHS = 1.1
-"""What is set aside for graphs whose size was measured, relative to it: other adapters may need graphs of their own."""
+"""Factor by which the reservation exceeds the measured size of the graphs: other adapters may need further graphs."""
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Bytes of a GPU's memory in all, and free after the base was loaded."""
+    """Total bytes of a GPU's memory, and bytes free after the base was loaded."""
 
     total: int
     free: int
@@ -26,7 +26,7 @@ class GpuMemory:
 
 @dataclass(frozen=True)
 class Work:
-    """What needs memory at the same time, besides pages: a generation step while a micro-batch is suspended."""
+    """The work that needs memory at the same time as the pages: a generation step while a micro-batch is suspended."""
 
     step_tokens: int
     micro_batch_tokens: int
@@ -36,27 +36,27 @@ class Work:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by use, and the number of pages that fit into the rest, besides the page that stays zero."""
+    """Bytes by use, and the number of pages that fit into the rest, excluding the page that stays zero."""
 
     pages: int
     page_bytes: int
     taken: int
-    """In use before the pool: the base's weights, the CUDA context, other processes."""
+    """Bytes in use before the pool: the base's weights, the CUDA context, other processes."""
     step: int
     training: int
     jobs: int
     graphs: int
     costs: TrainingCosts
-    """For adapters of other ranks and sites than those that were profiled."""
+    """Training costs of adapters with other ranks and sites than the profiled one."""
     error: float
 
     @property
     def set_aside(self) -> int:
-        """Bytes besides `taken`."""
+        """Bytes reserved in addition to `taken`."""
         return self.step + self.training + self.jobs + self.graphs + (self.pages + 1) * self.page_bytes
 
     def note(self, page_tokens: int) -> str:
-        """For an operator."""
+        """Describe the plan for an operator."""
         return (
             f"memory: pool of {self.pages} pages ({self.pages * page_tokens} tokens, "
             f"{_gib(self.pages * self.page_bytes)}) "

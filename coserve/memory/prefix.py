@@ -22,15 +22,17 @@ class PageKeys:
     """The keys of one sequence's pages, computed on demand and cached."""
 
     def __init__(self, page_tokens: int, *, base: str, adapter: AdapterRef | None, salt: str = "") -> None:
-        """`base`: its fingerprint. `salt`: only requests with the same salt share pages."""
+        """`base`: the base's fingerprint. `salt`: only requests with the same salt share pages."""
         self._page_tokens = page_tokens
         owner = (base, salt, None if adapter is None else (adapter.id, adapter.version))
         self._root = blake2b(msgspec.msgpack.encode(owner), digest_size=DIGEST_BYTES).digest()
         self._keys: list[bytes] = []
 
     def first(self, pages: int, tokens: Sequence[int]) -> Sequence[bytes]:
-        """Keys of the sequence's first `pages` pages. `tokens`: all its tokens, which must extend those of earlier
-        calls."""
+        """Return the keys of the sequence's first `pages` pages.
+
+        `tokens`: all its tokens so far, an extension of the tokens of earlier calls.
+        """
         size = self._page_tokens
         assert pages * size <= len(tokens), f"expected {pages} full pages, got {len(tokens)} tokens"
         for page in range(len(self._keys), pages):

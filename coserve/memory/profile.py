@@ -25,31 +25,31 @@ T = TypeVar("T")
 
 
 class Profile(Wire, frozen=True):
-    """All bytes are in addition to the base's weights."""
+    """Peak memory by use, in bytes on top of the base's weights."""
 
     no_grad: Line
-    """The peak of a generation step."""
+    """Peak of a generation step, by its tokens."""
     act: Line
-    """The peak of a training micro-batch's forward."""
+    """Peak of a training micro-batch's forward, by its tokens."""
     backward: Line
-    """The peak of the backward and the optimizer step, beyond `act`."""
+    """Peak of the backward and the optimizer step beyond `act`, by the micro-batch's tokens."""
     job: int
-    """What one job of rank `DEFAULT_RANK` keeps between micro-batches."""
+    """Bytes that one job of rank `DEFAULT_RANK` keeps between micro-batches."""
     costs: TrainingCosts
-    """For adapters of other ranks and sites."""
+    """Training costs of adapters with other ranks and sites."""
     error: float
-    """Relative error of the lines through the smaller sizes, for a step and a micro-batch of full size together."""
+    """Relative error at full size of the lines fitted to the smaller sizes, for a step and a micro-batch together."""
 
 
 class TrainingPeaks(Wire, frozen=True):
-    """Bytes of one micro-batch with an adapter of rank `DEFAULT_RANK`."""
+    """Measured bytes of one micro-batch with an adapter of rank `DEFAULT_RANK`."""
 
     forward: int
     """Peak of the forward, beyond `job`."""
     whole: int
     """Peak of forward, backward and optimizer step, beyond `job`."""
     job: int
-    """What the job keeps between micro-batches."""
+    """Bytes that the job keeps between micro-batches."""
 
 
 class Measures(Protocol):
@@ -58,12 +58,12 @@ class Measures(Protocol):
     def step(self, tokens: int) -> int: ...
     def micro_batch(self, tokens: int) -> TrainingPeaks: ...
     def costs(self, tokens: int) -> TrainingCosts:
-        """From micro-batches of up to `tokens` tokens."""
+        """Measure the training costs with micro-batches of up to `tokens` tokens."""
         ...
 
 
 def fit(samples: Sequence[tuple[int, int]]) -> Line:
-    """Least squares line through (tokens, bytes), raised until no sample is above it: a plan must not be too small."""
+    """Fit a least-squares line to (tokens, bytes), raised until no sample is above it: a plan must not be too small."""
     assert samples, "expected at least one sample"
     n = len(samples)
     x, y = sum(tokens for tokens, _ in samples) / n, sum(size for _, size in samples) / n
@@ -74,13 +74,13 @@ def fit(samples: Sequence[tuple[int, int]]) -> Line:
 
 
 def sizes(most: int) -> tuple[int, ...]:
-    """A quarter, a half and all of `most` tokens, each once."""
+    """A quarter, a half and all of `most` tokens, without duplicates."""
     return tuple(sorted({max(1, most // 4), max(1, most // 2), most}))
 
 
 def measure(measures: Measures, *, step_tokens: int, micro_batch_tokens: int) -> Profile:
-    """Measure steps and micro-batches of three sizes. `Profile.error` compares the largest with the line of the
-    others."""
+    """Measure steps and micro-batches of three sizes. `Profile.error` compares the largest with the line fitted to the
+    other two."""
     steps = [(tokens, measures.step(tokens)) for tokens in sizes(step_tokens)]
     batches = [(tokens, measures.micro_batch(tokens)) for tokens in sizes(micro_batch_tokens)]
     whole = [(tokens, peaks.whole) for tokens, peaks in batches]
@@ -97,7 +97,7 @@ def measure(measures: Measures, *, step_tokens: int, micro_batch_tokens: int) ->
 
 
 def _check(samples: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The last sample as predicted by the line through the others, and as measured."""
+    """Return the last sample's bytes as predicted by the line through the others, and as measured."""
     tokens, size = samples[-1]
     return (fit(samples[:-1]).at(tokens), size) if len(samples) > 1 else (size, size)
 
@@ -113,7 +113,7 @@ class _SavedGraphs(Wire, frozen=True):
 
 
 def load_profile(path: Path, key: Sequence[str]) -> Profile | None:
-    """The profile that was saved under this key, or None."""
+    """Return the profile saved under this key, or None."""
     saved = _load(path, _Saved)
     return saved.profile if saved is not None and saved.key == tuple(key) else None
 
@@ -124,7 +124,7 @@ def save_profile(path: Path, key: Sequence[str], profile: Profile) -> None:
 
 
 def load_graph_bytes(path: Path, key: Sequence[str]) -> int | None:
-    """What CUDA graphs took in an earlier life under this key, or None."""
+    """Return the bytes of CUDA graphs that an earlier process saved under this key, or None."""
     saved = _load(path, _SavedGraphs)
     return saved.bytes if saved is not None and saved.key == tuple(key) else None
 
@@ -135,7 +135,7 @@ def save_graph_bytes(path: Path, key: Sequence[str], size: int) -> None:
 
 
 def load_layer_costs(path: Path) -> TrainingCosts | None:
-    """What compiled layers of training were measured to take, or None."""
+    """Return the saved memory costs of compiled training layers, or None."""
     return _load(path, TrainingCosts)
 
 
@@ -156,7 +156,7 @@ def _load(path: Path, kind: type[T]) -> T | None:
 
 
 def _save(path: Path, saved: Wire, otherwise: str) -> None:
-    """`otherwise`: what happens without the file."""
+    """Write `saved` to `path`. `otherwise`: the consequence if that fails, for the log."""
     temporary = path.with_name(f"{path.name}.new")
     try:
         temporary.write_bytes(msgspec.json.encode(saved))

@@ -1,4 +1,4 @@
-"""A tar file of an adapter's PEFT files, made while it is sent. No torch."""
+"""Streams an adapter's PEFT files as a tar file. No torch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,19 @@ CHUNK: Final = 256 << 10
 
 
 class AdapterArchive:
-    """Holds the files open, so they stay readable if the adapter is deleted meanwhile. Close it after use."""
+    """A tar file of an adapter that is made while it is sent.
+
+    It holds the files open, so they stay readable if the adapter is deleted meanwhile. Close it after use.
+    """
 
     def __init__(self, record: AdapterRecord, folder: Path) -> None:
-        """On a thread: the files are read. Raises `AdapterNotFound` for a folder that is gone, `CorruptAdapter` for
-        other files than were registered, `StorageError` where the machine cannot open a file now."""
+        """Open and read the files; call it on a worker thread.
+
+        Raises:
+            AdapterNotFound: the folder is gone.
+            CorruptAdapter: the files are not those that were registered.
+            StorageError: the machine cannot open a file now.
+        """
         if not folder.is_dir():
             raise AdapterNotFound(f"no files of adapter {record.ref}", field="id")
         self.ref = record.ref
@@ -47,7 +55,7 @@ class AdapterArchive:
         return sum(len(head) + size + -size % block for head, _, size in self._members) + 2 * block
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The bytes of the tar file. Call it once."""
+        """Yield the bytes of the tar file. Call it once."""
         for head, file, size in self._members:
             yield head
             while chunk := await asyncio.to_thread(file.read, CHUNK):

@@ -1,9 +1,10 @@
-"""BD-LoRA: which matrices of an adapter are block-diagonal, by its settings. No torch, no files.
+"""BD-LoRA: which matrices of an adapter are block-diagonal under its settings. No torch, no files.
 
 Tensor parallelism shards the weight of a column-parallel site (q, k, v, gate, up) by output features and that of a
 row-parallel one (o, down) by input features. An adapter of N blocks adds an independent LoRA of rank r/N to each of N
 such shards: B is block-diagonal at column-parallel sites and A at row-parallel ones (the BD-LoRA paper, section 3).
-Only the blocks are stored, packed as PEFT does: b_OR as (O, R/N), a_RD as (R, D/N), block i in rows i of N.
+Only the blocks are stored, packed as PEFT does: b_OR as (O, R/N), a_RD as (R, D/N). Block i is the i-th of N equal
+groups of rows.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ class ParallelStyle(Enum):
     """How tensor parallelism shards a site's weight (`ParallelStyle` of torch)."""
 
     COLUMN = "column-parallel"
-    """By output features."""
+    """Sharded by output features."""
     ROW = "row-parallel"
-    """By input features."""
+    """Sharded by input features."""
 
 
 _LEAVES = {
     ParallelStyle.COLUMN: ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1", "c_fc", "dense_h_to_4h"),
     ParallelStyle.ROW: ("o_proj", "out_proj", "dense", "Wo", "down_proj", "fc2", "c_proj", "dense_4h_to_h"),
 }
-"""Last parts of sites' names. Fused projections (`qkv_proj`, `gate_up_proj`, `c_attn`) are neither: a contiguous piece
-of their rows is no shard of the model."""
+"""Last components of sites' names, by style. Fused projections (`qkv_proj`, `gate_up_proj`, `c_attn`) are not listed: a
+contiguous piece of their rows is no shard of the model."""
 _STYLE_OF = {leaf: style for style, leaves in _LEAVES.items() for leaf in leaves}
 
 
 def parallel_style(site: str) -> ParallelStyle | None:
-    """How a site is sharded; None for a module that is not in the table."""
+    """Return how a site is sharded; None for a module that is not in the table."""
     return _STYLE_OF.get(_leaf(site))
 
 
 def blocks_at(settings: LoraSettings, site: str) -> tuple[int, int]:
-    """Diagonal blocks of a site's A and of its B; 1: dense."""
+    """Return the numbers of diagonal blocks of a site's A and B; 1 means dense."""
     in_a, in_b = _blocked(settings, site)
     return (settings.bd_blocks if in_a else 1), (settings.bd_blocks if in_b else 1)
 
@@ -56,7 +57,7 @@ def packed_shapes(site: SiteSpec, rank: int, blocks: tuple[int, int]) -> tuple[t
 
 
 def undivided(site: SiteSpec, rank: int, blocks: tuple[int, int]) -> str | None:
-    """Which of a site's sizes does not divide into its blocks, as `rank 6`; None: all do."""
+    """Name the size of a site that its blocks do not divide, such as `rank 6`; None if they divide all."""
     in_a, in_b = blocks
     sizes = (
         ("rank", rank, max(blocks)),
@@ -67,8 +68,8 @@ def undivided(site: SiteSpec, rank: int, blocks: tuple[int, int]) -> str | None:
 
 
 def check_blocks(settings: LoraSettings, base: BaseSpec, ranks: Mapping[str, int]) -> None:
-    """Raises `InvalidRequest` unless a new adapter with these ranks, by site, can have the blocks that its settings ask
-    for."""
+    """Raise `InvalidRequest` unless a new adapter with these ranks (by site) can have the blocks that its settings
+    request."""
     count = settings.bd_blocks
     if not 1 <= count <= MAX_BLOCKS:
         raise InvalidRequest(f"bd_blocks: expected 1 to {MAX_BLOCKS} blocks, got {count}", field="bd_blocks")
@@ -127,7 +128,7 @@ def peft_blocks(settings: LoraSettings, sites: Collection[str]) -> dict[str, obj
 
 
 def _explicit(settings: LoraSettings) -> bool:
-    """The settings name the sites; the table does not count."""
+    """Whether the settings name the block-diagonal sites themselves, which overrides the table of styles."""
     return settings.targets_bd_a is not None or settings.targets_bd_b is not None
 
 
@@ -142,7 +143,7 @@ def _blocked(settings: LoraSettings, site: str) -> tuple[bool, bool]:
 
 
 def _named(patterns: Iterable[str], site: str) -> bool:
-    """As PEFT: one of the patterns occurs in the site's name."""
+    """Whether one of the patterns occurs in the site's name, PEFT's rule."""
     return any(pattern in site for pattern in patterns)
 
 

@@ -31,19 +31,21 @@ from coserve.lora.files.tensorfile_writer import write_arrays
 from coserve.state.durable import disk_errors
 
 MAX_ERROR = 0.05
-"""The bound where none is given."""
+"""Default bound of the relative error."""
 _EXACT = 1e-6
-"""An error below it is none: files hold float32."""
+"""Errors below this count as 0, since files hold float32."""
 THREADS = max(1, min(8, usable_cores() // 4))
-"""Sites that are computed at once."""
+"""Number of sites that are converted in parallel."""
 
 Found = TypeVar("Found")
 Float32 = npt.NDArray[np.float32]
 
 
 class ConversionOptions(msgspec.Struct, frozen=True):
-    """`rank`: total rank, over all blocks; None: the smallest one whose error is at most `max_error` (None:
-    `MAX_ERROR`)."""
+    """Options of a conversion.
+
+    `rank`: total rank over all blocks; None: the smallest one whose error is at most `max_error` (None: `MAX_ERROR`).
+    """
 
     bd_blocks: int
     rank: int | None = None
@@ -51,18 +53,18 @@ class ConversionOptions(msgspec.Struct, frozen=True):
 
 
 class ConversionReport(msgspec.Struct, frozen=True):
-    """What a conversion lost."""
+    """The error that a conversion introduced."""
 
     rank: int
     error: float
-    """Of all sites together."""
+    """Error of all sites together."""
     site_errors: dict[str, float]
     max_error: float
-    """The bound of `smallest_rank`."""
+    """The bound that `smallest_rank` keeps."""
     smallest_rank: int
     """The smallest rank whose error is at most `max_error`."""
     errors: dict[int, float]
-    """The error of all sites at other ranks."""
+    """Error of all sites together at other ranks."""
 
 
 class _Source:
@@ -88,11 +90,12 @@ def convert_adapter(
     *,
     threads: int = THREADS,
 ) -> ConversionReport:
-    """Write the converted adapter's files into the folder `target`. `digests`: what the registry knows of the source's
-    files; `progress` is called for each site.
+    """Write the converted adapter's files into the folder `target`.
+
+    `digests`: the registry's digests of the source's files. `progress` is called for each site.
 
     Raises:
-        InvalidRequest: blocks or a rank that do not fit the sites, an error above the bound.
+        InvalidRequest: blocks or a rank that do not fit the sites, or an error above the bound.
         AdapterError: as `peft.inspect_adapter`.
         StorageError: the machine cannot read or write the files now.
     """
@@ -116,7 +119,8 @@ def convert_adapter(
 def in_threads(
     compute: Callable[[str], Found], sites: Iterable[str], progress: Callable[[], None], threads: int
 ) -> Iterator[tuple[str, Found]]:
-    """Each site and its result, in order; at most one result a thread is held. `progress` is called after each."""
+    """Yield each site and its result, in order; at most one result per thread is held. `progress` is called after
+    each."""
     with ThreadPoolExecutor(threads) as pool:
         names = iter(sites)
         while some := list(islice(names, threads)):
@@ -126,7 +130,7 @@ def in_threads(
 
 
 def _check(options: ConversionOptions, layout: AdapterTensors, base: BaseSpec) -> None:
-    """Raises `InvalidRequest` for blocks that do not fit the sites, or do not divide the rank."""
+    """Raise `InvalidRequest` for blocks that do not fit the sites or do not divide the rank."""
     blocks, rank = options.bd_blocks, options.rank
     try:
         check_blocks(LoraSettings(bd_blocks=blocks), base, dict.fromkeys(layout.sites, blocks))
@@ -137,7 +141,7 @@ def _check(options: ConversionOptions, layout: AdapterTensors, base: BaseSpec) -
 
 
 def _report(losses: Mapping[str, Matrix], options: ConversionOptions) -> ConversionReport:
-    """Chooses the rank. Raises `InvalidRequest` for a bound that cannot be kept."""
+    """Choose the rank and report its error. Raises `InvalidRequest` for a bound that cannot be kept."""
     blocks, bound = options.bd_blocks, MAX_ERROR if options.max_error is None else options.max_error
     most = max(len(loss) for loss in losses.values()) - 1
     total = sum(np.pad(loss, (0, most + 1 - len(loss))) for loss in losses.values())
@@ -168,12 +172,12 @@ def _report(losses: Mapping[str, Matrix], options: ConversionOptions) -> Convers
 
 
 def _relative(loss: Matrix) -> Matrix:
-    """Relative errors of squared ones; those of an update of zeros are zero."""
+    """Convert squared errors to relative ones; a site whose update is zero has error 0."""
     return np.sqrt(loss / loss[0]) if loss[0] > 0 else np.zeros_like(loss)
 
 
 def _settings(old: LoraSettings, blocks: int, rank: int, losses: Mapping[str, Matrix]) -> LoraSettings:
-    """As the old ones, with the same scaling; a site whose update has a smaller rank has a pattern of its own."""
+    """Settings of the converted adapter, with the old scaling. A site of smaller rank gets a pattern of its own."""
     root = np.sqrt if old.rslora else float
     alpha = alpha_of(old) or float(root(old.r))
     smaller = {exact(site): most for site, loss in losses.items() if (most := blocks * (len(loss) - 1)) < rank}
@@ -223,7 +227,7 @@ def _tensor(site: str, part: str) -> str:
 
 def _read(file: TensorFile, entry: TensorEntry) -> Matrix:
     data = file.read(entry)
-    if entry.dtype == "BF16":  # the upper half of a float32
+    if entry.dtype == "BF16":  # bfloat16 is the upper half of a float32
         values = (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
     else:
         values = np.frombuffer(data, np.float32 if entry.dtype == "F32" else np.float16)

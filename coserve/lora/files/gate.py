@@ -23,7 +23,8 @@ _MAX_BD_NAMES = 1024
 
 
 def read_config(folder: Path) -> dict[str, object]:
-    """`adapter_config.json` of a folder that holds nothing unsafe, each key allowed."""
+    """Return the `adapter_config.json` of a folder after checking that the folder holds no unsafe file and each key is
+    allowed."""
     refuse_pickles(folder)
     config = read_json(folder, ADAPTER_CONFIG)
     if config.get("peft_type") != "LORA":
@@ -37,7 +38,7 @@ def read_config(folder: Path) -> dict[str, object]:
 
 
 def refuse_pickles(folder: Path) -> None:
-    """Raises `UnsafeAdapter` for a folder with files that unpickling would run; they are never opened."""
+    """Raise `UnsafeAdapter` if the folder has files that unpickling would execute. They are never opened."""
     try:
         with disk_errors():
             failpoint("adapter.open")
@@ -76,7 +77,7 @@ def _names(value: object) -> bool:
 
 
 def _modules(value: object) -> bool:
-    """Names, a regular expression, or PEFT's own choice (null)."""
+    """Accept names, a regular expression, or null (PEFT's own choice)."""
     return value is None or (isinstance(value, str) and bool(value)) or _names(value)
 
 
@@ -102,7 +103,7 @@ def _block_diagonal(value: object) -> bool:
 
 
 def _few_names(value: object) -> bool:
-    """Nothing, or names: each is looked for in each module's path."""
+    """Accept null or a short list of names. Each is searched for in every module's path, so the list is bounded."""
     return not value or (_names(value) and len(cast("list[str]", value)) <= _MAX_BD_NAMES)
 
 
@@ -126,7 +127,7 @@ _ALLOWED: dict[str, Callable[[object], bool]] = {
     "bias": _is("none"),
     "init_lora_weights": _is(True, False, None, "gaussian", "orthogonal", "eva", "mica"),
     "lora_dropout": lambda value: isinstance(value, int | float) and 0 <= value <= 1,
-    # Keys that do not.
+    # Keys that do not change it.
     "fan_in_fan_out": _is(True, False, None),
     "layers_pattern": lambda value: value in ([], "") or _modules(value),
     "ensure_weight_tying": _is(True, False, None),

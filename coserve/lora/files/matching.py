@@ -1,7 +1,7 @@
-"""Reads an `adapter_config.json` for each site: whether it is targeted, its rank and alpha, by PEFT's rules.
+"""Applies an `adapter_config.json` to each site: whether it is targeted, its rank and its alpha, by PEFT's rules.
 
-Its values have been checked by `gate.read_config`. Where a pattern cannot be matched in bounded time, rank and targets
-are read from the tensors; alpha has no other source.
+The values have been checked by `gate.read_config`. If a pattern cannot be matched in bounded time, ranks and targets
+are read from the tensors instead; alpha has no other source.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
 
 
 class PatternTable(Generic[Value]):
-    """`rank_pattern` or `alpha_pattern`."""
+    """A config's `rank_pattern` or `alpha_pattern`."""
 
     def __init__(self, values: Mapping[str, Value], default: Value) -> None:
         self._values: Mapping[str, Value] = values
         self._default: Value = default
         self._first = FirstMatch(values, Steps())
         self.named = all(is_name(pattern) for pattern in values)
-        """Every pattern is a name, which a job's settings may hold as it is."""
+        """Whether every pattern is a plain name, which a job's settings may hold unchanged."""
 
     def of(self, site: str) -> Value:
-        """The value of the first pattern that matches, or the default. Raises `UnsupportedPattern`."""
+        """Return the value of the first pattern that matches, or the default. Raises `UnsupportedPattern`."""
         pattern = self._first.find(site)
         return self._default if pattern is None else self._values[pattern]
 
@@ -51,10 +51,10 @@ class Matching:
         self._excluded = _chooser(config.get("exclude_modules") or (), otherwise=False)
         self._in_layers = _layer_chooser(config)
         self.named = self._rank.named and self._alpha.named
-        """Every pattern of ranks and alphas is a name."""
+        """Whether all patterns of ranks and alphas are plain names."""
 
     def rank(self, site: str) -> int | None:
-        """None: only the tensors tell."""
+        """Return a site's rank by the config; None if only the tensors can tell."""
         try:
             return self._rank.of(site)
         except UnsupportedPattern:
@@ -62,19 +62,19 @@ class Matching:
             return None
 
     def alpha(self, site: str) -> float:
-        """Raises `UnsupportedAdapter` where its patterns cannot be matched."""
+        """Return a site's alpha. Raises `UnsupportedAdapter` if its patterns cannot be matched."""
         try:
             return float(self._alpha.of(site))
         except UnsupportedPattern as error:
             raise UnsupportedAdapter(f"{ADAPTER_CONFIG}: alpha_pattern: {error}", field="alpha_pattern") from error
 
     def targeted(self, site: str) -> bool:
-        """Whether PEFT would adapt the site; True where only the tensors tell."""
+        """Whether PEFT would adapt the site; True if only the tensors can tell."""
         return self._targets(site) and self._in_layers(site) and not self._excluded(site)
 
 
 class Known:
-    """What `Matching` found when the adapter was registered. No pattern is matched."""
+    """The results that `Matching` found when the adapter was registered. No pattern is matched again."""
 
     def __init__(self, config: Mapping[str, object], sites: Iterable[str], alphas: Sequence[float]) -> None:
         """`alphas`: as `AdapterDigests.alphas`. Raises `CorruptAdapter` if they are not those of these sites."""
@@ -87,19 +87,22 @@ class Known:
         self.named = all(is_name(pattern) for table in tables for pattern in table)
 
     def rank(self, site: str) -> int | None:
-        """None: only the tensors tell."""
+        """Return None: ranks are read from the tensors."""
         return None
 
     def alpha(self, site: str) -> float:
         return self._alphas[site]
 
     def targeted(self, site: str) -> bool:
-        """True: what is not targeted was not registered."""
+        """Return True: sites that are not targeted were not registered."""
         return True
 
 
 def _chooser(modules: object, *, otherwise: bool) -> Callable[[str], bool]:
-    """Whether names or a regular expression name a site; `otherwise`: where that cannot be told."""
+    """Return a function that tells whether a site is named by names or a regular expression.
+
+    `otherwise`: its result if the expression cannot be matched.
+    """
     if modules is None or (isinstance(modules, str) and modules.lower() == ALL_LINEAR and otherwise):
         return lambda site: True
     if not isinstance(modules, str):
@@ -117,7 +120,8 @@ def _chooser(modules: object, *, otherwise: bool) -> Callable[[str], bool]:
 
 
 def _layer_chooser(config: Mapping[str, object]) -> Callable[[str], bool]:
-    """Whether a site is in one of `layers_to_transform`; sites that are targeted by their whole name always are."""
+    """Return a function that tells whether a site lies in `layers_to_transform`. Sites targeted by their whole name
+    always do."""
     layers, targets = config.get("layers_to_transform"), config.get("target_modules")
     chosen = frozenset([layers] if isinstance(layers, int) else cast("list[int]", layers or []))
     if not chosen or not isinstance(targets, list):

@@ -1,7 +1,7 @@
 """PEFT's patterns for module names, matched in linear time (RE2). No torch, no files.
 
-Patterns come from untrusted files. RE2 never backtracks, and the cost of a whole table of patterns is counted in steps
-before it runs, so that a file gives the same result on any machine.
+Patterns come from untrusted files. RE2 never backtracks. The cost of a whole table of patterns is counted in steps
+before it runs, so that a file is accepted or refused alike on any machine.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import re2
 from coserve.lora.files.targets import is_name, pattern_matches
 
 MAX_STEPS = 1 << 26
-"""What all patterns of one config may cost (`Steps`): at most about half a second."""
+"""Budget of all patterns of one config, in `Steps`; about half a second at most."""
 _LEAST_STEPS = 1 << 8
 _COMPILED_STEPS = 1 << 6
-"""Per instruction of a compiled pattern."""
+"""Steps charged per instruction of a compiled pattern."""
 _REFUSED_STEPS = 1 << 20
-"""Of a pattern that turns out too large while it is compiled."""
+"""Steps charged for a pattern that turns out too large while it is compiled."""
 _MAX_BYTES = 1 << 20
-"""Of one compiled pattern."""
+"""Memory limit of one compiled pattern, in bytes."""
 
-# Where Python and RE2 read a pattern alike: no other groups, no counts without a lower bound, no POSIX classes.
+# The syntax that Python and RE2 read alike: no other groups, no counts without a lower bound, no POSIX classes.
 _SHARED = re.compile(
     r"""(?:
         [A-Za-z0-9_\-,:;<>=!@\#%&'"~/\ ]
@@ -37,7 +37,8 @@ _SHARED = re.compile(
 
 
 MAX_EXPRESSIONS = 64
-"""Regular expressions in a table of ranks or alphas: compiling one takes about 60 us. Names are not counted."""
+"""Most regular expressions in a table of ranks or alphas: compiling one takes about 60 us. Plain names are not
+counted."""
 
 
 class UnsupportedPattern(ValueError):
@@ -45,7 +46,7 @@ class UnsupportedPattern(ValueError):
 
 
 class Steps:
-    """Counts down what matching costs: an instruction of a pattern times a character of a name is one step."""
+    """A budget that matching draws on: an instruction of a pattern times a character of a name is one step."""
 
     def __init__(self, steps: int = MAX_STEPS) -> None:
         self.left = steps
@@ -60,12 +61,12 @@ class Pattern:
     """One regular expression, compiled when it is first asked for."""
 
     def __init__(self, source: str, steps: Steps, *, form: str = "{}") -> None:
-        """`form`: the expression around the pattern, which stands in place of `{}`."""
+        """`form`: a format string around the pattern, with `{}` in its place."""
         self._source, self._steps, self._form = source, steps, form
         self._compiled: re2._Regexp | UnsupportedPattern | None = None
 
     def match(self, name: str) -> re.Match[str] | None:
-        """As Python's `re.match`, for a name of ASCII characters. Raises `UnsupportedPattern`."""
+        """Match like Python's `re.match`; `name` is ASCII. Raises `UnsupportedPattern`."""
         if self._compiled is None:
             self._compiled = self._compile()
         if isinstance(self._compiled, UnsupportedPattern):
@@ -89,7 +90,7 @@ class Pattern:
 
 
 class FirstMatch:
-    """Which of several patterns is the first to match a site: PEFT's `get_pattern_key`."""
+    """Finds the first of several patterns that matches a site, like PEFT's `get_pattern_key`."""
 
     def __init__(self, sources: Iterable[str], steps: Steps) -> None:
         self._steps = steps
@@ -99,7 +100,8 @@ class FirstMatch:
         self._too_many = sum(pattern is not None for pattern in self._patterns.values()) > MAX_EXPRESSIONS
 
     def find(self, site: str) -> str | None:
-        """The pattern. Raises `UnsupportedPattern` if one that must be tried for that cannot be."""
+        """Return that pattern, or None. Raises `UnsupportedPattern` if a pattern that must be tried first cannot be
+        matched."""
         if self._too_many:
             raise UnsupportedPattern(f"expected at most {MAX_EXPRESSIONS} regular expressions, got more")
         for source, pattern in self._patterns.items():
@@ -113,5 +115,5 @@ class FirstMatch:
 
 
 def whole(source: str, steps: Steps) -> Pattern:
-    """A pattern that matches whole names only, as `re.fullmatch`."""
+    """Return a pattern that matches whole names only, like `re.fullmatch`."""
     return Pattern(source, steps, form=r"(?:{})\z")

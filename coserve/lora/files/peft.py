@@ -28,7 +28,8 @@ PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class SiteShape:
-    """One site of an adapter. `a_blocks`, `b_blocks`: number of diagonal blocks of each matrix (BD-LoRA); 1: dense."""
+    """Shape of an adapter's pair at one site. `a_blocks`, `b_blocks`: diagonal blocks of A and B (BD-LoRA); 1:
+    dense."""
 
     rank: int
     scaling: float
@@ -42,20 +43,20 @@ class AdapterInfo:
 
     settings: LoraSettings
     rank: int
-    """The largest of its sites."""
+    """Largest rank of any site."""
     alpha: float
     alphas: tuple[float, ...]
-    """Of each site, as `AdapterDigests.alphas`."""
+    """Alpha of each site, as `AdapterDigests.alphas`."""
     targets: tuple[str, ...]
     sites: dict[str, SiteShape]
     bytes: int
     sha256: str
-    """Of the weights' file."""
+    """SHA-256 of the weights' file, hex."""
 
 
 @dataclass(frozen=True)
 class AdapterTensors:
-    """Where a loader finds each site's matrices: names of tensors."""
+    """Names of the tensors that hold each site's matrices, for a loader."""
 
     settings: LoraSettings
     sites: dict[str, SiteShape]
@@ -65,13 +66,12 @@ class AdapterTensors:
 
 
 def inspect_adapter(folder: Path, base: BaseSpec, progress: Callable[[], None] = lambda: None) -> AdapterInfo:
-    """Checks an adapter folder against a base without loading weights. `progress` is called every few MiB that are
-    read.
+    """Check an adapter folder against a base without loading its weights. `progress` is called every few MiB read.
 
     Raises:
-        UnsafeAdapter: files that could run code, links or devices; nothing of them is opened.
+        UnsafeAdapter: files that could run code, links or devices; none of them is opened.
         UnsupportedAdapter: settings or tensors that coserve does not implement, by name.
-        CorruptAdapter: files that are damaged or contradict each other, weights that are not finite in the base's
+        CorruptAdapter: files that are damaged or contradict each other, or weights that are not finite in the base's
             dtype.
         BaseMismatch, ShapeMismatch: an adapter of another base.
     """
@@ -92,7 +92,7 @@ def inspect_adapter(folder: Path, base: BaseSpec, progress: Callable[[], None] =
 
 
 def _alphas_in_order(layout: AdapterTensors) -> tuple[float, ...]:
-    """Those of the sites in order of their names; empty if all are the config's `lora_alpha`."""
+    """Return the sites' alphas in order of the sites' names; empty if all equal the config's `lora_alpha`."""
     default = alpha_of(layout.settings)
     if all(alpha == default for alpha in layout.alphas.values()):
         return ()
@@ -102,10 +102,11 @@ def _alphas_in_order(layout: AdapterTensors) -> tuple[float, ...]:
 def read_layout(
     config: dict[str, object], file: TensorFile, base: BaseSpec, alphas: tuple[float, ...] | None = None
 ) -> AdapterTensors:
-    """Settings and sites of an open weights' file; every tensor is one of a site's two matrices, of the right shape.
+    """Read the settings and sites of an open weights' file. Every tensor must be one of a site's two matrices, of the
+    right shape.
 
-    `alphas`: what was found when these files were registered (`AdapterDigests.alphas`); the config's patterns are
-    matched only without it.
+    `alphas`: those found when these files were registered (`AdapterDigests.alphas`). The config's patterns are matched
+    only if they are None.
     """
     trained_on = file.metadata.get(FINGERPRINT)
     if trained_on is not None and trained_on != base.fingerprint:
@@ -142,8 +143,10 @@ def read_layout(
 
 
 def config_file(settings: LoraSettings, base: BaseSpec, sites: Collection[str], *, field: str | None = None) -> str:
-    """The text of `adapter_config.json` for an adapter with these sites. Raises `UnsupportedAdapter` if it is larger
-    than what can be read again."""
+    """Return the text of `adapter_config.json` for an adapter with these sites.
+
+    Raises `UnsupportedAdapter` if the text is too large to be read again.
+    """
     text = json.dumps(adapter_config(settings, base, sites), indent=2) + "\n"
     if len(text) > MAX_CONFIG:
         raise UnsupportedAdapter(
@@ -155,14 +158,14 @@ def config_file(settings: LoraSettings, base: BaseSpec, sites: Collection[str], 
 
 
 def adapter_config(settings: LoraSettings, base: BaseSpec, sites: Collection[str]) -> dict[str, object]:
-    """The content of `adapter_config.json` for an adapter with these sites."""
+    """Return the content of `adapter_config.json` for an adapter with these sites."""
     targets = base.default_targets if settings.targets is None else settings.targets
     if set(targeted_sites(targets, base.sites)) != set(sites):
         targets = tuple(sites)
     config: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base.hub_name,  # PEFT and transformers look any name up on the hub
+        "base_model_name_or_path": base.hub_name,  # PEFT and transformers look up any other name on the hub
         "inference_mode": True,
         "r": settings.r,
         "lora_alpha": _plain(alpha_of(settings)),
@@ -184,9 +187,9 @@ def _plain(number: float) -> int | float:
 
 
 def _settings(config: dict[str, object]) -> LoraSettings:
-    """The config's values, whose types `read_config` has checked; PEFT's defaults for missing ones.
+    """Convert the config to settings; missing keys get PEFT's defaults. `read_config` has checked the types.
 
-    Targets are what a list of names says; patterns are left out: `_resolved` puts both in terms of sites.
+    Targets are taken only from a list of names, and patterns are left out: `_resolved` expresses both by sites.
     """
     targets = config.get("target_modules")
     blocks = cast("dict[str, object]", config.get("use_bdlora") or {})
@@ -219,7 +222,7 @@ def _resolved(
     *,
     named: bool,
 ) -> LoraSettings:
-    """The settings whose names and patterns mean just these sites, ranks and alphas.
+    """Return settings whose names and patterns mean exactly these sites, ranks and alphas.
 
     `named`: the config's patterns are plain names, and stay. Otherwise each site that differs gets a pattern of its
     own.
@@ -237,7 +240,8 @@ def _resolved(
 
 
 def _targets(names: tuple[str, ...] | None, base: BaseSpec, sites: Collection[str]) -> tuple[str, ...]:
-    """`names`, or the last parts of the sites' names, if they mean just these sites; else the sites."""
+    """Return the shortest targets that mean exactly these sites: `names`, the last components of sites' names, or the
+    sites."""
     last = tuple(dict.fromkeys(site.rsplit(".", 1)[-1] for site in sites))
     for some in (names, last):
         if some is not None and set(targeted_sites(some, base.sites)) == set(sites):
@@ -257,7 +261,7 @@ _KINDS = {
 
 
 def _site_of(name: str, base: BaseSpec) -> tuple[str, str]:
-    """A tensor's site and `lora_A` or `lora_B`."""
+    """Split a tensor's name into its site and `lora_A` or `lora_B`."""
     shown = repr(name[:120])
     for part, reason in _KINDS.items():
         if f".{part}" in f".{name}":
@@ -281,7 +285,7 @@ def _shape(
     a: tuple[int, ...],
     b: tuple[int, ...],
 ) -> SiteShape:
-    """Rank, scaling and blocks of a site; raises `ShapeMismatch` unless both matrices have the shapes they imply."""
+    """Return a site's rank, scaling and blocks. Raises `ShapeMismatch` unless both matrices have the implied shapes."""
     scaling = alpha / (math.sqrt(rank) if settings.rslora else rank)
     spec, blocks = base.sites[site], blocks_at(settings, site)
     wrong = undivided(spec, rank, blocks)
@@ -294,7 +298,7 @@ def _shape(
 
 
 def _check_blocks(config: dict[str, object], sites: Collection[str]) -> None:
-    """Raises `CorruptAdapter` for lists of `use_bdlora` that PEFT would refuse."""
+    """Raise `CorruptAdapter` for lists in `use_bdlora` that PEFT would refuse."""
     blocks = config.get("use_bdlora")
     if not isinstance(blocks, dict):
         return

@@ -21,9 +21,10 @@ def record_adapter(
     created_at: float,
     progress: Callable[[], None] = lambda: None,
 ) -> AdapterRecord:
-    """The registry's record of the PEFT files in `folder`. Raises `AdapterError` leaves, `StorageError`.
+    """Return the registry's record of the PEFT files in `folder`. Raises subclasses of `AdapterError`, and
+    `StorageError`.
 
-    `source`: as `AdapterRecord.source`; `created_at`: seconds since the epoch; `progress` as for `inspect_adapter`.
+    `source`: as `AdapterRecord.source`; `created_at`: seconds since the epoch; `progress`: as for `inspect_adapter`.
     """
     config_sha256 = digest_file(folder, ADAPTER_CONFIG)
     info = inspect_adapter(folder, base, progress)

@@ -1,10 +1,9 @@
-"""Truncated SVD of an adapter's update, shard by shard: from LoRA to BD-LoRA, or to another rank. NumPy, no torch, no
-files.
+"""Truncated SVD of an adapter's update per shard, to convert LoRA to BD-LoRA or to another rank. NumPy only, no files.
 
-An update B A of rank R is split into N shards, as tensor parallelism shards the site's weight; the best approximation
+An update B A of rank R is split into N shards, as tensor parallelism shards the site's weight. The best approximation
 of each by a LoRA of rank r/N is its truncated SVD (Eckart and Young). The update itself, (O, D), is never formed: the
-shards of B A have the singular values of (R, R) products of triangular QR factors. Letters as in design: D, O, R; K =
-min(R, D) or min(R, O).
+shards of B A have the singular values of (R, R) products of triangular QR factors. Letters: D inputs, O outputs, R
+rank; K = min(R, D) or min(R, O).
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ Matrix = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class SiteShards:
-    """The shards of one site's update, each factored: shard i is `left_i` (m, K) times `basisᵀ` (K, n).
+    """The shards of one site's update in factored form: shard i is `left_i` (m, K) times `basisᵀ` (K, n).
 
-    For a row-parallel site everything is transposed, so that shards are always pieces of the rows.
+    A row-parallel site is transposed first, so that shards are always groups of rows.
     """
 
     lefts: tuple[Matrix, ...]
     basis: Matrix
-    """(n, K), orthonormal columns: shared by all shards."""
+    """(n, K), orthonormal columns, shared by all shards."""
     style: ParallelStyle
 
     @property
     def most(self) -> int:
-        """The rank of a shard that loses nothing."""
+        """The smallest rank of a shard that loses nothing."""
         rows, columns = self.lefts[0].shape
         return int(min(rows, columns))
 
@@ -42,7 +41,7 @@ class SiteShards:
         return np.stack([np.linalg.svd(np.linalg.qr(left, mode="r"), compute_uv=False) for left in self.lefts])
 
     def truncated(self, rank: int, scale: float) -> tuple[Matrix, Matrix]:
-        """a_RD and b_OR, packed as PEFT packs them, of the best shards of this rank each, times `scale`.
+        """Return a_RD and b_OR, packed as in PEFT, of the best approximation with this rank per shard, times `scale`.
 
         Both factors of a shard have the same norm.
         """
@@ -58,13 +57,13 @@ class SiteShards:
 
 
 def shard_update(a_RD: Matrix, b_OR: Matrix, style: ParallelStyle, blocks: int) -> SiteShards:
-    """The update `b_OR a_RD` (dense factors) of one site, in `blocks` shards."""
+    """Split the update `b_OR a_RD` (dense factors) of one site into `blocks` shards."""
     outer, inner = (b_OR, a_RD.T) if style is ParallelStyle.COLUMN else (a_RD.T, b_OR)
     basis, triangle = np.linalg.qr(inner)  # (n, K), (K, R)
     return SiteShards(tuple(part @ triangle.T for part in np.split(outer, blocks)), basis, style)
 
 
 def lost(spectra: Matrix) -> Matrix:
-    """Squared Frobenius norm of what a rank of 0, 1, ... per shard leaves out, summed over shards: (`most` + 1)."""
+    """Squared Frobenius norm of the error at rank 0, 1, ... per shard, summed over shards: (`most` + 1)."""
     squares = np.square(spectra).sum(0)
     return np.append(np.cumsum(squares[::-1])[::-1], 0.0)

@@ -20,13 +20,13 @@ from coserve.core.validation import check_normal
 from coserve.lora.files.bdlora import check_blocks
 
 MAX_ALPHA = 1e9
-"""Largest alpha of any adapter, new or imported: what is trained with it can be published and imported again."""
+"""Largest alpha of any adapter, new or imported, so that what is trained can be published and imported again."""
 INITS = ("default", "gaussian", "orthogonal")
 
 Value = TypeVar("Value")
 
 MAX_TRIES = 1 << 20
-"""Patterns times sites of a new adapter: matching all takes about half a second."""
+"""Most pairs of pattern and site for a new adapter: matching all takes about half a second."""
 _SAFE = re.compile(r"\^?(?:[A-Za-z0-9_.-]|\\\.)+\$?")
 _MAX_PATTERN = 512
 
@@ -50,8 +50,10 @@ def pattern_matches(pattern: str, site: str) -> bool:
 
 @lru_cache(4 * MAX_NAMES)
 def _parsed(pattern: str) -> tuple[bool, str]:
-    """Whether a pattern begins at the site's first character, and its characters; a `\\1` stands for any. Raises
-    `UnsafePattern`."""
+    """Return whether a pattern is anchored at the site's first character, and its characters (`\\1` stands for any).
+
+    Raises `UnsafePattern`.
+    """
     if not is_name(pattern):
         raise UnsafePattern(f"expected a module's name, got the pattern {pattern[:80]!r}")
     name = pattern.removeprefix("^").removesuffix("$").replace("\\.", "\0").replace(".", "\1").replace("\0", ".")
@@ -64,7 +66,7 @@ def is_name(pattern: str) -> bool:
 
 
 def exact(site: str) -> str:
-    """The pattern that matches this site alone."""
+    """Return the pattern that matches only this site."""
     return "^" + site.replace(".", "\\.") + "$"
 
 
@@ -74,8 +76,8 @@ def lookup(patterns: Mapping[str, Value], site: str, default: Value) -> Value:
 
 
 def targets_match(targets: frozenset[str], site: str) -> bool:
-    """Whether one of `targets` is the site's whole name, or its end from a dot on. However many there are, it takes as
-    long."""
+    """Whether one of `targets` is the site's whole name or a suffix of it after a dot. The time does not depend on
+    their number."""
     return any(end in targets for end in _ends(site))
 
 
@@ -86,38 +88,39 @@ def targeted_sites(targets: Iterable[str], sites: Iterable[str]) -> list[str]:
 
 
 def _ends(site: str) -> Iterator[str]:
-    """The site's name, and its end from behind each dot on."""
+    """Yield the site's name, and each suffix of it after a dot."""
     while site:
         yield site
         site = site.partition(".")[2]
 
 
 def alpha_of(settings: LoraSettings) -> float:
-    """The adapter's alpha where no pattern says otherwise."""
+    """The adapter's alpha at sites that no pattern matches."""
     return 2.0 * settings.r if settings.alpha is None else settings.alpha
 
 
 def with_alpha(settings: LoraSettings) -> LoraSettings:
-    """The settings with alpha filled in where it was left to its default."""
+    """Return the settings with the default alpha filled in."""
     return msgspec.structs.replace(settings, alpha=alpha_of(settings))
 
 
 def rank_and_scaling(settings: LoraSettings, site: str) -> tuple[int, float]:
-    """Rank of a site's pair, and the factor of its term: `alpha / r`, or `alpha / sqrt(r)` with rsLoRA."""
+    """Return the rank of a site's pair and its scaling: `alpha / r`, or `alpha / sqrt(r)` with rsLoRA."""
     rank = lookup(settings.rank_pattern, site, settings.r)
     alpha = lookup(settings.alpha_pattern, site, alpha_of(settings))
     return rank, alpha / (math.sqrt(rank) if settings.rslora else rank)
 
 
 def target_sites(settings: LoraSettings, base: BaseSpec) -> list[str]:
-    """The sites of an adapter, in the base's order. Nothing is checked."""
+    """Return the sites of an adapter in the base's order, without checks."""
     targets = base.default_targets if settings.targets is None else settings.targets
     return targeted_sites(targets, base.sites)
 
 
 def resolve_targets(settings: LoraSettings, base: BaseSpec) -> list[str]:
-    """The sites of a new adapter, in the base's order. Takes up to a second for thousands of names: not on an event
-    loop.
+    """Return the sites of a new adapter in the base's order, after checking its settings.
+
+    Takes up to a second for thousands of names, so do not call it on an event loop.
 
     Raises:
         InvalidRequest: a target or pattern that names no site of this base, or a setting out of its range.

@@ -36,10 +36,10 @@ class TensorEntry:
 
 
 def open_regular(folder: Path, name: str) -> int:
-    """A file descriptor of `folder/name`.
+    """Open `folder/name` and return its file descriptor.
 
-    Raises `UnsafeAdapter` for links, pipes, devices and files that may not be read, `CorruptAdapter` for none, and
-    `StorageError` where the machine cannot open it now.
+    Raises `UnsafeAdapter` for links, pipes, devices and unreadable files, `CorruptAdapter` if there is no such file,
+    and `StorageError` if the machine cannot open it now.
     """
     try:
         with disk_errors():
@@ -62,13 +62,13 @@ def digest_file(folder: Path, name: str) -> str:
 
 
 def check_digest(found: str, registered: str, name: str) -> None:
-    """Raises `CorruptAdapter` unless a file is the one that was registered."""
+    """Raise `CorruptAdapter` unless the file's digest is the registered one."""
     if found != registered:
         raise CorruptAdapter(f"{name}: the file is not the one that was registered: its SHA-256 differs")
 
 
 def read_json(folder: Path, name: str) -> dict[str, object]:
-    """A JSON object of at most 1 MiB, without repeated keys, NaN or Infinity."""
+    """Read a JSON object of at most 1 MiB, without repeated keys, NaN or Infinity."""
     fd = open_regular(folder, name)
     with disk_errors(), os.fdopen(fd, "rb") as file:
         data = file.read(MAX_CONFIG + 1)
@@ -78,7 +78,7 @@ def read_json(folder: Path, name: str) -> dict[str, object]:
 
 
 def parse_object(data: bytes, name: str) -> dict[str, object]:
-    """A JSON object; raises `CorruptAdapter` for anything else."""
+    """Parse a JSON object. Raises `CorruptAdapter` for anything else."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
@@ -94,7 +94,7 @@ def parse_object(data: bytes, name: str) -> dict[str, object]:
         if b"\\u" in data:
             json.dumps(
                 value, ensure_ascii=False
-            ).encode()  # raises for half of a surrogate pair, which no file or answer can hold
+            ).encode()  # raises for a lone surrogate, which no file or answer can hold
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise CorruptAdapter(f"{name}: not valid JSON: {reason}") from error
@@ -126,13 +126,13 @@ class TensorFile:
         os.close(self._fd)
 
     def read(self, entry: TensorEntry) -> bytearray:
-        """A tensor's bytes."""
+        """Read a tensor's bytes."""
         data = bytearray(entry.end - entry.start)
         self.read_into(entry, memoryview(data))
         return data
 
     def read_into(self, entry: TensorEntry, view: memoryview) -> None:
-        """Read a tensor's bytes to `view`, which has as many."""
+        """Read a tensor's bytes into `view`, which has the same size."""
         at = entry.start
         while view:
             with disk_errors():
@@ -142,7 +142,7 @@ class TensorFile:
             view, at = view[got:], at + got
 
     def chunks(self, entry: TensorEntry) -> Iterator[bytes]:
-        """A tensor's bytes, at most 1 MiB at once."""
+        """Yield a tensor's bytes, at most 1 MiB at once."""
         for at in range(entry.start, entry.end, _CHUNK):
             size = min(_CHUNK, entry.end - at)
             with disk_errors():
@@ -153,7 +153,7 @@ class TensorFile:
             yield chunk
 
     def sha256(self, progress: Callable[[], None] = lambda: None) -> str:
-        """Of the whole file, hex. `progress` is called for each MiB."""
+        """SHA-256 of the whole file, hex. `progress` is called for each MiB."""
         digest, at, chunk = hashlib.sha256(), 0, memoryview(bytearray(_CHUNK))
         with disk_errors():
             if sys.platform == "linux":
@@ -203,6 +203,6 @@ class TensorFile:
 
 
 def _naturals(value: object) -> list[int] | None:
-    """`value` if it is a list of whole numbers from 0 to 2^48."""
+    """Return `value` if it is a list of integers from 0 to 2^48, else None."""
     good = isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 48 for item in value)
     return value if good else None  # type: ignore[return-value]  # just checked

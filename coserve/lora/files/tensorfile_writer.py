@@ -1,8 +1,7 @@
 """Writes safetensors files tensor by tensor, straight from their memory. No torch.
 
-The library's own writer first gathers the file's bytes in Python objects, and holds the interpreter's lock for tens of
-milliseconds meanwhile. Here the system's writes take the tensors as they lie, without the lock, and one tensor at a
-time is enough.
+The library's own writer gathers the whole file as Python bytes first, and holds the GIL for tens of milliseconds. Here
+the system's write calls read the tensors' memory without the GIL, and only one tensor is needed at a time.
 """
 
 from __future__ import annotations
@@ -30,18 +29,17 @@ def write_arrays(
     *,
     uint8: Collection[str] = (),
 ) -> None:
-    """Write contiguous fp32 tensors, and those named in `uint8`, to a new file; `data` is called for each, in order of
-    their names. Not
-    durable: the caller syncs.
+    """Write contiguous fp32 tensors, and those named in `uint8`, to a new file. `data` is called once per tensor, in
+    order of names.
 
-    Header and data are in the order of the names, as the library has them among tensors of one dtype, and so is the
-    metadata: equal tensors get equal bytes.
+    Not durable: the caller syncs. Header, data and metadata are in the order of the names, the library's order among
+    tensors of one dtype, so equal tensors get equal bytes.
     """
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(sorted(metadata.items()))}
     formats = {name: "U8" if name in uint8 else "F32" for name in shapes}
     order = sorted(
         shapes, key=lambda name: (formats[name], name)
-    )  # fp32 first, so that each begins at a multiple of its element
+    )  # fp32 first, so that each tensor is aligned to its element size
     end = 0
     for name in order:
         size = _FORMATS[formats[name]].itemsize * math.prod(shapes[name])

@@ -11,7 +11,7 @@ from coserve.model.lora import LoraWeights
 
 
 class State(Enum):
-    """Where the copy of an adapter is that is closest to the kernels."""
+    """The fastest tier that holds an adapter."""
 
     DISK = "disk"
     READING = "reading"
@@ -37,23 +37,23 @@ class Entry:
 
     ref: AdapterRef
     digests: AdapterDigests | None = None
-    """What the adapter's files are checked against."""
+    """Digests that the adapter's files are checked against."""
     host: LoraWeights | None = None
     gpu: GpuCopy | None = None
     size: int = 0
-    """Bytes of a copy, once there was one (`packing.packed_bytes`)."""
+    """Bytes of a copy (`packing.packed_bytes`); 0 before the first one."""
     reading: bool = False
     failure: Exception | None = None
-    """Why there will be no further copy, while requests still use or await one."""
+    """The reason why no copy will be made any more, while requests still use or await one."""
     references: int = 0
-    """Requests that acquired it and have not released it."""
+    """Requests that have acquired the adapter and not released it."""
     waiting: int = 0
     """Requests that wait until it is read."""
     deleted: bool = False
-    """Its files are gone. Requests that acquired it keep it; nobody acquires it any more."""
+    """Whether its files are gone. Requests that acquired it keep it; no other request can acquire it."""
 
     temporary: bool = False
-    """It never had files: its host copy stays until it is dropped."""
+    """Whether it never had files: its host copy stays until it is dropped."""
 
     @property
     def state(self) -> State:
@@ -65,5 +65,5 @@ class Entry:
 
     @property
     def idle(self) -> bool:
-        """No request needs it, and it can be read again: its host copy may be evicted."""
+        """Whether no request needs it and its files can be read again, so that its host copy may be evicted."""
         return not (self.references or self.waiting or self.temporary)

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's file format, in and out."""
+"""Reads and writes adapters in PEFT's file format."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from coserve.lora.store.tensor_writer import write_tensors
 from coserve.model.lora import LoraWeights
 
 FILLERS = 2
-"""Threads that read one adapter's matrices, beside the one that hashes its file: SHA-256 is a chain, which takes longer
-than all of them."""
+"""Threads that read one adapter's matrices while another one hashes its file. SHA-256 is sequential and takes longer
+than they do."""
 
 
 def load_adapter(
@@ -34,13 +34,13 @@ def load_adapter(
     dtype: torch.dtype,
     digests: AdapterDigests | None = None,
 ) -> LoraWeights:
-    """The adapter of a PEFT folder, in `dtype` on `device`; block-diagonal matrices (BD-LoRA) stay packed.
+    """Load the adapter of a PEFT folder, in `dtype` on `device`. Block-diagonal matrices (BD-LoRA) stay packed.
 
-    `digests`: what the registry knows of the files; None: they are taken as they are.
+    `digests`: the registry's digests of the files; None: the files are not compared.
 
     Raises:
         AdapterError: as `peft.inspect_adapter`; `CorruptAdapter` for values that are not finite in `dtype`, and for
-            files that are not those of `digests`.
+            files that do not match `digests`.
         StorageError: the machine cannot read the files now.
     """
     with _opened(folder, base, digests) as (file, tensors, threads):
@@ -52,7 +52,7 @@ def load_adapter(
 def load_packed(
     folder: Path, base: BaseSpec, *, dtype: torch.dtype, digests: AdapterDigests | None = None, pinned: bool
 ) -> LoraWeights:
-    """As `load_adapter`, in host memory as `packed` lays it out: read to where it stays."""
+    """Load as `load_adapter` does, straight into host memory in the layout of `packed`."""
     with _opened(folder, base, digests) as (file, tensors, threads):
         dense = all(max(shape.a_blocks, shape.b_blocks) == 1 for shape in tensors.sites.values())
         found = read_sites(file, tensors, dtype, threads, for_kernels=dense, pinned=pinned and dense)
@@ -64,8 +64,11 @@ def load_packed(
 def _opened(
     folder: Path, base: BaseSpec, digests: AdapterDigests | None
 ) -> Iterator[tuple[TensorFile, AdapterTensors, Executor]]:
-    """The weights' file, what is where in it, and threads to read it. They hash it meanwhile: whatever is wrong inside,
-    a file that is not the registered one is told as such, and nothing of it is used."""
+    """Open the weights' file; yield it, its layout, and threads to read it, which meanwhile hash it.
+
+    If the hash is not the registered one, `CorruptAdapter` about that takes precedence over any other error, and
+    nothing that was read is used.
+    """
     if digests is not None and digests.config:
         check_digest(digest_file(folder, ADAPTER_CONFIG), digests.config, ADAPTER_CONFIG)
     config = read_config(folder)
@@ -82,10 +85,10 @@ def _opened(
 
 
 def save_adapter(folder: Path, weights: LoraWeights, base: BaseSpec) -> None:
-    """Writes `adapter_config.json` and `adapter_model.safetensors` (float32) into an existing folder.
+    """Write `adapter_config.json` and `adapter_model.safetensors` (float32) into an existing folder.
 
-    Plain writes: whoever calls makes them durable and atomic. The weights remember the base's fingerprint. Equal
-    adapters get equal bytes, hence equal digests.
+    Plain writes: the caller makes them durable and atomic. The metadata records the base's fingerprint. Equal adapters
+    get equal bytes, hence equal digests.
     """
     tensors = {}
     for site, pair in weights.sites.items():

@@ -11,18 +11,18 @@ from coserve.model.lora import LoraWeights
 
 @dataclass(frozen=True)
 class HostBudget:
-    """Host memory for idle adapters. Adapters that requests need stay beyond it."""
+    """Limits of the host memory for idle adapters. Adapters that requests need are kept beyond them."""
 
     adapters: int
     bytes: int | None = None
-    """None: bounded by `adapters` alone."""
+    """Most bytes; None: only `adapters` limits."""
 
     def __post_init__(self) -> None:
         assert self.adapters >= 1, f"expected a budget of at least one adapter, got {self.adapters}"
 
 
 class HostCopies:
-    """How many host copies there are, and of how many bytes."""
+    """Number and bytes of all host copies."""
 
     def __init__(self, budget: HostBudget) -> None:
         self._budget = budget
@@ -35,13 +35,13 @@ class HostCopies:
         self._bytes += entry.size
 
     def remove(self, entry: Entry) -> None:
-        """Nothing happens if it has none."""
+        """Stop counting the entry's host copy, if it has one."""
         if entry.host is not None:
             self._copies -= 1
             self._bytes -= entry.size
             entry.host = None
 
     def fits(self, adapters: int, size: int) -> bool:
-        """Whether the budget holds so many more adapters and bytes."""
+        """Whether the budget has room for so many more adapters and bytes."""
         most = self._budget.bytes
         return self._copies + adapters <= self._budget.adapters and (most is None or self._bytes + size <= most)

@@ -1,4 +1,4 @@
-"""Who follows the copies that a store keeps."""
+"""The interface of an object that repeats a store's copies elsewhere."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from coserve.memory.pages import Span
 
 
 class CopyMirror(Protocol):
-    """Keeps copies of a store's adapters where the store's are: on another rank, for instance. Called on the event
-    loop."""
+    """Repeats a store's copies of adapters, for instance on another tensor-parallel rank. Called on the event loop."""
 
     def loaded(self, ref: AdapterRef, span: Span, moved: Mapping[int, int]) -> None:
-        """The contents of pages were moved (from, to), then the adapter's host copy was copied into the span."""
+        """Move the contents of pages (`moved`: old -> new page), then copy the adapter's host copy into the span."""
 
     def dropped(self, ref: AdapterRef) -> None:
-        """The adapter's host copy is not needed any more; there may be none."""
+        """Drop the adapter's host copy, if there is one."""
 
 
 class NoMirror:
-    """Implements `CopyMirror`: nobody follows."""
+    """A `CopyMirror` that does nothing."""
 
     def loaded(self, ref: AdapterRef, span: Span, moved: Mapping[int, int]) -> None:
         """See `CopyMirror`."""

@@ -1,9 +1,9 @@
-"""An adapter's matrices back to back in few large pieces of memory, so that few copies move all of them.
+"""An adapter's matrices back to back in few large blocks of memory, so that few copies move all of them.
 
-Each matrix begins at a line of the GPU's cache. For the kernels b_OR's rows are padded to whole vectors; on a CPU they
-are not, as its products would differ in the last bits. An adapter has hundreds of matrices, so nothing here is done for
-each of them while a step waits: their views are made when they are asked for, and the kernels' table of addresses is
-made by adding one address to the layout's offsets.
+Each matrix begins at a cache line of the GPU. For the kernels b_OR's rows are padded to whole vectors of 8; on a CPU
+they are not, as its products would differ in the last bits. An adapter has hundreds of matrices, and a step must not
+wait for work on each of them: views are made on demand, and the kernels' table of addresses is the layout's offsets
+plus one base address.
 """
 
 from __future__ import annotations
@@ -23,40 +23,39 @@ from coserve.model.lora import LoraWeights
 
 _EMPTY = torch.empty(0)
 BLOCK = 8 << 20
-"""Bytes of a piece of host memory. Torch rounds pinned memory up to a power of two, and others' CUDA calls wait while
-it is allocated."""
+"""Bytes of a block of host memory. torch rounds pinned memory up to a power of two, and CUDA calls of other threads
+wait while it is allocated."""
 REST = 0.001
-"""Seconds between two allocations of pinned memory, for the CUDA calls of others."""
+"""Seconds between two allocations of pinned memory, so that CUDA calls of other threads proceed."""
 
 
 @dataclass(frozen=True)
 class SitePlace:
-    """Where one pair lies. Offsets in elements."""
+    """Location of one pair in a piece of memory. Offsets in elements."""
 
     piece: int
     a_at: int
-    """In the piece."""
+    """Offset of a_RD in the piece."""
     b_at: int
     columns: int
-    """Of b_OR's rows, padding included."""
+    """Columns of b_OR, padding included."""
     a_shape: tuple[int, int]
     b_shape: tuple[int, int]
     like: LoraPair
-    """All else of the pair; its matrices are empty."""
+    """The pair's other attributes; its matrices are empty."""
 
 
 class PackedLayout:
-    """Where an adapter's matrices lie, site by site, a_RD before b_OR."""
+    """Locations of an adapter's matrices, site by site, a_RD before b_OR."""
 
     def __init__(self, weights: LoraWeights, block: int = BLOCK, vector: int = 1) -> None:
-        """`block`: most bytes of a piece, if its pairs are no larger; b_OR's rows are padded to a multiple of
+        """`block`: most bytes of a piece, unless a single pair is larger. b_OR's rows are padded to a multiple of
         `vector`."""
         self.for_kernels = vector == VECTOR and all(pair.blocks == 1 for pair in weights.sites.values())
-        """Whether the table of generation's compiled steps can point at all pairs as they lie: it holds dense ones
-        only."""
+        """Whether the table of compiled generation steps can point at all pairs in place; it holds dense pairs only."""
         self.places: dict[str, SitePlace] = {}
         self.bounds = [0]
-        """Bytes: piece i is `bounds[i]` to `bounds[i + 1]`. A pair lies in one piece."""
+        """Byte offsets: piece i is `bounds[i]` to `bounds[i + 1]`. A pair lies in one piece."""
         dtypes = {matrix.dtype for pair in weights.sites.values() for matrix in (pair.a_RD, pair.b_OR)}
         assert len(dtypes) <= 1, f"expected matrices of one dtype, got {sorted(map(str, dtypes))}"
         self.dtype = dtypes.pop() if dtypes else torch.float32
@@ -81,7 +80,7 @@ class PackedLayout:
 
     @property
     def pieces(self) -> list[int]:
-        """Bytes of each."""
+        """Bytes of each piece."""
         return [end - first for first, end in pairwise(self.bounds)]
 
     def pair(self, name: str, piece: Tensor) -> LoraPair:
@@ -103,10 +102,10 @@ class PackedLayout:
 
 
 class PackedSites(Mapping[str, LoraPair]):
-    """An adapter's pairs, as views of pieces of memory."""
+    """A mapping from sites to an adapter's pairs, as views of pieces of memory."""
 
     def __init__(self, pieces: Sequence[Tensor], layout: PackedLayout) -> None:
-        """`pieces`: uint8, one for each of the layout's."""
+        """`pieces`: uint8, one for each piece of the layout."""
         self.pieces, self.layout = tuple(pieces), layout
         self._pairs: dict[str, LoraPair] = {}
 
@@ -123,7 +122,7 @@ class PackedSites(Mapping[str, LoraPair]):
         return len(self.layout.places)
 
     def entries(self, names: Sequence[str]) -> list[TableEntry]:
-        """The entries of these sites in the kernels' table, in order. Makes no views."""
+        """Return the kernels' table entries of these sites, in order. Makes no views."""
         addresses, size, found = (
             [piece.data_ptr() for piece in self.pieces],
             self.layout.dtype.itemsize,
@@ -140,7 +139,7 @@ class PackedSites(Mapping[str, LoraPair]):
         return found
 
     def lies_as_packed(self, *, pinned: bool) -> bool:
-        """On the host, laid out for the kernels."""
+        """Whether the pairs are on the host, laid out as `packed` does."""
         on_host = all(piece.device.type == "cpu" and piece.is_pinned() == pinned for piece in self.pieces)
         return self.layout.for_kernels and on_host
 
@@ -156,12 +155,12 @@ def packed_bytes(weights: LoraWeights) -> int:
 
 
 def layout_of(weights: LoraWeights) -> PackedLayout:
-    """The layout that the adapter has, or would have."""
+    """Return the adapter's layout, or the one that it would get."""
     return weights.sites.layout if isinstance(weights.sites, PackedSites) else PackedLayout(weights)
 
 
 def host_piece(size: int, *, pinned: bool) -> Tensor:
-    """New host memory (uint8). Pinned memory is allocated in turns with the CUDA calls of others."""
+    """Allocate host memory (uint8). Allocations of pinned memory pause in between for CUDA calls of other threads."""
     piece = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
     if pinned:
         time.sleep(REST)
@@ -169,12 +168,11 @@ def host_piece(size: int, *, pinned: bool) -> Tensor:
 
 
 def packed(weights: LoraWeights, *, pinned: bool, block: int = BLOCK) -> LoraWeights:
-    """A copy in host memory, laid out for the kernels, in pieces of up to `block` bytes; `pinned`: in memory that a GPU
-    copies from asynchronously.
+    """Copy an adapter to host memory in the kernels' layout, in pieces of up to `block` bytes.
 
-    Block-diagonal pairs get their zeros here, as the table of generation's compiled steps holds dense ones only: so
-    they lie in pages with them, and take no GPU memory outside of the page pool, which is all that the memory plan
-    leaves. What lies so already is returned as it is.
+    `pinned`: use memory from which a GPU copies asynchronously. Block-diagonal pairs become dense here, as the table of
+    compiled generation steps holds dense ones only. So they live in the page pool, and take no GPU memory that the plan
+    has not counted. An adapter that already has this layout is returned as it is.
     """
     if isinstance(weights.sites, PackedSites) and weights.sites.lies_as_packed(pinned=pinned):
         return weights
@@ -186,9 +184,9 @@ def packed(weights: LoraWeights, *, pinned: bool, block: int = BLOCK) -> LoraWei
 
 
 def copied_into(bytes_N: Tensor, weights: LoraWeights) -> LoraWeights:
-    """Copies an adapter into `bytes_N` (uint8, at least its layout's bytes) and returns its views there.
+    """Copy an adapter into `bytes_N` (uint8, at least its layout's bytes) and return its views there.
 
-    The copy of an adapter that `packed` made is asynchronous if it is pinned: torch keeps the source until it ends.
+    The copy is asynchronous if the source comes from `packed` and is pinned; torch keeps the source until it ends.
     """
     layout = layout_of(weights)
     copy = PackedSites([bytes_N[first:end] for first, end in pairwise(layout.bounds)], layout)

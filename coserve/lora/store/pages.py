@@ -1,8 +1,8 @@
 """GPU copies of adapters: each is one run of consecutive pages of the KV cache's pool (S-LoRA's unified paging).
 
 S-LoRA (§4.2) cuts an adapter into pages of one vector each, and its kernels gather them. Here a page holds the keys and
-values of `page_tokens` tokens in all layers (2 MiB at 8B), an adapter of rank 16 has 40 of them, and its matrices lie
-in one piece: kernels read them as if there were no pages, and less than one page an adapter is lost.
+values of `page_tokens` tokens in all layers (2 MiB at 8B). An adapter of rank 16 takes 40 pages, and its matrices are
+contiguous: kernels read them as if there were no pages, and less than one page per adapter is wasted.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from coserve.model.lora import LoraWeights
 
 @dataclass(frozen=True)
 class Activated:
-    """An adapter in pages, and where KV pages moved to free its own."""
+    """An adapter in pages, and the KV pages that moved to make room for it."""
 
     weights: LoraWeights
     moved: Mapping[int, int]
 
 
 class AdapterPages:
-    """Loads adapters into pages, from their host copies.
+    """Loads adapters from their host copies into pages.
 
-    A GPU copy that no sequence uses stays cached until its pages are needed; the pool evicts it by age, among the pages
-    of cached prefixes. Pages may be written while a step under way still reads what they held before: see `PageBuffer`.
+    A GPU copy that no sequence uses stays cached until its pages are needed. The pool evicts it in LRU order with the
+    pages of cached prefixes. Pages may be written while an earlier step still reads their old content: see
+    `PageBuffer`.
     """
 
     def __init__(self, buffer: PageBuffer, evicted: Callable[[Entry], None], mirror: CopyMirror | None = None) -> None:
@@ -37,18 +38,18 @@ class AdapterPages:
         self._buffer, self._evicted, self._mirror = buffer, evicted, mirror or NoMirror()
 
     def pages(self, entry: Entry) -> int:
-        """Pages that the adapter takes."""
+        """Number of pages that the adapter takes."""
         return max(1, self._buffer.pages_for(entry.size))
 
     def needs(self, entry: Entry) -> int:
-        """Free pages that `activate` takes: none if a sequence uses the adapter already."""
+        """Number of free pages that `activate` needs; 0 if a sequence uses the adapter already."""
         return 0 if entry.gpu is not None and entry.gpu.span.references else self.pages(entry)
 
     def activate(self, entry: Entry) -> Activated | None:
-        """The adapter in pages until as many calls of `deactivate`; None if there are no pages for it or no copy to
-        load now.
+        """Load the adapter into pages, where it stays until as many calls of `deactivate`.
 
-        There are pages whenever `needs` pages are free, unless other held adapters cut the pool into pieces too short.
+        Returns None if there is no room for it, or no host copy to load now. There is room whenever `needs` pages are
+        free, unless other adapters in use leave only shorter runs of pages.
         """
         if entry.gpu is not None:
             held = self._buffer.pool.acquire_span(entry.gpu.span)
@@ -65,12 +66,12 @@ class AdapterPages:
         return Activated(entry.gpu.weights, moved)
 
     def deactivate(self, entry: Entry) -> None:
-        """Gives back one `activate`."""
+        """Undo one `activate`."""
         assert entry.gpu is not None, f"{entry.ref} is not in pages"
         self._buffer.pool.release_span(entry.gpu.span)
 
     def drop(self, entry: Entry) -> None:
-        """Blank the pages of an adapter that no sequence uses; nothing happens if it has none."""
+        """Evict the GPU copy of an adapter that no sequence uses, if it has one."""
         if entry.gpu is not None:
             self._buffer.pool.drop_span(entry.gpu.span)
 

@@ -1,5 +1,5 @@
-"""Reads an adapter's matrices from an open file to where they will lie, on several threads: reads and large operations
-free the interpreter's lock."""
+"""Reads an adapter's matrices from an open file into their final host memory, on several threads. Reads and large
+operations release the GIL."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ _KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
 def read_sites(
     file: TensorFile, tensors: AdapterTensors, dtype: torch.dtype, threads: Executor, *, for_kernels: bool, pinned: bool
 ) -> PackedSites:
-    """All pairs, in `dtype`, in host memory. `for_kernels`: laid out as by `packed`; only without block-diagonal pairs.
-    `threads` fill the memory, while this one allocates more of it.
+    """Read all pairs in `dtype` into host memory. `threads` fill the memory, while this thread allocates more of it.
 
-    Raises `CorruptAdapter` for values that are not finite in `dtype`, `StorageError`; of several sites, what is wrong
-    with the first.
+    `for_kernels`: use the layout of `packed`; only for adapters without block-diagonal pairs. Raises `StorageError`, or
+    `CorruptAdapter` for values that are not finite in `dtype`; if several sites are wrong, the first one's error.
     """
     layout = _layout(tensors, dtype, VECTOR if for_kernels else 1)
     names = [list[str]() for _ in layout.pieces]
@@ -77,7 +76,7 @@ def _fill(file: TensorFile, tensors: AdapterTensors, layout: PackedLayout, names
     kind = _KINDS[layout.dtype]
     if all_finite(piece.numpy(), kind):
         return
-    for name in names:  # or what lies between the matrices is not finite
+    for name in names:  # or only the gaps between the matrices are not finite
         pair = layout.pair(name, piece)
         matrices = pair.a_RD, pair.b_OR
         if not all(all_finite(matrix.contiguous().view(torch.uint8).numpy(), kind) for matrix in matrices):
@@ -85,8 +84,7 @@ def _fill(file: TensorFile, tensors: AdapterTensors, layout: PackedLayout, names
 
 
 def _buffer(entries: Mapping[str, TensorEntry], names: Sequence[str]) -> memoryview:
-    """For the bytes of each of these tensors, one after the other: new memory for each takes as long as its
-    conversion."""
+    """Allocate one buffer for all these tensors' bytes: allocating for each one takes as long as converting it."""
     return memoryview(bytearray(max(entries[name].end - entries[name].start for name in names)))
 
 

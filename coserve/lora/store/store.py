@@ -1,6 +1,6 @@
-"""All adapters of one engine by (id, version), on disk, in host memory and on the GPU.
+"""The store of all adapters of one engine by (id, version), on disk, in host memory and on the GPU.
 
-Files are read on threads, while other requests are served. Everything else happens on the event-loop thread.
+Files are read on threads, while other requests are served. Everything else runs on the event-loop thread.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ from coserve.model.lora import LoraWeights
 from coserve.state.retries import Backoff, Retries
 
 READERS = 2
-"""Adapters that are read at once. More would share the same disk and the same interpreter."""
+"""Adapters that are read at the same time. More would only compete for the disk and the GIL."""
 READ_BACKOFF = Backoff(total=10.0)
 
 Load = Callable[[AdapterRef, AdapterDigests | None], LoraWeights]
-"""Reads an adapter's files. Raises `AdapterNotFound` if it has none, `StorageError` if they cannot be read now, and
-`AdapterError` if they are not what the digests say or not an adapter of this base."""
+"""Reads an adapter's files.
+
+Raises `AdapterNotFound` if there are none, `StorageError` if they cannot be read now, and another `AdapterError` if
+they do not match the digests or are no adapter of this base.
+"""
 
 
 class AdapterStore:
-    """A cache of adapters over their files. One entry an adapter version; idle copies are evicted by last use.
+    """A cache of adapters over their files, with one entry per adapter version. Idle copies are evicted in LRU order.
 
-    A request waits until its adapter is in memory (`ready`, `reading`, `waited`), then acquires it, and releases it
-    when it ends. In between it may be scheduled and preempted: `activate` and `deactivate`. The copies on the host and
-    on the GPU are evicted independently. A host copy is read again when a request comes for an adapter that has a GPU
-    copy alone: the request runs meanwhile, and should it be preempted and the GPU copy evicted, it does not need the
-    disk.
+    A request waits until its adapter is in memory (`ready`, `reading`, `waited`), acquires it, and releases it when the
+    request ends. In between it may be scheduled and preempted (`activate`, `deactivate`). Copies on the host and on the
+    GPU are evicted independently. If a request comes for an adapter with only a GPU copy, the host copy is read again
+    while the request runs: so if it is preempted and the GPU copy evicted, resuming does not need the disk.
     """
 
     def __init__(
@@ -50,9 +52,9 @@ class AdapterStore:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         mirror: CopyMirror | None = None,
     ) -> None:
-        """`pinned`: host copies are in pinned memory, from which a GPU copies asynchronously. `backoff`: between the
-        attempts of a read that raises `StorageError`, whose pauses are slept by `sleep`. `mirror`: follows all
-        copies."""
+        """`pinned`: keep host copies in pinned memory, from which a GPU copies asynchronously. `backoff`: pauses
+        between attempts of a read that raises `StorageError`; `sleep` waits for them. `mirror`: repeats all copies
+        elsewhere."""
         self._load, self._pinned = load, pinned
         self._mirror = mirror or NoMirror()
         self._entries: dict[AdapterRef, Entry] = {}  # least recently used first
@@ -66,17 +68,20 @@ class AdapterStore:
     # ---- requests that wait
 
     def notify(self, changed: Callable[[], None]) -> None:
-        """Call `changed` whenever a read ends, or is tried again."""
+        """Call `changed` whenever a read ends or is retried."""
         self._changed = changed
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """Reads that failed and are being tried again."""
+        """Descriptions of failed reads that are being retried."""
         return self._retries.notes
 
     def ready(self, ref: AdapterRef, digests: AdapterDigests | None = None) -> bool:
-        """Whether the adapter is in memory. If it is not, its files are read, and nothing evicts it until `waited` is
-        called, as soon as it is not `reading` any more: then it can be acquired, or has a `failure`."""
+        """Whether the adapter is in memory. If it is not, start to read its files.
+
+        After False: as soon as it is not `reading` any more, it can be acquired or has a `failure`. Nothing evicts it
+        until `waited` is called.
+        """
         entry = self._entry(ref)
         if entry.host is None and not entry.reading:
             entry.digests = digests or entry.digests
@@ -87,7 +92,8 @@ class AdapterStore:
         return False
 
     def waited(self, ref: AdapterRef) -> None:
-        """Once for each `ready` that returned False: that request has acquired the adapter, or has ended."""
+        """Call it once for each `ready` that returned False, when that request has acquired the adapter or has
+        ended."""
         entry = self._entries[ref]
         entry.waiting -= 1
         self._discard_if_unused(entry)
@@ -102,12 +108,12 @@ class AdapterStore:
     # ---- references
 
     def state(self, ref: AdapterRef) -> State:
-        """Where the adapter is."""
+        """Return the fastest tier that holds the adapter."""
         entry = self._entries.get(ref)
         return State.DISK if entry is None else entry.state
 
     def resident(self) -> tuple[AdapterRef, ...]:
-        """Adapters with files that are in memory and can be acquired, least recently used first."""
+        """Adapters with files that are in memory and can be acquired, in LRU order."""
         return tuple(
             ref
             for ref, entry in self._entries.items()
@@ -115,11 +121,10 @@ class AdapterStore:
         )
 
     def acquire(self, ref: AdapterRef) -> LoraWeights:
-        """The adapter, as it is on the GPU or else on the host. It stays in memory until as many calls of `release`.
+        """Return the adapter's GPU copy, else its host copy. It stays in memory until as many calls of `release`.
 
-        An adapter without a host copy is read here, and the caller waits, unless it is being read already: requests of
-        the engine were `ready` before.
-        Raises `AdapterNotFound`, and what `Load` raises.
+        An adapter without a copy is read here, and the caller blocks, unless a read is under way; the engine's requests
+        wait for `ready` first. Raises `AdapterNotFound`, and the errors of `Load`.
         """
         entry = self._entries.get(ref)
         if entry is not None and entry.deleted:
@@ -139,7 +144,7 @@ class AdapterStore:
         return copy
 
     def release(self, ref: AdapterRef) -> None:
-        """Gives back one `acquire`."""
+        """Undo one `acquire`."""
         entry = self._entries[ref]
         assert entry.references > 0, f"{ref} was released more often than acquired"
         entry.references -= 1
@@ -147,12 +152,15 @@ class AdapterStore:
         self._evict()
 
     def host_copy(self, weights: LoraWeights) -> LoraWeights:
-        """An adapter on the CPU as the store keeps it. On any thread: pinned memory may take long to allocate."""
+        """Copy an adapter to host memory in the store's layout. Callable on any thread: allocating pinned memory may be
+        slow."""
         return packed(weights, pinned=True) if self._pinned else weights
 
     def publish(self, ref: AdapterRef, weights: LoraWeights, *, temporary: bool = False) -> None:
-        """Makes an adapter available at once, without reading its files. `weights`: from `host_copy`. `temporary`: it
-        has no files, and stays until it is dropped. Raises `AdapterBusy`."""
+        """Make an adapter available at once, without reading its files.
+
+        `weights`: from `host_copy`. `temporary`: it has no files, and stays until it is dropped. Raises `AdapterBusy`.
+        """
         entry = self._entries.get(ref)
         if entry is not None and entry.references:
             raise AdapterBusy(f"adapter {ref} is in use")
@@ -163,7 +171,7 @@ class AdapterStore:
         self._keep(entry, weights)
 
     def drop(self, ref: AdapterRef) -> None:
-        """Forgets a deleted or temporary adapter: requests that wait for it fail, requests that acquired it keep it."""
+        """Forget a deleted or temporary adapter. Requests that wait for it fail; requests that acquired it keep it."""
         entry = self._entries.get(ref)
         if entry is None:
             self._mirror.dropped(ref)
@@ -174,9 +182,10 @@ class AdapterStore:
     # ---- pages of the GPU
 
     def use_pool(self, buffer: PageBuffer, evicted: Callable[[AdapterRef], None]) -> None:
-        """Load adapters into pages of this pool from now on. `evicted` hears of every adapter that loses its GPU copy,
-        at
-        once: whoever keeps addresses of it forgets them."""
+        """Load adapters into pages of this pool from now on.
+
+        `evicted` is called at once when an adapter loses its GPU copy, so that its addresses can be forgotten.
+        """
         assert self._pages is None, "a store loads into one pool"
 
         def lost(entry: Entry) -> None:
@@ -186,48 +195,52 @@ class AdapterStore:
         self._pages = AdapterPages(buffer, lost, self._mirror)
 
     def size(self, ref: AdapterRef) -> int:
-        """Bytes of an adapter that is in memory; 0: it is not."""
+        """Bytes of an adapter in memory; 0 if it is not."""
         entry = self._entries.get(ref)
         return 0 if entry is None else entry.size
 
     def pages(self, ref: AdapterRef) -> int:
-        """Pages that an acquired adapter takes."""
+        """Number of pages that an acquired adapter takes."""
         return self._in_pages.pages(self._entries[ref])
 
     def failure(self, ref: AdapterRef) -> Exception | None:
-        """Why an adapter that a request waits for or has acquired is not in memory, nor will be: reading its files
-        raised this, or it was deleted."""
+        """The reason why an adapter that a request acquired or waits for is not in memory and will not be.
+
+        Reading its files raised this error, or it was deleted. None if there is no such reason.
+        """
         entry = self._entries[ref]
         return entry.failure if entry.state is State.DISK else None
 
     def reading(self, ref: AdapterRef) -> bool:
-        """Whether an adapter has no copy now, but its files are being read; the end of that is `notify`'d."""
+        """Whether an adapter has no copy yet, but is being read; `notify`'s function is called when the read ends."""
         return self._entries[ref].state is State.READING
 
     def needs(self, ref: AdapterRef) -> int:
-        """Free pages that `activate` takes."""
+        """Number of free pages that `activate` needs."""
         return self._in_pages.needs(self._entries[ref])
 
     def to_copy(self, ref: AdapterRef) -> int:
-        """Bytes that `activate` copies: none if the adapter is in pages."""
+        """Bytes that `activate` copies; 0 if the adapter is in pages."""
         entry = self._entries[ref]
         return 0 if entry.gpu is not None else entry.size
 
     def activate(self, ref: AdapterRef) -> Activated | None:
-        """An acquired adapter in pages, until as many calls of `deactivate`; None if there is no pages for it now, or
-        its host copy is being read. Not for one that has a `failure`."""
+        """Load an acquired adapter into pages, where it stays until as many calls of `deactivate`.
+
+        Returns None if there is no room for it now, or its host copy is being read. Not for adapters with a `failure`.
+        """
         entry = self._entries[ref]
         assert entry.state is not State.DISK, f"{ref} has no copy"
         return self._in_pages.activate(entry)
 
     def in_pages(self, ref: AdapterRef) -> LoraWeights:
-        """An activated adapter."""
+        """Return an activated adapter."""
         copy = self._entries[ref].gpu
         assert copy is not None, f"{ref} is not in pages"
         return copy.weights
 
     def deactivate(self, ref: AdapterRef) -> None:
-        """Gives back one `activate`."""
+        """Undo one `activate`."""
         self._in_pages.deactivate(self._entries[ref])
 
     @property
@@ -279,11 +292,11 @@ class AdapterStore:
         return self._entries[ref]
 
     def _use(self, entry: Entry) -> None:
-        """The entry is the most recently used one."""
+        """Mark the entry as the most recently used one."""
         self._entries[entry.ref] = self._entries.pop(entry.ref)
 
     def _keep(self, entry: Entry, weights: LoraWeights) -> None:
-        """Give the entry its host copy, after others have been evicted for it: nothing evicts a new copy but a newer
+        """Give the entry its host copy. Others are evicted first, so that a new copy is evicted only for a newer
         one."""
         self._use(entry)
         self._host.remove(entry)
@@ -291,7 +304,7 @@ class AdapterStore:
         self._host.add(entry, weights)
 
     def _evict(self, adapters: int = 0, size: int = 0) -> None:
-        """Drops host copies of idle adapters, least recently used first, until so many more fit the budget."""
+        """Drop host copies of idle adapters, in LRU order, until so many more adapters and bytes fit the budget."""
         if self._host.fits(adapters, size):
             return
         for entry in [*self._entries.values()]:
