@@ -1,6 +1,6 @@
-"""The daemon's settings, declared once: the CLI's options, the environment names and the file's keys come from here.
+"""The daemon's settings, declared once: CLI options, environment variables and the file's keys are derived from here.
 
-Order: command line, then `COSERVE_<NAME>`, then the TOML file of `--config`, then the default below.
+Precedence: command line, then `COSERVE_<NAME>`, then the TOML file of `--config`, then the default below.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ SECTIONS = {
     "log_level": "Logging",
     "config": "Settings file",
 }
-"""Where a section of the settings begins, in their order below, and its title."""
+"""Maps the first setting of each section to the section's title, in the order of the settings below."""
 
 MIN_SECRET = 16
-"""Characters of the shortest API key. A random key of 16 characters cannot be guessed over a network."""
+"""Minimum characters of an API key. A random key of 16 characters cannot be guessed over a network."""
 MIN_READ_TIMEOUT, MAX_READ_TIMEOUT = 0.1, 86400.0
-"""Seconds. A shorter one closes connections of clients that are not slow; a socket takes no deadline beyond 24 days."""
+"""Limits of the read timeout in seconds. A shorter one would close connections of normal clients; a socket takes no
+deadline beyond 24 days."""
 GPU_TARGETS = 1.0, 0.05
 CPU_TARGETS = 2.0, 0.2
-"""TTFT and TPOT in seconds of interactive requests, where the settings leave them open."""
+"""Default TTFT and TPOT targets of interactive requests in seconds: on a GPU, and on a CPU."""
 MAX_TOKENIZER_WORKERS = 4
-"""Where the settings leave their number open."""
+"""Default limit of the number of tokenizer processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,7 +287,7 @@ class Config:
         ):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.micro_batch_tokens < 2:  # a row has a token and the one that follows it
+        if self.micro_batch_tokens < 2:  # a row has at least a token and the next one to predict
             raise ConfigError(f"micro_batch_tokens: expected at least 2, got {self.micro_batch_tokens}")
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
@@ -322,7 +323,8 @@ class Config:
             raise ConfigError(f"host: {self.host!r} is not loopback; set api_key to serve others")
 
     def targets(self, *, device: str) -> tuple[float, float]:
-        """TTFT and TPOT in seconds of interactive requests that bring none. `device`: that of the base."""
+        """Return TTFT and TPOT targets, in seconds, of interactive requests that bring none. `device`: that of the
+        base."""
         ttft, tpot = CPU_TARGETS if device.startswith("cpu") else GPU_TARGETS
         return (
             ttft if self.slo_ttft is None else self.slo_ttft,
@@ -330,50 +332,50 @@ class Config:
         )
 
     def resolved(self, *, device: str) -> Config:
-        """With the policy that `auto` stands for. `device`: that of the base."""
+        """Return the settings with `auto` replaced by a policy. `device`: that of the base."""
         if self.policy != "auto":
             return self
         return dataclasses.replace(self, policy="slack" if device.startswith("cpu") or self.tp > 1 else "overlap")
 
     @property
     def tokenizer_processes(self) -> int:
-        """`tokenizer_workers`, or its default."""
+        """Return `tokenizer_workers`, or its default."""
         return self.tokenizer_workers or min(MAX_TOKENIZER_WORKERS, max(1, usable_cores() // 2))
 
     @property
     def logs(self) -> LogSettings:
-        """How every process of the daemon logs."""
+        """Return the log settings of every process of the daemon."""
         return LogSettings(self.log_level, self.log_format, self.access_log)
 
     @property
     def policy_class(self) -> type[NamedPolicy]:
-        """With `auto`, that of the policy that takes turns."""
+        """Return the policy's class; for `auto` that is not resolved yet, `Slack`."""
         return policy_class(self.policy)
 
     @property
     def batch_requests(self) -> int:
-        """Most requests that run at once."""
+        """Return the maximum number of running requests."""
         most = self.max_running
         return min(most, self.inference_batch_size) if self.policy_class.in_batches else most
 
     @property
     def trains_concurrently(self) -> bool:
-        """Training has a stream of its own, and runs beside generation."""
+        """Return whether training has its own CUDA stream and overlaps generation."""
         return self.policy_class.stream is not None
 
     @property
     def fair(self) -> bool:
-        """Adapters take turns."""
+        """Return whether adapters are scheduled round-robin (deficit round robin)."""
         return self.fairness == "drr" or (self.fairness == "auto" and not self.policy_class.in_batches)
 
 
 def sections() -> dict[str, list[str]]:
-    """Titles of the sections, with the names of their settings."""
+    """Return section titles with their settings' names."""
     return grouped(Config, SECTIONS)
 
 
 def _check_secret(name: str, secret: str) -> None:
-    """Refuse a secret that is empty, short, or no header could carry. The message does not repeat it."""
+    """Raise `ConfigError` for a secret that is empty, short, or not valid in a header. The message never shows it."""
     if len(secret) < MIN_SECRET:
         raise ConfigError(f"{name}: expected at least {MIN_SECRET} characters, got {len(secret)}")
     if not (secret.isascii() and secret.isprintable() and " " not in secret):
@@ -381,9 +383,9 @@ def _check_secret(name: str, secret: str) -> None:
 
 
 def load_config(given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> Config:
-    """Settings from the command line (`given`, without what was left out), environment, file and defaults.
+    """Load settings from the command line (`given`, only options that were given), environment, file and defaults.
 
-    Raises `ConfigError` for an unknown key or a value of the wrong type.
+    Raise `ConfigError` for an unknown key or a value of the wrong type.
     """
     names = {f.name for f in dataclasses.fields(Config)}
     settings: dict[str, object] = {}
@@ -400,7 +402,7 @@ def load_config(given: Mapping[str, object], environ: Mapping[str, str] = os.env
 
 
 def setting_sources(given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Where `load_config` takes each setting from: the command line, the name of a variable, a file, or the default."""
+    """Return where `load_config` takes each setting from: command line, name of a variable, file, or default."""
     names = {f.name for f in dataclasses.fields(Config)}
     sources = dict.fromkeys(names, "default")
     path = given.get("config", environ.get("COSERVE_CONFIG"))
@@ -414,7 +416,7 @@ def setting_sources(given: Mapping[str, object], environ: Mapping[str, str] = os
 
 
 def config_to_json(config: Config) -> bytes:
-    """The settings for the engine process; the API key stays behind."""
+    """Return the settings for the engine process, without the API key."""
     settings = dataclasses.asdict(dataclasses.replace(config, api_key=None, host="127.0.0.1"))
     return json.dumps(settings, default=str).encode()
 

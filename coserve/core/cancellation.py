@@ -1,5 +1,7 @@
-"""Cancellation of work on a thread, which also releases the interpreter's lock (GIL) to the engine's tick; and work
-that is completed even if its caller is cancelled. No torch."""
+"""Cancel work that runs on a thread, and protect work that must finish although its caller is cancelled. No torch.
+
+`Cancellation.check` also releases the interpreter's lock (GIL), so that the engine's tick is not held up.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +21,25 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _REFUSALS = (RequestError, CorpusError, AdapterError, QueueFull)
-"""Errors of the request itself. They are not logged when the client has left."""
+"""Errors that the request caused. They are not logged once the client has left."""
 HOLD, REST = 0.001, 0.002
-"""Seconds: a thread computes in Python for `HOLD`, then sleeps for `REST`. A tick acquires the GIL hundreds of times;
-without the sleeps, each time would take one of the interpreter's switch intervals."""
+"""Seconds. A thread computes in Python for `HOLD`, then sleeps for `REST`. A tick acquires the GIL hundreds of times;
+without the sleeps each acquisition would take one of the interpreter's switch intervals."""
 
 
 class Cancelled(Exception):
-    """The work's result is no longer needed."""
+    """Raised in the working thread: nobody needs the result any more."""
 
 
 class Cancellation:
-    """A flag that the work checks. `clock` returns seconds."""
+    """A flag that the working thread polls. `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._cancelled, self._clock, self._since = threading.Event(), clock, clock()
         self._lock, self._calls = threading.Lock(), list[Callable[[], None]]()
 
     def cancel(self) -> None:
-        """End the work at its next `check`. May be called on any thread, also when the work has ended and its result is
-        not used."""
+        """End the work at its next `check`. Any thread may call it, also after the work has ended."""
         with self._lock:
             self._cancelled.set()
             calls, self._calls = self._calls, []
@@ -46,20 +47,21 @@ class Cancellation:
             call()
 
     def on_cancel(self, call: Callable[[], None]) -> None:
-        """`cancel` calls it once, on its own thread. Raises `Cancelled` if the work is cancelled already."""
+        """Register `call`: `cancel` calls it once, on the thread of `cancel`. Raise `Cancelled` if already
+        cancelled."""
         with self.postponed():
             self._calls.append(call)
 
     @contextmanager
     def postponed(self) -> Iterator[None]:
-        """`cancel` waits while inside. Raises `Cancelled` if the work is cancelled already."""
+        """Make `cancel` wait until the block ends. Raise `Cancelled` if already cancelled."""
         with self._lock:
             if self._cancelled.is_set():
                 raise Cancelled
             yield
 
     def check(self) -> None:
-        """Called on the working thread, at least once in a millisecond of computing. Raises `Cancelled`."""
+        """Raise `Cancelled` if cancelled. The working thread calls it at least once per millisecond of computing."""
         if self._clock() - self._since > HOLD:
             self._cancelled.wait(REST)
             self._since = self._clock()
@@ -67,18 +69,18 @@ class Cancellation:
             raise Cancelled
 
     def wait(self, seconds: float) -> None:
-        """Sleep on the working thread. Raises `Cancelled` as soon as the work is cancelled."""
+        """Sleep on the working thread. Raise `Cancelled` as soon as the work is cancelled."""
         if self._cancelled.wait(seconds):
             raise Cancelled
 
 
 def unchecked() -> None:
-    """The `check` of work that is never cancelled."""
+    """Do nothing: the `check` of work that is never cancelled."""
 
 
 async def uncancelled(task: asyncio.Task[T]) -> T:
-    """The task's result. If the caller is cancelled, the task is completed first; its failure is then logged, unless it
-    is an error of the request."""
+    """Return the task's result. If the caller is cancelled, let the task finish first; log its failure unless the
+    request caused it."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
@@ -94,5 +96,6 @@ async def uncancelled(task: asyncio.Task[T]) -> T:
 
 
 async def uncancelled_thread(call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-    """The result of `call`, run in a thread. As `uncancelled`: it is completed first if the caller is cancelled."""
+    """Run `call` in a thread and return its result. If the caller is cancelled, the call finishes first, as in
+    `uncancelled`."""
     return await uncancelled(asyncio.create_task(asyncio.to_thread(call, *arguments, **options)))

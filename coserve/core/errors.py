@@ -43,7 +43,8 @@ from typing import ClassVar, Final, Self
 
 
 class CoserveError(Exception):
-    """`str(error)` is safe to show: it holds no path outside the data folder, no address, no traceback."""
+    """Base of all errors. `str(error)` is safe to show: it holds no path outside the data folder, no address, no
+    traceback."""
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "error"
@@ -54,7 +55,7 @@ class CoserveError(Exception):
         self.field = field
 
     def __str__(self) -> str:
-        """The message, prefixed with the field unless the message names it."""
+        """Return the message, prefixed with the field unless the message names it."""
         if self.field is None or re.search(rf"\b{re.escape(self.field.rpartition('.')[2])}\b", self.message):
             return self.message
         return f"{self.field}: {self.message}"
@@ -82,7 +83,8 @@ class EmptyPrompt(RequestError):
 
 
 class PromptTooLong(RequestError):
-    """`context`: the base's, in tokens; `length`: the prompt's tokens. None: not counted."""
+    """The prompt does not fit. `context`: the base's context in tokens; `length`: the prompt's tokens, None if not
+    counted."""
 
     code = "prompt_too_long"
 
@@ -169,7 +171,7 @@ class IdempotencyMismatch(RequestError):
 
 
 class JobTooLarge(RequestError):
-    """The message has both numbers, in bytes."""
+    """The job needs more memory than the GPU can give. The message has both numbers, in bytes."""
 
     status = 422
     code = "job_too_large"
@@ -189,7 +191,8 @@ class CorpusError(CoserveError):
         self.line = line
 
     def moved(self, lines: int) -> Self:
-        """The same error, `lines` lines further down: of a piece's row, as its whole file counts."""
+        """Return the error with its line number raised by `lines`: from a row's number in a chunk to its number in the
+        file."""
         if self.line is None:
             return self
         message = self.message.removeprefix(f"line {self.line}: ")
@@ -209,8 +212,7 @@ class EmptyCorpus(CorpusError):
 
 
 class UnreadableCorpus(CorpusError):
-    """The file or folder itself is damaged or missing, or reading it takes too much memory; no single row is to
-    blame."""
+    """The corpus as a whole cannot be read: it is damaged or missing, or reading it takes too much memory."""
 
     code = "unreadable_corpus"
 
@@ -244,7 +246,7 @@ class CapacityError(CoserveError):
     status = 503
     code = "capacity"
     retry_after: float = 0.0
-    """Seconds after which another attempt may succeed; 0: nobody knows."""
+    """Seconds after which another attempt may succeed; 0: unknown."""
 
 
 class QueueFull(CapacityError):
@@ -257,7 +259,7 @@ class QueueFull(CapacityError):
 
 
 class Overloaded(QueueFull):
-    """The request cannot have its first token in time, although nothing but requests is computed."""
+    """The predicted TTFT misses its deadline even with training paused."""
 
     code = "overloaded"
 
@@ -268,7 +270,7 @@ class EngineUnavailable(CapacityError):
 
 
 class HelperLost(CapacityError):
-    """The helper process that worked on the request was killed, by the kernel for its memory, say."""
+    """The helper process that worked on the request was killed, for example by the kernel's out-of-memory killer."""
 
     status = 503
     code = "helper_lost"
@@ -283,7 +285,7 @@ class TooManyConnections(CapacityError):
 
 
 class StorageError(CapacityError):
-    """A file could not be read or written now. Another attempt may succeed; the file's content may be valid."""
+    """A file could not be read or written now. A retry may succeed; the file's content may be valid."""
 
     code = "storage_error"
 
@@ -300,21 +302,21 @@ class StorageBusy(StorageError):
 
 
 class StorageFailed(StorageError):
-    """The disk reported an error of a read or a write."""
+    """The disk reported a read or write error."""
 
     status = 500
     code = "storage_failed"
 
 
 class TrackingFailed(CoserveError):
-    """A tracker's library or server refused the steps of a job. The job goes on."""
+    """An experiment tracker's library or server refused a job's metrics. The job goes on."""
 
     code = "tracking_failed"
 
 
 class Unreachable(CapacityError):
-    """The SDK could not reach the daemon, or the connection broke. `sent`: the daemon may have done what was asked
-    for."""
+    """The SDK could not reach the daemon, or the connection broke. `sent`: the request was sent, so the daemon may have
+    executed it."""
 
     status = 503
     code = "unreachable"
@@ -333,7 +335,7 @@ class NonFiniteLoss(JobError):
 
 
 class EngineCrashed(JobError):
-    """The daemon paused the job: its engine died again and again."""
+    """The daemon paused the job because the engine died repeatedly."""
 
     code = "engine_crashed"
 
@@ -371,12 +373,12 @@ class DataFolderInUse(StartupError):
 
 
 class EngineFault(Exception):
-    """The engine's shared state may be corrupt: its process must end. Any other error ends only the request or job that
-    raised it."""
+    """The engine's shared state may be corrupt, so its process must end. Any other error ends only the request or job
+    that raised it."""
 
 
 def failure_text(error: Exception) -> tuple[str, str]:
-    """Code and message for the end of a request or job. Of our own faults, only the type is shown."""
+    """Return code and message for the end of a request or job. An internal error shows only its type."""
     if isinstance(error, CoserveError):
         return error.code, error.message
     return InternalError.code, f"internal error ({type(error).__name__}); the daemon's log says where"
@@ -392,7 +394,7 @@ BY_CODE: Final = {error.code: error for error in _subclasses(CoserveError)}
 
 
 def error_from_code(code: str, message: str, retry_after: float | None = None) -> CoserveError:
-    """The error that another process named by its code; an unknown code is our own fault."""
+    """Return the error that another process sent by its code; an unknown code becomes `InternalError`."""
     kind = BY_CODE.get(code)
     if kind is None:
         return InternalError(f"{code}: {message}")

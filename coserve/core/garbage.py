@@ -1,4 +1,4 @@
-"""Garbage collection at moments when nothing waits for it."""
+"""Run Python's garbage collection when no request or step waits."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import gc
 from collections.abc import Callable
 
 IDLE = 1.0
-"""Seconds without work before a full collection, which takes some ten milliseconds."""
+"""Idle seconds before a full collection, which takes tens of milliseconds."""
 YOUNG_WHEN_IDLE = 1_000
-"""New container objects from which an idle process collects its young generations."""
+"""New container objects after which an idle process collects its young generations."""
 YOUNG_WHEN_BUSY = 10_000
-"""New container objects from which a busy process collects its youngest generation: less than a millisecond."""
+"""New container objects after which a busy process collects its youngest generation; that takes less than 1 ms."""
 MIDDLE_INTERVAL = 10
-"""Collections of the youngest generation before the middle one is collected too, which takes some milliseconds."""
+"""Collections of the youngest generation per collection of the middle one, which takes a few milliseconds."""
 FULL_INTERVAL = 100
-"""Collections of the middle generation before a busy process makes a full one: after some million new objects."""
+"""Collections of the middle generation per full collection in a busy process: one per some million new objects."""
 NEVER = 1 << 30
 
 
 class GarbageCollection:
-    """Decides when which generation is collected. `collect` and `count`: `gc.collect` and `gc.get_count`."""
+    """Decides which generation to collect when. `collect` and `count` are `gc.collect` and `gc.get_count`."""
 
     def __init__(
         self,
@@ -30,11 +30,11 @@ class GarbageCollection:
 
     @classmethod
     def none(cls) -> GarbageCollection:
-        """Collects nothing: the interpreter does."""
+        """Return an instance that never collects: the interpreter collects automatically."""
         return cls(lambda generation: 0, lambda: (0, 0, 0))
 
     def while_busy(self) -> None:
-        """Between two steps: collect only if garbage could otherwise grow without bound."""
+        """Call between two steps: collect only if garbage could otherwise grow without bound."""
         young, _, full = self._count()
         if full >= FULL_INTERVAL:
             self.collect_all()
@@ -42,18 +42,18 @@ class GarbageCollection:
             self._collect_young()
 
     def when_idle(self) -> None:
-        """Nothing is to be done now: collect the young generations if they have grown."""
+        """Call when there is no work: collect the young generations if they have grown."""
         if self._count()[0] >= YOUNG_WHEN_IDLE:
             self._collect_young()
 
     @property
     def full_due(self) -> bool:
-        """Whether to call `collect_all` after `IDLE` seconds without work."""
+        """Return whether `collect_all` is to be called after `IDLE` seconds without work."""
         young, middle, full = self._count()
         return young >= YOUNG_WHEN_IDLE or middle > 0 or full > 0
 
     def collect_all(self) -> None:
-        """A full collection, after `IDLE` seconds without work."""
+        """Make a full collection. Call it after `IDLE` seconds without work."""
         self._collect(2)
 
     def _collect_young(self) -> None:
@@ -63,19 +63,19 @@ class GarbageCollection:
 def freeze_heap() -> None:
     """Exclude all existing objects (modules, the model, the tokenizer) from later collections.
 
-    A full collection visits every object: 40 to 65 ms with the objects of a start. Call it once, after the start.
+    Call it once, after the start. Without it a full collection visits every object that the start made: 40 to 65 ms.
     """
     gc.collect()
     gc.freeze()
 
 
 def freeze_and_disable() -> None:
-    """`freeze_heap`, then disable automatic collections."""
+    """Call `freeze_heap`, then disable automatic collection."""
     freeze_heap()
     gc.disable()
 
 
 def freeze_and_collect_young() -> None:
-    """`freeze_heap`, then collect only young generations automatically: a few milliseconds at most."""
+    """Call `freeze_heap`, then limit automatic collection to the young generations: a few milliseconds at most."""
     freeze_heap()
     gc.set_threshold(2_000, MIDDLE_INTERVAL, NEVER)

@@ -1,5 +1,4 @@
-"""What is known of a GPU's memory, as plain data: lines that were measured at the start, and where its bytes are now.
-No torch."""
+"""Plain data about a GPU's memory: cost models measured at the start, and current usage by component. No torch."""
 
 from __future__ import annotations
 
@@ -9,20 +8,20 @@ from coserve.core.types import Wire
 
 
 class Kept(StrEnum):
-    """What a compiled layer keeps of a training micro-batch between its forward and its backward. All else is computed
-    again."""
+    """Activations of a training micro-batch that a compiled layer keeps from forward to backward. The rest is
+    recomputed."""
 
     ALL = "all"
-    """What products and attention have put out. Norms, rotary and activations are computed again: they cost less than
-    their bytes."""
+    """Outputs of GEMMs and of attention. Norms, rotary and activations are recomputed: recomputing is cheaper than
+    storing."""
     ATTENTION = "attention"
-    """The layer's input, and attention's output."""
+    """The layer's input and the output of attention."""
     INPUT = "input"
     """The layer's input."""
 
 
 class Line(Wire, frozen=True):
-    """Bytes as a function of tokens: `fixed + per_token * tokens`."""
+    """Linear model of memory: `fixed + per_token * tokens` bytes."""
 
     fixed: float
     per_token: float
@@ -32,15 +31,15 @@ class Line(Wire, frozen=True):
 
 
 class HeadCosts(Wire, frozen=True):
-    """Bytes of the final norm, the logits and their loss. Logits are computed for some positions at a time; where these
-    are few, the backward of the norm takes more than they do."""
+    """Bytes of the final norm, the logits and the loss. Logits are computed in chunks of positions. With few positions,
+    the backward of the norm needs more memory than the logits."""
 
     norm: Line
     fixed: float
     per_token: float
     per_position: float
     most: int
-    """Positions computed at once, at most."""
+    """Positions per chunk, at most."""
 
     def at(self, tokens: int, positions: int) -> int:
         logits = self.fixed + self.per_token * tokens + self.per_position * min(positions, self.most)
@@ -48,145 +47,146 @@ class HeadCosts(Wire, frozen=True):
 
 
 class GroupCosts(Wire, frozen=True):
-    """Sites of a layer that read one input. Bytes a token."""
+    """Linear modules of a layer that read the same input (such as q, k and v), and their bytes per token."""
 
     roles: tuple[str, ...]
-    """Names of the sites within a layer."""
+    """Names of the modules within a layer."""
     kept: float
-    """What a layer keeps for the backward in addition if an adapter changes one of them: their input."""
+    """Bytes per token kept for the backward if an adapter changes one of these modules: their input."""
     bottom: float
-    """What the lowest layer that is trained keeps if these are its first sites that an adapter changes, without LoRA's
-    own tensors; the micro-batch's embedding is part of it."""
+    """Bytes per token that the lowest trained layer keeps if these are its first adapted modules: embedding included,
+    LoRA excluded."""
 
 
 class LayerTime(Wire, frozen=True):
-    """Nanoseconds a token of a layer's forward and backward on the device; attention's part grows with the length of
-    rows."""
+    """Device time of one layer's forward and backward, in nanoseconds per token. Attention's part grows with row
+    length."""
 
     fixed: float
     per_row_token: float
 
     def at(self, row: float) -> float:
-        """For rows of so many tokens."""
+        """Return nanoseconds per token for rows of `row` tokens."""
         return self.fixed + self.per_row_token * row
 
 
 class LevelCosts(Wire, frozen=True):
-    """Of compiled layers that keep less than all, measured with an adapter of `TrainingCosts.rank` at every site."""
+    """Costs of compiled layers that keep less than `Kept.ALL`, measured with an adapter of `TrainingCosts.rank` at
+    every site."""
 
     kept: float
-    """Bytes a token that such a layer keeps, without LoRA's."""
+    """Bytes per token that such a layer keeps, LoRA excluded."""
     shrinks: tuple[bool, ...]
-    """Of each group of sites: whether its x Aᵀ is kept. The others' are computed again, with the group's product."""
+    """For each group of sites: True if x Aᵀ is kept, False if it is recomputed together with the group's GEMM."""
     backward: Line
-    """The backward of such a layer, beyond what is kept."""
+    """Bytes of such a layer's backward, in addition to what is kept."""
     time: LayerTime
 
 
 class TrainingCosts(Wire, frozen=True):
-    """Activations of a training micro-batch on one rank, measured with an adapter of `rank` at every site.
+    """Activation bytes of a training micro-batch on one GPU, measured with an adapter of LoRA rank `rank` at every
+    site.
 
-    A micro-batch keeps `kept` between its forward and its backward; the head and a layer's backward take more on top,
-    one after the other (`admission/micro_batch.py`).
+    Between forward and backward a micro-batch keeps `kept` bytes. The head's and then each layer's backward need
+    temporary memory on top, one at a time (`admission/micro_batch.py`).
     """
 
     rank: int
     fixed: float
-    """Bytes, however many tokens."""
+    """Bytes that do not depend on the number of tokens."""
     layer: float
-    """Bytes a token that each layer above the lowest trained one keeps, without LoRA."""
+    """Bytes per token that each layer above the lowest trained one keeps, LoRA excluded."""
     groups: tuple[GroupCosts, ...]
-    """In the order in which they run."""
+    """Groups of sites, in execution order."""
     recompute: Line
-    """What is kept where layers are computed again, but for the inputs of the layers above the lowest trained one."""
+    """Bytes kept when layers are recomputed, without the inputs of the layers above the lowest trained one."""
     head: HeadCosts
-    """Beyond what is kept."""
+    """Bytes of the head, in addition to what is kept."""
     last: Line
-    """The backward of the last group of a layer, beyond what is kept."""
+    """Bytes of the backward of a layer's last group, in addition to what is kept."""
     others: Line
-    """The backward of the other groups of a layer, beyond what is kept without the last group's input."""
+    """Bytes of the backward of a layer's other groups, in addition to what is kept without the last group's input."""
     time: LayerTime | None = None
-    """Of a layer that keeps all. None: it was not measured."""
+    """Time of a layer that keeps all. None: not measured."""
     levels: dict[Kept, LevelCosts] = {}
-    """Of layers that keep less, where they are compiled so. Without them a layer that is computed again runs its whole
-    forward, and keeps all until its backward has ended."""
+    """Costs of compiled layers that keep less. If empty, a recomputed layer repeats its whole forward and keeps all
+    until its backward has ended."""
 
 
 class JobUse(Wire, frozen=True):
-    """Bytes of one job on one GPU."""
+    """One job's bytes on one GPU."""
 
     id: str
     adapter: int
-    """The copies that forwards read, and those of a teacher or a reference."""
+    """The weights that forwards read, including those of a teacher or a reference."""
     gradients: int
     optimizer: int
-    """fp32 weights, moments, or the buffers that paged ones pass through, and the best weights of a job with early
-    stopping."""
+    """fp32 weights, moments (or the buffers that stream paged moments), and the best weights if the job stops early."""
     activations: int
-    """The most that a micro-batch of the job alone takes, while it is computed. One micro-batch, of one job or of
-    several that share it, is computed at a time."""
+    """Peak bytes of one micro-batch that contains only this job. Micro-batches, of one job or shared by several, are
+    computed one at a time."""
     micro_batch_tokens: int
     recomputed_layers: int
-    """Computed again in the backward, of `layers`."""
+    """Layers that are fully recomputed in the backward, of `layers`."""
     layers: int
-    """Of the base."""
+    """Layers of the base."""
     pinned: int = 0
-    """Host memory of its state: copies for checkpoints, and paged moments."""
+    """Host memory of the job's state: checkpoint copies and paged moments."""
     partly_recomputed_layers: int = 0
-    """Computed again but for attention, of `layers`."""
+    """Layers recomputed except for attention, of `layers`."""
 
     @property
     def state(self) -> int:
-        """What it keeps between micro-batches."""
+        """Return the bytes that the job keeps between micro-batches."""
         return self.adapter + self.gradients + self.optimizer
 
 
 class MemoryUse(Wire, frozen=True):
-    """Where a GPU's bytes are. All uses and `free` together are `total`."""
+    """A GPU's memory by component, in bytes. All components and `free` add up to `total`."""
 
     total: int
     weights: int
-    """The base, and buffers that stay."""
+    """The base's weights and permanent buffers."""
     pages: int
-    """The pool, for keys, values and adapters, `adapters` of it included."""
+    """The page pool for keys, values and adapters; `adapters` is included."""
     adapters: int
     """Pages of the pool that hold adapters."""
     graphs: int
-    """Of CUDA graphs: measured, as far as they are captured."""
+    """CUDA graphs captured so far, measured."""
     jobs: int
-    """What jobs keep between micro-batches."""
+    """State that jobs keep between micro-batches."""
     temporary: int
-    """Allocated besides: activations, and temporaries of steps."""
+    """Other live allocations: activations, and temporaries of steps."""
     cached: int
-    """Held by torch's allocator for the next temporaries."""
+    """Free memory that torch's caching allocator holds."""
     context: int
-    """The CUDA context, compiled kernels and libraries (cuBLAS, NCCL), and what other processes had when the engine
+    """The CUDA context, compiled kernels and libraries (cuBLAS, NCCL), and what other processes held when the engine
     started."""
     others: int
-    """What other processes took since then."""
+    """Memory that other processes took since then."""
     free: int
     planned: int
-    """What torch should never need more than; 0 without a plan."""
+    """The most bytes that torch should ever need; 0 without a memory plan."""
     training: int
-    """Bytes that jobs may have in all now: what they keep, and one micro-batch."""
+    """Bytes that all jobs together may use now: their state and one micro-batch."""
     needed: int
-    """Bytes that the active jobs are predicted to need of `training`."""
+    """The part of `training` that the active jobs are predicted to need."""
     peak: int
-    """The most bytes that torch has allocated so far."""
+    """Peak bytes allocated by torch so far."""
     pinned: int = 0
-    """Host memory, not the GPU's: the state of all jobs."""
+    """Host memory that holds the state of all jobs."""
     pinned_limit: int | None = None
-    """Of `pinned`; None: none."""
+    """Limit of `pinned`; None: no limit."""
     each: tuple[JobUse, ...] = ()
 
 
 class PoolShape(Wire, frozen=True):
-    """The page pool of one rank, on a CPU, too: of several ranks, rank 0's."""
+    """The page pool of one tensor-parallel rank (of rank 0 if there are several), also on a CPU."""
 
     pages: int
     page_bytes: int
     page_tokens: int
-    """Tokens whose keys and values a page holds."""
+    """Tokens of keys and values per page."""
 
     @property
     def tokens(self) -> int:
@@ -197,26 +197,26 @@ class PoolShape(Wire, frozen=True):
         return self.pages * self.page_bytes
 
     def has_room_beside(self, pages: int) -> bool:
-        """Whether an adapter of so many pages leaves one for tokens. Without one it can never be served."""
+        """Return whether an adapter of `pages` pages leaves a page for tokens. If not, it can never be served."""
         return pages < self.pages
 
 
 class MemoryModel(Wire, frozen=True):
-    """What predicts a job's memory, and what there is for jobs."""
+    """Costs that predict a job's memory, and the memory available to jobs."""
 
     costs: TrainingCosts
-    """Of the base's own layers."""
+    """Costs of the base's layers as they run without compilation."""
     training: int
-    """Bytes for jobs where no other process takes any of them: the jobs' state and one micro-batch."""
+    """Bytes for jobs (their state and one micro-batch) if no other process takes memory."""
     ranks: int = 1
-    """GPUs that share the base; all numbers are of the one that has least."""
+    """Number of GPUs that shard the base; all numbers are of the GPU with the least memory."""
     fully_sharded: bool = False
     """Both LoRA matrices are sharded (`lora_sharding slora`)."""
     recompute: bool = False
-    """The engine computes layers again in any case."""
+    """The engine always recomputes layers."""
     pinned: int | None = None
-    """Bytes of host memory for the state of all jobs; None: any number."""
+    """Bytes of host memory for the state of all jobs; None: no limit."""
     compiled: TrainingCosts | None = None
-    """Of compiled layers, for jobs that run them; None: there are none, or they were not measured."""
+    """Costs of compiled layers, for jobs that use them; None: layers are not compiled, or not measured."""
     graphs: bool = False
-    """Jobs run layers as CUDA graphs whether `compiled` is known or not: with ranks it is not."""
+    """Jobs run layers as CUDA graphs, even if `compiled` is None, as under tensor parallelism."""

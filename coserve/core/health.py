@@ -9,8 +9,8 @@ from coserve.core.gpu_memory import MemoryUse
 from coserve.core.types import Wire
 
 Status = Literal["starting", "ready"]
-"""`starting`: no engine answers requests, before the first one or during a restart; `ready`: requests are answered, and
-everything that they need is compiled and captured."""
+"""`starting`: no engine answers requests yet, at the first start or at a restart. `ready`: requests are answered, and
+everything they need is compiled and captured."""
 
 
 class BaseInfo(Wire, frozen=True):
@@ -24,84 +24,84 @@ class BaseInfo(Wire, frozen=True):
 
 
 class Warming(Wire, frozen=True):
-    """How far a start is."""
+    """Progress of a start."""
 
     done: int
     total: int
     """Units of work."""
     seconds_left: float | None
-    """Estimated; null: not known yet."""
+    """Estimate; null: not known yet."""
     what: str
-    """What is done now, as in "compiling kernels"."""
+    """The current activity, such as "compiling kernels"."""
 
 
 def warming_line(warming: Warming) -> str:
-    """`compiling kernels 12/310, about 40 s left`."""
+    """Return a text such as `compiling kernels 12/310, about 40 s left`."""
     left = "" if warming.seconds_left is None else f", about {warming.seconds_left:.0f} s left"
     return f"{warming.what} {warming.done}/{warming.total}{left}"
 
 
 def starting_line(warming: Warming | None, what: str = "the daemon is starting") -> str:
-    """`the daemon is starting: compiling kernels 12/310, about 40 s left`."""
+    """Return a text such as `the daemon is starting: compiling kernels 12/310, about 40 s left`."""
     return what if warming is None else f"{what}: {warming_line(warming)}"
 
 
 class RankInfo(Wire, frozen=True):
-    """One process of an engine under tensor parallelism."""
+    """One process (tensor-parallel rank) of an engine."""
 
     rank: int
     state: Literal["starting", "ready", "lost"]
-    """`lost`: the engine ends because of it; `starting`: also while it is being started again."""
+    """`lost`: the engine ends because of this rank. `starting`: at the first start or at a restart."""
     silent: float
-    """Seconds since it was last heard of."""
+    """Seconds since its last report."""
     behind: int
-    """Commands that rank 0 has finished and it has not."""
+    """Commands that rank 0 has finished and this rank has not."""
 
 
 class EngineRanks(Protocol):
-    """The processes of an engine under tensor parallelism."""
+    """The processes of an engine under tensor parallelism, one per rank."""
 
     @property
     def loss(self) -> str | None:
-        """Which rank was lost, and how; None: none."""
+        """Return which rank was lost, and how; None if none was."""
         ...
 
     @property
     def lost(self) -> asyncio.Event:
-        """Set when `loss` is known."""
+        """Event that is set once `loss` is known."""
         ...
 
     def states(self) -> tuple[RankInfo, ...]: ...
 
 
 class Health(Wire, frozen=True):
-    """HTTP status 503 while `starting`, 200 otherwise; `/health/ready` has the same body, and 503 of an engine that
-    says nothing, too."""
+    """Body of `GET /health` and `/health/ready`. The status is 503 while `starting`, else 200; `/health/ready` also
+    answers 503 if the engine is silent."""
 
     status: Status
     version: str
     uptime: float
     engine_alive: bool
     engine_restarts: int
-    """How often it was started again after it died."""
+    """Restarts after the engine died."""
     base: BaseInfo | None
     lora_backend: str | None
     kv_tokens: int | None
     notes: list[str]
-    """Why there is no engine, if one died; what runs slower than it could, and why, training above all; what cannot be
-    read or written now and is tried again."""
+    """Notes for the operator: why there is no engine after a death; what runs slower than it could (training above
+    all), and why; which reads or writes fail now and are retried."""
     waiting: int
     running: int
     jobs: int
     adapters_resident: int
     warming: Warming | None = None
-    """While `status` is `starting`, once the engine says how far it is."""
+    """Progress while `status` is `starting`, once the engine reports it."""
     tp: int = 1
-    """GPUs that share the base (`--tp`)."""
+    """Number of GPUs that shard the base (`--tp`)."""
     ranks: list[RankInfo] = []
-    """Empty if `tp` is 1."""
+    """State of each rank; empty if `tp` is 1."""
     memory: MemoryUse | None = None
-    """Where the bytes of the GPU are, of rank 0's if there are several; null where memory is not planned: on a CPU, and
-    where `kv_tokens` is set."""
+    """GPU memory by component, of rank 0 if there are several ranks. Null if memory is not planned: on a CPU, or if
+    `kv_tokens` is set."""
     policy: str | None = None
-    """The one that `--policy` stands for; null without an engine."""
+    """The policy in use, also where `--policy` is `auto`; null without an engine."""

@@ -1,4 +1,4 @@
-"""Suggests the right field for an unknown one: other libraries' names of our fields, and near misses. Pure.
+"""Suggests the right field for an unknown one, from other libraries' names of our fields and from near misses. Pure.
 
 An alias has the same meaning in the same unit. Names whose value must be converted are in `OTHER_UNITS`.
 """
@@ -70,7 +70,7 @@ OTHER_UNITS = {
     "training_file": ("path", "coserve takes a file under its data_root"),
     "suffix": ("adapter", "coserve takes the whole name"),
 }
-"""Other libraries' names: our field, and the difference."""
+"""Maps another library's name to our field and the difference in unit."""
 OTHER_WAYS = {
     # memory, types and devices
     "layers are recomputed as each job's memory asks for (all of them with the daemon's --recompute)": (
@@ -162,8 +162,8 @@ OTHER_WAYS = {
         "use_cache debug dataloader_*"
     ),
 }
-"""What coserve does instead: names of settings of transformers' `TrainingArguments`, TRL's configs and PEFT's
-`LoraConfig` that have no field here, `*` for any end."""
+"""Maps what coserve does instead to names that have no field here: settings of transformers' `TrainingArguments`, TRL's
+configs and PEFT's `LoraConfig`. `*` matches any ending."""
 OPTION_ALIASES = {
     **dict.fromkeys(("r", "lora_r", "lora_rank"), "rank"),
     # vLLM
@@ -178,7 +178,7 @@ OPTION_ALIASES = {
     "max_concurrent_requests": "max_running",
     "max_running_requests": "max_running",
 }
-"""Other programs' names of options of the command line that are no fields of a request."""
+"""Maps other programs' command-line options, which are not fields of a request, to ours."""
 NEEDLESS_OPTIONS = {
     **dict.fromkeys(
         ("enable_lora", "max_loras", "max_lora_rank"), "adapters of any number and rank are served without it"
@@ -189,7 +189,7 @@ NEEDLESS_OPTIONS = {
     "cuda_graph_sizes": "graphs are captured for all sizes up to --max-running and --step-tokens",
     **dict.fromkeys(("quantization", "kv_cache_dtype"), "the base and the KV cache have 16 or 32 bits (--dtype)"),
 }
-"""vLLM's options of a server that has none like them: what to do instead."""
+"""vLLM's server options without a counterpart, and what to do instead."""
 _ADAMW = (
     "adam",
     "adamw_32bit",
@@ -209,7 +209,7 @@ OTHER_VALUES = {
         "paged_lion_32bit": "did you mean 'paged_lion'?",
     }
 }
-"""Of a field: other libraries' values (transformers' `optim`), and what to give instead."""
+"""For each field: other libraries' values (transformers' `optim`), and what to give instead."""
 UNSUPPORTED = frozenset(
     {
         # in messages
@@ -223,17 +223,17 @@ UNSUPPORTED = frozenset(
         *("mm_processor_kwargs", "prompt_embeds", "request_id", "structured_outputs", "vllm_xargs"),
     }
 )
-"""Fields of other servers that are unknown here: refused as unsupported, not as misspelt."""
+"""Fields of other servers that coserve lacks. They are refused as unsupported, not as misspelt."""
 
 NEAR = 0.75
-"""Least similarity (`difflib`'s ratio) of a misspelt name."""
+"""Minimum similarity (`difflib`'s ratio) of a misspelt name."""
 
 
 def hint(name: str, parent: str, known: Iterable[str]) -> str:
-    """`"; did you mean 'alpha'?"`, `"; coserve counts a batch in tokens: training.batch_tokens"`, one of `OTHER_WAYS`,
-    or nothing.
+    """Return a hint such as `"; did you mean 'alpha'?"` or `"; coserve counts a batch in tokens:
+    training.batch_tokens"`, one of `OTHER_WAYS`, or an empty text.
 
-    `known`: dotted paths of all fields of the request; `parent`: the path of the object with the unknown field `name`,
+    `known`: dotted paths of all fields of the request. `parent`: path of the object with the unknown field `name`,
     empty for the request itself.
     """
     if way := _other_way(name):
@@ -256,7 +256,7 @@ def hint(name: str, parent: str, known: Iterable[str]) -> str:
 
 
 def _other_way(name: str) -> str:
-    """`"; it is not needed here"`, or nothing."""
+    """Return a hint such as `"; it is not needed here"`, or an empty text."""
     for way, patterns in OTHER_WAYS.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
             return f"; {way}"
@@ -264,28 +264,30 @@ def _other_way(name: str) -> str:
 
 
 def value_hint(field: str, value: object) -> str:
-    """Another library's name of a value of `field`: what to give instead, or nothing."""
+    """Return what to give instead of `value`, if it is another library's name of a value of `field`; else an empty
+    text."""
     found = OTHER_VALUES.get(field.rpartition(".")[2], {}).get(str(value).lower())
     return "" if found is None else f"; {found}"
 
 
 def option_hint(option: str, options: Iterable[str]) -> str:
-    """The same for an unknown option of the command line, or setting of a file: `"; did you mean '--learning-rate'?"`,
-    or nothing."""
+    """Return a hint for an unknown command-line option or setting of a file, such as `"; did you mean
+    '--learning-rate'?"`, or an empty text."""
     return _setting_hint(
         option.lstrip("-").replace("-", "_"), {text.lstrip("-").replace("-", "_"): text for text in options}
     )
 
 
 def variable_hint(variable: str, settings: Iterable[str]) -> str:
-    """The same for an unknown environment variable: `"; did you mean 'COSERVE_MAX_RUNNING'?"`, or nothing."""
+    """Return a hint for an unknown environment variable, such as `"; did you mean 'COSERVE_MAX_RUNNING'?"`, or an empty
+    text."""
     return _setting_hint(
         variable.removeprefix("COSERVE_").lower(), {name: f"COSERVE_{name.upper()}" for name in settings}
     )
 
 
 def _setting_hint(name: str, flags: dict[str, str]) -> str:
-    """`flags`: the settings' names, and each as a user gives it."""
+    """Return the hint for a setting. `flags` maps each setting's name to the way a user gives it."""
     if way := _other_way(name):
         return way
     field, difference = OTHER_UNITS.get(name, ("", ""))
@@ -301,13 +303,13 @@ def _setting_hint(name: str, flags: dict[str, str]) -> str:
 
 
 def near_miss(name: str, known: Iterable[str]) -> str:
-    """`"; did you mean 'pirate'?"` for the most similar of the names, or nothing."""
+    """Return `"; did you mean 'pirate'?"` for the most similar name, or an empty text."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=NEAR)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def fields_of(type: object) -> tuple[str, ...]:
-    """Dotted paths of a struct's fields, those of structs within it included; nothing for another type."""
+    """Return dotted paths of a struct's fields, nested structs included; empty for any other type."""
     return tuple(_walk(msgspec.inspect.type_info(type), ""))
 
 

@@ -19,8 +19,8 @@ from coserve.core.step_metrics import StepMetrics
 from coserve.core.types import AdapterDigests, AdapterRef, BaseSpec, FinishReason, JobSpec, SamplingParams, Slo
 
 MAX_PROMPT_LOGPROBS = 256
-"""Maximum prompt tokens with log-probabilities in one `Tokens`: the API process handles a message in one turn of its
-loop."""
+"""Maximum prompt tokens with log-probabilities per `Tokens` message. The API process handles a message without yielding
+to its event loop."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -31,7 +31,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Generate(Message, frozen=True):
-    """Run one sequence. Answered by `Tokens`... with `finished` set on the last, or by one `RequestFailed`."""
+    """Generate one sequence. The answers are `Tokens` messages, the last with `finished` set, or one
+    `RequestFailed`."""
 
     id: str
     prompt: tuple[int, ...]
@@ -39,15 +40,15 @@ class Generate(Message, frozen=True):
     adapter: AdapterRef | None
     slo: Slo
     cache_salt: str = ""
-    """Only requests with the same salt share prefixes in the cache."""
+    """Only requests with the same salt share prefixes in the KV cache."""
     digests: AdapterDigests | None = None
     """Expected digests of the adapter's files, checked when they are read."""
     arrived: float | None = None
-    """At the API, on this host's monotonic clock: its targets count from there, as a slice may be under way when it
-    comes. None: from its receipt."""
+    """Arrival at the API, host-wide monotonic seconds; deadlines count from it, since a slice may delay the receipt.
+    None: deadlines count from the receipt."""
     choices: tuple[str, ...] = ()
-    """Of the last of a call's sequences (choices of its prompts): the ids of the others, which are refused with it. It
-    is refused for coming late only while all of them wait."""
+    """Ids of the call's other sequences (choices of its prompts); set on the call's last sequence only. If it is shed,
+    all are. It is shed for lateness only while all of them wait."""
 
 
 class CancelRequest(Message, frozen=True):
@@ -74,13 +75,14 @@ class CancelJob(Message, frozen=True):
 
 
 class DropAdapter(Message, frozen=True):
-    """Drop a version from memory: its files will be deleted. Requests that use it keep it until they end."""
+    """Drop an adapter version from memory because its files will be deleted. Requests that use it keep it until they
+    end."""
 
     ref: AdapterRef
 
 
 class SnapshotDone(Message, frozen=True):
-    """No more samples of a `JobSnapshot` are wanted: its adapter is dropped, and the job may go on."""
+    """End sampling from a `JobSnapshot`: its adapter is dropped, and the job may go on."""
 
     id: str
     ref: AdapterRef
@@ -99,9 +101,9 @@ class EngineReady(Message, frozen=True):
     pool: PoolShape
     lora_backend: str
     memory: MemoryModel | None = None
-    """None where memory is not planned: jobs are not admitted by it."""
+    """None: memory is not planned, so jobs are admitted without a memory check."""
     notes: tuple[str, ...] = ()
-    """For the operator: what runs slower than it could, and why; shown in /health."""
+    """Notes for the operator, shown in /health: what runs slower than it could, and why."""
 
 
 class EngineNotes(Message, frozen=True):
@@ -111,18 +113,18 @@ class EngineNotes(Message, frozen=True):
 
 
 class EngineWarming(Message, frozen=True):
-    """How far an engine is that starts. Sent any number of times before `EngineReady`, and never after it."""
+    """Progress of an engine's start. Sent any number of times before `EngineReady`, never after it."""
 
     what: str
-    """It does now, as in "compiling kernels"."""
+    """The current activity, such as "compiling kernels"."""
     done: int
     total: int
     seconds_left: float | None
-    """Estimated; None: unknown."""
+    """Estimate; None: unknown."""
 
 
 class EngineRefused(Message, frozen=True):
-    """The engine cannot start with these settings; `code` is that of a `StartupError`."""
+    """The engine cannot start with these settings. `code` is that of a `StartupError`."""
 
     code: str
     message: str
@@ -130,16 +132,16 @@ class EngineRefused(Message, frozen=True):
 
 class Admitted(Message, frozen=True):
     """A request was scheduled for the first time, which ends its queue time. Sent at most once. `at`: when its step
-    began, on the monotonic clock that all processes of a host share."""
+    began, host-wide monotonic seconds."""
 
     id: str
     at: float
 
 
 class Tokens(Message, frozen=True):
-    """New tokens of one request, in order. `logprobs` has one entry a token if they were asked for.
+    """New tokens of one request, in order. `logprobs`, if requested, has one entry per token.
 
-    `prompt_logprobs`, if asked for, come before the first token, at most `MAX_PROMPT_LOGPROBS` in a message: one entry
+    `prompt_logprobs`, if requested, come before the first token, at most `MAX_PROMPT_LOGPROBS` per message: one entry
     for each prompt token but the first.
     """
 
@@ -151,7 +153,7 @@ class Tokens(Message, frozen=True):
 
 
 class RequestFailed(Message, frozen=True):
-    """`retry_after`: seconds after which another attempt may succeed; None: unknown."""
+    """A request ended with an error. `retry_after`: seconds after which another attempt may succeed; None: unknown."""
 
     id: str
     code: str
@@ -163,9 +165,9 @@ class JobStarted(Message, frozen=True):
     id: str
     total_steps: int
     resumed_from: int = 0
-    """The step of the checkpoint that it resumed from."""
+    """Step of the checkpoint that the job resumed from."""
     note: str | None = None
-    """Why that is not its last checkpoint; the job's record keeps it."""
+    """Why it resumed from an older checkpoint than its last one; stored in the job's record."""
 
 
 class JobPaused(Message, frozen=True):
@@ -185,7 +187,7 @@ class JobCheckpoint(Message, frozen=True):
 
 
 class JobSnapshot(Message, frozen=True):
-    """Requests may use the adapter of a job as it was after `step`, under a name that no user can give, until
+    """The adapter of a job after `step` can be used by requests, under a name that no user can give, until
     `SnapshotDone`."""
 
     id: str
@@ -194,7 +196,7 @@ class JobSnapshot(Message, frozen=True):
 
 
 class JobNote(Message, frozen=True):
-    """A warning about a job that continues. `kept`: the job's record keeps it, besides the event."""
+    """A warning about a job that continues, sent as an event. `kept`: it is also stored in the job's record."""
 
     id: str
     message: str
@@ -202,8 +204,8 @@ class JobNote(Message, frozen=True):
 
 
 class JobWaiting(Message, frozen=True):
-    """What a job waits for: one in line for memory; one whose steps are all done for the disk, as its adapter's files
-    cannot be written now and are tried again."""
+    """Why a job waits: for memory, while queued; or, with all steps done, for the disk, since its adapter's files
+    cannot be written now and are retried."""
 
     id: str
     message: str
@@ -227,9 +229,8 @@ class JobCancelled(Message, frozen=True):
 
 
 class Starving(msgspec.Struct, frozen=True):
-    """For `seconds`, training slices have run only because of `train_patience` or `train_floor`. The last one was
-    expected to take at most `micro_step` seconds, and the slack was `slack` seconds (negative: a deadline had
-    passed)."""
+    """For `seconds`, fine-tuning slices ran only because of `train_patience` or `train_floor`. The last one was
+    predicted to take at most `micro_step` seconds with `slack` seconds of slack (negative: past a deadline)."""
 
     seconds: float
     micro_step: float
@@ -240,8 +241,8 @@ STALL_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0,
 
 
 class StallCounts(msgspec.Struct, frozen=True):
-    """Stalls by one cause since the engine started: `buckets` has a count for each of `STALL_BUCKETS`, then one for all
-    longer ones; `seconds` is their sum. See `engine.stalls`."""
+    """Stalls with one cause since the engine started. `buckets` has a count per bound of `STALL_BUCKETS` and one for
+    longer stalls; `seconds` is the total. See `engine.stalls`."""
 
     cause: str
     seconds: float
@@ -249,7 +250,7 @@ class StallCounts(msgspec.Struct, frozen=True):
 
 
 class TrainingBatches(msgspec.Struct, frozen=True):
-    """Training forwards so far, and the rows and the jobs of all of them together."""
+    """Training forwards so far, and the total rows and jobs in them."""
 
     count: int = 0
     rows: int = 0
@@ -257,8 +258,8 @@ class TrainingBatches(msgspec.Struct, frozen=True):
 
 
 class StepCounts(msgspec.Struct, frozen=True):
-    """Generation steps so far of a kind, `prefill` or `decode`, while the device computed training (`beside`) or not,
-    and their seconds."""
+    """Generation steps so far of one kind (`prefill` or `decode`), and their seconds. `beside`: the device ran training
+    at the same time."""
 
     kind: str
     beside: bool
@@ -267,7 +268,7 @@ class StepCounts(msgspec.Struct, frozen=True):
 
 
 class EngineStats(Message, frozen=True):
-    """Gauges, about once a second and after every change of state."""
+    """Gauges, sent about once a second and after every change of state."""
 
     waiting: int
     running: int
@@ -277,7 +278,7 @@ class EngineStats(Message, frozen=True):
     pages_adapters: int
     """Pages that hold adapters, in use or not."""
     memory_planned: int
-    """GPU memory in bytes that the plan gives to torch, and torch's peak; 0 without a plan."""
+    """Bytes of GPU memory that the plan gives to torch, and torch's peak; 0 without a plan."""
     memory_peak: int
     preemptions: int
     prefix_queries: int
@@ -286,9 +287,9 @@ class EngineStats(Message, frozen=True):
     resident: tuple[AdapterRef, ...]
     serve_seconds: float
     train_seconds: float
-    """Time spent so far in generation steps and in fine-tuning slices."""
+    """Seconds spent so far in generation steps and in fine-tuning slices."""
     troubles: tuple[str, ...] = ()
-    """Reads and writes that are being retried, and work that runs in smaller parts since memory ran out; shown in
+    """Reads and writes that are being retried, and work that runs in smaller chunks since memory ran out; shown in
     /health."""
     steps: tuple[StepCounts, ...] = ()
     batches: TrainingBatches = TrainingBatches()
@@ -296,12 +297,12 @@ class EngineStats(Message, frozen=True):
     """Fine-tuning slices so far that ran only because of `train_patience` or `train_floor`."""
     starving: Starving | None = None
     request_waits: float = 0.0
-    """Seconds that the oldest request in the queue has waited; 0: none waits."""
+    """Seconds that the oldest queued request has waited; 0: the queue is empty."""
     training_waits: float = 0.0
-    """Seconds since the last fine-tuning slice of jobs that could train; 0: there are none."""
+    """Seconds since the last fine-tuning slice while a job could train; 0: no such job."""
     train_speed_beside: float = 1.0
-    """Share of its speed that training has while a generation step runs beside it (`queues/beside.py`); 1 where none
-    does."""
+    """Training speed while a generation step overlaps it, as a fraction of full speed (`queues/beside.py`); 1 if they
+    do not overlap."""
     stalls: tuple[StallCounts, ...] = ()
     cuda_allocs: int = 0
     cuda_frees: int = 0
@@ -311,7 +312,7 @@ class EngineStats(Message, frozen=True):
     backlog: int = 0
     """Bytes of earlier messages that the API process has not read."""
     memory: MemoryUse | None = None
-    """None where memory is not planned."""
+    """None: memory is not planned."""
 
 
 class EngineStopped(Message, frozen=True):
@@ -351,18 +352,18 @@ In_co = TypeVar("In_co", covariant=True)
 
 
 class Link(Protocol[Out_contra, In_co]):
-    """One end of a link. `send` never waits and keeps the order. `receive` raises `EngineUnavailable` when the peer is
+    """One end of a link. `send` never blocks and keeps the order. `receive` raises `EngineUnavailable` when the peer is
     gone."""
 
     @property
     def backlog(self) -> int:
-        """Bytes sent that are still buffered in this process."""
+        """Return the bytes sent that are still buffered in this process."""
         ...
 
     def send(self, message: Out_contra) -> None: ...
 
     def send_all(self, messages: Sequence[Out_contra]) -> None:
-        """As `send` of each, with one write."""
+        """Send all messages in order, with one write."""
         ...
 
     async def receive(self) -> In_co: ...
@@ -371,7 +372,7 @@ class Link(Protocol[Out_contra, In_co]):
 
 
 class LocalLink(Generic[OutT, InT]):
-    """One end of a pair within a process."""
+    """One end of a link within a process."""
 
     def __init__(self, outbox: asyncio.Queue[OutT | None], inbox: asyncio.Queue[InT | None]) -> None:
         self._outbox, self._inbox = outbox, inbox
@@ -399,7 +400,7 @@ class LocalLink(Generic[OutT, InT]):
 
 
 def local_pair() -> tuple[LocalLink[ToEngine, FromEngine], LocalLink[FromEngine, ToEngine]]:
-    """The API's end and the engine's end."""
+    """Return the API's end and the engine's end of a link within a process."""
     to_engine: asyncio.Queue[ToEngine | None] = asyncio.Queue()
     from_engine: asyncio.Queue[FromEngine | None] = asyncio.Queue()
     return LocalLink(to_engine, from_engine), LocalLink(from_engine, to_engine)

@@ -1,7 +1,7 @@
 """Log-probabilities of tokens packed as bytes, for the link and for queues in the API process.
 
-There may be millions (20 pairs a token). As objects, each full garbage collection would visit them all and block the
-event loop meanwhile.
+There may be millions (20 pairs per token). As Python objects, each full garbage collection would visit all of them and
+block the event loop meanwhile.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ BYTES_PER_TOP = 12
 
 
 class PackedLogprobs(msgspec.Struct, frozen=True):
-    """`TokenLogprob`s in order; iterating makes them one by one.
+    """A sequence of `TokenLogprob`s; iterating unpacks them one by one.
 
-    Bytes of each, little endian: the logprob (f64), how many are in `top` (u16), their token ids (i32), their values
+    Layout of an entry, little endian: logprob (f64), length of `top` (u16), the ids of `top` (i32), their logprobs
     (f64).
     """
 
@@ -34,7 +34,7 @@ class PackedLogprobs(msgspec.Struct, frozen=True):
 
     @classmethod
     def joined(cls, parts: Iterable[PackedLogprobs]) -> PackedLogprobs:
-        """All entries of `parts`."""
+        """Concatenate `parts`."""
         parts = list(parts)
         return cls(sum(part.count for part in parts), b"".join(part.data for part in parts))
 

@@ -1,4 +1,4 @@
-"""Messages of a chat, in requests and in rows, and the form in which chat templates get them. No torch."""
+"""Chat messages, in requests and in rows, and the form in which chat templates get them. No torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from coserve.core.errors import InvalidRequest
 from coserve.core.limits import MAX_MESSAGES, AuthorName, Text
 
 MAX_TOOLS = 1024
-"""Most tools of a chat, and most calls of a message."""
+"""Maximum tools of a chat, and maximum calls of a message."""
 _Name = Annotated[str, Meta(max_length=256)]
 _Object = Annotated[dict[_Name, Any], Meta(max_length=1024)]
 Tools = Annotated[list[_Object], Meta(max_length=MAX_TOOLS)]
-"""JSON schemas, as OpenAI's API has them. The template shows them to the model."""
+"""JSON schemas of functions, as in OpenAI's API. The template shows them to the model."""
 TemplateOptions = Annotated[dict[Annotated[str, Meta(max_length=64)], Any], Meta(max_length=32)]
 """Variables that the template reads, such as Qwen3's `enable_thinking`."""
 
@@ -26,7 +26,7 @@ class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class TextPart(_Struct, frozen=True):
-    """Text is the only kind of content there is."""
+    """A text part of a message's content, the only kind supported."""
 
     type: Literal["text"]
     text: Text
@@ -35,7 +35,7 @@ class TextPart(_Struct, frozen=True):
 class FunctionCall(_Struct, frozen=True):
     name: _Name
     arguments: _Object | Text | None = None
-    """An object, or its JSON. Null and an empty text: no arguments."""
+    """An object, or a text with its JSON. Null and an empty text mean no arguments."""
 
 
 class ToolCall(_Struct, frozen=True):
@@ -52,10 +52,10 @@ class ChatMessage(_Struct, frozen=True):
     """Parts are joined by line breaks, as in vLLM."""
     name: AuthorName | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
-    """The assistant's."""
+    """Allowed in the assistant's messages only."""
     tool_call_id: AuthorName | None = None
     weight: Literal[0, 1] | None = None
-    """The assistant's, in rows: 0 is not learned. It changes nothing in requests."""
+    """For the assistant's messages in rows: 0 excludes the message from the loss. Ignored in requests."""
 
     @property
     def text(self) -> str:
@@ -72,13 +72,13 @@ class Chat(_Struct, frozen=True):
 
 
 def characters(messages: Iterable[ChatMessage]) -> int:
-    """Of the messages' texts."""
+    """Return the total number of characters in the messages' texts."""
     return sum(len(message.text) for message in messages)
 
 
 def for_template(messages: Sequence[ChatMessage], field: str = "messages") -> list[dict[str, object]]:
-    """The messages as transformers gives them to a template, the arguments of calls as objects; with their weights.
-    Raises `InvalidRequest` with the field for what a role does not have."""
+    """Return the messages as transformers passes them to a chat template: calls' arguments as objects, weights
+    included. Raise `InvalidRequest` with the field for keys that the role does not allow."""
     return [_for_template(message, f"{field}[{index}]") for index, message in enumerate(messages)]
 
 

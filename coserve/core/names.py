@@ -1,4 +1,5 @@
-"""Names in files and messages: adapters and their versions, PEFT's files, suffixes of files that are never opened."""
+"""Names in files and messages: adapters and their versions, PEFT's files, and suffixes of files that are never
+opened."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Annotated, Final
 from msgspec import Meta
 
 NAME: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
-"""Regular expression for an adapter's name; ids of jobs match it too."""
+"""Regular expression for an adapter's name; job ids match it too."""
 VERSIONED_NAME: Final = NAME + r"(@[1-9][0-9]{0,8})?"
 """Regular expression for `name` or `name@version`."""
 NAME_RULE: Final = "a name of at most 64 letters, digits, '.', '_' and '-', that starts with a letter or digit"
@@ -16,7 +17,7 @@ MAX_VERSION: Final = 999_999_999
 
 AdapterName = Annotated[str, Meta(pattern=rf"\A{NAME}\Z")]
 AdapterRefText = Annotated[str, Meta(pattern=rf"\A{VERSIONED_NAME}\Z")]
-"""`name` (the newest version, or the one that it was rolled back to) or `name@version`."""
+"""`name@version`, or `name` for its current version (the newest, or the one rolled back to)."""
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
@@ -32,16 +33,16 @@ CHECKPOINT_TENSORS, CHECKPOINT_STATE = "state.safetensors", "state.json"
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` can be an adapter's name."""
+    """Return whether `text` can be an adapter's name."""
     return re.fullmatch(NAME, text) is not None
 
 
 def is_adapter_ref(text: str) -> bool:
-    """Whether `text` is `name` or `name@version`."""
+    """Return whether `text` is `name` or `name@version`."""
     return re.fullmatch(VERSIONED_NAME, text) is not None
 
 
 def split_ref(text: AdapterRefText) -> tuple[str, int | None]:
-    """Name and version of `name@version`; the version of `name` alone is None."""
+    """Split `name@version` into name and version; without `@version` the version is None."""
     name, _, version = text.partition("@")
     return name, int(version) if version else None

@@ -1,5 +1,5 @@
-"""Settings that are declared once, as fields of a frozen dataclass: command-line options, TOML keys and help come from
-there."""
+"""Settings declared once as fields of a frozen dataclass: command-line options, TOML keys and help are derived from
+it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def option(default: object, help: str, *, choices: tuple[str, ...] = ()) -> Any:
 
 
 def grouped(settings: type[DataclassInstance], titles: Mapping[str, str]) -> dict[str, list[str]]:
-    """Titles of the sections, with the names of their settings. `titles`: by the name of a section's first setting."""
+    """Return section titles with their settings' names. `titles` is keyed by the name of a section's first setting."""
     found: dict[str, list[str]] = {}
     title = ""
     for f in dataclasses.fields(settings):
@@ -33,18 +33,18 @@ def grouped(settings: type[DataclassInstance], titles: Mapping[str, str]) -> dic
 
 
 def item_type(hint: object) -> object:
-    """The type of a tuple's items; None for any other type."""
+    """Return the item type of a tuple type; None for any other type."""
     return get_args(hint)[0] if get_origin(hint) is tuple else None
 
 
 def plain_type(hint: object) -> Any:  # noqa: ANN401 - a type
-    """The type without None."""
+    """Return the type without None."""
     kinds = (hint,) if get_origin(hint) is tuple else get_args(hint) or (hint,)
     return next(kind for kind in kinds if kind is not type(None))
 
 
 def parse_setting(settings: type[DataclassInstance], name: str, text: str) -> object:
-    """A setting's value from a text, as environment variables hold it. Raises `ConfigError`, which does not repeat a
+    """Parse a setting's value from text, as environment variables hold it. Raise `ConfigError`, which never shows a
     secret."""
     return _parse(name, plain_type(get_type_hints(settings)[name]), text)
 
@@ -67,14 +67,15 @@ def _parse(name: str, kind: Any, text: str) -> object:  # noqa: ANN401 - a type
 
 
 def setting_path(text: str, name: str = "path") -> Path:
-    """Raises `ConfigError` for an empty text, which `Path` would take for the current folder."""
+    """Return the text as a path. Raise `ConfigError` for an empty text, which `Path` would take for the current
+    folder."""
     if not text.strip():
         raise ConfigError(f"{name}: expected a path, got {text!r}")
     return Path(text)
 
 
 def read_settings(settings: type[DataclassInstance], path: Path, flag: str = "config") -> dict[str, object]:
-    """The settings in a TOML file, which the option `flag` names. Raises `ConfigError`."""
+    """Read settings from a TOML file; `flag` is the option that named the file. Raise `ConfigError`."""
     try:
         content = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:  # ValueError: not TOML, or not UTF-8
@@ -98,7 +99,7 @@ def read_settings(settings: type[DataclassInstance], path: Path, flag: str = "co
 
 
 def _setting_text(name: str, hint: object, value: object) -> str:
-    """A value of the file as the text that the environment would hold. Raises `ConfigError` for another type."""
+    """Return a TOML value as the text that an environment variable would hold. Raise `ConfigError` for a wrong type."""
     item = item_type(hint)
     if isinstance(value, list) and item is not None and all(_is_a(part, item) for part in value):
         if any(isinstance(part, str) and not part.strip() for part in value):

@@ -1,4 +1,4 @@
-"""Child processes of the daemon: they get none of its secrets, end with their parent, and ignore stop signals, which
+"""Child processes of the daemon. They get none of its secrets, end with their parent, and ignore stop signals, which
 are meant for the daemon."""
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 PR_SET_PDEATHSIG = 1
 PARENT = "_COSERVE_PARENT"
-"""The variable with the pid of the process that started a child."""
+"""Environment variable with the pid of the process that started a child."""
 CPU_QUOTA, MEMORY_LIMIT = Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/memory.max")
 
 
 def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of a child of this process: without the daemon's secrets, which its processes do not need."""
+    """Return the environment for child processes: this process's without the daemon's secrets."""
     kept = {name: value for name, value in environ.items() if name.upper() != "COSERVE_API_KEY"}
     return kept | {PARENT: str(os.getpid())}
 
@@ -40,10 +40,11 @@ async def start_child(
     others: Sequence[socket.socket | IO[bytes]] = (),
     environment: Mapping[str, str] | None = None,
 ) -> asyncio.subprocess.Process:
-    """Run `python -m MODULE FD ARGUMENTS…`, where FD is `end` of a socket pair; `MODULE` calls `obey_parent` first. It
-    inherits the `others`, too. `environment`: variables besides those of this process.
+    """Run `python -m MODULE FD ARGUMENTS…`, where FD is `end` of a socket pair. `MODULE` must call `obey_parent` first.
+    The child also inherits `others`. `environment`: additional variables.
 
-    Stop signals are blocked until then: Ctrl-C reaches the whole process group, a new interpreter too.
+    Stop signals are blocked until then: Ctrl-C reaches the whole process group, including an interpreter that just
+    starts.
     """
     with _stop_signals_blocked():
         return await asyncio.create_subprocess_exec(
@@ -55,7 +56,7 @@ async def start_child(
 
 
 def spawn_child(module: str, end: socket.socket, stdin: bytes) -> subprocess.Popen[bytes]:
-    """`start_child` without an event loop. `stdin`: the process's whole standard input."""
+    """Start a child as `start_child` does, without an event loop. `stdin`: the whole content of its standard input."""
     with _stop_signals_blocked():
         process = subprocess.Popen(  # noqa: S603 - our own module
             _command(module, end), stdin=subprocess.PIPE, pass_fds=(end.fileno(),), env=child_environment()
@@ -67,15 +68,17 @@ def spawn_child(module: str, end: socket.socket, stdin: bytes) -> subprocess.Pop
 
 
 def signal_child(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
-    """`process.send_signal`, which in Python 3.11 polls first: it would take the exit status of a child that has just
-    died from asyncio, which then warns of an unknown child process and says that the status is 255."""
+    """Send a signal as `process.send_signal` does, but without its poll (Python 3.11). The poll would take the exit
+    status of a child that has just died away from asyncio, which would then report status 255 and warn of an unknown
+    child."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, as by SIGSTOP. False if there is none, or on another system than Linux."""
+    """Return whether a process is stopped, as by SIGSTOP. False if it does not exist, and on systems other than
+    Linux."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except (OSError, IndexError):
@@ -88,7 +91,7 @@ def _command(module: str, end: socket.socket, *arguments: str) -> list[str]:
 
 @contextlib.contextmanager
 def _stop_signals_blocked() -> Iterator[None]:
-    """A process that is started inside has stop signals blocked."""
+    """Block stop signals in processes that are started inside the block."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -97,14 +100,15 @@ def _stop_signals_blocked() -> Iterator[None]:
 
 
 def usable_cores(quota: Path = CPU_QUOTA) -> int:
-    """Processor cores that this process may use: those of its CPU affinity, fewer under a container's `quota`; at least
+    """Return the CPU cores that this process may use: its CPU affinity, reduced to a container's `quota`; at least
     one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, _quota(quota, cores)))
 
 
 def _quota(path: Path, cores: int) -> int:
-    """Whole cores of a cgroup's CPU quota, whose file says "MICROSECONDS PERIOD"; `cores` without a quota."""
+    """Return the whole cores of a cgroup's CPU quota (its file says "MICROSECONDS PERIOD"), or `cores` without a
+    quota."""
     try:
         quota, period = path.read_text().split()
         return int(quota) // int(period)
@@ -113,7 +117,7 @@ def _quota(path: Path, cores: int) -> int:
 
 
 def usable_memory(limit: Path = MEMORY_LIMIT) -> int:
-    """Bytes of the machine's memory, fewer under a container's `limit`."""
+    """Return the machine's memory in bytes, or a container's `limit` if lower."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(machine, int(limit.read_text()))
@@ -122,8 +126,8 @@ def usable_memory(limit: Path = MEMORY_LIMIT) -> int:
 
 
 def allow_more_files() -> int:
-    """Raise this process's limit of file descriptors, sockets among them, to its hard limit; returns what it is then,
-    `RLIM_INFINITY` without one."""
+    """Raise this process's limit of file descriptors (sockets included) to its hard limit. Return the new limit,
+    `RLIM_INFINITY` if there is none."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
@@ -136,7 +140,7 @@ def allow_more_files() -> int:
 
 @contextlib.contextmanager
 def limited(kind: int, most: int) -> Iterator[None]:
-    """This process's limit of a resource (`resource.RLIMIT_*`) is at most `most` while the body runs."""
+    """Cap this process's limit of a resource (`resource.RLIMIT_*`) at `most` inside the block."""
     soft, hard = resource.getrlimit(kind)
     known = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(kind, (min([most, *known]), hard))
@@ -147,10 +151,10 @@ def limited(kind: int, most: int) -> Iterator[None]:
 
 
 def obey_parent(parent: int | None = None) -> None:
-    """End when the parent ends, also if it has ended already, and ignore stop signals: the parent stops this process.
-    `parent`: the pid of the process that forked this one; None: it was started by `start_child` or `spawn_child`, and
-    has their environment."""
-    if sys.platform == "linux":  # a second writer must not be left in the data folder by a kill -9 of the parent
+    """End this process when its parent ends, or now if it has ended, and ignore stop signals, since the parent stops
+    it. `parent`: pid of the process that forked this one; None: the pid is in the environment set by `start_child` or
+    `spawn_child`."""
+    if sys.platform == "linux":  # a kill -9 of the parent must not leave a second writer in the data folder
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != (int(os.environ[PARENT]) if parent is None else parent):  # it ended before the line above
         os._exit(1)

@@ -1,4 +1,4 @@
-"""What a job reports of each optimizer step."""
+"""Metrics that a job reports for each optimizer step."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ from coserve.core.types import Wire
 
 
 class Rewards(Wire, frozen=True):
-    """Means over pairs of answers. An answer's reward is beta times the log of its probability, relative to the
-    reference's."""
+    """DPO rewards, as means over pairs of answers. An answer's reward is beta times the log-ratio of its probability to
+    the reference's."""
 
     chosen: float
     rejected: float
     margin: float
-    """The chosen answer's less the rejected one's."""
+    """Reward of the chosen answer minus that of the rejected one."""
     accuracy: float
-    """Share of the pairs with a margin above 0."""
+    """Fraction of pairs with a margin above 0."""
 
 
 class StepMetrics(Wire, frozen=True):
-    """One optimizer step. `loss` is the mean negative log-likelihood per target token, in nats; of a job with a
-    teacher, the mean Kullback-Leibler divergence from the teacher's distributions; of one with a DPO loss, its mean
-    over the pairs."""
+    """Metrics of one optimizer step. `loss` is the mean negative log-likelihood per target token, in nats; with a
+    teacher, the mean KL divergence from the teacher; with a DPO loss, the mean over pairs."""
 
     step: int
     total_steps: int
@@ -29,28 +28,28 @@ class StepMetrics(Wire, frozen=True):
     learning_rate: float
     grad_norm: float
     tokens: int
-    """Tokens this step read."""
+    """Tokens in this step's batch."""
     target_tokens: int
     seconds: float
-    """Time in the step's slices, without the time between them."""
+    """Time in the step's slices, without the gaps between them."""
     valid_loss: float | None = None
     valid_loss_before: float | None = None
-    """Before the first step; of jobs with a teacher and validation rows."""
+    """Validation loss before the first step; for jobs with a teacher and validation rows."""
     best_valid_loss: float | None = None
-    """The smallest one so far, with a teacher the one before the first step included: of the weights that are
-    published. Of jobs with early stopping."""
+    """Smallest validation loss so far, that of the weights to publish; for jobs with early stopping. With a teacher,
+    the loss before the first step counts too."""
     best_step: int | None = None
-    """After which `best_valid_loss` was measured; 0: before the first one."""
+    """Step after which `best_valid_loss` was measured; 0: before the first step."""
     tokens_per_second: float | None = None
-    """`tokens` by `seconds`; None if no time was measured."""
+    """`tokens` divided by `seconds`; None if no time was measured."""
     token_accuracy: float | None = None
-    """Share of the target tokens whose logit is the largest, 0 to 1."""
+    """Fraction of target tokens that have the largest logit, 0 to 1."""
     perplexity: float | None = None
-    """exp of `loss`, at most exp(88); None for a job with a teacher or a DPO loss."""
+    """exp(`loss`), capped at exp(88); None for a job with a teacher or a DPO loss."""
     valid_token_accuracy: float | None = None
     valid_perplexity: float | None = None
-    """With `valid_loss`; as `perplexity`."""
+    """Like `perplexity`, for `valid_loss`."""
     rewards: Rewards | None = None
-    """Of the pairs that this step learned from, before its update; of jobs with a DPO loss."""
+    """Rewards of the pairs in this step's batch, before its update; for jobs with a DPO loss."""
     valid_rewards: Rewards | None = None
-    """Of the validation rows."""
+    """Rewards of the validation rows."""

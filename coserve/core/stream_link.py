@@ -14,15 +14,15 @@ from coserve.core.errors import EngineUnavailable
 from coserve.core.link import FromEngine, InT, OutT, ToEngine
 
 ALIVE = 10.0
-"""Seconds between two messages of an engine that has work, unless a single step or slice takes longer."""
+"""Maximum seconds between two messages of an engine that has work, unless a single step or slice takes longer."""
 TURN_BYTES = 1 << 16
 """Bytes of messages that a `StreamLink` receives before it yields to the event loop."""
 
 
 class StreamLink(Generic[OutT, InT]):
-    """One end over a connected socket: 4 bytes of length (big endian), then one msgpack message.
+    """One end of a link over a connected socket. Frame: 4 bytes of length (big endian), then one msgpack message.
 
-    Messages that do not fit into the socket's buffer are kept here and sent when the peer reads; `send` never waits.
+    Messages that do not fit into the socket's buffer are queued here and sent when the peer reads; `send` never blocks.
     """
 
     def __init__(
@@ -31,11 +31,11 @@ class StreamLink(Generic[OutT, InT]):
         self._reader, self._writer, self._decoder = reader, writer, decoder
         self._encoder = msgspec.msgpack.Encoder()
         self._received = 0
-        """Bytes since the last yield to the event loop."""
+        """Bytes received since the last yield to the event loop."""
 
     @property
     def backlog(self) -> int:
-        """See `Link`."""
+        """Return the bytes sent that are still buffered in this process."""
         return self._writer.transport.get_write_buffer_size()
 
     def send(self, message: OutT) -> None:
@@ -51,7 +51,7 @@ class StreamLink(Generic[OutT, InT]):
 
     async def receive(self) -> InT:
         try:
-            if self._received >= TURN_BYTES:  # reads from the buffer do not suspend
+            if self._received >= TURN_BYTES:  # a read that the buffer satisfies does not yield
                 self._received = 0
                 await asyncio.sleep(0)
             size = int.from_bytes(await self._reader.readexactly(4), "big")
@@ -62,7 +62,7 @@ class StreamLink(Generic[OutT, InT]):
 
     async def close(self) -> None:
         self._writer.close()
-        with contextlib.suppress(ConnectionError):  # the peer left first
+        with contextlib.suppress(ConnectionError):  # the peer has closed first
             await self._writer.wait_closed()
 
 

@@ -21,7 +21,7 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class AdapterRef(msgspec.Struct, frozen=True, order=True):
-    """One immutable version of one adapter. Each KV page and each cached prefix belongs to one of them, or to the
+    """One immutable version of one adapter. Each KV page and each cached prefix belongs to one version, or to the
     base."""
 
     id: str
@@ -32,14 +32,14 @@ class AdapterRef(msgspec.Struct, frozen=True, order=True):
 
 
 class AdapterDigests(msgspec.Struct, frozen=True):
-    """What the registry knows of an adapter's files: their SHA-256, in hex, and what the config's patterns gave."""
+    """SHA-256 (hex) of an adapter's files, and the alphas resolved from its config, as the registry stores them."""
 
     weights: str
     config: str = ""
-    """Empty, and not checked, for versions registered before this field existed."""
+    """Empty for versions registered before this field existed; then it is not checked."""
     alphas: tuple[float, ...] | None = None
-    """The alpha of each adapted module, in order of their names; empty: the config's `lora_alpha` for all. None: not
-    known (registered before this was kept), the config's patterns are matched when the files are read."""
+    """Alpha of each adapted module, ordered by module name; empty: `lora_alpha` for all. None: not stored (an older
+    registration), so the config's patterns are matched when the files are read."""
 
 
 class SiteSpec(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ class SiteSpec(msgspec.Struct, frozen=True):
 
 
 class BaseSpec(Wire, frozen=True):
-    """Description of the loaded base, for all code that does not hold the model."""
+    """Description of the loaded base, for code that does not hold the model."""
 
     name: str
     fingerprint: str
@@ -65,11 +65,11 @@ class BaseSpec(Wire, frozen=True):
     eos_token_ids: tuple[int, ...]
     sites: dict[str, SiteSpec]
     default_targets: tuple[str, ...]
-    """Suffixes of the sites that a new adapter targets unless told otherwise (all linear sites of a layer)."""
+    """Suffixes of the sites that a new adapter targets by default: all linear sites of a layer."""
     context_note: str = ""
     """Why `context` is less than the model's own maximum; empty if it is not."""
     hub_name: str | None = None
-    """NAME or OWNER/NAME on the hub; None: it was read from a folder, or is bundled."""
+    """NAME or OWNER/NAME on the hub; None: the base is bundled or was read from a folder."""
 
 
 class SamplingParams(Wire, frozen=True):
@@ -92,28 +92,29 @@ class SamplingParams(Wire, frozen=True):
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    """As `logprobs`, for the prompt's tokens. `max_tokens` may then be 0, which scores the prompt and generates
+    """Like `logprobs`, for the prompt's tokens. `max_tokens` may then be 0, which scores the prompt and generates
     nothing."""
     seed: int = 0
 
 
 class Slo(Wire, frozen=True):
-    """A request's latency targets, in seconds. `e2e`: from its arrival to its last token."""
+    """A request's latency targets, in seconds. `e2e`: from arrival to the last token."""
 
     ttft: float
     tpot: float
     e2e: float | None = None
     batch: bool = False
-    """Of the class batch: interactive requests are admitted first. If it is due before them, it goes after some of them
-    (`queues.inference.INTERACTIVE_PER_BATCH`)."""
+    """The request's class is `batch`: interactive requests are admitted first. After
+    `queues.inference.INTERACTIVE_PER_BATCH` of them, a batch request goes next if its first token is due before
+    theirs."""
     shed: bool = False
-    """It is refused as soon as its first token cannot come in time."""
+    """Refuse the request as soon as its first token cannot be on time."""
     shed_e2e: bool = False
-    """The same with its last token's target."""
+    """Refuse the request as soon as its last token cannot be on time."""
 
 
 SloClass = Literal["interactive", "batch"]
-"""Classes of requests. Each has targets of its own in the settings."""
+"""Classes of requests. Each has its own latency targets in the settings."""
 
 
 class FinishReason(StrEnum):
@@ -123,11 +124,11 @@ class FinishReason(StrEnum):
 
 
 class MicroStep(StrEnum):
-    """Kinds of micro-steps. A micro-step is a part of a training micro-batch that runs without interruption; within a
-    job, those of one kind take about the same time."""
+    """Kinds of micro-steps. A micro-step is a piece of a training micro-batch that runs without interruption. Within a
+    job, micro-steps of one kind take about the same time."""
 
     BEGIN = "begin"
-    """Rows packed and embedded, and the first layer's forward."""
+    """Pack and embed rows, and run the first layer's forward."""
     FORWARD = "forward"
     """One layer's forward."""
     HEAD = "head"
@@ -135,20 +136,19 @@ class MicroStep(StrEnum):
     BACKWARD = "backward"
     """One layer's backward."""
     OPTIMIZER = "optimizer"
-    """The update of the weights, once an optimizer step; with paged moments once for each `admission.optimizers.SLICE`
-    of it."""
+    """The update of the weights, one micro-step per optimizer step; with paged moments one per
+    `admission.optimizers.SLICE` of it."""
     EVALUATE = "evaluate"
-    """One layer's forward without gradients: in an evaluation, or a teacher's."""
+    """One layer's forward without gradients, for an evaluation or a teacher."""
     EVALUATE_HEAD = "evaluate_head"
     RESULT = "result"
-    """The host reads what earlier micro-steps computed, and goes on with it. Only where slices run beside generation;
-    elsewhere the micro-step before does it."""
+    """The host reads the results of earlier micro-steps and continues with them. Used only if slices overlap
+    generation; otherwise the preceding micro-step does it."""
 
 
 class Optimizer(StrEnum):
-    """What updates a job's weights: Adam with decoupled weight decay, or Lion; `8bit`: with moments of one byte a
-    weight, by bitsandbytes;
-    `paged`: the moments stay in host memory, and pass through the GPU at each update."""
+    """A job's optimizer: AdamW (decoupled weight decay) or Lion. `8bit`: one-byte moments, by bitsandbytes. `paged`:
+    the moments stay in host memory and pass through the GPU at each update."""
 
     ADAMW = "adamw"
     ADAMW_8BIT = "adamw_8bit"
@@ -165,7 +165,7 @@ class Optimizer(StrEnum):
 
     @property
     def unpaged(self) -> Optimizer:
-        """The same rule with its moments on the GPU: its checkpoints are the same."""
+        """Return the optimizer with its moments on the GPU. Its checkpoints are interchangeable with this one's."""
         return Optimizer(self.removeprefix("paged_"))
 
     @property
@@ -191,14 +191,15 @@ class Schedule(StrEnum):
 
 
 DEFAULT_RANK = 16
-"""Rank of a new adapter unless the job sets one. Memory is profiled with it, and its kernels are compiled first."""
+"""LoRA rank of a new adapter by default. Memory is profiled with it, and its kernels are compiled first."""
 
 
 class LoraRequest(Wire, frozen=True):
-    """The shape of a new adapter, as a user asks for it. The meaning is PEFT's, some names are ours: `alpha` is PEFT's
-    `lora_alpha`, `rslora` is `use_rslora`, `dropout` is `lora_dropout`, `targets` is `target_modules`, `init` is
-    `init_lora_weights`, and `bd_blocks`, `targets_bd_a` and `targets_bd_b` are `use_bdlora`'s `nblocks`,
-    `target_modules_bd_a` and `target_modules_bd_b`.
+    """The shape of a new adapter as a user requests it, with PEFT's meanings.
+
+    Some names differ from PEFT's: `alpha` is `lora_alpha`, `rslora` is `use_rslora`, `dropout` is `lora_dropout`,
+    `targets` is `target_modules`, `init` is `init_lora_weights`, and `bd_blocks`, `targets_bd_a` and `targets_bd_b` are
+    `use_bdlora`'s `nblocks`, `target_modules_bd_a` and `target_modules_bd_b`.
     """
 
     r: int = DEFAULT_RANK
@@ -213,18 +214,18 @@ class LoraRequest(Wire, frozen=True):
     init: Annotated[str, Meta(max_length=64)] = "default"
     """`default` (Kaiming A, zero B), `gaussian` (normal A / r, zero B) or `orthogonal`."""
     bd_blocks: int = 1
-    """BD-LoRA: diagonal blocks of B at column-parallel sites (q, k, v, gate, up) and of A at row-parallel ones (o,
-    down), for tensor parallelism over as many GPUs or any divisor of it. `r` is the rank of all blocks together. 1:
-    plain LoRA."""
+    """BD-LoRA: number of diagonal blocks of B at column-parallel sites (q, k, v, gate, up) and of A at row-parallel
+    ones (o, down). It suits tensor parallelism over that many GPUs or any divisor. `r` is the total rank of all blocks.
+    1: plain LoRA."""
     targets_bd_a: BlockNames | None = None
-    """Parts of the names of the sites whose A is block-diagonal; sites that neither list names are plain LoRA. None,
-    and `targets_bd_b` too: the row-parallel sites."""
+    """Substrings of the names of sites with a block-diagonal A; sites in neither list are plain LoRA. If both lists are
+    None: the row-parallel sites."""
     targets_bd_b: BlockNames | None = None
-    """The same for B. None, and `targets_bd_a` too: the column-parallel sites."""
+    """Substrings of the names of sites with a block-diagonal B. If both lists are None: the column-parallel sites."""
 
 
 class LoraSettings(LoraRequest, frozen=True):
-    """The shape of an adapter. As `LoraRequest`; an imported adapter may have a name for each of many thousand
+    """The shape of an adapter. It is a `LoraRequest` without limits on names: an imported adapter may list thousands of
     sites."""
 
     targets: tuple[str, ...] | None = None
@@ -239,7 +240,7 @@ Auto = Literal["auto"]
 
 
 TrainOn = Literal["completion", "all", "assistant"]
-"""The tokens of a row that are learned."""
+"""Which tokens of a row enter the loss."""
 
 
 class DpoLoss(Wire, frozen=True):
@@ -247,21 +248,20 @@ class DpoLoss(Wire, frozen=True):
 
     type: Literal["dpo"]
     beta: float = 0.1
-    """How strongly the adapter is held to the reference: the scale of the rewards."""
+    """Scale of the rewards: how strongly the adapter is held to the reference."""
     reference: Literal["start", "base"] = "start"
-    """Whose answers the loss is relative to: of the adapter that the job continues, as it was (a new one: the base), or
-    of the base."""
+    """Reference policy of the loss: the adapter as it was at the job's start (the base, if the adapter is new), or the
+    base."""
 
 
 class TrainingRequest(Wire, frozen=True):
-    """How a job is to train, as a user asks for it. At most one of `epochs` and `steps`; batches are counted in tokens.
+    """Training settings as a user requests them. At most one of `epochs` and `steps`; batches are counted in tokens.
 
-    `epochs` (unless `steps` is given), `batch_tokens` and `learning_rate` are chosen by the daemon unless they are
-    given.
+    The daemon chooses `epochs` (unless `steps` is given), `batch_tokens` and `learning_rate` if they are not given.
     """
 
     epochs: float | Auto | None = None
-    """Passes over the corpus; None is "auto"."""
+    """Passes over the corpus; may be fractional; None is "auto"."""
     steps: int | None = None
     """Optimizer steps, instead of `epochs`."""
     batch_tokens: int | Auto = "auto"
@@ -271,38 +271,35 @@ class TrainingRequest(Wire, frozen=True):
     max_length: int | None = None
     """Longest sequence in tokens; None: the base's context."""
     learning_rate: float | Auto = "auto"
-    """The peak; the schedule goes up to it and down from it."""
+    """Peak learning rate of the schedule."""
     train_on: TrainOn | None = None
-    """Which tokens are learned: the completion or last answer alone (`completion`: of prompt/completion rows and
-    chats), every turn of the assistant (`assistant`: of chats), or every token (`all`). None: a text whole, of a
-    prompt/completion row the completion, of a chat every turn of the assistant. Rows that have no such tokens are
-    refused."""
+    """Tokens in the loss: `completion` is the completion or last answer only (prompt/completion rows and chats),
+    `assistant` every message of the assistant (chats), `all` every token. None: all of a text, the completion of a
+    prompt/completion row, every assistant message of a chat. Rows without such tokens are refused."""
     one_row_per_answer: bool = False
-    """A chat becomes a row for each answer that is to be learned, the chat up to that answer: for templates that change
+    """Split a chat into one row per answer to learn, each with the chat up to that answer: for templates that change
     earlier answers."""
     loss: DpoLoss | None = None
-    """None: the negative log-likelihood of the target tokens. `dpo` learns from rows of `prompt`, `chosen` and
-    `rejected`."""
+    """None: the negative log-likelihood of the target tokens. `dpo` needs rows of `prompt`, `chosen` and `rejected`."""
     schedule: Schedule = Schedule.LINEAR
     warmup_steps: int = 0
     optimizer: Optimizer = Optimizer.ADAMW
-    """`adamw`; `lion` (https://arxiv.org/abs/2302.06675), which keeps one moment; `adamw_8bit` and `lion_8bit`, whose
-    moments have 8 bits (https://arxiv.org/abs/2110.02861); `paged_` ahead of each: its moments stay in pinned host
-    memory."""
+    """`adamw`; `lion` (https://arxiv.org/abs/2302.06675), which keeps one moment; `adamw_8bit` and `lion_8bit` with
+    8-bit moments (https://arxiv.org/abs/2110.02861). Prefix `paged_`: the moments stay in pinned host memory."""
     beta1: float = 0.9
     beta2: float | None = None
-    """None: 0.999, and with Lion 0.99."""
+    """None: 0.999, or 0.99 for Lion."""
     eps: float = 1e-8
-    """Of AdamW alone."""
+    """Used by AdamW only."""
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    """0 switches clipping off."""
+    """0: no clipping."""
     lora_plus_ratio: float | None = None
-    """LoRA+ (https://arxiv.org/abs/2402.12354; PEFT's `loraplus_lr_ratio`): the learning rate of every B is this many
-    times `learning_rate`, which is then A's alone and must be given. At least 1; None: 1."""
+    """LoRA+ (https://arxiv.org/abs/2402.12354; PEFT's `loraplus_lr_ratio`): the learning rate of every B as a multiple
+    of `learning_rate`, which then applies to A and must be given. At least 1; None: 1."""
     neftune_alpha: float | None = None
-    """NEFTune (https://arxiv.org/abs/2310.05914; `neftune_noise_alpha` of transformers): in training, uniform noise of
-    at most alpha / sqrt(tokens of the row * hidden size) on the embeddings. None: no noise."""
+    """NEFTune (https://arxiv.org/abs/2310.05914; `neftune_noise_alpha` of transformers): adds uniform noise of at most
+    alpha / sqrt(tokens of the row * hidden size) to the embeddings in training. None: no noise."""
     validation_split: float = 0.0
     early_stopping_patience: int | None = None
     """Evaluations without improvement before the job ends; needs `validation_split`."""
@@ -313,17 +310,17 @@ class TrainingRequest(Wire, frozen=True):
         tuple[Text | Annotated[tuple[ChatMessage, ...], Meta(max_length=MAX_MESSAGES)], ...],
         Meta(max_length=MAX_MESSAGES),
     ] = ()
-    """Texts, or chats as lists of messages, of which the adapter in training generates samples: one each, every
-    `sample_steps` steps and at the end. They do not change what is learned."""
+    """Texts, or chats as lists of messages. The adapter in training generates one sample for each, every `sample_steps`
+    steps and at the end. Sampling does not affect the training."""
     sample_steps: int = 20
     sample_max_tokens: int = 128
-    """Most tokens of a sample."""
+    """Maximum tokens of a sample."""
     sample_temperature: float = 0.0
-    """0: always the likeliest token. Above 0, samples are drawn with the job's `seed`."""
+    """0: greedy. Above 0, samples are drawn with the job's `seed`."""
 
 
 class TrainingSettings(TrainingRequest, frozen=True):
-    """How a job trains: as `TrainingRequest`, with every value fixed. A request may also be one of these."""
+    """Training settings of a job: a `TrainingRequest` with every value resolved. A request may also be one."""
 
     epochs: float | None = None
     batch_tokens: int = 2048
@@ -366,11 +363,11 @@ class JobState(StrEnum):
 
 
 class Teacher(Wire, frozen=True):
-    """The adapter whose outputs a job learns, in its loss, instead of the rows' tokens."""
+    """The teacher of a distillation job: the adapter whose outputs replace the rows' tokens in the loss."""
 
     ref: AdapterRef
     digests: AdapterDigests
-    """Expected digests of its files."""
+    """Expected digests of the teacher's files."""
     rank: int
 
 
@@ -380,30 +377,30 @@ class JobSpec(Wire, frozen=True):
     id: str
     adapter: str
     version: int
-    """The version that success publishes."""
+    """The version that the job publishes when it succeeds."""
     init_from: AdapterRef | None
-    """Continue this adapter instead of a new one; `lora` then has its settings."""
+    """Adapter to continue instead of a new one; `lora` then has its settings."""
     lora: LoraSettings
     training: TrainingSettings
     rows: int
     tokens: int
-    """Tokens of one pass over the corpus."""
+    """Tokens in one epoch of the corpus."""
     target_tokens: int
     init_digests: AdapterDigests | None = None
     """Expected digests of the files of `init_from`."""
     teacher: Teacher | None = None
     """Distillation: the loss is the divergence from this adapter's outputs."""
     rows_cut: int = 0
-    """Rows cut to the longest sequence."""
+    """Rows truncated to the maximum length."""
     auto: tuple[str, ...] = ()
-    """The fields of `training` that the daemon chose."""
+    """Fields of `training` that the daemon chose."""
     longest: int = 0
-    """Tokens of the longest row; 0 for a job that was accepted before this was kept."""
+    """Tokens of the longest row; 0 for jobs stored before this field existed."""
     corpus_digest: str | None = None
-    """SHA-256 of the corpus's file, hex; None for a job that was accepted before this was kept."""
+    """SHA-256 (hex) of the corpus's file; None for jobs stored before this field existed."""
 
     @property
     def sources(self) -> tuple[AdapterRef, ...]:
-        """The adapters whose files the job reads."""
+        """Return the adapters whose files the job reads."""
         taught = () if self.teacher is None else (self.teacher.ref,)
         return taught if self.init_from is None else (self.init_from, *taught)

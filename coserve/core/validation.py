@@ -1,5 +1,8 @@
-"""msgspec's validation errors as ours: "expected X, got Y", with the field's path, the values allowed and likely names;
-a check of numbers that several requests have; decoders for several threads."""
+"""Turns msgspec's validation errors into ours: "expected X, got Y", with the field's path, allowed values and likely
+names.
+
+Also a check of numbers that several requests share, and JSON decoders that are safe with several threads.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +36,16 @@ T = TypeVar("T")
 _lock = Lock()
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
 MAX_FIELD = 200
-"""Characters of a field's path that an error shows."""
+"""Maximum characters of a field's path in an error."""
 
 _PATH = re.compile(r" - at (`key` in )?`\$\.?([^`]*)`$")
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 _ENTRY = "[...]"
-"""In msgspec's paths: an entry of a dict, whatever its key."""
+"""Stands in msgspec's paths for an entry of a dict, whatever its key."""
 
 
 def explain(error: msgspec.ValidationError, value: object, type: type) -> InvalidRequest | UnknownField:
-    """Our error for msgspec's. `value`: what was read as `type`; None: not known."""
+    """Return our error for msgspec's. `value`: the input that was decoded as `type`; None: unknown."""
     text = str(error)
     found = _PATH.search(text)
     of_key, path = (found[1] is not None, found[2]) if found else (False, "")
@@ -72,8 +75,8 @@ def explain(error: msgspec.ValidationError, value: object, type: type) -> Invali
 
 
 def _wrong_key(text: str, value: object, type: type, path: str) -> str | None:
-    """The key of the entry that msgspec's error is about, in the dict at `path`: the last of the fewest first entries
-    with which the same error comes."""
+    """Return the key of the dict entry at `path` that msgspec's error is about. Bisect for the shortest prefix of
+    entries that raises the same error; its last entry is the wrong one."""
     entries = _at(value, path)
     if not isinstance(entries, dict):
         return None
@@ -91,12 +94,12 @@ def _wrong_key(text: str, value: object, type: type, path: str) -> str | None:
 
 
 def _steps(path: str) -> list[str | int]:
-    """Names of fields and numbers of entries."""
+    """Return the path's steps: names of fields and indices of entries."""
     return [int(step[2]) if step[2] else step[1] for step in _STEP.finditer(path)]
 
 
 def _at(value: Any, path: str, key: str | None = None) -> object:  # noqa: ANN401 - any JSON
-    """The value at msgspec's path, or its entry `key`; None if it cannot be found."""
+    """Return the value at msgspec's path, or its entry `key`; None if not found."""
     try:
         for step in [*_steps(path), *([] if key is None else [key])]:
             value = value[step]
@@ -106,7 +109,7 @@ def _at(value: Any, path: str, key: str | None = None) -> object:  # noqa: ANN40
 
 
 def _replaced(value: Any, steps: list[str | int], new: object) -> object:  # noqa: ANN401 - any JSON
-    """A copy of `value` with `new` where `steps` lead."""
+    """Return a copy of `value` with `new` at the path `steps`."""
     if not steps:
         return new
     copy = value.copy()
@@ -115,7 +118,7 @@ def _replaced(value: Any, steps: list[str | int], new: object) -> object:  # noq
 
 
 def _got(value: object) -> str:
-    """`, got VALUE`; empty for one that was not found."""
+    """Return `, got VALUE`; empty if the value was not found."""
     if value is None:
         return ""
     if isinstance(value, dict | list):
@@ -125,7 +128,7 @@ def _got(value: object) -> str:
 
 
 def alternatives(type: type, path: str) -> list[str]:
-    """The values that an enum or a literal of `type` allows at `path`, a path such as `messages[0].role`."""
+    """Return the values that an enum or a literal of `type` allows at `path`, such as `messages[0].role`."""
     found = [msgspec.inspect.type_info(type)]
     for step in _STEP.finditer(path):
         found = [inner for info in found for inner in _inside(info, step[1])]
@@ -142,7 +145,7 @@ def alternatives(type: type, path: str) -> list[str]:
 
 
 def _inside(info: Type, name: str | None) -> Iterator[Type]:
-    """The types of the field `name`, or of the entries (None)."""
+    """Yield the types of the field `name`, or of the entries if it is None."""
     for leaf in members(info):
         if isinstance(leaf, StructType) and name is not None:
             yield from (field.type for field in leaf.fields if field.encode_name == name)
@@ -153,24 +156,24 @@ def _inside(info: Type, name: str | None) -> Iterator[Type]:
 
 
 def members(info: Type) -> tuple[Type, ...]:
-    """The types of a union, or the one type."""
+    """Return the types of a union, or the one type."""
     return info.types if isinstance(info, UnionType) else (info,)
 
 
 def check_normal(value: float, *, field: str) -> None:
-    """Raises `InvalidRequest` for a value that is not 0 but would be in fp32, or not a normal number there."""
+    """Raise `InvalidRequest` for a nonzero value that in fp32 is 0 or not a normal number."""
     if 0 < abs(value) < LEAST_NORMAL:
         expected = f"expected at least {LEAST_NORMAL:.3g}, the least normal fp32 number"
         raise InvalidRequest(f"{expected}, got {value}", field=field)
 
 
 def decoder_of(type: type[T]) -> msgspec.json.Decoder[T]:
-    """Always the same one, for code that several threads run. After the call `msgspec.convert` and decoders of other
-    formats may use the type on any thread, too.
+    """Return the type's only decoder, for code that several threads run. After the call `msgspec.convert` and decoders
+    of other formats may use the type on any thread, too.
 
-    msgspec prepares a Struct type, and those of its fields, at the first use. A second thread that uses one of them
-    meanwhile reads what is not there yet, and the process ends (msgspec 0.22, SIGSEGV). So types that threads decode
-    are prepared here, one after another.
+    msgspec prepares a Struct type and the types of its fields at first use. A second thread that uses one of them
+    meanwhile reads unfinished data, and the process crashes (msgspec 0.22, SIGSEGV). So types that threads decode are
+    prepared here, one after another.
     """
     with _lock:
         if (found := _decoders.get(type)) is None:

@@ -1,4 +1,4 @@
-"""The access log: one line per response, after its last byte."""
+"""The access log: one record per response, written after its last byte."""
 
 from __future__ import annotations
 

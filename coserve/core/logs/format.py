@@ -10,12 +10,12 @@ Value = str | int | float | bool | None
 
 
 def log_event(log: logging.Logger, message: str, /, **fields: Value) -> None:
-    """An info line with fields: ids, counts, seconds. A field that is None is left out."""
+    """Log an info record with fields: ids, counts, seconds. A field that is None is left out."""
     log.info(message, extra={"fields": {name: value for name, value in fields.items() if value is not None}})
 
 
 def escaped(text: str) -> str:
-    """Control and format characters, line ends too, as backslash escapes."""
+    """Return the text with control and format characters, line ends included, as backslash escapes."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -26,12 +26,12 @@ def _fields(record: logging.LogRecord) -> dict[str, Value]:
 
 
 def _time(record: logging.LogRecord) -> str:
-    """ISO 8601, UTC, milliseconds."""
+    """Return ISO 8601 in UTC with milliseconds."""
     return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 class TextFormatter(logging.Formatter):
-    """`TIME PROCESS LEVEL LOGGER: MESSAGE NAME=VALUE ...`; a traceback's lines follow, each indented."""
+    """Formats `TIME PROCESS LEVEL LOGGER: MESSAGE NAME=VALUE ...`; a traceback follows, indented."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -54,8 +54,8 @@ def _shown(value: Value) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object: `ts`, `level`, `process`, `logger`, `message`, the record's fields, and `traceback` if there is
-    one."""
+    """Formats one JSON object: `ts`, `level`, `process`, `logger`, `message`, the record's fields, and `traceback` if
+    any."""
 
     def __init__(self, process: str) -> None:
         super().__init__()

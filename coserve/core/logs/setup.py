@@ -14,7 +14,7 @@ ACCESS = "coserve.access"
 
 @dataclass(frozen=True)
 class LogSettings:
-    """How a process logs (`Config.logs`)."""
+    """Log settings of a process (`Config.logs`)."""
 
     level: str = "info"
     format: str = "text"
@@ -22,8 +22,8 @@ class LogSettings:
 
 
 def set_up_logging(process: str, settings: LogSettings) -> None:
-    """`process`: what the lines name it: api, engine, rank-1, helper, warm. Call it after the imports: it removes
-    handlers that libraries installed."""
+    """Configure logging in this process. `process`: its name in the records (api, engine, rank-1, helper, warm). Call
+    it after the imports, since it removes handlers that libraries installed."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter(process) if settings.format == "json" else TextFormatter(process))
     root = logging.getLogger()

@@ -9,7 +9,7 @@ from typing import Final
 
 
 class ThrottledLog:
-    """Logs `what` to `log` at most once in `INTERVAL` seconds, with the number of warnings left out."""
+    """Logs the warning `what` to `log` at most once per `INTERVAL` seconds, with the number of warnings suppressed."""
 
     INTERVAL: Final = 60.0
 
@@ -19,7 +19,7 @@ class ThrottledLog:
         self._unlogged = 0
 
     def warn(self, detail: str = "") -> None:
-        """`detail` follows `what` in the line."""
+        """Log the warning if it is due. `detail` is appended to `what`."""
         now = self._clock()
         if self._last is not None and now - self._last < self.INTERVAL:
             self._unlogged += 1

@@ -1,4 +1,4 @@
-"""Adapters: imports, versions, conversions."""
+"""Schemas of adapters: imports, versions, conversions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Adapter(Wire, frozen=True):
     ref: str
     """`id@version`."""
     rank: int
-    """The largest, where ranks differ between sites; over all blocks, with BD-LoRA."""
+    """The LoRA rank: the largest if it differs between sites, the total over all blocks with BD-LoRA."""
     alpha: float
     targets: list[str]
     base: str
@@ -41,11 +41,11 @@ class Adapter(Wire, frozen=True):
     bytes: int
     sha256: str
     resident: bool
-    """In memory now."""
+    """Whether the version is in memory now."""
     versions: list[int] | None = None
     """All versions, ascending; null in lists."""
     current: bool = True
-    """The name without a version means this one."""
+    """Whether the name without a version means this one."""
     newest: int | None = None
     """The newest version of the name; after a rollback the name means an older one."""
     bd_blocks: int = 1
@@ -53,55 +53,58 @@ class Adapter(Wire, frozen=True):
 
 
 class RollbackRequest(Wire, frozen=True):
-    """`POST /adapters/{id}/rollback`: the name means this version until a newer one is published."""
+    """Body of `POST /adapters/{id}/rollback`: the name means this version until a newer one is published."""
 
     version: Annotated[int, Meta(ge=1, le=MAX_VERSION)]
 
 
 class Distillation(Wire, frozen=True, omit_defaults=True):
-    """A job that trains a converted adapter toward the outputs of its source, at the targets of these rows."""
+    """A job that trains a converted adapter toward its source's outputs, at the targets of these rows."""
 
     data: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_ROWS, description=ROWS)]
     training: TrainingRequest = TrainingRequest()
-    """With `validation_split` the job's metrics have the output error before and after; with `early_stopping_patience`
-    too, the job publishes the best weights that it has measured, those before its first step included."""
+    """With `validation_split` the job's metrics have the output error before and after training; with
+    `early_stopping_patience` as well, the job publishes the best weights measured, which may be those before its first
+    step."""
 
 
 class ConvertRequest(Wire, frozen=True, omit_defaults=True):
-    """`POST /adapters/{id}/convert`: from LoRA to BD-LoRA, back, to other blocks or to another rank, by truncated
-    SVD."""
+    """Body of `POST /adapters/{id}/convert`: convert between LoRA and BD-LoRA, or to other blocks or another LoRA rank,
+    by truncated SVD."""
 
     bd_blocks: Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
     """Diagonal blocks of the new adapter; 1: plain LoRA."""
     rank: Annotated[int, Meta(ge=1, le=MAX_RANK)] | None = None
-    """Of all blocks together. None: the smallest one whose error is at most `max_error`."""
+    """Total LoRA rank of all blocks. None: the smallest one whose error is at most `max_error`."""
     max_error: Annotated[float, Meta(ge=0, le=1)] | None = None
-    """Bound of the error; with `rank` too, a larger error is refused. None: 0.05, and no bound for `rank`."""
+    """Maximum error; a larger one with the given `rank` is refused. None: 0.05 if the rank is chosen, no limit if it is
+    given."""
     name: AdapterName | None = None
-    """Of the new adapter. None: `<name>-bd<bd_blocks>`, or `<name>-lora` for one block."""
+    """Name of the new adapter. None: `<name>-bd<bd_blocks>`, or `<name>-lora` for one block."""
     distill: Distillation | None = None
-    """Then submit this job. If it is refused, the converted adapter is deleted again."""
+    """A job to submit after the conversion. If it is refused, the converted adapter is deleted."""
 
 
 class ConvertedAdapter(Wire, frozen=True):
-    """An error is the Frobenius norm of what the update (B times A) lost, divided by that of the whole update."""
+    """Result of a conversion. An error is the Frobenius norm of the lost part of the update BA, divided by that of
+    BA."""
 
     adapter: Adapter
     rank: int
     error: float
-    """Of all sites together."""
+    """Error over all sites."""
     site_errors: dict[str, float]
     max_error: float
     smallest_rank: int
-    """The smallest rank whose error is at most `max_error`."""
+    """Smallest LoRA rank whose error is at most `max_error`."""
     errors: dict[int, float]
-    """The error of all sites at other ranks."""
+    """Error over all sites by LoRA rank, for other ranks."""
     job: str | None = None
-    """The id of the distillation's job; it publishes the next version."""
+    """Id of the distillation job, which publishes the next version."""
 
 
 class AdapterList(Wire, frozen=True):
-    """The version that each name means, by name; the next page is `?after=<id of the last one>`."""
+    """Adapters by name, each with its current version. The next page is `?after=<id of the last one>`."""
 
     data: list[Adapter]
     has_more: bool

@@ -1,4 +1,4 @@
-"""The body of errors."""
+"""Schema of error bodies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from coserve.core.types import Wire
 
 
 class ErrorInfo(Wire, frozen=True):
-    """`field` names what of the request is wrong; `line` the row of a corpus."""
+    """An error. `field` names the wrong field of the request; `line` is the wrong row of a corpus."""
 
     code: str
     message: str

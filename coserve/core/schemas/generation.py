@@ -1,4 +1,4 @@
-"""Requests and responses of generation."""
+"""Schemas of generation requests and responses."""
 
 from __future__ import annotations
 
@@ -33,25 +33,26 @@ from coserve.core.types import SloClass, Wire
 
 
 class GenerateRequest(Wire, frozen=True, omit_defaults=True):
-    """`POST /generate`. Exactly one of `prompt` (text or token ids) and `messages`."""
+    """Body of `POST /generate`. Exactly one of `prompt` (text or token ids) and `messages` is required."""
 
     prompt: Text | TokenIds | None = None
     messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)] | None = None
     tools: Tools | None = None
-    """Of `messages`: JSON schemas for the base's chat template. A call that the model writes is part of its text."""
+    """JSON schemas for the base's chat template, with `messages` only. A call that the model writes is part of its
+    text."""
     chat_template_kwargs: TemplateOptions | None = None
-    """Of `messages`: variables that the base's chat template reads, such as Qwen3's `enable_thinking`."""
+    """Variables for the base's chat template, with `messages` only, such as Qwen3's `enable_thinking`."""
     adapter: AdapterRefText | None = None
     """None: the base itself."""
     stream: bool = False
     n: Choices = 1
-    """Choices to generate; choice i uses `seed + i`."""
+    """Number of choices; choice i uses `seed + i`."""
     max_tokens: TokenCount | None = 128
-    """At most the base's context; generation ends where the context does. None: as many as fit; 0, with
-    `prompt_logprobs`: nothing is generated."""
+    """Maximum tokens per choice, at most the base's context. Generation also ends where the context does. None: as many
+    as fit. 0: score the prompt only, with `prompt_logprobs`."""
     min_tokens: TokenCount = 0
     temperature: Temperature = 1.0
-    """0: always the likeliest token."""
+    """0: greedy."""
     top_k: TopK = 0
     """0: off."""
     top_p: TopP = 1.0
@@ -60,36 +61,35 @@ class GenerateRequest(Wire, frozen=True, omit_defaults=True):
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     stop: StopText | StopTexts | None = None
-    """Texts that end the choice. They are not part of its text."""
+    """Strings that end the choice. They are not part of its text."""
     include_stop_str_in_output: bool = False
-    """The stop string is part of the text."""
+    """Keep the stop string in the text."""
     stop_token_ids: StopTokenIds = []
     ignore_eos: bool = False
     logit_bias: LogitBias = {}
     logprobs: LogprobCount | None = None
-    """Log-probability of each token and of so many likeliest ones; None: none."""
+    """Number of most likely tokens returned with each token's log-probability; None: no log-probabilities."""
     prompt_logprobs: LogprobCount | None = None
-    """The same for the prompt's tokens."""
+    """Like `logprobs`, for the prompt's tokens."""
     return_prompt_ids: bool = False
     add_special_tokens: bool = True
-    """A text gets the tokens that the base expects before it, such as BOS. False: for a prompt that has them already,
-    as a rendered chat has."""
+    """Add the special tokens that the base expects at the beginning of a text, such as BOS. False: the prompt already
+    has them, as a rendered chat does."""
     skip_special_tokens: bool = True
-    """Special tokens are not part of the text."""
+    """Leave special tokens out of the text."""
     seed: Seed | None = None
-    """None: a random one, which the response repeats."""
+    """None: random; the response reports it."""
     cache_salt: CacheSalt = ""
-    """Only requests with the same salt share prefixes in the cache."""
+    """Only requests with the same salt share prefixes in the KV cache."""
     slo_class: SloClass | None = None
-    """Targets that the daemon's settings give to the class; None: those of `interactive`."""
+    """Class whose latency targets in the daemon's settings apply; None: `interactive`."""
     slo_ttft: Seconds | None = None
     slo_tpot: Seconds | None = None
     slo_e2e: Seconds | None = None
 
 
 class Logprob(Wire, frozen=True):
-    r"""A token, its own text (of a part of a character its bytes, `bytes:\xf0\x9f`), and its natural-log
-    probability."""
+    r"""A token, its own text (`bytes:\xf0\x9f` for an incomplete character), and its natural-log probability."""
 
     token_id: int
     token: str
@@ -97,8 +97,8 @@ class Logprob(Wire, frozen=True):
 
 
 class ChosenLogprob(Wire, frozen=True):
-    """The chosen token and the likeliest ones in its place. `text`: what it adds to the choice's text, all of a
-    character with its last part."""
+    """The chosen token and the most likely alternatives. `text`: what the token adds to the choice's text; a character
+    split over several tokens is added by the last of them."""
 
     token_id: int
     token: str
@@ -108,7 +108,7 @@ class ChosenLogprob(Wire, frozen=True):
 
 
 class PromptLogprob(Wire, frozen=True):
-    """A token of the prompt, as a chosen one; `logprob` is null for the first one, which follows nothing."""
+    """A prompt token with its log-probability and alternatives; `logprob` is null for the first token."""
 
     token_id: int
     token: str
@@ -139,7 +139,7 @@ class Usage(Wire, frozen=True):
 
 
 class Timing(Wire, frozen=True):
-    """Seconds from the request's arrival: until it was admitted, until its first token, until its end."""
+    """Seconds from the request's arrival to its admission, to its first token, and to its end."""
 
     queue: float | None
     ttft: float

@@ -1,4 +1,4 @@
-"""Fine-tuning jobs: the request, a job as it stands, its events."""
+"""Schemas of fine-tuning jobs: the request, the job's state, its events."""
 
 from __future__ import annotations
 
@@ -55,19 +55,18 @@ class FinetuneRequest(Wire, frozen=True, omit_defaults=True):
     """A file of JSON Lines, CSV, parquet or a JSON array, or a folder of `Dataset.save_to_disk`, under the daemon's
     `data_root`."""
     columns: Annotated[dict[RowField, Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=16)] = {}
-    """By field of a row's format: the column of the corpus that it is read from, such as
-    `{"prompt": "question", "completion": "answer"}`. A field that is not named is read from the column of its own name.
-    Columns that are not used are in the job's `notes`."""
+    """Maps a field of a row's format to the column of the corpus that holds it, such as `{"prompt": "question",
+    "completion": "answer"}`. Other fields are read from the column of the same name. Unused columns are listed in the
+    job's `notes`."""
     continue_from: AdapterRefText | None = None
-    """Go on from this adapter instead of a new one; then `lora` must be left out."""
+    """Adapter to continue instead of a new one; `lora` must then be left out."""
     on_conflict: OnConflict = "wait"
-    """If an unfinished job trains `adapter` too. `wait`: a job whose `continue_from` is its own adapter, without a
-    version, waits for the earlier job and continues from the version that it publishes, or from the current one if it
-    fails or is cancelled; other jobs begin beside it. `fork`: begin beside it, from the current version. `refuse`:
-    409."""
+    """What to do if an unfinished job trains `adapter` too. `wait`: a job whose `continue_from` is `adapter` without a
+    version waits for the earlier job and continues from the version that it publishes, or from the current one if it
+    fails or is cancelled; other jobs start at once. `fork`: start at once, from the current version. `refuse`: 409."""
     teacher: AdapterRefText | None = None
-    """Distillation: learn this adapter's outputs at the rows' targets, not their tokens. Losses are then KL divergences
-    from it. The base itself cannot be a teacher."""
+    """Distillation: learn this adapter's outputs at the rows' targets instead of their tokens. Losses are KL
+    divergences from it. The base itself cannot be a teacher."""
     lora: LoraRequest | None = None
     training: TrainingRequest = TrainingRequest()
     metadata: Annotated[
@@ -76,35 +75,35 @@ class FinetuneRequest(Wire, frozen=True, omit_defaults=True):
 
 
 class Sample(Wire, frozen=True):
-    """What a job's adapter, as it was after `step`, generated of one of `training.sample_prompts`."""
+    """Text generated for one of `training.sample_prompts` by the job's adapter as it was after `step`."""
 
     step: int
     prompt: int
-    """The prompt's index."""
+    """Index of the prompt in `training.sample_prompts`."""
     text: str
     finish_reason: Finish
 
 
 class Job(Wire, frozen=True):
-    """A fine-tuning job as it stands now."""
+    """A fine-tuning job's current state."""
 
     id: str
     adapter: str
     version: int
-    """The version that success publishes."""
+    """The version that the job publishes when it succeeds."""
     state: JobState
     created_at: float
     started_at: float | None
     finished_at: float | None
     queue_position: int | None
-    """0 is next; null unless queued."""
+    """Position in the queue, 0 is next; null unless queued."""
     step: int
     total_steps: int
     progress: float
-    """0 to 1."""
+    """Fraction done, 0 to 1."""
     eta: float | None
-    """Seconds until the last step, by the wall clock, at the rate of the recent steps: requests and other jobs, for
-    which this one waits, count; pauses do not. As of the last step; null before the first one and at the end."""
+    """Wall-clock seconds until the last step at the recent rate. Waiting for requests and other jobs is included,
+    pauses are not. Updated at each step; null before the first and after the last one."""
     loss: float | None
     metrics: StepMetrics | None
     trained_tokens: int
@@ -116,53 +115,52 @@ class Job(Wire, frozen=True):
     training: TrainingSettings
     metadata: dict[str, str]
     error: ErrorInfo | None
-    """Why the job failed, or why the daemon paused it: its engine died again and again (`engine_crashed`)."""
+    """Why the job failed, or why the daemon paused it: the engine died repeatedly (`engine_crashed`)."""
     result: str | None
     """`name@version` once succeeded: use it as `adapter` of `POST /generate`."""
     waiting: str | None = None
-    """What a job waits for: `waiting for space` once all its steps are done and the disk is full; `waiting for memory`,
-    with the numbers, while it is in line and does not fit beside the jobs that train; an earlier job of its adapter,
-    from whose version it continues (`on_conflict`), and whether that one is paused; a daemon that can train it, with
-    another `--tp` or base."""
+    """Why the job waits. `waiting for space`: all steps are done and the disk is full. `waiting for memory`, with the
+    numbers: it is queued and does not fit next to the running jobs. Otherwise an earlier job of its adapter, whose
+    version it continues (`on_conflict`), and whether that one is paused; or a daemon with another `--tp` or base."""
     rows_cut: int = 0
-    """Rows that lost a part: they were longer than `training.max_length`, the base's context or
+    """Rows that were truncated because they exceed `training.max_length`, the base's context or
     `micro_batch_tokens`."""
     auto: list[str] = []
-    """The fields of `training` that the daemon chose from the size of the corpus and of the base."""
+    """Fields of `training` that the daemon chose from the sizes of the corpus and the base."""
     notes: list[str] = []
     """Notes for the user who submitted the job, such as that it replaces another version."""
     teacher: str | None = None
     samples: list[Sample] = []
-    """Those of the last step that has any, by prompt. The events have all."""
+    """Samples of the last step that has any, by prompt. The events have all samples."""
     stopped_early: bool = False
-    """It succeeded before `total_steps`: `early_stopping_patience` evaluations brought no gain."""
+    """The job succeeded before `total_steps`, as `early_stopping_patience` evaluations brought no improvement."""
     published_step: int | None = None
-    """After which the published weights were taken, once succeeded: with early stopping the best ones, whose validation
-    loss is `metrics.best_valid_loss`, else the last ones."""
+    """Step whose weights were published, once succeeded: with early stopping the best one, with validation loss
+    `metrics.best_valid_loss`, else the last one."""
 
 
 class DeletedJob(Wire, frozen=True):
-    """A job that is no more, with its events."""
+    """A deleted job. Its events are deleted too."""
 
     id: str
     adapter: str
     result: str | None
-    """The version that it published, which stays."""
+    """The version that the job published; it stays."""
 
 
 class Preparing(Wire, frozen=True):
-    """A corpus that is being tokenised, before its job exists."""
+    """Progress of tokenising a corpus, before its job exists."""
 
     adapter: str
     started_at: float
     rows: int
-    """Tokenised so far."""
+    """Rows tokenised so far."""
     progress: float
-    """0 to 1."""
+    """Fraction done, 0 to 1."""
 
 
 class SubmissionEvent(Wire, frozen=True):
-    """An event of `POST /finetune` with `Accept: text/event-stream`: how far the corpus is, then, as the last event,
+    """An event of `POST /finetune` with `Accept: text/event-stream`: progress of the corpus, then, as the last event,
     the job.
 
     A refusal is an event `error` with an `ErrorBody`, or an HTTP error if it comes before the first event.
@@ -173,12 +171,12 @@ class SubmissionEvent(Wire, frozen=True):
 
 
 class JobList(Wire, frozen=True):
-    """Newest first; the next page is `?after=<id of the last one>`."""
+    """Jobs, newest first. The next page is `?after=<id of the last one>`."""
 
     data: list[Job]
     has_more: bool
     preparing: list[Preparing] = []
-    """Large corpora that are being tokenised for jobs to come, on the first page."""
+    """Large corpora that are being tokenised for future jobs, on the first page only."""
 
 
 EventLevel = Literal["info", "warning", "error"]
@@ -201,6 +199,6 @@ class JobEvent(Wire, frozen=True):
     state: JobState | None = None
     """The new state, for `type: state`. The stream ends after a terminal one."""
     eta: float | None = None
-    """For `type: metrics`: as `Job.eta` after this step."""
+    """For `type: metrics`: `Job.eta` after this step."""
     sample: Sample | None = None
     """For `type: sample`."""

@@ -1,4 +1,4 @@
-"""What is about no single request: `GET /` and the end of a stream."""
+"""Schemas that belong to no single request: `GET /` and the end of a stream."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from coserve.core.types import Wire
 
 
 class Pointers(Wire, frozen=True):
-    """The response of `GET /`: where to look."""
+    """The response of `GET /`: links to the documentation."""
 
     version: str
     docs: dict[str, str]
-    """Pages in the project's repository, and what they are about."""
+    """Maps pages in the project's repository to what they are about."""
     name: str = "coserve"
     health: str = "/health"
     openapi: str = "/openapi.json"
