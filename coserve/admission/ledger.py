@@ -1,11 +1,11 @@
-"""Which jobs fit into the memory for jobs at the same time, and how each of them trains there. Pure: no torch, no IO,
-no clock.
+"""The ledger of GPU memory for fine-tuning jobs: which jobs fit, and with which recompute plan each trains. Pure: no
+torch, no IO, no clock.
 
-Every job keeps its state between micro-batches. Activations are those of one micro-batch at a time: the ledger counts
-those of the job that takes most alone; a micro-batch that jobs share is bounded beside it
-(`MemoryAdmission.shared_tokens`). A job starts if its state fits beside that of the others, and its micro-batches, in
-some treatment, fit beside all states, without a change for the others. When memory comes back, each job gets the
-fastest treatment that fits again.
+Every job keeps its state (weights, gradients, optimizer) between micro-batches. Micro-batches run one at a time, so the
+ledger counts the activations of one job only: the one with the most. `MemoryAdmission.shared_tokens` bounds a
+micro-batch that several jobs share. A job starts if the states of all jobs fit and, next to them, its micro-batches
+with some recompute plan; plans of other jobs stay as they are. When memory is free again, each job gets the fastest
+plan that fits.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from coserve.admission.treatment import JobMemory, Option
 
 @dataclass(frozen=True)
 class Shortage:
-    """Why a job cannot start now. Bytes."""
+    """Why a job cannot start now, in bytes."""
 
     needed: int
-    """At least, with what the jobs that have started need."""
+    """Least that all started jobs and this one need."""
     limit: int
-    """For all jobs, now."""
+    """Available to all jobs now."""
     never: bool
-    """It does not fit alone either, whatever other processes give back."""
+    """Whether the job would not fit even if it were the only one and other processes freed all memory."""
 
 
 @dataclass
@@ -36,12 +36,12 @@ class _Admitted:
 
 @dataclass
 class Ledger:
-    """`planned`: bytes for jobs; `limit`: how many of them are there now."""
+    """Memory of the started jobs. `planned`: bytes for jobs, as planned at the start; `limit`: bytes available now."""
 
     planned: int
     limit: int = 0
     version: int = 0
-    """Counts changes of what `admit` depends on."""
+    """Incremented by every change that `admit` depends on."""
     _jobs: dict[str, _Admitted] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -54,11 +54,11 @@ class Ledger:
 
     @property
     def activations(self) -> int:
-        """The most that one of them takes besides."""
+        """Largest activations of one job, in bytes."""
         return max((job.option.activations for job in self._jobs.values()), default=0)
 
     def admit(self, job: str, memory: JobMemory) -> Option | Shortage:
-        """Start a job, in the fastest treatment that fits, or say what is missing."""
+        """Start a job with the fastest recompute plan that fits, or return what is missing."""
         assert job not in self._jobs, f"job {job} was admitted before"
         states = self.states + memory.state.total
         option = memory.best(self.limit - states)
@@ -70,24 +70,24 @@ class Ledger:
         return option
 
     def release(self, job: str) -> None:
-        """The job has ended, or was paused. Nothing happens for one that was not admitted."""
+        """Remove a job that has ended or was paused; a job that was not admitted is ignored."""
         if self._jobs.pop(job, None) is not None:
             self.version += 1
 
     def resize(self, limit: int) -> None:
-        """As many bytes are there now."""
+        """Set the bytes that are available to jobs now, at most `planned`."""
         limit = min(limit, self.planned)
         if limit != self.limit:
             self.limit, self.version = limit, self.version + 1
 
     def replan(self, memories: Mapping[str, JobMemory]) -> None:
-        """Jobs need something else from now on, which `refit` gives them."""
+        """Replace what jobs need. They keep their plans until `refit`."""
         for id, memory in memories.items():
             self._jobs[id].memory = memory
         self.version += 1
 
     def refit(self) -> dict[str, Option]:
-        """Give each job the fastest treatment that fits, or if none does the smallest; returns those that changed."""
+        """Give each job the fastest recompute plan that fits, else its smallest; return the jobs whose plan changed."""
         left, changed = self.limit - self.states, dict[str, Option]()
         for id, job in self._jobs.items():
             option = job.memory.best(left) or job.memory.options[-1]
@@ -96,5 +96,5 @@ class Ledger:
         return changed
 
     def each(self) -> dict[str, tuple[JobMemory, Option]]:
-        """The jobs that have started."""
+        """The started jobs: what each needs, and its current plan."""
         return {id: (job.memory, job.option) for id, job in self._jobs.items()}

@@ -1,4 +1,4 @@
-"""Admission of jobs by memory, as the engine asks for it: start now, wait, or never. Pure: no torch, no IO, no
+"""Admission of jobs by memory, as the engine asks for it: start now, wait, or refuse. Pure: no torch, no IO, no
 clock."""
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from coserve.core.types import BaseSpec, JobSpec
 
 GIB = 1 << 30
 MARGIN = 512 << 20
-"""Bytes that stay free: workspaces of kernels, and what fragmentation wastes."""
+"""Bytes kept free for kernel workspaces and fragmentation."""
 READINGS = 10
-"""Seconds with readings of the device's memory: what another process gave back counts once it was there in so many of
-them."""
+"""Memory that another process frees counts once it was free in this many seconds with a reading of the device."""
 Cause = Literal["jobs", "others"]
 
 
 @dataclass(frozen=True)
 class Start:
-    """The job starts, with these micro-batches; None: as planned. `note`: what is different, for the user."""
+    """Decision to start a job, with this recompute plan (None: with the job's own settings). `note`: what differs from
+    its settings, for the user."""
 
     treatment: Treatment | None = None
     note: str | None = None
@@ -34,20 +34,20 @@ class Start:
 
 @dataclass(frozen=True)
 class Hold:
-    """The job waits: for other jobs to end, or for other processes to give memory back."""
+    """Decision to let a job wait, for other jobs to end or for other processes to free memory."""
 
     cause: Cause
     message: str
 
 
 class AdmitsAll:
-    """Where no memory is planned: on a CPU."""
+    """Admission without a memory plan, on a CPU."""
 
     troubles: tuple[str, ...] = ()
     shared_tokens: int | None = None
 
     def admit(self, spec: JobSpec) -> Start | Hold:
-        """Every job starts as planned."""
+        """Start every job with its own settings."""
         return Start()
 
     def release(self, job: str) -> None:
@@ -61,48 +61,49 @@ class AdmitsAll:
 
 
 class MemoryAdmission:
-    """Admits jobs within the memory for jobs, which shrinks where other processes take memory."""
+    """Admits jobs into the GPU memory for jobs, which shrinks while other processes use it."""
 
     def __init__(self, model: MemoryModel, base: BaseSpec, micro_batch_tokens: int) -> None:
         """`micro_batch_tokens`: the engine's limit."""
         self._model, self._base, self._micro_batch_tokens = model, base, micro_batch_tokens
         self._ledger = Ledger(model.training)
         self._specs: dict[str, JobSpec] = {}
-        """Of the jobs that have started."""
+        """Specs of the started jobs."""
         self._refused: tuple[str, int, Hold] | None = None
-        """The last job that was held, and the ledger's version then: asked before each tick, it is computed once."""
+        """The last job that was held, the ledger's version at that time, and the answer: the engine asks before each
+        tick."""
         self._fitted = 0
         self._shared: tuple[int, tuple[int, int]] | None = None
-        """The ledger's version, and `_share` then."""
+        """The ledger's version at the last computation of `_share`, and its result."""
         self._margin: int | None = None
         self._readings: deque[tuple[int, int]] = deque(maxlen=READINGS)
-        """The last seconds with readings, and the least of each: the device is also read when jobs come, many times a
-        second."""
+        """Each of the last seconds with a reading, and the least memory read in it. The device is also read when jobs
+        come, many times a second."""
 
     @property
     def limit(self) -> int:
-        """Bytes for jobs now."""
+        """Bytes available to jobs now."""
         return self._ledger.limit
 
     @property
     def needed(self) -> int:
-        """Bytes of those that the jobs need."""
+        """Bytes that the started jobs need."""
         return self._ledger.states + max(self._ledger.activations, self._share()[1])
 
     @property
     def pinned_limit(self) -> int | None:
-        """Bytes of pinned host memory for jobs; None: any number."""
+        """Bytes of pinned host memory for jobs; None: unlimited."""
         return self._model.pinned
 
     @property
     def each(self) -> tuple[JobUse, ...]:
-        """The jobs that have started."""
+        """Memory use of each started job."""
         layers = self._base.layers
         return tuple(_use(id, memory, option, layers) for id, (memory, option) in self._ledger.each().items())
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """Memory that was planned for jobs and is not there."""
+        """A message if memory that was planned for jobs is not available."""
         limit, planned = self._ledger.limit, self._ledger.planned
         if limit >= planned:
             return ()
@@ -115,12 +116,14 @@ class MemoryAdmission:
 
     @property
     def shared_tokens(self) -> int | None:
-        """Most tokens of a forward that several of the jobs share: the engine's limit, or its half, and so on, whatever
-        first fits beside what all of them keep. Below what two of them ask for, each trains alone."""
+        """Most tokens of a micro-batch that several jobs share: the engine's limit, halved until the micro-batch fits
+        next to the state of all jobs. If it is less than two jobs' micro-batches have together, each job trains in its
+        own."""
         return self._share()[0]
 
     def _share(self) -> tuple[int, int]:
-        """`shared_tokens`, and the bytes that so many take, or all that the jobs ask for if that is less."""
+        """Return `shared_tokens` and the bytes of such a micro-batch. The bytes count no more tokens than the jobs' own
+        micro-batches have in all."""
         if self._shared is None or self._shared[0] != self._ledger.version:
             tokens, size = self._micro_batch_tokens, 0
             each, left = self._ledger.each().values(), self._ledger.limit - self._ledger.states
@@ -134,9 +137,9 @@ class MemoryAdmission:
         return self._shared[1]
 
     def available(self, size: int, now: float) -> None:
-        """A reading of the device: `size` bytes are there for jobs, those that they have included. `now`: seconds,
-        never less than before."""
-        if self._margin is None:  # what the operator leaves, if that is less
+        """Take a reading of the device: jobs have `size` bytes, those in use included. `now`: seconds, never
+        decreasing."""
+        if self._margin is None:  # the operator may have left less than `MARGIN`
             self._margin = min(MARGIN, max(0, size - self._ledger.planned))
         second, left = int(now), max(0, size - self._margin)
         if self._readings and self._readings[-1][0] == second:
@@ -145,8 +148,8 @@ class MemoryAdmission:
         self._ledger.resize(min(least for _, least in self._readings))
 
     def compiled(self, costs: TrainingCosts | None) -> None:
-        """Costs of compiled layers, by which jobs that run them are planned from now on; None: they run the base's
-        own."""
+        """Set the costs of compiled layers, with which jobs that run compiled layers are planned from now on; None:
+        they run the base's own layers."""
         if costs is not self._model.compiled:
             self._model = msgspec.structs.replace(self._model, compiled=costs)
             self._ledger.replan({id: self._memory(spec) for id, spec in self._specs.items()})
@@ -155,8 +158,8 @@ class MemoryAdmission:
         return job_memory(spec, self._base, self._model, self._micro_batch_tokens)
 
     def admit(self, spec: JobSpec) -> Start | Hold:
-        """Asked again and again while the job waits. Raises `JobTooLarge`, `InvalidRequest` (settings that do not fit
-        the base)."""
+        """Decide on a job; called again and again while it waits. Raises `JobTooLarge`, `InvalidRequest` (settings that
+        do not fit the base)."""
         if self._refused is not None and self._refused[:2] == (spec.id, self._ledger.version):
             return self._refused[2]
         memory = self._memory(spec)
@@ -174,7 +177,8 @@ class MemoryAdmission:
         return hold
 
     def _pinned_hold(self, memory: JobMemory) -> Hold | None:
-        """None: its host memory fits beside that of the jobs that have started. Raises `JobTooLarge`."""
+        """Return why the job waits for pinned host memory; None: it fits next to the started jobs. Raises
+        `JobTooLarge`."""
         _check_pinned(memory, self._model)
         limit, needed = self._model.pinned, sum(one.pinned for one, _ in self._ledger.each().values())
         needed += memory.pinned
@@ -188,12 +192,13 @@ class MemoryAdmission:
         )
 
     def release(self, job: str) -> None:
-        """The job has ended, or was paused."""
+        """Remove a job that has ended or was paused."""
         self._specs.pop(job, None)
         self._ledger.release(job)
 
     def changes(self) -> list[tuple[str, Start]]:
-        """Jobs that train otherwise from now on, as there is less memory or more, or their layers take less or more."""
+        """Return the jobs whose recompute plan changes, because the available memory or the costs of layers have
+        changed."""
         if self._fitted == self._ledger.version:
             return []
         before = self._ledger.each()
@@ -202,7 +207,8 @@ class MemoryAdmission:
         return [(id, self._start(before[id][0], option, before[id][1])) for id, option in changed.items()]
 
     def _start(self, memory: JobMemory, option: Option, before: Option | None = None) -> Start:
-        """`before`: of a job that has started. It is told what changes."""
+        """Return the decision with its note. `before`: the current plan of a job that has started; its note says what
+        changes."""
         first = memory.options[0]
         if before is not None and before.treatment.alike(option.treatment):
             return Start(option.treatment)
@@ -222,7 +228,8 @@ class MemoryAdmission:
 
 
 def check_fits(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_tokens: int) -> None:
-    """Raises `JobTooLarge` for a job that does not fit alone, in the smallest micro-batches and with recomputation."""
+    """Raise `JobTooLarge` for a job that does not fit as the only one, in the smallest micro-batches with full
+    recomputation."""
     memory = job_memory(spec, base, model, micro_batch_tokens)
     if memory.least > model.training:
         raise too_large(memory, model.training)
@@ -240,7 +247,7 @@ def _check_pinned(memory: JobMemory, model: MemoryModel) -> None:
 
 
 def too_large(memory: JobMemory, planned: int) -> JobTooLarge:
-    """The error for the user, with the numbers."""
+    """Return the error for the user, with the numbers."""
     state, smallest = memory.state, memory.options[-1]
     tokens, layers = smallest.treatment.tokens, smallest.treatment.recomputed + smallest.treatment.partly
     micro_batch = f"a micro-batch of {tokens} token{'' if tokens == 1 else 's'}"
@@ -257,7 +264,7 @@ def too_large(memory: JobMemory, planned: int) -> JobTooLarge:
 
 
 def _layers(treatment: Treatment, layers: int) -> str:
-    """Those that are computed again, of `layers`, for the user."""
+    """Say which of the base's `layers` layers are recomputed, for the user."""
     whole, partly = treatment.recomputed, treatment.partly
     if not partly:
         return f"{whole} of {layers} layers"

@@ -1,18 +1,18 @@
-"""Predicts the memory of a training micro-batch: measured costs of the base, exact sizes of what LoRA adds. Pure: no
-torch.
+"""Predicts the memory of a training micro-batch from measured costs of the base and exact sizes of LoRA's tensors.
+Pure: no torch.
 
-A micro-batch (`finetune.micro_batch`) has three phases. The forward keeps each layer's activations; the head computes
-logits, loss and their gradient, chunk by chunk; the backward goes down layer by layer and frees what each has kept.
-What is kept is a sum over layers:
+A micro-batch (`finetune.micro_batch`) has three phases. The forward keeps each layer's activations. The head computes
+logits, loss and their gradient, chunk by chunk. The backward goes down layer by layer and frees what each layer has
+kept. A layer keeps the sum of:
 
-    what the base's own operations keep
-    + the input of each group of sites (q, k and v; gate and up) that the adapter changes, once
-    + x Aᵀ, a row of R elements a token, of each site
+- what the base's own operations keep;
+- the input of each group of sites (q, k and v; gate and up) that the adapter changes, once a group;
+- x Aᵀ of each site, a row of R elements a token.
 
-The peak is the largest one of what is kept and the head, and what is kept and the backward of a layer. A layer that is
-recomputed keeps its input only, and the backward computes it first. Those are the lowest ones: their turn comes when
-all above them have been freed. Compiled layers above those may be recomputed but for attention: they keep their input
-and attention's output (`Kept`).
+The peak is what is kept plus the head, or what is kept plus the backward of one layer, whichever is larger. A
+recomputed layer keeps its input only, and its backward runs its forward first. The lowest layers are recomputed,
+because their backward comes when all layers above have been freed. Compiled layers above them may recompute all but
+attention: they keep their input and attention's output (`Kept`).
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ Counts = npt.NDArray[np.int64]
 ROWS = 36
 """Bytes a token of a micro-batch's ids, positions, targets and labels."""
 PAIRS = 36
-"""Bytes a token of a micro-batch of pairs, besides: each token's sequence, the weights of its gradient, and the
-targets' losses."""
+"""Further bytes a token of a micro-batch of pairs: each token's sequence, its gradient weight, and the targets'
+losses."""
 TEACHER_SHARE = 2
-"""With a teacher, a chunk of the logits is this many times smaller: the teacher's are in memory too."""
+"""With a teacher, a chunk of logits is this many times smaller, because the teacher's logits are in memory too."""
 
 
 @dataclass(frozen=True)
 class MicroBatchShape:
-    """What is computed at once."""
+    """What a micro-batch computes: its tokens, and how its layers run."""
 
     tokens: int
     positions: int
     """Tokens whose next token is a target."""
     recomputed: int = 0
-    """Layers, from the lowest trained one up, that are computed again."""
+    """Number of layers, from the lowest trained one up, that are recomputed whole."""
     partly: int = 0
-    """Layers above those that are computed again but for attention."""
+    """Number of layers above them that recompute all but attention."""
     teacher: bool = False
     pairs: bool = False
-    """It has a DPO loss. The reference's forward keeps nothing, and ends before anything is kept."""
+    """Whether the loss is DPO. The reference's forward keeps nothing, and ends before the policy's begins to keep."""
     graphs: bool = False
-    """Its layers run as CUDA graphs, which have static copies of its input, its output and a gradient: as many shapes
-    as have graphs, of which none is counted as larger than this one. What layers keep and compute lies in the graphs'
-    memory pool, which the head cannot use."""
+    """Whether layers run as CUDA graphs. Each captured shape has static copies of its input, its output and a gradient;
+    every shape counts as large as this one. What layers keep and compute lies in the graphs' memory pool, which the
+    head cannot use."""
 
 
 @dataclass(frozen=True)
 class MicroBatchBytes:
-    """Beyond what the job keeps."""
+    """Predicted bytes of a micro-batch, beyond what the job keeps between micro-batches."""
 
     kept: int
     """Between forward and backward: the most that a suspended micro-batch holds."""
@@ -71,21 +71,21 @@ class MicroBatchBytes:
 
 @dataclass(frozen=True)
 class LoraLayer:
-    """What LoRA adds in one layer. Bytes a token."""
+    """What LoRA adds in one layer, in bytes a token."""
 
     first: GroupCosts
-    """The first group that the adapter changes."""
+    """Costs of the first group that the adapter changes."""
     kept: float
     last: float
-    """Part of `kept`: of the last group, which the backward frees first."""
+    """The part of `kept` in the last group, which the backward frees first."""
     shrinks: tuple[float, ...]
-    """Part of `kept`: the x Aᵀ of each group of the costs."""
+    """The part of `kept` that is x Aᵀ, for each group of the costs."""
 
 
 def lora_layers(
     costs: TrainingCosts, shapes: Iterable[SiteShape], dtype: str, *, dropout: bool
 ) -> Mapping[int, LoraLayer]:
-    """By layer: those that an adapter of these shapes changes, the lowest first."""
+    """Return what LoRA adds in each layer that an adapter of these shapes changes, by layer, lowest first."""
     order = {role: index for index, group in enumerate(costs.groups) for role in group.roles}
     by_layer: dict[int, dict[int, list[SiteShape]]] = {}
     for shape in shapes:
@@ -97,39 +97,41 @@ def lora_layers(
 def micro_batch_bytes(
     costs: TrainingCosts, base: BaseSpec, layers: Mapping[int, LoraLayer], batch: MicroBatchShape
 ) -> MicroBatchBytes:
-    """Of a micro-batch with one adapter. `layers`: of the same costs."""
+    """Predict a micro-batch with one adapter. `layers`: as `lora_layers` returns them for the same costs."""
     counts = np.array([batch.recomputed]), np.array([batch.partly])
     kept, peak = MicroBatchModel(costs, base, layers).bytes(batch, *counts)
     return MicroBatchBytes(round(float(kept[0])), round(float(peak[0])))
 
 
 class MicroBatchModel:
-    """Predicts micro-batches with one adapter, for many counts of layers that are recomputed at once."""
+    """Predicts micro-batches with one adapter, for many counts of recomputed layers at once."""
 
     def __init__(self, costs: TrainingCosts, base: BaseSpec, layers: Mapping[int, LoraLayer]) -> None:
-        """`layers`: of the same costs."""
+        """`layers`: as `lora_layers` returns them for the same costs."""
         first = min(layers)
         self._costs, self._bottom = costs, layers[first]
         unchanged = LoraLayer(self._bottom.first, 0.0, 0.0, (0.0,) * len(costs.groups))
         self._each = tuple(layers.get(i, unchanged) for i in range(first, base.layers))
-        """From the lowest trained layer up."""
+        """Trained layers, from the lowest one up."""
         element = ITEMSIZE[base.dtype]
         self._input = base.hidden * element
         """Bytes a token of a layer's input."""
         self._lowest = self._input if first else 0
-        """Of the lowest trained layer's: the embedding, which is held anyway, where it is layer 0."""
+        """Bytes a token of the lowest trained layer's input; 0 for layer 0, whose input is the embedding, held in any
+        case."""
         self._own = {Kept.ALL: costs.layer, Kept.INPUT: float(self._input)}
         self._own |= {kept: level.kept for kept, level in costs.levels.items()}
-        """Bytes a token that a layer keeps without LoRA's."""
+        """Bytes a token that a layer keeps without LoRA, for each level."""
         self._lora = {kept: _sums(self._lora_kept(kept, one) for one in self._each) for kept in Kept}
-        """What LoRA adds to the lowest 0, 1, ... layers."""
+        """Bytes a token that LoRA adds to the lowest 0, 1, ... layers in all, for each level."""
         sites = [sum(role_of(name) in group.roles for name in base.sites) / base.layers for group in costs.groups]
         self._measured = [element * costs.rank * count for count in sites]
-        """Bytes a token of the x Aᵀ of each group, of the adapter that levels were measured with."""
+        """Bytes a token of each group's x Aᵀ, for the adapter that the levels were measured with."""
 
     def bytes(self, batch: MicroBatchShape, recomputed: Counts, partly: Counts) -> tuple[Floats, Floats]:
-        """What a suspended micro-batch holds at most, and the peak, beyond what the job keeps: for each pair of counts,
-        whatever those of `batch` are. More layers than are trained count as all."""
+        """Return held and peak bytes, beyond what the job keeps, for each pair of counts in `recomputed` and `partly`;
+        the counts in `batch` are ignored. Held: the most while the micro-batch is suspended. A count above the number
+        of trained layers means all of them."""
         costs, tokens, trained = self._costs, batch.tokens, len(self._each)
         again = np.minimum(recomputed, trained)
         lean = again + np.minimum(partly, trained - again)
@@ -140,7 +142,7 @@ class MicroBatchModel:
         below = self._held(tokens, again, again, again) + self._lean_backward(Kept.INPUT, tokens)[again]
         peak = np.where(again > 0, np.maximum(peak, below), peak)
         head = costs.head.at(tokens, batch.positions)
-        if batch.teacher:  # its last states are kept; its head runs beside the student's, over chunks of half the size
+        if batch.teacher:  # keeps the teacher's last hidden states; both heads run, over half-size chunks
             taught = tokens * self._input
             kept, peak = kept + taught, peak + taught
             head = 2 * costs.head.at(tokens, min(batch.positions, max(4, costs.head.most // TEACHER_SHARE)))
@@ -150,21 +152,21 @@ class MicroBatchModel:
         return held, (peak + head if batch.graphs else np.maximum(kept + head, peak)) + besides
 
     def _lora_kept(self, kept: Kept, layer: LoraLayer) -> float:
-        """Bytes a token that LoRA adds to such a layer: the x Aᵀ that it does not compute again, and if it keeps all,
-        inputs."""
+        """Bytes a token that LoRA adds to a layer that keeps `kept`: each x Aᵀ that is not recomputed, and at
+        `Kept.ALL` also inputs."""
         level = self._costs.levels.get(kept)
         if level is None:
             return layer.kept if kept is Kept.ALL else 0.0
         return sum(own for own, stays in zip(layer.shrinks, level.shrinks, strict=True) if stays)
 
     def _all_kept(self, tokens: int) -> int:
-        """Where no layer is computed again."""
+        """Bytes that all layers keep if none is recomputed."""
         own = self._bottom.first.bottom + (len(self._each) - 1) * self._costs.layer + self._lowest
         return round(self._costs.fixed + tokens * (own + float(self._lora[Kept.ALL][-1])))
 
     def _held(self, tokens: int, again: Counts, lean: Counts, count: Counts | int) -> Floats:
-        """What the lowest `count` layers keep, of which the lowest `again` are computed again, and those from there to
-        `lean` but for attention. One of them is at least."""
+        """Bytes that the lowest `count` layers keep: the lowest `again` are recomputed whole, those up to `lean` all
+        but attention. At least one layer is recomputed."""
         numbers = {Kept.INPUT: again, Kept.ATTENTION: lean - again, Kept.ALL: count - lean}
         own = sum(number * (self._own.get(kept, 0.0) - self._input) for kept, number in numbers.items())
         lora = self._lora[Kept.ALL][count] - self._lora[Kept.ALL][lean] + self._lora[Kept.INPUT][again]
@@ -173,34 +175,33 @@ class MicroBatchModel:
         return np.asarray(self._costs.recompute.at(tokens) + tokens * (own + inputs + lora), np.float64)
 
     def _lean_backward(self, kept: Kept, tokens: int) -> Floats:
-        """The most that the backward of one of the lowest 0, 1, ... layers takes beyond what is kept, if they keep less
-        than all."""
+        """For the lowest 0, 1, ... layers: the most that the backward of one of them takes beyond what is kept, if each
+        keeps only `kept`."""
         level = self._costs.levels.get(kept)
         if level is not None:
             return level.backward.at(tokens) + tokens * _highest(self._more(level, one) for one in self._each)
         found = {
             one: round(tokens * (self._costs.layer + one.kept)) + self._backward(one, tokens) for one in {*self._each}
         }
-        return _highest(found[one] for one in self._each)  # the whole forward runs again, and all is kept
+        return _highest(found[one] for one in self._each)  # the whole forward runs again, and keeps everything
 
     def _more(self, level: LevelCosts, layer: LoraLayer) -> float:
-        """Bytes a token by which the x Aᵀ that such a layer computes again exceed those of the adapter that was
-        measured."""
+        """Bytes a token by which this layer's recomputed x Aᵀ exceed those of the measured adapter."""
         each = zip(layer.shrinks, self._measured, level.shrinks, strict=True)
         return max(0.0, sum(own - measured for own, measured, stays in each if not stays))
 
     def _backward(self, layer: LoraLayer, tokens: int) -> int:
-        """Of a layer that keeps all, beyond what is kept."""
+        """Bytes that the backward of a layer that keeps everything takes beyond what is kept."""
         return round(max(self._costs.last.at(tokens), self._costs.others.at(tokens) - tokens * layer.last))
 
 
 def _sums(each: Iterable[float]) -> Floats:
-    """Of the first 0, 1, ... of them."""
+    """Sums of the first 0, 1, ... entries."""
     return np.cumsum([0.0, *each])
 
 
 def _highest(each: Iterable[float]) -> Floats:
-    """The highest of the first 0, 1, ... of them, which are not below 0."""
+    """Maxima of the first 0, 1, ... entries; none is below 0."""
     return np.maximum.accumulate([0.0, *each])
 
 
@@ -210,7 +211,7 @@ def _lora_layer(
     kept, shrinks = dict[int, float](), [0.0] * len(costs.groups)
     for index, sites in groups.items():
         own = costs.groups[index].kept
-        if dropout:  # each site has an input of its own, and its mask
+        if dropout:  # each site has its own input, and a dropout mask
             own = 2.0 * element * sum(site.inputs for site in sites)
         shrinks[index] = float(element * sum(site.rank for site in sites))
         kept[index] = own + shrinks[index]

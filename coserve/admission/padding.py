@@ -1,14 +1,14 @@
-"""The sizes of batches whose layers run as CUDA graphs. Pure: no torch."""
+"""Padded sizes of batches whose layers run as CUDA graphs. Pure: no torch."""
 
 from __future__ import annotations
 
 LEAST_STEP = 64
 """Tokens; batches are filled up to a multiple of it, or of a sixteenth of their size."""
 MOST_SHAPES = 6
-"""Shapes of batches that have graphs at once. Each keeps its static tensors between its batches."""
+"""Most batch sizes that have CUDA graphs at the same time. Each keeps its static tensors between batches."""
 
 
 def padded(tokens: int, least_step: int = LEAST_STEP) -> int:
-    """The size that a batch of so many tokens is filled up to, so that batches of few sizes need graphs."""
+    """Return the size that a batch of `tokens` tokens is padded to, so that few sizes need CUDA graphs."""
     step = max(least_step, 1 << max(tokens.bit_length() - 5, 0))
     return -(-tokens // step) * step

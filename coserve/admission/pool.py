@@ -1,5 +1,5 @@
-"""Whether an adapter can ever be served from the page pool, which adapters and tokens' keys and values share. Pure: no
-torch, no files."""
+"""Whether an adapter can ever be served from the page pool, which holds adapters and the KV cache. Pure: no torch, no
+files."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def check_can_be_served(
     fully_sharded: bool,
     field: str | None,
 ) -> None:
-    """Raises `AdapterTooLarge` for an adapter beside which the pool never has a page for tokens.
+    """Raise `AdapterTooLarge` for an adapter that would leave no page of the pool for tokens.
 
     `adapter`: its name, for the message; `settings`: valid ones, of a new adapter or an imported one; `ranks`,
-    `fully_sharded`: as `lora_shapes`.
+    `fully_sharded`: as for `lora_shapes`.
     """
     size = served_bytes(settings, base, ranks=ranks, fully_sharded=fully_sharded)
     pages = -(-size // pool.page_bytes)
@@ -34,10 +34,10 @@ def check_can_be_served(
 
 
 def served_bytes(settings: LoraSettings, base: BaseSpec, *, ranks: int, fully_sharded: bool) -> int:
-    """Bytes of an adapter on one GPU as generation has it, at least: matrices without what pads them to the width of a
-    load.
+    """Return the least bytes that an adapter takes in one GPU's page pool: its matrices, without the padding to the
+    kernels' load width.
 
-    One GPU has block-diagonal matrices with their zeros (`adapter_store.packing`).
+    On a single GPU, block-diagonal matrices are stored with their zeros (`adapter_store.packing`).
     """
     if ranks == 1 and base.device.startswith("cuda"):
         settings = msgspec.structs.replace(settings, bd_blocks=1, targets_bd_a=None, targets_bd_b=None)
@@ -46,7 +46,7 @@ def served_bytes(settings: LoraSettings, base: BaseSpec, *, ranks: int, fully_sh
 
 
 def too_large(adapter: str, pages: int, pool: PoolShape, *, field: str | None = None) -> AdapterTooLarge:
-    """The error for the user, with the numbers. `pages`: of the adapter."""
+    """Return the error for the user, with the numbers. `pages`: those that the adapter needs."""
     least = (pages + 1) * pool.page_tokens
     return AdapterTooLarge(
         f"expected an adapter that leaves at least one page of the KV pool of {pool.pages} pages ({pool.tokens} "

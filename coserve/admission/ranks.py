@@ -1,4 +1,4 @@
-"""Whether a job can train with a base that several GPUs share. Pure: no torch, no files."""
+"""Whether a job can train with a base that is sharded over several GPUs. Pure: no torch, no files."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from coserve.lora.files.targets import target_sites
 
 
 def blocks_fit(settings: LoraSettings, base: BaseSpec, ranks: int) -> bool:
-    """Whether each of `ranks` GPUs can hold whole blocks of an adapter, or a part of one block, at each of its sites.
+    """Return whether each of `ranks` GPUs can hold whole blocks of an adapter, or a shard of one block, at each site.
 
-    Where it is true, `parallel.lora.partition_pair` keeps the blocks of every pair. It also keeps some others where
-    several GPUs share a key/value head, which is not known here.
+    If true, `parallel.lora.partition_pair` keeps the blocks of every pair. It also keeps some others, where several
+    GPUs share a key/value head; this function does not know about these.
     """
     if ranks == 1 or settings.bd_blocks == 1:
         return True
@@ -21,7 +21,8 @@ def blocks_fit(settings: LoraSettings, base: BaseSpec, ranks: int) -> bool:
 
 
 def _fit(site: str, blocks: tuple[int, int], ranks: int) -> bool:
-    """`blocks`: of A and of B; 1: dense."""
+    """Return whether a site's blocks can be divided among `ranks` GPUs. `blocks`: number of blocks of A and of B; 1:
+    dense."""
     in_a, in_b = blocks
     if blocks == (1, 1):
         return True
@@ -39,7 +40,8 @@ def _divide(blocks: int, ranks: int) -> bool:
 
 
 def check_ranks(settings: LoraSettings, base: BaseSpec, *, ranks: int, field: str) -> None:
-    """Raises `InvalidRequest` for an adapter that cannot be trained on so many GPUs. `field`: what chose it."""
+    """Raise `InvalidRequest` for an adapter that cannot be trained on `ranks` GPUs. `field`: the request field to
+    name."""
     if blocks_fit(settings, base, ranks):
         return
     blocks = settings.bd_blocks
@@ -54,7 +56,7 @@ def check_ranks(settings: LoraSettings, base: BaseSpec, *, ranks: int, field: st
 
 
 def unmet_need(job: JobSpec, base: BaseSpec, *, ranks: int) -> str | None:
-    """What an accepted job needs that this daemon does not have; None: it can train. `ranks`: GPUs that share the
+    """Return what an accepted job needs that this daemon lacks; None: it can train. `ranks`: GPUs that share the
     base."""
     if not blocks_fit(job.lora, base, ranks):
         return f"needs a --tp that its {job.lora.bd_blocks} blocks fit; this daemon has {ranks}"

@@ -1,5 +1,5 @@
-"""The matrices of a job's adapter, and what a job keeps of them on one GPU between micro-batches. Pure: no torch, no
-files."""
+"""Sizes of an adapter's matrices, and of the state that a job keeps on one GPU between micro-batches. Pure: no torch,
+no files."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from coserve.lora.files.targets import rank_and_scaling, resolve_targets
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element, by dtype."""
 ALLOCATION = 512
-"""Bytes; CUDA's allocator gives multiples of it."""
+"""Bytes. CUDA's caching allocator rounds sizes up to a multiple of it."""
 BLOCK = 1 << 23
 """Elements of a block of `finetune.flat_tensors`, unless a tensor is larger: 32 MiB in fp32."""
 
 
 @dataclass(frozen=True)
 class SiteShape:
-    """An adapter's pair at one site, on one rank."""
+    """An adapter's pair of matrices at one site, on one GPU."""
 
     name: str
     layer: int
@@ -41,13 +41,13 @@ class SiteShape:
     inputs: int
     """Features of the site's input."""
     a: int
-    """Elements of a_RD, as it is stored."""
+    """Elements of a_RD, as stored on this GPU."""
     b: int
-    """Elements of b_OR."""
+    """Elements of b_OR, as stored on this GPU."""
 
 
 def role_of(site: str) -> str:
-    """A site's name within its layer: `self_attn.q_proj` of `model.layers.0.self_attn.q_proj`."""
+    """Return a site's name within its layer: `self_attn.q_proj` for `model.layers.0.self_attn.q_proj`."""
     parts = site.split(".")
     layer = next((i for i, part in enumerate(parts) if part.isdigit()), -1)
     return ".".join(parts[layer + 1 :])
@@ -56,10 +56,9 @@ def role_of(site: str) -> str:
 def lora_shapes(
     settings: LoraSettings, base: BaseSpec, *, ranks: int = 1, fully_sharded: bool = False
 ) -> tuple[SiteShape, ...]:
-    """In the order in which the optimizer keeps them. `ranks`: GPUs that share the base, of which one's part is
-    returned.
+    """Return an adapter's shapes on one of the `ranks` GPUs that share the base, in the optimizer's order.
 
-    Raises `InvalidRequest` as `resolve_targets`.
+    Raises `InvalidRequest` as `resolve_targets` does.
     """
     return shapes_at(resolve_targets(settings, base), settings, base, ranks=ranks, fully_sharded=fully_sharded)
 
@@ -67,7 +66,8 @@ def lora_shapes(
 def shapes_at(
     sites: Iterable[str], settings: LoraSettings, base: BaseSpec, *, ranks: int = 1, fully_sharded: bool = False
 ) -> tuple[SiteShape, ...]:
-    """As `lora_shapes`, for settings that were checked: an imported adapter's may be out of the ranges of new ones."""
+    """As `lora_shapes`, for settings that were checked: those of an imported adapter may exceed the ranges of new
+    ones."""
     found = []
     for name in sites:
         site, (rank, _) = base.sites[name], rank_and_scaling(settings, name)
@@ -82,7 +82,7 @@ def shapes_at(
 def _part(
     name: str, site: SiteSpec, elements: tuple[int, int], blocks: int, ranks: int, *, fully_sharded: bool
 ) -> tuple[int, int]:
-    """Elements of one rank's part of a pair (`parallel.lora`): never too few."""
+    """Return the elements of A and B that one GPU holds (`parallel.lora`); never too few."""
     a, b = elements
     if (blocks > 1 and blocks % ranks == 0) or fully_sharded:
         return -(-a // ranks), -(-b // ranks)
@@ -116,14 +116,14 @@ def job_state(
     early_stopping: bool,
     compared: Iterable[SiteShape] = (),
 ) -> JobState:
-    """Of `finetune.optimizer`: copies in the base's dtype; fp32 gradient sums; fp32 weights, the optimizer's moments,
-    or the buffers that paged ones pass through, and with early stopping the best weights. `compared`: of the adapter
-    that the loss is relative to, a teacher or a reference."""
+    """Return the sizes of what `finetune.optimizer` keeps: the adapter in the base's dtype; fp32 gradient sums; fp32
+    weights; the optimizer's moments, or the buffers through which paged moments pass; with early stopping, the best
+    weights. `compared`: shapes of the frozen adapter in the loss, a teacher or a DPO reference."""
     size, element = flat_elements(_parts(shapes), aligned(optimizer)), ITEMSIZE[dtype]
     paged = paged_kinds(optimizer)
     kept = (kind for kind in state_kinds(optimizer, early_stopping=early_stopping) if kind not in paged)
     buffers = BUFFERS * sum(_rounded(row_bytes(kind, min(PIECE, size))) for kind in paged)
-    constants = 2 * 4 * CODES if optimizer.eight_bit else ALLOCATION  # otherwise AdamW's counts of steps
+    constants = 2 * 4 * CODES if optimizer.eight_bit else ALLOCATION  # without tables: AdamW's step counts
     frozen = sum(_rounded(part * element) for shape in compared for part in (shape.a, shape.b))
     return JobState(
         adapter=_rounded(size * element) + frozen,
@@ -133,8 +133,8 @@ def job_state(
 
 
 def pinned_bytes(shapes: Iterable[SiteShape], optimizer: Optimizer, *, early_stopping: bool) -> int:
-    """Host memory of a job's state: what stays on the device is copied there for checkpoints; paged moments are there
-    twice."""
+    """Return the pinned host memory of a job's state: a copy of each row for checkpoints, two copies of paged
+    moments."""
     parts, paged = _parts(shapes), paged_kinds(optimizer)
     size, block = (find(parts, aligned(optimizer)) for find in (flat_elements, flat_block))
     return sum(
@@ -149,17 +149,17 @@ def _parts(shapes: Iterable[SiteShape]) -> list[int]:
 
 
 def row_bytes(kind: StateKind, size: int) -> int:
-    """Bytes of a row of the state, or of a part of it, that belongs to `size` weights."""
+    """Return the bytes of a row of the optimizer's state, or of its part for `size` weights."""
     return kind.itemsize * size // kind.per
 
 
 def flat_block(sizes: Iterable[int], aligned: int = ALIGNED) -> int:
-    """Elements of the blocks of a flat buffer: no tensor lies across two of them."""
+    """Return the elements of a block of a flat buffer: no tensor crosses the border of a block."""
     return max([BLOCK, *(-(-size // aligned) * aligned for size in sizes)])
 
 
 def flat_elements(sizes: Iterable[int], aligned: int = ALIGNED) -> int:
-    """Elements of a flat buffer of tensors of these sizes, in order, padding included."""
+    """Return the elements of a flat buffer of tensors of these sizes, in order, padding included."""
     padded = [-(-size // aligned) * aligned for size in sizes]
     block, total = flat_block(padded, aligned), 0
     for size in padded:
@@ -170,8 +170,8 @@ def flat_elements(sizes: Iterable[int], aligned: int = ALIGNED) -> int:
 
 
 def _pinned(size: int, block: int) -> int:
-    """Bytes that `size` bytes of pinned memory take in blocks of `block` bytes: torch rounds each up to a power of
-    two."""
+    """Return the bytes that `size` bytes take in pinned blocks of `block` bytes: torch rounds each block up to a power
+    of two."""
     blocks, rest = divmod(size, block)
     return blocks * _power_of_two(block) + (_power_of_two(rest) if rest else 0)
 

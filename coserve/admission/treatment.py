@@ -1,6 +1,5 @@
-"""How a job trains within the memory there is: in smaller micro-batches, or with some layers computed again, as a whole
-or but for attention.
-Pure: no torch, no IO."""
+"""Recompute plans: how a job trains in the available memory, with smaller micro-batches, or with layers recomputed,
+wholly or all but attention. Pure: no torch, no IO."""
 
 from __future__ import annotations
 
@@ -25,32 +24,33 @@ from coserve.core.types import BaseSpec, JobSpec, LoraSettings
 from coserve.data.corpus.limits import micro_batch_limit
 
 LAUNCH_BOUND_TOKENS = 2000
-"""Tokens that a GPU computes while the host launches a micro-batch operation by operation: a smaller one takes as long.
-An 8B shape on an H200, at 263ac28: 512 tokens take 128 ms, 2048 138 ms, 4096 264 ms."""
+"""Tokens below which an uncompiled micro-batch is launch-bound: a smaller one takes as long. An 8B shape on an H200, at
+263ac28: 512 tokens take 128 ms, 2048 138 ms, 4096 264 ms."""
 OVERHEAD_TOKENS = 190
-"""Tokens that each micro-batch costs besides. As graphs, 512 take 44 ms, 2048 131 ms and 4096 251 ms."""
+"""Fixed cost of each micro-batch, in tokens. With CUDA graphs, 512 tokens take 44 ms, 2048 131 ms and 4096 251 ms."""
 RECOMPUTE_OVERHEAD = 0.43
-"""How much longer a micro-batch takes if the whole forward of every layer runs again, relative to one that keeps all
-(8B, H200, 5c1e67a; docs/LOG.md, Memory)."""
+"""Extra time of a micro-batch that recomputes every layer, as a fraction of one that keeps everything (8B, H200,
+5c1e67a; docs/LOG.md, Memory)."""
 
 Number = TypeVar("Number", float, Floats)
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """How much longer a layer takes, relative to one that keeps all."""
+    """Extra time of a recomputed layer, as a fraction of a layer that keeps everything."""
 
     recomputed: float = RECOMPUTE_OVERHEAD
     partly: float = RECOMPUTE_OVERHEAD
-    """Computed again but for attention."""
+    """For a layer that recomputes all but attention."""
 
     def longer(self, recomputed: Number, partly: Number, layers: int) -> Number:
-        """How much longer a micro-batch takes that recomputes so many of all `layers`."""
+        """Return the extra time, as a fraction, of a micro-batch with these counts of recomputed layers out of
+        `layers`."""
         return (self.recomputed * recomputed + self.partly * partly) / layers
 
     @classmethod
     def of(cls, costs: TrainingCosts, row: float) -> Overheads:
-        """As measured, for rows of so many tokens."""
+        """Return the measured overheads for rows of `row` tokens, else the defaults."""
         whole = 0.0 if costs.time is None else costs.time.at(row)
         if whole <= 0 or not costs.levels:
             return cls()
@@ -59,24 +59,26 @@ class Overheads:
 
 @dataclass(frozen=True)
 class Treatment:
-    """How a job's micro-batches are computed."""
+    """A job's recompute plan: the size of its micro-batches, and which layers the backward recomputes."""
 
     tokens: int
-    """Most tokens of one, unless a single row is longer."""
+    """Most tokens of a micro-batch, unless a single row is longer."""
     recomputed: int = 0
-    """Layers, from the lowest trained one up, that keep their input only: the backward computes them again."""
+    """Number of layers, from the lowest trained one up, that keep their input only; the backward recomputes the
+    rest."""
     partly: int = 0
-    """Layers above those that are computed again but for attention: they keep their input and its output. Compiled
-    layers only."""
+    """Number of layers above them that keep their input and attention's output; the backward recomputes the rest.
+    Compiled layers only."""
     compiled: bool = False
-    """Planned for compiled layers, which take less memory than the base's own."""
+    """Whether it was planned for compiled layers, which take less memory than the base's own."""
 
     def alike(self, other: Treatment) -> bool:
-        """The same is computed, whatever it was planned for."""
+        """Return whether both compute the same, whichever layers they were planned for."""
         return (self.tokens, self.recomputed, self.partly) == (other.tokens, other.recomputed, other.partly)
 
     def time(self, layers: int, overheads: Overheads = Overheads()) -> float:
-        """Of one token, relative to one of large micro-batches that keep everything. `layers`: of the base."""
+        """Return the time a token, relative to large micro-batches that keep everything. `layers`: number of the base's
+        layers."""
         size = self.tokens if self.compiled else max(self.tokens, LAUNCH_BOUND_TOKENS)
         longer = overheads.longer(self.recomputed, self.partly, layers)
         return (size + OVERHEAD_TOKENS) / self.tokens * (1 + longer)
@@ -84,7 +86,7 @@ class Treatment:
 
 @dataclass(frozen=True)
 class Option:
-    """A treatment, and the bytes that a micro-batch takes with it."""
+    """A recompute plan, and the bytes of a micro-batch with it."""
 
     treatment: Treatment
     activations: int
@@ -92,13 +94,13 @@ class Option:
 
 @dataclass(frozen=True)
 class JobMemory:
-    """What one job needs."""
+    """What one job needs in memory."""
 
     state: JobState
     pinned: int
-    """Bytes of host memory, over all ranks."""
+    """Bytes of pinned host memory, over all ranks."""
     options: tuple[Option, ...]
-    """The fastest first; each takes less memory than all before it."""
+    """Recompute plans, fastest first; each takes less memory than all before it."""
     shapes: tuple[SiteShape, ...]
     dropout: bool
 
@@ -107,18 +109,19 @@ class JobMemory:
         return self.state.total + self.options[-1].activations
 
     def best(self, activations: int) -> Option | None:
-        """The fastest treatment whose micro-batches take at most so many bytes; None: none does."""
+        """Return the fastest plan whose micro-batches take at most `activations` bytes; None: none does."""
         return next((option for option in self.options if option.activations <= activations), None)
 
 
 def has_reference(spec: JobSpec) -> bool:
-    """Whether the job keeps a copy of the adapter that it continues, for a DPO loss that is relative to it."""
+    """Return whether the job keeps a frozen copy of the adapter it continues, as the reference of a DPO loss."""
     loss = spec.training.loss
     return loss is not None and loss.reference == "start" and spec.init_from is not None
 
 
 def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_tokens: int) -> JobMemory:
-    """`micro_batch_tokens`: the engine's limit. Raises `InvalidRequest` for LoRA settings that do not fit the base."""
+    """Return what a job needs. `micro_batch_tokens`: the engine's limit. Raises `InvalidRequest` for LoRA settings that
+    do not fit the base."""
     shapes = lora_shapes(spec.lora, base, ranks=model.ranks, fully_sharded=model.fully_sharded)
     compared = shapes if has_reference(spec) else ()
     if spec.teacher is not None:
@@ -126,12 +129,12 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
         compared = lora_shapes(taught, base, ranks=model.ranks, fully_sharded=model.fully_sharded)
     early = spec.training.early_stopping_patience is not None
     state = job_state(shapes, base.dtype, spec.training.optimizer, early_stopping=early, compared=compared)
-    # in host memory every rank has all of the adapter
+    # every rank keeps the whole adapter in host memory
     on_host = shapes if model.ranks == 1 else lora_shapes(spec.lora, base)
     pinned = model.ranks * pinned_bytes(on_host, spec.training.optimizer, early_stopping=early)
     limit = micro_batch_limit(spec.training, micro_batch_tokens)
     longest = min(spec.longest or limit, limit)
-    # A step has `batch_tokens` and at most one row more; an evaluation has as many as fit.
+    # A step has `batch_tokens` tokens plus at most one row; an evaluation fills micro-batches to the limit.
     most = limit if spec.training.validation_split else min(limit, spec.training.batch_tokens + longest)
     most = max(longest, min(most, spec.tokens))
     dropout = spec.lora.dropout > 0
@@ -172,8 +175,8 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
 
 
 def shared_bytes(model: MemoryModel, base: BaseSpec, jobs: Iterable[JobMemory], tokens: int) -> int:
-    """At most what a micro-batch of `tokens` tokens takes in which these jobs share, whoever of them does: as if one
-    adapter, at every site of any of them with the largest rank, had all its tokens, and all were targets."""
+    """Return an upper bound of the bytes of a micro-batch of `tokens` tokens that these jobs share. It assumes one
+    adapter with every site that any of them has, at the largest LoRA rank, that has all tokens, all of them targets."""
     sites, dropout = dict[str, SiteShape](), False
     for job in jobs:
         dropout |= job.dropout
@@ -189,14 +192,14 @@ def shared_bytes(model: MemoryModel, base: BaseSpec, jobs: Iterable[JobMemory], 
 
 
 def _falling(sizes: Floats, times: Floats) -> Counts:
-    """Places of those that take less than all faster ones, the fastest first."""
+    """Return the indices of options that take less memory than every faster one, fastest first."""
     order = np.argsort(times, kind="stable")
     before = np.minimum.accumulate(np.concatenate(([np.inf], sizes[order])))[:-1]
     return order[sizes[order] < before]
 
 
 def _halves(most: int, least: int) -> tuple[int, ...]:
-    """`most`, its half, and so on; `least` last."""
+    """Return `most`, its half, and so on; `least` last."""
     found = []
     while most > least:
         found.append(most)
