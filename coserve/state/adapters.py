@@ -11,19 +11,20 @@ from coserve.state.database import Database
 from coserve.state.records import AdapterRecord, JobRecord
 
 MAX_SHOWN = 8
-"""Versions that an error lists."""
+"""Most versions that an error message lists."""
 MAX_COMPARED = 1000
-"""Names among which a misspelt one is searched."""
+"""Most adapter names that are searched for one like a misspelt name."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(AdapterRecord).decode
 
 
 class AdapterTable(Database):
-    """A version number is never used twice, not even one of a failed job or of a deleted adapter."""
+    """The registry's adapters. A version number is never used twice, not even after a failed job or a deleted
+    adapter."""
 
     def unfinished(self) -> list[JobRecord]:
-        """The jobs that may publish versions: see `Registry`."""
+        """Unfinished jobs, which may publish versions: see `Registry`."""
         raise NotImplementedError
 
     def reserve_version(self, id: str) -> AdapterRef:
@@ -42,7 +43,7 @@ class AdapterTable(Database):
             )
 
     def _insert_adapter(self, record: AdapterRecord) -> None:
-        """If it is the newest version, it becomes the current one."""
+        """Insert the row; the newest version becomes the current one."""
         id, version = record.ref.id, record.ref.version
         self._db.execute("INSERT INTO adapters VALUES (?, ?, ?)", (id, version, _encode(record)))
         self._db.execute(
@@ -58,7 +59,8 @@ class AdapterTable(Database):
         )
 
     def has_claimed_versions(self) -> bool:
-        """Whether any version was ever given out; a version is, before its files are written."""
+        """Return whether any version number was ever reserved; it is reserved before the version's files are
+        written."""
         return self._db.execute("SELECT 1 FROM versions LIMIT 1").fetchone() is not None
 
     def next_version(self, id: str) -> int:
@@ -78,8 +80,8 @@ class AdapterTable(Database):
         return _decode(row[0])
 
     def _not_found(self, id: str, version: int | None) -> AdapterNotFound:
-        """The error for a missing adapter: the job that is to publish it, the versions that its name has, or a name
-        like it."""
+        """Return the error for a missing adapter: it names the job that will publish it, the adapter's versions, or a
+        similar name."""
         newest = "SELECT version FROM adapters WHERE id = ? ORDER BY version DESC LIMIT ?"
         versions = [str(found) for (found,) in self._db.execute(newest, (id, MAX_SHOWN + 1))]
         name = id if version is None else f"{id}@{version}"
@@ -122,7 +124,7 @@ class AdapterTable(Database):
         return [_decode(row[0]) for row in rows]
 
     def adapter_refs(self) -> list[AdapterRef]:
-        """Every version of every adapter."""
+        """Refs of every version of every adapter."""
         return [AdapterRef(*row) for row in self._db.execute("SELECT id, version FROM adapters ORDER BY id, version")]
 
     def roll_back(self, ref: AdapterRef) -> AdapterRecord:
@@ -146,7 +148,8 @@ class AdapterTable(Database):
             self._insert_note(f"adapter {ref} dropped: {reason}")
 
     def _remove_version(self, ref: AdapterRef) -> None:
-        """If it was the current version, the next older one becomes current, or the newest if there is no older one."""
+        """Delete one version's row. If it was current, the next older version becomes current, or the newest if none is
+        older."""
         was_current = self.current_version(ref.id) == ref.version
         self._db.execute("DELETE FROM adapters WHERE id = ? AND version = ?", (ref.id, ref.version))
         if not was_current:

@@ -1,4 +1,4 @@
-"""Changes of files and registry rows that are completed even if the caller is cancelled."""
+"""Changes of files and registry rows that run to their end even if the caller is cancelled."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 
 class Commits:
-    """Runs changes in tasks of their own. The caller keeps its lock or upload folder until the change has ended."""
+    """Runs each change in its own task. The caller keeps its lock or upload folder until the change has ended."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()
 
     async def run(self, change: Coroutine[Any, Any, T]) -> T:
-        """The result of `change`; raises what it raises. See `uncancelled`."""
+        """Return the result of `change`, or raise what it raises. See `uncancelled`."""
         task = asyncio.create_task(change)
         self._running.add(task)
         task.add_done_callback(self._running.discard)

@@ -50,8 +50,8 @@ CREATE TABLE notes (position INTEGER PRIMARY KEY AUTOINCREMENT, created_at REAL 
 
 
 LOCK_TIMEOUT: Final = 0.1
-"""Seconds that SQLite waits for another process's lock. `RegistryThread` waits longer, and runs other calls
-meanwhile."""
+"""Seconds that SQLite waits for another process's lock. `RegistryThread` retries for longer, and runs other calls
+between attempts."""
 
 _BUSY: Final = frozenset(
     {
@@ -59,7 +59,7 @@ _BUSY: Final = frozenset(
         sqlite3.SQLITE_LOCKED,
         sqlite3.SQLITE_PROTOCOL,
         sqlite3.SQLITE_NOMEM,
-        sqlite3.SQLITE_CANTOPEN,  # no descriptor was free for its log or a temporary file
+        sqlite3.SQLITE_CANTOPEN,  # no file descriptor was free for its log or a temporary file
     }
 )
 UPGRADES: Final = {1: tuple(statement for statement in SCHEMA.split(";") if "current" in statement)}
@@ -74,7 +74,7 @@ def database_errors() -> Iterator[None]:
         try:
             yield
         except sqlite3.DatabaseError as error:
-            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # none where Python itself raises it
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # absent if Python itself raises it
             if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
                 raise StorageFailed(f"the registry is damaged: {error}") from error
             if code == sqlite3.SQLITE_FULL:
@@ -87,7 +87,7 @@ def database_errors() -> Iterator[None]:
 
 
 class Database:
-    """`clock` returns seconds since the epoch."""
+    """The registry's connection and its transactions. `clock` returns seconds since the epoch."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         """Open or create the file. Raises `StartupError` if it is not a registry of this version or cannot be written,
@@ -153,12 +153,12 @@ class Database:
         self._log_lines.append((message, fields))
 
     def refuse_changes(self) -> None:
-        """From now on every change raises `StorageFailed`, as on a read-only disk."""
+        """Make every later change raise `StorageFailed`, as on a read-only disk."""
         self._db.execute("PRAGMA query_only = ON")
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
-        """All that is read inside is of one moment."""
+        """Make all reads inside the block see the same state of the database."""
         self._db.execute("BEGIN")
         try:
             yield
@@ -169,7 +169,7 @@ class Database:
         self._db.close()
 
     def check(self) -> None:
-        """Raises `StartupError` if the file is damaged."""
+        """Raise `StartupError` if the file is damaged."""
         problems = [row[0] for row in self._db.execute("PRAGMA integrity_check") if row[0] != "ok"]
         problems += [f"row without its {row[2]}" for row in self._db.execute("PRAGMA foreign_key_check")]
         if problems:
@@ -186,5 +186,5 @@ class Database:
         self._db.execute("INSERT INTO notes (created_at, message) VALUES (?, ?)", (self._clock(), message))
 
     def notes(self) -> list[str]:
-        """Oldest first."""
+        """Notes for the operator, oldest first."""
         return [row[0] for row in self._db.execute("SELECT message FROM notes ORDER BY position")]

@@ -67,7 +67,7 @@ def disk_errors() -> Iterator[None]:
         if (typed := storage_error(error.errno)) is not None:
             raise typed from error
         raise
-    except SafetensorError as error:  # its writer reports the errno as text
+    except SafetensorError as error:  # the safetensors writer reports the errno as text
         found = re.search(r"os error (\d+)", str(error))
         if found is not None and (typed := storage_error(int(found[1]))) is not None:
             raise typed from error
@@ -116,7 +116,7 @@ def safetensors_errors(path: Path) -> Iterator[None]:
 
 
 def fsync_path(path: Path) -> None:
-    """Make a file's content, or a folder's entries, durable."""
+    """Make a file's content, or a folder's entries, durable (fsync)."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -262,7 +262,7 @@ def sweep(folder: Path) -> list[str]:
 
 @contextmanager
 def _later(folder: Path) -> Iterator[None]:
-    """What cannot be deleted now is left to a later `sweep` of `folder`: nobody needs it, so nobody waits for that."""
+    """Leave files that cannot be deleted now to a later `sweep` of `folder`: nobody needs them, so no caller waits."""
     try:
         yield
     except OSError as error:
@@ -274,7 +274,7 @@ def _temporary_path(path: Path, prefix: str) -> Path:
 
 
 def _fsync_tree(root: Path) -> None:
-    """Files first, then their folders, innermost first."""
+    """Sync the files of a tree, then its folders, innermost first."""
     for folder, _, files in os.walk(root, topdown=False):
         for name in files:
             fsync_path(Path(folder, name))

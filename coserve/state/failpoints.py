@@ -38,7 +38,7 @@ FILE_STEPS = (
 """The steps of one durable write; their failpoints are named `<point>.<step>`."""
 
 DURABLE_POINTS = frozenset({"adapter", "checkpoint", "corpus", "import"})
-"""Durable writes: of a published adapter, a checkpoint, a job's corpus, an imported adapter."""
+"""Durable writes of a published adapter, a checkpoint, a job's corpus and an imported adapter."""
 
 FAILPOINTS = frozenset(f"{point}.{step}" for point in DURABLE_POINTS for step in FILE_STEPS) | {
     "remove.before_rename",
@@ -50,7 +50,7 @@ FAILPOINTS = frozenset(f"{point}.{step}" for point in DURABLE_POINTS for step in
     "finetune.mid_step",  # gradients are computed, the optimizer has not stepped
     "adapter.publish",  # the adapter's files are durable, but not registered
     "adapter.open",  # a file of an adapter is about to be opened
-    "adapter.read",  # a part of an adapter's weights is about to be read for its check
+    "adapter.read",  # some of an adapter's weights are about to be read for their check
     "job.open",  # a job's corpus or a file of its checkpoint is about to be opened
     "daemon.start",  # the tokenizer is about to be loaded, which may download it
     "engine.start",  # the engine process runs, its base is not loaded
@@ -66,7 +66,7 @@ class Rule(NamedTuple):
     name: str
     action: str
     at: int | None
-    """The hit that it acts on; None: every hit."""
+    """Number of the hit that it acts on; None: every hit."""
 
 
 @dataclass
@@ -101,7 +101,7 @@ def _act(action: str) -> None:
 
 
 def parse(text: str) -> tuple[Rule, ...]:
-    """Rules of a `COSERVE_FAILPOINTS` text. Raises `ConfigError`."""
+    """Parse the rules of a `COSERVE_FAILPOINTS` text. Raises `ConfigError`."""
     rules: list[Rule] = []
     for part in filter(None, (part.strip() for part in text.split(";"))):
         rule = _RULE.fullmatch(part)

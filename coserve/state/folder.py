@@ -35,7 +35,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d{8,})")
 
 
 class DataFolder:
-    """Paths only. Names come from users, so they are checked here again. Raises `ForbiddenPath`."""
+    """Paths in the data folder. Names come from users, so they are checked here again. Raises `ForbiddenPath`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
@@ -72,7 +72,7 @@ class DataFolder:
         return sorted(found)
 
     def adapter_refs(self) -> list[AdapterRef]:
-        """All versions that have a folder."""
+        """Adapter versions that have a folder."""
         return sorted(
             AdapterRef(name.name, int(version.name))
             for name in _folders(self.adapters)
@@ -81,7 +81,7 @@ class DataFolder:
         )
 
     def job_ids(self) -> list[str]:
-        """All jobs that have a folder."""
+        """Ids of jobs that have a folder."""
         return sorted(entry.name for entry in _folders(self.jobs))
 
     @contextmanager

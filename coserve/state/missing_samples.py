@@ -1,4 +1,4 @@
-"""Notes that samples of a job are missing, by which it is known later that this was told."""
+"""Notes that samples of a job are missing; the registry reads them later to tell which it has already reported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INTERRUPTED = "the job was interrupted during generation"
 
 
 def without_samples(step: int, why: str, prompt: int | None = None) -> str:
-    """The note. `prompt`: of one alone."""
+    """Return the note that a step's samples are missing, or only that of prompt number `prompt`."""
     return _beginning(step, prompt) + why
 
 
@@ -19,14 +19,14 @@ def _beginning(step: int, prompt: int | None) -> str:
 
 
 def passed_step(training: TrainingRequest, step: int) -> int:
-    """The last step with samples that a job at `step` has left behind; 0: none. Those of `step` itself it still
-    generates."""
+    """Return the last step with samples that a job at `step` has passed; 0: none. Samples of `step` itself can still
+    come."""
     return (step - 1) // training.sample_steps * training.sample_steps if training.sample_prompts and step else 0
 
 
 def missing_notes(training: TrainingRequest, step: int, done: Collection[int], told: Iterable[str]) -> tuple[str, ...]:
-    """Notes of the prompts that have no sample at `step`, which the job does not come back to, and for which none of
-    the notes in `told` says so."""
+    """Return notes of the prompts without a sample at `step`, which the job has passed, unless a note in `told` says so
+    already."""
     notes = tuple(told)
 
     def is_told(prompt: int | None) -> bool:

@@ -19,7 +19,7 @@ class JobRecord(Wire, frozen=True):
     started_at: float | None = None
     finished_at: float | None = None
     waiting: str | None = None
-    """Why a running job waits, or one in line besides its turn, if it does."""
+    """Why a running job waits, or why a queued one cannot start although it is next; None otherwise."""
     step: int = 0
     total_steps: int = 0
     metrics: StepMetrics | None = None
@@ -31,17 +31,17 @@ class JobRecord(Wire, frozen=True):
     notes: tuple[str, ...] = ()
     """Notes for the user who submitted the job."""
     after: str | None = None
-    """The job whose end this job waits for: it continues from the version that that one publishes."""
+    """The job that this job waits for: it continues from the version that `after` publishes."""
 
     request_digests: dict[str, str] = {}
-    """Of the request that made it, if it had an `Idempotency-Key`; empty too for a job that was accepted before this
-    was kept."""
+    """Digests of the request that made the job, if it had an `Idempotency-Key`. Also empty for jobs accepted before
+    digests were kept."""
     samples: tuple[Sample, ...] = ()
-    """Those of the last step that has any, by prompt."""
+    """Samples of the last step that has any, by prompt."""
 
     @property
     def eta(self) -> float | None:
-        """Seconds until its last step, by the wall clock; None before the first one and at the end."""
+        """Wall-clock seconds until its last step; None before the first step and once the job has ended."""
         if self.pace is None or self.state.terminal:
             return None
         return self.pace.left(self.total_steps - self.step)
@@ -61,13 +61,13 @@ class AdapterRecord(Wire, frozen=True):
     created_at: float
     bytes: int
     sha256: str
-    """Of the weights' file."""
+    """SHA-256 of the weights file, hex."""
     config_sha256: str = ""
-    """Of `adapter_config.json`; empty for a version that was registered before this was kept."""
+    """SHA-256 of `adapter_config.json`, hex; empty for versions registered before it was kept."""
     alphas: tuple[float, ...] | None = None
     """As `AdapterDigests.alphas`."""
     bd_blocks: int = 1
-    """As `LoraSettings.bd_blocks`; 1 too for a version that was registered before this was kept."""
+    """As `LoraSettings.bd_blocks`; also 1 for versions registered before it was kept."""
 
     @property
     def digests(self) -> AdapterDigests:

@@ -47,7 +47,7 @@ def recover(registry: Registry, folder: DataFolder) -> list[JobRecord]:
     for job in jobs:
         try:
             drop_unrecorded_checkpoints(folder, job)
-        except StorageFailed as error:  # done again before the first engine gets the job, until it succeeds
+        except StorageFailed as error:  # deleted again, until it succeeds, before the first engine gets the job
             log.warning("%s", error.message)
     return [_requeue(registry, job) for job in jobs]
 
@@ -55,9 +55,9 @@ def recover(registry: Registry, folder: DataFolder) -> list[JobRecord]:
 def drop_unrecorded_checkpoints(folder: DataFolder, job: JobRecord) -> None:
     """Remove checkpoints of steps that the registry has not recorded. Call it when the engine that wrote them is gone.
 
-    A job that resumed from one would lack those steps in its loss curve; so they run again. A checkpoint that was made
-    before its own step's evaluation has the metrics of that step, which the job reports when it goes on. Raises
-    `StorageError` where the machine cannot read one now, or not delete it.
+    A job that resumed from such a checkpoint would lack those steps in its loss curve, so the steps run again. A
+    checkpoint written before its own step's evaluation contains that step's metrics, which the job reports when it
+    resumes. Raises `StorageError` if the machine cannot read or delete a checkpoint now.
     """
     for step, path in folder.checkpoints(job.spec.id):
         if step > job.step + 1 or (
@@ -68,7 +68,7 @@ def drop_unrecorded_checkpoints(folder: DataFolder, job: JobRecord) -> None:
 
 
 class _Progress(msgspec.Struct):
-    """Of `finetune.checkpoint`, as far as it matters here."""
+    """The field of `finetune.checkpoint`'s progress that recovery reads."""
 
     pending: dict[str, object] | None = None
 
@@ -78,7 +78,8 @@ class _State(msgspec.Struct):
 
 
 def _has_metrics(checkpoint: Path, name: str) -> bool:
-    """False, too, for a state that is missing or damaged: no job can resume from it. Raises `StorageError`."""
+    """Return whether the checkpoint contains its step's metrics; also False for a missing or damaged state, from which
+    no job can resume. Raises `StorageError`."""
     try:
         with read_errors():
             failpoint("job.open")
@@ -112,7 +113,7 @@ def _remove_empty(folder: DataFolder, known: set[AdapterRef]) -> None:
 
 
 def _match_jobs(folder: DataFolder, unfinished: set[str]) -> None:
-    """Delete files of jobs that are over or were never accepted: nothing continues from them."""
+    """Delete files of jobs that have ended or were never accepted: no job resumes from them."""
     for id in folder.job_ids():
         if id not in unfinished:
             log.info("removed files of job %s, which is over or was never accepted", id)

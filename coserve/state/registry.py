@@ -20,7 +20,7 @@ __all__ = ["AdapterRecord", "JobEvent", "JobRecord", "Registry"]
 
 UNFINISHED: Final = tuple(state for state in JobState if not state.terminal)
 MAX_NOTES = 16
-"""Of a job's record."""
+"""Most notes in a job's record."""
 
 # msgpack, unlike JSON, keeps every float exactly.
 _encode = msgspec.msgpack.Encoder().encode
@@ -32,7 +32,7 @@ class Registry(AdapterTable):
     """One connection, used by the thread that made it: see `RegistryThread` for the event loop's side."""
 
     def create_job(self, record: JobRecord, *, idempotency_key: str | None = None) -> JobRecord:
-        """Accept a job. A known key returns the job that it created.
+        """Accept a job and return its record. A known key returns the job that it created.
 
         The record's version comes from `next_version`, called in the same function on the registry's thread.
         """
@@ -59,12 +59,12 @@ class Registry(AdapterTable):
         return record
 
     def job_with_key(self, idempotency_key: str) -> JobRecord | None:
-        """The job that a request with this key made."""
+        """Return the job that a request with this key created, if any."""
         row = self._db.execute("SELECT record FROM jobs WHERE idempotency_key = ?", (idempotency_key,)).fetchone()
         return None if row is None else _job(row[0])
 
     def job(self, id: str) -> JobRecord:
-        """Raises `JobNotFound`."""
+        """Return one job. Raises `JobNotFound`."""
         row = self._db.execute("SELECT record FROM jobs WHERE id = ?", (id,)).fetchone()
         if row is None:
             raise JobNotFound(f"no job {id!r}", field="id")
@@ -73,7 +73,7 @@ class Registry(AdapterTable):
     def jobs(
         self, *, after: str | None = None, limit: int = 100, states: Collection[JobState] | None = None
     ) -> list[JobRecord]:
-        """Newest first, older than `after`. Raises `JobNotFound` for an unknown `after`."""
+        """Return jobs older than `after`, newest first. Raises `JobNotFound` for an unknown `after`."""
         position = None
         if after is not None:
             self.job(after)
@@ -87,17 +87,17 @@ class Registry(AdapterTable):
         return [_job(row[0]) for row in rows]
 
     def unfinished(self) -> list[JobRecord]:
-        """Oldest first."""
+        """Return the unfinished jobs, oldest first."""
         return self.jobs(limit=-1, states=UNFINISHED)[::-1]
 
     def predecessor(self, job: JobRecord) -> JobRecord:
-        """The job whose end decides from where a waiting `job` continues: the one that it waits for. If that one ended
-        without a version while it waited itself, the one before it."""
+        """Return the job whose end decides from which version the waiting `job` continues: the job it waits for. If
+        that job ended without a version while it was itself waiting, the one that it waited for decides, and so on."""
         return self.job(self._awaited(job)[-1])
 
     def _awaited(self, job: JobRecord) -> list[str]:
-        """The job that a job waits for, and those before it up to its `predecessor`; empty for one that waits for
-        none."""
+        """Return the jobs from the one that `job` waits for back to its `predecessor`; empty for a job that does not
+        wait."""
         found = []
         while job.after is not None:
             found.append(job.after)
@@ -144,7 +144,7 @@ class Registry(AdapterTable):
         )
 
     def _move(self, record: JobRecord, state: JobState) -> JobRecord:
-        """`record` in its new state, with its times. Raises `WrongJobState`."""
+        """Return `record` in its new state, with its times. Raises `WrongJobState`."""
         if not record.state.can_become(state):
             raise WrongJobState(f"job {record.spec.id} is {record.state}: it cannot become {state}")
         now = self._clock()
@@ -166,7 +166,7 @@ class Registry(AdapterTable):
             return self._save(record)
 
     def continue_job(self, spec: JobSpec, after: str | None, message: str) -> JobRecord:
-        """A waiting job waits no longer, and runs as `spec`, or it waits for job `after`. Raises `JobNotFound`,
+        """End a job's wait, so that it runs as `spec`, or let it wait for job `after` instead. Raises `JobNotFound`,
         `WrongJobState`."""
         with self._transaction():
             record = self.job(spec.id)
@@ -177,8 +177,8 @@ class Registry(AdapterTable):
             return self._save(msgspec.structs.replace(record, spec=spec, after=after))
 
     def record_start(self, id: str, total_steps: int, resumed_from: int, note: str | None = None) -> JobRecord:
-        """The engine runs the job from step `resumed_from` on. Samples of steps before it that are missing become a
-        note, besides `note`. Raises `JobNotFound`, `WrongJobState`."""
+        """Record that the engine runs the job from step `resumed_from` on. Missing samples of earlier steps become a
+        note, in addition to `note`. Raises `JobNotFound`, `WrongJobState`."""
         with self._transaction():
             record = self.job(id)
             if record.state is not JobState.RUNNING:
@@ -202,7 +202,7 @@ class Registry(AdapterTable):
             return self._save(record)
 
     def _missing_samples(self, record: JobRecord) -> tuple[str, ...]:
-        """See `missing_notes`."""
+        """Return the notes of the record's missing samples: see `missing_notes`."""
         training = record.spec.training
         step = passed_step(training, record.step)
         if not step or len(done := self.sampled(record, step)) == len(training.sample_prompts):
@@ -211,7 +211,7 @@ class Registry(AdapterTable):
         return missing_notes(training, step, done, (_event(row[0]).message for row in rows))
 
     def _metrics_until(self, id: str, step: int) -> list[StepMetrics]:
-        """Metrics of steps 1 to `step`; of a step that ran twice, for a crash, the last."""
+        """Return the metrics of steps 1 to `step`. A step that ran twice, because of a crash, has its last ones."""
         rows = self._db.execute(
             "SELECT record FROM events WHERE job = ? AND type = 'metrics' AND step <= ? ORDER BY seq", (id, step)
         )
@@ -219,7 +219,7 @@ class Registry(AdapterTable):
         return [by_step[step] for step in sorted(by_step)]
 
     def record_step(self, id: str, metrics: StepMetrics) -> JobRecord:
-        """One optimizer step is done. Raises `JobNotFound`."""
+        """Record that one optimizer step is done. Raises `JobNotFound`."""
         with self._transaction():
             record = self.job(id)
             record = msgspec.structs.replace(
@@ -234,11 +234,11 @@ class Registry(AdapterTable):
             return self._save(record)
 
     def record_checkpoint(self, id: str, step: int) -> None:
-        """A checkpoint is durable. Raises `JobNotFound`."""
+        """Record that a checkpoint is durable. Raises `JobNotFound`."""
         self.record_message(id, f"checkpoint at step {step}", type="checkpoint")
 
     def record_sample(self, id: str, sample: Sample) -> None:
-        """A sample was generated. The first one of its step and prompt is kept. Raises `JobNotFound`,
+        """Record a generated sample; the first one of its step and prompt is kept. Raises `JobNotFound`,
         `WrongJobState`."""
         with self._transaction():
             record = self.job(id)
@@ -254,12 +254,12 @@ class Registry(AdapterTable):
                 self._save(msgspec.structs.replace(record, samples=samples))
 
     def sampled(self, record: JobRecord, step: int) -> frozenset[int]:
-        """The prompts that a job has samples of at this step."""
+        """Return the numbers of the prompts that have samples at this step."""
         last = record.samples
         if not last or step > last[0].step:
             return frozenset()
         found = list(last)
-        if step < last[0].step:  # it was set back by a crash
+        if step < last[0].step:  # a crash set the job back to an earlier step
             rows = self._db.execute(
                 "SELECT record FROM events WHERE job = ? AND type = 'sample' AND step = ?", (record.spec.id, step)
             )
@@ -267,8 +267,8 @@ class Registry(AdapterTable):
         return frozenset(sample.prompt for sample in found)
 
     def record_waiting(self, id: str, message: str) -> JobRecord:
-        """A running job waits for the disk, or one in line for memory or for another daemon. Raises `JobNotFound`,
-        `WrongJobState`."""
+        """Record why a job waits: a running one for the disk, a queued one for memory or another daemon. Raises
+        `JobNotFound`, `WrongJobState`."""
         with self._transaction():
             record = self.job(id)
             if record.state not in (JobState.RUNNING, JobState.QUEUED):
@@ -277,7 +277,7 @@ class Registry(AdapterTable):
             return self._save(msgspec.structs.replace(record, waiting=message))
 
     def clear_waiting(self, id: str) -> JobRecord:
-        """What the job waited for is not known any more: its engine has died. Raises `JobNotFound`."""
+        """Forget why the job waits: the engine that said so has died. Raises `JobNotFound`."""
         with self._transaction():
             return self._save(msgspec.structs.replace(self.job(id), waiting=None))
 
@@ -287,7 +287,7 @@ class Registry(AdapterTable):
             self._save(self._noted(self.job(id), note))
 
     def _noted(self, record: JobRecord, note: str) -> JobRecord:
-        """An event of the note, and the record with it."""
+        """Add an event for the note, and return the record with it."""
         self._append(record.spec.id, "message", note, level="warning")
         if note in record.notes:
             return record
@@ -323,9 +323,10 @@ class Registry(AdapterTable):
             return self._save(record)
 
     def delete_job(self, id: str) -> JobRecord:
-        """Delete a job that has ended, and its events. What it published stays; its idempotency key is free again.
+        """Delete a job that has ended, and its events. The adapter it published stays; its idempotency key is free
+        again.
 
-        Raises `JobNotFound`, and `WrongJobState` for a job that has not ended or on whose end another one waits.
+        Raises `JobNotFound`; `WrongJobState` for a job that has not ended or that another job waits for.
         """
         with self._transaction():
             record = self.job(id)

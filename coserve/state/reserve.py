@@ -49,7 +49,7 @@ class Reserve:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """The space is free inside the block and allocated again after it, as far as possible."""
+        """Free the space inside the block; allocate it again afterwards, as far as possible."""
         self._held = 0
         try:
             self._path.unlink(missing_ok=True)
@@ -69,7 +69,7 @@ class Reserve:
             except OSError as error:
                 if error.errno not in FULL:
                     raise
-                wanted -= BLOCK  # another file took the space meanwhile, or the file's metadata needs some of it
+                wanted -= BLOCK  # another file took the space, or metadata of this one needs some of it
 
     def _allocate(self, size: int) -> None:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

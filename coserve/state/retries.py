@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Backoff:
-    """Seconds between attempts: `first`, then doubled up to `longest`, until their sum is `total` (None: without
-    end)."""
+    """Schedule of attempts: waits in seconds of `first`, then doubled up to `longest`, until their sum is `total`
+    (None: without end)."""
 
     first: float = 0.05
     longest: float = 2.0
@@ -36,7 +36,7 @@ class Backoff:
 
 
 FOR_EVER = Backoff(first=0.25, longest=30.0)
-"""For jobs and their events, which must not fail because a file cannot be read or written now."""
+"""Back-off for jobs and their events, which must not fail because a file cannot be read or written now."""
 
 
 class Retries:
@@ -65,8 +65,8 @@ class Retries:
             return tuple(f"{what}: {reason}; it is tried again" for what, reason in self._reasons.items())
 
     async def run(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of `work`, on the event loop. Raises its last error when the back-off has ended, and other errors
-        at once.
+        """Return the result of `work`, on the event loop. Raises its last error when the back-off has ended, and other
+        errors at once.
 
         `what` names the work in the log and in `notes`; calls with the same name that fail together are logged once.
         """
@@ -79,7 +79,8 @@ class Retries:
                 await self._sleep(delay)
 
     def run_blocking(self, what: str, work: Callable[[], T], wait: Callable[[float], None]) -> T:
-        """As `run`, on a thread that may block. `wait` takes seconds; an exception from it ends the retries."""
+        """As `run`, for work on a thread that may block. `wait` takes seconds; an exception from it ends the
+        retries."""
         with self._attempts(what) as failed:
             while True:
                 try:
@@ -90,8 +91,8 @@ class Retries:
 
     @contextmanager
     def _attempts(self, what: str) -> Iterator[Callable[[StorageError], float]]:
-        """Context of all attempts of one call. Yields a function that takes the error of an attempt and returns the
-        seconds to the next one, or raises the error when the back-off has ended."""
+        """Open the context of all attempts of one call. Yields a function that takes an attempt's error and returns the
+        seconds to the next attempt, or raises the error when the back-off has ended."""
         delays, failures, waited, given_up = self._backoff.delays(), 0, 0.0, False
 
         def failed(error: StorageError) -> float:

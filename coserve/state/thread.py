@@ -1,4 +1,4 @@
-"""The registry for the event loop: one thread owns a connection and runs all calls in order, another one only reads."""
+"""The registry for the event loop: one thread runs all calls in order on its connection, a second thread only reads."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ LOCK_BACKOFF = Backoff(total=5.0)
 
 
 class RegistryThread:
-    """`await thread(lambda registry: registry.job(id))`: calls run one at a time, in order, off the event loop.
-    `await thread.read(...)` runs beside them on a connection of its own: a commit may wait for the disk as long as the
-    checkpoint of a job is written, and a request that only looks up its adapter need not wait for it.
+    """Runs functions on the registry off the event loop: `await thread(lambda registry: registry.job(id))`.
+
+    Calls run one at a time, in order. `await thread.read(...)` runs concurrently, on its own connection: a commit may
+    wait for the disk while a checkpoint is written, and a request that only looks up its adapter need not wait for it.
 
     A call is completed even if its caller is cancelled. A call that meets another process's lock is retried by
     `backoff`, while other calls run, and then raises `StorageBusy`. So `fn` must be safe to repeat: only its last
@@ -54,10 +55,10 @@ class RegistryThread:
         return await self._run(self._call, fn, self._executor)
 
     async def read(self, fn: Callable[[Registry], T]) -> T:
-        """As a call, for an `fn` that changes nothing: it sees what was committed before. Once the registry is open it
-        waits for earlier reads alone."""
+        """As a call, for an `fn` that changes nothing; it sees what was committed before. Once the registry is open, it
+        waits only for earlier reads."""
         if self._registry is None:
-            await self(lambda _: None)  # that one makes the file
+            await self(lambda _: None)  # the first call creates the file
         return await self._run(self._call_reader, fn, self._readers)
 
     async def with_reserve(self, fn: Callable[[Registry], T]) -> T:
@@ -84,7 +85,7 @@ class RegistryThread:
     def _opened_reader(self) -> Registry:
         try:
             reader = self._factory()
-        except StartupError as error:  # the file is one, as the first connection found: it cannot be opened now
+        except StartupError as error:  # the first connection found it valid: it only cannot be opened now
             raise error.__cause__ or error from None
         reader.refuse_changes()
         return reader
@@ -99,15 +100,15 @@ class RegistryThread:
                 return fn(self._registry)
 
     def _opened(self) -> Registry:
-        if self._registry is None:  # SQLite creates two more files
+        if self._registry is None:  # opening it makes SQLite create two more files
             with nullcontext() if self._reserve is None else self._reserve.released():
                 self._registry = self._factory()
         elif self._reserve is not None:
-            self._reserve.refill()  # what was used, or did not fit
+            self._reserve.refill()  # allocate again what was used, or did not fit
         return self._registry
 
     def _close(self, reader_closed: Future[None]) -> None:
-        wait([reader_closed])  # the last connection empties the log
+        wait([reader_closed])  # the last connection to close empties the log
         if self._registry is not None:
             self._registry.close()
 
@@ -119,10 +120,10 @@ class RegistryThread:
         """Finish all queued calls, close the file, end the threads. A second call does nothing."""
         try:
             reader_closed = self._readers.submit(self._close_reader)
-        except RuntimeError:  # it was shut down before
+        except RuntimeError:  # it was already shut down
             return
         closed = self._executor.submit(self._close, reader_closed)
         for executor in (self._readers, self._executor):
             executor.shutdown(wait=False)
-        # shielded: a caller that is cancelled would take back what has not begun
+        # Shielded: cancelling the caller would drop calls that have not begun.
         await asyncio.shield(asyncio.gather(*map(asyncio.wrap_future, (reader_closed, closed))))
