@@ -1,6 +1,7 @@
-"""Data order of a job: the rows of each optimizer step, a pure function of row lengths and settings. No torch.
+"""The order of a job's rows: which rows each optimizer step trains on. Pure function of row lengths and settings. No
+torch.
 
-The order depends on the job's seed alone, so a restarted job reads the same rows in the same micro-batches.
+The order depends only on the job's seed, so a restarted job reads the same rows in the same micro-batches.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from coserve.data.corpus.limits import check_training, micro_batch_limit
 from coserve.data.corpus.packing import pack
 
 DEFAULT_EPOCHS = 3.0
-"""For settings that give neither `epochs` nor `steps`."""
+"""Epochs for settings that give neither `epochs` nor `steps`."""
 
 MAX_ROW_VISITS = 100_000_000
-"""Rows times epochs: all are ordered before the job starts."""
+"""Most rows times epochs: the order of all of them is computed before the job starts."""
 
 MAX_ROWS_ON_TICK = 2048
-"""Rows that may be shuffled or packed between two ticks; larger steps are prepared on a thread."""
+"""Most rows shuffled or packed on the engine's thread between two ticks; larger steps are prepared on another
+thread."""
 
 SUM_ROWS = 1 << 16
 """Rows whose lengths are summed at once."""
@@ -44,11 +46,11 @@ class StepBatches:
 
 
 class BatchPlan:
-    """The rows of each optimizer step, by micro-batch. Every `check` is called often, on the calling thread, and may
-    raise.
+    """The rows of each optimizer step, by micro-batch. Every `check` argument is called often, on the calling thread;
+    an exception from it ends the work.
 
-    Memory: 12 bytes a row, 40 while an epoch is ordered, and about 100 bytes a row of the validation and of the step
-    that is packed.
+    Memory: 12 bytes a row; 40 bytes a row while an epoch is ordered; about 100 bytes for each row of the validation
+    split and of the packed step.
     """
 
     def __init__(
@@ -64,8 +66,8 @@ class BatchPlan:
         """`lengths`: tokens of each row (S). `micro_batch_tokens`, `micro_batch_rows`: the engine's limits.
         `rows_on_tick`: see `MAX_ROWS_ON_TICK`.
 
-        An epoch has ceil(tokens / `batch_tokens`) optimizer steps of about equal size: equal shares of its tokens, plus
-        at most one row. No step spans two epochs. A fractional epoch ends after its share of steps.
+        An epoch has ceil(tokens / `batch_tokens`) optimizer steps of about equal size: an equal fraction of its tokens
+        each, plus at most one row. No step spans two epochs. A fractional epoch ends after that fraction of its steps.
         Raises `InvalidRequest` for settings that are invalid, in general or for this corpus.
         """
         check_training(training)
@@ -76,11 +78,11 @@ class BatchPlan:
         self._training_rows, validation_rows = _split(len(lengths), training)
         self._validation = self._pack(validation_rows, check)
         self._epoch_starts = [0]
-        """First step of each epoch computed so far, and of the next one."""
+        """First step of each epoch computed so far, then the first step after them."""
         self._epoch: tuple[int, Ints, Ints] | None = None
-        """Cached: an epoch, the order of its rows, and the start of each of its steps in that order."""
+        """Cached epoch: its number, the order of its rows, and the start of each step in that order."""
         self._packed_step: tuple[int, StepBatches] | None = None
-        """Cached: the last step that was packed."""
+        """Cached step: the last one packed, with its number."""
         if training.steps is not None:
             self.total_steps = training.steps
             return
@@ -93,7 +95,7 @@ class BatchPlan:
         self.total_steps = self._epoch_starts[whole - 1] + max(1, round(last * (epochs - (whole - 1))))
 
     def prepared(self, step: int) -> bool:
-        """Whether `step(step)` is cheap: it is cached or touches few rows. Otherwise call `prepare` on a thread
+        """Return whether `step(step)` is cheap: it is cached or touches few rows. Otherwise call `prepare` on a thread
         first."""
         if step >= self.total_steps:
             return True
@@ -132,7 +134,7 @@ class BatchPlan:
         return self._validation
 
     def _bounds(self, step: int) -> tuple[int, int]:
-        """Start and end of the step in the cached order of its epoch."""
+        """Return start and end of the step in the cached order of its epoch."""
         assert self._epoch is not None, "the epoch was just ordered"
         epoch, _, cuts = self._epoch
         index = step - self._epoch_starts[epoch]
@@ -149,7 +151,7 @@ class BatchPlan:
         return tuple(packed)
 
     def _extend(self, epochs: int, check: Callable[[], None]) -> None:
-        """Compute the first step of each of the first `epochs` epochs, and of the one after them."""
+        """Compute the first step of each of the first `epochs` epochs, and of the epoch after them."""
         for epoch in range(len(self._epoch_starts) - 1, epochs):
             check()
             self._epoch_starts.append(self._epoch_starts[-1] + len(self._cuts(self._order(epoch), check)) - 1)
@@ -158,7 +160,7 @@ class BatchPlan:
         return self._training_rows[_generator(self._training.seed, epoch + 1).permutation(len(self._training_rows))]
 
     def _cuts(self, order: Ints, check: Callable[[], None]) -> Ints:
-        """Start of each step in `order`, and the end of the last one."""
+        """Return the start of each step in `order`, then the end of the last one."""
         ends = self._ends(order, check)
         steps = -(-int(ends[-1]) // self._training.batch_tokens)
         if steps >= len(order):
@@ -168,8 +170,8 @@ class BatchPlan:
         return np.concatenate(([0], inner[inner < len(order)], [len(order)]))
 
     def _ends(self, order: Ints, check: Callable[[], None]) -> Ints:
-        """Tokens of the first row of `order`, of the first two, and so on. In blocks, as `cumsum` holds the
-        interpreter's lock."""
+        """Return the cumulative token counts of the rows in `order`. Summed in blocks, because `cumsum` holds the
+        GIL."""
         ends = np.empty(len(order), np.int64)
         total = 0
         for start in range(0, len(order), SUM_ROWS):
@@ -181,7 +183,7 @@ class BatchPlan:
 
 
 def _split(rows: int, training: TrainingSettings) -> tuple[Ints, Ints]:
-    """Training and validation rows, both ascending."""
+    """Split row indices into training and validation rows, both ascending."""
     if training.validation_split == 0:
         return np.arange(rows, dtype=np.int32), np.arange(0)
     held = min(max(1, round(rows * training.validation_split)), rows - 1)

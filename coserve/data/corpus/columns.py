@@ -1,4 +1,4 @@
-"""The columns of a corpus that are read, and those that nobody uses. No torch."""
+"""Which columns of a corpus are read, and which are ignored. No torch."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from coserve.core.errors import MalformedRow
 from coserve.core.hints import near_miss
 
 MAX_UNUSED = 16
-"""Unused columns that are remembered; more are unlikely, and who has them reads of these."""
+"""Most ignored columns that are remembered for the note to the user."""
 MAX_NAME = 64
-"""Characters of an unused column's name that are shown."""
+"""Most characters shown of an ignored column's name."""
 
 
 class Columns:
-    """`names`: for fields of a row's format, the columns that they are read from; a field that is not named is read
-    from the column of its own name. `unused`: names of columns that were met and not read, in their order."""
+    """Column names of a corpus. `names`: maps fields of a row's format to the columns they are read from; a field
+    without an entry is read from the column of its own name. `unused`: columns that were found and not read, in
+    order."""
 
     def __init__(self, names: Mapping[str, str] | None = None) -> None:
         self.names = dict(names or {})
         self.unused: dict[str, None] = {}
 
     def present(self, columns: Collection[object]) -> list[str]:
-        """The fields whose named columns are there."""
+        """Return the fields whose named columns are present."""
         return [field for field, column in self.names.items() if column in columns]
 
     def read(
         self, columns: Collection[object], fields: Collection[str], required: Iterable[str], line: int
     ) -> dict[str, str]:
-        """The column that each field of a format is read from, for a row with these columns.
+        """Return the column to read for each field of a format, for a row with these columns.
 
         Raises `MalformedRow` for a named column that is missing, and for a column whose name is nearly that of a
         missing field.
@@ -62,12 +63,12 @@ class Columns:
 
 
 def listed(columns: Iterable[object]) -> str:
-    """The first columns, for a message."""
+    """List the first columns, for a message."""
     return ", ".join(sorted(repr(column)[:40] for column in list(columns)[:8])) or "none"
 
 
 def unused_notes(unused: Collection[str]) -> tuple[str, ...]:
-    """A note about columns that are not used, for the job's record."""
+    """Return a note about ignored columns, for the job's record."""
     if not unused:
         return ()
     more = " and others" if len(unused) == MAX_UNUSED else ""

@@ -1,7 +1,7 @@
-"""Files of CSV and of JSON arrays as JSON Lines, which are split into pieces and read by several processes. No torch.
+"""Converts CSV files and JSON arrays to JSON Lines, which several processes can read in pieces. No torch.
 
-Both are read in bounded memory. A row keeps its number: a CSV record is on the line on which it began (lines without a
-record are empty), and the elements of an array are numbered.
+Both are converted in bounded memory. Rows keep their numbers: a CSV record stays on the line where it began (lines
+without a record are empty), and array elements are numbered.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from coserve.data.corpus.sources import is_jsonl
 from coserve.state.durable import disk_errors
 
 CHUNK = 64 << 10
-"""Characters that are read at a time."""
+"""Characters read at once."""
 DELIMITERS = ",;\t"
 LONGEST_WORD = 16
-"""Characters of an escape, a literal or the like, which may be cut off where a text ends for now."""
+"""Longest escape, literal or the like in characters: it may be cut off at the end of the text read so far."""
 AS_JSON = ("messages", "conversations", "tools")
-"""Fields that are lists: a CSV file has them as JSON in a cell."""
-# Only the ends of elements are looked for. Numbers are not made: one of a million digits would take minutes.
+"""Fields that are lists: in CSV, a cell contains them as JSON."""
+# Finds only the ends of elements. Numbers are not converted: one of a million digits would take minutes.
 _decoder = json.JSONDecoder(parse_int=len, parse_float=len, parse_constant=len)
 
 
 def is_json_lines(source: Path, columns: Columns) -> bool:
-    """Whether a source is read as it is, as JSON Lines. Raises `UnreadableCorpus`."""
+    """Return whether a source is read unconverted, as JSON Lines. Raises `UnreadableCorpus`."""
     if not is_jsonl(source):
         return False
     with _opened(source) as file:
@@ -43,8 +43,8 @@ def is_json_lines(source: Path, columns: Columns) -> bool:
 
 
 def _other_format(file: BufferedReader, columns: Columns) -> Literal["csv", "array"] | None:
-    """What a text is besides JSON Lines: a JSON array, or CSV, whose first line has several columns or the name of one
-    that is read. None: JSON Lines, or nothing that is known."""
+    """Return the format of a text that is not JSON Lines: a JSON array, or CSV, whose first line has several columns or
+    the name of a column that is read. None: JSON Lines, or an unknown format."""
     text = file.peek(CHUNK).removeprefix(codecs.BOM_UTF8).lstrip()
     if text.startswith(b"["):
         return "array"
@@ -61,9 +61,10 @@ def _other_format(file: BufferedReader, columns: Columns) -> Literal["csv", "arr
 def as_json_lines(
     source: Path, target: Path, columns: Columns, progress: Callable[[], None], limits: CorpusLimits = LIMITS
 ) -> Path:
-    """`source` itself or, of CSV and of a JSON array, `target` with its rows. `progress` is called with each row.
+    """Return `source` itself, or `target` with the rows of a CSV file or JSON array. `progress` is called with each
+    row.
 
-    Raises `MalformedRow` with the line, of an array the element's number; `UnreadableCorpus`, `StorageFull`,
+    Raises `MalformedRow` with the line (for an array, the element's number), `UnreadableCorpus`, `StorageFull`,
     `StorageFailed`.
     """
     if not is_jsonl(source):
@@ -92,8 +93,8 @@ def _opened(source: Path) -> Iterator[BufferedReader]:
 
 
 class _Lines:
-    """The lines of a text for `csv.reader`, which may take several for a record. `number`: of the last one; `begin`
-    starts a record, which has at most `limit` bytes. Raises `MalformedRow`."""
+    """Line iterator for `csv.reader`, which may read several lines for one record. `number`: line number of the last
+    line; `begin` starts a record, which has at most `limit` bytes. Raises `MalformedRow`."""
 
     def __init__(self, file: BufferedReader, limit: int) -> None:
         self._file, self._limit = file, limit
@@ -157,7 +158,7 @@ def _csv_lines(file: BufferedReader, columns: Columns, limits: CorpusLimits) -> 
 
 
 def _records(lines: _Lines, delimiter: str) -> Iterator[list[str]]:
-    """Raises `MalformedRow` with the line on which a record begins."""
+    """Yield CSV records. Raises `MalformedRow` with the line on which a record begins."""
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
         lines.begin()
@@ -194,7 +195,7 @@ def _array_lines(file: BufferedReader, limits: CorpusLimits) -> Iterator[bytes]:
 
 
 class _Array:
-    """Reads a JSON array piece by piece. `number`: of the element that is read, from 1. Raises `MalformedRow`."""
+    """Reads a JSON array piece by piece. `number`: the current element's, from 1. Raises `MalformedRow`."""
 
     def __init__(self, file: BufferedReader, limit: int) -> None:
         self._file, self._limit = file, limit
@@ -211,7 +212,7 @@ class _Array:
         self._text, self._at, self._ended = self._text[self._at :] + more, 0, not content
 
     def next_character(self) -> str:
-        """The next one that is no white space; empty at the end."""
+        """Return the next character that is not white space; empty at the end."""
         while True:
             while self._at < len(self._text):
                 if self._text[self._at] not in " \t\r\n":
@@ -232,14 +233,14 @@ class _Array:
         return found
 
     def element(self) -> bytes:
-        """The next element, on one line."""
+        """Return the next element, on one line."""
         if not self.next_character():
             raise MalformedRow("the array has no end", line=self.number)
         size = CHUNK
         while True:
             try:
                 _, end = _decoder.raw_decode(self._text, self._at)
-                whole = end < len(self._text) or self._ended  # a number may go on
+                whole = end < len(self._text) or self._ended  # a number may continue in the next read
             except json.JSONDecodeError as error:
                 cut_off = error.pos >= len(self._text) - LONGEST_WORD or error.msg.startswith("Unterminated string")
                 if self._ended or not cut_off:
@@ -255,7 +256,7 @@ class _Array:
             if len(self._text) - self._at > self._limit:
                 raise MalformedRow(f"expected at most {self._limit} bytes a row", line=self.number)
             self._read(size)
-            size *= 2  # so that a long element is decoded a few times
+            size *= 2  # doubled, so that a long element is decoded only a few times
         found = self._text[self._at : end].replace("\r", " ").replace("\n", " ")
         self._at = end
         return found.encode()

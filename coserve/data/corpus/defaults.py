@@ -38,11 +38,11 @@ MAX_CONTEXT_SHARE = 4
 RATE_AT_2048 = 5e-4
 RATE_BOUNDS = (1e-4, 4e-3)
 DPO_SHARE = 20
-"""The learning rate of a DPO loss is so many times lower."""
+"""Divisor of the default learning rate for a DPO loss."""
 LION_SHARE = 3
-"""So is Lion's."""
+"""Divisor of the default learning rate for Lion."""
 DISTILLATION_SHARE = 4
-"""So is that of an adapter that is trained on toward a teacher."""
+"""Divisor of the default learning rate for an adapter that is trained further toward a teacher."""
 BETA2, LION_BETA2 = 0.999, 0.99
 
 
@@ -58,9 +58,10 @@ def choose_training(
     """Replace every "auto"; return the settings and the names of the fields that were chosen.
 
     `rows`, `tokens` and `targets` (target tokens; None: all) count the corpus once; `hidden` is the base's hidden size;
-    `distills`: a trained adapter learns on from a teacher.
-    Explicit values stay, and the others follow them: with an explicit batch size, epochs are chosen by its steps.
-    Raises `InvalidRequest` for `lora_plus_ratio` without a learning rate: the rule is one for A and B alike.
+    `distills`: an already trained adapter is trained further toward a teacher. Explicit values stay, and the chosen
+    ones follow from them: with an explicit batch size, the number of epochs depends on its steps. Raises
+    `InvalidRequest` for `lora_plus_ratio` without a learning rate, because the default rate assumes one rate for A and
+    B.
     """
     chosen: list[str] = []
     batch, rate, epochs = request.batch_tokens, request.learning_rate, request.epochs
@@ -89,20 +90,21 @@ def choose_training(
 
 
 def choose_learning_rate(hidden: int) -> float:
-    """Rounded to two digits, because users see it."""
+    """Return the default rate for LoRA, rounded to two digits because users see it."""
     low, high = RATE_BOUNDS
     return float(f"{min(high, max(low, RATE_AT_2048 * 2048 / max(1, hidden))):.1e}")
 
 
 def choose_batch_tokens(tokens: int, targets: int | None = None) -> int:
-    """A sixteenth of the corpus within bounds. The lower bound counts at most `MAX_CONTEXT_SHARE` tokens per target."""
+    """Return a sixteenth of the corpus's tokens, within bounds. The lower bound counts at most `MAX_CONTEXT_SHARE`
+    tokens per target."""
     counted = tokens if targets is None else min(tokens, MAX_CONTEXT_SHARE * max(1, targets))
     batch = max(MIN_BATCH_TOKENS, math.ceil(counted / STEPS_PER_EPOCH)) * tokens / max(1, counted)
     return min(MAX_BATCH_TOKENS, math.ceil(batch))
 
 
 def choose_epochs(steps_per_epoch: int) -> float:
-    """A whole number of epochs."""
+    """Return a whole number of epochs."""
     steps = max(1, steps_per_epoch)
     wanted = max(USUAL_EPOCHS, math.ceil(MIN_STEPS / steps))
     return float(max(1, min(wanted, MAX_EPOCHS, MAX_STEPS // steps)))

@@ -1,4 +1,4 @@
-"""What a tokenised corpus tells of its rows: counted over blocks of rows, as a corpus may be larger than memory. No
+"""Statistics of a tokenised corpus's rows, counted block by block, because a corpus may be larger than memory. No
 torch."""
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import numpy.typing as npt
 from coserve.data.corpus.tokenized import Corpus
 
 ROWS = 4096
-"""Rows that are looked at together."""
+"""Rows of a block."""
 
 
 def count_beginning(corpus: Corpus, *tokens: int) -> int:
-    """Rows that begin with these tokens."""
+    """Count the rows that begin with these tokens."""
     count = 0
     for starts, found, _ in _blocks(corpus):
         long = starts[np.diff(starts, append=len(found)) >= len(tokens)]
@@ -24,7 +24,7 @@ def count_beginning(corpus: Corpus, *tokens: int) -> int:
 
 
 def count_without(corpus: Corpus, ends: Collection[int]) -> int:
-    """Rows of whose learned tokens none is one of `ends`."""
+    """Count the rows without a target token in `ends`."""
     count = 0
     for starts, found, learned in _blocks(corpus):
         taught = np.isin(found, list(ends)) & (learned == 1)
@@ -33,7 +33,7 @@ def count_without(corpus: Corpus, ends: Collection[int]) -> int:
 
 
 def _blocks(corpus: Corpus) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
-    """For each block: where its rows begin (S), its tokens (N) and targets (N)."""
+    """Yield, for each block: where its rows begin (S), its tokens (N) and their target flags (N)."""
     for first in range(0, corpus.rows, ROWS):
         bounds = corpus.bounds[first : first + ROWS + 1]
         here = slice(bounds[0], bounds[-1])

@@ -1,4 +1,4 @@
-"""Read rows from JSONL files, strictly. No torch."""
+"""Reads rows from JSONL files, strictly. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from coserve.state.durable import disk_errors
 BLOCK = 1 << 20
 """Bytes of a line that are skipped at once."""
 MAX_DIGITS = 1000
-"""Of an integer; the time to read one grows with the square of its digits."""
+"""Most digits of an integer: the time to parse one grows with the square of its digits."""
 _OTHER_FORMATS = {
     b"\x1f\x8b": "a gzip file",
     b"PK\x03\x04": "a zip file",
@@ -25,14 +25,14 @@ _OTHER_FORMATS = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
-"""Files that users send in place of JSON Lines, by their first bytes."""
+"""Formats that users send instead of JSON Lines, by their first bytes."""
 
 
 def parse_jsonl(source: bytes | Path, limits: CorpusLimits = LIMITS, columns: Columns | None = None) -> Iterator[Row]:
-    """Rows of a JSONL file, read line by line; empty lines are skipped but counted.
+    """Yield the rows of a JSONL file, read line by line; empty lines are skipped but counted.
 
-    Raises `MalformedRow` with the line: not JSON, not UTF-8, a duplicate or unknown field, NaN or Infinity, more
-    than `limits` allow. Raises `UnreadableCorpus` for a file that cannot be opened.
+    Raises `MalformedRow` with the line: not JSON, not UTF-8, a duplicate or unknown field, NaN or Infinity, more than
+    `limits` allow. Raises `UnreadableCorpus` for a file that cannot be opened.
     """
     for line, row in enumerate(parse_lines(source, limits, columns=columns), start=1):
         limits.check_line(line)
@@ -47,8 +47,8 @@ def parse_lines(
     stop: int | None = None,
     columns: Columns | None = None,
 ) -> Iterator[Row | None]:
-    """Of each line that begins within the bytes `start` to `stop` (exclusive; None: the end), its row, or None of an
-    empty one.
+    """Yield the row of each line that begins within the bytes `start` to `stop` (exclusive; None: the end); None for an
+    empty line.
 
     Lines count from 1 at `start`. Raises as `parse_jsonl`, except for the number of rows.
     """
@@ -66,7 +66,7 @@ def parse_lines(
 
 
 def _refuse_other_formats(beginning: bytes) -> None:
-    """Raises `MalformedRow` with the name of a format that is taken for JSON Lines."""
+    """Raise `MalformedRow`, with the format's name, for a file that is not JSON Lines."""
     for magic, name in _OTHER_FORMATS.items():
         if beginning.startswith(magic):
             raise MalformedRow(f"expected JSON Lines in UTF-8, got {name}", line=1)
@@ -91,7 +91,7 @@ def _open(path: Path) -> BinaryIO:
 def _decode_line(content: bytes, line: int) -> object:
     """Decode strict JSON: no NaN, no Infinity, no duplicate field."""
     try:
-        text = content.decode().rstrip("\r\n")  # an error at the end is in this line, not in the next one
+        text = content.decode().rstrip("\r\n")  # strip first: an error at the end then names this line, not the next
         found: object = json.loads(
             text, object_pairs_hook=_object, parse_constant=_refuse, parse_float=_finite, parse_int=_integer
         )

@@ -16,13 +16,13 @@ MAX_BETA = 100
 MAX_NEFTUNE_ALPHA = 1000
 MAX_SAMPLE_PROMPTS = 8
 MAX_SAMPLE_CHARACTERS = 8192
-"""Of a prompt, all messages of a chat together: the registry writes a job's prompts and samples again with each
+"""Characters of a prompt, or of all messages of a chat: the registry rewrites a job's prompts and samples at each
 step."""
 MAX_SAMPLE_TOKENS = 1024
 
 
 def check_training(training: TrainingSettings) -> None:
-    """Raises `InvalidRequest` with the field for settings that are invalid for any corpus."""
+    """Raise `InvalidRequest`, with the field, for settings that are invalid for any corpus."""
     if training.epochs is not None and training.steps is not None:
         raise InvalidRequest("expected epochs or steps, got both", field="training.steps")
     for name, value in msgspec.structs.asdict(training).items():
@@ -119,8 +119,8 @@ def _check_samples(training: TrainingSettings) -> None:
 
 
 def longest_row(training: TrainingSettings, context: int, micro_batch_tokens: int) -> int:
-    """Largest tokens per row: the least of `max_length`, the base's context length and one micro-batch, which has both
-    sequences of a pair.
+    """Return the most tokens of a row: the least of `max_length`, the base's context length and one micro-batch, which
+    must hold both sequences of a pair.
 
     Raises `InvalidRequest` for a `max_length` above the context length.
     """
@@ -134,5 +134,6 @@ def longest_row(training: TrainingSettings, context: int, micro_batch_tokens: in
 
 
 def micro_batch_limit(training: TrainingSettings, micro_batch_tokens: int) -> int:
-    """Tokens per forward: what the job asks for, at most `micro_batch_tokens`, the engine's limit."""
+    """Return the most tokens of a micro-batch: what the job asks for, at most the engine's limit
+    `micro_batch_tokens`."""
     return min(training.micro_batch_tokens or micro_batch_tokens, micro_batch_tokens)

@@ -8,7 +8,8 @@ from coserve.core.types import Schedule, TrainingSettings
 
 
 def learning_rate(training: TrainingSettings, step: int, total_steps: int) -> float:
-    """Rate of optimizer step `step` (from 0): linear warm-up over `warmup_steps`, then the schedule, down to 0."""
+    """Return the rate of optimizer step `step` (from 0): linear warm-up over `warmup_steps`, then the schedule, down to
+    0."""
     peak, warmup = training.learning_rate, training.warmup_steps
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)

@@ -1,7 +1,7 @@
-"""Arrays of a safetensors file that are mapped, not read. No torch.
+"""Memory-maps the arrays of a safetensors file. No torch.
 
-safetensors itself copies what it reads. Its format: eight bytes with the header's size, the header as JSON, the arrays'
-bytes.
+The safetensors library copies what it reads, so this reads the format itself: eight bytes with the header's size, the
+header as JSON, the arrays' bytes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def map_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """The arrays of one dimension, each in its stored dtype (int32, uint8 or int64), read-only.
+    """Map a file's one-dimensional arrays, read-only, each in its stored dtype (int32, uint8 or int64).
 
-    Raises `ValueError` for a file that is not whole or has no such arrays, `OSError`.
+    Raises `OSError`; `ValueError` for a file that is truncated or has no such arrays.
     """
     with path.open("rb") as file:
         size = path.stat().st_size
@@ -55,7 +55,7 @@ def _mapped(path: Path, entry: _Entry, data: int) -> npt.NDArray[Any]:
 
 
 def file_digest(path: Path, check: Callable[[], None] = unchecked) -> str:
-    """SHA-256 of a file, hex. `check` is called between reads and may raise. Raises `OSError`."""
+    """Return a file's SHA-256, hex. `check` is called between reads and may raise. Raises `OSError`."""
     digest, block = hashlib.sha256(), bytearray(BLOCK)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(block):

@@ -13,11 +13,11 @@ CHECK_INTERVAL = 64
 def pack(
     sizes: Sequence[int], limit: int, check: Callable[[], None] = unchecked, *, rows: int | None = None
 ) -> list[list[int]]:
-    """Indices of `sizes` in bins of at most `limit` tokens and `rows` rows (None: any number): each goes to the first
-    bin that has space, in order.
+    """Pack the indices of `sizes` into bins of at most `limit` tokens and `rows` rows (None: any number). Each goes, in
+    order, to the first bin with space for it.
 
-    A size above `limit` gets a bin of its own. First-fit (Johnson, "Near-optimal bin packing algorithms", 1973) in
-    O(n log n). `check` is called every `CHECK_INTERVAL` rows and may raise.
+    A size above `limit` gets its own bin. First-fit (Johnson, "Near-optimal bin packing algorithms", 1973) in O(n log
+    n). `check` is called every `CHECK_INTERVAL` rows and may raise.
     """
     bins: list[list[int]] = []
     free = _FreeTokens()
@@ -30,20 +30,20 @@ def pack(
             bins.append([])
             free.append(limit)
         bins[found].append(index)
-        free.subtract(found, limit if len(bins[found]) == rows else size)  # one with all its rows has no space left
+        free.subtract(found, limit if len(bins[found]) == rows else size)  # a bin with all its rows has no space left
     return bins
 
 
 class _FreeTokens:
-    """Free tokens of each bin, in a max segment tree: node i is the maximum of nodes 2i and 2i + 1, the leaves are the
-    bins in order, -1 for leaves without a bin."""
+    """Free tokens of each bin, in a max segment tree: node i is the maximum of nodes 2i and 2i + 1. The leaves are the
+    bins in order; a leaf without a bin is -1."""
 
     def __init__(self) -> None:
         self._count, self._leaves = 0, 1
         self._most = [-1, -1]
 
     def first_fit(self, size: int) -> int | None:
-        """The first bin with at least `size` free tokens."""
+        """Return the first bin with at least `size` free tokens."""
         most, node = self._most, 1
         if most[1] < size:
             return None

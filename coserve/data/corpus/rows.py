@@ -1,5 +1,4 @@
-"""Rows of a corpus in the formats that users send: text, prompt/completion, chat, alpaca, ShareGPT, preference. No
-torch."""
+"""Row formats of a corpus: text, prompt/completion, chat, alpaca, ShareGPT, preference. No torch."""
 
 from __future__ import annotations
 
@@ -20,14 +19,14 @@ from coserve.data.corpus.columns import Columns, listed
 
 @dataclass(frozen=True)
 class CorpusLimits:
-    """Largest accepted corpus, in rows and in bytes of a row. `BatchPlan` has some bytes of memory for each row;
-    nothing else grows."""
+    """Largest accepted corpus: number of rows, and bytes of a row. `BatchPlan` takes some bytes of memory for each row;
+    nothing else grows with the corpus."""
 
     rows: int = 10_000_000
     row_bytes: int = 16 << 20
 
     def check_line(self, line: int) -> None:
-        """Raises `MalformedRow` if line `line` (from 1) is beyond the largest number of rows."""
+        """Raise `MalformedRow` if `line` (from 1) exceeds the largest number of rows."""
         if line > self.rows:
             raise MalformedRow(f"expected a corpus of at most {self.rows} rows", line=line)
 
@@ -54,9 +53,9 @@ class CompletionRow:
 
 @dataclass(frozen=True)
 class ChatRow:
-    """Train on the assistant messages whose `weight` is not 0. The base's chat template renders the text, with `tools`
-    if there are any, and `options`, further variables that it reads. `completion_start`: index of the first message of
-    the completion; None: the last message is the completion."""
+    """Train on the assistant messages whose `weight` is not 0. The base's chat template renders the text, with `tools`,
+    and with `options`: further variables that it reads. `completion_start`: index of the completion's first message;
+    None: the last message is the completion."""
 
     line: int
     messages: tuple[dict[str, object], ...]
@@ -67,7 +66,7 @@ class ChatRow:
 
 @dataclass(frozen=True)
 class PreferenceRow:
-    """Prefer one answer to another one. Both rows begin with the same prompt, and only their answers are targets."""
+    """Prefer one answer to another. Both rows begin with the same prompt; only the answers are targets."""
 
     line: int
     chosen: CompletionRow | ChatRow
@@ -85,7 +84,7 @@ class _Text(Wire, frozen=True):
 
 
 def _rendered(messages: list[ChatMessage], line: int, field: str) -> list[dict[str, object]]:
-    """As templates expect them. Raises `MalformedRow` with `field`."""
+    """Return the messages as chat templates expect them. Raises `MalformedRow` with `field`."""
     if any(message.content is None and not message.tool_calls for message in messages):
         raise MalformedRow("expected content, or tool_calls, in each message", line=line, field=field)
     try:
@@ -95,7 +94,7 @@ def _rendered(messages: list[ChatMessage], line: int, field: str) -> list[dict[s
 
 
 def _context(messages: list[dict[str, object]]) -> list[dict[str, object]]:
-    """The messages, of which none is learned."""
+    """Return the messages with weight 0 on the assistant's, so that none is learned."""
     return [one | {"weight": 0} if one["role"] == "assistant" else one for one in messages]
 
 
@@ -106,7 +105,7 @@ class _Completion(Wire, frozen=True):
     chat_template_kwargs: TemplateOptions | None = None
 
     def row(self, line: int) -> Row:
-        """Raises `MalformedRow` for texts beside messages or tools."""
+        """Return the row. Raises `MalformedRow` for texts combined with messages or tools."""
         match self.prompt, self.completion:
             case str(prompt), str(completion):
                 _refuse_beside_texts(self, line)
@@ -138,7 +137,7 @@ class _Alpaca(Wire, frozen=True):
     input: str = ""
 
     def row(self, line: int) -> Row:
-        """The Stanford Alpaca prompt template, word for word."""
+        """Return the row, in the Stanford Alpaca prompt template, word for word."""
         if self.input:
             prompt = (
                 "Below is an instruction that describes a task, paired with an input that provides further context. "
@@ -188,8 +187,8 @@ class _Preference(Wire, frozen=True):
     chat_template_kwargs: TemplateOptions | None = None
 
     def row(self, line: int) -> Row:
-        """Raises `MalformedRow` for texts beside messages, for texts without a prompt, and for a prompt that ends with
-        the assistant."""
+        """Return the row. Raises `MalformedRow` for texts combined with messages, for texts without a prompt, and for a
+        prompt that ends with the assistant."""
         match self.prompt, self.chosen, self.rejected:
             case str(prompt), str(chosen), str(rejected):
                 _refuse_beside_texts(self, line)
@@ -219,8 +218,8 @@ class _Preference(Wire, frozen=True):
                 )
 
     def _has_whole_conversations(self) -> bool:
-        """Whether the answers have the prompt within them: a prompt of its own is missing, or is the text of one of
-        their first messages."""
+        """Return whether the answers include the prompt: there is no separate prompt, or it is the text of one of the
+        messages that both answers begin with."""
         if isinstance(self.prompt, list) or isinstance(self.chosen, str) or isinstance(self.rejected, str):
             return False
         common = takewhile(lambda pair: pair[0] == pair[1], zip(self.chosen, self.rejected, strict=False))
@@ -248,15 +247,15 @@ def _chat_row(
 
 
 def _refuse_beside_texts(row: _Completion | _Preference, line: int) -> None:
-    """Raises `MalformedRow` for fields that only messages have."""
+    """Raise `MalformedRow` for fields that are valid only with messages."""
     for name in ("tools", "chat_template_kwargs"):
         if getattr(row, name):
             raise MalformedRow(f"expected {name} beside messages only, got texts", line=line, field=name)
 
 
 def _common_messages(line: int, chosen: list[dict[str, object]], rejected: list[dict[str, object]]) -> int:
-    """How many messages both begin with, whatever their weights. Raises `MalformedRow` unless an answer of the
-    assistant follows in both."""
+    """Return the number of messages that both lists begin with, whatever their weights. Raises `MalformedRow` unless an
+    answer of the assistant follows in both."""
     pairs = list(zip_longest(*(({**one, "weight": None} for one in messages) for messages in (chosen, rejected))))
     length = next((number for number, (one, other) in enumerate(pairs) if one != other), len(pairs))
     if length == len(pairs):
@@ -293,7 +292,7 @@ _FORMATS: dict[str, type[_Format]] = {
     "conversations": _ShareGpt,
 }
 for _format in _FORMATS.values():
-    decoder_of(_format)  # rows are converted on several threads
+    decoder_of(_format)  # create decoders now: rows are converted on several threads
 
 
 FORMATS = (
@@ -301,12 +300,12 @@ FORMATS = (
     '{"messages": [{"role", "content"}, ...]}, {"instruction", "output"} (alpaca; "input" may be added), '
     '{"conversations": [{"from", "value"}, ...]} (ShareGPT) or, for a dpo loss, {"prompt", "chosen", "rejected"}'
 )
-"""What every error of a row's shape ends with."""
+"""Ending of every error about a row's shape."""
 OTHER_NAMES = "`columns` names columns that are called otherwise (--columns prompt=question,completion=answer)"
 
 
 _KINDS: dict[type, str] = {NoneType: "null", bool: "a bool", str: "a text", list: "an array"}
-"""JSON's names of what is no object; the rest are numbers."""
+"""Names of JSON values that are not objects; any other type is a number."""
 
 
 def parse_row(obj: object, line: int, columns: Columns | None = None) -> Row:
@@ -320,7 +319,7 @@ def parse_row(obj: object, line: int, columns: Columns | None = None) -> Row:
     found = {field: obj[column] for field, column in read.items()}
     try:
         row = msgspec.convert(found, row_format).row(line)
-        msgspec.json.encode(row)  # raises for text that UTF-8, and so the tokenizer, cannot hold
+        msgspec.json.encode(row)  # raises for text that cannot be UTF-8, which the tokenizer needs
     except msgspec.ValidationError as error:
         wrong = explain(error, found, row_format)
         raise MalformedRow(f"{wrong}; {FORMATS}", line=line, field=wrong.field) from error
@@ -330,9 +329,9 @@ def parse_row(obj: object, line: int, columns: Columns | None = None) -> Row:
 
 
 def choose_columns(found: Collection[object], line: int, columns: Columns) -> tuple[type[_Format], dict[str, str]]:
-    """The format of a row that has these columns, and the column that each of the format's fields is read from.
+    """Return the format of a row with these columns, and the column that each of its fields is read from.
 
-    Raises `MalformedRow` for columns of no format, of two, or that are nearly a field's.
+    Raises `MalformedRow` for columns that fit no format, that fit two, or whose names are nearly a field's.
     """
     present = columns.present(found)
     row_format = next((_FORMATS[key] for key in _FORMATS if key in (present or found)), None)
@@ -357,7 +356,7 @@ def choose_columns(found: Collection[object], line: int, columns: Columns) -> tu
 
 
 def parse_rows(objects: Iterable[object], columns: Columns | None = None) -> Iterator[Row]:
-    """Convert an inline corpus; the first row is line 1. Raises `MalformedRow`."""
+    """Convert the rows of an inline corpus; the first is line 1. Raises `MalformedRow`."""
     for line, obj in enumerate(objects, start=1):
         LIMITS.check_line(line)
         yield parse_row(obj, line, columns)

@@ -1,5 +1,4 @@
-"""Rows of a file or folder in any of the formats that users keep corpora in: JSONL, parquet, a folder of `datasets`. No
-torch.
+"""Reads rows from a file or folder: JSONL, parquet, or a folder saved by `datasets`. No torch.
 
 A source is split into pieces, which several processes can read at the same time. Parquet files and folders are read a
 few rows at a time, with pyarrow, which is optional.
@@ -27,31 +26,31 @@ if TYPE_CHECKING:
     from pyarrow import RecordBatch
 
 STATE = "state.json"
-"""The file of a folder of `Dataset.save_to_disk` that names its data files."""
+"""File in a folder of `Dataset.save_to_disk` that names its data files."""
 PARQUET = b"PAR1"
-"""The first bytes of a parquet file."""
+"""First bytes of a parquet file."""
 BATCH_ROWS = 64
 
 
 @dataclass(frozen=True)
 class PieceSizes:
-    """How a source is split."""
+    """Sizes of the pieces that a source is split into."""
 
     bytes: int = 512 << 10
-    """Of a piece of JSONL: a few seconds of work."""
+    """Bytes of a JSONL piece: a few seconds of work."""
     most_bytes: int = 8 << 20
-    """A file that would have more pieces than `many` has larger ones, up to this."""
+    """Largest bytes of a JSONL piece: pieces grow up to this where a file would have more than `many`."""
     many: int = 1024
     rows: int = 4096
-    """Of a piece of a table."""
+    """Rows of a piece of a table (parquet or Arrow)."""
 
 
 PIECES = PieceSizes()
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Part of a file: of JSONL the lines that begin within the bytes `start` to `stop` (exclusive), of a table these
-    rows."""
+    """Part of a file. JSONL: the lines that begin within the bytes `start` to `stop` (exclusive). Table: the rows
+    `start` to `stop`."""
 
     path: str
     format: Literal["jsonl", "parquet", "arrow"]
@@ -68,8 +67,8 @@ class _State(msgspec.Struct, rename={"data_files": "_data_files"}):
 
 
 def is_jsonl(source: Path) -> bool:
-    """Whether `source` is read as JSONL: it is a file, and none of parquet. Raises `UnreadableCorpus` if it cannot be
-    opened."""
+    """Return whether `source` is read as JSONL: it is a file, and not parquet. Raises `UnreadableCorpus` if it cannot
+    be opened."""
     if source.is_dir():
         return False
     with _source_errors(), disk_errors(), source.open("rb") as file:
@@ -81,9 +80,10 @@ def is_dataset(folder: Path) -> bool:
 
 
 def split_source(source: Path, sizes: PieceSizes = PIECES) -> list[Piece]:
-    """The pieces of a JSONL file, a parquet file, or a folder of `Dataset.save_to_disk`, in the order of their rows.
+    """Split a JSONL file, a parquet file or a folder of `Dataset.save_to_disk` into pieces, in the order of their rows.
 
-    Raises `UnreadableCorpus`, `MalformedRow` for two columns of one name, and `InvalidRequest` if pyarrow is missing.
+    Raises `UnreadableCorpus`, `MalformedRow` for two columns of the same name, and `InvalidRequest` if pyarrow is
+    missing.
     """
     if is_jsonl(source):
         size = source.stat().st_size
@@ -105,20 +105,21 @@ def split_source(source: Path, sizes: PieceSizes = PIECES) -> list[Piece]:
 
 
 def _split_table(path: Path, format: Literal["parquet", "arrow"], rows: int, each: int) -> list[Piece]:
-    LIMITS.check_line(min(rows, LIMITS.rows + 1))  # a damaged file may name any number
+    LIMITS.check_line(min(rows, LIMITS.rows + 1))  # a damaged file may claim any number of rows
     return [Piece(str(path), format, start, min(start + each, rows)) for start in range(0, rows, each)]
 
 
 class PieceReader:
     """Iterates over a piece's rows. Lines count from 1 at its beginning.
 
-    Fields that are null count as absent: columns of Arrow have a value in every row. Raises what `parse_lines` raises.
+    Fields that are null count as absent, since Arrow columns have a value in every row. Raises what `parse_lines`
+    raises.
     """
 
     def __init__(self, piece: Piece, limits: CorpusLimits = LIMITS, columns: Columns | None = None) -> None:
         self._piece, self._limits, self._columns = piece, limits, columns or Columns()
         self.lines = 0
-        """Read so far: rows, and empty lines."""
+        """Lines read so far, empty ones included."""
 
     def __iter__(self) -> Iterator[Row]:
         piece = self._piece
@@ -158,7 +159,8 @@ def _parquet_length(path: Path) -> int:
 
 
 def _parquet_rows(path: Path, start: int, stop: int) -> Iterator[object]:
-    """Row groups are found by the file's metadata; within one, the rows before `start` are decoded."""
+    """Yield the rows `start` to `stop`. Row groups before them are skipped by the file's metadata; in the first group
+    read, rows before `start` are decoded."""
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
@@ -190,7 +192,7 @@ def _stream_rows(path: Path, start: int, stop: int) -> Iterator[object]:
 
 
 def _batch_rows(batches: Iterable[RecordBatch], start: int, stop: int) -> Iterator[object]:
-    """Rows `start` to `stop` of all that the batches have."""
+    """Yield rows `start` to `stop` of the concatenated batches."""
     first = 0
     for batch in batches:
         last = min(stop - first, batch.num_rows)
@@ -202,14 +204,15 @@ def _batch_rows(batches: Iterable[RecordBatch], start: int, stop: int) -> Iterat
 
 
 def _refuse_twins(columns: list[str]) -> None:
-    """Raises `MalformedRow` if two columns have one name: a row would have the last one's value."""
+    """Raise `MalformedRow` if two columns have the same name: a row would get the last one's value."""
     if len(set(columns)) < len(columns):
         twin = next(name for name in columns if columns.count(name) > 1)
         raise MalformedRow(f"expected one column {twin!r:.80}, got {columns.count(twin)}", line=1)
 
 
 def _data_files(folder: Path) -> list[Path]:
-    """Raises `UnreadableCorpus` if the state cannot be read, or names what is outside of the folder or no file."""
+    """Return the folder's data files. Raises `UnreadableCorpus` if the state cannot be read, or names a path outside
+    the folder or one that is not a file."""
     try:
         state = decoder_of(_State).decode((folder / STATE).read_bytes())
     except msgspec.MsgspecError as error:
@@ -219,7 +222,7 @@ def _data_files(folder: Path) -> list[Path]:
     paths = [(folder / file.filename).resolve() for file in state.data_files]
     if any(path.parent != folder.resolve() for path in paths):
         raise UnreadableCorpus(f"the corpus cannot be read: {STATE} names a file outside of the folder", field="path")
-    if absent := [path.name for path in paths if not path.is_file()]:  # a pipe would be waited for
+    if absent := [path.name for path in paths if not path.is_file()]:  # reading a pipe would block
         raise UnreadableCorpus(f"the corpus cannot be read: the folder has no file {absent[0]!r:.80}", field="path")
     return paths
 
@@ -232,7 +235,7 @@ def _without_nulls(value: object) -> object:
 
 @contextmanager
 def _source_errors() -> Iterator[None]:
-    """Raise what the system says of a source as `UnreadableCorpus`."""
+    """Raise the system's errors about a source as `UnreadableCorpus`."""
     try:
         yield
     except OSError as error:
@@ -242,13 +245,13 @@ def _source_errors() -> Iterator[None]:
 
 @contextmanager
 def _arrow_errors() -> Iterator[None]:
-    """Raise what pyarrow says of a source as `UnreadableCorpus`. Its conversion of values to Python's types raises
-    plain `ValueError` (text that is no UTF-8) and `OverflowError` (dates)."""
+    """Raise pyarrow's errors about a source as `UnreadableCorpus`. Conversion to Python values raises plain
+    `ValueError` (text that is not UTF-8) and `OverflowError` (dates)."""
     import pyarrow
 
     try:
         yield
-    except MemoryError:  # pyarrow's own is an ArrowException, too
+    except MemoryError:  # pyarrow's own is also an ArrowException
         raise
     except (pyarrow.lib.ArrowException, ValueError, OverflowError) as error:
         raise UnreadableCorpus(f"the corpus cannot be read: {str(error)[:200]}", field="path") from error

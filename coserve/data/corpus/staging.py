@@ -1,4 +1,5 @@
-"""Corpora on their way into a job's folder; the tasks of helper processes that tokenise a large file. No torch."""
+"""Corpora before they are moved into a job's folder, and the helper-process tasks that tokenise a large file. No
+torch."""
 
 from __future__ import annotations
 
@@ -26,8 +27,7 @@ from coserve.data.offload.protocol import TaskContext
 from coserve.state.durable import disk_errors, move_file
 
 MEMORY = 4 << 30
-"""Bytes of memory that a process may take while it tokenises a corpus: parquet files of a few KB can hold rows of any
-size."""
+"""Most bytes of memory of a process that tokenises a corpus: parquet files of a few KB can hold rows of any size."""
 
 
 class PendingCorpus(Protocol):
@@ -50,7 +50,7 @@ class PendingCorpus(Protocol):
 
 
 class StagedCorpus(msgspec.Struct, frozen=True):
-    """A corpus file in a temporary folder of its own. `save` moves the file, `discard` deletes it; both delete the
+    """A corpus file in its own temporary folder. `save` moves the file, `discard` deletes it; both delete the
     folder."""
 
     path: str
@@ -62,12 +62,13 @@ class StagedCorpus(msgspec.Struct, frozen=True):
     """SHA-256 of the file, hex."""
 
     def arrays(self) -> Corpus:
-        """The file, mapped: its arrays take no memory of this process."""
+        """Map the file: its arrays take no memory of this process."""
         found = map_arrays(Path(self.path))
         return Corpus(found["tokens"], found["target"], found["bounds"], found.get("splits"))
 
     def save(self, path: Path) -> None:
-        """Durable when it returns. Raises `StorageFull`, `StorageFailed`; the staged file is deleted then, too."""
+        """Move the file to `path`; durable when this returns. Raises `StorageFull`, `StorageFailed`; the staged file is
+        then deleted too."""
         try:
             move_file(Path(self.path), path, point="corpus")
         finally:
@@ -78,7 +79,7 @@ class StagedCorpus(msgspec.Struct, frozen=True):
 
 
 class SplitSource(msgspec.Struct, frozen=True):
-    """Arguments of `split_into_pieces`: a file or folder; `rows`: the path of its rows as JSON Lines, if it is CSV or a
+    """Arguments of `split_into_pieces`: a file or folder. `rows`: path for the rows as JSON Lines, if it is CSV or a
     JSON array."""
 
     source: str
@@ -87,14 +88,14 @@ class SplitSource(msgspec.Struct, frozen=True):
 
 
 class Split(msgspec.Struct, frozen=True):
-    """The pieces of a source, and columns that are not used, as far as its beginning tells."""
+    """Pieces of a source, and its unused columns as far as its beginning shows them."""
 
     pieces: list[Piece]
     unused: list[str]
 
 
 class TokenizePiece(msgspec.Struct, frozen=True):
-    """Arguments of `tokenize_piece`: rows have at most `max_length` tokens; `target` is the part's path."""
+    """Arguments of `tokenize_piece`. `max_length`: most tokens of a row; `target`: path of the tokenised piece."""
 
     piece: Piece
     target: str
@@ -103,12 +104,12 @@ class TokenizePiece(msgspec.Struct, frozen=True):
     pairs: bool = False
     one_row_per_answer: bool = False
     memory: int = MEMORY
-    """Bytes of memory that it may take."""
+    """Most bytes of memory that the task may take."""
     columns: dict[str, str] = {}
 
 
 class CorpusPart(msgspec.Struct, frozen=True):
-    """A tokenised piece. `lines`: of the source, rows and empty ones; `unused`: columns of the rows."""
+    """A tokenised piece. `lines`: lines read, empty ones included; `unused`: columns that were not read."""
 
     path: str
     lines: int
@@ -119,7 +120,7 @@ class CorpusPart(msgspec.Struct, frozen=True):
 
 
 class JoinParts(msgspec.Struct, frozen=True):
-    """Arguments of `join_parts`: into `target`."""
+    """Arguments of `join_parts`. `target`: path of the joined corpus."""
 
     parts: list[CorpusPart]
     target: str
@@ -181,8 +182,8 @@ def join_parts(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
 
 @contextmanager
 def _bounded_memory(size: int) -> Iterator[None]:
-    """This process can allocate at most `size` bytes. Files that are mapped do not count. Raises `UnreadableCorpus` for
-    `MemoryError`."""
+    """Limit this process's allocations to `size` bytes inside the block; mapped files do not count. Raises
+    `UnreadableCorpus` for `MemoryError`."""
     try:
         with limited(resource.RLIMIT_DATA, size):
             yield
@@ -193,7 +194,7 @@ def _bounded_memory(size: int) -> Iterator[None]:
 
 
 def _with_progress(rows: Iterable[Row], progress: Callable[[], None]) -> Iterator[Row]:
-    """Call `progress` before each row, so that the caller knows that the process is alive."""
+    """Call `progress` before each row, which tells the caller that the process is alive."""
     for row in rows:
         progress()
         yield row

@@ -1,4 +1,4 @@
-"""Tokenise rows and mark the tokens that contribute to the loss. No torch."""
+"""Tokenises rows and marks the tokens that contribute to the loss. No torch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ NO_ROWS = "expected at least one row"
 
 @dataclass(frozen=True)
 class TokenizedRow:
-    """`targets[i]`: token i contributes to the loss. `cut`: the row was truncated. `split`: of a pair, tokens of its
-    first sequence."""
+    """A tokenised row. `targets[i]`: token i contributes to the loss. `cut`: the row was truncated. `split`: tokens of
+    a pair's first sequence."""
 
     tokens: list[int]
     targets: list[bool]
@@ -30,8 +30,8 @@ class TokenizedRow:
 
 @dataclass(frozen=True)
 class RowArrays:
-    """`tokens`: int32 (n); `target`: uint8 (n), 1 for those that are learned. `cut` and `split` as of a
-    `TokenizedRow`."""
+    """A tokenised row as arrays. `tokens`: int32 (n); `target`: uint8 (n), 1 for tokens that contribute to the loss.
+    `cut` and `split`: as in `TokenizedRow`."""
 
     tokens: npt.NDArray[np.int32]
     target: npt.NDArray[np.uint8]
@@ -50,17 +50,17 @@ def tokenize_rows(
 ) -> Corpus:
     """Tokenise `rows` in order, each to at most `max_length` tokens.
 
-    Targets (tokens that contribute to the loss): of a text all tokens, of a completion its tokens, of a chat the
-    assistant's turns with their end-of-turn token. Texts and completions end with EOS, which is a target too. The first
-    token of a row is never a target, because no token precedes it.
+    Targets (tokens that contribute to the loss): all tokens of a text; the completion's tokens of a prompt/completion;
+    the assistant's turns of a chat, with their end-of-turn tokens. Texts and completions end with EOS, which is also a
+    target. The first token of a row is never a target, because no token precedes it.
 
-    `train_on` chooses other targets: see `TrainingRequest.train_on`. `one_row_per_answer`: a chat becomes a row for
-    each answer to be learned, the chat up to it. `pairs`: all rows are `PreferenceRow`s, otherwise none is; each of
-    both sequences of one has at most `max_length` tokens, and their prompt, unless it is of messages, is cut alike.
+    `train_on` chooses other targets: see `TrainingRequest.train_on`. `one_row_per_answer`: a chat becomes one row for
+    each answer to learn, with the chat up to it. `pairs`: all rows are `PreferenceRow`s (otherwise none is). Each
+    sequence of a pair has at most `max_length` tokens, and a text prompt is cut alike in both.
 
     Truncation: a text or chat loses its end (a text its EOS too). A prompt loses its beginning except a BOS token, so
-    that the completion stays whole; only if that is not enough does the completion lose its end. Of a chat with a row
-    for each answer, answers that begin beyond `max_length` have none, and the last row counts as cut.
+    that the completion stays whole; a completion loses its end only if that is not enough. With `one_row_per_answer`,
+    an answer that begins beyond `max_length` has no row, and the chat's last row counts as cut.
 
     Raises `NoTargets` and `MalformedRow` (a chat that the template refuses) with the row's line, `EmptyCorpus`.
     """
@@ -88,7 +88,7 @@ def row_arrays(
     pairs: bool = False,
     one_row_per_answer: bool = False,
 ) -> Iterator[RowArrays]:
-    """As `tokenize_rows`, one row at a time; there may be none."""
+    """As `tokenize_rows`, but yield one row at a time; there may be none."""
     if max_length < 2:
         raise InvalidRequest(f"expected at least 2, got {max_length}", field="training.max_length")
     checked = _checked(rows, pairs=pairs)
@@ -108,7 +108,7 @@ def _nothing_to_learn(row: TokenizedRow, max_length: int) -> str:
 
 
 def _checked(rows: Iterable[Row], *, pairs: bool) -> Iterator[Row]:
-    """Raises `MalformedRow` for a row that the loss cannot learn from."""
+    """Raise `MalformedRow` for a row that does not fit the loss (pairs or not)."""
     for row in rows:
         if isinstance(row, PreferenceRow) is not pairs:
             expected = "a dpo loss expects" if pairs else "training.loss of type dpo is missing for"
@@ -119,7 +119,7 @@ def _checked(rows: Iterable[Row], *, pairs: bool) -> Iterator[Row]:
 def _tokenized_rows(
     rows: Iterable[Row], tokenizer: Tokenizer, max_length: int, train_on: TrainOn | None, *, split: bool
 ) -> Iterator[tuple[Row, TokenizedRow]]:
-    """`split`: chats become a row for each answer."""
+    """Yield each tokenised row with the row it comes from. `split`: a chat becomes a row for each answer."""
     for row in rows:
         _check_targets(row, train_on)
         match row:
@@ -144,7 +144,7 @@ def _tokenized_rows(
 
 
 def _check_targets(row: Row, train_on: TrainOn | None) -> None:
-    """Raises `MalformedRow` for a row without the tokens that are to be learned."""
+    """Raise `MalformedRow` for a row without the targets that `train_on` asks for."""
     if train_on == "assistant" and not isinstance(row, ChatRow):
         raise MalformedRow("train_on 'assistant' expects chat rows", line=row.line)
     if train_on == "completion" and isinstance(row, TextRow):
@@ -160,7 +160,7 @@ def _check_targets(row: Row, train_on: TrainOn | None) -> None:
 
 
 def _only_completion(row: ChatRow) -> tuple[dict[str, object], ...]:
-    """The messages, with weight 0 on those before the completion."""
+    """Return the messages, with weight 0 on those before the completion."""
     start = len(row.messages[:-1]) if row.completion_start is None else row.completion_start
     return (*(message | {"weight": 0} for message in row.messages[:start]), *row.messages[start:])
 
@@ -180,7 +180,7 @@ def _text(text: str, tokenizer: Tokenizer, max_length: int) -> TokenizedRow:
 
 
 def _completions(prompt: str, completions: Sequence[str], tokenizer: Tokenizer, max_length: int) -> list[TokenizedRow]:
-    """The prompt with each of them. It is cut alike for all."""
+    """Return the prompt with each of the completions. The prompt is cut alike for all."""
     if not all(completions):
         return [TokenizedRow([], []) for _ in completions]
     before, ends = tokenizer.encode(prompt), [[token] for token in tokenizer.eos_token_ids]
@@ -204,7 +204,7 @@ def _completions(prompt: str, completions: Sequence[str], tokenizer: Tokenizer, 
 
 
 def _pair(row: PreferenceRow, tokenizer: Tokenizer, max_length: int) -> TokenizedRow:
-    """Both sequences, one after the other; nothing where one of them has no targets."""
+    """Return both sequences of a pair, concatenated; no tokens if one of them has no targets."""
     chosen, rejected = row.chosen, row.rejected
     if isinstance(chosen, CompletionRow) and isinstance(rejected, CompletionRow):
         answers = [chosen.completion, rejected.completion]
@@ -220,8 +220,8 @@ def _pair(row: PreferenceRow, tokenizer: Tokenizer, max_length: int) -> Tokenize
 
 
 def _answers(row: ChatRow, tokenizer: Tokenizer, max_length: int, train_on: TrainOn | None) -> list[TokenizedRow]:
-    """A row for each answer to be learned: the chat up to it. A row without targets if none begins within
-    `max_length`."""
+    """Return a row for each answer to learn: the chat up to it. If no answer begins within `max_length`, return one row
+    without targets."""
     messages = _only_completion(row) if train_on == "completion" else row.messages
     found: list[TokenizedRow] = []
     for index, message in enumerate(messages):

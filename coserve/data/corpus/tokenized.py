@@ -1,4 +1,5 @@
-"""A tokenised corpus: the arrays that a job trains on, and their safetensors file, which is mapped. No torch."""
+"""A tokenised corpus: the arrays that a job trains on, and the memory-mapped safetensors file that holds them. No
+torch."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ class Corpus:
     """S rows of N tokens in all, concatenated.
 
     `tokens`: int32 (N). `target`: uint8 (N), 1 for tokens that contribute to the loss. `bounds`: int64 (S + 1),
-    ascending from 0 to N; row i is `bounds[i]:bounds[i + 1]`. `splits`: int64 (S), of a corpus of pairs: row i is the
-    prompt with the chosen answer, and from `splits[i]` on the prompt with the rejected one.
+    ascending from 0 to N; row i is `bounds[i]:bounds[i + 1]`. `splits`: int64 (S), for a corpus of pairs only: row i is
+    the prompt with the chosen answer, then, from `splits[i]` on, the prompt with the rejected answer.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -54,7 +55,7 @@ class Corpus:
         return self
 
     def discard(self) -> None:
-        """Nothing to do: the corpus is in memory only."""
+        """Do nothing: the corpus is in memory only."""
 
     @property
     def target_tokens(self) -> int:
@@ -66,14 +67,14 @@ class Corpus:
         return self.tokens[here], self.target[here]
 
     def sequences(self, index: int) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
-        """The sequences of one row, each as by `row`: the row itself, or both of a pair."""
+        """Return the sequences of one row, each as `row` returns it: the row itself, or both sequences of a pair."""
         if self.splits is None:
             return [self.row(index)]
         start, split, stop = self.bounds[index], self.splits[index], self.bounds[index + 1]
         return [(self.tokens[first:last], self.target[first:last]) for first, last in ((start, split), (split, stop))]
 
     def save(self, path: Path) -> None:
-        """Durable when it returns. Raises `StorageFull`, `StorageFailed`."""
+        """Write the corpus to `path`; durable when this returns. Raises `StorageFull`, `StorageFailed`."""
         write_file(path, self._packed(), point="corpus")
 
     @property
@@ -92,8 +93,8 @@ class Corpus:
     def load(cls, path: Path, check: Callable[[], None] = unchecked, *, digest: str | None = None) -> Corpus:
         """Validate a file that `save` wrote, and map it: the arrays are read-only and take no memory of this process.
 
-        `check` is called between reads and may raise. `digest`: the file's SHA-256, if it is known. Raises
-        `CheckpointUnreadable` for a missing or damaged file, `StorageError` where the machine cannot read it now.
+        `check` is called between reads and may raise. `digest`: the file's SHA-256, if known. Raises
+        `CheckpointUnreadable` for a missing or damaged file, `StorageError` if the machine cannot read it now.
         """
         try:
             with read_errors():
@@ -109,8 +110,8 @@ class Corpus:
         return corpus
 
     def is_valid(self, check: Callable[[], None] = unchecked) -> bool:
-        """Whether dtypes, shapes, bounds and values are those that `tokenize_rows` makes. Reads `BLOCK` elements at a
-        time."""
+        """Return whether dtypes, shapes, bounds and values are as `tokenize_rows` makes them. Reads `BLOCK` elements at
+        a time."""
         tokens, target, bounds, splits = self.tokens, self.target, self.bounds, self.splits
         typed = [array.dtype for array in (tokens, target, bounds)] == [np.int32, np.uint8, np.int64]
         shaped = tokens.ndim == target.ndim == bounds.ndim == 1 and len(tokens) == len(target) and len(bounds) > 1

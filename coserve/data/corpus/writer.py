@@ -19,18 +19,18 @@ from coserve.state.durable import disk_errors
 from coserve.state.failpoints import failpoint
 
 HEADER = 512
-"""Bytes kept free at the file's beginning for its header, which has the sizes."""
+"""Bytes reserved at the beginning of the file for the header, which contains the sizes."""
 BUFFER = 1 << 20
 PARTS = ("", ".target", ".lengths", ".splits")
-"""Endings of the files of a corpus that is being written: tokens, targets, tokens of each row, tokens of each pair's
-first sequence."""
+"""Suffixes of the files of an unfinished corpus: tokens, targets, tokens of each row, tokens of each pair's first
+sequence."""
 ITEMS = BUFFER // 8
 """Numbers of `.lengths` and `.splits` that are converted at once."""
 
 
 class CorpusWriter:
-    """A new file that `Corpus.load` reads; a context. Tokens are written in place, the other arrays beside it until
-    `finish`. Without `finish` it is a part of a corpus, which `append` reads.
+    """Context that writes a new file for `Corpus.load`. Tokens are written in place; the other arrays go to separate
+    files until `finish` joins them. Without `finish`, the files are a piece of a corpus, which `append` reads.
 
     Every method raises `StorageFull` and `StorageFailed`.
     """
@@ -56,7 +56,7 @@ class CorpusWriter:
             self._files.close()
 
     def add(self, tokens: npt.NDArray[np.int32], target: npt.NDArray[np.uint8], split: int | None = None) -> None:
-        """A row: its tokens (n), and which of them are learned (n). `split`: of a pair, tokens of its first sequence.
+        """Add a row: its tokens (n), and 1 for those that are targets (n). `split`: tokens of a pair's first sequence.
         All rows are pairs, or none."""
         self.rows += 1
         self._pairs += split is not None
@@ -71,7 +71,7 @@ class CorpusWriter:
                 self._splits.write(np.int64(split).tobytes())
 
     def append(self, part: Path, target_tokens: int) -> None:
-        """All rows of a part, whose files are deleted."""
+        """Append all rows of a piece, and delete its files."""
         with disk_errors():
             for source, file in zip(
                 _files(part), (self._tokens, self._target, self._lengths, self._splits), strict=True
@@ -121,7 +121,7 @@ class CorpusWriter:
             failpoint("corpus.after_file_fsync")
 
     def _ends(self) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        """Of `ITEMS` rows at a time: where each ends among all tokens, and its tokens."""
+        """Yield, for `ITEMS` rows at a time: each row's end among all tokens, and its number of tokens."""
         self._lengths.seek(0)
         end = 0
         while content := self._lengths.read(8 * ITEMS):

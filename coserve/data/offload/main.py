@@ -81,7 +81,7 @@ def _run(context: TaskContext, call: Call, body: bytes) -> tuple[Reply, bytes]:
 def main() -> None:
     set_up_logging("helper", LogSettings(level=sys.argv[2], format=sys.argv[3]))
     obey_parent()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a process that ends at a limit of its own leaves no dump
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a process that hits one of its own limits writes no core dump
     with socket.socket(fileno=int(sys.argv[1])) as sock, sock.makefile("rb") as calls, sock.makefile("wb") as file:
         replies = _Replies(file)
         first = _read_call(calls)
@@ -90,7 +90,7 @@ def main() -> None:
         context = TaskContext(Tokenizer.from_state(first[1], sandbox.limits), replies.progress)
         while (found := _read_call(calls)) is not None:
             replies.heartbeat = found[0].heartbeat
-            replies.send(Reply(working=True))  # from here on, another process must not run it
+            replies.send(Reply(working=True))  # from here on, another process must not run the task
             replies.send(*_run(context, *found))
             del found
 

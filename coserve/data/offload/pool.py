@@ -23,7 +23,7 @@ from coserve.data.offload.protocol import Call, Reply, Task, error_of, name_of
 from coserve.data.pretrained.sandbox import TOO_LONG
 
 CHUNK = 256 << 10
-"""Bytes to write or read in one turn of the event loop."""
+"""Bytes written or read per event-loop iteration."""
 SILENCE = 120.0
 """Seconds without a heartbeat after which a process counts as stuck."""
 HEARTBEATS = 120
@@ -32,16 +32,16 @@ MAX_MEMORY = 1 << 30
 """Bytes. A process that has used more is replaced after its task."""
 
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
-"""For NumPy's linear algebra, whose threads spin while they wait for each other: 100 times slower on a machine that is
-busy serving."""
+"""Environment that limits NumPy's linear algebra to one thread. Its threads spin while they wait for each other: 100
+times slower on a machine that is busy serving."""
 
 
 class NotBegun(Exception):
-    """The process ended before it had begun the task: another may run it."""
+    """The process ended before it began the task: another process may run it."""
 
 
 class HelperProcess:
-    """One process; one call at a time."""
+    """One helper process. It handles one call at a time."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -51,7 +51,8 @@ class HelperProcess:
 
     @classmethod
     async def start(cls, setup: bytes, log: LogSettings, silence: float) -> HelperProcess:
-        """`setup`: the tokenizer's state. Raises `ConnectionError` if it dies, `TimeoutError` if it does not read."""
+        """Start a process. `setup`: the tokenizer's state. Raises `ConnectionError` if it dies, `TimeoutError` if it
+        does not read."""
         ours, theirs = socket.socketpair()
         with theirs:
             reader, writer = await asyncio.open_connection(sock=ours, limit=CHUNK)
@@ -81,15 +82,15 @@ class HelperProcess:
         return not self._reader.at_eof()
 
     async def call(self, task: str, arguments: bytes, body: bytes | bytearray, silence: float) -> bytes:
-        """The task's result. `silence`: seconds without a heartbeat after which the process counts as stuck.
+        """Return the task's result. `silence`: seconds without a heartbeat after which the process counts as stuck.
 
         Raises what the task raised, `TimeoutError` for a stuck process, `ConnectionError` and `IncompleteReadError` for
-        one that died, `NotBegun` if it did so before the task.
+        one that died during the task, `NotBegun` for one that died before it.
         """
         try:
             async with asyncio.timeout(silence):
                 await self._send(task, arguments, body, silence)
-            reply = await self._reply(silence)  # the first says that the task begins
+            reply = await self._reply(silence)  # the first reply says that the task begins
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise NotBegun from error
         while reply.working:
@@ -121,7 +122,7 @@ class HelperProcess:
         return b"".join(chunks)
 
     async def end(self) -> int:
-        """Kill the process and wait for its end. Returns its exit status: minus the signal's number, of the first that
+        """Kill the process and wait for its end. Returns its exit status: minus the number of the first signal that
         ended it."""
         signal_child(self._process, signal.SIGKILL)
         self._writer.close()
@@ -131,7 +132,7 @@ class HelperProcess:
 
 
 class HelperPool:
-    """At most `size` processes, started when there is work. `setup` gives the tokenizer's state.
+    """A pool of at most `size` helper processes, started when there is work. `setup` gives the tokenizer's state.
 
     `silence`: seconds without a heartbeat after which a process counts as stuck. `max_memory`: bytes; a process that
     has used more is replaced after its task.
@@ -156,10 +157,10 @@ class HelperPool:
         return self._make_setup()
 
     async def run(self, task: Task, arguments: msgspec.Struct, body: bytes | bytearray = b"") -> bytes:
-        """The result of `task`, run in a process. Cancelling it kills the process. One that was killed before it began
-        the task costs nothing: another runs it.
+        """Run `task` in a process and return its result. Cancelling the call kills the process. If a process was killed
+        before it began the task, another one runs it.
 
-        Once it raises, the task has ended. Raises what the task raises, `HelperLost`, and `InvalidRequest` if the
+        Once this raises, the task has ended. Raises what the task raises, `HelperLost`, and `InvalidRequest` if the
         task sent no heartbeat for `silence` seconds, or a chat template took too much processor time.
         """
         encoded = msgspec.msgpack.encode(arguments)
@@ -178,13 +179,13 @@ class HelperPool:
                         raise HelperLost("the process that was to read this request was killed; try again") from None
 
     async def _call(self, helper: HelperProcess, task: Task, arguments: bytes, body: bytes | bytearray) -> bytes:
-        """`HelperProcess.call`; then the process is idle or has ended."""
+        """Return `HelperProcess.call`'s result; afterwards the process is idle or has ended."""
         done = False
         try:
             result = await helper.call(name_of(task), arguments, body, self.silence)
             done = True
             return result
-        except CoserveError:  # what the task raised
+        except CoserveError:  # raised by the task
             done = True
             raise
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -201,7 +202,7 @@ class HelperPool:
         return await HelperProcess.start(await asyncio.to_thread(lambda: self._setup), self._log, self.silence)
 
     def _idle_helper(self) -> HelperProcess | None:
-        """An idle process that is still alive, if any."""
+        """Return an idle process that is still alive, if any."""
         while self._idle:
             helper = self._idle.pop()
             if helper.alive:

@@ -15,13 +15,13 @@ from coserve.data.pretrained.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class TaskContext:
-    """Arguments of every task. Call `progress()` between rows, so that the caller knows that the process is not
+    """First argument of every task. Call `progress()` between rows: it tells the caller that the process is not
     stuck."""
 
     tokenizer: Tokenizer
     progress: Callable[[], None]
     kept: dict[str, Any] = field(default_factory=dict)
-    """Whatever tasks keep for later calls of the same process."""
+    """Values that tasks keep for later calls of the same process."""
 
 
 Task = Callable[[TaskContext, bytes, bytes], bytes]
@@ -52,19 +52,19 @@ class Reply(msgspec.Struct, frozen=True):
     working: bool = False
     failure: Failure | None = None
     memory: int = 0
-    """Largest resident memory of the process so far, in bytes."""
+    """Peak resident memory of the process so far, in bytes."""
     size: int = 0
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """The name by which the helper process finds a module-level function or class of coserve."""
+    """Return the name by which the helper process finds a module-level function or class of coserve."""
     name = f"{function.__module__}:{function.__qualname__}"
     assert "<" not in name and "." not in function.__qualname__, f"{name} is not at the level of its module"
     return name
 
 
 def find(name: str) -> Any:  # noqa: ANN401 - a function or a class
-    """The function or class with a name from `name_of`."""
+    """Return the function or class with a name from `name_of`."""
     module, _, attribute = name.partition(":")
     assert module.split(".")[0] in ("coserve", "tests"), name
     return getattr(importlib.import_module(module), attribute)
@@ -75,7 +75,7 @@ def failure_of(error: CoserveError) -> Failure:
 
 
 def error_of(failure: Failure) -> CoserveError:
-    """The error as it was raised."""
+    """Return the error as it was raised."""
     error = error_from_code(failure.code, str(failure.attributes["message"]))
     if error.code == failure.code:
         vars(error).update(failure.attributes)

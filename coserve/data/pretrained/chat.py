@@ -1,4 +1,4 @@
-"""Chat: a base's own template turns messages into text, for generation and for training. No torch."""
+"""The base's chat template: turns messages into text, for generation and for training. No torch."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from coserve.data.pretrained import sandbox
 Message = Mapping[str, object]
 Limits = Callable[[], AbstractContextManager[None]]
 Span = tuple[int, int]
-"""Characters `start` to `end` (exclusive) of a rendered chat."""
+"""Character range `start` to `end` (exclusive) of a rendered chat."""
 _Render = Callable[[Sequence[Message], bool], tuple[str, list[Span]]]
 
 _END = "\N{SYMBOL FOR END OF TEXT}coserve"
-"""Marks the end of a message that is to be continued."""
+"""Mark put at the end of a message that is to be continued."""
 _END_OF_THOUGHT = "</think>"
-"""Templates write the reasoning before it in their own way."""
+"""End of the reasoning in a message. Templates rewrite the text before it in their own way."""
 _SPLIT = (
     'it changes earlier answers; give all but the last answer "weight": 0, or set training.one_row_per_answer, which '
     "makes a row of each"
@@ -63,7 +63,7 @@ class _GenerationBlocks(Extension):
 
 
 class _Marks:
-    """The rendered `{% generation %}` blocks: each one's text, and the length of the text before it."""
+    """Rendered `{% generation %}` blocks: each block's text, and the length of the text before it."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -74,8 +74,8 @@ class _Marks:
 
 
 class TrainingText(NamedTuple):
-    """A chat as text, and the span of each message to learn. `marked`: the template's `{% generation %}` blocks tell
-    the spans."""
+    """A chat as text, and the span of each message to learn. `marked`: the spans come from the template's `{%
+    generation %}` blocks."""
 
     text: str
     spans: list[Span]
@@ -88,21 +88,21 @@ class ChatTemplate:
     def __init__(
         self, source: str, tokens: Mapping[str, str], added: Collection[str] = (), limits: Limits = nullcontext
     ) -> None:
-        """`added`: all added tokens of the vocabulary. One of them ends a turn. `limits`: the template is compiled and
-        rendered inside it."""
+        """`added`: all added tokens of the vocabulary, one of which ends a turn. `limits`: context in which the
+        template is compiled and rendered."""
         self._source, self._tokens, self._limits = source, dict(tokens), limits
         known = sorted({token for token in (*tokens.values(), *added) if token.strip()}, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, known)) or "(?!)")
 
     @cached_property
     def _compiled(self) -> tuple[Template, frozenset[str]]:
-        """The template, and the variables that it reads."""
+        """Compile the template; return it and the variables that it reads."""
         return sandbox.SandboxedEnvironment([_GenerationBlocks]).compile_template(self._source)
 
     @cached_property
     def end_of_turn(self) -> str | None:
-        """The first added token behind the assistant's answer to one question. None: the template writes none there, or
-        refuses the chat."""
+        """Return the first added token after the assistant's answer to one question. None: the template writes none
+        there, or refuses the chat."""
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _END}]
         try:
             text, _ = self._render(chat, False)
@@ -113,7 +113,7 @@ class ChatTemplate:
         return None if found is None else found.group()
 
     def last_special(self, text: str, span: Span) -> Span | None:
-        """The added token that the span ends with, but for white space; None if it ends otherwise."""
+        """Return the added token at the end of the span, ignoring white space; None if the span ends otherwise."""
         start, end = span
         end = start + len(text[start:end].rstrip())
         return next((match.span() for match in self._special.finditer(text, start, end) if match.end() == end), None)
@@ -159,7 +159,7 @@ class ChatTemplate:
             ) from error
         spans = [(start, start + len(part)) for start, part in marks.spans]
         if any(text[start:end] != part for (start, end), (_, part) in zip(spans, marks.spans, strict=True)):
-            spans = []  # a mark inside a captured block: its position is unknown
+            spans = []  # a mark inside a captured block has no known position
         return text, spans
 
     def render(
@@ -171,7 +171,7 @@ class ChatTemplate:
         tools: Sequence[Message] = (),
         options: Mapping[str, object] | None = None,
     ) -> str:
-        """The chat as text. `continue_final`: the last message is left open, for the model to continue it. `tools`:
+        """Render the chat as text. `continue_final`: the last message is left open for the model to continue. `tools`:
         their JSON schemas, for templates that show them; `options`: further variables that the template reads.
 
         Raises `InvalidRequest` if the template refuses the messages or exceeds the sandbox's limits.
@@ -195,14 +195,14 @@ class ChatTemplate:
         learned: Sequence[int] | None = None,
         options: Mapping[str, object] | None = None,
     ) -> TrainingText:
-        """The chat as text, and the span to learn of each message in `learned` (None: every one of the assistant's):
+        """Render the chat, and return the span to learn of each message in `learned` (None: all of the assistant's):
         its content and its end-of-turn token. `tools` and `options`: as in `render`.
 
-        The spans are those of the template's `{% generation %}` blocks, as in transformers'
-        `return_assistant_tokens_mask`. Only where a block leaves out the end of turn that follows it at once, it is
-        added. In a template without blocks a span is what the message adds to its prompt, the chat before it with the
-        generation prompt. Raises `InvalidRequest` if the template changes such a message, or what stands before it,
-        when more messages follow, since a loss on the wrong tokens would not be noticed.
+        The spans are the template's `{% generation %}` blocks, as in transformers' `return_assistant_tokens_mask`, with
+        one difference: an end of turn that directly follows a block is added to its span. In a template without blocks,
+        a span is what the message adds to the chat before it rendered with a generation prompt. Raises `InvalidRequest`
+        if the template changes such a message, or the text before it, when more messages follow: the loss would be on
+        the wrong tokens, unnoticed.
         """
         render = partial(self._render, tools=tools, options=options)
         text, marks = render(messages, False)
@@ -225,8 +225,8 @@ class ChatTemplate:
         )
 
     def _added_by(self, messages: Sequence[Message], index: int, text: str | None, render: _Render) -> Span | None:
-        """Characters of `text` that message `index` adds to its prompt; None if it cannot be told. `text`: the rendered
-        messages; None: not rendered yet."""
+        """Return the span of `text` that message `index` adds to the chat before it; None if it cannot be determined.
+        `text`: the rendered messages; None: not rendered yet."""
         last = index + 1 == len(messages)
         try:
             prompt = render(messages[:index], True)[0]
@@ -239,14 +239,13 @@ class ChatTemplate:
         if not (bare.startswith(prompt) and text.startswith(bare) and content in bare[len(prompt) :]):
             return None
         closed = self._closed(bare, len(prompt))
-        if closed is None and last:  # the end of the chat may be all that ends the turn
+        if closed is None and last:  # the end of the chat may also be the end of the turn
             bare, closed = turn, self._closed(turn, len(prompt))
         return len(prompt), len(bare) if closed is None else closed
 
     def _end_of_chat(self, messages: Sequence[Message], prompt: str, render: _Render) -> str:
-        """What the template writes behind the last message of a chat that asks for no answer, as Phi-3's writes EOS;
-        mostly nothing.
-        `prompt`: the messages rendered with the generation prompt."""
+        """Return what the template writes after the last message of a chat without a generation prompt: EOS in Phi-3's,
+        mostly nothing. `prompt`: the messages rendered with the generation prompt."""
         try:
             ended = render(messages, False)[0]
         except InvalidRequest:
@@ -257,12 +256,12 @@ class ChatTemplate:
         return ended[next(inside, start) :]
 
     def _closed(self, turn: str, start: int) -> int | None:
-        """The end of the turn's last special token, if only white space follows it."""
+        """Return the end of the turn's last special token, if only white space follows it."""
         ends = [match.end() for match in self._special.finditer(turn, start)]
         return ends[-1] if ends and not turn[ends[-1] :].strip() else None
 
     def _with_end_of_turn(self, text: str, span: Span) -> Span:
-        """`span` with the end of turn that follows it, unless it ends with an added token already."""
+        """Return `span` with the end of turn that follows it, unless the span already ends with an added token."""
         start, end = span
         follows = self.end_of_turn is not None and text.startswith(self.end_of_turn, end)
         if not follows or self.end_of_turn is None or self.last_special(text, span) is not None:
@@ -271,7 +270,7 @@ class ChatTemplate:
 
 
 def _check_option(name: str, known: Collection[str]) -> None:
-    """Raises `InvalidRequest` for a variable that the template does not read, or that it gets from elsewhere."""
+    """Raise `InvalidRequest` for a variable that the template does not read, or that coserve sets itself."""
     if name not in known:
         names = ", ".join(sorted(known)[:20]) or "none"
         raise InvalidRequest(
@@ -281,7 +280,8 @@ def _check_option(name: str, known: Collection[str]) -> None:
 
 
 def choose_template(found: object) -> str | None:
-    """The default template of `tokenizer_config.json`'s `chat_template`, which is a text or a list of named ones."""
+    """Return the default template in `tokenizer_config.json`'s `chat_template`, which is a text or a list of named
+    ones."""
     if isinstance(found, list):
         named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
         found = named.get("default")
@@ -296,14 +296,13 @@ LOST_CALLS = (
 
 
 def only_calls(message: Message) -> bool:
-    """Whether the message calls tools and says nothing else."""
+    """Return whether the message calls tools and has no text."""
     return isinstance(message.get("tool_calls"), list) and not message.get("content")
 
 
 def refuse_lost_calls(message: Message, rendered: str) -> None:
-    """Raises `InvalidRequest` if `message`, which is to be learned, calls tools and says nothing else, and the template
-    left the calls
-    out: an empty turn would be learned."""
+    """Raise `InvalidRequest` if `message`, which is to be learned, has only tool calls and the template left them out:
+    an empty turn would be learned."""
     calls = message.get("tool_calls")
     if not (only_calls(message) and isinstance(calls, list)):
         return

@@ -1,5 +1,5 @@
-"""Reads the base's weights into the page cache while the engine imports torch: from a cold disk they take as long as
-that, or longer. Imports no torch."""
+"""Reads the base's weights into the page cache while the engine imports torch: from a cold disk, reading takes at least
+as long as the import. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 
 READERS = 4
-"""Files that are read at once: one reader does not fill a fast disk's queue."""
+"""Files read at the same time: one reader does not fill a fast disk's queue."""
 PIECE = 4 << 20
 """Bytes of one read."""
 MEMORY_SHARE = 0.5
-"""Of the machine's memory. Larger weights would drive their own beginning out of the page cache."""
+"""Largest weights to read ahead, as a fraction of the machine's memory. Larger ones would evict their own beginning
+from the page cache."""
 
 
 def weight_files(model: str, *, memory: int | None = None) -> list[Path]:
-    """The weights of a base in a folder, if they fit into `memory` (bytes; None: the machine's) with room to spare."""
+    """Return the weight files of a base in a folder, if they fit into `memory` (bytes; None: the machine's) with room
+    to spare."""
     found = sorted(Path(model).glob("*.safetensors"))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if memory is None else memory
     return found if sum(_size(path) for path in found) <= MEMORY_SHARE * memory else []
 
 
 def read_ahead(paths: Sequence[Path], readers: int = READERS) -> list[Thread]:
-    """Read the files on threads that no end of the process waits for. Reads free the interpreter's lock; what cannot be
-    read is left to whoever loads it."""
+    """Read the files on daemon threads, which do not delay the process's end. Reads release the GIL. Errors are
+    ignored: whoever loads the file reports them."""
     queue = SimpleQueue[Path]()
     for path in paths:
         queue.put(path)

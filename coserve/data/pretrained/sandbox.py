@@ -1,8 +1,8 @@
-"""A Jinja environment for templates of unknown origin, and limits of the process that renders them.
+"""A sandboxed Jinja environment for templates of unknown origin, and limits for the process that renders them.
 
-Jinja's sandbox gives a template no access to Python, but any time and memory. So templates are rendered in helper
-processes, inside
-`limits`: too much memory is a `MemoryError` there, and too much processor time ends the process, not the API.
+Jinja's sandbox gives a template no access to Python, but does not limit time or memory. So templates are rendered in
+helper processes, inside `limits`: too much memory raises `MemoryError` there; too much processor time ends that
+process, not the API.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from coserve.core.processes import limited
 
 SECONDS = 5
-"""Of processor time, for compiling and rendering."""
+"""Seconds of processor time for compiling and rendering."""
 MEMORY = 512 << 20
-"""Bytes beside what the process has."""
+"""Bytes of memory beyond what the process already has."""
 MAX_SOURCE = 1 << 18
 MAX_TEXT = 1 << 24
-"""Characters of the result."""
+"""Most characters of the rendered text."""
 TOO_LONG = f"the base's chat template exceeds its limits: {SECONDS} s of processor time"
 _MEMORY = Path("/proc/self/statm")
 
@@ -40,8 +40,8 @@ class LimitExceeded(TemplateError):
 
 @contextmanager
 def limits() -> Iterator[None]:
-    """In a helper process: bound what the body takes. Raises `LimitExceeded` for memory; for time the kernel ends the
-    process, with SIGXCPU."""
+    """Bound memory and processor time of the block, in a helper process. Raises `LimitExceeded` for memory; for time,
+    the kernel ends the process with SIGXCPU."""
     seconds = math.ceil(time.process_time()) + SECONDS
     try:
         with limited(resource.RLIMIT_CPU, seconds), limited(resource.RLIMIT_DATA, _data_bytes() + MEMORY):
@@ -51,7 +51,7 @@ def limits() -> Iterator[None]:
 
 
 def _data_bytes() -> int:
-    """What counts for `RLIMIT_DATA`, which other systems than Linux do not heed."""
+    """Return the bytes that count for `RLIMIT_DATA`; 0 on systems other than Linux, which ignore that limit."""
     return int(_MEMORY.read_text().split()[5]) * resource.getpagesize() if _MEMORY.exists() else 0
 
 
@@ -62,7 +62,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as chat templates expect it: nothing escaped for HTML."""
+    """Return JSON as chat templates expect it, without HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -75,20 +75,21 @@ def _strftime_now(format: str) -> str:
 
 
 class SandboxedEnvironment(ImmutableSandboxedEnvironment):
-    """Renders as transformers does."""
+    """Jinja environment with the settings of transformers."""
 
     def __init__(self, extensions: Iterable[type[Extension]] = ()) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            optimized=False,  # nothing is computed while a template is compiled
+            optimized=False,  # no constant is computed at compile time
             extensions=[*extensions, loopcontrols],
         )
         self.filters["tojson"] = _tojson
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
     def compile_template(self, source: str) -> tuple[Template, frozenset[str]]:
-        """The template, and the variables that it reads. Raises `jinja2.TemplateError`, `LimitExceeded` among them."""
+        """Compile a template; return it and the variables that it reads. Raises `jinja2.TemplateError`, e.g.
+        `LimitExceeded`."""
         if len(source) > MAX_SOURCE:
             raise LimitExceeded(f"a source of {MAX_SOURCE} characters")
         template = self.from_string(source)
@@ -96,7 +97,7 @@ class SandboxedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def render(template: Template, values: Mapping[str, object]) -> Iterator[str]:
-    """The parts of the result, in order. Raises `LimitExceeded` for too long a result."""
+    """Yield the rendered text in chunks, in order. Raises `LimitExceeded` if it is too long."""
     left = MAX_TEXT
     for part in template.root_render_func(template.new_context(dict(values))):
         left -= len(part)

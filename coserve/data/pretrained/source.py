@@ -1,4 +1,4 @@
-"""Checks a base's source, a folder or a hub name, before anything is loaded. No torch.
+"""Checks the base's source, a folder or a hub name, before anything is loaded. No torch.
 
 Each mistake has its own message: no such folder, not a model, an adapter, weights missing or not safetensors, an
 invalid name, a name unknown to the hub, a gated model, and a hub that cannot be reached.
@@ -16,13 +16,13 @@ from coserve.core.names import ADAPTER_CONFIG
 BUNDLED = "bundled"
 INDEX = "model.safetensors.index.json"
 POINTER = b"version https://git-lfs"
-"""First bytes of a file that Git LFS has not fetched."""
+"""First bytes of a Git LFS pointer, a file that LFS has not fetched."""
 
 
 def check_source(source: str, *, weights: bool = True) -> None:
-    """Raises `UnsupportedBase` for a folder without a complete model, and for a path that is not a folder.
+    """Raise `UnsupportedBase` for a folder without a complete model, and for a path that is not a folder.
 
-    `weights`: whether the folder must have weights too. Hub names are not checked here: `fetch_files` does.
+    `weights`: whether the folder must also have weights. Hub names are checked by `fetch_files`, not here.
     """
     if source == BUNDLED:
         return
@@ -36,7 +36,7 @@ def check_source(source: str, *, weights: bool = True) -> None:
 
 
 def is_path(source: str) -> bool:
-    """Whether `source` can only be a path: hub names are NAME or OWNER/NAME."""
+    """Return whether `source` can only be a path: hub names are NAME or OWNER/NAME."""
     return source.startswith((".", "/", "~")) or source.endswith("/") or source.count("/") > 1 or "\\" in source
 
 
@@ -78,7 +78,7 @@ def _shards(index: Path) -> list[str]:
 
 
 def fetch_files(name: str, patterns: Sequence[str]) -> Path:
-    """A folder with files of a hub model, from the local cache or the hub. Raises `UnsupportedBase`."""
+    """Return a folder with files of a hub model, from the local cache or the hub. Raises `UnsupportedBase`."""
     import httpx
     from huggingface_hub import snapshot_download
 
@@ -90,7 +90,7 @@ def fetch_files(name: str, patterns: Sequence[str]) -> Path:
 
 
 def hub_problem(name: str, error: BaseException) -> str:
-    """The message for an error that fetching a hub model raised."""
+    """Return the message for an error that fetching a hub model raised."""
     import httpx
     from huggingface_hub.errors import (
         GatedRepoError,

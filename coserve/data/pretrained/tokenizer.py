@@ -1,4 +1,4 @@
-"""Text to token ids and back, for the API process: no torch (a hub tokenizer without `tokenizer.json` pulls it in)."""
+"""Text to token ids and back, for the API process. No torch, except for a hub tokenizer without `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ _ADVICE = (
     "(AutoTokenizer.from_pretrained(<the model it comes from>).save_pretrained(<the folder>) writes one)"
 )
 _MAX_HELD_TOKENS = 16
-"""Maximum number of tokens that the detokenizer holds back. Bytes that never form a character become U+FFFD."""
+"""Most tokens that the detokenizer holds back. Bytes that never form a character become U+FFFD."""
 SHORT = 2048
-"""Maximum number of characters to tokenise in the calling thread, without `tokenizers`' own threads."""
+"""Most characters to tokenise in the calling thread, without the threads of `tokenizers`."""
 
 
 class _TokenizerState(msgspec.Struct, frozen=True):
@@ -71,12 +71,12 @@ class Tokenizer:
         limits: Limits = nullcontext,
     ) -> None:
         """`special_tokens`: by role (`bos_token`, `eos_token`, ...). `eos_token_ids`: further ids that end a
-        generation. `limits`: as a `ChatTemplate`'s."""
+        generation. `limits`: as for `ChatTemplate`."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self.prepended, self._appended = _added_around(backend)
-        """Special tokens that `encode` puts before a text."""
+        """Number of special tokens that `encode` puts before a text."""
         self.bos_token_id = self._id(special_tokens.get("bos_token"))
         self.eos_token_id = self._id(special_tokens.get("eos_token"))
         first = () if self.eos_token_id is None else (self.eos_token_id,)
@@ -89,11 +89,11 @@ class Tokenizer:
         if chat_template is not None:
             self._chat = ChatTemplate(chat_template, special_tokens, self.vocabulary.added, limits)
         self.end_of_turn_id: int | None = None
-        """The token with which the chat template ends a turn of the assistant. None: it writes none, or
-        `find_end_of_turn` was not asked."""
+        """Token with which the chat template ends an assistant turn. None: the template writes none, or
+        `find_end_of_turn` was not called yet."""
 
     def find_end_of_turn(self) -> int | None:
-        """What `end_of_turn_id` is to be: it takes a rendering."""
+        """Return the value for `end_of_turn_id`; renders a chat."""
         return None if self._chat is None else self._id(self._chat.end_of_turn)
 
     def _id(self, token: str | None) -> int | None:
@@ -101,7 +101,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, source: str) -> Tokenizer:
-        """The tokenizer of a base: "bundled", a folder, or a hub name. Raises `UnsupportedBase`."""
+        """Load a base's tokenizer: "bundled", a folder, or a hub name. Raises `UnsupportedBase`."""
         if source == BUNDLED:
             with importlib.resources.as_file(importlib.resources.files("coserve") / "assets" / "tiny") as folder:
                 return cls.from_folder(folder)
@@ -125,12 +125,12 @@ class Tokenizer:
         ends = [_read(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
         eos_token_ids = [id for end in ends for id in (end if isinstance(end, list) else [end]) if isinstance(id, int)]
         found = cls(backend, special_tokens=special_tokens, eos_token_ids=tuple(eos_token_ids), chat_template=template)
-        if not found.decode(found.encode(_SAMPLE)):  # as transformers loads a folder without a vocabulary
+        if not found.decode(found.encode(_SAMPLE)):  # transformers loads a folder without a vocabulary, too
             raise UnsupportedBase(f"the base's tokenizer knows no words: {_ADVICE}")
         return found
 
     def state(self) -> bytes:
-        """The tokenizer as bytes, for `from_state` in another process."""
+        """Return the tokenizer as bytes, for `from_state` in another process."""
         return msgspec.msgpack.encode(
             _TokenizerState(self._backend.to_str(), self.special_tokens, self.eos_token_ids, self.chat_template)
         )
@@ -147,13 +147,13 @@ class Tokenizer:
         )
 
     def _encode(self, text: str, *, add_special: bool) -> tokenizers.Encoding:
-        """With offsets. `Tokenizer.encode` holds the GIL, `encode_batch` does not."""
+        """Encode a text, with offsets. `Tokenizer.encode` holds the GIL, `encode_batch` does not."""
         if len(text) <= SHORT:
             return self._backend.encode(text, add_special_tokens=add_special)
         return self._backend.encode_batch([text], add_special_tokens=add_special)[0]
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids. `add_special` adds the special tokens that the base expects before a text, such as BOS.
+        """Return token ids. `add_special` adds the special tokens that the base expects before a text, such as BOS.
 
         Special tokens after the text, such as EOS, are left out, since generation continues the text.
         """
@@ -161,11 +161,11 @@ class Tokenizer:
         return ids[: len(ids) - self._appended] if add_special else ids
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Token ids of a text that continues another one: without the space that some tokenizers prepend."""
+        """Return token ids of a text that continues another one: without the space that some tokenizers prepend."""
         plain = self._encode(text, add_special=False)
         if not plain.tokens or not plain.tokens[0].startswith("▁") or text.startswith("▁"):
             return list(plain.ids)
-        # No space is prepended after a line break. The tokens of the line break itself are removed.
+        # No space is prepended after a line break, so encode one first. Its own tokens are removed.
         after = self._encode("\n" + text, add_special=False)
         if any(start < 1 < end for start, end in after.offsets):
             return list(plain.ids)
@@ -184,8 +184,8 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final: bool = False,
     ) -> list[int]:
-        """Token ids of a chat by the base's template, which does not get weights. Raises `InvalidRequest` (no template,
-        or it refuses)."""
+        """Return token ids of a chat by the base's template, which does not see the messages' weights. Raises
+        `InvalidRequest` (no template, or it refuses)."""
         text = self._template().render(
             [_without(message, "weight") for message in messages],
             add_generation_prompt=add_generation_prompt,
@@ -198,10 +198,10 @@ class Tokenizer:
     def encode_whole_chat(
         self, messages: Sequence[Message], tools: Sequence[Message] = (), options: Mapping[str, object] | None = None
     ) -> list[int]:
-        """Token ids of a chat that is learned whole, so that nobody needs to know which part the assistant wrote.
+        """Return token ids of a chat whose tokens are all learned, so the assistant's spans are not needed.
 
-        Raises `InvalidRequest` as `ChatTemplate.render` does, and as in `encode_chat_for_training` for calls that are
-        left out.
+        Raises `InvalidRequest` as `ChatTemplate.render` does, and, as `encode_chat_for_training` does, for tool calls
+        that the template leaves out.
         """
         plain = [_without(message, "weight") for message in messages]
         render = partial(self._template().render, add_generation_prompt=False, tools=tools, options=options)
@@ -215,11 +215,11 @@ class Tokenizer:
     def encode_chat_for_training(
         self, messages: Sequence[Message], tools: Sequence[Message] = (), options: Mapping[str, object] | None = None
     ) -> tuple[list[int], list[bool]]:
-        """Token ids of a chat, and which of them to learn: assistant turns with their end-of-turn token.
+        """Return token ids of a chat, and which of them to learn: assistant turns with their end-of-turn token.
 
-        Messages with `weight` 0 are not learned. Tokens that are only partly in an assistant turn are learned where the
+        Messages with `weight` 0 are not learned. Tokens that are only partly in an assistant turn are learned if the
         template marks the turns, as in transformers. Raises `InvalidRequest` as `ChatTemplate.render_for_training` and
-        `refuse_lost_calls` do, and for a turn whose end is no token of its own.
+        `refuse_lost_calls` do, and for an end of turn that is not a token of its own.
         """
         answers = [i for i, one in enumerate(messages) if one.get("role") == "assistant" and one.get("weight") != 0]
         plain = [_without(message, "weight") for message in messages]
@@ -233,7 +233,7 @@ class Tokenizer:
         learn = [False] * len(ids)
         for span in learned:
             first, last = bisect_right(ends, span[0]), bisect_left(starts, span[1])
-            if marked:  # of a last character that is several tokens transformers marks the first
+            if marked:  # as transformers: of a last character of several tokens, only the first
                 last = min(last, bisect_right(ends, span[1] - 1) + 1)
             else:
                 first, last = max(first, bisect_left(starts, span[0])), min(last, bisect_right(ends, span[1]))
@@ -271,7 +271,7 @@ class Detokenizer:
         return self._tokenizer.decode(ids, skip_special=self._skip_special)
 
     def push(self, ids: Iterable[int]) -> str:
-        """The new text; empty while the last character is incomplete."""
+        """Return the new text; empty while the last character is incomplete."""
         parts = []
         for id in ids:
             self._ids.append(id)
@@ -279,7 +279,7 @@ class Detokenizer:
         return "".join(parts)
 
     def flush(self) -> str:
-        """At the end of the sequence: the text held back."""
+        """Return the text held back, at the end of the sequence."""
         return self._advance(force=True)
 
     def _advance(self, *, force: bool) -> str:
@@ -298,7 +298,7 @@ def _without(message: Message, field: str) -> Message:
 
 
 def _added_around(backend: tokenizers.Tokenizer) -> tuple[int, int]:
-    """Numbers of special tokens that the post-processor puts before and behind a text."""
+    """Count the special tokens that the post-processor puts before and after a text."""
     plain, full = (backend.encode("a", add_special_tokens=special) for special in (False, True))
     if len(full.ids) == len(plain.ids):
         return 0, 0
@@ -309,14 +309,14 @@ def _added_around(backend: tokenizers.Tokenizer) -> tuple[int, int]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no file."""
+    """Return the JSON object in a file; empty if there is no file."""
     if not path.is_file():
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         json.dumps(
             content, ensure_ascii=False
-        ).encode()  # raises for half of a surrogate pair, which no other process could be told
+        ).encode()  # raises for half of a surrogate pair, which cannot be sent to a helper process
     except (UnicodeError, json.JSONDecodeError) as error:
         raise UnsupportedBase(f"{path.name} of the base is not JSON in UTF-8") from error
     if not isinstance(content, dict):
@@ -325,7 +325,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """`bos_token`, `eos_token` etc. by role. Each is a text or `{"content": text}`."""
+    """Return `bos_token`, `eos_token` etc. by role. Each is a text or `{"content": text}`."""
     tokens = {}
     for role, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
@@ -341,7 +341,7 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
             return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # `tokenizers` raises bare `Exception` for a bad file
             raise UnsupportedBase(f"tokenizer.json of the base is not valid: {error}") from error
-    from transformers import AutoTokenizer  # slow to import, with torch: only for folders without tokenizer.json
+    from transformers import AutoTokenizer  # imports torch: only for folders without tokenizer.json
 
     try:
         loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

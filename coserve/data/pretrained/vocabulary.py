@@ -1,4 +1,4 @@
-"""Each token's bytes, its name and its own place in a text: the one source of them. No torch."""
+"""Bytes, name and position in a text of each token; the only place that derives them. No torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The bytes that the characters of a byte-level vocabulary stand for. Printable ones stand for themselves, the
-    characters from U+0100 on for the rest."""
+    """Return the byte for each character of a byte-level vocabulary. Printable characters stand for themselves, the
+    characters from U+0100 on for the remaining bytes."""
     alphabet = {character: ord(character) for character in ByteLevel.alphabet() if ord(character) < 256}
     rest = (byte for byte in range(256) if byte not in alphabet.values())
     return alphabet | {chr(256 + place): byte for place, byte in enumerate(rest)}
@@ -22,7 +22,7 @@ _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Vocabulary:
-    """What the tokens of one base stand for. Safe to use from several threads."""
+    """Bytes and names of one base's tokens. Safe to use from several threads."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend, self._decoder = backend, backend.decoder
@@ -33,7 +33,7 @@ class Vocabulary:
         """Ids of the added tokens, special or not, by their text."""
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self._swallows = {id: token.content for id, token in added.items() if token.lstrip or token.rstrip}
-        """Added tokens whose place in a text includes the white space beside them."""
+        """Added tokens whose span in a text includes the adjacent white space."""
         self._bytes: dict[int, bytes] = {}
         self._names: dict[int, str] = {}
 
@@ -42,8 +42,8 @@ class Vocabulary:
         return text
 
     def utf8(self, id: int) -> bytes:
-        """What the token adds to a text that it continues, as UTF-8; it may be a part of a character. Empty for an id
-        without a token."""
+        """Return the UTF-8 bytes that the token adds to a text it continues, possibly an incomplete character. Empty
+        for an id without a token."""
         found = self._bytes.get(id)
         if found is None:
             found = self._bytes[id] = self._bytes_of(self._backend.id_to_token(id) or "")
@@ -72,8 +72,8 @@ class Vocabulary:
         return found
 
     def places(self, ids: Sequence[int], offsets: Sequence[tuple[int, int]], text: str) -> list[tuple[int, int]]:
-        """Each token's own characters of `text`: `offsets` without the white space that added tokens with `lstrip` or
-        `rstrip` swallow."""
+        """Return the span of each token's own characters in `text`: `offsets` without the white space that added tokens
+        with `lstrip` or `rstrip` swallow."""
         return [self._place(*found, text) for found in zip(ids, offsets, strict=True)]
 
     def _place(self, id: int, offsets: tuple[int, int], text: str) -> tuple[int, int]:
