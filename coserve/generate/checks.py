@@ -1,4 +1,4 @@
-"""What a request must be like to be run at all, and why one ends without a token."""
+"""Checks of a request's limits, and the errors that end one without a token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coserve.queues.request import Request
 
 
 def allowed_tokens(request: Generate, spec: BaseSpec) -> int:
-    """The tokens that it may generate: as asked for, but at most what the context leaves.
+    """Return how many tokens the request may generate: `max_tokens`, cut to what the context leaves.
 
     Raises:
         EmptyPrompt: no prompt tokens.
@@ -38,11 +38,11 @@ def allowed_tokens(request: Generate, spec: BaseSpec) -> int:
 
 
 def check_fits_pool(request: Generate, max_tokens: int, kv: KvCache, *, adapter_pages: int) -> None:
-    """Checks a request against what `adapter_pages` pages, its adapter's, leave of the pool.
+    """Check that a request fits the pool next to its adapter, which takes `adapter_pages` pages.
 
     Raises:
-        AdapterTooLarge: they leave nothing, whatever the request.
-        PromptTooLong: the request does not fit what they leave.
+        AdapterTooLarge: the adapter leaves no room, whatever the request.
+        PromptTooLong: the request does not fit the rest.
     """
     if not kv.shape.has_room_beside(adapter_pages):
         raise too_large(str(request.adapter), adapter_pages, kv.shape)
@@ -58,7 +58,7 @@ def check_fits_pool(request: Generate, max_tokens: int, kv: KvCache, *, adapter_
 
 
 def no_token_error(request: Request, reason: NoToken) -> RequestError:
-    """The error that ends a request for which no token can be chosen."""
+    """The error for a request for which no token can be sampled."""
     if reason is NoToken.NONE_LEFT:
         return InvalidRequest("logit_bias, penalties and min_tokens leave no token to choose")
     whose = f"the adapter {request.adapter}" if request.adapter else "the base without an adapter"
@@ -69,7 +69,7 @@ def no_token_error(request: Request, reason: NoToken) -> RequestError:
 
 
 def _check_ids(ids: Sequence[int], vocab: int, field: str) -> None:
-    """Raises `InvalidRequest` for an id that the base has no row for."""
+    """Raise `InvalidRequest` for a token id outside of the vocabulary."""
     for token in ids:
         if not 0 <= token < vocab:
             raise InvalidRequest(f"expected token ids from 0 to {vocab - 1}, got {token}", field=field)

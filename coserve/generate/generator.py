@@ -1,4 +1,4 @@
-"""Generation: many requests, each with its adapter, one packed forward a step."""
+"""Generation: many requests, each with its adapter, in one packed forward a step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class DescribesBase(Protocol):
-    """What generation needs of `model.Base`."""
+    """The part of `model.Base` that generation needs."""
 
     @property
     def spec(self) -> BaseSpec: ...
@@ -43,21 +43,21 @@ class DescribesBase(Protocol):
 
 @dataclass(frozen=True)
 class _Launched:
-    """A step that an executor has launched, and what it computes."""
+    """A launched step, and what it computes."""
 
     step: StepInFlight
     shares: list[Share]
     samples: frozenset[int]
-    """Numbers of the requests that sample a token."""
+    """Numbers of the requests that sample a token in the step."""
     shape: StepShape
 
 
 class Generator:
-    """Runs the steps that the scheduler plans. Requests come in through the scheduler (or `add`), tokens come out of
-    `run`; between steps requests may come and be cancelled.
+    """Runs the steps that the scheduler plans. Requests enter through the scheduler (or `add`), `run` returns tokens.
+    Between steps, requests may arrive and be cancelled.
 
-    On CPU the tokens of a request depend on the request alone (prompt, parameters, seed, adapter version), bit for
-    bit, whatever runs beside it and however often it was preempted. On CUDA they may differ in the last bits of logits.
+    On CPU the tokens of a request depend only on the request (prompt, parameters, seed, adapter version), bit for bit,
+    regardless of other requests and preemptions. On CUDA, rounding may occasionally change a token.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Generator:
         scored_tokens: int = SCORED_TOKENS,
         lengths: OutputLengths | None = None,
     ) -> None:
-        """`executor`: runs the steps; `step_tokens`: most tokens of a step; `max_running`: requests that hold pages at
-        once (no more than a step has tokens), further ones wait; `max_queue`, `fair`: see `InferenceQueue`;
-        `prefix_cache`: sequences of one adapter version that begin alike share pages; `scored_tokens`: most tokens of a
-        step that belong to prompts which are scored; `lengths`: of past answers."""
+        """`executor`: runs the steps; `step_tokens`: token budget of a step; `max_running`: most requests in the batch,
+        of which no more hold pages than a step has tokens; `max_queue`, `fair`: see `InferenceQueue`; `prefix_cache`:
+        share pages of common prefixes between sequences of one adapter version; `scored_tokens`: most tokens of a step
+        in prompts that are scored; `lengths`: lengths of past answers."""
         assert max_running > 0 < step_tokens, f"expected at least 1 each, got {max_running=}, {step_tokens=}"
         self._base, self._store, self._kv = base, store, kv
         store.use_pool(kv.buffer, self._evicted)
@@ -98,12 +98,13 @@ class Generator:
         self._executor = executor
         self._in_flight: list[_Launched] = []
         self._failed_alone: int | None = None
-        """Number of a sequence for one token of which there was no memory, a step ago."""
+        """Number of a sequence whose step of one token just ran out of memory; it is retried once."""
         self._computed: StepShape | None = None
         self._failed: list[RequestFailed] = []
-        """Requests that ended without a step, or at a launch, not yet reported."""
+        """Requests that failed outside of a collected step and are not reported yet."""
         self._numbered: dict[int, Request] = {}
-        """Those in the batch, by their numbers: an id may come back while a step of its first request is in flight."""
+        """Requests in the batch by number. Not by id: an id may be reused while a step of its first request is in
+        flight."""
 
     @property
     def running(self) -> int:
@@ -116,11 +117,11 @@ class Generator:
 
     @property
     def adapter_pages(self) -> int:
-        """Pages that adapters lie in, also those of adapters that wait there for their next request."""
+        """Pages that hold adapters, unused cached ones included."""
         return self._kv.pool.in_spans
 
     def allocator(self) -> AllocatorStats:
-        """Of the whole process: pages, base and training included."""
+        """Allocator statistics of the whole process: pages, base and training included."""
         return allocator_stats(self._base.device)
 
     @property
@@ -129,12 +130,12 @@ class Generator:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What runs slower than it could, and why."""
+        """Notes on what runs slower than it could, and why."""
         return self._kv.notes
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """What is done in smaller parts since memory ran out."""
+        """Notes on what was reduced since memory ran out."""
         budget = self.scheduler.budget
         if not budget.lowered:
             return self._executor.troubles
@@ -147,8 +148,8 @@ class Generator:
         )
 
     def add(self, message: Generate) -> None:
-        """Put a request into the batch, without a queue. Its `max_tokens` is cut to what the context leaves after the
-        prompt.
+        """Put a request into the batch, bypassing the queue. Its `max_tokens` is cut to what the context leaves after
+        the prompt.
 
         Raises:
             EmptyPrompt: no prompt tokens.
@@ -160,7 +161,7 @@ class Generator:
         self.scheduler.add(Request(message))
 
     def cancel(self, id: str) -> None:
-        """Forget a request and free its pages at once; nothing happens if it has ended already."""
+        """Drop a request and free its pages; does nothing if it has ended."""
         if (request := self.scheduler.requests.get(id)) is not None:
             self._end(request)
 
@@ -175,32 +176,32 @@ class Generator:
         request.keys = self._keys(message) if self._prefix_cache else None
 
     def adopt(self, executor: StepExecutor) -> None:
-        """From now on `executor` runs the steps, as if it had been there from the start."""
+        """Replace the executor. No step may be in flight."""
         assert not self._in_flight, "expected no step in flight"
         self._executor = executor
 
     @torch.no_grad()
     def prepare(self) -> bool:
-        """Some tenths of a second of work that a later step would have to do; False if nothing is left of it."""
+        """Do some tenths of a second of work that a later step would need; False if none is left."""
         return self._executor.prepare()
 
     @property
     def in_flight(self) -> bool:
-        """A step was launched whose tokens have not been collected."""
+        """Whether a step was launched whose tokens have not been collected."""
         return bool(self._in_flight)
 
     def step(self) -> list[Tokens | RequestFailed]:
-        """One step of all requests, whatever it takes."""
+        """Run one step of all requests, admitting all that wait."""
         self.scheduler.take_loaded()
         return self.run(self.scheduler.commit(self.scheduler.propose())).messages
 
     @torch.no_grad()
     def run(self, shares: Sequence[Share]) -> Ran:
-        """One iteration, of shares that `Scheduler.commit` has pages for: a token for each active request, and chunks
-        of prompts.
+        """Run one iteration: launch the shares that `Scheduler.commit` returned (a token for each decode, and prompt
+        chunks), and collect finished steps.
 
-        A token that ends a sequence (end of sequence, stop id) is part of the output. Where the executor overlaps
-        steps, the tokens are those of the step before.
+        A token that ends a sequence (end of sequence, stop id) is part of the output. If the executor overlaps steps,
+        the returned tokens are those of the previous step.
         """
         started = [share.request for share in shares if not share.request.started]
         for request in started:
@@ -215,12 +216,12 @@ class Generator:
         return self._ran(messages, [request.id for request in started])
 
     def collect(self) -> Ran:
-        """Waits for the step in flight, if there is one, and gives its tokens."""
+        """Wait for the step in flight, if any, and return its tokens."""
         return self._ran(self._collect_flight(), [])
 
     def take_failed(self) -> list[RequestFailed]:
-        """Requests that ended without a step since the last call, and the last step: their adapters could not be read,
-        or they are refused."""
+        """Return and clear the requests that failed without a step or at its launch: their adapters could not be read,
+        or they were refused."""
         failed, self._failed = self._failed, []
         return failed
 
@@ -233,8 +234,8 @@ class Generator:
         return [message for step in steps for message in self._collect(step)]
 
     def _launch(self, shares: Sequence[Share]) -> list[_Launched]:
-        """Launch the step of these shares. Where memory runs out nothing is launched. Any other error ends the
-        sequences."""
+        """Launch the step of these shares. If memory runs out, nothing is launched. Any other error ends the
+        requests."""
         step, adapters = step_input(shares, self._store.in_pages)
         try:
             with contained(self._base.device):
@@ -262,9 +263,9 @@ class Generator:
         return found
 
     def _undo(self, launched: _Launched) -> None:
-        """The sequences are as before the launch of a step that was not computed to its end.
+        """Reset the requests to before the launch of a step that did not finish.
 
-        Keys and values that it has written are written again, with the same values.
+        Keys and values that it has written will be written again, with the same values.
         """
         for share in launched.shares:
             if self._runs(share.request):
@@ -273,8 +274,8 @@ class Generator:
         self.scheduler.changed()
 
     def _lower_memory(self, shares: Sequence[Share], error: Exception) -> None:
-        """Memory ran out for these shares: smaller steps from now on, or the end of a request that does not fit
-        alone."""
+        """React to an out-of-memory of these shares: lower the step budget, or end a request of which one token does
+        not fit."""
         tokens, numbers = sum(share.tokens for share in shares), memory_numbers(error, self._base.device)
         if tokens == 1:
             request = shares[0].request
@@ -291,11 +292,11 @@ class Generator:
         log.warning("no memory for a step of %d tokens (%s): at most %d from now on", tokens, numbers, budget.tokens)
 
     def _collect(self, launched: _Launched) -> list[Tokens | RequestFailed]:
-        """The messages of one step. What it raises ends the requests in it: nothing of it is in what others share. A
-        step that found too little memory is undone."""
+        """Return the messages of one step. An error ends the step's requests; shared state is unaffected. A step that
+        ran out of memory is undone."""
         step = launched.step
         self.scheduler.changed()
-        # Others have ended with an earlier step, or were cancelled.
+        # The others ended with an earlier step, or were cancelled.
         running = [request for number in step.sequences if (request := self._numbered.get(number)) is not None]
         try:
             with contained(self._base.device):
@@ -318,7 +319,7 @@ class Generator:
         return [self._abort(own, error) for own in sequences]
 
     def _abort(self, request: Request, error: Exception) -> RequestFailed:
-        """The end of a request whose step raised. Raises `EngineFault` if its pages cannot be freed."""
+        """End a request whose step raised. Raises `EngineFault` if its pages cannot be freed."""
         try:
             if self._runs(request):  # else it ended in the step, and its last message is lost
                 self.scheduler.disown(request)
@@ -329,7 +330,7 @@ class Generator:
         return RequestFailed(id=request.id, code=code, message=message)
 
     def _refuse(self, request: Request, error: Exception) -> None:
-        """The end of a request without a step. Raises `EngineFault` if that is what `error` is."""
+        """End a request without a step. Raises `error` if it is an `EngineFault`."""
         if isinstance(error, EngineFault):
             raise error
         if not isinstance(error, CoserveError):
@@ -340,7 +341,7 @@ class Generator:
         return request.state is State.ACTIVE
 
     def _evicted(self, ref: AdapterRef) -> None:
-        """An adapter has lost its GPU copy."""
+        """An adapter's GPU copy is gone."""
         self._executor.evicted(ref)
 
     def _keys(self, request: Generate) -> PageKeys:
@@ -360,7 +361,8 @@ class Generator:
             raise
 
     def _accept(self, running: Sequence[Request], result: StepResult) -> list[Tokens | RequestFailed]:
-        """Scores first, then the ends of requests that ask for nothing else, then sampled tokens."""
+        """Process a step's result: prompt scores first, then requests that asked for nothing else end, then sampled
+        tokens."""
         messages: list[Tokens | RequestFailed] = []
         for number, entries in result.scores:
             messages.extend(self._score(self._numbered[number], entries))
@@ -376,7 +378,7 @@ class Generator:
         return messages
 
     def _score(self, request: Request, entries: tuple[TokenLogprob, ...] | None) -> list[Tokens | RequestFailed]:
-        """Log-probabilities of prompt tokens; None: they are not finite."""
+        """Return the log-probabilities of prompt tokens in chunks; `entries` None: they are not finite."""
         if entries is None:
             return [self._fail(request, NoToken.NOT_FINITE)]
         request.scored += len(entries)

@@ -1,8 +1,8 @@
-"""How long answers become, and whether the pages that they will need are there: what tells how many sequences may run
-at once. Pure.
+"""Predicted lengths of answers, and whether the KV cache will hold them: decides how many sequences may run at once.
+Pure.
 
-As in "Past-Future Scheduler for LLM Serving under SLA Guarantees" (Gong et al., ASPLOS '25): answers are expected to be
-as long as past ones were, and a sequence is admitted if at no time the pages of all that run are expected to exceed the
+After "Past-Future Scheduler for LLM Serving under SLA Guarantees" (Gong et al., ASPLOS '25): answers are expected to be
+as long as past ones, and a sequence is admitted if the pages of all running sequences are never expected to exceed the
 pool.
 """
 
@@ -20,29 +20,29 @@ import numpy as np
 from coserve.queues.request import Request
 
 REMEMBERED = 256
-"""Answers, the latest, from which lengths are expected."""
+"""Latest answers that lengths are predicted from."""
 UNKNOWN = 512
-"""Tokens that an answer is expected to have, if it may have as many, where none is known that was as long."""
+"""Predicted tokens of an answer when no past answer was that long; capped by its `max_tokens`."""
 MARGIN = 0.5
-"""Standard deviations of the tokens that running sequences may need beyond what is expected, kept free for them: with
-fewer, many give way; with more, fewer run (`benchmarks/scheduling/admission.py`)."""
+"""Safety margin of admission, in standard deviations of the predicted tokens. Less: more preemptions. More: fewer
+sequences run (`benchmarks/scheduling/admission.py`)."""
 GOLDEN_RATIO = 0.6180339887498949
 
 
 class OutputLengths:
-    """The lengths of the answers that ended last and of those under way, as a Kaplan-Meier estimate: an answer that was
-    cut at its `max_tokens`, or is under way, tells only that it is longer."""
+    """Distribution of answer lengths, a Kaplan-Meier estimate over the latest answers and those under way: an answer
+    cut at its `max_tokens`, or under way, is censored."""
 
     def __init__(self) -> None:
         self._latest: deque[tuple[int, bool]] = deque()
         self._sum = 0
         self._ordered: list[tuple[int, bool]] = []
-        """The same, by length; of one length those that were cut come last."""
+        """`_latest`, sorted by length; among equal lengths, cut answers last."""
         self._under_way: list[tuple[int, bool]] = []
         self._lengths: list[int] | None = None
-        """Lengths at which answers ended by themselves, increasing. None: to be made anew."""
+        """Distinct lengths of uncensored answers, increasing. None: to be recomputed."""
         self._longer: list[float] = []
-        """For each the share of answers that are longer, negative: so it increases."""
+        """For each of these lengths the fraction of answers that are longer, negated so that it increases."""
 
     @property
     def mean(self) -> float:
@@ -50,8 +50,8 @@ class OutputLengths:
         return self._sum / len(self._latest) if self._latest else 0.0
 
     def ended(self, tokens: int, *, cut: bool) -> None:
-        """An answer of `tokens` tokens ended; `cut`: at its `max_tokens`. One that a client cancelled gave its pages
-        back all the same, so it ended by itself."""
+        """Add an answer of `tokens` tokens; `cut`: it reached `max_tokens`. A cancelled answer counts as uncut: it
+        freed its pages too."""
         if len(self._latest) == REMEMBERED:
             oldest = self._latest.popleft()
             del self._ordered[bisect_left(self._ordered, oldest)]
@@ -62,16 +62,16 @@ class OutputLengths:
         self._lengths = None
 
     def under_way(self, generated: Sequence[int]) -> None:
-        """The answers under way have so many tokens by now. Without them the first to end, which are short, would speak
-        for all."""
+        """Set the current lengths of the answers under way. Without them, the first answers to end, which are short,
+        would bias the estimate."""
         self._under_way = [(tokens, True) for tokens in sorted(generated)]
         self._lengths = None
 
     def expected(self, number: int, generated: int, max_tokens: int, *, stops: bool) -> int:
-        """Tokens that an answer will have, more than `generated` and at most `max_tokens`; `stops`: a token may end it
-        before.
+        """Predicted total tokens of an answer, more than `generated` and at most `max_tokens`; `stops`: a stop token
+        may end it earlier.
 
-        A length of the past, drawn by the sequence's `number`: those of successive numbers are spread evenly over all.
+        It is a past length, drawn by `number`; successive numbers are spread evenly over the distribution.
         """
         if not stops:
             return max_tokens
@@ -85,7 +85,7 @@ class OutputLengths:
         return min(max_tokens, max(UNKNOWN, 2 * generated, 2 * longest))
 
     def growth(self, request: Request) -> int:
-        """Tokens that a request is expected to compute beyond those that it has pages for. Its last one is not
+        """Tokens that a request is predicted to compute beyond `Request.length`. The last sampled token is not
         computed."""
         prompt = len(request.message.prompt)
         reached = max(request.length - prompt, request.sampling.min_tokens - 1)
@@ -93,8 +93,8 @@ class OutputLengths:
         return max(0, prompt + output - 1 - request.length)
 
     def fit(self, active: Sequence[Request], new: Request, own: int, free: int, page_tokens: int) -> bool:
-        """`free` pages, beside `own` ones that a new request takes now, are expected to be enough for it and the active
-        ones."""
+        """Whether `free` pages are expected to suffice for the active requests and a new one, which takes `own` further
+        pages now."""
         self.under_way([each.generated for each in active])
         growing = [
             Growing(each.length, self.growth(each), len(each.pages) - each.shared, bool(each.stop_ids))
@@ -121,31 +121,31 @@ class OutputLengths:
 
 
 class Growing(NamedTuple):
-    """A sequence, and what it is expected to need."""
+    """A sequence and its predicted need."""
 
     length: int
     """Tokens that it has pages for."""
     growth: int
-    """Further ones, of which it computes one a step."""
+    """Predicted further tokens, one a step."""
     own_pages: int
-    """Those that it gives back when it ends."""
+    """Pages that it frees when it ends."""
     estimated: bool
-    """Its growth may be another."""
+    """Whether `growth` is uncertain."""
 
 
 def fits(sequences: Sequence[Growing], free_pages: int, page_tokens: int) -> bool:
-    """`free_pages` are expected to be enough for the sequences until all have ended."""
+    """Whether `free_pages` are expected to suffice for the sequences until all have ended."""
     free_tokens = free_pages * page_tokens
     if sum(each.growth + page_tokens for each in sequences) <= free_tokens:
         return True
-    # As of lengths that are distributed exponentially, the deviation of each is its mean.
+    # For exponentially distributed lengths, the standard deviation equals the mean.
     deviation = math.sqrt(sum(each.growth**2 for each in sequences if each.estimated))
     return peak_pages(sequences, page_tokens) <= (free_tokens - MARGIN * deviation) / page_tokens
 
 
 def peak_pages(sequences: Sequence[Growing], page_tokens: int) -> int:
-    """Most pages that the sequences take beyond those that they have now, at any time until all have ended."""
+    """Largest number of additional pages that the sequences hold together, at any time until all have ended."""
     length, growth, own = (np.array(column) for column in list(zip(*sequences, strict=True))[:3])
-    times = np.unique(growth)[:, None]  # pages are given back only then, so before that there are most
+    times = np.unique(growth)[:, None]  # the need peaks just before a sequence ends
     needs = -(-(length + times) // page_tokens) + length // -page_tokens
     return int(np.where(growth >= times, needs, -own).sum(axis=1).max())

@@ -1,4 +1,4 @@
-"""The next step: what it would compute if it were launched now, with and without the requests that wait."""
+"""The plan of the next step: what it would compute, with and without the waiting requests."""
 
 from __future__ import annotations
 
@@ -23,49 +23,49 @@ class Share:
 
 @dataclass(frozen=True)
 class Plan:
-    """A step that holds no pages yet. It is good until something changes in the scheduler."""
+    """A proposed step that holds no pages yet. Valid until the scheduler changes."""
 
     shares: Sequence[Share]
-    """Of requests that hold pages: decodes, then prompts under way."""
+    """Shares of requests that hold pages: decodes, then prompts under way."""
     waiting: tuple[Request, ...]
     """Requests in the queue that can be admitted now, in the order of admission."""
     headroom: int
-    """How many can."""
+    """How many requests can be admitted now."""
     queued: int
     """How many requests wait in the queue, `waiting` included."""
     first_arrival: float | None
-    """Of the oldest of them."""
+    """Arrival of the oldest queued request."""
     step_tokens: int
-    """Most tokens of a step."""
+    """Token budget of a step."""
     blocked: bool
-    """Without the requests that wait it would compute nothing, as the first in line waits for its adapter to be read
-    again."""
+    """Whether the step would compute nothing without the waiting requests, because the first request waiting for pages
+    waits for its adapter to be read again."""
     deadlines: Deadlines
     admitting_nobody: StepShape
-    """What the step computes without the requests that wait. Of prompts that hold no pages yet: if there are pages for
-    them, and nothing of them is cached."""
+    """Shape of the step without the waiting requests. Assumes that there are pages for all prompts, and no cached
+    prefix."""
     admitting_all: StepShape
 
 
 class Ran(NamedTuple):
-    """What a step, or the collection of one, came to."""
+    """The outcome of a step, or of collecting one."""
 
     messages: list[Tokens | RequestFailed]
-    """One for each token or failure."""
+    """One message for each token or failure."""
     started: list[str]
-    """Requests that are computed for the first time. Before that they waited for a place in the batch, or for pages."""
+    """Requests in their first step."""
     computed: StepShape | None
-    """What the steps computed that were collected; None: there were none."""
+    """Combined shape of the collected steps; None: none was collected."""
 
 
 class Room:
-    """What a step has left: tokens, and among them such of prompts that are scored."""
+    """Remaining budget of a step: tokens, and among them tokens of prompts that are scored."""
 
     def __init__(self, tokens: int, scored: int) -> None:
         self.tokens, self._scored = tokens, scored
 
     def for_prompt(self, request: Request) -> int:
-        """Tokens of the request that fit."""
+        """How many of the request's pending tokens fit."""
         left = min(self.tokens, self._scored) if request.scores_prompt else self.tokens
         return min(left, request.pending)
 
@@ -76,7 +76,7 @@ class Room:
         return share
 
     def fill(self, prompts: Iterable[Request], *, in_order: bool = False) -> list[Share]:
-        """Shares of these prompts, one after another; `in_order`: none after the first for which there is no room."""
+        """Take shares of these prompts, in order; `in_order`: stop at the first that does not fit."""
         found = list[Share]()
         for request in prompts:
             tokens = self.for_prompt(request)
@@ -90,8 +90,8 @@ class Room:
 def step_shape(
     shares: Iterable[Share], adapter_bytes: Callable[[AdapterRef], int], *, alone: bool = False
 ) -> StepShape:
-    """The composition of a step, from which its time is predicted, before its tokens are counted as computed.
-    `adapter_bytes`: of an adapter's matrices; `alone`: no other step is in flight."""
+    """The composition of a step, from which its time is predicted. Call it before `Request.computed` advances.
+    `adapter_bytes`: size of an adapter's matrices; `alone`: no other step is in flight."""
     decodes = context = prefill = pairs = 0
     refs = set[AdapterRef | None]()
     for share in shares:

@@ -1,8 +1,7 @@
-"""The scheduler: every request from its arrival to its end, what the next step computes, and who holds pages for it. No
-tensors.
+"""The scheduler: the life of every request, the plan of the next step, and the allocation of pages. No tensors.
 
 Iteration-level batching (Orca, OSDI '22 §3.1) with chunked prefill (Sarathi-Serve, OSDI '24 §4.2) and preemption by
-recomputation (vLLM, SOSP '23 §4.5), of what other requests' pages do not hold.
+recomputation (vLLM, SOSP '23 §4.5), except for tokens found in the prefix cache.
 """
 
 from __future__ import annotations
@@ -33,34 +32,33 @@ PREEMPTED = (
 
 
 SCORED_TOKENS = 512
-"""Most tokens of a step that belong to prompts which are scored: logits are kept for each of them, not for the last
-only."""
+"""Most tokens of a step in prompts that are scored: each of them keeps its logits, not only the last."""
 
 
 LOADED_BYTES = 256 << 20
-"""Bytes of adapters that a step copies into pages, from which on no further adapter is loaded in it: some milliseconds,
-for which the sequences that run wait."""
+"""Bytes of adapters copied into pages in one step after which no further adapter is loaded: some milliseconds, for
+which the running sequences wait."""
 
 FEW = 8
-"""Requests that may wait for pages in line while there are too few pages. Others wait in the queue, where they take
-turns."""
+"""Most requests of the batch that wait for pages while pages are short. Others stay in the queue, where fairness
+applies."""
 
 
 class Scheduler:
-    """Requests wait in the queue, then for their adapters to be read, then in line for pages; active ones hold pages,
-    and their adapters are in some.
+    """Requests wait in the queue, then for their adapters to be read, then for pages; active requests hold pages, and
+    so do their adapters.
 
     `propose` says what the next step would compute, and changes nothing; `commit` takes the pages for it.
 
-    In line it is first come, first served. A request becomes active when the pool has pages for its adapter, for all
-    its tokens so far, and for those that all active ones are expected to need later (`OutputLengths`). It takes them
-    one at a time, and when there is none the latest gives up its pages and is in line again, ahead of those that came
-    after it. The earliest is never made to wait for pages, every request fits the pool alone with its adapter, and
-    whoever is first in line lets nobody pass: so all of them end. Only active requests hold adapters in pages; when
-    none is active all pages are free, and then no adapter is in another's way.
+    Requests get pages in order of entry into the batch. A request becomes active when the pool has pages for its
+    adapter, for all its tokens so far, and for what all active requests are expected to need later (`OutputLengths`).
+    Afterwards it takes pages one at a time. When the pool is empty, the latest active request is preempted and waits
+    for pages again, ahead of later requests. All requests end: the earliest is never preempted, every request fits the
+    pool with its adapter, and none overtakes the first that waits for pages. Only active requests pin adapters in
+    pages; when none is active, all pages are free.
 
-    A page whose tokens are all computed can be found by later requests that begin alike, also after its own request
-    ended or gave way. Pages that nobody holds are as good as free: no request waits for them.
+    A full page whose tokens are computed goes into the prefix cache, also after its request ended or was preempted.
+    Cached pages that no request holds count as free.
     """
 
     def __init__(
@@ -78,17 +76,17 @@ class Scheduler:
         prepare: Callable[[Request], None] = lambda request: None,
         failed: Callable[[Request, Exception], None] = lambda request, error: None,
     ) -> None:
-        """`max_queue`, `fair`: see `InferenceQueue`; `scored_tokens`: most tokens of a step that belong to prompts
-        which are scored; `loaded_bytes`: of adapters, from which on a step loads no further one; `lengths`: what is
-        known of answers that ended. `prepare` is called with a request that enters the batch, whose adapter is in
-        memory, and raises what ends it; `failed` hears of a request that ends so, or whose adapter cannot be loaded."""
+        """`max_queue`, `fair`: see `InferenceQueue`; `scored_tokens`, `loaded_bytes`: see `SCORED_TOKENS`,
+        `LOADED_BYTES`; `lengths`: lengths of past answers. `prepare` is called with a request that enters the batch,
+        its adapter in memory; an error that it raises ends the request. `failed` is called with each request that ends
+        so, or whose adapter cannot be loaded."""
         self.queue, self.requests = InferenceQueue(max_queue, fair=fair), dict[str, Request]()
-        """Requests that have not ended are in `requests`, whatever they wait for."""
+        """`requests` holds all requests that have not ended, in any state."""
         self.budget = StepBudget(step_tokens)
         self.lengths = OutputLengths() if lengths is None else lengths
         self._pages, self._adapters, self._prepare, self._failed = pages, adapters, prepare, failed
         self._max_running, self._scored_tokens, self._loaded_bytes = max_running, scored_tokens, loaded_bytes
-        # No more than a step holds: then every decode is in every step, and a prompt under way always moves.
+        # At most a step's tokens: then every decode is in every step, and a prompt under way always advances.
         self._max_active = min(max_running, step_tokens)
         self.loading: list[Request] = []
         """Requests whose adapters are being read."""
@@ -96,22 +94,22 @@ class Scheduler:
         self._active: list[Request] = []
         self._entered = 0
         self._plan: Plan | None = None
-        """The last one, while nothing has changed."""
+        """The last plan; None after a change."""
         self._outgrown = False
-        """The first in line was found to need too many pages beside the active ones, and none of those has ended
-        since."""
+        """Whether the first request waiting for pages was expected to outgrow the pool with the active ones, none of
+        which has ended since."""
         self._lacks_pages = False
-        """The last request that could have become active found too few pages."""
+        """Whether the last request that could have become active found too few pages."""
         self._few = self._max_active
-        """Requests that may be in line: `FEW` while there are too few pages, twice as many after each step that finds
-        enough for all."""
+        """Most requests that may wait for pages: `FEW` while pages are short, doubled by each step that leaves none
+        waiting."""
         self._loaded = 0
-        """Bytes of adapters that were loaded for the step being committed."""
+        """Bytes of adapters loaded for the step being committed."""
         self.preemptions = 0
         self.prefix_queries = 0
-        """Tokens of the requests that looked for pages of others, each counted when it first became active."""
+        """Tokens of the requests that looked up the prefix cache, each counted when it first became active."""
         self.prefix_hits = 0
-        """Tokens of them that were found."""
+        """Tokens among them that were found."""
 
     def __len__(self) -> int:
         """Requests in the batch."""
@@ -124,18 +122,18 @@ class Scheduler:
 
     @property
     def places(self) -> int:
-        """Free ones in the batch for requests in the queue. While there are too few pages few are in line for them."""
+        """Free places in the batch. While pages are short, few requests may wait for them."""
         return max(0, min(self._max_running - len(self), self._few - len(self._line)))
 
     @property
     def headroom(self) -> int:
-        """Places that those whose adapters are being read do not need."""
+        """Free places, minus those reserved for requests whose adapters are being read."""
         return max(0, self.places - len(self.loading))
 
     # ---- a request's life
 
     def arrive(self, request: Request) -> Request | None:
-        """Into the queue: see `InferenceQueue.push`."""
+        """Put a request into the queue: see `InferenceQueue.push`."""
         self._check_id(request)
         displaced = self.queue.push(request)
         self.requests[request.id] = request
@@ -143,8 +141,8 @@ class Scheduler:
         return displaced
 
     def add(self, request: Request) -> None:
-        """Into the batch. Its adapter is in memory. Raises what `prepare` raises, and `InvalidRequest` for an id that
-        is there already."""
+        """Put a request into the batch. Its adapter is in memory. Raises what `prepare` raises, and `InvalidRequest`
+        for an id in use."""
         self._check_id(request)
         self._prepare(request)
         request.number, request.state = self._entered, State.ACTIVE
@@ -157,7 +155,7 @@ class Scheduler:
             raise InvalidRequest(f"expected a new request id, got {request.id!r}, which is running", field="id")
 
     def cancel_queued(self, ids: Collection[str]) -> set[str]:
-        """Forget those of these requests that are in the queue, and return their ids: see `InferenceQueue.cancel`."""
+        """Drop these requests as far as they are queued, and return their ids: see `InferenceQueue.cancel`."""
         gone = self.queue.cancel(ids)
         for id in gone:
             self.requests.pop(id).state = State.ENDED
@@ -165,7 +163,7 @@ class Scheduler:
         return gone
 
     def remove(self, request: Request) -> None:
-        """Forget a request, and free its pages."""
+        """Drop a request and free its pages."""
         if request.state is State.QUEUED:
             self.queue.cancel([request.id])
         elif request.state is State.LOADING:
@@ -188,11 +186,11 @@ class Scheduler:
         request.keys = None
 
     def changed(self) -> None:
-        """Tokens of active requests were computed, or undone."""
+        """Drop the cached plan: tokens of active requests were computed, or undone."""
         self._plan = None
 
     def tokens_came(self, messages: Sequence[Tokens | RequestFailed], now: float) -> None:
-        """These were sent to the clients: the next tokens of their requests have deadlines."""
+        """Record that these messages were sent: the next tokens of their requests get deadlines."""
         for message in messages:
             if (
                 isinstance(message, Tokens)
@@ -203,7 +201,7 @@ class Scheduler:
         self._plan = None
 
     def take_loaded(self) -> None:
-        """Requests whose adapters have been read enter the batch, in the order in which they left the queue."""
+        """Move requests whose adapters have been read into the batch, in the order in which they left the queue."""
         for request, ref in [(each, each.adapter) for each in self.loading]:
             if ref is not None and not self._adapters.reading(ref):
                 self.loading.remove(request)
@@ -211,13 +209,13 @@ class Scheduler:
                 self._adapters.waited(ref)
 
     def _enter(self, request: Request, failure: Exception | None = None) -> None:
-        """From the queue, or after its adapter was read. With a `failure` it ends."""
+        """Enter the batch from the queue, or after the adapter was read. With a `failure` the request ends."""
         self._plan = None
         try:
             if failure is not None:
                 raise failure
             self.add(request)
-        except Exception as error:  # noqa: BLE001 - whoever hears of it re-raises what is not this request's alone
+        except Exception as error:  # noqa: BLE001 - `failed` re-raises what concerns more than this request
             request.state = State.ENDED
             del self.requests[request.id]
             self._failed(request, error)
@@ -225,9 +223,9 @@ class Scheduler:
     # ---- steps
 
     def propose(self) -> Plan:
-        """What the next step would compute, of at most `budget` tokens: decodes, then prompts under way, then new ones.
-        Of prompts that are scored at most `scored_tokens` are in it. Where the budget has less than a token for each
-        active request, the latest ones give way."""
+        """Plan the next step, of at most `budget` tokens: decodes, then prompts under way, then new ones. At most
+        `scored_tokens` belong to prompts that are scored. If the budget has less than a token for each active request,
+        the latest are left out."""
         if self._plan is None or self._plan.blocked != self._blocked:  # an adapter was evicted, or read again
             active, waiting = self._active[: self.budget.tokens], self.queue.waiting(self.headroom)
             pending = [(request, request.pending) for request in active]
@@ -254,9 +252,8 @@ class Scheduler:
         return self._plan
 
     def commit(self, plan: Plan, admit: int | None = None) -> list[Share]:
-        """Take the pages for a plan, with the first `admit` requests that wait (None: all). Returns what is to be
-        computed: without those that gave their pages up to earlier ones, and with as much of new prompts as finds
-        pages."""
+        """Take the pages for a plan, with the first `admit` waiting requests (None: all). Return the shares to compute:
+        without preempted requests, and with as much of new prompts as finds pages."""
         assert plan is self._plan, "something has changed since it was proposed"
         for request in self.queue.pop(len(plan.waiting) if admit is None else admit):
             self._leave_queue(request)
@@ -291,14 +288,15 @@ class Scheduler:
 
     @property
     def _blocked(self) -> bool:
-        """No request is active, and the first in line cannot become so before its adapter's files have been read."""
+        """Whether no request is active and the first waiting for pages waits for its adapter's files."""
         if self._active or not self._line:
             return False
         ref = self._line[0].adapter
         return ref is not None and self._adapters.reading(ref)
 
     def _grow(self, request: Request) -> bool:
-        """A page for the next token if it needs one; False when the request had to give up its own."""
+        """Allocate a page for the next token if needed, preempting the latest requests; False if this one was
+        preempted."""
         if not request.pages:
             return False
         need = self._pages.pages_for(len(request.tokens) + request.in_flight) - len(request.pages)
@@ -327,7 +325,7 @@ class Scheduler:
         self._plan = None
 
     def _admit(self) -> Request | None:
-        """Make the first in line active, if there is a place for it and all its tokens find pages, also later."""
+        """Activate the first request waiting for pages, if there is a place and enough pages, also for later."""
         if self._outgrown or len(self._active) >= min(self._max_active, self.budget.tokens):
             return None
         request = self._line[0]
@@ -349,13 +347,13 @@ class Scheduler:
         return request
 
     def _activate(self, request: Request, found: list[int], others: int) -> bool:
-        """Load the request's adapter if `others` pages are free beside it; False if not. The pages in `found` may
-        move."""
+        """Load the request's adapter if there is room for it and for `others` further pages; return whether. The pages
+        in `found` may be renumbered."""
         ref = request.adapter
         if ref is not None and (error := self._adapters.failure(ref)) is not None:
             self._failed(request, error)
             return False
-        # Counted first: an adapter that was loaded for nothing would have evicted others, at every step again.
+        # Checked first: an adapter loaded in vain would evict others, again at every step.
         if self._loaded >= self._loaded_bytes and ref is not None and self._adapters.to_copy(ref):
             return False
         free = self._pages.free_pages - others - (0 if ref is None else self._adapters.needs(ref))
@@ -370,7 +368,7 @@ class Scheduler:
         if ref is None:
             return True
         self._loaded += self._adapters.to_copy(ref)
-        # What this raises is not contained: pages may have moved, and no request was told.
+        # An error here is not contained: pages may have moved without the requests' page tables being updated.
         activated = self._adapters.activate(ref)
         if activated is None:
             return False
@@ -381,14 +379,14 @@ class Scheduler:
         return True
 
     def _find(self, request: Request) -> list[int]:
-        """Pages that hold its first tokens; never the last token, which must be computed for what comes next."""
+        """Look up the prefix cache for its first tokens, except the last: it must be computed for its logits."""
         if request.keys is None or request.scores_prompt:
             return []
         full = (len(request.tokens) - 1) // self._pages.page_tokens
         return self._pages.find(request.keys.first(full, request.tokens))
 
     def _label(self, request: Request) -> None:
-        """Let others find the pages that are full by now."""
+        """Publish the full pages in the prefix cache."""
         full = min(request.computed, len(request.tokens)) // self._pages.page_tokens
         if request.keys is None or full <= request.labelled:
             return

@@ -1,4 +1,4 @@
-"""Where requests get pages and adapters from, as the scheduler sees it."""
+"""The scheduler's sources of pages and adapters, as protocols."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from coserve.lora.store.pages import Activated
 
 
 class PageSource(Protocol):
-    """What the scheduler needs of `memory.KvCache`."""
+    """The part of `memory.KvCache` that the scheduler needs."""
 
     @property
     def page_tokens(self) -> int: ...
@@ -25,7 +25,7 @@ class PageSource(Protocol):
 
 
 class AdapterSource(Protocol):
-    """What the scheduler needs of `AdapterStore`, which loads adapters into pages of the same pool."""
+    """The part of `AdapterStore` that the scheduler needs; it loads adapters into pages of the same pool."""
 
     def ready(self, ref: AdapterRef, digests: AdapterDigests | None) -> bool: ...
     def waited(self, ref: AdapterRef) -> None: ...

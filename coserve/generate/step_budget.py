@@ -1,15 +1,14 @@
-"""How many tokens a step may have: fewer where memory has run out, more again after a while."""
+"""The token budget of a step: lowered when memory runs out, raised again after a while."""
 
 from __future__ import annotations
 
 PATIENCE = 64
-"""Steps after the first shortage until larger ones are tried again; each further shortage doubles them, up to
-`LONGEST`."""
+"""Steps until a lowered budget is doubled again. Each further shortage doubles this number, up to `LONGEST`."""
 LONGEST = 4096
 
 
 class StepBudget:
-    """Most tokens of a step, from 1 to `full`."""
+    """Token budget of a step, from 1 to `full`."""
 
     def __init__(self, full: int) -> None:
         self.full = self.tokens = full
@@ -22,13 +21,13 @@ class StepBudget:
         return self.tokens < self.full
 
     def lower(self, tried: int) -> None:
-        """Memory ran out in a step of `tried` tokens: half of them fit, perhaps."""
+        """Memory ran out in a step of `tried` tokens: halve it."""
         self.tokens = max(1, min(self.tokens, tried // 2))
         self._patience = min(LONGEST, 2 * self._patience)
         self._left = self._patience
 
     def succeeded(self) -> None:
-        """A step had enough memory."""
+        """A step had enough memory: count it towards raising the budget."""
         if not self.lowered:
             return
         self._left -= 1

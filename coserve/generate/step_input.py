@@ -1,4 +1,4 @@
-"""From the scheduler's shares to the plain data that an executor runs."""
+"""Conversion of the scheduler's shares to the plain data that an executor runs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from coserve.queues.request import Request
 def step_input(
     shares: Iterable[Share], in_pages: Callable[[AdapterRef], LoraWeights]
 ) -> tuple[StepInput, list[LoraWeights]]:
-    """The step that computes the shares, and the weights of its adapters, which are `in_pages`. The requests are as
-    before the step."""
+    """Build the step of the shares, and the weights of its adapters, looked up by `in_pages`. Call it before the
+    requests' counters advance."""
     places: dict[AdapterRef, int] = {}
     weights: list[LoraWeights] = []
     sequences: list[SequenceInput] = []
@@ -53,7 +53,7 @@ def sampling_row(request: Request) -> SamplingRow:
 
 
 def prompt_scoring(share: Share) -> PromptScoring | None:
-    """What the share's rows score that was not scored before; None if nothing."""
+    """The prompt tokens that the share's rows newly score; None if none."""
     request, top = share.request, share.request.sampling.prompt_logprobs
     if top is None:
         return None

@@ -1,5 +1,5 @@
-"""What training loses to generation steps beside it, and which steps are measured in turn. Pure: no torch, no IO, no
-clock."""
+"""How much generation steps slow training down when both run at once, and when to re-measure steps without overlap.
+Pure: no torch, no IO, no clock."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from coserve.queues.shapes import StepKind
 
 FIRST_GUESS = 0.8
 ENOUGH, WINDOW = 16, 256
-"""Slices that the share is computed from."""
+"""Overlapped slices before the speed counts as measured; slices in the window that it is computed from."""
 TRIAL_AFTER, TRIALS = 150, 3
-"""After so many steps of a kind beside training, so many are computed in turn, to measure again what one in turn
-takes."""
+"""After `TRIAL_AFTER` overlapped steps of a kind, `TRIALS` steps run without overlap, to re-measure their time."""
 
 
 class SpeedBeside:
-    """How fast training is while steps of one kind run beside it, as a share of its speed alone.
+    """Training speed while steps of one kind run at the same time, as a fraction of its speed without them.
 
-    Learns from slices whose time alone is known: of the seconds that a step ran beside one, training used as many as
-    the slice did not take longer.
+    Learns from slices whose time without steps is known (`alone`). A slice that took `seconds`, `beside` of them
+    overlapped with a step, did `alone - (seconds - beside)` seconds of its own work during the overlap.
     """
 
     def __init__(self) -> None:
         self._slices: deque[tuple[float, float]] = deque()
-        """Seconds beside steps, and how many of them training used."""
+        """For each slice: seconds overlapped with steps, and seconds of training work done in them."""
         self._beside = self._used = 0.0
-        """Their sums."""
+        """Sums over `_slices`."""
 
     def add(self, seconds: float, beside: float, alone: float) -> None:
-        """A slice took `seconds`, `beside` of them while a step ran, and would take `alone` without steps."""
+        """Add a slice: it took `seconds`, `beside` of them overlapped with a step; without steps it would take
+        `alone`."""
         if beside <= 0:
             return
         one = beside, alone - (seconds - beside)
@@ -47,19 +47,19 @@ class SpeedBeside:
 
     @property
     def share(self) -> float:
-        """Between 0 and 1."""
+        """The fraction, between 0 and 1; `FIRST_GUESS` until measured."""
         return min(max(self._used / self._beside, 0.0), 1.0) if self.measured else FIRST_GUESS
 
 
 class Trials:
-    """Which kinds of steps are computed in turn though they run beside training: which of the two costs less changes
-    with the load."""
+    """Schedules trials: steps run without overlap although overlap is in use, because which costs less changes with the
+    load."""
 
     def __init__(self) -> None:
         self._beside, self._left = Counter[StepKind](), Counter[StepKind]()
 
     def ran(self, kind: StepKind, *, beside: bool) -> None:
-        """A step of this kind was measured."""
+        """Count a measured step of this kind."""
         if not beside:
             self._beside[kind], self._left[kind] = 0, max(0, self._left[kind] - 1)
             return

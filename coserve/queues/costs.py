@@ -1,8 +1,8 @@
 """Predicted seconds of steps and micro-steps, learned from measured ones. Pure: no torch, no IO, no clock.
 
-A prediction has three parts: the shape says how time depends on what is computed (`Regression`), the level says how
-fast the device is now (the median of the last measured times over their shapes), and the risk says how wrong both have
-been (`Risk`).
+A prediction has three factors. The shape says how time depends on what is computed (`Regression`). The level says how
+fast the device is now: the median of the latest measured times over their shapes. The risk says how wrong such
+predictions have been (`Risk`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from coserve.queues.regression import Regression
 from coserve.queues.risk import Risk
 
 WINDOW = 5
-"""Samples that a level is computed from."""
+"""Samples that the level is computed from."""
 CLIP = 2.0
-"""The shape learns from no sample more than so many times longer or shorter than predicted: outliers do not bend it."""
+"""Before the shape learns from a sample, it is clipped to within this factor of its prediction, against outliers."""
 ATTAINMENT = 0.995
-"""Share of answers that are to be in time, unless the settings say otherwise."""
+"""Default fraction of answers that must be in time (`slo_attainment`)."""
 
 
 class Prediction(NamedTuple):
-    """Seconds: what is expected of most, what is exceeded as rarely as the attainment asks for (`queues/risk.py`), and
-    the mean over many, slow ones included."""
+    """Predicted seconds: the expected value; `most`, exceeded as rarely as the attainment allows (`queues/risk.py`);
+    and the mean, slow outliers included."""
 
     expected: float
     most: float
@@ -84,13 +84,13 @@ class Predictor:
 
 
 class Predictors:
-    """One `Predictor` for each kind of work. All have the same features. Of more than `most` kinds those that were
-    measured longest ago are forgotten."""
+    """One `Predictor` for each kind of work, all with the same features. Beyond `most` kinds, the least recently
+    measured is dropped."""
 
     def __init__(self, features: int, attainment: float = ATTAINMENT, *, most: float = math.inf) -> None:
         self._features, self._attainment, self._most = features, attainment, most
         self._by_kind: dict[Hashable, Predictor] = {}
-        """The one that was measured last is last."""
+        """Ordered by last measurement, latest last."""
 
     def add(self, kind: Hashable, features: Sequence[float], seconds: float) -> None:
         predictor = self._by_kind.pop(kind, None) or Predictor(self._features, self._attainment)
@@ -100,7 +100,7 @@ class Predictors:
             self.forget(next(iter(self._by_kind)))
 
     def predict(self, features: Sequence[float], *kinds: Hashable) -> Prediction:
-        """By the first of `kinds` that can; `UNKNOWN` if none can."""
+        """Predict with the first of `kinds` that is known; `UNKNOWN` if none is."""
         for kind in kinds:
             predictor = self._by_kind.get(kind)
             if predictor is not None and (found := predictor.predict(features)) is not None:
@@ -113,7 +113,7 @@ class Predictors:
         return predictor is not None and predictor.known
 
     def forget_errors(self, of: Callable[[Hashable], bool]) -> None:
-        """The margin of these kinds is as at the beginning; what is expected stays."""
+        """Reset the risk of these kinds; their expected times stay."""
         for kind, predictor in self._by_kind.items():
             if of(kind):
                 predictor.forget_errors()

@@ -9,19 +9,19 @@ from coserve.queues.policy import Due
 from coserve.queues.request import Request, next_deadline
 
 _About = tuple[int, int, float, float, bool]
-"""A `Due` without its deadline."""
+"""The fields of a `Due` after its deadline."""
 
 
 class Deadlines:
-    """The first deadline for each number of steps and decodes, and each window: a policy reads a few, however many
-    requests run."""
+    """The earliest deadlines of the batch, one for each distinct (steps, decodes, window): their number does not grow
+    with the batch."""
 
     def __init__(self, requests: Iterable[Request], step_tokens: int) -> None:
-        """`requests` in the order in which their prompts are computed; `step_tokens`: most tokens of a step."""
+        """`requests` in the order in which their prompts are computed; `step_tokens`: token budget of a step."""
         next_tokens: dict[float, tuple[float, float]] = {}
         others, launched = dict[_About, float](), dict[_About, float]()
-        """First tokens that are launched: a step in flight computes them."""
-        window, earliest, oldest = 0.0, math.inf, math.inf  # most have the same window: a decision waits for this loop
+        """`launched`: first tokens that a step in flight computes."""
+        window, earliest, oldest = 0.0, math.inf, math.inf  # cached: most requests have the same window
         pending, tpots = 0, set[float]()
         for request in requests:
             steps = 1
@@ -49,8 +49,8 @@ class Deadlines:
         self._tpots = tuple(tpots)
 
     def view(self, collected: float | None = None) -> tuple[Due, ...]:
-        """`collected`: a step in flight has computed the next tokens of all whose prompts it has computed, and they
-        come at this time; the deadlines are those of the tokens after them. None: no step is in flight."""
+        """Return the deadlines. `collected`: when the tokens of the step in flight are expected; each request whose
+        prompt is computed then counts with the deadline of the token after. None: no step is in flight."""
         if collected is None:
             return self._others + self._launched + self._next
         later = [*self._others]

@@ -25,19 +25,19 @@ T = TypeVar("T")
 class _Flow(Generic[T]):
     key: Hashable
     position: int
-    """In the round: one more than that of the flow before it."""
+    """Position in the round, increasing."""
     spent: int
-    """Cost of the items that have left, less the credit for turns before it was there."""
+    """Cost of the items that have left, less the credit of the turns before the flow existed."""
     turns: int = 0
-    """So far, besides those of all flows."""
+    """Turns so far, beyond those that all flows have had (`DeficitRoundRobin._turns`)."""
     cost: int = 0
-    """Of all its items."""
+    """Total cost of its items."""
     items: dict[str, tuple[T, int]] = field(default_factory=dict)
     """Each item and its cost by id, oldest first."""
 
 
 class _Due(NamedTuple, Generic[T]):
-    """An item and the turn of its flow in which it leaves, the turns of all flows included."""
+    """An item and the number of its flow's turn in which it leaves, counted from the start."""
 
     turn: int
     flow: _Flow[T]
@@ -59,7 +59,7 @@ class DeficitRoundRobin(Generic[T]):
         self._round: deque[_Flow[T]] = deque()
         """Flows in the order of their next turns. A flow in the middle of its turn is last."""
         self._turns = 0
-        """That all flows have had, so far."""
+        """Turns that every flow has had."""
         self._mid_turn = False
         """Whether the last flow of the round is in the middle of its turn."""
         self._due: list[_Due[T]] = []
@@ -85,7 +85,7 @@ class DeficitRoundRobin(Generic[T]):
         self._round.append(flow)
 
     def remove(self, gone: Mapping[Hashable, Collection[str]]) -> None:
-        """Remove items, given as ids by flow. Later items of those flows may leave earlier."""
+        """Remove items, given as ids by flow. Later items of these flows may leave earlier."""
         if len(gone) == 1 and self._removed_last(*next(iter(gone.items()))):
             return
         flows = {self._flows[key] for key in gone}
@@ -103,7 +103,7 @@ class DeficitRoundRobin(Generic[T]):
             self._drop_empty()
 
     def _removed_last(self, key: Hashable, ids: Collection[str]) -> bool:
-        """Whether that was the newest item of a flow with others, whose turns it does not change."""
+        """Remove the item if it is the newest of a flow with others, which changes no turn; return whether it was."""
         flow = self._flows[key]
         newest = next(reversed(flow.items))
         if len(flow.items) == 1 or list(ids) != [newest]:
@@ -132,7 +132,7 @@ class DeficitRoundRobin(Generic[T]):
         return self._schedule(flow, id, flow.items[id][0], flow.cost)
 
     def longest_first(self) -> Iterator[tuple[Hashable, str]]:
-        """Key and id of all items, the newest first, flow by flow from the one with the most items on."""
+        """Keys and ids of all items: flows with the most items first, within a flow the newest first."""
         for flow in sorted(self._round, key=lambda flow: len(flow.items), reverse=True):
             for id in reversed(flow.items):
                 yield flow.key, id
@@ -165,8 +165,8 @@ class DeficitRoundRobin(Generic[T]):
         return [due.item for due in popped]
 
     def _continue_after(self, last: _Flow[T]) -> None:
-        """The flows up to `last` have had one turn more than the others: they go to the end of the round, or leave
-        it."""
+        """Give the flows up to `last` one more turn than the others: they go to the end of the round, or leave it if
+        empty."""
         flow = None
         while flow is not last:
             flow = self._round.popleft()
@@ -185,7 +185,7 @@ class DeficitRoundRobin(Generic[T]):
                 del self._flows[flow.key]
 
     def _schedule(self, flow: _Flow[T], id: str, item: T, cost: int) -> _Due[T]:
-        """`cost`: of the item and all before it in its flow."""
+        """Compute the item's turn. `cost`: total of the item and all before it in its flow."""
         now = self._turns + flow.turns
         mid_turn = self._mid_turn and flow is self._round[-1]
         turns = -(-(flow.spent + cost - now * self._quantum) // self._quantum)

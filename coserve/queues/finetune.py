@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 
 class JobQueue:
-    """Round robin among the ready jobs. `rotate` is called when a job's micro-batch ends, `put_first` when one is
-    suspended, so at most one is suspended at a time: that of the first job, which may be shared with those behind it.
+    """Round robin among the ready jobs. `rotate` is called when a job's micro-batch ends, `put_first` when it is
+    suspended. So at most one micro-batch is suspended at a time: the first job's, which the jobs behind it may share.
     """
 
     def __init__(self) -> None:
         self._ready: dict[str, None] = {}  # an ordered set
         self._order: tuple[str, ...] | None = None
-        """`ready`, until the queue changes."""
+        """Cached `ready()`; None after a change."""
 
     def __len__(self) -> int:
         return len(self._ready)

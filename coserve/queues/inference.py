@@ -14,17 +14,17 @@ RETRY_AT_LEAST, RETRY_AT_MOST = 1.0, 30.0
 QUANTUM = 256
 """Tokens of prompt and output that an adapter may use in one turn."""
 INTERACTIVE_PER_BATCH = 4
-"""Fewest interactive requests between two of the class batch, while both wait."""
+"""Interactive requests that pass before a batch-class request may, while both classes wait."""
 
 
 class InferenceQueue:
-    """At most `limit` requests with unique ids.
+    """Bounded queue of requests with unique ids.
 
-    `fair`: adapters take turns by deficit round robin, in each class. The base without an adapter is one flow, all
+    `fair`: adapters take turns by deficit round robin, within each class. The base without an adapter is one flow, all
     versions of an adapter are one flow, and a request costs its prompt tokens plus `max_tokens`. Interactive requests
-    go before the class batch; after `INTERACTIVE_PER_BATCH` of them goes one of the class batch whose first token is
-    due before theirs. Requests of one adapter and class, and all requests if not `fair`, are served in order of
-    arrival.
+    go before the batch class. After `INTERACTIVE_PER_BATCH` of them, a batch-class request goes if its first token is
+    due before the next interactive one's. Requests of one adapter and class, and all requests if not `fair`, are served
+    in order of arrival.
     """
 
     def __init__(self, limit: int, *, fair: bool) -> None:
@@ -33,9 +33,9 @@ class InferenceQueue:
         self._entries: dict[str, Request] = {}  # in order of arrival
         self._interactive, self._batch = DeficitRoundRobin[Request](QUANTUM), DeficitRoundRobin[Request](QUANTUM)
         self._since_batch = 0
-        """Interactive requests that were admitted since the last one of the class batch."""
+        """Interactive requests admitted since the last batch-class one."""
         self._waiting: tuple[int, tuple[Request, ...]] | None = None
-        """The last answer of `waiting`, and its `count`."""
+        """Cached `waiting(count)`, with its `count`."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -46,16 +46,16 @@ class InferenceQueue:
         return next((entry.arrived for entry in self._entries.values()), None)
 
     def push(self, request: Request) -> Request | None:
-        """Append a request. In a full queue, returns the request that is to go for it: the caller cancels that one, or
-        the new one.
+        """Append a request. If the queue is full, return the request to displace: the caller cancels it, or the new
+        one.
 
-        In a full queue, an interactive request displaces one of the class batch. Else the newest request of the adapter
-        with the most requests of the same class is displaced, if the new request's adapter has at least two fewer: one
-        adapter cannot keep others out by filling the queue. A request whose other choices have begun does not go: an
-        older one does, or one of the next adapter.
+        An interactive request displaces a batch-class one. Otherwise the newest request of the adapter with the most
+        requests of the same class is displaced, if the new request's adapter has at least two fewer: one adapter cannot
+        keep others out by filling the queue. A call with several choices of which one was admitted is never displaced;
+        an older request or one of the next adapter is.
 
         Raises:
-            QueueFull: the queue is full, and no request gives way. `retry_after`: see `retry_after`.
+            QueueFull: the queue is full, and no request can be displaced. Carries `retry_after`.
         """
         assert request.id not in self._entries, request.id
         displaced = self._displaced(request) if len(self._entries) >= self._limit else None
@@ -81,8 +81,7 @@ class InferenceQueue:
         return list(popped)
 
     def cancel(self, ids: Collection[str]) -> set[str]:
-        """Remove those of these requests that are in the queue, and return their ids. Takes little longer for many than
-        for one."""
+        """Remove these requests as far as they are queued, and return their ids. Many cost little more than one."""
         gone = [entry for id in ids if (entry := self._entries.pop(id, None)) is not None]
         for flows in self._interactive, self._batch:
             by_flow: dict[Hashable, list[str]] = {}
@@ -102,8 +101,8 @@ class InferenceQueue:
         return self._waiting[1]
 
     def ahead(self, newest: Request, without: Collection[str] = ()) -> int:
-        """How many of the requests that wait now, but for those that are to leave (`without`), are admitted before this
-        one, the newest of its line."""
+        """Number of queued requests, excluding `without`, that will be admitted before `newest`, the newest of its
+        flow."""
         if not without and not (len(self._interactive) and len(self._batch)):
             return self._flows(newest).before_last(self._flow(newest))
         number = next(number for number, entry in enumerate(self._merged()) if entry is newest)
@@ -116,7 +115,7 @@ class InferenceQueue:
         return tuple(islice(self._merged(), count))
 
     def _merged(self) -> Iterator[Request]:
-        """Each class in its own order."""
+        """All requests in order of admission, both classes merged."""
         batch, since = iter(self._batch), self._since_batch
         due = next(batch, None)
         for entry in self._interactive:
@@ -136,8 +135,8 @@ class InferenceQueue:
         return self._batch if self._is_batch(request) else self._interactive
 
     def retry_after(self, now: float) -> float:
-        """Seconds after which a refused client may try again: the age of the oldest request, which is about the time
-        that a request spends in the queue."""
+        """Seconds after which a refused client may retry: the age of the oldest request, which is about the time a
+        request spends in the queue."""
         first = self.first_arrival
         return min(max(0.0 if first is None else now - first, RETRY_AT_LEAST), RETRY_AT_MOST)
 
@@ -154,9 +153,9 @@ class InferenceQueue:
         raise QueueFull(why, retry_after=self.retry_after(request.arrived))
 
     def _newest_of_the_longest(self, flows: DeficitRoundRobin[Request], fewest: int) -> Request | None:
-        """Of a flow with at least `fewest` requests; none of a call that has begun."""
+        """The newest displaceable request of the longest flow with at least `fewest`; skips calls partly admitted."""
         begun = set[str]()
-        """Sequences of such calls. The last of a call is the newest, and knows the others."""
+        """Sequences of partly admitted calls. The last sequence of a call is the newest, and lists the others."""
         for flow, id in flows.longest_first():
             if flows.waiting(flow) < fewest:
                 break

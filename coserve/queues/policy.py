@@ -1,4 +1,5 @@
-"""What a scheduling policy sees and decides. Policies are in `queues/policies`, one a file.
+"""The interface of scheduling policies: the `View` they see and the `Decision` they return. Policies are in
+`queues/policies`, one a file.
 
 The engine calls `Policy.decide` once a tick and does what it returns. A policy is a pure function of a `View` and the
 time: no state, torch, IO or clock. The `View` holds everything about the past that it may use, so the same view at the
@@ -14,7 +15,7 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 
 
 class Waiting(Protocol):
-    """A request in the queue. `deadline` of its first token; `pending`: tokens of its prompt; `end`: deadline of its
+    """A queued request. `deadline`: of its first token; `pending`: prompt tokens to compute; `end`: deadline of its
     last token, infinite without one; `decodes`: most decode steps from its first token to its last."""
 
     @property
@@ -30,10 +31,10 @@ class Waiting(Protocol):
 
 
 class Due(NamedTuple):
-    """A deadline of a running request's next or last token: the generation steps that its next token takes, and the
-    decode steps that follow until the deadline's token. `window`: seconds from which the deadline counted; `credit`:
-    the deadline is the last token's time + `window` + `credit`: above 0 if earlier tokens came early, below if late.
-    `first`: of a first token."""
+    """A deadline of a running request, for its next or last token. The next token takes `steps` generation steps, then
+    `decodes` decode steps lead to the token that is due. `window`: seconds that the target allows; `credit`: how much
+    later than last token + `window` the deadline is, above 0 if earlier tokens were early, below if late. `first`: a
+    first token is due."""
 
     deadline: float
     steps: int = 1
@@ -45,28 +46,27 @@ class Due(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Predicted seconds; 0 while unknown."""
+    """Predicted seconds; 0 or infinite while unknown."""
 
     serve: float
-    """Of the next generation step: a time that is exceeded as rarely as `slo_attainment` asks for
-    (`queues/risk.py`)."""
+    """The next generation step, exceeded as rarely as `slo_attainment` allows (`queues/risk.py`)."""
     micro_step: float
-    """Of a training micro-step, likewise."""
+    """The next training micro-step, likewise."""
     decode: float = 0.0
-    """Mean of generation steps without prefill, slow ones included: over many of them, other errors cancel out."""
+    """Mean of a step without prefill, slow outliers included: over many steps other errors cancel out."""
     overlapped: float = 0.0
-    """As `serve`, while the device computes training, too. `serve` where that was not measured."""
+    """`serve` while overlapped with training; equal to `serve` if not measured."""
     serve_expected: float = math.inf
-    """Expected of the step of `serve`; infinite where no such step was measured, or none for long."""
+    """Expected value for `serve`; infinite if no such step was measured lately."""
     overlapped_expected: float = math.inf
-    """Expected of that of `overlapped`."""
+    """Expected value for `overlapped`; infinite likewise."""
     train_beside: float = 1.0
-    """Share of its speed that training has while a step runs beside it."""
+    """Training's speed while overlapped with a step, as a fraction of its speed without."""
     admitting_nobody: Costs | None = None
-    """Of a step without the requests that wait; None: the same."""
+    """The costs of a step that admits no waiting request; None: the same."""
 
     def of(self, step: Serve) -> float:
-        """Of a step that admits all that wait, or nobody."""
+        """The cost of a step that admits all waiting requests, or none."""
         if not step.admit and self.admitting_nobody is not None:
             return self.admitting_nobody.of(step)
         return self.serve if step.between else self.overlapped
@@ -74,56 +74,56 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The past, for policies in which the two kinds of work take turns."""
+    """The past, for policies that alternate inference batches and fine-tuning turns."""
 
     job: str | None = None
-    """The job that trained last, until it ends, is paused or waits for samples, which are requests. It may be missing
-    in `View.jobs` while its next step is prepared on a thread."""
+    """The job that trained last, until it ends, is paused or waits for samples. It may be missing in `View.jobs` while
+    its next step is prepared on a thread."""
     batches_since_job: int = 0
-    """Inference batches dispatched since such a job's turn last ended."""
+    """Inference batches dispatched since a job's turn last ended."""
     batches_since_micro_batch: int = 0
     """Inference batches dispatched since the last micro-batch ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """Training slices that were launched. All have ended where slices and steps take turns."""
+    """Training slices that were launched. Without overlap, `slices` is 0 at each decision."""
 
     slices: int = 0
-    """Launched, and not yet done."""
+    """Launched slices that have not ended."""
     since_step: bool = False
-    """One was launched after the last generation step, not counting those that read results. It may have ended."""
+    """Whether a slice was launched after the last generation step (result-reading slices not counted). It may have
+    ended."""
     until: float = 0.0
-    """When the device will have computed them, and the steps between them, as predicted."""
+    """Predicted time at which the device has finished the slices and the steps between them."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
     """The state of the engine that a decision depends on.
 
-    Requests that wait for their adapters to be read are in neither `waiting` nor `running`, but use headroom: it may be
-    0 while no request runs.
+    Requests whose adapters are being read are in neither `waiting` nor `running`, but use headroom: it may be 0 while
+    no request runs.
     """
 
     waiting: tuple[Waiting, ...]
-    """Those that can be admitted now, at most `headroom`, in the order of admission, which may differ from that of
-    arrival."""
+    """Requests that can be admitted now, at most `headroom`, in order of admission (which may differ from arrival)."""
     queued: int
     """How many requests wait, including `waiting`."""
     first_arrival: float | None
-    """Of the oldest of them."""
+    """Arrival of the oldest waiting request; None if none waits."""
     running: tuple[Due, ...]
-    """The first deadline of the batch for each number of steps and decodes, and each window. Empty while no request of
-    the batch can compute anything."""
+    """The batch's first deadline for each distinct (steps, decodes, window). Empty while no request of the batch can
+    compute anything."""
     step_tokens: int
-    """Most tokens of a generation step."""
+    """Token budget of a generation step."""
     headroom: int
     """How many more requests can be admitted."""
     jobs: tuple[str, ...]
-    """Jobs that can train, the next one first. Empty while the next one waits for what a slice in flight computes."""
+    """Jobs that can train, the next one first. Empty while the next one waits for the result of a slice in flight."""
     turn: Turn
     train_waiting_since: float | None
-    """When the last slice ended, or the first job came; None without jobs."""
+    """When the last slice ended, or the first job became ready; None without jobs."""
     costs: Costs
     """`costs.micro_step`: of the next micro-step of `jobs[0]`."""
     in_flight: InFlight = InFlight()
@@ -132,7 +132,7 @@ class View:
 @dataclass(frozen=True, slots=True)
 class Serve:
     """Admit the first `admit` requests of `View.waiting`, then run one generation step. `between`: the device computes
-    it after the slices in flight and before those that are launched later; else beside them."""
+    it after the slices in flight and before later ones; otherwise overlapped with them."""
 
     admit: int
     between: bool = False
@@ -140,7 +140,7 @@ class Serve:
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """`Costs.micro_step` of a micro-step that does not fit, and the slack: seconds that the deadlines leave."""
+    """Why a slice runs although it does not fit: the predicted micro-step and the slack, in seconds."""
 
     micro_step: float
     slack: float
@@ -148,11 +148,9 @@ class Overdue:
 
 @dataclass(frozen=True, slots=True)
 class Train:
-    """Run up to `micro_steps` micro-steps of a job in `View.jobs`, of its micro-batch (None: all that are left). The
-    slice ends early before a micro-step of another kind, and at the micro-batch's end. `overdue`: the slice runs
-    although it does not fit into the slack.
-    `max_micro_step`: most predicted seconds of a micro-step; where the slice begins a batch, only as many other jobs
-    join it."""
+    """Run up to `micro_steps` micro-steps of a job's micro-batch (None: all that are left). The slice ends early before
+    a micro-step of another kind, and at the micro-batch's end. `overdue`: the slice runs although it does not fit into
+    the slack. `max_micro_step`: most predicted seconds of a micro-step; it limits how many jobs share a new batch."""
 
     job: str
     micro_steps: int | None
@@ -171,11 +169,11 @@ Decision = Serve | Train | Wait
 
 
 Stream = Literal["partition", "priority"]
-"""Training's own: on multiprocessors of its own, or on all of them with a low priority."""
+"""Training's own CUDA stream: on multiprocessors of its own, or on all of them with low priority."""
 
 
 class PolicySettings(Protocol):
-    """What policies read of the settings (`config.Config`)."""
+    """The settings that policies read (`config.Config`)."""
 
     @property
     def policy(self) -> str: ...
@@ -199,27 +197,27 @@ class PolicySettings(Protocol):
 
 class Policy(Protocol):
     def decide(self, view: View, now: float) -> Decision:
-        """A decision changes the view, lets time pass, or is a `Wait`: the same view is never passed twice at one
-        time."""
+        """Return what to do now. Every decision except `Wait` changes the view or takes time: the same view is never
+        passed twice at one time."""
         ...
 
 
 class NamedPolicy(ABC):
-    """One that the settings can name, and what else depends on which one they name."""
+    """A policy that the settings can name, with the properties that other modules need to know of it."""
 
     in_batches: ClassVar[bool] = False
-    """Requests are served in batches that run to their ends, in order of arrival, and no deadline is looked at."""
+    """Whether requests are served in batches that run to their end, in order of arrival, without deadlines."""
     stream: ClassVar[Stream | None] = None
-    """None: slices and steps take turns on one."""
+    """Training's stream; None: slices and steps share one stream."""
     settings: ClassVar[tuple[str, ...]] = ()
-    """Those that have an effect with this policy, and not with every one."""
+    """Settings that have an effect with this policy but not with every policy."""
     kernel_settings: ClassVar[tuple[str, ...]] = ()
-    """Those that decide which kernels an engine needs."""
+    """Settings that decide which kernels an engine needs."""
 
     @classmethod
     @abstractmethod
     def made(cls, settings: PolicySettings, tpot: float | None) -> NamedPolicy:
-        """As the settings say. `tpot`: seconds between the tokens of a usual request; None: unknown."""
+        """Build the policy from the settings. `tpot`: seconds between tokens of a typical request; None: unknown."""
 
     @abstractmethod
     def decide(self, view: View, now: float) -> Decision:

@@ -8,11 +8,11 @@ from operator import mul
 MEMORY = 500
 """Samples after which one counts 1/e of a new one."""
 RIDGE = 1e-4
-"""Shrinks each coefficient by this share: none grows without bound where features cannot be told apart."""
+"""Shrinks each coefficient by this fraction, so that none grows without bound where features are collinear."""
 SWEEPS = 2
-"""Passes of coordinate descent a sample. It goes on where the last one ended, so it converges over the samples."""
+"""Coordinate-descent sweeps per sample. Each starts from the last solution, so it converges over the samples."""
 LARGEST_WEIGHT = 1e9
-"""Of a new sample, against the first one. Then all sums are scaled down."""
+"""Largest weight of a new sample relative to the first. Beyond it all sums are rescaled."""
 
 
 class Regression:

@@ -13,72 +13,72 @@ from coserve.core.link import Generate
 from coserve.core.types import AdapterRef, FinishReason, SamplingParams
 
 CREDIT = 0.5
-"""Targets between tokens by which one that came early lets the next ones come later."""
+"""A token that came early lets the next ones be later, by at most this many TPOTs."""
 
 
 class State(Enum):
-    """What a request waits for, or does."""
+    """Where a request is in its life."""
 
     QUEUED = "queued"
-    """It waits for its turn in the queue."""
+    """It waits in the queue."""
     LOADING = "loading"
     """It has a place in the batch, and its adapter is being read."""
     ACTIVE = "active"
-    """It is in the batch. It holds pages, or is in line for them."""
+    """It is in the batch: it holds pages, or waits for them."""
     ENDED = "ended"
 
 
 class PrefixKeys(Protocol):
-    """`memory.prefix.PageKeys`."""
+    """The interface of `memory.prefix.PageKeys`."""
 
     def first(self, pages: int, tokens: Sequence[int]) -> Sequence[bytes]: ...
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """Prompt and output, when they are due, and how much of them the KV cache holds. Times are seconds on the engine's
+    """A request: prompt and output, deadlines, and its state in the KV cache. Times are seconds on the engine's
     clock."""
 
     message: Generate
     arrived: float = 0.0
     state: State = State.QUEUED
     number: int = -1
-    """Of its entry into the batch, and of no other request. The earlier of two wins when pages run out."""
+    """Unique number, in order of entry into the batch; -1 before. The lower of two wins when pages run out."""
     max_tokens: int = field(init=False)
-    """As asked for, but in the batch at most what the context leaves."""
+    """As requested; in the batch, cut to what the context leaves."""
     stop_ids: frozenset[int] = frozenset()
-    """Tokens that end it, the base's end-of-sequence tokens included unless ignored; known in the batch."""
+    """Tokens that end it, including the base's end-of-sequence tokens unless ignored. Set on entry into the batch."""
     tokens: list[int] = field(init=False)
-    """Prompt, then output as far as the host knows it."""
+    """Prompt, then the output tokens copied to the host."""
     in_flight: int = 0
     """Sampled tokens not yet copied to the host."""
 
     deadline: float = field(init=False)
-    """Of its first token."""
+    """Deadline of its first token."""
     end: float = field(init=False)
     """Deadline of its last token; infinite without one."""
     due: float = field(init=False)
     """Deadline of its next token."""
     window: float = field(init=False)
-    """Seconds from which `due` counts."""
+    """Seconds that the target of `due` allows: TTFT, then TPOT."""
     came: float | None = None
-    """When its last token came; None: it has none."""
+    """When its last token was sent; None before the first."""
 
     keys: PrefixKeys | None = None
-    """Keys under which other requests find its full pages; None: they cannot."""
+    """Prefix-cache keys of its full pages; None: they are not shared."""
     holds_adapter: bool = False
-    """Its adapter is in pages for it."""
+    """Whether it holds a reference to its adapter's pages."""
     pages: list[int] = field(default_factory=list)
     computed: int = 0
     """Leading tokens whose keys and values are in the pages."""
     labelled: int = 0
-    """Leading pages that others can find."""
+    """Leading pages published in the prefix cache."""
     shared: int = 0
-    """Leading pages that others had computed when it got its own, and may hold."""
+    """Leading pages found in the prefix cache when it became active; others may hold them too."""
     started: bool = False
-    """It has had pages before now, or has them."""
+    """Whether it has ever held pages."""
     scored: int = 1
-    """Leading prompt tokens whose log-probabilities are out, if asked for; the first has none."""
+    """Leading prompt tokens whose log-probabilities were sent, if requested; the first token has none."""
 
     def __post_init__(self) -> None:
         slo = self.message.slo
@@ -100,12 +100,13 @@ class Request:
 
     @property
     def scores_prompt(self) -> bool:
-        """Logits of the whole prompt are wanted, so it computes every token itself and shares no pages of others."""
+        """Whether log-probabilities of the prompt are requested: it computes every token itself and uses no cached
+        prefix."""
         return self.sampling.prompt_logprobs is not None
 
     @property
     def needs_prompt_logits(self) -> bool:
-        """The prompt is to be scored, and not all of it is yet (or that is all there is to do)."""
+        """Whether prompt scores are still missing (or nothing but scores is requested)."""
         return self.scores_prompt and (self.scored < len(self.message.prompt) or not self.max_tokens)
 
     @property
@@ -138,20 +139,22 @@ class Request:
         return self.stop_ids if self.generated + self.in_flight < self.sampling.min_tokens else frozenset()
 
     def push(self, token: int) -> FinishReason | None:
-        """Append the chosen token (one that ends the sequence is part of its output) and say whether that was all."""
+        """Append the sampled token (one that ends the sequence is part of the output). Return the finish reason, if it
+        ended."""
         self.tokens.append(token)
         if token in self.stop_ids and self.generated >= self.sampling.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.generated >= self.max_tokens else None
 
     def token_came(self, now: float) -> None:
-        """A token was sent to the client: the next one has a deadline of its own."""
+        """Record that a token was sent to the client, and set the next deadline."""
         tpot = self.message.slo.tpot
         self.due = next_deadline(now if self.came is None else self.due, now, tpot)
         self.window, self.came = tpot, now
 
 
 def next_deadline(due: float, came: float, tpot: float) -> float:
-    """The deadline of a token, if the one before was due at `due` and `came`: tokens are due `tpot` apart, whenever
-    they come, so that their mean is kept and no more time is lost than was saved."""
+    """Deadline of a token whose predecessor was due at `due` and came at `came`. Tokens are due `tpot` apart from the
+    deadlines, not from their arrivals, so the mean TPOT is kept; the time saved or lost that carries over is
+    limited."""
     return min(max(due, came - tpot), came + CREDIT * tpot) + tpot

@@ -1,11 +1,11 @@
-"""What a generation step computes, as far as its time depends on it. Pure: no torch, no IO, no clock."""
+"""The composition of a generation step, as features of its predicted time. Pure: no torch, no IO, no clock."""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple, get_args
 
 StepKind = Literal["prefill", "decode"]
-"""Kinds of generation steps: with prefill, or decode only. Both are learned apart: they run other kernels and
+"""Kinds of generation steps: with prefill, or decode only. Each has its own predictor: they run other kernels and
 graphs."""
 STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)
 
@@ -16,15 +16,15 @@ class StepShape(NamedTuple):
     decodes: int = 0
     """Sequences that compute one token."""
     kv_tokens: int = 0
-    """Tokens whose keys and values those read."""
+    """KV-cache tokens that the decodes read."""
     prefill: int = 0
-    """Tokens of prompts."""
+    """Prompt tokens."""
     pairs: int = 0
-    """Of a prompt's token and one up to it, which attention computes."""
+    """Query-key pairs that attention computes for the prompt tokens."""
     adapter_bytes: int = 0
-    """Of the LoRA matrices, each adapter once: its rank times what its sites read and write."""
+    """Size of the LoRA matrices that the step reads, each adapter once."""
     alone: int = 0
-    """1 if it was launched with no other step in flight: the device waits for its launch."""
+    """1 if no other step was in flight at the launch: the device waits for the launch."""
 
     @property
     def kind(self) -> StepKind:
@@ -32,15 +32,15 @@ class StepShape(NamedTuple):
 
     @property
     def features(self) -> tuple[float, ...]:
-        """For a `Predictor`: each has a cost of its own, and a step has one."""
+        """Features for a `Predictor`, each with its own cost; the leading 1 is the constant."""
         return 1.0, self.decodes, self.kv_tokens, self.prefill, self.pairs, self.adapter_bytes, self.alone
 
     def and_prompt(self, tokens: int, computed: int = 0) -> StepShape:
-        """This and `tokens` tokens of a prompt whose first `computed` tokens are in the cache."""
+        """Add `tokens` tokens of a prompt whose first `computed` tokens are in the cache."""
         return self._replace(prefill=self.prefill + tokens, pairs=self.pairs + prompt_pairs(tokens, computed))
 
     def __add__(self, other: object) -> StepShape:
-        """Of steps that are measured together."""
+        """The shape of several steps measured together."""
         assert isinstance(other, StepShape), other
         return StepShape(*map(sum, zip(self, other, strict=True)))
 

@@ -1,5 +1,5 @@
-"""Measured training slices: costs for the policy, and why training starves, for /health. Pure: no torch, no IO, no
-clock."""
+"""Times of training slices: predicted costs for the policy, and starvation reports for /health. Pure: no torch, no IO,
+no clock."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from coserve.queues.policy import Train
 from coserve.queues.shapes import STEP_KINDS, StepKind
 
 ANY = "any"
-"""Micro-steps of all kinds together."""
+"""Key of the predictor over micro-steps of all kinds."""
 SIZED = MicroStep.BEGIN, MicroStep.FORWARD, MicroStep.BACKWARD
 """Kinds whose time grows with the micro-batch."""
 MOST_KINDS = 512
-"""Kinds of micro-steps, of one job or of all, whose times are kept. A job has about six."""
+"""Predictors kept, over kinds and (job, kind) pairs. A job has about six kinds."""
 SIZE = 1024.0
-"""Tokens; the prediction is a line, so any two sizes tell it."""
+"""Tokens at which predictions are compared. They are linear in tokens, so any two sizes determine them."""
 
 
 class Slices:
-    """Times are seconds on the caller's clock."""
+    """Measured slices and predicted micro-steps. Times are seconds on the caller's clock."""
 
     def __init__(self, attainment: float = ATTAINMENT) -> None:
-        """`attainment`: share of answers that are to be in time."""
+        """`attainment`: fraction of answers that must be in time."""
         self._costs = Predictors(2, attainment, most=MOST_KINDS)
         self._alone = Predictors(2, attainment, most=MOST_KINDS)
-        """Of slices that no step ran beside, by job and kind."""
+        """Predictors from slices that overlapped no step, by (job, kind)."""
         self.beside: dict[StepKind, SpeedBeside] = {kind: SpeedBeside() for kind in STEP_KINDS}
         self.waiting_since: float | None = None
         """See `View.train_waiting_since`."""
@@ -37,7 +37,7 @@ class Slices:
         """Slices so far that ran only because of `train_patience` or `train_floor`."""
         self._overdue_in_a_row = 0
         self._overdue: tuple[float, Train] | None = None
-        """The last slice, if it was overdue, and when the first of the overdue ones in a row began to wait."""
+        """The last slice if it was overdue, and when the first of the current run of overdue slices began to wait."""
 
     def ready(self, jobs: tuple[str, ...], now: float) -> None:
         """`jobs` can train now."""
@@ -48,18 +48,18 @@ class Slices:
             self.waiting_since = now
 
     def predict(self, job: str, kind: MicroStep, tokens: int) -> Prediction:
-        """Of the job's next micro-step, in a micro-batch of `tokens` tokens: from its own micro-steps of that kind,
-        else from those of other jobs, else from micro-steps of any kind."""
+        """Predict the job's next micro-step in a micro-batch of `tokens` tokens: from its own micro-steps of that kind,
+        or else those of other jobs, or else micro-steps of any kind."""
         return self._costs.predict((1.0, tokens), (job, kind), kind, ANY)
 
     def knows(self, kind: MicroStep) -> bool:
-        """Whether micro-steps of this kind have been measured, of any job: else their time is guessed from other
+        """Whether micro-steps of this kind were measured, for any job; otherwise their time is guessed from other
         kinds."""
         return self._costs.knows(kind)
 
     def tokens_within(self, seconds: float | None) -> int | None:
-        """Most tokens of a micro-batch whose micro-steps are predicted to take at most `seconds`; None: any number, as
-        far as known."""
+        """Most tokens of a micro-batch whose micro-steps are predicted to take at most `seconds`; None: no known
+        limit."""
         if seconds is None:
             return None
         most = math.inf
@@ -82,9 +82,9 @@ class Slices:
         beside: float = 0.0,
         beside_kind: StepKind | None = None,
     ) -> None:
-        """A slice of `micro_steps` micro-steps ended now, in a micro-batch of `tokens` tokens; generation steps ran for
-        `beside` of its seconds, all of one kind or of several (None). Whole micro-batches mix kinds, so their time is
-        not learned."""
+        """Record a slice of `micro_steps` micro-steps that ended now, in a micro-batch of `tokens` tokens. It
+        overlapped generation steps for `beside` seconds, all of `beside_kind` or of several kinds (None). Slices that
+        run a whole micro-batch mix kinds, so their time is not learned."""
         if decision.micro_steps is not None and micro_steps:
             features = 1.0, tokens
             for key in ((decision.job, kind), kind, ANY):
@@ -104,11 +104,11 @@ class Slices:
         self.waiting_since = now
 
     def waits(self, now: float) -> float:
-        """Seconds since the last slice; 0 without jobs that could train."""
+        """Seconds since the last slice; 0 if no job can train."""
         return 0.0 if self.waiting_since is None else now - self.waiting_since
 
     def starving(self, now: float) -> Starving | None:
-        """Set after two overdue slices in a row. A single one may be due to a burst of requests."""
+        """Return a report after two overdue slices in a row. A single one may be due to a burst of requests."""
         if self._overdue is None or self._overdue_in_a_row < 2:
             return None
         since, decision = self._overdue

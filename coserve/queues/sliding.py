@@ -1,4 +1,4 @@
-"""The quantile of the latest values. Pure: no torch, no IO, no clock."""
+"""Quantiles of the latest values. Pure: no torch, no IO, no clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import deque
 
 
 class SlidingQuantile:
-    """Over at most `size` values, the latest ones."""
+    """Mean and quantiles over the latest `size` values."""
 
     def __init__(self, size: int) -> None:
         assert size >= 1, size
@@ -22,7 +22,7 @@ class SlidingQuantile:
 
     @property
     def mean(self) -> float:
-        """Of at least one value."""
+        """Mean of the values, at least one."""
         return self._sum / len(self._latest)
 
     def add(self, value: float) -> None:
@@ -35,12 +35,13 @@ class SlidingQuantile:
             del self._sorted[bisect_left(self._sorted, oldest)]
 
     def at(self, share: float, *, few: int = 1, unknown: float = 0.0) -> float:
-        """The least value that is not exceeded by this share of them; `unknown` if there are fewer than `few`."""
+        """The `share` quantile: the least value that at least this fraction does not exceed; `unknown` below `few`
+        values."""
         if len(self._sorted) < few:
             return unknown
         return self._sorted[max(1, math.ceil(len(self._sorted) * share - 1e-9)) - 1]
 
     def largest_below(self, bound: float, *, rank: int) -> float | None:
-        """Of the values below `bound` the largest (`rank` 1), the second largest (2), ...; None if there are fewer."""
+        """The largest value below `bound` (`rank` 1), the second largest (2), ...; None if there are fewer."""
         count = bisect_left(self._sorted, bound)
         return self._sorted[count - rank] if count >= rank else None

@@ -1,4 +1,4 @@
-"""Turns of inference and fine-tuning so far, for the policy. Pure: no torch, no IO, no clock."""
+"""Counts of inference batches and fine-tuning turns, for the policy. Pure: no torch, no IO, no clock."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class Turns:
         self._since_job = self._since_micro_batch = 0
 
     def dispatched(self) -> None:
-        """An inference batch was dispatched."""
+        """Count an inference batch."""
         self._since_job += 1
         self._since_micro_batch += 1
 
     def trained(self, job: str, *, suspended: bool) -> None:
-        """A slice of the job ended; `suspended`: within a micro-batch."""
+        """A slice of the job ended; `suspended`: in the middle of a micro-batch."""
         self._job = job
         if not suspended:
             self._since_micro_batch = 0

@@ -1,4 +1,4 @@
-"""Where the adapters of running requests lie on the device: one slot an adapter, at addresses that graphs keep."""
+"""Device slots for the adapters of running requests, at fixed addresses that CUDA graphs keep."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from coserve.model.lora import LoraWeights
 from coserve.model.parallel.lora import FullyShardedPair
 
 Groups = Sequence[Sequence[SiteGroup]]
-"""For each layer, its sites that share an input (`FusedBase.groups`)."""
+"""For each layer, its groups of sites that share an input (`FusedBase.groups`)."""
 
 
 class PairSlots:
-    """The pairs of one kind, by slot and site."""
+    """Table of one kind of LoRA pairs, by slot and site."""
 
     def __init__(self, groups: Groups, slots: int, device: torch.device) -> None:
         flat = [group for layer in groups for group in layer]
         self._table = Slots(slots, sum(len(group.names) for group in flat), device, blocked=False)
         self.ranks = [0] * slots
-        """Each slot's largest rank; 0: it has no pair of the kind."""
+        """Largest LoRA rank in each slot; 0: the slot has no pair of this kind."""
         self.tables: dict[SiteGroup, SiteTable] = {}
-        """Views of one table of all sites."""
+        """Each group's columns: views of one table over all sites."""
         first = 0
         for group in flat:
             self.tables[group] = self._table.table(first, len(group.names))
             first += len(group.names)
 
     def put(self, slot: int, entries: Sequence[TableEntry], owner: object) -> None:
-        """See `Slots.put`; may find no memory."""
+        """See `Slots.put`; may run out of memory."""
         self._table.put(slot, entries, owner)
         self.ranks[slot] = max(entry.rank for entry in entries)
 
@@ -47,8 +47,7 @@ class PairSlots:
 
 
 class AdapterSlots:
-    """A table of N adapters by all sites. An adapter keeps its slot until another needs it or it has lost its GPU
-    copy."""
+    """A table of N adapters by all sites. An adapter keeps its slot until another needs it or its GPU copy is gone."""
 
     def __init__(
         self,
@@ -57,24 +56,24 @@ class AdapterSlots:
         device: torch.device,
         exchanges: Mapping[SiteGroup, Exchange] | None = None,
     ) -> None:
-        """`exchanges`: of fully sharded pairs (`FusedBase.exchanges`); without them adapters have none."""
+        """`exchanges`: collectives of fully sharded pairs (`FusedBase.exchanges`); None: no adapter has such pairs."""
         self._names = [name for layer in groups for group in layer for name in group.names]
         self._groups = {name: group.index for layer in groups for group in layer for name in group.names}
         self.all_groups = frozenset(self._groups.values())
         self.device = device
         self.local = PairSlots(groups, slots, device)
-        """Pairs that this GPU computes by itself."""
+        """Pairs that each GPU computes without communication."""
         self.exchanges = exchanges or {}
         self.sharded = PairSlots(groups, slots, device) if self.exchanges else None
-        """Parts of fully sharded pairs."""
+        """This GPU's shards of fully sharded pairs."""
         self.groups: list[frozenset[int]] = [frozenset()] * slots
-        """Those that each slot's adapter changes (`LoraFootprint.groups`)."""
+        """Site groups that each slot's adapter changes (`LoraFootprint.groups`)."""
         self._slots: OrderedDict[AdapterRef, int] = OrderedDict()  # least recently used first
         self._free = list(range(slots))
 
     def place(self, adapters: Mapping[AdapterRef, LoraWeights]) -> list[int]:
-        """The slot of each of a step's adapters, which are no more than there are slots. `adapters`: their GPU
-        copies."""
+        """Return the slots of a step's adapters, placing those without one. `adapters`: their GPU copies, no more than
+        there are slots."""
         for ref in adapters:
             if ref in self._slots:
                 self._slots.move_to_end(ref)
@@ -84,7 +83,7 @@ class AdapterSlots:
         return [self._slots[ref] for ref in adapters]
 
     def free(self, ref: AdapterRef) -> None:
-        """Empty the adapter's slot, if it has one: its GPU copy is gone."""
+        """Free the adapter's slot, if it has one: its GPU copy is gone."""
         slot = self._slots.pop(ref, None)
         if slot is not None:
             self.local.clear(slot)
@@ -94,8 +93,7 @@ class AdapterSlots:
             self._free.append(slot)
 
     def footprint(self, segments: Segments) -> LoraFootprint:
-        """What the adapters of a step change; `max_rank` is a multiple of `RANK_BLOCK`. `segments.adapters` are
-        slots."""
+        """The LoRA footprint of a step; `max_rank` is a multiple of `RANK_BLOCK`. `segments.adapters` are slots."""
         present = [slot for slot in segments.adapters if slot >= 0]
         local = max((self.local.ranks[slot] for slot in present), default=0)
         sharded = 0 if self.sharded is None else max((self.sharded.ranks[slot] for slot in present), default=0)
@@ -121,16 +119,16 @@ class AdapterSlots:
 
 
 def _entries(weights: LoraWeights, names: Sequence[str]) -> tuple[list[TableEntry], object]:
-    """An adapter's table entries by site, and what keeps its memory alive."""
-    if isinstance(weights.sites, PackedSites) and weights.sites.layout.for_kernels:  # as the store's GPU copies are
+    """An adapter's table entries by site, and the object that keeps their memory alive."""
+    if isinstance(weights.sites, PackedSites) and weights.sites.layout.for_kernels:  # the store's GPU copies
         return weights.sites.entries(names), weights
-    # A copy that is not the store's on a GPU (`packed`), which has block-diagonal pairs with their zeros already.
+    # Other copies on a GPU (`packed`) already store block-diagonal pairs with their zeros.
     pairs = [weights.sites.get(name) for name in names]
     return table_entries([None if pair is None else pair.dense() for pair in pairs])
 
 
 def _fully_sharded(weights: LoraWeights) -> frozenset[str]:
-    """The sites of such pairs."""
+    """Names of the sites whose pairs are fully sharded."""
     pairs: Mapping[str, LoraPair] = weights.sites
     if isinstance(pairs, PackedSites):  # makes no views
         pairs = {name: place.like for name, place in pairs.layout.places.items()}

@@ -1,4 +1,4 @@
-"""Steps without CUDA graphs: the model as it is, one step at a time. Serves every base, device and request."""
+"""Steps without CUDA graphs: an ordinary forward, run when collected. Serves every base, device and request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from coserve.model.parallel.sharding import Sharding
 
 
 class RunsBase(Protocol):
-    """What an executor needs of `model.Base`."""
+    """The part of `model.Base` that an executor needs."""
 
     @property
     def device(self) -> torch.device: ...
@@ -45,7 +45,8 @@ class RunsBase(Protocol):
 
 
 class EagerExecutor:
-    """Implements `StepExecutor`. Cuts a step by adapter if that is how the LoRA backend computes."""
+    """Implements `StepExecutor`. If the LoRA backend computes one adapter at a time, a step becomes one forward per
+    adapter."""
 
     def __init__(self, base: RunsBase, kv: KvCache, lora_backend: LoraBackend) -> None:
         self._base, self._kv, self._lora_backend = base, kv, lora_backend
@@ -57,10 +58,10 @@ class EagerExecutor:
         return [self._step(pack(part), adapters) for part in parts]
 
     def forget(self, sequence: int) -> None:
-        """See `StepExecutor`. Steps leave nothing behind."""
+        """See `StepExecutor`. No state is kept between steps."""
 
     def evicted(self, adapter: AdapterRef) -> None:
-        """See `StepExecutor`. Addresses are not kept from step to step."""
+        """See `StepExecutor`. No addresses are kept between steps."""
 
     @property
     def troubles(self) -> tuple[str, ...]:
@@ -91,7 +92,8 @@ class EagerExecutor:
         )
 
     def _forward(self, packed: PackedStep, adapters: Sequence[LoraWeights], *, gather: bool = True) -> Tensor:
-        """Logits of the rows that sample a token, then of those that score: (rows, V). `gather`: see `Base.run`."""
+        """Return logits (rows, V): of the rows that sample a token, then of those that score. `gather`: see
+        `Base.run`."""
         tokens, positions, sampled, scored = list[int](), list[int](), list[int](), list[int]()
         for own in packed.sequences:
             first, start = len(tokens), own.run.position
@@ -121,7 +123,7 @@ class EagerExecutor:
 
 @dataclass(frozen=True)
 class EagerStep:
-    """One forward. It runs when it is collected, so that its errors are raised where they are handled."""
+    """One forward. It runs in `collect`, so its errors are raised where they are handled."""
 
     sequences: list[int]
     run: Callable[[], StepResult]

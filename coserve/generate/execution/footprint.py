@@ -1,4 +1,4 @@
-"""The LoRA footprint of a step: which kernels its adapters need. And the footprints that graphs are captured for."""
+"""LoRA footprints: the LoRA kernels that a step needs, and the sets that graphs are captured for."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from coserve.generate.execution.graph_sizes import PARTIAL_FOOTPRINTS, graph_ran
 
 @dataclass(frozen=True)
 class LoraFootprint:
-    """What a step's adapters change. A graph launches no LoRA kernels for the rest."""
+    """Sites and ranks of a step's adapters. A graph launches no LoRA kernels beyond its footprint."""
 
     max_rank: int
-    """Their largest rank, rounded up; 0: no adapters."""
+    """Largest LoRA rank, rounded up; 0: no adapters."""
     groups: frozenset[int]
-    """Indices, in any layer, of the groups of sites that any of the adapters changes."""
+    """Indices, within a layer, of the site groups that any of the adapters changes."""
     local: bool = True
-    """Whether some of them are computed by each GPU by itself."""
+    """Whether some pairs are computed by each GPU without communication."""
     sharded: bool = False
-    """Whether some of them are fully sharded (`slora`): they have launches of their own, and collectives."""
+    """Whether some pairs are fully sharded (`slora`): they need launches and collectives of their own."""
 
     def covers(self, other: LoraFootprint) -> bool:
         enough = self.max_rank >= other.max_rank and self.groups >= other.groups
@@ -30,10 +30,10 @@ NO_ADAPTERS = LoraFootprint(0, frozenset())
 
 
 class GraphFootprints:
-    """The LoRA footprints that graphs are captured for: those of the steps so far, and those that were asked for."""
+    """The LoRA footprints that graphs are captured for: those of past steps, and those requested by rank."""
 
     def __init__(self, all_groups: frozenset[int], *, sharded: bool = False) -> None:
-        """`sharded`: adapters that are asked for by their rank are fully sharded."""
+        """`sharded`: adapters requested by rank count as fully sharded."""
         self._all_groups, self._sharded = all_groups, sharded
         self._known: dict[LoraFootprint, None] = {NO_ADAPTERS: None}
 
@@ -41,17 +41,18 @@ class GraphFootprints:
         return iter(self._known)
 
     def add_rank(self, rank: int) -> None:
-        """Adapters of this rank at any sites, if graphs serve the rank."""
+        """Add the footprint of adapters of this LoRA rank at any sites, if graphs serve the rank."""
         if (served := graph_rank(rank)) is not None:
             self._known[self.of_rank(served)] = None
 
     def of_rank(self, rank: int) -> LoraFootprint:
-        """Of adapters up to a rank at all sites; 0: none."""
+        """The footprint of adapters up to a LoRA rank at all sites; 0: no adapters."""
         kinds = not self._sharded, self._sharded
         return LoraFootprint(rank, self._all_groups, *kinds) if rank else NO_ADAPTERS
 
     def serving(self, exact: LoraFootprint) -> LoraFootprint | None:
-        """The footprint of the graphs that serve a step, which is known from now on; None: its rank is too large."""
+        """Return the footprint of the graphs that serve such a step, and remember it; None: its LoRA rank is too
+        large."""
         rank = graph_rank(exact.max_rank)
         if rank is None:
             return None

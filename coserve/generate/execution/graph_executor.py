@@ -1,8 +1,8 @@
-"""Steps at full speed on a GPU: nothing waits for the device but the reading of tokens, one step later.
+"""Steps at full speed on a GPU: the host waits only for sampled tokens, one step behind.
 
-A sampled token goes on the device straight into its sequence's token slot, where the next step reads it, and to the
-host in the background. So step n + 1 is planned, packed and launched while step n runs, before anybody knows n's
-tokens. A step runs as one CUDA graph, if there is one that holds it, else kernel by kernel.
+A sampled token is written on the device into its sequence's token slot, where the next step reads it, and is copied to
+the host asynchronously. So step n + 1 is planned, packed and launched while step n runs, before the host knows n's
+tokens. A step runs as one CUDA graph if one fits, otherwise kernel by kernel.
 """
 
 from __future__ import annotations
@@ -44,18 +44,17 @@ from coserve.model.parallel.lora import Strategy
 
 
 class Capture(Enum):
-    """When a graph is captured that a step needs and none has."""
+    """When to capture a graph that a step needs and that is missing."""
 
     IN_STEPS = auto()
-    """At once, whatever must be compiled."""
+    """In the step that needs it, with all compilation this takes."""
     BETWEEN_STEPS = auto()
-    """Piece by piece, also between steps (`STEPS_A_PIECE`); until then steps run without."""
+    """In pieces, from idle calls of `prepare` and every `STEPS_A_PIECE` steps; until then steps run without it."""
     NEVER = auto()
 
 
 STEPS_A_PIECE = 4
-"""Steps between two pieces of a capture, where requests run all the time. A piece takes the host some tens of
-milliseconds."""
+"""Steps between two pieces of a capture under constant load. A piece takes the host some tens of milliseconds."""
 _ENDED = object()
 
 
@@ -65,10 +64,10 @@ class GraphStep:
 
     sequences: list[int]
     sampled: list[int]
-    """Those of them that sample a token."""
+    """The sequences among them that sample a token."""
     host: Chosen
     copied: torch.cuda.Event | None
-    """After the copy of the tokens to `host`."""
+    """Recorded after the copy of the tokens to `host`."""
     overlaps: bool = True
 
     def collect(self) -> StepResult:
@@ -80,7 +79,7 @@ class GraphStep:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Sequences in the order of their rows, and their adapters' slots."""
+    """A packed step: sequences in the order of their rows, with their adapters' slots."""
 
     sequences: list[SequenceInput]
     runs: list[TokenRun]
@@ -88,7 +87,7 @@ class _Batch:
     segments: Segments | None
     """`adapters` are slots; None: no adapter in the batch."""
     footprint: LoraFootprint | None
-    """Of the graphs that serve it; None: none does."""
+    """Footprint of the graphs that serve it; None: none does."""
 
     @property
     def decodes(self) -> bool:
@@ -96,7 +95,8 @@ class _Batch:
 
 
 class GraphExecutor:
-    """Implements `StepExecutor`. Prompts that are scored go to `eager`, which runs after the step in flight."""
+    """Implements `StepExecutor`. Sequences that need prompt logits go to `eager`, which runs after the step in
+    flight."""
 
     def __init__(
         self,
@@ -111,9 +111,9 @@ class GraphExecutor:
         capture: Capture = Capture.IN_STEPS,
         graph_bytes: GraphBytes | None = None,
     ) -> None:
-        """`slots`: adapters that steps find on the device at once, at least `max_running`. `step_tokens`: most tokens
-        of a step that graphs are captured for. `capture_after`: see `CAPTURE_AFTER`, for captures in steps.
-        `graph_bytes`: counts what captures take.
+        """`slots`: adapters on the device at once, at least `max_running`. `step_tokens`: largest step that graphs are
+        captured for. `capture_after`: see `CAPTURE_AFTER`; used with `Capture.IN_STEPS`. `graph_bytes`: counts the
+        memory of captures.
         """
         base = fused.base
         self._fused, self._kv, self._eager, self._device = fused, kv, eager, base.device
@@ -133,7 +133,7 @@ class GraphExecutor:
         self._when, self._steps = capture, 0
         self._graph_bytes, self._captures = graph_bytes or GraphBytes(None), pool
         self._capture: Iterator[None] | None = None
-        """Of the graph that is being captured."""
+        """The capture in progress, if any."""
 
     @property
     def decode_graphs(self) -> tuple[tuple[int, LoraFootprint], ...]:
@@ -142,21 +142,20 @@ class GraphExecutor:
 
     @torch.no_grad()
     def warm_up(self, ranks: Sequence[int] = (16,)) -> None:
-        """Captures the graphs of steps without adapters, and of steps whose adapters are of these ranks, at any
-        sites."""
+        """Capture the graphs of steps without adapters, and with adapters of these LoRA ranks at any sites."""
         while self.prepare(ranks):
             pass
 
     @property
     def missing(self) -> int:
-        """Graphs that `prepare` will capture, as far as it is known now."""
+        """Number of graphs that `prepare` still has to capture, as known now."""
         return sum(self._mixed_graphs.missing(one) + self._decode_graphs.missing(one) for one in self._footprints)
 
     def prepare(self, ranks: Sequence[int] = (16,)) -> bool:
-        """One part of `warm_up`, also for the footprints of steps so far: the sampler's kernels, or a piece of one
+        """Do one piece of `warm_up`, also for the footprints of past steps: the sampler's kernels, or a piece of one
         graph.
 
-        False if nothing was left to do.
+        Returns False if nothing was left to do.
         """
         if not self._sampler_warm:
             self._sampler.warm_up(self._fused.base.dtype)
@@ -177,15 +176,16 @@ class GraphExecutor:
         return True
 
     def captures(self, rank: int, *, decodes: bool) -> Iterator[None]:
-        """Captures all graphs of decode steps, or of mixed ones, with adapters up to `rank` at all sites (0: none), in
-        pieces."""
+        """Capture, in pieces, all graphs of decode steps (or of mixed ones) with adapters up to LoRA rank `rank` at all
+        sites (0: no adapters)."""
         footprint = self._footprints.of_rank(rank)
         graphs = self._decode_graphs if decodes else self._mixed_graphs
         while (capture := graphs.prepare(footprint)) is not None:
             yield from capture
 
     def _next_capture(self) -> Iterator[None] | None:
-        """At first the graph of the largest decode batch, which all decode steps can use meanwhile."""
+        """The next graph to capture. The largest decode batch of a footprint comes first: all its decode steps can use
+        it."""
         if self._when is Capture.NEVER:
             return None
         decode, mixed = self._decode_graphs, self._mixed_graphs
@@ -266,7 +266,8 @@ class GraphExecutor:
         return chosen
 
     def _mixed(self, batch: _Batch) -> Chosen:
-        """A step with chunks of prompts, or too large a one: as a graph if one holds it, else kernel by kernel."""
+        """Run a step with prompt chunks, or one too large for a decode graph: as a graph if one fits, otherwise kernel
+        by kernel."""
         rows = rows_of(batch.sequences, self._token_slots)
         graph = None if batch.footprint is None else self._mixed_graphs.holding(batch.runs, batch.footprint)
         if graph is None:
@@ -279,8 +280,8 @@ class GraphExecutor:
         return chosen
 
     def _kernel_by_kernel(self, batch: _Batch, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Logits of the rows that sample a token (this rank's part of them where nobody reads them), and the likeliest
-        tokens."""
+        """Return logits of the rows that sample a token (only this rank's vocabulary shard if the logits are not read),
+        and the most likely tokens."""
         given_T, slots_T, positions_T, keep_R = send_ids(
             self._device, rows.tokens, rows.slots, rows.positions, rows.keep or [0]
         )
@@ -296,6 +297,6 @@ class GraphExecutor:
         return logits, likeliest(logits)
 
     def _store(self, slots: Sequence[int], chosen: Tensor) -> None:
-        """The next step reads these tokens on the device."""
+        """Write the sampled tokens to their slots, where the next step reads them."""
         if slots:
             self._token_slots.store(send_ids(self._device, slots)[0], chosen)

@@ -1,7 +1,7 @@
-"""One way to run a step: what goes in, what comes out, and who runs it.
+"""The step executor's interface: its input, its result and its protocol.
 
-A step's input is plain data, which another process could be sent as it is. The generator schedules steps and accepts
-their results; an executor runs them.
+A step's input is plain data, which can be sent to another process. The generator schedules steps and accepts their
+results; an executor runs them.
 """
 
 from __future__ import annotations
@@ -20,34 +20,33 @@ from coserve.kernels.attention.interface import TokenRun
 from coserve.model.lora import LoraWeights
 
 BASE_ONLY = -1
-"""In place of an adapter's index: the base alone."""
+"""Adapter index of sequences that use the base without an adapter."""
 
 
 class SequenceInput(Struct, frozen=True, array_like=True):
     """The tokens of one sequence that a step computes: a chunk of its prompt, or the token sampled last."""
 
     sequence: int
-    """The sequence's number. No other sequence ever has it."""
+    """The request's number, which is never reused."""
     adapter: int
     """Index into `StepInput.adapters`, or `BASE_ONLY`."""
     tokens: list[int]
-    """Token ids. One fewer than `run.tokens` if the last one is still on the device only: a step in flight samples
-    it."""
+    """Token ids. One fewer than `run.tokens` if the last token is only on the device, sampled by a step in flight."""
     run: TokenRun
-    """How many tokens, their first position, and the page table."""
+    """Token count, first position, and page table."""
     sampling: SamplingRow | None
-    """How to sample the next token from the last row; None: the step does not reach the sequence's end."""
+    """How to sample the next token from the last row; None: the chunk does not reach the end of the sequence."""
     scoring: PromptScoring | None
-    """Rows whose logits score prompt tokens."""
+    """Rows whose logits score prompt tokens; None: none."""
     needs_prompt_logits: bool
-    """The sequence's prompt is not fully scored: the executor must be able to give logits of any row."""
+    """Whether prompt scores are still missing: the executor must provide logits of any row."""
 
 
 class StepInput(Struct, frozen=True, array_like=True):
-    """One step: tokens of many sequences, which a forward computes in one batch."""
+    """One step: tokens of many sequences, computed by one forward."""
 
     adapters: tuple[AdapterRef, ...]
-    """Those of the sequences, in order of first appearance."""
+    """The sequences' adapters, in order of first appearance."""
     sequences: list[SequenceInput]
 
 
@@ -61,38 +60,39 @@ class StepResult:
 
 
 class StepInFlight(Protocol):
-    """A step that was launched: all of a `StepInput`, or some of its sequences."""
+    """A launched step: all of a `StepInput`, or some of its sequences."""
 
     @property
     def sequences(self) -> Sequence[int]:
-        """Their numbers."""
+        """Numbers of the sequences."""
 
     @property
     def overlaps(self) -> bool:
         """Whether the next step may be launched before this one is collected."""
 
     def collect(self) -> StepResult:
-        """Waits for the step. What it raises concerns these sequences alone; they are lost, nothing else is."""
+        """Wait for the step. An error concerns only these sequences, which are lost."""
 
 
 class StepExecutor(Protocol):
-    """Runs steps on the current stream. Not for two threads at once."""
+    """Runs steps on the current stream. Not thread-safe."""
 
     def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> Sequence[StepInFlight]:
-        """Starts a step. `adapters[i]`: this process's weights of `step.adapters[i]`.
+        """Launch a step. `adapters[i]`: this process's weights of `step.adapters[i]`.
 
-        The caller collects what does not overlap before it launches another step, and everything in the order returned.
+        The caller collects results in the order returned, and those that do not overlap before it launches another
+        step.
         """
 
     def forget(self, sequence: int) -> None:
-        """The sequence has ended: nothing of it is needed any more. It may still be in a step in flight."""
+        """Drop the state of a sequence that has ended. It may still be in a step in flight."""
 
     def evicted(self, adapter: AdapterRef) -> None:
-        """The adapter has lost its GPU copy: its addresses are not valid any more. No later step uses that copy."""
+        """The adapter's GPU copy is gone: drop its addresses. No later step uses that copy."""
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """What runs slower since memory ran out."""
+        """Notes on what runs slower since memory ran out."""
 
     def prepare(self) -> bool:
-        """Does some tenths of a second of work that a later step would have to do; False if none is left."""
+        """Do some tenths of a second of work that a later step would need; False if none is left."""

@@ -1,4 +1,4 @@
-"""The order of a step's sequences in the batch: those of one adapter side by side, those of the base alone last."""
+"""The row order of a step's sequences: grouped by adapter, sequences without an adapter last."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from coserve.generate.execution.interface import BASE_ONLY, SequenceInput
 
 @dataclass(frozen=True)
 class PackedStep:
-    """Sequences in the order of their rows."""
+    """A step's sequences in the order of their rows."""
 
     sequences: list[SequenceInput]
     bounds: tuple[int, ...]
-    """(S + 1) first row of each segment, and the number of rows."""
+    """(S + 1) the first row of each segment, then the number of rows."""
     adapters: tuple[int, ...]
-    """Index of each segment's adapter. A last segment without one is left out: there are S or S - 1."""
+    """Adapter index of each segment, S or S - 1 of them: a last segment without an adapter is left out."""
 
     def segment_adapters(self, places: Iterable[int]) -> tuple[int, ...]:
-        """(S) what `Segments.adapters` takes, where the segments' adapters are in `places`; -1 for the base alone."""
+        """(S) the value of `Segments.adapters`, given the adapters' `places`; -1 for the base without an adapter."""
         return (*places, *[-1] * (len(self.bounds) - 1 - len(self.adapters)))
 
 
 def by_adapter(sequences: Iterable[SequenceInput]) -> list[list[SequenceInput]]:
-    """Sequences of each adapter in order of its first appearance; those of the base alone come last."""
+    """Group the sequences by adapter, in order of first appearance; those without an adapter last."""
     groups: dict[int, list[SequenceInput]] = {}
     for own in sequences:
         groups.setdefault(own.adapter, []).append(own)
@@ -34,7 +34,7 @@ def by_adapter(sequences: Iterable[SequenceInput]) -> list[list[SequenceInput]]:
 
 
 def pack(groups: Iterable[list[SequenceInput]]) -> PackedStep:
-    """The groups of `by_adapter`, or some of them, as one batch."""
+    """Pack groups of `by_adapter` into one batch."""
     sequences, bounds, adapters = list[SequenceInput](), [0], list[int]()
     for group in groups:
         sequences.extend(group)

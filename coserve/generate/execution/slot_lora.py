@@ -1,4 +1,4 @@
-"""The LoRA terms of a step whose adapters lie in slots: built for one step, or in fixed buffers for a CUDA graph."""
+"""LoRA terms of a step whose adapters are in slots: built for one step, or in fixed buffers for a CUDA graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from coserve.kernels.lora.segments import Segments
 
 
 def slot_lora(slots: AdapterSlots, segments: Segments) -> PreparedLora:
-    """The terms of one step of any shape. `segments.adapters` are slots."""
+    """Build the terms of one step of any shape. `segments.adapters` are slots."""
     rows, decode = plan.tile_rows(segments)
     footprint = slots.footprint(segments)
 
@@ -34,7 +34,7 @@ def slot_lora(slots: AdapterSlots, segments: Segments) -> PreparedLora:
 
 
 class StaticSlotLora:
-    """The LoRA terms of steps of one size in fixed buffers: a graph keeps the addresses, `load` sets the contents."""
+    """LoRA terms of steps of one size in fixed buffers: a graph keeps the addresses, `load` fills in the contents."""
 
     def __init__(
         self,
@@ -45,13 +45,13 @@ class StaticSlotLora:
         *,
         decode: bool,
     ) -> None:
-        """For steps of up to `tokens` rows whose footprint `footprint` covers. `decode`: use the LoRA decode
-        kernels."""
+        """Allocate buffers for steps of up to `tokens` rows whose footprint `footprint` covers. `decode`: use the LoRA
+        decode kernels."""
         self._slots, self._footprint, self._decode = slots, footprint, decode
         self._blocks = footprint.max_rank // RANK_BLOCK if decode else 0  # the prefill kernels use no items
         self.capacities = tuple(capacities)
         self._most: dict[int, int] = {}
-        """Tiles, by rows of a tile."""
+        """Most tiles, by rows of a tile."""
         for capacity in capacities:
             self._most[capacity.rows] = max(self._most.get(capacity.rows, 0), capacity.tiles)
         self._local = self._buffers(tokens) if footprint.local else None
@@ -61,7 +61,7 @@ class StaticSlotLora:
             self._put(rows, [HostTiles([], [], [])] * 2)
 
     def within(self, capacity: TileCapacity) -> PreparedLora:
-        """The terms of steps that `capacity` holds."""
+        """The terms of steps within `capacity`."""
         tiles, items = capacity.tiles, capacity.tiles * self._blocks
         local, sharded = (
             None
@@ -73,9 +73,9 @@ class StaticSlotLora:
         return _terms(self._slots, self._footprint, local, sharded, parts)
 
     def load(self, segments: Segments) -> TileCapacity:
-        """Loads the next step's adapters, in stream order, and gives the capacity that holds them.
+        """Load the next step's adapters, in stream order, and return the capacity that holds them.
 
-        The caller ensures that the last copy has ended.
+        The caller ensures that the previous copy has ended.
         """
         sharded = self._slots.sharded
         ranks = [self._slots.local.ranks, [0] * len(self._slots.local.ranks) if sharded is None else sharded.ranks]
@@ -92,7 +92,7 @@ class StaticSlotLora:
         }
 
     def _put(self, rows: int, hosts: Sequence[HostTiles]) -> None:
-        """`hosts`: of local pairs and of fully sharded ones."""
+        """`hosts`: tiles of local pairs, then of fully sharded ones."""
         for buffers, host in zip((self._local, self._sharded), hosts, strict=True):
             if buffers is not None and not self._decode:  # the prefill kernels know an idle tile by its slot
                 idle = self._most[rows] - len(host.tiles)
@@ -104,7 +104,8 @@ class StaticSlotLora:
 def fit_tiles(
     segments: Segments, ranks: Sequence[Sequence[int]], capacities: Sequence[TileCapacity]
 ) -> tuple[TileCapacity, list[HostTiles]]:
-    """The first capacity that holds the segments, and their tiles. `ranks`: by kind of pairs, each slot's largest."""
+    """Return the first capacity that holds the segments, and their tiles. `ranks`: for each kind of pairs, the largest
+    LoRA rank of each slot."""
     hosts: dict[int, list[HostTiles]] = {}
     for capacity in capacities:
         if capacity.rows not in hosts:
@@ -122,7 +123,7 @@ def _part_blocks(slots: AdapterSlots, footprint: LoraFootprint) -> int:
 def _terms(
     slots: AdapterSlots, footprint: LoraFootprint, local: TilePlan | None, sharded: TilePlan | None, part_items: int
 ) -> PreparedLora:
-    """`part_items`: items of `sharded` for a GPU's part of the ranks."""
+    """`part_items`: items of `sharded` that this GPU's shard of the LoRA rank covers."""
     terms = list[PreparedLora]()
     if local is not None:
         terms.append(SlotLora(slots.local.tables, local, footprint.groups))

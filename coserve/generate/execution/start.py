@@ -1,6 +1,6 @@
-"""What runs an engine's steps: compiled layers and CUDA graphs on a GPU, else eager steps.
+"""Choice of the step executor: compiled layers and CUDA graphs on a GPU, otherwise eager steps.
 
-Layers are compiled, or loaded from the caches on disk that `coserve.engine.warmup` fills, before the first request.
+Before the first request, layers are compiled, or loaded from the disk caches that `coserve.engine.warmup` fills.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ COMPILED = (
 )
 NO_GEMMS = "generation: torch's own GEMM kernels run, as the warm-up could not measure which are faster"
 INDUCTOR = {"combo_kernels": True}
-"""Options of torch.compile: small kernels that do not depend on each other run as one (rotary of q and of k)."""
+"""Options of torch.compile: independent small kernels are fused into one (the rotary embeddings of q and k)."""
 
 LoadGemms = Callable[[Sequence[StackedWeights], torch.device], GemmChoice | None]
-"""The choice of GEMM kernels that was measured ahead for these weights; None: it is not there."""
+"""Loads the choice of GEMM kernels measured earlier for these weights; None: there is none."""
 
 
 @dataclass(frozen=True)
 class CompiledSteps:
-    """A base whose layers are compiled, and what executors over it need."""
+    """A base with compiled layers, and the settings of executors over it."""
 
     fused: FusedBase
     eager: EagerExecutor
@@ -56,7 +56,7 @@ class CompiledSteps:
     step_tokens: int
 
     def executor(self, kv: KvCache, capture: Capture, graph_bytes: GraphBytes | None = None) -> GraphExecutor:
-        """An executor over `kv`. No graph is captured yet."""
+        """Create an executor over `kv`, without any captured graphs."""
         return GraphExecutor(
             self.fused,
             kv,
@@ -70,13 +70,13 @@ class CompiledSteps:
 
 @dataclass(frozen=True)
 class ExecutorStart:
-    """How steps run."""
+    """The chosen executor, with notes on it."""
 
     executor: StepExecutor
     notes: tuple[str, ...] = ()
-    """For the operator."""
+    """Notes for the operator."""
     graphs: GraphExecutor | None = None
-    """`executor`, if graphs are to be captured for it."""
+    """The same executor if graphs are to be captured for it."""
     compiled: CompiledSteps | None = None
 
 
@@ -91,11 +91,11 @@ def make_start(
     gemms: LoadGemms | None = None,
     graph_bytes: GraphBytes | None = None,
 ) -> ExecutorStart:
-    """Compile the layers and check their logits. Ranks that share a base do this at the same time: all of them run
-    compiled steps, or none does.
+    """Compile the layers, check their logits, and return the executor. Tensor-parallel ranks call this together: all of
+    them run compiled steps, or none does.
 
-    `gemms`: None: the fastest GEMM kernels are measured now. `graph_bytes`: counts what captures take. Nothing is
-    compiled where there is no GPU.
+    `gemms`: None: the fastest GEMM kernels are measured now. `graph_bytes`: counts the memory of captures. Without a
+    GPU, nothing is compiled.
     """
     eager = EagerExecutor(base, kv, lora_backend)
     if base.device.type != "cuda":
@@ -117,8 +117,8 @@ def make_start(
 
 
 def check_compiled(fused: FusedBase) -> str:
-    """Compile the layers and check their logits, on all ranks. Returns a note for the operator on why they cannot run;
-    empty if they can."""
+    """Compile the layers and check their logits, on all ranks. Return the reason if they cannot run; empty if they
+    can."""
     base = fused.base
     try:
         on_all_ranks(None if base.sharding is None else base.sharding.mesh, base.device, fused.check)

@@ -1,4 +1,4 @@
-"""Where sampled tokens wait on the device until the next step reads them: one slot a sequence."""
+"""Device slots, one a sequence, in which sampled tokens wait for the next step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 TOKEN_SLOTS = 4096
-"""Sequences that have sampled a token and not ended, at most. Slot 0 belongs to no sequence: padding uses it."""
+"""Most sequences with a slot: those that have sampled a token and not ended. Slot 0 is for padding."""
 
 
 class TokenSlots:
@@ -28,15 +28,15 @@ class TokenSlots:
         return slot
 
     def free(self, sequence: Hashable) -> None:
-        """Frees the slot of a sequence that has ended, if it has one."""
+        """Free the slot of a sequence that has ended, if it has one."""
         slot = self._slots.pop(sequence, None)
         if slot is not None:
             self._free.append(slot)
 
     def fill(self, given_T: Tensor, slots_T: Tensor) -> Tensor:
-        """A step's token ids: `given_T`, or the token in the slot where that is negative."""
+        """Return a step's token ids: `given_T`, or the slot's token where it is negative."""
         return torch.where(given_T < 0, self.tokens.index_select(0, slots_T), given_T)
 
     def store(self, slots_B: Tensor, sampled_B: Tensor) -> None:
-        """Keeps sampled tokens for the next step; a negative one (no token) becomes 0."""
+        """Store sampled tokens for the next step; a negative one (no token) becomes 0."""
         self.tokens.index_copy_(0, slots_B, sampled_B.clamp_min(0))

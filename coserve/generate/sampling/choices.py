@@ -1,4 +1,4 @@
-"""What sampling gives: tokens on the device, and choices on the host."""
+"""The sampler's results: tokens on the device, and choices on the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from coserve.kernels.sampling.constants import NONE_LEFT, NOT_FINITE
 class Choice:
     token: int
     logprob: TokenLogprob | None
-    """If the request asks for it."""
+    """The token's log-probability and top tokens, if requested."""
 
 
 class NoToken(IntEnum):
@@ -26,7 +26,7 @@ class NoToken(IntEnum):
     NOT_FINITE = NOT_FINITE
     """The model's logits are NaN or infinite."""
     NONE_LEFT = NONE_LEFT
-    """The request's own bias, penalties and banned tokens leave none."""
+    """Bias, penalties and banned tokens of the request exclude every token."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,17 @@ class Chosen:
     tokens: Tensor
     """int64 (B); a `NoToken` where the logits are not finite or the request leaves no token to choose."""
     logprobs: Logprobs | None
-    """Of the rows that ask for them, if any does."""
+    """Log-probabilities of the rows that request them; None if none does."""
     likeliest: bool = False
-    """All tokens are the likeliest of the raw logits."""
+    """Whether each token is the argmax of its raw logits."""
 
     def fetch(self) -> Chosen:
-        """A copy on the host, which is filled in the background."""
+        """Return a host copy, filled asynchronously."""
         return Chosen(fetch(self.tokens), None if self.logprobs is None else self.logprobs.fetch(), self.likeliest)
 
 
 def choices(chosen: Chosen) -> list[Choice | NoToken]:
-    """Waits for the device, unless the tensors are on the host."""
+    """Convert to host values. Waits for the device, unless the tensors are on the host."""
     entries = {} if chosen.logprobs is None else chosen.logprobs.entries()
     tokens = chosen.tokens.tolist()
     return [NoToken(token) if token < 0 else Choice(token, entries.get(i)) for i, token in enumerate(tokens)]

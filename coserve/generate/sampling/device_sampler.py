@@ -1,4 +1,4 @@
-"""Sampling one step ahead of what the host has read: the device counts the tokens that it samples."""
+"""Sampling one step ahead of the host: the device counts the tokens that it samples."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ MOST_LOGPROBS = 20
 
 
 class DeviceSampler:
-    """Chooses tokens of sequences whose newest ones the host may not know yet. Waits for nothing."""
+    """Samples tokens of sequences whose newest tokens the host may not know yet. Never waits for the device."""
 
     def __init__(self, vocab: int, device: torch.device, batch: int = ROWS) -> None:
-        """`batch`: rows that are treated at once."""
+        """`batch`: rows processed at once."""
         self._device, self._batch, self._history = device, batch, History(vocab, device)
 
     @property
     def history_rows(self) -> int:
-        """Rows of counts that take memory."""
+        """Allocated rows of the count table."""
         return self._history.rows
 
     def choose(self, logits_BV: Tensor, likeliest_B: Tensor, rows: Sequence[SamplingRow]) -> Chosen:
-        """The next tokens of `rows`; `likeliest_B` is of these logits."""
+        """Return the next tokens of `rows`. `likeliest_B`: argmax of these logits."""
         if not rows:
             return Chosen(likeliest_B, None)
         parts = []
@@ -45,7 +45,7 @@ class DeviceSampler:
         self._history.forget(sequence)
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Compiles the kernels for logits of this type, so that no request waits for that."""
+        """Compile the kernels for logits of this dtype, so that no request waits for it."""
         vocab = self._history.vocab
         columns = send(torch.tensor([[1.0, 0.0, 2.0, 0.5, 0.5]], dtype=torch.float64), self._device)
         at, table = torch.zeros(1, dtype=torch.int64, device=self._device), self._history.empty(1)
@@ -58,15 +58,14 @@ class DeviceSampler:
 
 
 class History:
-    """Counts of the earlier tokens of each sequence that has penalties, in rows of a table that grows
-    (`draws.penalise_`)."""
+    """Token counts of each sequence with penalties, in rows of a table that grows (`draws.penalise_`)."""
 
     def __init__(self, vocab: int, device: torch.device) -> None:
         self.vocab, self._device = vocab, device
         self._table = self.empty(0)
         self._rows: dict[int, int] = {}
         self._counted: dict[int, int] = {}
-        """Tokens of the output that are in the table: with those in flight, and the next one."""
+        """Output tokens counted in the table for each sequence, including those in flight and the next one."""
         self._free: list[int] = []
 
     @property
@@ -74,7 +73,7 @@ class History:
         return len(self._table)
 
     def of(self, rows: Sequence[SamplingRow]) -> TokenCounts:
-        """Their rows of the table, for their next token, which will be counted there."""
+        """The sequences' rows of the table, brought up to date; the next tokens will be counted there."""
         stale = [row for row in rows if self._counted.get(row.sequence) != row.t]
         for row in stale:
             assert len(row.tokens) == row.prompt_tokens + row.t, "a token on the device was not counted there"
@@ -96,7 +95,7 @@ class History:
         return torch.zeros(rows, self.vocab, dtype=torch.int32, device=self._device)
 
     def _grow(self) -> int:
-        """Twice as many rows; one of them."""
+        """Double the table; return one new row."""
         rows = len(self._table)
         table = self.empty(max(4, 2 * rows))
         table[:rows] = self._table
@@ -116,7 +115,7 @@ class History:
 
 
 def _joined(parts: Sequence[Chosen], batch: int) -> Chosen:
-    """Of batches one after another."""
+    """Concatenate the results of successive batches."""
     if len(parts) == 1:
         return parts[0]
     tokens = torch.cat([part.tokens for part in parts])

@@ -1,8 +1,9 @@
-"""What sampling does to logits, as tensors: nothing here waits for the device. A row's result is the same in any batch.
+"""Sampling operations on logits, as tensors: nothing here waits for the device. A row's result does not depend on its
+batch.
 
-Probabilities become *weights*: integers up to `UNIT`, that of the likeliest token, of 24 significant bits. Their sums
-are exact in fp64, so a sum is the same in whatever order it is made, and a choice is the same on every device and in
-every kernel that agrees on the weights.
+Probabilities become *weights*: integers up to `UNIT`, the weight of the most likely token, with 24 significant bits.
+Their sums are exact in fp64 in any order, so a choice is the same on every device and in every kernel with the same
+weights.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from coserve.kernels.sampling import launch
 from coserve.kernels.sampling.constants import GREEDY_BELOW, NOT_FINITE, UNIT
 
 OUTPUT_COUNT, PROMPT_COUNT = 2, 1
-"""What a token adds to its entry of a table of counts: each time it is in the output, and once if it is in the
-prompt."""
+"""Increments of a token's entry in the count table: `OUTPUT_COUNT` for each occurrence in the output, `PROMPT_COUNT`
+once if it is in the prompt."""
 
 
 def likeliest(logits_BV: Tensor) -> Tensor:
-    """(B) the first token of the highest logit; `NOT_FINITE` where a row has no finite maximum."""
+    """(B) argmax of the logits, the lowest id among equals; `NOT_FINITE` where a row has no finite maximum."""
     if logits_BV.is_cuda:
         return launch.likeliest(logits_BV)
     value, token = logits_BV.max(-1)
@@ -27,10 +28,10 @@ def likeliest(logits_BV: Tensor) -> Tensor:
 
 
 def penalise_(logits_BV: Tensor, rows_P: Tensor, counts_NV: Tensor, slots_P: Tensor, penalties_PK: Tensor) -> None:
-    """Penalties, in place on rows `rows_P` of fp32 logits.
+    """Apply penalties in place to rows `rows_P` of fp32 logits.
 
     Rows `slots_P` of the int32 table `counts_NV` hold for each token twice its count in the output, plus 1 if it is in
-    the prompt. fp32 `penalties_PK`: repetition (of what is in prompt or output), presence, frequency.
+    the prompt. fp32 `penalties_PK`: repetition (for tokens in prompt or output), presence, frequency.
     """
     if logits_BV.is_cuda:
         launch.penalise_(logits_BV, rows_P, counts_NV, slots_P, penalties_PK)
@@ -45,11 +46,11 @@ def penalise_(logits_BV: Tensor, rows_P: Tensor, counts_NV: Tensor, slots_P: Ten
 
 
 def draw(logits_BV: Tensor, likeliest_B: Tensor, columns_BK: Tensor, *, filters: bool) -> Tensor:
-    """(B) tokens, each at its row's uniform number in the row's distribution over the tokens in order of their ids.
+    """(B) sampled tokens: the inverse CDF of each row, over tokens in order of id, at the row's uniform number.
 
-    `likeliest_B`: of the same logits; it is the result where it is `NOT_FINITE` or the temperature below
+    `likeliest_B`: argmax of the same logits; it is the result where it is `NOT_FINITE` or the temperature below
     `GREEDY_BELOW`. `columns_BK`: fp64: temperature, min-p, top-k (infinite: none), top-p, and the uniform number.
-    `filters`: whether any row has a top-k or top-p. Of equal weights those of lower ids come first in top-k and top-p.
+    `filters`: whether any row has a top-k or top-p. Among equal weights, top-k and top-p keep lower ids first.
     """
     if logits_BV.is_cuda:
         return launch.draw(logits_BV, likeliest_B, columns_BK, filters=filters)
@@ -58,20 +59,20 @@ def draw(logits_BV: Tensor, likeliest_B: Tensor, columns_BK: Tensor, *, filters:
     if filters:
         kept = _filtered(kept, top_k, top_p)
     mass = kept.double().cumsum(-1)
-    goal = (number * mass[:, -1:]).floor().minimum(mass[:, -1:] - 1)  # so that some place lies above it
+    goal = (number * mass[:, -1:]).floor().minimum(mass[:, -1:] - 1)  # so that searchsorted finds a token
     token = torch.searchsorted(mass, goal, right=True)[:, 0]
     return torch.where((temperature[:, 0] < GREEDY_BELOW) | (likeliest_B < 0), likeliest_B, token)
 
 
 def weights(logits_BV: Tensor, temperature_B1: Tensor, min_p_B1: Tensor) -> Tensor:
-    """fp32 (B, V): whole numbers in proportion to the probabilities; 0 for those below min-p."""
+    """fp32 (B, V): integers proportional to the probabilities; 0 below min-p."""
     logits = logits_BV.double()
     shares = ((logits - logits.amax(-1, keepdim=True)) * (1.0 / temperature_B1.clamp_min(GREEDY_BELOW))).exp()
     return (shares.masked_fill(shares < min_p_B1, 0.0) * UNIT + 0.5).floor().float()
 
 
 def _filtered(weights_BV: Tensor, top_k_B1: Tensor, top_p_B1: Tensor) -> Tensor:
-    """The weights with those outside of top-k, and of top-p of the rest, set to 0."""
+    """Set weights outside of top-k, and then outside of top-p, to 0."""
     ordered, ids = weights_BV.sort(stable=True, dim=-1, descending=True)
     ordered = ordered.masked_fill(torch.arange(ordered.shape[1], device=ordered.device) >= top_k_B1, 0.0)
     mass = ordered.double().cumsum(-1)

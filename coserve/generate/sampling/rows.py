@@ -1,4 +1,4 @@
-"""What the choice of a token depends on besides its logits, as plain data."""
+"""Inputs of sampling besides the logits, as plain data."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class SamplingRow(Struct, frozen=True, array_like=True):
     """One sequence whose next token is sampled."""
 
     sequence: int
-    """The sequence's number. No other sequence ever has it."""
+    """The request's number, which is never reused."""
     params: SamplingParams
     t: int
-    """Tokens of the output before this one."""
+    """Output tokens before this one."""
     banned: frozenset[int] = frozenset()
     """Tokens that must not be sampled."""
     tokens: Sequence[int] = ()
-    """Prompt and output as far as the host knows them. Empty where no penalty needs them."""
+    """Prompt and output tokens known to the host. Empty unless a penalty needs them."""
     prompt_tokens: int = 0
     """Length of the prompt in `tokens`."""
 
@@ -36,12 +36,12 @@ def is_penalised(params: SamplingParams) -> bool:
 
 
 def is_adjusted(row: SamplingRow) -> bool:
-    """Whether its logits are not taken as they are."""
+    """Whether bias, bans or penalties change its logits."""
     return bool(row.params.logit_bias or row.banned or is_penalised(row.params))
 
 
 def is_likeliest(row: SamplingRow) -> bool:
-    """Whether its token is the likeliest one of the raw logits, which are not needed for anything else."""
+    """Whether only the argmax of its raw logits is needed."""
     return row.params.temperature < GREEDY_BELOW and row.params.logprobs is None and not is_adjusted(row)
 
 
@@ -56,7 +56,7 @@ def parameters(params: SamplingParams, t: int) -> tuple[float, float, float, flo
 
 
 def token_counts(row: SamplingRow) -> dict[int, int]:
-    """Entries of the table that `penalise_` reads, as far as the row's penalties need them; all others are 0."""
+    """The row's nonzero entries of the table that `penalise_` reads, as far as its penalties need them."""
     counts = {token: OUTPUT_COUNT * times for token, times in Counter(row.tokens[row.prompt_tokens :]).items()}
     if row.params.repetition_penalty != 1.0:
         for token in set(row.tokens[: row.prompt_tokens]):
@@ -65,7 +65,8 @@ def token_counts(row: SamplingRow) -> dict[int, int]:
 
 
 def uniform(seed: int, t: int) -> float:
-    """A number in [0, 1) for token `t` of a request: splitmix64 (Steele et al., OOPSLA '14) keyed by the seed."""
+    """A uniform number in [0, 1) for token `t` of a request: splitmix64 (Steele et al., OOPSLA '14) keyed by the
+    seed."""
     return (_mix(_mix(seed & _MASK) + (t + 1) * 0x9E3779B97F4A7C15 & _MASK) >> 11) * 2.0**-53
 
 

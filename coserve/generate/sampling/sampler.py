@@ -1,8 +1,8 @@
-"""Choosing the next token: a function of a row's logits, its request's parameters, its seed and the tokens before.
+"""Sampling of the next token: a function of a row's logits, its request's parameters, its seed and the earlier tokens.
 
 Order, as in vLLM: logit bias and banned tokens, penalties, temperature, min-p, top-k, top-p. Log-probabilities are
-those of the raw logits. Every operation treats its rows apart: a row's choice is the same alone and in any batch, and
-the same where the host knows the earlier tokens (`choose`) and where only the device does (`DeviceSampler`).
+those of the raw logits. Rows are independent: a choice does not depend on the batch, nor on whether the host knows the
+earlier tokens (`choose`) or only the device does (`DeviceSampler`).
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from coserve.generate.sampling.transfer import send, send_ids
 from coserve.kernels.sampling.constants import GREEDY_BELOW, NONE_LEFT
 
 ROWS = 64
-"""Rows that are treated at once: copies of logits in fp32 are no larger."""
+"""Rows processed at once, which bounds the fp32 copies of logits."""
 
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Counts of earlier tokens, for the rows that have penalties, in their order: rows `slots` of a table
-    (`penalise_`)."""
+    """Counts of earlier tokens for the rows with penalties, in their order: rows `slots` of `table` (see
+    `penalise_`)."""
 
     table: Tensor
     slots: Sequence[int]
 
 
 def choose(logits_BV: Tensor, rows: Sequence[SamplingRow], batch: int = ROWS) -> list[Choice | NoToken]:
-    """The next token of each row, or why there is none. All tokens before it are in the rows."""
+    """Sample the next token of each row, or say why there is none. The rows must hold all earlier tokens."""
     found: list[Choice | NoToken] = []
     for start in range(0, len(rows), batch):
         some = rows[start : start + batch]
@@ -51,7 +51,7 @@ def choose(logits_BV: Tensor, rows: Sequence[SamplingRow], batch: int = ROWS) ->
 
 
 def _counts(rows: Sequence[SamplingRow], logits_BV: Tensor) -> TokenCounts:
-    """Of rows whose every token is known."""
+    """Build the counts of rows whose tokens are all known to the host."""
     penalised = [row for row in rows if is_penalised(row.params)]
     table = torch.zeros(len(penalised), logits_BV.shape[1], dtype=torch.int32)
     for counts_V, row in zip(table, penalised, strict=True):
@@ -63,7 +63,8 @@ def _counts(rows: Sequence[SamplingRow], logits_BV: Tensor) -> TokenCounts:
 
 
 def decide(logits_BV: Tensor, likeliest_B: Tensor, rows: Sequence[SamplingRow], counts: TokenCounts) -> Chosen:
-    """Of at most `ROWS` rows; waits for nothing. `likeliest_B`: of these logits. Adds the tokens to `counts`."""
+    """Sample at most `ROWS` rows without waiting. `likeliest_B`: argmax of these logits. Adds the tokens to
+    `counts`."""
     assert len(rows) <= ROWS, f"expected at most {ROWS} rows, got {len(rows)}"
     draws = any(row.params.temperature >= GREEDY_BELOW for row in rows)
     adjusts = any(is_adjusted(row) for row in rows)
@@ -96,30 +97,30 @@ def decide(logits_BV: Tensor, likeliest_B: Tensor, rows: Sequence[SamplingRow], 
 
 @dataclass(frozen=True)
 class _Sent:
-    """What rows ask for, on the device. Places are indices into the flattened logits of the batch."""
+    """The rows' sampling parameters on the device. Places are indices into the flattened logits of the batch."""
 
     columns: Tensor
-    """fp64 (B, 5): the `parameters`."""
+    """fp64 (B, 5): see `parameters`."""
     biased: Tensor
-    """int64: places."""
+    """int64: places with a logit bias."""
     biases: Tensor
-    """fp32: what is added there."""
+    """fp32: the biases."""
     banned: Tensor
-    """int64: places."""
+    """int64: places of banned tokens."""
     penalised: Tensor
-    """int64 (P): rows."""
+    """int64 (P): rows with penalties."""
     slots: Tensor
     """int64 (P): `TokenCounts.slots`."""
     penalties: Tensor
-    """fp32 (P, 3)."""
+    """fp32 (P, 3): repetition, presence, frequency."""
     asked: Tensor
-    """int64 (A): rows."""
+    """int64 (A): rows that request log-probabilities."""
 
 
 def _send(
     rows: Sequence[SamplingRow], asked: Sequence[int], counts: TokenCounts, vocab: int, device: torch.device
 ) -> _Sent:
-    """In two copies."""
+    """Send the parameters in two copies."""
     bias = {i * vocab + token: value for i, row in enumerate(rows) for token, value in row.params.logit_bias.items()}
     banned = [i * vocab + token for i, row in enumerate(rows) for token in row.banned]
     penalised = [i for i, row in enumerate(rows) if is_penalised(row.params)]
@@ -145,7 +146,7 @@ def _send(
 
 
 def _adjusted(logits_BV: Tensor, sent: _Sent, counts: TokenCounts) -> Tensor:
-    """fp32 logits with bias, without banned tokens, and with penalties."""
+    """Return fp32 logits with biases, bans and penalties applied."""
     logits = logits_BV.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     flat = logits.view(-1)
     if len(sent.biased):

@@ -1,7 +1,7 @@
-"""Log-probabilities of prompt tokens, as the prompt's chunks are computed.
+"""Log-probabilities of prompt tokens, computed chunk by chunk with the prompt.
 
-A row of logits at position p scores prompt token p + 1. No more than `CHUNK` rows are ever in fp32 at once: the whole
-chunk of a prompt with a vocabulary of 128k would be gigabytes.
+The logits at position p score prompt token p + 1. At most `CHUNK` rows are in fp32 at once: a whole chunk of a prompt
+with a vocabulary of 128k would take gigabytes.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ class PromptScoring(Struct, frozen=True, array_like=True):
     """Rows of a sequence's chunk that score prompt tokens."""
 
     first_row: int
-    """Of the chunk, from 0; the others follow."""
+    """First row of the chunk that scores, from 0; the others follow."""
     targets: tuple[int, ...]
     """The tokens that the rows score."""
     top: int
-    """Likeliest tokens to give for each."""
+    """Number of top tokens to return for each."""
 
 
 def prompt_logprobs(
     logits_KV: Tensor, scorings: Sequence[PromptScoring], chunk: int = CHUNK
 ) -> list[tuple[TokenLogprob, ...] | None]:
-    """Entries of each scoring, whose rows of logits follow one another; None where logits are not finite."""
+    """Return the entries of each scoring, whose rows of logits are consecutive; None where logits are not finite."""
     found: list[tuple[TokenLogprob, ...] | None] = []
     at = 0
     for scoring in scorings:

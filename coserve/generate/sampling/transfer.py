@@ -1,4 +1,4 @@
-"""Copies from the host to the device that nobody waits for, and back."""
+"""Asynchronous copies between host and device."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 
 def send(host: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device; waits for nothing."""
+    """Return a device copy, made asynchronously."""
     if device.type == "cuda":
         host = host.pin_memory()  # from torch's own pool, which keeps it until the copy has ended
     return host.to(device, non_blocking=True)
 
 
 def send_ids(device: torch.device, *columns: Sequence[int]) -> list[Tensor]:
-    """int64 columns in one copy."""
+    """Send int64 columns in one copy."""
     flat = torch.tensor([value for column in columns for value in column], dtype=torch.int64)
     return list(torch.split(send(flat, device), [len(column) for column in columns]))
 
 
 def fetch(tensor: Tensor) -> Tensor:
-    """A copy on the host, complete once the device has come so far."""
+    """Return a host copy, complete once the stream has reached it."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return host.copy_(tensor, non_blocking=True)

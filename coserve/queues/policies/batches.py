@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from coserve.queues.policy import View, Wait
 
 BATCH_SETTINGS = ("inference_batch_size", "inference_delay")
-"""What a user sets of them."""
+"""Settings that batching policies read."""
 TIMER_MARGIN = 1e-6
 """Seconds added to a wake-up time: timers round, and Algorithm 1 requires `>`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """When a batch is ready. `size` in requests, `delay` in seconds."""
+    """When an inference batch is ready: `size` in requests, `delay` in seconds."""
 
     size: int
     delay: float
@@ -23,14 +23,14 @@ class Batching:
         assert self.size >= 1 and self.delay >= 0, (self.size, self.delay)
 
     def ready(self, view: View, now: float) -> bool:
-        """`size` requests wait, or the oldest has waited longer than `delay`. Not without headroom: the batch before
-        waits for its adapters."""
+        """Whether `size` requests wait, or the oldest has waited longer than `delay`. False without headroom: the
+        previous batch still waits for its adapters."""
         if not view.waiting or view.first_arrival is None:
             return False
         return view.queued >= self.size or now - view.first_arrival > self.delay
 
     def wait(self, view: View) -> Wait:
-        """Until a batch is ready, if requests wait that a batch can take."""
+        """Wait until a batch will be ready; without a timer if no request can be admitted."""
         if not view.waiting or view.first_arrival is None:
             return Wait(None)
         return Wait(view.first_arrival + self.delay + TIMER_MARGIN)

@@ -21,7 +21,8 @@ POLICIES: dict[str, type[NamedPolicy]] = {
 
 
 def policy_class(name: str) -> type[NamedPolicy]:
-    """`name`: with `auto`, which `Config.resolved` replaces where the device is known, as `slack`."""
+    """Return the policy's class. `auto`, which `Config.resolved` replaces once the device is known, counts as
+    `slack`."""
     return POLICIES.get(name, Slack)
 
 

@@ -1,4 +1,4 @@
-"""Training beside generation on all of the GPU, paced by deadlines."""
+"""Training overlapped with generation on the whole GPU, paced by deadlines."""
 
 from __future__ import annotations
 
@@ -17,40 +17,39 @@ from coserve.queues.policies.spatial import MAX_SLICES, MIN_SLICE
 from coserve.queues.policy import Decision, NamedPolicy, Overdue, PolicySettings, Serve, Train, View, Wait
 
 LONGEST = MAX_SLICE / MAX_SLICES
-"""Predicted seconds of the longest slice of several micro-steps: as long as `Slack`'s with all that are in flight."""
+"""Predicted seconds of the longest slice: `MAX_SLICE` divided by the slices in flight."""
 LONGEST_BESIDE = 12e-3
-"""The same while steps run beside slices: a step with prompts is often too slow for that, and waits for all that are in
-flight."""
+"""`LONGEST` while steps overlap slices: a step with prompts is often too slow to overlap, and then waits for all slices
+in flight."""
 TIMER = 1e-3
-"""Seconds by which a timer may be late: the event loop counts milliseconds."""
+"""Seconds by which a timer may be late: the event loop's resolution is a millisecond."""
 SPARE_SHARE = 0.1
-"""Of the time between tokens. A step runs beside training only if it takes less than the rest of it in the mean; this
-part absorbs slow ones."""
+"""Fraction of TPOT kept free for slow steps. A step overlaps training only if its mean time fits the rest."""
 PROMPT_HOLD = 0.05
-"""Seconds that prompts may wait for others while steps without them run beside training: one step with several takes
-less time from it."""
+"""Seconds that prompts may be held back while steps without them overlap training: one step with several prompts costs
+training less."""
 TURN_WAIT = 0.12
-"""Seconds that a first token may wait where the step with its prompt takes time from training: until the next tokens of
-the batch are due."""
+"""Longest wait of a first token, in seconds, where its step cannot overlap training: until the batch's next tokens are
+due."""
 AHEAD = 5e-3
-"""Seconds before the device would be idle at which a step is launched that follows slices: its launch, and errors of
-their prediction."""
+"""Seconds before the slices in flight end at which the next step is launched: covers the launch and prediction
+errors."""
 
 
 class Overlap(NamedPolicy):
-    """Training on a stream of low priority, generation steps on one of high priority, each with all multiprocessors.
+    """Training on a low-priority stream, generation steps on a high-priority one, both with all multiprocessors.
 
-    Up to two slices are in flight, so the device need not wait for the host between them. A decode step is bound by the
-    memory's bandwidth and training by arithmetic, so a step beside a slice costs less than both in turn; but each costs
-    bandwidth. So steps are paced by the deadlines as in `Slack`: a step begins when the first deadline asks for it, by
-    the time that a step takes beside training, or earlier where the device would be idle and no further micro-step fits
-    before.
+    Up to two slices are in flight, so the device need not wait for the host between them. A decode step is bound by
+    memory bandwidth and training by arithmetic, so a step overlapped with a slice costs less than both one after the
+    other. Still, each step costs bandwidth. So steps are paced by deadlines as in `Slack`: a step begins when the first
+    deadline requires it, given its time while overlapped, or earlier if the device would be idle and no further
+    micro-step fits before.
 
-    Where a target between tokens is too short for a step beside training, as expected, or `overlapped` is false, they
-    take turns without a pause: a slice is launched only if all in flight end before the next step must begin, and that
-    step is computed after them and before later ones. Where only a step with prompts is too slow, prompts wait a little
-    while steps without them run beside training. Weight, patience, floor and the full batch are as in `Slack`: a full
-    batch launches nothing.
+    Without overlap, steps and slices alternate without a pause: a slice is launched only if all in flight end before
+    the next step must begin, and that step runs after them and before later ones. This is so where TPOT is too short
+    for an overlapped step, or `overlapped` is false. Where only a step with prompts is too slow, prompts wait a little
+    while steps without them overlap training. Weight, patience, floor and the full batch are as in `Slack`: while
+    requests wait for a place in a full batch, no training is launched.
     """
 
     stream = "priority"
@@ -75,7 +74,7 @@ class Overlap(NamedPolicy):
         tpot: float | None = None,
         overlapped: bool = True,
     ) -> None:
-        """`tpot`: seconds between the tokens of a usual request."""
+        """`tpot`: seconds between tokens of a typical request."""
         assert patience >= 0 and 0 <= floor < 1 and 0 <= weight <= 1, (patience, floor, weight)
         self._patience, self._floor = patience, floor
         self._weight, self._tpot, self._overlapped = weight, tpot, overlapped
@@ -112,8 +111,8 @@ class Overlap(NamedPolicy):
         return Serve(admit, between=not overlapped)
 
     def _holds_back(self, view: View, now: float) -> bool:
-        """Whether the next step is one without the prompts that wait: it can run beside training, with them it could
-        not, and they can wait longer."""
+        """Whether to run the next step without the waiting prompts: it can overlap training only without them, and they
+        can still wait."""
         if not view.jobs or view.queued > len(view.waiting) or self._runs_beside(view):
             return False
         without = _admitting_nobody(view)
@@ -127,8 +126,8 @@ class Overlap(NamedPolicy):
         return begin + step <= latest_start(only, costs.serve, costs.serve_expected, self._weight, TURN_WAIT)
 
     def _runs_beside(self, view: View) -> bool:
-        """Whether the next step is computed beside training: it takes less from training than one in turn does, as far
-        as both were measured, and is as fast as tokens are due."""
+        """Whether the next step overlaps training: it then costs training less than a step without overlap, as
+        measured, and is fast enough for the token deadlines."""
         costs = view.costs
         taken = costs.overlapped_expected * (1 - costs.train_beside)
         if not self._overlapped or costs.serve_expected == math.inf or taken > costs.serve_expected:
@@ -144,6 +143,6 @@ class Overlap(NamedPolicy):
 
 
 def _admitting_nobody(view: View) -> View:
-    """For a step that computes none of the prompts that wait."""
+    """The view for a step that admits no waiting request."""
     costs = view.costs.admitting_nobody or view.costs
     return replace(view, waiting=(), queued=view.queued - len(view.waiting), costs=costs)

@@ -1,4 +1,4 @@
-"""Training in the time that deadlines leave."""
+"""Training in the GPU time left once latency targets are met."""
 
 from __future__ import annotations
 
@@ -7,47 +7,45 @@ import math
 from coserve.queues.policy import Decision, Due, NamedPolicy, Overdue, PolicySettings, Serve, Train, View, Wait
 
 DEADLINE_SETTINGS = ("slo_attainment", "shed")
-"""What users set where deadlines count."""
+"""Settings of every policy that regards deadlines."""
 PACED_SETTINGS = (*DEADLINE_SETTINGS, "train_weight", "train_patience", "train_floor")
-"""And where training is paced by them."""
+"""Settings of policies whose training is paced by deadlines."""
 MAX_SLICE = 0.05
-"""Predicted seconds of the longest slice of several micro-steps. A request that arrives meanwhile waits at most that
+"""Predicted seconds of the longest slice of several micro-steps. A request that arrives during it waits at most that
 long."""
 MAX_MICRO_STEPS = 16
-"""Of one slice."""
+"""Most micro-steps of a slice."""
 FIRST_TOKEN_WAIT = MAX_SLICE
-"""Seconds that a first token may wait for the batch's next step. A step for it alone takes time that training could
-use; but its prompt must be computed anyway, so to hold it back for longer gains nothing."""
+"""Seconds that a first token may wait for the batch's next step. A separate step for it would take time from training;
+but its prompt must be computed anyway, so holding it back longer gains nothing."""
 DELIVERY = 1e-3
-"""Seconds by which a token's way to its client may be longer than its predecessors': targets are the clients', who
-measure there."""
+"""Seconds by which a token's delivery may take longer than its predecessor's: latency is measured at the client."""
 MOST_MARGIN = 0.25
-"""At most this share of the time between tokens is kept in reserve for steps that take longer than expected. With more,
-tokens come so early that part of the time gained is lost (`Due.credit` is limited), so more steps run than the targets
-ask for. Later tokens take back what a slower step costs."""
+"""Largest fraction of TPOT kept in reserve for slow steps. A larger reserve makes tokens so early that some of the time
+gained is lost (`Due.credit` is limited), and more steps run than the targets need. Later tokens make up for a slow
+step."""
 
 DECODE_MARGIN = 1.1
-"""Factor of the mean time of the decode steps to a last token: over so many, errors cancel out but for a little."""
+"""Margin on the mean decode time over all steps to a last token: over many steps most errors cancel out."""
 
 
 class Slack(NamedPolicy):
-    """Training in the time that the deadlines of requests leave.
+    """Training in the GPU time left once the requests' deadlines are met.
 
-    Requests join and leave the batch at every generation step. The slack is the time to the tightest target minus the
-    generation steps needed to meet it, and `DELIVERY`. A running request's target is the deadline of its next token. A
-    waiting request's step begins `FIRST_TOKEN_WAIT` after its arrival, or earlier where its deadline asks for it. A
-    request with a deadline of its last token is planned to have `max_tokens`, each in a decode step. Times of steps and
-    micro-steps are such that they are exceeded as rarely as `slo_attainment` asks for (`queues/risk.py`), up to
-    `MOST_MARGIN`, so there is no other margin. Training uses at most the share `weight` of the time that any deadline
-    gives: less weight, faster answers and less training. There is no slack while a request waits for a place in a full
-    batch: paced by deadlines, places would become free too slowly, and the queue could grow without end.
+    Requests join and leave the batch at every generation step. The slack is the time to the tightest target, minus the
+    generation steps needed to meet it, minus `DELIVERY`. A running request's target is the deadline of its next token.
+    A waiting request's step begins `FIRST_TOKEN_WAIT` after its arrival, or earlier if its deadline requires it. A
+    request with a deadline for its last token is assumed to generate `max_tokens`, each in a decode step. Predicted
+    times of steps and micro-steps are quantiles chosen by `slo_attainment` (`queues/risk.py`), up to `MOST_MARGIN`;
+    there is no other margin. `weight` is the fraction of each deadline's time that training may use: less weight,
+    faster answers and less training. The slack is 0 while a request waits for a place in a full batch: paced by
+    deadlines, places would free up too slowly, and the queue could grow without bound.
 
-    A training slice runs only if its predicted time fits into the slack. It has as many micro-steps as fit, at least
-    one, at most `MAX_MICRO_STEPS` and `MAX_SLICE` seconds. Where training, of all jobs, has waited `patience` seconds,
-    or so long that the next micro-step is the share `floor` of the time, there is one micro-step regardless of
-    deadlines, so training never starves. Without requests, training runs freely. Jobs share a batch only as far as its
-    micro-steps take at most `tpot` seconds, so that they fit between the tokens of requests that come while it is
-    computed.
+    A training slice runs only if its predicted time fits the slack. It has as many micro-steps as fit, at least one, at
+    most `MAX_MICRO_STEPS` and `MAX_SLICE` seconds. So that training never starves, one micro-step runs regardless of
+    deadlines once training as a whole has waited `patience` seconds, or so long that the micro-step takes the fraction
+    `floor` of the time. Without requests, training runs freely. Jobs are batched together only while a micro-step takes
+    at most `tpot` seconds, so that it fits between the tokens of requests that arrive meanwhile.
     """
 
     settings = PACED_SETTINGS
@@ -57,7 +55,7 @@ class Slack(NamedPolicy):
         return cls(settings.train_patience, floor=settings.train_floor, weight=settings.train_weight, tpot=tpot)
 
     def __init__(self, patience: float, *, floor: float = 0.0, weight: float = 1.0, tpot: float | None = None) -> None:
-        """`tpot`: seconds between the tokens of a usual request."""
+        """`tpot`: seconds between tokens of a typical request."""
         assert patience >= 0 and 0 <= floor < 1 and 0 <= weight <= 1, (patience, floor, weight)
         self._patience, self._floor, self._weight, self._tpot = patience, floor, weight, tpot
 
@@ -81,16 +79,15 @@ class Slack(NamedPolicy):
         return Train(view.jobs[0], micro_steps, overdue, self._tpot)
 
     def _slack(self, view: View, now: float) -> float:
-        """Seconds that training may take from now. At least one request waits or runs."""
+        """Seconds that training may take from now on. At least one request waits or runs."""
         return latest_start(view, view.costs.serve, view.costs.serve_expected, self._weight) - DELIVERY - now
 
 
 def latest_start(
     view: View, serve: float, mean: float, weight: float, first_token_wait: float = FIRST_TOKEN_WAIT
 ) -> float:
-    """When the next generation step must begin if every target is to be kept, and a step takes at most `serve` seconds,
-    `mean` as expected;
-    `weight`: see `Slack`. At least one request waits or runs."""
+    """Latest time at which the next generation step may begin so that every target is met. A step takes at most `serve`
+    seconds, `mean` as expected; `weight`: see `Slack`. At least one request waits or runs."""
     decode, wait, step_tokens = DECODE_MARGIN * view.costs.decode, first_token_wait * weight, view.step_tokens
     tightest = min(
         [
@@ -114,16 +111,16 @@ def latest_start(
 
 
 def _due(due: Due, weight: float, wait: float) -> float:
-    """When a running request's token is to be there. A first one waits no longer for the next step than one in the
+    """Target time of a running request's token. A first token waits for the next step no longer than one in the
     queue."""
     target = due.deadline - (1 - weight) * due.window - (due.credit if weight < 1 else 0.0)
     return min(target, due.deadline - due.window + wait) if due.first else target
 
 
 def overdue(view: View, now: float, patience: float, floor: float) -> bool:
-    """Whether training has waited `patience` seconds since its last slice, or so long that its next micro-step is the
-    share `floor` of the time. Never twice without a generation step between: a patience shorter than one would leave no
-    time for requests."""
+    """Whether training has waited `patience` seconds since its last slice, or so long that its next micro-step takes
+    the fraction `floor` of the time. Never twice without a generation step between: a patience shorter than a step
+    would leave requests no time."""
     since, micro_step = view.train_waiting_since, view.costs.micro_step
     if since is None or view.in_flight.since_step:
         return False

@@ -1,4 +1,4 @@
-"""Spatial sharing: training and generation at the same time, each on its own part of the GPU."""
+"""Spatial sharing: training and generation at the same time, each on its own multiprocessors."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from coserve.queues.policy import Decision, NamedPolicy, PolicySettings, Serve, 
 MAX_SLICES = 2
 """Slices in flight: the device begins the second one without waiting for the host."""
 MIN_SLICE = 0.005
-"""Predicted seconds of a slice, unless a generation step takes longer. Shorter ones cost the host more than they are
-worth; longer ones delay the next step where the host launches slower than the device computes."""
+"""Least predicted seconds of a slice. Shorter ones cost the host more than they gain. Slices are as long as a
+generation step if that is longer: beyond, they delay the next step where the host launches slower than the device
+computes."""
 
 
 class Spatial(NamedPolicy):
-    """Spatial sharing (the ETS paper, section 4.4.1): neither kind of work waits for the other, each has its own part
-    of the GPU.
+    """Spatial sharing (ETS paper, section 4.4.1): training and generation never wait for each other; each has its own
+    multiprocessors.
 
-    Generation steps run whenever a request can be served; requests join and leave the batch at each of them. Training
-    slices are only launched between two steps, at most one, and run beside the steps that follow. A slice is about as
-    long as a step, so that with `MAX_SLICES` in flight training does not stop while the host waits for a step.
+    Generation steps run whenever a request can be served; requests join and leave the batch at each. At most one
+    training slice is launched between two steps, and overlaps the steps that follow. A slice is about as long as a
+    step, so with `MAX_SLICES` in flight training does not stop while the host waits for a step.
     """
 
     stream = "partition"

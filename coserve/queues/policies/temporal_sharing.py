@@ -12,16 +12,16 @@ Unit = Literal["request", "batch"]
 
 
 class TemporalSharing(NamedPolicy):
-    """TS(n): one fine-tuning turn after each `n` inference batches (the ETS paper, section 4.4.1).
+    """TS(n): one fine-tuning turn after each `n` inference batches (ETS paper, section 4.4.1).
 
     A turn is not interrupted. With the unit "request" it is one fine-tuning request: a job trains until it ends, is
-    paused or is cancelled, however many steps it has, and requests wait meanwhile. While its next step is prepared on a
-    thread, nothing else runs. A job that must wait for its samples (`sample_prompts`) ends its turn, as they are
-    requests. With the unit "batch" it is one micro-batch, as in Algorithm 1.
+    paused or is cancelled, and requests wait meanwhile. While its next step is prepared on a thread, nothing else runs.
+    A job that must wait for its samples (`sample_prompts`) ends its turn, because samples are requests. With the unit
+    "batch" it is one micro-batch, as in Algorithm 1.
 
     An inference batch holds the requests that arrived within `delay` seconds of its first one, at most `batch_size`. It
-    is dispatched when it is complete (section 5.2.2). A side with nothing to dispatch gives its turn to the other. See
-    docs/LOG.md (Scheduling) for other readings of the paper.
+    is dispatched when it is complete (section 5.2.2). A side with nothing to dispatch yields its turn. See docs/LOG.md
+    (Scheduling) for other readings of the paper.
     """
 
     in_batches = True
@@ -51,7 +51,7 @@ class TemporalSharing(NamedPolicy):
         return self._batching.wait(view)
 
     def _size(self, view: View) -> int:
-        """Of the batch that is complete."""
+        """Number of requests in the complete batch."""
         assert view.first_arrival is not None, "a batch without requests"
         complete = view.first_arrival + self._batching.delay
         return max(1, min(self._batching.size, sum(each.arrived <= complete for each in view.waiting)))

@@ -1,4 +1,4 @@
-"""A step captured as CUDA graphs, and the choice among the graphs of several LoRA footprints."""
+"""A step captured as CUDA graphs, and the choice between graphs of several LoRA footprints."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Size = TypeVar("Size", bound=Hashable)
 Graph = TypeVar("Graph")
 
 WARM_UPS = 1
-"""Runs before the capture: they compile kernels and allocate buffers."""
+"""Runs before a capture: they compile kernels and allocate buffers."""
 
 
 @dataclass(frozen=True)
 class _Captured:
-    """One graph, and the tensors that it writes."""
+    """One graph, and its output tensors."""
 
     graph: torch.cuda.CUDAGraph
     logits: Tensor
@@ -41,14 +41,14 @@ class CapturedStep:
     def __init__(
         self, step: Callable[[PreparedLora | None], tuple[Tensor, Tensor]], lora: StaticSlotLora | None
     ) -> None:
-        """`step`: launches the step with these LoRA terms; returns its logits and likeliest tokens."""
+        """`step`: launches the step with the given LoRA terms; returns logits and most likely tokens."""
         self._step, self._lora = step, lora
         self._captured: dict[TileCapacity | None, _Captured] = {}
 
     def capture(self, pool: GraphPool, unload: Callable[[], None]) -> Iterator[None]:
-        """In pieces, one for each warm-up and each graph. Steps may run between two of them.
+        """Capture in pieces, one for each warm-up run and each graph. Other steps may run between pieces.
 
-        `unload`: empties the inputs that other graphs share, so that a warm-up writes no keys or values.
+        `unload`: clears the inputs that other graphs share, so that a warm-up run writes no keys or values.
         """
         capacities: tuple[TileCapacity | None, ...] = (None,) if self._lora is None else self._lora.capacities
         for _ in range(WARM_UPS):
@@ -66,7 +66,7 @@ class CapturedStep:
             yield
 
     def replay(self, capacity: TileCapacity | None) -> tuple[Tensor, Tensor]:
-        """Logits and likeliest tokens. The next replay overwrites both."""
+        """Run the step; return logits and most likely tokens. The next replay overwrites both."""
         captured = self._captured.get(capacity)
         if captured is None:
             return self._step(self._terms(capacity))
@@ -80,7 +80,7 @@ class CapturedStep:
 def covering_graph(
     graphs: Mapping[tuple[Size, LoraFootprint], Graph], size: Size, footprint: LoraFootprint
 ) -> Graph | None:
-    """Among the graphs of `size` that cover the footprint, the one that does the least beyond it."""
+    """Return the graph of `size` that covers the footprint with the least extra work; None if there is none."""
     found = graphs.get((size, footprint))
     if found is not None or not footprint.max_rank:
         return found

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one launch a step, whatever the model's number of kernels."""
+"""Decode steps as CUDA graphs: one launch a step, however many kernels the model has."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DecodeGraph:
     """
 
     def __init__(self, state: GraphState, attention: StaticPagedAttention, footprint: LoraFootprint) -> None:
-        """`footprint`: covers that of each step."""
+        """`footprint`: covers the footprint of each step."""
         batch, device = attention.batch, state.token_slots.tokens.device
         self._state, self._attention = state, attention
         self._lora: StaticSlotLora | None = None
@@ -37,18 +37,18 @@ class DecodeGraph:
         self._attention.load(())
 
     def capture(self) -> Iterator[None]:
-        """To be exhausted before the first `run`; steps of other graphs may run between two pieces."""
+        """Capture in pieces. Exhaust it before the first `run`; steps of other graphs may run between pieces."""
         if self._state.pool is not None:
             yield from self._captured.capture(self._state.pool, lambda: self._attention.load(()))
 
     def run(
         self, runs: Sequence[TokenRun], slots: Sequence[int], tokens: Sequence[int], segments: Segments | None
     ) -> tuple[Tensor, Tensor]:
-        """Starts a step. `slots`: the sequences' token slots; `tokens`: their newest tokens, negative where the token
-        is in the slot; `segments`: of adapter slots.
+        """Launch a step. `slots`: the sequences' token slots; `tokens`: their newest tokens, negative if the token is
+        in the slot; `segments`: with adapter slots.
 
-        Returns logits (N, V) and the likeliest tokens (N), which are in their token slots already; `NOT_FINITE` for
-        none. The next run of any graph overwrites both.
+        Returns logits (N, V) and the most likely tokens (N), already stored in the token slots; `NOT_FINITE` for none.
+        The next run of any graph overwrites both.
         """
         self._copies.wait()
         self._attention.load(runs)

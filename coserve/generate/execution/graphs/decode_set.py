@@ -1,4 +1,4 @@
-"""The graphs of decode steps: which exist, which one runs a step."""
+"""All decode graphs: their captures, and the choice of the graph that runs a step."""
 
 from __future__ import annotations
 
@@ -13,40 +13,39 @@ from coserve.memory.kv import KvCache
 
 
 class DecodeGraphs:
-    """The graphs of one base's decode steps, by batch and LoRA footprint."""
+    """A base's decode graphs, by batch size and LoRA footprint."""
 
     def __init__(self, state: GraphState, kv: KvCache, batches: tuple[int, ...], max_tokens: int) -> None:
-        """`batches`: smallest first; `max_tokens`: the longest context."""
+        """`batches`: smallest first; `max_tokens`: longest context."""
         self._state, self._kv, self._batches, self._max_tokens = state, kv, batches, max_tokens
         self._graphs: dict[tuple[int, LoraFootprint], DecodeGraph] = {}
         self.left_out = LeftOut(state.fused.base.device, tolerated=state.fused.base.sharding is None)
 
     @property
     def captured(self) -> tuple[tuple[int, LoraFootprint], ...]:
-        """Batch and footprint of each graph, in the order of their capture."""
+        """Batch size and footprint of each graph, in order of capture."""
         return tuple(self._graphs)
 
     def missing(self, footprint: LoraFootprint) -> int:
-        """How many graphs of this footprint are not there yet."""
+        """Number of graphs of this footprint still to be captured."""
         return sum(self._is_missing(batch, footprint) for batch in self._batches)
 
     def _is_missing(self, batch: int, footprint: LoraFootprint) -> bool:
         return (batch, footprint) not in self._graphs and (batch, footprint) not in self.left_out
 
     def any(self, footprint: LoraFootprint) -> bool:
-        """Whether some graph of this footprint is there, or cannot be."""
+        """Whether a graph of this footprint was captured, or its capture failed."""
         return any(not self._is_missing(batch, footprint) for batch in self._batches)
 
     def prepare(self, footprint: LoraFootprint) -> Iterator[None] | None:
-        """Captures the largest missing graph, piece by piece; None if none is missing."""
+        """Return the capture, in pieces, of the largest missing graph; None if none is missing."""
         batch = next((size for size in reversed(self._batches) if self._is_missing(size, footprint)), None)
         return None if batch is None else self._capture(batch, footprint)
 
     def holding(self, sequences: int, footprint: LoraFootprint, *, capture: bool = True) -> DecodeGraph | None:
-        """The graph that runs a step of so many sequences; None: no graph holds them, or none can be captured.
+        """Return the graph for a step of `sequences` sequences; None: none is large enough, or none can be captured.
 
-        `capture`: captures the graph of the next size if it is missing; otherwise a larger one serves until it is
-        there.
+        `capture`: capture the graph of the next size if it is missing; otherwise a larger one serves until then.
         """
         fit = [batch for batch in self._batches if batch >= sequences]
         if capture and fit and covering_graph(self._graphs, fit[0], footprint) is None:

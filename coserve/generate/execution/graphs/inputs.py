@@ -16,11 +16,11 @@ class InputBuffer:
         self._host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._loaded: list[list[int]] | None = None
         self.columns = torch.split(self._buffer, list(sizes))
-        """What a graph reads."""
+        """Views of the device buffer, one a column, read by the graph."""
 
     def load(self, *columns: Sequence[int]) -> None:
-        """Copies the columns in, in stream order, padded with zeros. The caller ensures that the last copy has
-        ended."""
+        """Copy the columns to the device, in stream order, padded with zeros. The caller ensures that the previous copy
+        has ended."""
         wanted = [list(column) for column in columns]
         if wanted == self._loaded:
             return
@@ -32,17 +32,17 @@ class InputBuffer:
 
 
 class InputCopies:
-    """The copies of one graph's inputs, whose host memory is written again for the next step."""
+    """Guards one graph's pinned host inputs, which are rewritten for each step."""
 
     def __init__(self, device: torch.device) -> None:
         self._ended = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Waits for the copies of the step before; they have long ended by then."""
+        """Wait for the previous step's copies, which have normally ended long before."""
         if self._ended is not None:
             self._ended.synchronize()
 
     def record(self) -> None:
-        """All copies of this step are in the stream."""
+        """Record that all copies of this step are in the stream."""
         if self._ended is not None:
             self._ended.record()

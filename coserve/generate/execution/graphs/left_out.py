@@ -15,10 +15,10 @@ log = logging.getLogger(__name__)
 
 
 class LeftOut:
-    """Keys of graphs that are not captured again: the steps that they would hold run without them."""
+    """Keys of graphs whose capture failed: it is not tried again, and their steps run without a graph."""
 
     def __init__(self, device: torch.device, *, tolerated: bool = True) -> None:
-        """`tolerated`: False where other ranks run the same graphs, so that all have one or none."""
+        """`tolerated`: False with tensor parallelism, where all ranks must have the same graphs."""
         self._device, self._tolerated = device, tolerated
         self._keys: set[Hashable] = set()
 
@@ -30,8 +30,8 @@ class LeftOut:
 
     @contextmanager
     def capturing(self, key: Hashable) -> Iterator[None]:
-        """Whatever is raised inside, the graph is left out and nothing is raised, if that is tolerated and the device
-        still works."""
+        """Context of a capture. If it raises, the graph is left out and the error is swallowed, provided that this is
+        tolerated and the device still works."""
         try:
             with contained(self._device):
                 yield

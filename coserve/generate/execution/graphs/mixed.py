@@ -1,8 +1,7 @@
-"""Mixed steps as CUDA graphs: decodes and chunks of prompts, padded to one of a few sizes.
+"""Mixed steps as CUDA graphs: decodes and prompt chunks, padded to one of a few sizes.
 
-Launched kernel by kernel, such a step takes the host longer than the device. Its kernels also have variants that depend
-on its size, which Triton would compile in the middle of serving. A graph is one launch; its variants are compiled when
-it is captured.
+Launched kernel by kernel, such a step takes the host longer than the device. Its kernels also have size-dependent
+variants, which Triton would compile while serving. A graph is one launch, and its variants are compiled at capture.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ class Rows:
     """The rows of a packed step."""
 
     tokens: list[int]
-    """`NOT_FINITE` where the token is in a token slot."""
+    """Token ids; `NOT_FINITE` where the token is in a token slot."""
     slots: list[int]
-    """The token slot; 0 where the token is known."""
+    """Token slots; 0 where the token id is known."""
     positions: list[int]
     keep: list[int]
     """Rows whose logits sample a token."""
     to: list[int]
-    """Their sequences' token slots."""
+    """Token slots of the sequences that sample, for the rows `keep`."""
 
 
 def rows_of(sequences: Iterable[SequenceInput], token_slots: TokenSlots) -> Rows:
@@ -61,7 +60,7 @@ def rows_of(sequences: Iterable[SequenceInput], token_slots: TokenSlots) -> Rows
 
 
 class MixedGraph:
-    """Steps of up to T tokens, padded. As `DecodeGraph`."""
+    """Steps of up to T tokens, padded; otherwise like `DecodeGraph`."""
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class MixedGraph:
         *,
         decode_kernel_tokens: int = DECODE_KERNEL_TOKENS,
     ) -> None:
-        """`footprint`: covers that of each step; `decode_kernel_tokens`: see `DECODE_KERNEL_TOKENS`."""
+        """`footprint`: covers the footprint of each step; `decode_kernel_tokens`: see `DECODE_KERNEL_TOKENS`."""
         self.capacity, device = attention.capacity, state.token_slots.tokens.device
         tokens, sequences = self.capacity.tokens, self.capacity.sequences
         self._state, self._attention = state, attention
@@ -85,14 +84,14 @@ class MixedGraph:
         self._attention.load(())
 
     def capture(self) -> Iterator[None]:
-        """To be exhausted before the first `run`; steps of other graphs may run between two pieces."""
+        """Capture in pieces. Exhaust it before the first `run`; steps of other graphs may run between pieces."""
         if self._state.pool is not None:
             yield from self._captured.capture(self._state.pool, lambda: self._attention.load(()))
 
     def run(self, rows: Rows, runs: Sequence[TokenRun], segments: Segments | None) -> tuple[Tensor, Tensor]:
-        """Starts a step that the capacity holds. Returns as `DecodeGraph.run`, for the rows `keep`.
+        """Launch a step that fits the capacity. Returns the same as `DecodeGraph.run`, for the rows `keep`.
 
-        `segments`: of adapter slots; given if and only if the graph has adapters.
+        `segments`: with adapter slots; given if and only if the graph has adapters.
         """
         assert (self._lora is None) == (segments is None), "expected adapters where the graph adds them"
         self._copies.wait()
@@ -106,7 +105,8 @@ class MixedGraph:
         return logits[: len(rows.to)], best[: len(rows.to)]
 
     def _step(self, lora: PreparedLora | None) -> tuple[Tensor, Tensor]:
-        """Padding is token 0 at position 0: none of its keys and values are written, its samples go to slot 0."""
+        """The captured step. Padding is token 0 at position 0: its keys and values are not written, its samples go to
+        slot 0."""
         given, slots, positions, keep, to = self._inputs.columns
         tokens = self._state.token_slots.fill(given, slots)
         logits = self._state.fused.forward(tokens, positions, self._attention, lora=lora, keep=keep)

@@ -1,4 +1,4 @@
-"""The graphs of mixed steps: which exist, which one runs a step, when a missing one is captured."""
+"""All mixed graphs: their captures, and the choice of the graph that runs a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coserve.memory.kv import KvCache
 
 
 class MixedGraphs:
-    """The graphs of one base's mixed steps, by capacity and LoRA footprint."""
+    """A base's mixed graphs, by capacity and LoRA footprint."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class MixedGraphs:
         *,
         capture_after: int | None = CAPTURE_AFTER,
     ) -> None:
-        """`capacities`: smallest first; `capture_after`: see `CAPTURE_AFTER`; None: never in a step."""
+        """`capacities`: smallest first; `capture_after`: see `CAPTURE_AFTER`; None: never during a step."""
         self._state, self._kv, self._capture_after = state, kv, capture_after
         self._capacities = tuple(capacities)
         self._attention: dict[MixedCapacity, MixedAttention] = {}
@@ -35,35 +35,35 @@ class MixedGraphs:
         self._missed: Counter[tuple[MixedCapacity, LoraFootprint]] = Counter()
 
     def missing(self, footprint: LoraFootprint) -> int:
-        """How many graphs of this footprint are not there yet."""
+        """Number of graphs of this footprint still to be captured."""
         return sum(self._is_missing(size, footprint) for size in self._capacities)
 
     def _is_missing(self, capacity: MixedCapacity, footprint: LoraFootprint) -> bool:
         return (capacity, footprint) not in self._graphs and (capacity, footprint) not in self.left_out
 
     def prepare(self, footprint: LoraFootprint) -> Iterator[None] | None:
-        """Captures a missing graph, piece by piece; None if none is missing. The largest comes first: all others fit
-        into its memory. Then the smallest: most steps are small."""
+        """Return the capture, in pieces, of a missing graph; None if none is missing. The largest comes first, as all
+        others fit its memory; then the smallest, as most steps are small."""
         order = self._capacities if self._graphs else reversed(self._capacities)
         capacity = next((size for size in order if self._is_missing(size, footprint)), None)
         return None if capacity is None else self._capture(capacity, footprint)
 
     def holding(self, runs: Sequence[TokenRun], footprint: LoraFootprint) -> MixedGraph | None:
-        """The graph that runs the step; None: run it without a graph. At most one size too large: padding has a
-        price."""
+        """Return the graph for the step, at most one size larger than needed because padding costs time; None: run the
+        step without a graph."""
         fit = [capacity for capacity in self._capacities if capacity.holds(runs)][:2]
         graphs = (covering_graph(self._graphs, capacity, footprint) for capacity in fit)
         found = next((graph for graph in graphs if graph is not None), None)
         if found is None and fit and self._capture_after is not None:
             self._missed[fit[0], footprint] += 1
             if self._missed[fit[0], footprint] >= self._capture_after:
-                if not self._graphs:  # without adapters: fewer kernels to compile, and the same memory
+                if not self._graphs:  # the largest first, without adapters: fewer kernels
                     self._capture_at_once(self._capacities[-1], NO_ADAPTERS)
                 found = self._graphs.get((fit[0], footprint)) or self._capture_at_once(fit[0], footprint)
         return found
 
     def _capture_at_once(self, capacity: MixedCapacity, footprint: LoraFootprint) -> MixedGraph | None:
-        """None: there is, or was, no memory for it."""
+        """Capture a graph and return it; None if there is, or was, too little memory."""
         if self._is_missing(capacity, footprint):
             for _ in self._capture(capacity, footprint):
                 pass

@@ -1,4 +1,4 @@
-"""What all graphs of one base share: the model, the slots, one memory pool, one buffer of logits."""
+"""State shared by all graphs of one base: the model, the slots, a memory pool and a logits buffer."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ class GraphPool:
 
     memory: tuple[int, int]
     stream: torch.cuda.Stream
-    """One for all captures: cuBLAS keeps 32 MiB for each stream that it has seen."""
+    """One stream for all captures: cuBLAS keeps 32 MiB for each stream it has seen."""
 
 
 def make_graph_pool(device: torch.device) -> GraphPool | None:
-    """None on CPU, where nothing is captured."""
+    """Create the pool; None on CPU, where nothing is captured."""
     if device.type != "cuda":
         return None
     current = torch.cuda.current_stream(device)
-    # A graph has the multiprocessors and the priority of the stream that it is captured on.
+    # A graph inherits the multiprocessors and the priority of its capture stream.
     own = of_a_part(current) or current.priority < 0
     stream = current if own else torch.cuda.Stream(priority=GENERATION_PRIORITY)  # type: ignore[no-untyped-call]
     return GraphPool(torch.cuda.graph_pool_handle(), stream)
 
 
 class LogitsBuffer:
-    """Logits of the last step, shared by all graphs: they are read before the next graph runs.
+    """Logits of the last step, shared by all graphs, because they are read before the next graph runs.
 
-    A buffer for each graph would take GBs: tens of MB for some hundred sequences, times the graphs.
+    A buffer for each graph would take GBs: tens of MB for some hundred sequences, times the number of graphs.
     """
 
     def __init__(self, sequences: int) -> None:
@@ -45,7 +45,7 @@ class LogitsBuffer:
         self._logits_BV: Tensor | None = None
 
     def keep(self, logits_BV: Tensor) -> Tensor:
-        """A copy in the buffer. The first call allocates it, so it must not be within a capture."""
+        """Copy the logits into the buffer. The first call allocates it, so it must not be within a capture."""
         rows, vocab = logits_BV.shape
         if self._logits_BV is None:
             self._logits_BV = logits_BV.new_empty(self._sequences, vocab)
@@ -54,7 +54,7 @@ class LogitsBuffer:
 
 @dataclass(frozen=True)
 class GraphState:
-    """What the graphs of one base read and write, besides their own inputs."""
+    """Objects shared by the graphs of one base, besides their own inputs."""
 
     fused: FusedBase
     token_slots: TokenSlots
