@@ -1,4 +1,4 @@
-"""The one place that chooses how generation attends."""
+"""Chooses the attention backend for generation. No other module makes this choice."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ FUSED_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
 def fused(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether our kernels attend; plain torch does elsewhere, and on CPU always."""
+    """Whether the Triton kernels compute attention. Otherwise, and always on a CPU, plain torch does."""
     return device.type == "cuda" and dtype in FUSED_DTYPES
 
 
 def reads_only_written_slots(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether what an earlier holder left in a page is never read; else values must be zeroed before a page is used."""
+    """Whether attention never reads slots that were not written. Otherwise pages must be zeroed before they are
+    used."""
     return fused(device, dtype)
 
 
 def paged_attention(pages: Pages, runs: Sequence[TokenRun]) -> Attention:
-    """Attention of one packed step of any mix: decodes and chunks of prompts."""
+    """Return the attention of one packed step: any mix of decodes and prompt chunks."""
     if not fused(pages.keys[0].device, pages.keys[0].dtype):
         return PagedAttention(pages, runs)
     from coserve.kernels.attention.triton_paged.step import FusedPagedAttention  # needs Triton, which not every CPU has
@@ -40,25 +41,25 @@ def paged_attention(pages: Pages, runs: Sequence[TokenRun]) -> Attention:
 
 
 def static_attention(pages: Pages, *, batch: int, max_tokens: int) -> StaticPagedAttention:
-    """Attention of decode steps of one batch size, in buffers that a CUDA graph may keep."""
+    """Return the attention of decode steps of one batch size, in buffers that a CUDA graph may keep."""
     if not fused(pages.keys[0].device, pages.keys[0].dtype):
         return GatheredStaticAttention(pages, batch=batch, max_tokens=max_tokens)
-    from coserve.kernels.attention.triton_paged.decode_steps import FusedStaticAttention  # as above
+    from coserve.kernels.attention.triton_paged.decode_steps import FusedStaticAttention  # as above: needs Triton
 
     return FusedStaticAttention(pages, batch=batch, max_tokens=max_tokens)
 
 
 def mixed_attention(pages: Pages, capacity: MixedCapacity) -> MixedAttention:
-    """Attention of steps of any mix, in buffers that a CUDA graph may keep."""
+    """Return the attention of mixed steps, in buffers that a CUDA graph may keep."""
     if not fused(pages.keys[0].device, pages.keys[0].dtype):
         return GatheredMixedAttention(pages, capacity)
-    from coserve.kernels.attention.triton_paged.mixed_steps import FusedMixedAttention  # as above
+    from coserve.kernels.attention.triton_paged.mixed_steps import FusedMixedAttention  # as above: needs Triton
 
     return FusedMixedAttention(pages, capacity)
 
 
 def attention_notes(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """What runs slower than it could on `device`, in words for an operator."""
+    """Describe what runs slower than it could on `device`, for an operator."""
     if device.type == "cuda" and not fused(device, dtype):
         return (f"attention: plain torch over gathered pages, as the fused kernels do not take {dtype}",)
     return ()

@@ -1,4 +1,4 @@
-"""Packed attention in CUDA graphs: one launch serves any batch of as many tokens."""
+"""Packed attention in CUDA graphs: one captured launch serves every batch with the same number of tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from coserve.kernels.attention.interface import AttentionParams
 from coserve.kernels.attention.packed import PackedAttention, one_kernel
 
 FEWEST_SEQUENCES, SHORTEST = 4, 128
-"""Of a batch, and of its longest sequence: smaller ones are counted as these."""
+"""Batches with fewer sequences, or a shorter longest sequence, use graphs of these sizes."""
 
 
 class FixedAttention(PackedAttention):
-    """For up to a certain number of sequences of at most a certain length; `bounds` lie at a fixed address. Without
-    autograd."""
+    """Packed attention for up to a fixed number of sequences of up to a fixed length, without autograd.
+
+    `bounds` lie at a fixed device address.
+    """
 
     def __init__(self, bounds: Sequence[int], device: torch.device) -> None:
         super().__init__(bounds)
@@ -25,11 +27,12 @@ class FixedAttention(PackedAttention):
         self._on_device[device] = torch.zeros(self._most + 1, dtype=torch.int32, device=device)
         self._device = device
         self.capturable = True
-        """No launch was for these sequences alone, one after another."""
+        """Whether all launches so far serve any batch. A loop over sequences does not, as its launches depend on the
+        batch."""
         self._load()
 
     def take(self, bounds: Sequence[int]) -> None:
-        """Be for this batch from now on, in stream order: one of the same number of tokens and `limits`."""
+        """Switch to another batch, in stream order. It must have the same number of tokens and the same `limits`."""
         if tuple(bounds) != self._bounds:
             self._bounds = tuple(bounds)
             self._load()
@@ -50,7 +53,8 @@ class FixedAttention(PackedAttention):
 
 
 def limits(bounds: Sequence[int]) -> tuple[int, int]:
-    """Most sequences of a batch's graphs, and the longest one's length: powers of two, but no more than the tokens."""
+    """Return the most sequences and the greatest length that graphs for this batch serve: powers of two, capped at the
+    number of tokens."""
     longest = max(b - a for a, b in pairwise(bounds))
     most = max(FEWEST_SEQUENCES, _power(len(bounds) - 1))
     return most, min(max(SHORTEST, _power(longest)), bounds[-1])

@@ -1,4 +1,4 @@
-"""What the model and generation know of attention: the KV cache, a sequence's new tokens, and who attends."""
+"""Interfaces of attention for the model and generation: the KV cache, a sequence's new tokens, and the backends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 class Pages:
     """A paged KV cache: for each layer `(P + 1, page_tokens, K, D)`; the last page is never written and holds zeros.
 
-    A page lies in one piece; between a layer's pages there may be others, those of other layers for instance.
+    A page of a layer is contiguous. Other memory, such as pages of other layers, may lie between two pages.
     """
 
     keys: tuple[Tensor, ...]
@@ -27,7 +27,7 @@ class AttentionParams(NamedTuple):
     """
 
     scaling: float
-    """Factor of the products of queries and keys, above 0."""
+    """Factor of the products of queries and keys; above 0."""
     window: int | None = None
     """A token sees itself and the `window - 1` tokens before it; None: all tokens before it."""
     softcap: float | None = None
@@ -37,7 +37,7 @@ class AttentionParams(NamedTuple):
 
 
 class Attention(Protocol):
-    """What a forward needs of attention: it knows the batch's sequences and where their keys and values live."""
+    """The attention of one batch, as a forward calls it. It knows the batch's sequences and where their KV lies."""
 
     def attend(
         self,
@@ -56,50 +56,50 @@ class Attention(Protocol):
 
 @dataclass(frozen=True)
 class TokenRun:
-    """The new tokens of one sequence in a packed batch. Runs follow each other from row 0 on, with nothing between or
-    behind."""
+    """The new tokens of one sequence in a packed batch. Runs are packed from row 0 on without gaps."""
 
     tokens: int
     position: int
-    """Of the first of them in the sequence."""
+    """Position of the first new token in its sequence."""
     pages: tuple[int, ...]
-    """They hold the sequence's positions in order, those of the new tokens included."""
+    """Pages of the sequence's positions, in order, including those of the new tokens."""
 
 
 class StaticPagedAttention(Attention, Protocol):
-    """Attention of steps in which each of at most `batch` sequences has one new token; T = `batch`.
+    """Attention of decode steps: each of at most `batch` sequences has one new token; T = `batch`.
 
-    Use: `load(runs)` (any runs), warm up a forward over `batch` rows with it, capture that forward; then, for each
-    step, `load(runs)` on the stream of the graph and replay. Row i of q, k and v belongs to `runs[i]`; rows behind the
-    last run are padding: nothing is written for them and they get zeros. Grids and addresses depend on `batch` and
-    `max_tokens` alone, so a graph is right for any contexts up to `max_tokens`. `attend` never waits for the device.
+    Usage: `load(runs)` (any runs), warm up a forward over `batch` rows, and capture that forward. Then for each step,
+    `load(runs)` on the graph's stream and replay. Row i of q, k and v belongs to `runs[i]`. Rows behind the last run
+    are padding: nothing is written for them, and their output is zero. Grids and addresses depend only on `batch` and
+    `max_tokens`, so a graph serves any contexts up to `max_tokens`. `attend` never waits for the device.
     """
 
     batch: int
     max_tokens: int
     positions: Tensor
-    """int64 (batch), device: the position of each row's token, 0 for padding. Filled by `load`; what the base takes."""
+    """int64 (batch), device: the position of each row's token, 0 for padding. Input of the base; filled by `load`."""
 
     def load(self, runs: Sequence[TokenRun]) -> None:
-        """What the next step attends to. One pinned copy to the device on the current stream; does not wait for it.
+        """Set the sequences of the next step: one pinned copy to the device on the current stream, without waiting for
+        it.
 
-        Each run has one token; `run.pages` holds its position too. Callers may load the next step while the device
-        still runs the last one: the copy takes its place in the stream.
+        Each run has one token; `run.pages` includes the page of its position. Callers may load the next step while the
+        device still runs the last one, because the copy is ordered by the stream.
         """
         ...
 
 
 @dataclass(frozen=True)
 class MixedCapacity:
-    """What a graph of steps of any mix holds."""
+    """Largest mixed step that a graph serves."""
 
     tokens: int
     """T: rows of the step; those behind the last run are padding."""
     sequences: int
     chunks: int
-    """Sequences with more than one new token."""
+    """Most sequences with more than one new token."""
     context: int
-    """Longest, the new tokens included."""
+    """Longest context in tokens, the new ones included."""
 
     def holds(self, runs: Sequence[TokenRun]) -> bool:
         return (
@@ -111,15 +111,15 @@ class MixedCapacity:
 
 
 class MixedAttention(Attention, Protocol):
-    """Attention of steps of any mix, decodes and chunks of prompts, within a `MixedCapacity`; T = `capacity.tokens`.
+    """Attention of mixed steps (decodes and prompt chunks) within a `MixedCapacity`; T = `capacity.tokens`.
 
-    Used as `StaticPagedAttention` is. Runs follow each other from row 0 on; rows behind the last are padding: nothing
-    is written for them and they get zeros. Grids and addresses depend on the capacity alone.
+    Used like `StaticPagedAttention`. Runs are packed from row 0 on. Rows behind the last run are padding: nothing is
+    written for them, and their output is zero. Grids and addresses depend only on the capacity.
     """
 
     capacity: MixedCapacity
 
     def load(self, runs: Sequence[TokenRun]) -> None:
-        """What the next step attends to; the capacity holds it. Copies in stream order, and does not wait for the
-        device."""
+        """Set the sequences of the next step, which must fit the capacity. Copies in stream order without waiting for
+        the device."""
         ...

@@ -1,4 +1,4 @@
-"""Attention inside packed sequences, without a cache: what training runs.
+"""Attention inside packed sequences without a cache, for training.
 
 Letters: T packed rows, H query heads, K key-value heads, D head width.
 """
@@ -18,9 +18,9 @@ from coserve.kernels.attention.interface import AttentionParams
 class PackedAttention:
     """Causal attention inside each packed sequence; differentiable, no cache.
 
-    On CUDA in 16 bits one kernel of torch's does all sequences; soft-capping and sinks go sequence by sequence.
-
-    `bounds` (S + 1) ascends from 0 to the number of rows; sequence s is the rows `[bounds[s], bounds[s + 1])`.
+    On CUDA in 16 bits, torch's varlen flash kernel computes all sequences in one launch. Soft-capping and sinks fall
+    back to a loop over sequences. `bounds` (S + 1) ascends from 0 to the number of rows; sequence s is the rows
+    `[bounds[s], bounds[s + 1])`.
     """
 
     def __init__(self, bounds: Sequence[int]) -> None:
@@ -30,7 +30,7 @@ class PackedAttention:
         self._longest = max((b - a for a, b in pairwise(bounds)), default=0)
         self._on_device: dict[torch.device, Tensor] = {}
         self._unused_rng: tuple[Tensor, ...] | None = None
-        """What torch's kernel takes for dropout."""
+        """The dropout state that torch's kernel expects, although there is no dropout."""
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ class PackedAttention:
             if softcap is not None or sinks is not None:
                 outputs.append(_explicit(q, k, v, scaling, window, softcap, sinks))
             elif plain:
-                # A leading batch axis: without it torch takes the unfused kernel.
+                # With a leading batch axis torch takes the fused kernel; without it, the unfused one.
                 full = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scaling)
                 outputs.append(full[0])
             else:
@@ -74,7 +74,7 @@ class PackedAttention:
     def attend_keeping(
         self, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams
     ) -> tuple[Tensor, Tensor | None]:
-        """`attend`, and what `gradients` needs of it, without autograd."""
+        """Compute `attend` without autograd; also return what `gradients` needs of it."""
         if one_kernel(q_HTD, params):
             return self._flash(q_HTD, k_KTD, v_KTD, params)
         with torch.no_grad():
@@ -88,7 +88,7 @@ class PackedAttention:
         kept: Tensor | None,
         params: AttentionParams,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q (H, T, D), k and v (K, T, D) from that of `attend_keeping`'s output."""
+        """Return the gradients of q (H, T, D), k and v (K, T, D), given that of `attend_keeping`'s output."""
         if kept is None:
             with torch.enable_grad():
                 q, k, v = (x.detach().requires_grad_() for x in qkv)
@@ -120,10 +120,10 @@ class PackedAttention:
         return dq, dk, dv
 
     def _flash(self, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
-        """All sequences in one call of torch's own kernel: (T, H, D), and the `log sum exp` of each row."""
+        """Compute all sequences with torch's varlen kernel: (T, H, D), and the log-sum-exp of each row."""
         bounds, longest, window = self._bounds_on(q_HTD.device), self._longest, params.window
         q, k, v = (x.transpose(0, 1) for x in (q_HTD, k_KTD, v_KTD))
-        # What `torch.nn.attention.varlen` calls; the op around it takes the host longer than the launches do.
+        # `torch.nn.attention.varlen` calls this op, too; its wrapper costs the host more than the launches do.
         out, sums, *unused, _ = torch.ops.aten._flash_attention_forward(
             q,
             k,
@@ -150,18 +150,18 @@ class PackedAttention:
 
 
 def one_kernel(q_HTD: Tensor, params: AttentionParams) -> bool:
-    """Whether torch's kernel for packed sequences does all of them."""
+    """Whether torch's varlen kernel can compute all sequences at once."""
     return params.softcap is None and params.sinks is None and _varlen_takes(q_HTD)
 
 
 def _varlen_takes(q_HTD: Tensor) -> bool:
-    """Whether torch's kernel for packed sequences takes such queries."""
+    """Whether torch's varlen kernel supports the dtype, device and head width of these queries."""
     width = q_HTD.shape[2]
     return q_HTD.is_cuda and q_HTD.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
 
 
 def _causal(tokens: int, window: int | None, device: torch.device) -> Tensor:
-    """(T, T): whether row t sees key j."""
+    """(T, T) bool: whether query row t may see key j."""
     at = torch.arange(tokens, device=device)
     seen = at[None] <= at[:, None]
     return seen if window is None else seen & (at[None] > at[:, None] - window)
@@ -170,7 +170,7 @@ def _causal(tokens: int, window: int | None, device: torch.device) -> Tensor:
 def _explicit(
     q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """One sequence, the softmax in fp32: (H, T, D)."""
+    """Attention of one sequence spelled out, with the softmax in fp32: (H, T, D)."""
     scores = ((q * scaling) @ k.transpose(1, 2)).float()
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap

@@ -1,4 +1,4 @@
-"""The kernel of `push_sum`. N ranks."""
+"""The Triton kernel of `push_sum`. N tensor-parallel ranks."""
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
 # ruff: noqa: ANN001, ANN201, ANN202 - a kernel's arguments have the types of its launch

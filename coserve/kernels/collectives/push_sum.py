@@ -1,16 +1,17 @@
-"""A one-shot all-reduce in one kernel: each rank writes its numbers into the other ranks' memory, and adds up what was
-written into its own.
+"""A one-shot all-reduce in one kernel: each rank writes its data into the other ranks' memory, then adds up what the
+others wrote into its own.
 
-A program pushes (writes) a block of x to all other ranks, then a flag behind it; it or another program waits for their
-flags, and adds up. Data goes over NVLink once and nobody waits at the end: buffers alternate, and a rank that has the
-flags of the next sum knows that the others have read those of this one. A block's place in the buffers, its flags and
-its count of sums are its own, so that messages of all sizes and dtypes share them. The counts are on the device: CUDA
-graphs can capture sums, and all ranks run the same ones in the same order, on one stream.
+A program pushes (writes) a block of x to all other ranks, and sets a flag after it. The same or another program waits
+for the other ranks' flags and adds up their blocks. Data crosses NVLink once and there is no barrier at the end:
+buffers alternate, and a rank that sees the flags of the next sum knows that the others have read the blocks of this
+one. Each block has its own place in the buffers, flags and count of sums, so that messages of all sizes and dtypes
+share them. The counts are on the device, so CUDA graphs can capture sums. All ranks must run the same sums in the same
+order, on one stream.
 
-Of a small message each program pushes its blocks and then adds them up, which takes least time. Of a large one some
-programs, the pushers, push while others, the adders, add up, so that NVLink and memory are busy at the same time. The
-GPU starts programs in the order of their numbers. Pushers have the lowest numbers and never wait, so adders that wait
-cannot keep them from running.
+For a small message each program pushes its blocks and then adds them up, which has the lowest latency. For a large one
+some programs (pushers) only push while the others (adders) only add up, so that NVLink and memory are busy at the same
+time. The GPU starts programs in the order of their indices. Pushers have the lowest indices and never wait, so waiting
+adders cannot keep them from running.
 
 Letters: N ranks.
 """
@@ -27,16 +28,17 @@ from coserve.kernels.gpu.launcher import Launcher
 
 WARPS = 4
 MOST_PROGRAMS = 1024
-"""A GPU runs so many at once: programs that wait for those of other ranks need not wait for places."""
+"""Most programs of a sum. A GPU runs so many at once, so a program that waits for other ranks never waits for a free
+multiprocessor."""
 
 
 @dataclass(frozen=True)
 class PushShape:
-    """How a message is cut into blocks, and which programs of the kernel push them and add them up."""
+    """How a message is cut into blocks, and which programs push and add up."""
 
     block_bytes: int
     pushers: int = 0
-    """Programs that push, beside `adders` that add up; 0: each program does both."""
+    """Programs that only push, while `adders` only add up; 0: each program does both."""
     adders: int = 0
 
     def programs(self, blocks: int) -> int:
@@ -58,12 +60,12 @@ def push_sum(
     shape: PushShape,
     addend: Tensor | None = None,
 ) -> None:
-    """Writes the sum of all ranks' `x`, and of `addend`, which is the same on all of them, into `out`; all are
+    """Write the sum of all ranks' `x` into `out`, plus `addend`, which must be equal on all ranks. All three are
     contiguous, of one dtype and shape.
 
-    `own` (bytes): 2 · (N - 1) · blocks · `shape.block_bytes`, and `flags` (int32): (N - 1) · blocks, zeros at first, in
-    memory that the other ranks write to; `buffers`, `flags_of_ranks` (int64, N): the addresses of all ranks' `own` and
-    `flags`; `counts` (int32): 2 · blocks, zeros at first. All sums in this memory have one `shape`.
+    `own` (bytes): 2 · (N - 1) · blocks · `shape.block_bytes`, and `flags` (int32): (N - 1) · blocks, initially zero, in
+    memory that the other ranks write to. `buffers`, `flags_of_ranks` (int64, N): the addresses of all ranks' `own` and
+    `flags`. `counts` (int32): 2 · blocks, initially zero. All sums that use this memory have the same `shape`.
     """
     ranks, blocks, block = buffers.numel(), counts.numel() // 2, shape.block_bytes // x.element_size()
     used = triton.cdiv(x.numel(), block)

@@ -1,6 +1,6 @@
-"""GEMV: one row through linear sites that share an input. Reading the stacked weight is all the work.
+"""GEMV: one row through linear sites that share an input. The time goes into reading the stacked weight.
 
-    project  y[n] = bias[n] + Σ_k W[n, k] x[k]
+project  y[n] = bias[n] + Σ_k W[n, k] x[k]
 
 A program issues the loads of all its weights before it waits for the preceding kernels (programmatic dependent launch).
 The next kernel may start at once, so it must wait for this one before it reads anything.
@@ -25,10 +25,10 @@ from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
 from coserve.kernels.gpu.timing import graph_ms
 
 MAX_INPUTS = 32768
-"""Most inputs D: a program reads them all at once."""
+"""Most inputs D, since a program reads them all at once."""
 Shape = tuple[int, int]
 SHAPES: tuple[Shape, ...] = ((1, 4), (1, 8), (2, 4), (2, 8), (4, 4), (4, 8), (8, 8))
-"""Rows of the weight that a program reads, and its warps."""
+"""(Rows of the weight per program, warps)."""
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def project(
 
 
 def shapes_of(inputs: int) -> list[Shape]:
-    """Those of `SHAPES` that keep 32 to 128 registers of a thread busy."""
+    """Return the `SHAPES` that use 32 to 128 registers of a thread for weights."""
     if inputs > MAX_INPUTS:
         return []
     wide = next_power_of_2(inputs)
@@ -68,16 +68,16 @@ def shapes_of(inputs: int) -> list[Shape]:
 
 
 def run_each(weight_OD: Tensor) -> None:
-    """Run each kernel that `fastest` compares, so that within `compile_only` all are compiled at the same time."""
+    """Run each kernel that `fastest` compares. Inside `compile_only` this compiles them all concurrently."""
     x_D = torch.zeros(weight_OD.shape[1], dtype=weight_OD.dtype, device=weight_OD.device)
     for shape in shapes_of(len(x_D)):
         gemv(x_D, weight_OD, None, shape)
 
 
 def fastest(weights_OD: Sequence[Tensor]) -> Shape | None:
-    """The shape with which `gemv` beats torch's own GEMM most; None if none does.
+    """Return the shape with which `gemv` is fastest, or None if torch's own GEMM is at least as fast.
 
-    Measured in a CUDA graph over all of `weights_OD`, which together should be more than the L2 cache holds.
+    Measured in a CUDA graph over all of `weights_OD`, which together should exceed the L2 cache.
     """
     x = torch.randn(1, weights_OD[0].shape[1], dtype=weights_OD[0].dtype, device=weights_OD[0].device)
     best, chosen = _milliseconds(lambda w: torch.nn.functional.linear(x, w), weights_OD), None
@@ -103,7 +103,7 @@ def _milliseconds(call: Callable[[Tensor], Tensor], weights_OD: Sequence[Tensor]
 
 
 def gemv(x_D: Tensor, weight_OD: Tensor, bias_O: Tensor | None, shape: Shape) -> Tensor:
-    """(O): `weight x + bias`. `shape`: one of `shapes_of`."""
+    """Return `weight x + bias` (O). `shape`: one of `shapes_of`."""
     (O, D), (block, warps) = weight_OD.shape, shape
     pdl = device_info(x_D.device).early_launch
     options = {"PDL": pdl} if interpreted() else {"PDL": pdl, "launch_pdl": pdl}

@@ -1,10 +1,10 @@
-"""Skinny GEMM: a few rows through a linear site. Reading the weight is all the work.
+"""Skinny GEMM: a few rows through a linear site. The time goes into reading the weight.
 
-    y[m, n] = bias[n] + Σ_k x[m, k] W[n, k]        for up to 64 rows m, sums in fp32
+y[m, n] = bias[n] + Σ_k x[m, k] W[n, k]        for up to 64 rows m, sums in fp32
 
 The weight is the left operand, so that its rows fill the tensor cores and x need not be padded to 64 rows. A program
-may start before the preceding kernel has ended (programmatic dependent launch), which saves most of a launch. The next
-kernel may start once every program has waited for the preceding one: it finds x complete, and y not.
+may start before the preceding kernel has ended (programmatic dependent launch), which hides most of the launch latency.
+The next kernel may start once every program has waited for the preceding one. By then x is complete, but y is not.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
@@ -54,7 +54,8 @@ SHAPES = (
     Shape(16, 256, 4, 4, 4),
 )
 PROGRAMS = (60, 600)
-"""Fewest and most programs of a shape to try: a GPU has some hundred multiprocessors, and each start costs."""
+"""Fewest and most programs of the shapes to try: a GPU has over a hundred multiprocessors, and each start costs
+time."""
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -111,13 +112,15 @@ def project(
 
 
 def rows_of(rows: int) -> int | None:
-    """The entry of `ROWS` that serves so many rows; None: too many."""
+    """Return the entry of `ROWS` that serves so many rows; None if there are too many."""
     return next((most for most in ROWS if most >= rows), None)
 
 
 def shapes_of(inputs: int, outputs: int, dtype: torch.dtype) -> list[Shape]:
-    """The `SHAPES` to try: those that divide D `inputs`, within `PROGRAMS` if any is. Empty for fp32, which tensor
-    cores round."""
+    """Return the `SHAPES` to try: those whose blocks divide D `inputs`, within `PROGRAMS` if any is.
+
+    Empty for fp32, which tensor cores would round.
+    """
     if dtype not in (torch.bfloat16, torch.float16):
         return []
     fewest, most = PROGRAMS
@@ -126,18 +129,19 @@ def shapes_of(inputs: int, outputs: int, dtype: torch.dtype) -> list[Shape]:
 
 
 def make_counters(outputs: int, device: torch.device) -> Tensor:
-    """int32 zeros for `skinny_gemm` of up to O `outputs`; zeros again after each call. For one stream."""
+    """Allocate the counters of `skinny_gemm` for up to O `outputs`: int32 zeros, and zero again after each call. Use
+    them on one stream only."""
     return torch.zeros(cdiv(outputs, min(shape.n for shape in SHAPES)), dtype=torch.int32, device=device)
 
 
 def skinny_gemm(
     x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, counters: Tensor, shape: Shape
 ) -> tuple[Tensor, Tensor]:
-    """(T, O) in x's dtype: `x Wᵀ + bias` for up to 64 rows. D is a multiple of `shape.splits * shape.k`; x's rows are
-    dense.
+    """Return `x Wᵀ + bias`, (T, O) in x's dtype, for up to 64 rows. D is a multiple of `shape.splits * shape.k`; x's
+    rows are dense.
 
-    Also returns its workspace, still busy when the next kernel starts early: keep it until that kernel has its own
-    memory.
+    Also returns the workspace, which is still busy when the next kernel starts early: keep it until that kernel's
+    memory is allocated.
     """
     (rows, inputs), outputs = x_TD.shape, weight_OD.shape[0]
     block, pdl = rows_of(rows), device_info(x_TD.device).early_launch
@@ -174,17 +178,18 @@ def skinny_gemm(
 
 
 def run_each(weight_OD: Tensor, counters: Tensor, rows: int) -> None:
-    """Run each kernel that `fastest` compares, so that within `compile_only` all are compiled at the same time."""
+    """Run each kernel that `fastest` compares. Inside `compile_only` this compiles them all concurrently."""
     x_TD = torch.zeros(rows, weight_OD.shape[1], dtype=weight_OD.dtype, device=weight_OD.device)
     for shape in shapes_of(x_TD.shape[1], len(weight_OD), x_TD.dtype):
         skinny_gemm(x_TD, weight_OD, None, counters, shape)
 
 
 def fastest(weights_OD: Sequence[Tensor], counters: Tensor, rows: int) -> Shape | None:
-    """The shape with which `skinny_gemm` beats torch's own GEMM most at `rows` rows; None if none does.
+    """Return the shape with which `skinny_gemm` is fastest at `rows` rows, or None if torch's own GEMM is at least as
+    fast.
 
-    Measured in a CUDA graph over all of `weights_OD`, which together should be more than the L2 cache holds, with a
-    small kernel ahead of each GEMM as in a model.
+    Measured in a CUDA graph over all of `weights_OD`, which together should exceed the L2 cache, with a small kernel
+    before each GEMM as in a model.
     """
     x = torch.randn(rows, weights_OD[0].shape[1], dtype=weights_OD[0].dtype, device=weights_OD[0].device)
     best, chosen = _milliseconds(torch.nn.functional.linear, x, weights_OD), None
@@ -200,7 +205,7 @@ def fastest(weights_OD: Sequence[Tensor], counters: Tensor, rows: int) -> Shape 
 
 
 def _milliseconds(product: Callable[[Tensor, Tensor], object], x_TD: Tensor, weights_OD: Sequence[Tensor]) -> float:
-    """Of one GEMM with each of the weights; a small kernel writes x ahead of each."""
+    """Return the milliseconds of one GEMM per weight; before each, a small kernel writes x."""
     made = torch.empty_like(x_TD)
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Capture of CUDA graphs."""
+"""Captures CUDA graphs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from contextlib import contextmanager, suppress
 import torch
 
 FREE_BYTES = 1 << 30
-"""What a capture may need of the GPU's memory. While a stream captures, torch cannot free what it holds."""
+"""GPU memory that a capture may need, in bytes. While a stream captures, torch cannot free cached memory."""
 TRAINING_PRIORITY, GENERATION_PRIORITY = -1, -2
-"""Of the streams that graphs are captured on where training and generation have the default stream. torch gives out its
-32 streams of a priority in turn, so one of the priority of copies would be a copy's, too, which would become part of
-the graph."""
+"""Priorities of the streams on which graphs are captured, if training and generation run on the default stream.
+
+torch hands out its 32 streams per priority round-robin. So a capture stream with the priority of copies could be a copy
+stream, too, and its copies would become part of the graph.
+"""
 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Garbage collection is disabled inside."""
+    """Disable garbage collection inside."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -32,12 +34,11 @@ def gc_paused() -> Iterator[None]:
 def captured(
     graph: torch.cuda.CUDAGraph, memory: tuple[int, int] | None = None, stream: torch.cuda.Stream | None = None
 ) -> Iterator[None]:
-    """Captures the kernels launched inside into `graph`. `memory`: a pool that it shares with other graphs.
+    """Capture the kernels launched inside into `graph`. `memory`: id of a pool shared with other graphs.
 
-    Garbage collection is disabled meanwhile: it might free graphs, events or pinned memory, which CUDA forbids while a
-    stream captures. CUDA calls of other threads, those that load adapters for one, are allowed. Unlike
-    `torch.cuda.graph`, a capture into a given pool does not wait for the device, and frees what torch holds only where
-    less than `FREE_BYTES` are
+    Garbage collection is disabled meanwhile: it might free graphs, events or pinned memory, which CUDA forbids during a
+    capture. CUDA calls of other threads, such as those that load adapters, are allowed. Unlike `torch.cuda.graph`, a
+    capture into a given pool does not wait for the device, and empties torch's cache only if less than `FREE_BYTES` are
     free: both take longer than the capture.
     """
     with gc_paused():
@@ -62,8 +63,11 @@ def captured(
 
 
 def free_cached() -> bool:
-    """Let torch free the memory that it holds for later, where little else is free: it cannot while a pool of graphs is
-    in use. Returns whether it did: what it freed must be allocated again, and both take milliseconds."""
+    """Empty torch's cache of GPU memory if little other memory is free, since it cannot be emptied while a pool of
+    graphs is in use.
+
+    Returns whether it did: the memory must then be allocated again, and both take milliseconds.
+    """
     little = torch.cuda.mem_get_info()[0] < FREE_BYTES
     if little:
         torch.cuda.empty_cache()
@@ -71,11 +75,10 @@ def free_cached() -> bool:
 
 
 def _give_up(graph: torch.cuda.CUDAGraph, memory: tuple[int, int], device: torch.device) -> None:
-    """End a capture that has failed. Where CUDA cannot end it, torch would go on to count the pool as in use, and never
-    free what it holds."""
+    """End a capture that has failed. If CUDA cannot end it, torch would count the pool as in use and never free it."""
     try:
         graph.capture_end()
     except RuntimeError:
-        with suppress(RuntimeError):  # the capture had ended, and something behind it failed
+        with suppress(RuntimeError):  # the capture itself had ended; a later call failed
             torch._C._cuda_endAllocateToPool(device.index or 0, memory)
             torch._C._cuda_releasePool(device.index or 0, memory)

@@ -1,6 +1,6 @@
 """Compiles Triton kernels into Triton's cache on disk, in processes that need no GPU.
 
-Much of a compilation is Python, so threads of one process would take turns.
+Much of a compilation is Python, so threads would contend for the GIL.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ OnCompiled = Callable[[str, float], None]
 
 
 def ignore_compiled(_name: str, _seconds: float) -> None:
-    """Counts nothing."""
+    """Ignore the kernel; the default `OnCompiled`."""
 
 
 def compile_kernel(module: str, name: str, specialization: str, target: GPUTarget) -> tuple[str, float] | None:
-    """Compile the kernel `name` of `module` for `target`. Returns its name and the seconds that it took; None: it was
-    in the cache.
+    """Compile the kernel `name` of `module` for `target`. Return its name and the seconds it took, or None if it was
+    cached.
 
-    `specialization`: JSON, as Triton's `jit_cache_hook` gets it. One call at a time in a process."""
+    `specialization`: JSON, as passed to Triton's `jit_cache_hook`. Not reentrant: one call at a time per process.
+    """
     given, began, hits = json.loads(specialization), time.monotonic(), list[bool]()
     constants = {
         tuple(at): _decode(value) for at, value in zip(given["constant_keys"], given["constant_vals"], strict=True)
@@ -55,23 +56,23 @@ def compile_kernel(module: str, name: str, specialization: str, target: GPUTarge
 
 
 def _decode(value: object) -> object:
-    """A constant of `triton.runtime.jit.serialize_specialization_data`, as `JITFunction.preload` reads it."""
+    """Decode a constant of `triton.runtime.jit.serialize_specialization_data`, as `JITFunction.preload` does."""
     if isinstance(value, Mapping):
         return tl.constexpr(value["constexpr"])
     return tl.dtype(value) if isinstance(value, str) and tl.dtype.is_dtype(value) else value
 
 
 def _tuples(value: object) -> object:
-    """JSON has lists in place of tuples."""
+    """Convert lists back to tuples, which JSON does not have."""
     return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
 
 
 @contextmanager
 def compiled_by(processes: Executor, on_compiled: OnCompiled = ignore_compiled) -> Iterator[None]:
-    """Inside, a kernel's `warmup` has one of these processes compile what its arguments need, once; all is compiled at
-    the end. A kernel that is launched all the same is compiled here.
+    """Compile kernels in `processes`: inside, a kernel's `warmup` has one of them compile the specialization, once.
 
-    What a compilation raised is raised at the end, whatever became of it inside; nothing more is compiled then.
+    All compilations have ended on exit. A kernel that is launched inside anyway is compiled in this process. An error
+    of a compilation is raised on exit, even if the body raised; nothing more is compiled after it.
     """
     target, asked, before = driver.active.get_current_target(), set[str](), knobs.runtime.jit_cache_hook
     running, failed = set[Future[tuple[str, float] | None]](), list[BaseException]()
@@ -93,7 +94,7 @@ def compiled_by(processes: Executor, on_compiled: OnCompiled = ignore_compiled) 
                 running.add(processes.submit(compile_kernel, fn.module, fn.name, given, target))
             except BrokenExecutor as error:
                 failed.append(error)
-        return is_manual_warmup  # True: Triton does not compile it
+        return is_manual_warmup  # True tells Triton not to compile it here
 
     knobs.runtime.jit_cache_hook = ask
     try:

@@ -1,4 +1,4 @@
-"""Device facts that kernel launches depend on."""
+"""Properties of GPUs that kernel launches depend on."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ import torch
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """Facts of one GPU."""
+    """Properties of one GPU."""
 
     multiprocessors: int
     shared_bytes: int
-    """Shared memory that one program may use."""
+    """Shared memory per program, in bytes."""
     early_launch: bool
     """Whether a kernel may start before the preceding one has ended (programmatic dependent launch, sm_90 and
     later)."""
 
 
 H200 = DeviceInfo(multiprocessors=132, shared_bytes=227 * 1024, early_launch=True)
-"""The GPU that block sizes were measured on. Triton's interpreter on a CPU uses the same launches."""
+"""The GPU on which block sizes were measured. Launches in Triton's interpreter on a CPU use its properties."""
 
 
 _counts: dict[int | None, int] = {}
-"""Multiprocessors that launches count, by the handle of their stream; under None those of other streams. Empty: all of
-the GPU."""
+"""Multiprocessors that launches may assume, by stream handle; the entry None is for all other streams. If empty, the
+whole GPU's."""
 
 
 def count_multiprocessors(count: int, stream: int | None = None) -> None:
-    """From now on launches on the stream with this handle have `count` multiprocessors; None: those on streams without
-    a count."""
+    """Let launches on this stream assume `count` multiprocessors. `stream`: its handle; None: all streams without a
+    count of their own."""
     _counts[stream] = count
 
 
 def forget_counts() -> None:
-    """Launches have all multiprocessors again."""
+    """Let launches assume all multiprocessors again."""
     _counts.clear()
 
 
@@ -47,13 +47,15 @@ def of_a_part(stream: torch.cuda.Stream) -> bool:
 
 
 def device_info(device: torch.device) -> DeviceInfo:
-    """The facts of `device`, as far as the current stream may use it. For a CPU: an H200 without early launch, so that
-    tests there cut batches as a GPU does."""
+    """Return the properties of `device`, restricted to the current stream's multiprocessors.
+
+    On a CPU: an H200 without early launch, so that tests there cut batches as a GPU does.
+    """
     if not _counts or device.type != "cuda":
         return _whole(device)
     stream = torch._C._cuda_getCurrentRawStream(
         device.index or 0
-    )  # `torch.cuda.current_stream` takes the host microseconds
+    )  # `torch.cuda.current_stream` costs the host microseconds
     count = _counts.get(stream, _counts.get(None))
     return _whole(device) if count is None else _part(device, count)
 
@@ -76,5 +78,5 @@ def _whole(device: torch.device) -> DeviceInfo:
 
 
 def interpreted() -> bool:
-    """Whether Triton kernels run in its interpreter (for tests without a GPU)."""
+    """Whether Triton kernels run in Triton's interpreter (for tests without a GPU)."""
     return os.environ.get("TRITON_INTERPRET") == "1"

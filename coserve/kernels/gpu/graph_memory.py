@@ -1,4 +1,4 @@
-"""Memory that CUDA graphs share with what is computed in their place until they are captured."""
+"""Memory that CUDA graphs share with the eager execution of the same work, before it is captured."""
 
 from __future__ import annotations
 
@@ -13,36 +13,41 @@ from coserve.kernels.gpu.capture import captured, free_cached
 
 
 class Recorder(Protocol):
-    """Records what functions launch, to launch it again. One sequence of recordings runs at a time: what they compute
-    lies in the same memory."""
+    """Records the launches of functions, to replay them. One sequence of recordings runs at a time, as all share
+    memory."""
 
     @property
     def bytes(self) -> int:
-        """That it holds."""
+        """Bytes that the recordings hold."""
         ...
 
     def pool_of_pass(self) -> Callable[[], AbstractContextManager[None]]:
-        """For each layer of one pass: what runs inside is not recorded; its new tensors come from the recordings'
-        memory pool."""
+        """Return a function that makes a context manager, for each layer of a forward or backward pass that is not
+        recorded.
+
+        New tensors inside come from the recordings' memory pool.
+        """
         ...
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """What runs `run` again, and the tensor that it gives, whichever time; it is run once."""
+        """Run `run` once and record it. Return a function that replays it, and the tensor that every replay writes."""
         ...
 
 
 class GraphMemory:
-    """Implements `Recorder` with a CUDA graph for each function, in one memory pool of their own."""
+    """A `Recorder` that captures a CUDA graph per function, in a memory pool of its own."""
 
     def __init__(
         self,
         stream: torch.cuda.Stream,
         held: Callable[[], AbstractContextManager[Callable[[Callable[[], None]], None]]] = lambda: nullcontext(_call),
     ) -> None:
-        """`stream`: of the captures, and of nothing that other threads launch, which would be captured, too. Graphs
-        keep its multiprocessors and its priority; they run on the stream that is current then. `held` is entered around
-        each capture; what it gives launches that
-        graph: see `Traffic.held` of ranks."""
+        """`stream`: used for captures only. Launches of other threads on it would be captured, too.
+
+        Graphs keep the stream's multiprocessors and priority, but run on the stream that is current when they are
+        launched. `held` is entered around each capture; the function that it yields launches that graph: see
+        `Traffic.held` of tensor-parallel ranks.
+        """
         self._pool, self._stream, self._held = torch.cuda.MemPool(), stream, held
 
     @property
@@ -67,7 +72,7 @@ class GraphMemory:
         before = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(before)
         try:
-            # The stream of the captures, as torch's allocator keeps memory by stream.
+            # The captures' stream, because torch's allocator keeps memory by stream.
             with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool):
                 yield
         finally:

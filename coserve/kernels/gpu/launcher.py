@@ -1,8 +1,8 @@
 """Triton launches with little host overhead.
 
-On each launch Triton derives from all arguments which compiled specialization serves them, which takes the host several
-times as long as the launch itself; a layer has some ten launches. A `Launcher` caches the specialization by everything
-that it may depend on.
+On each launch Triton derives the compiled specialization from all arguments, which takes the host several times as long
+as the launch itself. A layer has some ten launches. A `Launcher` caches the specialization by everything that it may
+depend on.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from coserve.kernels.gpu.compile_process import OnCompiled, compiled_by, ignore_
 from coserve.kernels.gpu.device import interpreted
 
 MAX_CACHED = 8192
-"""Entries of a launcher's cache, which is cleared when full. Numbers are part of the key, so each new size of a step is
-an entry."""
+"""Most entries of a launcher's cache, which is cleared when full. Numbers are part of the key, so each new step size
+adds an entry."""
 ALIGNMENT = 15
-"""Bits of an address that Triton specializes on."""
+"""Mask of the low address bits that Triton specializes on."""
 
 
 class _Mode(Enum):
@@ -40,11 +40,11 @@ Constant = bool | int
 
 @contextmanager
 def compile_only(processes: Executor | None, on_compiled: OnCompiled = ignore_compiled) -> Iterator[None]:
-    """Inside, `Launcher` and `launch` launch nothing, and these processes compile: what kernels would have written is
-    undefined. All is compiled at the end, or what a compilation raised is raised. For processes that fill caches while
-    others use the GPU.
+    """Inside, `Launcher` and `launch` only compile. On exit all compilations have ended, or their error is raised.
 
-    `processes`: None: this process compiles. `on_compiled`: called for each kernel that they compiled."""
+    Nothing is launched, so the kernels' outputs are undefined. For processes that fill caches while others use the GPU.
+    `processes`: compile there; None: in this process. `on_compiled`: called for each kernel that they compiled.
+    """
     token = _mode.set(_Mode.COMPILE)
     try:
         with nullcontext() if interpreted() or processes is None else compiled_by(processes, on_compiled):
@@ -55,8 +55,8 @@ def compile_only(processes: Executor | None, on_compiled: OnCompiled = ignore_co
 
 @contextmanager
 def launch_nothing() -> Iterator[None]:
-    """Inside, `Launcher` and `launch` do nothing. For fake tensors: what kernels read and write was allocated
-    before."""
+    """Inside, `Launcher` and `launch` do nothing. For fake tensors, whose memory is all allocated outside of
+    kernels."""
     token = _mode.set(_Mode.SKIP)
     try:
         yield
@@ -65,12 +65,13 @@ def launch_nothing() -> Iterator[None]:
 
 
 def launches(tensor: Tensor) -> bool:
-    """Whether kernels run on this tensor: it is on a GPU, or fake and stands for one (`launch_nothing`)."""
+    """Whether kernels may be launched on this tensor: it is on a GPU, or it is a fake one on a GPU
+    (`launch_nothing`)."""
     return tensor.is_cuda or _mode.get() is _Mode.SKIP
 
 
 def launch(kernel: JITFunction[Callable[..., None]], grid: tuple[int, ...], *arguments: object, **rest: object) -> None:
-    """Launch a kernel with Triton's own search for the specialization."""
+    """Launch a kernel by Triton's own lookup of the specialization."""
     match _mode.get():
         case _Mode.SKIP:
             return
@@ -84,7 +85,7 @@ class Specialization(Protocol):
     """One compiled specialization of a kernel."""
 
     def __getitem__(self, grid: Grid, /) -> Callable[..., object]:
-        """A function that launches it with the kernel's arguments in order, constants included."""
+        """Return a function that launches it with the kernel's arguments in order, constants included."""
         ...
 
 
@@ -95,7 +96,7 @@ class Launcher:
         self._kernel, self._interpreted, self._max_cached = kernel, interpreted(), max_cached
         self._cache: dict[Hashable, tuple[Specialization, list[Constant]]] = {}
         self._compiling: set[Hashable] = set()
-        """What was met in `compile_only`."""
+        """Specializations that `compile_only` has met."""
 
     def __call__(self, grid: Grid, tensors: Sequence[Tensor], numbers: tuple[int, ...], **rest: Constant) -> None:
         """`rest`: the kernel's constants and Triton's options, always in the same order."""
@@ -125,6 +126,6 @@ class Launcher:
 
 @cache
 def options(pdl: bool, warps: int, stages: int) -> dict[str, int | bool]:
-    """The options that every launch passes."""
+    """Return the Triton options that every launch passes."""
     found: dict[str, int | bool] = {"num_warps": warps, "num_stages": stages, "PDL": pdl}
     return found if interpreted() else {**found, "launch_pdl": pdl}

@@ -1,11 +1,11 @@
-"""Splits a GPU's multiprocessors into two disjoint parts with a stream each (CUDA green contexts).
+"""Splits a GPU's multiprocessors into two disjoint partitions with a stream each (CUDA green contexts).
 
-Kernels that are launched or captured on such a stream run on its part's multiprocessors alone. Memory, events and
-compiled kernels are those of the ordinary (primary) context, so tensors belong to both parts. Memory bandwidth and the
-L2 cache are shared.
+Kernels that are launched or captured on such a stream run only on its partition's multiprocessors. Memory, events and
+compiled kernels belong to the ordinary (primary) context, so both partitions can use all tensors. They also share
+memory bandwidth and L2 cache.
 
-torch's own `GreenContext` makes one part; a second one would overlap it. So this calls the driver (CUDA driver API,
-section "Green Contexts"): version 12.5 or later.
+torch's own `GreenContext` makes one partition; a second one would overlap it. So this module calls the driver (CUDA
+driver API, section "Green Contexts"): version 12.5 or later.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from coserve.core.errors import StartupError
 from coserve.kernels.gpu.device import count_multiprocessors
 
 OpenLibrary = Callable[[str], Any]
-"""Opens a shared library. Raises `OSError` if it is not there."""
+"""Opens a shared library. Raises `OSError` if it does not exist."""
 LIBRARY = "libcuda.so.1"
 DRIVER = (12, 5)
-"""Version of the CUDA driver that brought `cuGreenCtxStreamCreate`."""
+"""Lowest version of the CUDA driver, the first one with `cuGreenCtxStreamCreate`."""
 SM = 1
 """`CU_DEV_RESOURCE_TYPE_SM`."""
 DEFAULT_STREAM = 1
 """`CU_GREEN_CTX_DEFAULT_STREAM`, which `cuGreenCtxCreate` requires."""
 NON_BLOCKING = 1
-"""`CU_STREAM_NON_BLOCKING`, which `cuGreenCtxStreamCreate` requires: no implicit synchronisation with the default
+"""`CU_STREAM_NON_BLOCKING`, required by `cuGreenCtxStreamCreate`: no implicit synchronisation with the default
 stream."""
 
 
 class DriverResource(ctypes.Structure):
-    """`CUdevResource`: 144 bytes. The rest is room for a later driver's fields."""
+    """`CUdevResource`: 144 bytes. The remaining bytes are for fields of later drivers."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -48,7 +48,7 @@ class DriverResource(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Part:
-    """`stream`: the one whose kernels run on these multiprocessors; `captures`: another one, for CUDA graphs."""
+    """One partition. `stream`: runs its kernels; `captures`: a second stream, for capturing CUDA graphs."""
 
     stream: torch.cuda.Stream
     captures: torch.cuda.Stream
@@ -57,21 +57,20 @@ class Part:
 
 @dataclass(frozen=True)
 class Partition:
-    """Both parts of one GPU. They last as long as the process."""
+    """Both partitions of one GPU. They last as long as the process."""
 
     training: Part
     generation: Part
 
     @property
     def note(self) -> str:
-        """For an operator."""
+        """Describe the partition for an operator."""
         training, generation = self.training.multiprocessors, self.generation.multiprocessors
         return f"spatial: training has {training} of {training + generation} multiprocessors, generation {generation}"
 
 
 class _Driver:
-    """The few calls that torch has no names for. Raises `StartupError` for a driver without them, and for what they
-    answer."""
+    """The driver calls that torch does not wrap. Raises `StartupError` if the driver lacks them, or if a call fails."""
 
     def __init__(self, open_library: OpenLibrary) -> None:
         try:
@@ -91,7 +90,7 @@ class _Driver:
             )
 
     def call(self, name: str, *arguments: object, why: str = "policy: 'spatial'") -> None:
-        """`why`: begins the message of an error."""
+        """Call a driver function. `why`: prefix of the error message."""
         function = getattr(self._library, name, None)
         if function is None:
             raise StartupError(f"policy: 'spatial' needs green contexts, but the CUDA driver has no {name}")
@@ -110,24 +109,24 @@ def _text(version: tuple[int, int]) -> str:
 
 
 def part_sizes(device: torch.device, share: float, *, open_library: OpenLibrary = ctypes.CDLL) -> tuple[int, int]:
-    """Multiprocessors that training and generation would have: see `split_multiprocessors`."""
+    """Return the numbers of multiprocessors that training and generation would get: see `split_multiprocessors`."""
     driver = _Driver(open_library)
     training, generation = _split(driver, _handle(driver, device), share)
     return training.multiprocessors, generation.multiprocessors
 
 
 def split_multiprocessors(device: torch.device, share: float) -> Partition:
-    """Gives training the `share` (above 0, below 1) of the GPU's multiprocessors, rounded up to what the GPU allows:
-    multiples of 8 on an H100 or H200. Generation gets the rest.
+    """Give training the fraction `share` (between 0 and 1) of the GPU's multiprocessors, and generation the rest.
 
-    From then on launches of kernels count the multiprocessors of their stream's part (`device_info`), those on other
-    streams as generation's. Once a process, before kernels are launched for good.
+    The number is rounded up to the GPU's granularity: multiples of 8 on an H100 or H200. From then on, `device_info`
+    counts the multiprocessors of a launch's stream; all other streams count as generation's. Call it once per process,
+    before the first real launch.
 
-    Raises `StartupError` for a device, a driver or a share with which that is not possible.
+    Raises `StartupError` if the device, the driver or the fraction does not allow it.
     """
     if device.type != "cuda":
         raise StartupError(f"policy: 'spatial' needs an NVIDIA GPU, and the base is on {device.type}")
-    torch.zeros((), device=device)  # the primary context must be there
+    torch.zeros((), device=device)  # creates the primary context
     driver = _Driver(ctypes.CDLL)
     handle = _handle(driver, device)
     training, generation = (_part(driver, handle, device, one) for one in _split(driver, handle, share))
@@ -145,7 +144,7 @@ def _handle(driver: _Driver, device: torch.device) -> ctypes.c_int:
 
 
 def _split(driver: _Driver, handle: ctypes.c_int, share: float) -> tuple[DriverResource, DriverResource]:
-    """Disjoint resources of training and generation."""
+    """Return disjoint resources of training and generation."""
     whole, part, rest, groups = DriverResource(), DriverResource(), DriverResource(), ctypes.c_uint(1)
     driver.call("cuDeviceGetDevResource", handle, ctypes.byref(whole), ctypes.c_int(SM))
     wanted = max(1, round(share * whole.multiprocessors))

@@ -1,4 +1,4 @@
-"""Timing on a GPU, for choices made by measurement at start."""
+"""GPU timing for choices that are made by measurement at start."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ REPLAYS = 8
 
 
 def graph_ms(run: Callable[[], None]) -> float:
-    """Least milliseconds of `run` as a CUDA graph. The caller ran it once, so that its kernels are compiled.
+    """Return the least milliseconds of `run` as a CUDA graph. The caller has run it once, so its kernels are compiled.
 
-    The least, not the median: other processes may use the GPU meanwhile.
+    The minimum rather than the median, because other processes may use the GPU meanwhile.
     """
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -32,7 +32,7 @@ def graph_ms(run: Callable[[], None]) -> float:
 
 
 class CudaClock:
-    """Marks points in the work of the current stream."""
+    """Marks points in the current stream's work, to measure the time between them."""
 
     def mark(self) -> object:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -40,7 +40,7 @@ class CudaClock:
         return event
 
     def seconds(self, begin: object, end: object) -> float:
-        """Waits for both marks."""
+        """Return the seconds from one mark to another, after waiting for both."""
         assert isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event), "expected marks"
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3

@@ -1,4 +1,4 @@
-"""The one place that chooses how LoRA terms are computed."""
+"""Chooses the LoRA backend. No other module makes this choice."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from coserve.kernels.lora.per_adapter import PerAdapterBackend
 from coserve.kernels.lora.reference import ReferenceBackend
 
 BACKENDS = ("reference", "naive", "grouped", "block_sparse", "segmented")
-"""Names of the setting `lora_backend`, beside `auto`."""
+"""Values of the setting `lora_backend`, besides `auto`."""
 
 
 def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> LoraBackend:
-    """`auto`: `segmented` on CUDA, `grouped` elsewhere.
+    """Return the backend of a setting's value. `auto`: `segmented` on CUDA, `grouped` elsewhere.
 
     Raises:
         ConfigError: an unknown name; a Triton backend without a GPU, or in bfloat16 under Triton's interpreter, whose
@@ -29,7 +29,7 @@ def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> 
 
 
 def make_backend(name: str) -> LoraBackend:
-    """The backend of one of `BACKENDS`. Raises `ConfigError` for another name."""
+    """Return the backend of one of `BACKENDS`. Raises `ConfigError` for another name."""
     match name:
         case "reference":
             return ReferenceBackend()
@@ -38,11 +38,11 @@ def make_backend(name: str) -> LoraBackend:
         case "grouped":
             return GroupedBackend()
         case "block_sparse":
-            from coserve.kernels.lora.block_sparse import BlockSparseBackend  # stk only where it is used
+            from coserve.kernels.lora.block_sparse import BlockSparseBackend  # imports stk only when used
 
             return BlockSparseBackend()
         case "segmented":
-            from coserve.kernels.lora.segmented.backend import SegmentedBackend  # Triton only where it is used
+            from coserve.kernels.lora.segmented.backend import SegmentedBackend  # imports Triton only when used
 
             return SegmentedBackend()
     raise ConfigError(

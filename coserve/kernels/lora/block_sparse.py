@@ -1,13 +1,13 @@
 """`block_sparse`: the ETS paper's method (§4.3.4), with stk's block-sparse products.
 
-Tokens sorted by adapter and each adapter's share padded to whole blocks, ranks padded to whole blocks side by side:
+Tokens are sorted by adapter. Each adapter's tokens and its ranks are padded to whole blocks and concatenated:
 
     H = sdd(X, A_cat)     X A_catᵀ where a row block and a rank block belong to one adapter, nothing elsewhere
     Y = dsd(H, B_cat)
 
 The topology is built once a step. A and B are dense operands of stk's products: block-diagonal ones are expanded. stk's
-block size is process-global; `use_block` is the one place that sets it. Indices are int32: stk's own int16 overflows at
-256 block rows under recent Triton. Its `validate` refuses both int32 and bfloat16, and is not called.
+block size is process-global; only `use_block` sets it. Indices are int32: stk's own int16 overflows at 256 block rows
+under recent Triton. Its `validate` refuses both int32 and bfloat16, and is not called.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup
 
 WARPS = {16: 1, 32: 2, 64: 4, 128: 4}
-"""Block size -> warps of a program; what measured best on an H200."""
+"""For each block size, the warps of a program that measured best on an H200."""
 DECODE_BLOCK, PREFILL_BLOCK = 32, 64
-"""Block sizes that measured best for a few and for many tokens an adapter, on an H200."""
+"""Block sizes that measured best on an H200, for few and for many tokens per adapter."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Where the tokens and ranks of one step lie in the padded, block-sparse product."""
+    """Positions of one step's tokens and ranks in the padded block-sparse product."""
 
     block: int
     slots: tuple[int, ...]
-    """The adapters that take part, in the order of their blocks."""
+    """The adapters that have tokens, in the order of their blocks."""
     sources: Tensor
-    """Padded row -> the batch's row, or T for a row of padding."""
+    """For each padded row, the batch's row; T for a padding row."""
     rows: Tensor
-    """The batch's rows that have an adapter, in the order of `places`."""
+    """Rows of the batch that have an adapter, in the order of `places`."""
     places: Tensor
-    """Their padded rows."""
+    """Padded rows of `rows`."""
     matrix: stk.Matrix
 
 
@@ -54,7 +54,7 @@ class BlockSparseBackend(TritonBackend):
     name = "block_sparse"
 
     def __init__(self, block: int | None = None) -> None:
-        """`block`: 16, 32, 64 or 128 rows and ranks; None: what measured best for each batch."""
+        """`block`: 16, 32, 64 or 128 rows and ranks; None: the size that measured best for each batch."""
         self._block = block
 
     def prepare(self, segments: Segments, adapters: Adapters, groups: Sequence[SiteGroup]) -> BlockSparseLora:
@@ -63,15 +63,15 @@ class BlockSparseBackend(TritonBackend):
 
 
 class BlockSparseLora(SitewiseLora):
-    """One topology for all sites whose adapters have the same ranks."""
+    """Terms by one topology for all sites at which the adapters have the same ranks."""
 
     def __init__(self, segments: Segments, adapters: Adapters, block: int) -> None:
         super().__init__(segments, adapters)
         self._block = block
         self._topologies: dict[tuple[int, ...], Topology] = {}
-        """By the ranks of the adapters that have tokens."""
+        """Topologies, by the ranks of the adapters that have tokens."""
         self._weights: dict[str, tuple[Tensor, Tensor]] = {}
-        """By site, where nothing learns."""
+        """Concatenated weights by site, cached only in inference."""
 
     def add_site(self, site: str, y_TO: Tensor, x_TD: Tensor) -> Tensor:
         pairs, block = self.pairs(site), self._block
@@ -99,19 +99,19 @@ class BlockSparseLora(SitewiseLora):
 
 
 def _product(x_TD: Tensor, a_RD: Tensor, b_RO: Tensor, topology: Topology) -> Tensor:
-    x_TD = pad(x_TD, (0, a_RD.shape[1] - x_TD.shape[1], 0, 1))  # the last row is what padding reads
+    x_TD = pad(x_TD, (0, a_RD.shape[1] - x_TD.shape[1], 0, 1))  # the last row is zero, for padding to read
     x_MD = x_TD.index_select(0, topology.sources)
     use_block(topology.block)
     h = stk.ops.sdd(x_MD, a_RD.t(), topology.matrix)
     y_MO: Tensor = stk.ops.dsd(h, b_RO)
-    for tensor in (h.data, y_MO):  # the backward may come after another block size was in use
+    for tensor in (h.data, y_MO):  # the backward may run after the block size was changed
         if tensor.requires_grad:
             tensor.register_hook(lambda _, block=topology.block: use_block(block))
     return y_MO.index_select(0, topology.places)
 
 
 def concatenate(pairs: Sequence[LoraPair], block: int) -> tuple[Tensor, Tensor]:
-    """A as (R, D) and scaling B as (R, O), adapters one after another, every side padded to whole blocks."""
+    """Concatenate the adapters' A to (R, D) and scaling B to (R, O), each padded to whole blocks."""
     inputs, outputs = pairs[0].a_RD.shape[1], pairs[0].b_OR.shape[0]
     a = [pad(pair.a_RD, (0, -inputs % block, 0, -pair.rank % block)) for pair in pairs]
     b = [pad(pair.b_OR.t() * pair.scaling, (0, -outputs % block, 0, -pair.rank % block)) for pair in pairs]
@@ -125,8 +125,10 @@ def _best_block(segments: Segments) -> int:
 
 
 def topology_of(segments: Segments, ranks: Sequence[int], block: int, device: torch.device) -> Topology:
-    """In blocks of `block` rows. `ranks`: of the adapters in `segments.runs`, in their order; 0: no pair at the
-    site."""
+    """Build the topology in blocks of `block` rows.
+
+    `ranks`: one for each adapter in `segments.runs`, in order; 0: it has no pair at the site.
+    """
     sources: list[int] = []
     rows: list[int] = []
     places: list[int] = []
@@ -158,7 +160,7 @@ def topology_of(segments: Segments, ranks: Sequence[int], block: int, device: to
 def _matrix(
     shape: torch.Size, rows: list[int], columns: list[int], offsets: list[int], block: int, device: torch.device
 ) -> stk.Matrix:
-    """A topology and its transpose, int32, without data."""
+    """Make a matrix without data from a topology and its transpose, int32."""
     order = sorted(range(len(columns)), key=lambda at: (columns[at], rows[at]))
     counts = [0] * (shape[1] // block + 1)
     for column in columns:
@@ -181,7 +183,7 @@ def _matrix(
 
 
 def use_block(block: int) -> None:
-    """Sets stk's block size, which it keeps in a class and in its kernels' only launch configuration."""
+    """Set stk's block size, which is a class attribute and part of its kernels' only launch configuration."""
     config = triton_kernels.TritonConfig
     narrow = min(32, block)
     config.BLOCK_M = config.BLOCK_N = config.BLOCK_SIZE = block

@@ -1,5 +1,4 @@
-"""How several GPUs exchange the intermediates of fully sharded pairs, between the shrink and the expand of a group of
-sites."""
+"""The interface by which GPUs exchange intermediates of fully sharded pairs, between shrink and expand."""
 
 from __future__ import annotations
 
@@ -9,35 +8,37 @@ from torch import Tensor
 
 
 class Exchange(Protocol):
-    """One group's. S-LoRA (Sheng et al., MLSys '24), section 6; `parallel.exchange` implements it.
+    """The collective of one group of sites. S-LoRA (Sheng et al., MLSys '24), section 6; see `parallel.exchange`.
 
-    Letters: P parts of an intermediate, K splits of its sum, G sites, T tokens, W ranks of a part.
+    Letters: P shards of an intermediate's LoRA ranks, K splits of its sum, G sites, T tokens, W LoRA ranks of a shard.
     """
 
     @property
     def shards(self) -> int:
-        """P: each GPU has the intermediate of an equal part of the ranks; 1: a term of all ranks' intermediate."""
+        """P: each GPU has the intermediate of 1/P of the LoRA ranks. 1: each has a summand of all LoRA ranks'
+        intermediate."""
         ...
 
     @property
     def own(self) -> int:
-        """This GPU's part."""
+        """Index of this GPU's shard."""
         ...
 
     @property
     def outputs(self) -> tuple[int, int] | None:
-        """`[start, stop)` of the outputs that this GPU adds its terms to; None: all."""
+        """`[start, stop)` of the outputs to which this GPU adds its terms; None: all."""
         ...
 
     def needs_all_parts(self, size: int) -> bool:
-        """Whether `run` is given all parts, with zeros in those of the others; else its own part. `size`: bytes of a
-        split of all parts."""
+        """Whether `run` takes all shards, with zeros in those of other GPUs; otherwise it takes only this GPU's.
+
+        `size`: bytes of all shards of one split.
+        """
         ...
 
     def run(self, h: Tensor) -> Tensor:
-        """(1 or P, K, G, T, W) -> (P, 1 or K, G, T, W), complete: one collective. May overwrite `h`, of which parts may
-        be unset.
+        """Complete the intermediates: (1 or P, K, G, T, W) -> (P, 1 or K, G, T, W), by one collective.
 
-        Can be captured. All GPUs call it at once.
+        May overwrite `h`, which may be partly uninitialised. Can be captured. All GPUs call it at the same time.
         """
         ...

@@ -1,4 +1,4 @@
-"""`grouped`: the base runs batched, and each site loops over its adapters, as PEFT does. The CPU's backend, and a
+"""`grouped`: the base runs batched, and each site loops over its adapters, like PEFT. The default on CPU, and a
 baseline."""
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup
 
 CPU_MIN_ROWS = 16
-"""torch's CPU matrix product gives a row the same bits whatever the other rows are, from 8 rows on; below it does
-not."""
+"""From 8 rows on, torch's CPU GEMM gives a row the same bits whatever the other rows are; smaller products are
+padded."""
 
 
 class GroupedBackend(LoraBackend):
-    """The base batched, a loop over adapters at each site."""
+    """A backend that loops over adapters at each site, on top of the batched base."""
 
     name = "grouped"
 
@@ -28,12 +28,12 @@ class GroupedBackend(LoraBackend):
 
 
 class GroupedLora(SitewiseLora):
-    """Each adapter's tokens together. On CPU a row's result does not depend on the batch's other rows."""
+    """Terms computed adapter by adapter. On CPU a row's result does not depend on the batch's other rows."""
 
     def __init__(self, segments: Segments, adapters: Adapters) -> None:
         super().__init__(segments, adapters)
         self._rows: dict[int, Tensor] = {}
-        """Adapter -> int64 indices of its rows."""
+        """For each adapter, the int64 indices of its rows."""
 
     def add_site(self, site: str, y_TO: Tensor, x_TD: Tensor) -> Tensor:
         at: list[Tensor] = []
@@ -70,7 +70,7 @@ def _delta(x_ND: Tensor, pair: LoraPair) -> Tensor:
 
 
 def _product(x_NI: Tensor, packed: Tensor, blocks: int) -> Tensor:
-    """`x Wᵀ` (N, O), W a packed block-diagonal matrix: each block by itself, without zeros."""
+    """Return `x Wᵀ` (N, O) for a packed block-diagonal W, block by block without zeros."""
     if blocks == 1:
         return _linear(x_NI, packed)
     own = zip(x_NI.chunk(blocks, 1), packed.chunk(blocks), strict=True)
@@ -78,8 +78,8 @@ def _product(x_NI: Tensor, packed: Tensor, blocks: int) -> Tensor:
 
 
 def _linear(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-    """`linear`. On CPU a product with a vector is another routine, and varies with the rows: one of rank 1 is
-    widened."""
+    """Compute `linear`. On CPU, products with a vector use another routine whose bits vary with the rows, so those of
+    LoRA rank 1 are widened."""
     outputs, inputs = weight_OI.shape
     if x_NI.device.type == "cpu" and 1 in (outputs, inputs):
         x_NI, weight_OI = pad(x_NI, (0, int(inputs == 1))), pad(weight_OI, (0, int(inputs == 1), 0, int(outputs == 1)))

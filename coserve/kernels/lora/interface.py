@@ -1,5 +1,4 @@
-"""What a LoRA backend is: how the terms of one step's adapters are prepared, and how they are added at the base's
-sites."""
+"""The interface of LoRA backends: preparing one step's adapter terms, and adding them at the base's sites."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup, StackedWeights
 
 Adapters = Sequence[Mapping[str, LoraPair]]
-"""Each adapter's pair at each site that it changes, by the site's name."""
+"""For each adapter, its pair at each site that it changes, by the site's name."""
 
 
 class PreparedLora(ABC):
@@ -25,8 +24,10 @@ class PreparedLora(ABC):
     """
 
     anchor: Tensor | None = None
-    """Set where the kernels add gradients to the pairs' `MainGrads`, so that autograd returns none for them: a dummy
-    leaf that triggers our backward in the lowest trainable layer. It gets no gradient."""
+    """Dummy leaf that triggers our backward in the lowest trainable layer; it gets no gradient.
+
+    Set if the kernels add gradients to the pairs' `MainGrads`, so that autograd returns none for the pairs.
+    """
 
     @property
     def sums_gradients(self) -> bool:
@@ -39,9 +40,9 @@ class PreparedLora(ABC):
 
     @abstractmethod
     def add(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor) -> list[Tensor]:
-        """`ys[i]` (T, O_i) with the terms of the group's i-th site.
+        """Return `ys[i]` (T, O_i) plus the terms of the group's i-th site.
 
-        Differentiable in ys, x and every a_RD and b_OR; may write into ys when no gradient is asked for.
+        Differentiable in ys, x and every a_RD and b_OR; may write into ys if no gradient is required.
         """
 
     def add_(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, overlapped: bool = False) -> None:
@@ -55,14 +56,15 @@ class PreparedLora(ABC):
                 y.copy_(added)
 
     def linear_group(self, group: SiteGroup, x_TD: Tensor, stacked: StackedWeights) -> tuple[Tensor, ...]:
-        """Each site's `x Wᵀ + bias` with its terms: (T, O_i) each. Differentiable as `add` is, not in the weights."""
+        """Return each site's `x Wᵀ + bias` plus its terms: (T, O_i) each. Differentiable as `add` is, not in the
+        weights."""
         y_TO = stacked.linear(x_TD)
         return tuple(self.add(group, torch.split(y_TO, list(stacked.sizes), 1), x_TD))
 
     def linear_forward(
         self, group: SiteGroup, x_TD: Tensor, stacked: StackedWeights, *, keep: bool
     ) -> tuple[Tensor, object]:
-        """`linear_group` without autograd: (T, ΣO), and with `keep` what `linear_backward` needs."""
+        """Compute `linear_group` without autograd: (T, ΣO), and with `keep` what `linear_backward` needs."""
         y_TO = stacked.linear(x_TD)
         if not self.changes(group):
             return y_TO, None
@@ -71,51 +73,59 @@ class PreparedLora(ABC):
     def linear_backward(
         self, group: SiteGroup, dy_TO: Tensor, x_TD: Tensor, kept: object, stacked: StackedWeights
     ) -> Tensor:
-        """The gradient of x from that of `linear_forward`'s output; adds those of the pairs to their `MainGrads`."""
+        """Return the gradient of x, given that of `linear_forward`'s output. Adds the pairs' gradients to their
+        `MainGrads`."""
         if kept is None:
             return stacked.backward(dy_TO)
         dys = torch.split(dy_TO, list(stacked.sizes), 1)
         return stacked.add_backward(self.terms_backward(group, dys, x_TD, kept), dy_TO)
 
     def terms_forward(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, keep: bool) -> object:
-        """`add_` without autograd, for training: with `keep` what `terms_backward` needs. The group's sites are
-        changed."""
+        """Compute `add_` without autograd for training; with `keep`, return what `terms_backward` needs.
+
+        Only for groups that an adapter changes.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no forward of its own")
 
     def terms_backward(self, group: SiteGroup, dys: Sequence[Tensor], x_TD: Tensor, kept: object) -> Tensor:
-        """The gradient of x by the terms alone, a new tensor; adds those of the pairs to their `MainGrads`."""
+        """Return the terms' contribution to the gradient of x, a new tensor. Adds the pairs' gradients to their
+        `MainGrads`."""
         raise NotImplementedError(f"{type(self).__name__} has no backward of its own")
 
     def for_batch(self, segments: Segments) -> PreparedLora | None:
-        """The same adapters, whose weights may have changed in place, for another batch; None: they must be prepared
-        anew."""
+        """Return the terms of another batch with the same adapters, whose weights may have changed in place.
+
+        None if they must be prepared anew.
+        """
         return None
 
     @property
     def structure(self) -> Hashable | None:
-        """Key of the launches of a batch that learns: those of equal keys differ in addresses and contents of tables
-        only. None: they cannot be captured in a CUDA graph."""
+        """Key of a training batch's launches: batches with equal keys differ only in addresses and contents of tables.
+
+        None if they cannot be captured in a CUDA graph.
+        """
         return None
 
     def fixed(self) -> FixedLora:
-        """A copy whose launches can be captured. Only with a `structure`."""
+        """Return a copy whose launches can be captured. Requires a `structure`."""
         raise NotImplementedError(f"{type(self).__name__} cannot be captured")
 
 
 class FixedLora(PreparedLora):
-    """A `PreparedLora` whose launches are always the same: in a CUDA graph they serve whatever it took last."""
+    """A `PreparedLora` with fixed launches: captured in a CUDA graph, they serve whichever batch it took last."""
 
     @abstractmethod
     def take(self, lora: PreparedLora) -> None:
-        """Be this batch from now on, in stream order: one of the same `structure` and number of tokens."""
+        """Switch to this batch, in stream order. It must have the same `structure` and number of tokens."""
 
     @abstractmethod
     def forget(self) -> None:
-        """Hold no batch that it took. What was launched for one goes on."""
+        """Release the batch that it took. Work already launched for it is not affected."""
 
 
 class CombinedLora(PreparedLora):
-    """The terms of several, one after another. Not for training with an `anchor`."""
+    """The sum of several backends' terms, added one after another. Not for training with an `anchor`."""
 
     def __init__(self, parts: Sequence[PreparedLora]) -> None:
         self._parts = parts
@@ -140,7 +150,7 @@ class LoraBackend(ABC):
     """An implementation of LoRA terms."""
 
     name: str
-    """What the setting `lora_backend` calls it."""
+    """Its value of the setting `lora_backend`."""
     capturable: bool = False
     """Whether steps can be captured in CUDA graphs."""
     groups_inputs: bool = False
@@ -152,14 +162,14 @@ class LoraBackend(ABC):
         return self.name
 
     def refuse_unusable(self, device: torch.device, dtype: torch.dtype) -> None:  # noqa: B027 - most run anywhere
-        """Raises `ConfigError` where the backend cannot run on `device`, or would silently be wrong in `dtype`."""
+        """Raise `ConfigError` if the backend cannot run on `device`, or would silently be wrong in `dtype`."""
 
     @abstractmethod
     def prepare(self, segments: Segments, adapters: Adapters, groups: Sequence[SiteGroup]) -> PreparedLora:
-        """The terms of one step; `segments.adapters` indexes `adapters`.
+        """Prepare the terms of one step; `segments.adapters` indexes `adapters`.
 
-        `groups`: every group that will be asked for, by the same objects. The adapters' tensors share one dtype and
-        device; they must stay where they are until the step has ended. Raises `ConfigError`: see `refuse_unusable`.
+        `groups`: all groups that will be passed later, as the same objects. The adapters' tensors share one dtype and
+        device, and must stay in place until the step has ended. Raises `ConfigError`: see `refuse_unusable`.
         """
 
 
@@ -178,14 +188,14 @@ class TritonBackend(LoraBackend):
             raise ConfigError(f"the LoRA backend {self.name} expected {expected}, got {got}")
 
     def refuse_adapters(self, adapters: Adapters) -> None:
-        """`refuse_unusable` for the device and dtype of a step's adapters."""
+        """Call `refuse_unusable` with the device and dtype of a step's adapters."""
         pair = next((pair for adapter in adapters for pair in adapter.values()), None)
         if pair is not None:
             self.refuse_unusable(pair.a_RD.device, pair.a_RD.dtype)
 
 
 class SitewiseLora(PreparedLora):
-    """Terms that are computed at each site by itself."""
+    """Base class for terms that are computed site by site."""
 
     def __init__(self, segments: Segments, adapters: Adapters) -> None:
         self.segments, self._adapters = segments, adapters
@@ -200,8 +210,8 @@ class SitewiseLora(PreparedLora):
 
     @abstractmethod
     def add_site(self, site: str, y_TO: Tensor, x_TD: Tensor) -> Tensor:
-        """`add` at one site."""
+        """Add the terms at one site; see `add`."""
 
     def pairs(self, site: str) -> list[LoraPair | None]:
-        """Each adapter's pair; None where it does not target the site."""
+        """Return each adapter's pair at the site; None if the adapter does not target it."""
         return [adapter.get(site) for adapter in self._adapters]

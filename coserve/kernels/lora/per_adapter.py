@@ -1,7 +1,7 @@
 """`naive`: one forward of the base per adapter, the paper's first baseline (ETS §4.3.2).
 
-Only generation does so: `generate.batch.pack` cuts a step into one batch per adapter. Within each of them the terms are
-computed as `grouped` computes them. A training step has one adapter anyway, and runs as with `grouped`.
+Only generation does this: `generate.batch.pack` cuts a step into one batch per adapter, and each batch is computed like
+`grouped`. A training step has only one adapter, and runs like `grouped`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from coserve.kernels.lora.grouped import GroupedBackend
 
 
 class PerAdapterBackend(GroupedBackend):
-    """`grouped` over batches of one adapter each."""
+    """`grouped` over batches with one adapter each."""
 
     name = "naive"
     one_adapter_a_step = True

@@ -1,4 +1,4 @@
-"""The formula, spelled out in fp32, for tests to compare with."""
+"""The LoRA formula in fp32, as a reference for tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ReferenceBackend(LoraBackend):
 
 
 class ReferenceLora(SitewiseLora):
-    """Writes nothing, with and without gradients."""
+    """Reference terms, which never write in place, with or without gradients."""
 
     def add_site(self, site: str, y_TO: Tensor, x_TD: Tensor) -> Tensor:
         return lora_add(y_TO, x_TD, self.segments, self.pairs(site))

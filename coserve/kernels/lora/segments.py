@@ -1,4 +1,4 @@
-"""A packed batch cut by adapter: what every LoRA backend is told. Built once a step, shared by all layers and sites."""
+"""A packed batch cut by adapter, the input of every LoRA backend. Built once a step, shared by all layers and sites."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ class Segments:
 
     @cached_property
     def runs(self) -> dict[int, list[tuple[int, int]]]:
-        """Adapter -> its `[start, end)` rows in order, empty segments dropped and neighbours joined; no entry for
-        -1."""
+        """For each adapter, the `[start, end)` rows of its runs in order, without empty ones and with neighbours
+        merged.
+
+        There is no entry for -1.
+        """
         runs: dict[int, list[tuple[int, int]]] = {}
         for adapter, start, end in zip(self.adapters, self.bounds, self.bounds[1:], strict=False):
             if adapter < 0 or start == end:

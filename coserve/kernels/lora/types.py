@@ -1,5 +1,4 @@
-"""What every LoRA backend is given: an adapter's matrices at one site, sites that read one input, their frozen
-weights."""
+"""Inputs of every LoRA backend: an adapter's pair at one site, groups of sites that read one input, frozen weights."""
 
 from __future__ import annotations
 
@@ -13,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 VECTOR = 8
-"""Elements of a row of b_OR that are read together."""
+"""Elements of a row of b_OR that are read at once."""
 ALIGNMENT = 16
-"""Bytes; weights start at a multiple of it, so that they are read 16 bytes at a time."""
+"""Alignment of weights in bytes: kernels read 16 bytes at a time."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class MainGrads:
 
 
 class TableEntry(NamedTuple):
-    """A pair as the kernels' table lists it: addresses of its matrices and of their `MainGrads` (0: none), shape,
+    """A pair as an entry of the kernels' table: addresses of its matrices and of their `MainGrads` (0: none), shape,
     scaling."""
 
     a: int
@@ -35,7 +34,7 @@ class TableEntry(NamedTuple):
     sum_a: int
     sum_b: int
     shape: int
-    """`entry_shape`: a dense pair's is its rank."""
+    """Encoded by `entry_shape`; for a dense pair it is the rank."""
     scaling: float
 
     @property
@@ -44,11 +43,12 @@ class TableEntry(NamedTuple):
 
 
 MAX_RANK, MAX_BLOCKS = (1 << 16) - 1, 128
-"""What an entry's shape holds."""
+"""Limits of an entry's shape."""
 
 
 def entry_shape(rank: int, a_blocks: int, b_blocks: int) -> int:
-    """The rank, in bits 16 to 23 the blocks of A beyond the first, and from bit 24 on those of B."""
+    """Encode a shape: the LoRA rank in the low 16 bits, A's blocks minus 1 in bits 16 to 23, B's minus 1 from bit 24
+    on."""
     assert rank <= MAX_RANK and max(a_blocks, b_blocks) <= MAX_BLOCKS, "expected a rank and blocks that an entry holds"
     return rank | a_blocks - 1 << 16 | b_blocks - 1 << 24
 
@@ -57,10 +57,10 @@ def entry_shape(rank: int, a_blocks: int, b_blocks: int) -> int:
 class LoraPair:
     """One adapter at one site, in the compute dtype: `x_TD -> scaling * (x_TD a_RDᵀ) b_ORᵀ`, any rank R >= 1.
 
-    The contents of its tensors may change, their addresses must not.
+    The contents of its tensors may change, but not their addresses.
 
-    BD-LoRA: one of both matrices may be block-diagonal, of N blocks that divide D, O and R, and is then kept packed,
-    its blocks one below the other (PEFT's layout). Block i of A, rows [i R/N, (i+1) R/N) of (R, D/N), reads the columns
+    BD-LoRA: one of the two matrices may be block-diagonal, of N blocks that divide D, O and R. It is then kept packed,
+    its blocks stacked vertically (PEFT's layout). Block i of A, rows [i R/N, (i+1) R/N) of (R, D/N), reads the columns
     [i D/N, (i+1) D/N) of x; block i of B, rows [i O/N, (i+1) O/N) of (O, R/N), reads the ranks [i R/N, (i+1) R/N).
     """
 
@@ -68,7 +68,7 @@ class LoraPair:
     b_OR: Tensor  # noqa: N815
     scaling: float
     main_grads: MainGrads | None = None
-    """Where given, `segmented` adds the pair's gradients here and autograd returns none. Other backends ignore it."""
+    """If given, `segmented` adds the pair's gradients here and autograd returns none. Other backends ignore it."""
     a_blocks: int = 1
     """Blocks of a packed block-diagonal a_RD: (R, D / a_blocks)."""
     b_blocks: int = 1
@@ -83,16 +83,16 @@ class LoraPair:
 
     @property
     def rank(self) -> int:
-        """R, over all blocks."""
+        """The LoRA rank R, over all blocks."""
         return self.a_RD.shape[0]
 
     @property
     def blocks(self) -> int:
-        """Blocks of the block-diagonal matrix; 1: both are dense."""
+        """Number of blocks of the block-diagonal matrix; 1: both are dense."""
         return max(self.a_blocks, self.b_blocks)
 
     def dense(self) -> LoraPair:
-        """The same pair with its zeros; differentiable, without `main_grads`."""
+        """Return the pair with its packed matrix expanded; differentiable, without `main_grads`."""
         if self.blocks == 1:
             return self
         a_RD, b_OR = block_diagonal(self.a_RD, self.a_blocks), block_diagonal(self.b_OR, self.b_blocks)
@@ -100,8 +100,10 @@ class LoraPair:
 
     @cached_property
     def entry(self) -> TableEntry | None:
-        """None where the kernels cannot read the pair as it lies: contiguous and aligned, rows of b_OR and of blocks of
-        A whole vectors."""
+        """Return the pair's table entry; None if kernels cannot read the pair in place.
+
+        They can if its matrices are contiguous and aligned, and rows of b_OR and of blocks of A are whole vectors.
+        """
         if self.a_blocks > 1 and self.a_RD.shape[1] % VECTOR:
             return None
         if self.b_OR.shape[1] % VECTOR or not (is_aligned(self.a_RD) and is_aligned(self.b_OR)):
@@ -119,7 +121,7 @@ class LoraPair:
 
 
 def block_diagonal(packed: Tensor, blocks: int) -> Tensor:
-    """The matrix whose `blocks` blocks lie one below the other in `packed`."""
+    """Expand the `blocks` stacked in `packed` to a block-diagonal matrix."""
     if blocks == 1:
         return packed
     whole: Tensor = torch.block_diag(*packed.chunk(blocks))  # type: ignore[no-untyped-call]
@@ -127,29 +129,31 @@ def block_diagonal(packed: Tensor, blocks: int) -> Tensor:
 
 
 def is_aligned(weight: Tensor) -> bool:
-    """Contiguous and aligned."""
+    """Whether the weight is contiguous and aligned."""
     return weight.is_contiguous() and weight.data_ptr() % ALIGNMENT == 0
 
 
 @dataclass(frozen=True, eq=False)
 class SiteGroup:
-    """Sites of one layer that read one input (q, k and v), in the order in which they run. Compared by identity."""
+    """Sites of one layer that read one input (q, k and v), in execution order. Compared by identity."""
 
     names: tuple[str, ...]
     index: int = 0
-    """Among the layer's groups."""
+    """Index among the layer's groups."""
 
 
 @dataclass(frozen=True)
 class StackedWeights:
-    """The frozen weights of the sites of a group, one below the other. Only here, and in the choice of dense GEMMs, is
-    it known how they are stored."""
+    """The frozen weights of a group's sites, stacked vertically.
+
+    Only this class and the choice of dense GEMMs know how they are stored.
+    """
 
     weight: Tensor
     """(ΣO, D)."""
     bias: Tensor | None
     sizes: tuple[int, ...]
-    """Each site's O."""
+    """O of each site."""
 
     @property
     def in_features(self) -> int:
@@ -162,15 +166,15 @@ class StackedWeights:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     def linear(self, x_TD: Tensor) -> Tensor:
-        """`x Wᵀ + bias`: (T, ΣO)."""
+        """Return `x Wᵀ + bias`: (T, ΣO)."""
         return functional.linear(x_TD, self.weight, self.bias)
 
     def traced_linear(self, x: Tensor, group: int) -> Tensor:
-        """`linear` as an op that torch.compile keeps whole; `group`: `SiteGroup.index` of the sites."""
+        """Compute `linear` by an op that is opaque to torch.compile. `group`: `SiteGroup.index` of the sites."""
         return cast(Tensor, torch.ops.coserve.linear(x, self.weight, self.bias, self.sizes, group))
 
     def backward(self, dy_TO: Tensor) -> Tensor:
-        """`dy W`, the gradient of x: (T, D)."""
+        """Return `dy W`, the gradient of x: (T, D)."""
         return dy_TO @ self.weight
 
     def add_backward(self, dx_TD: Tensor, dy_TO: Tensor) -> Tensor:
@@ -178,6 +182,6 @@ class StackedWeights:
         return dx_TD.addmm_(dy_TO, self.weight)
 
     def add_backward_of_sites(self, dx_TD: Tensor, dys_TO: Sequence[Tensor]) -> None:
-        """`add_backward` where each site's gradient is a tensor of its own."""
+        """Call `add_backward` for each site's gradient, given as separate tensors."""
         for dy_TO, weight_OD in zip(dys_TO, torch.split(self.weight, list(self.sizes)), strict=True):
             dx_TD.addmm_(dy_TO, weight_OD)

@@ -1,7 +1,7 @@
-"""Losses of rows of logits and their gradients, which take the logits' place. A row is read twice and written once.
+"""Losses of rows of logits, and their gradients, which overwrite the logits. A row is read twice and written once.
 
-The first pass keeps for each column of a program's block the largest logit and the sum of exponentials relative to it
-(online softmax: Milakov and Gimelshein 2018). Arithmetic is fp32.
+The first loop over a row keeps, for each column of a program's block, the largest logit and the sum of exponentials
+relative to it (online softmax: Milakov and Gimelshein 2018). Arithmetic is fp32.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(-3.0e38)
-"""Below every finite logit. Not infinity: differences from it are numbers."""
+"""Below every finite logit, but finite itself, so that differences from it are not NaN."""
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Launches of the loss kernels. Logits become gradients in place, so nothing of their size is allocated.
+"""Launches of the loss kernels. Gradients overwrite logits, so nothing of their size is allocated.
 
 Letters: K targets, V vocabulary.
 """
@@ -11,7 +11,7 @@ from coserve.kernels.gpu.launcher import Launcher
 from coserve.kernels.losses import kernels
 
 BLOCK = 2048
-"""Logits that a program has at once."""
+"""Logits that a program reads at once."""
 WARPS = 8
 
 _likelihood, _divergence = Launcher(kernels.likelihood), Launcher(kernels.divergence)
@@ -20,10 +20,10 @@ _likelihood, _divergence = Launcher(kernels.likelihood), Launcher(kernels.diverg
 def negative_log_likelihood_(
     logits_KV: Tensor, labels_K: Tensor, found_K2: Tensor, *, block: int = BLOCK, warps: int = WARPS
 ) -> None:
-    """-log softmax(logits)[label] of each row (nats) into `found_K2[:, 0]`, and 1 into `found_K2[:, 1]` where no logit
-    of the row is larger than its label's, else 0. The logits become the gradient of the losses' sum in them.
+    """Write each row's -log softmax(logits)[label] (nats) into `found_K2[:, 0]`, and overwrite the logits by gradients.
 
-    `logits_KV`: any float dtype, rows may lie apart; `labels_K`: int64; `found_K2`: fp64.
+    `found_K2[:, 1]` becomes 1 where the label has the row's largest logit, else 0. The gradients are those of the sum
+    of the losses. `logits_KV`: any float dtype, rows may have gaps; `labels_K`: int64; `found_K2`: fp64.
     """
     _check(logits_KV, labels_K, found_K2)
     _likelihood(
@@ -44,8 +44,8 @@ def divergence_(
     block: int = BLOCK,
     warps: int = WARPS,
 ) -> None:
-    """As `negative_log_likelihood_`; each row's loss is the Kullback-Leibler divergence of softmax(logits) from
-    softmax(teacher)."""
+    """Like `negative_log_likelihood_`, but the loss is the Kullback-Leibler divergence KL(softmax(teacher) ||
+    softmax(logits))."""
     _check(logits_KV, labels_K, found_K2)
     assert teacher_KV.shape == logits_KV.shape and teacher_KV.stride(1) == 1, (
         "expected a teacher's logits of the same rows"

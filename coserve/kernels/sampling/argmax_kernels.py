@@ -1,4 +1,4 @@
-"""The first token of the highest logit: `peak` of each chunk of a row, `top` of the row."""
+"""Argmax of each row, the lowest id among equals: `peak` for each chunk of a row, `top` for the row."""
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
 # ruff: noqa: ANN001, ANN201 - a kernel's arguments have the types of its launch

@@ -1,11 +1,11 @@
-"""Drawing a token without sorting: a row of weights is read a few times, and nothing is written but the token.
+"""Draws a token without sorting: a row of weights is read a few times, and only the token is written.
 
     weigh   w[b, v] = round(UNIT exp((logit - highest) / temperature)), 0 below min-p; their sum over each chunk
     sift    each chunk's sum of weights above the threshold (`threshold_kernel`), and its ties
-    settle  the first token, in order of ids, whose running sum of kept weights is above a uniform share of all
+    settle  the first token, in order of ids, whose running sum of kept weights exceeds a uniform fraction of the total
 
-The weights are whole numbers whose sums are exact in fp64 (`generate.sampling.draws`), so the order of additions does
-not matter.
+The weights are integers whose sums are exact in fp64 (`generate.sampling.draws`), so the order of additions does not
+matter.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"

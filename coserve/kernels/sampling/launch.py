@@ -18,14 +18,14 @@ from coserve.kernels.sampling.threshold_kernel import threshold
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sizes of the kernels."""
+    """Block sizes of the sampling kernels."""
 
     chunk: int = 512
-    """Tokens of a program that shares a row with others."""
+    """Tokens per program of the kernels that split a row among programs."""
     peak_chunk: int = 1024
-    """Tokens of a program of `peak`."""
+    """Tokens per program of `peak`."""
     row_block: int = 4096
-    """Tokens that `threshold`, which reads a whole row again and again, reads at once."""
+    """Tokens per step of `threshold`, which loops over a whole row several times."""
     row_warps: int = 32
 
 
@@ -33,7 +33,7 @@ BLOCKS = Blocks()
 
 
 def likeliest(logits_BV: Tensor, blocks: Blocks = BLOCKS) -> Tensor:
-    """See `generate.sampling.draws.likeliest`. Rows of the logits may lie apart."""
+    """See `generate.sampling.draws.likeliest`. Rows of the logits may have gaps."""
     rows, vocab = logits_BV.shape
     assert logits_BV.stride(1) == 1, "expected the logits of a row side by side"
     chunks, tokens = cdiv(vocab, blocks.peak_chunk), torch.empty(rows, dtype=torch.int64, device=logits_BV.device)
@@ -47,7 +47,7 @@ def likeliest(logits_BV: Tensor, blocks: Blocks = BLOCKS) -> Tensor:
 def draw(
     logits_BV: Tensor, likeliest_B: Tensor, columns_BK: Tensor, *, filters: bool, blocks: Blocks = BLOCKS
 ) -> Tensor:
-    """See `generate.sampling.draws.draw`. Rows of the logits may lie apart."""
+    """See `generate.sampling.draws.draw`. Rows of the logits may have gaps."""
     rows, vocab = logits_BV.shape
     assert columns_BK.shape == (rows, COLUMNS), f"expected {COLUMNS} columns, got {tuple(columns_BK.shape)}"
     assert logits_BV.stride(1) == 1, "expected the logits of a row side by side"
@@ -76,10 +76,10 @@ def draw(
 def penalise_(
     logits_BV: Tensor, rows_P: Tensor, counts_NV: Tensor, slots_P: Tensor, penalties_PK: Tensor, blocks: Blocks = BLOCKS
 ) -> None:
-    """See `generate.sampling.draws.penalise_`: in place on some rows of fp32 logits, with rows `slots_P` of the table
+    """See `generate.sampling.draws.penalise_`. In place on rows `rows_P` of fp32 logits, with rows `slots_P` of
     `counts_NV`."""
     assert logits_BV.is_contiguous() and counts_NV.is_contiguous(), "expected whole rows"
     vocab = logits_BV.shape[1]
     grid = (len(rows_P), cdiv(vocab, blocks.chunk))
-    exact = {} if interpreted() else {"enable_fp_fusion": False}  # to the last bit what PyTorch's operations give
+    exact = {} if interpreted() else {"enable_fp_fusion": False}  # bitwise equal to PyTorch's operations
     penalise[grid](logits_BV, rows_P, counts_NV, slots_P, penalties_PK, vocab, CHUNK=blocks.chunk, num_warps=4, **exact)

@@ -1,4 +1,4 @@
-"""The penalties of `generate.sampling.draws.penalise_`."""
+"""The kernel of `generate.sampling.draws.penalise_`."""
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
 # ruff: noqa: ANN001, ANN201 - a kernel's arguments have the types of its launch

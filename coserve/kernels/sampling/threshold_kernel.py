@@ -1,9 +1,9 @@
-"""Where top-k and top-p end in a row of weights: the last weight that is kept, and how many of its ties (lower ids
-first).
+"""Finds where top-k and top-p end in a row of weights: the smallest kept weight, and how many of its ties are kept
+(lower ids first).
 
-A threshold is searched for by bisection of the bits of fp32 weights, which are in the order of the weights (compare
-FlashInfer's sorting-free sampling, which draws again where this searches): three pivots a pass, until no two different
-weights are left between the bounds.
+The threshold is found by bisection over the bits of fp32 weights, which have the same order as the weights. Each loop
+over the row tests three pivots, until no two different weights are left between the bounds. Compare FlashInfer's
+sorting-free sampling, which redraws instead.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"

@@ -1,7 +1,7 @@
-"""Attention over paged KV caches in plain torch: on a CPU, and where the Triton kernels do not run.
+"""Attention over paged KV caches in plain torch: on a CPU, and wherever the Triton kernels do not run.
 
-Letters: T packed rows, H query heads, K key-value heads, G = H / K, D head width, B tiles, N tokens of a tile,
-R = N * G rows of a tile for one key-value head, L keys that a tile reads; S rows without those that pad R.
+Letters: T packed rows, H query heads, K key-value heads, G = H / K, D head width, B tiles, N tokens of a tile, R = N *
+G rows of a tile for one key-value head, L keys that a tile reads; S rows without the padding of R.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from coserve.kernels.attention.torch_paged.tiles import KEY_BLOCK, Layout, Tiles
 class PagedAttention:
     """Attention of one generation step: writes the step's keys and values into pages, then reads each sequence's pages.
 
-    Built once a step, used by every layer. On CPU a row's result has the same bits whatever else is in the batch and
-    however its sequence was cut into steps: products have at least 16 rows, keys are read in blocks that lie at fixed
-    positions, blocks are added in order, and a key that a row must not see adds exactly 0.
+    Built once a step, used by every layer. On CPU a row's result is bitwise independent of the rest of the batch and of
+    how its sequence was cut into steps: GEMMs have at least 16 rows, keys are read in blocks at fixed positions, blocks
+    are added in order, and a masked key adds exactly 0.
     """
 
     def __init__(self, pages: Pages, runs: Sequence[TokenRun]) -> None:
@@ -83,13 +83,15 @@ class PagedAttention:
 
 
 def _rows(x_ND: Tensor, at: Tensor) -> Tensor:
-    """`x_ND[at]`; whole rows at a time, which indexing is not on CPU."""
+    """Return `x_ND[at]`, copying whole rows at a time; plain indexing does not on CPU."""
     return x_ND.index_select(0, at.flatten()).view(*at.shape, -1)
 
 
 def _keys(cache: Tensor, at: Tensor, unit: int) -> Tensor:
-    """`cache` (P, page_tokens, K, D), and what lies between its pages, in rows of `unit` elements: those at `at` (B, K,
-    L, D)."""
+    """Gather keys or values (B, K, L, D) at the places `at` (B, K, L * units) from a cache (P, page_tokens, K, D).
+
+    The cache and the memory between its pages are seen as rows of `unit` elements.
+    """
     pages, _, kv_heads, width = cache.shape
     assert cache.stride()[1:] == (kv_heads * width, width, 1), "expected pages in one piece"
     elements = (pages - 1) * cache.stride(0) + cache[0].numel()
@@ -98,7 +100,7 @@ def _keys(cache: Tensor, at: Tensor, unit: int) -> Tensor:
 
 
 def _widen(x: Tensor) -> Tensor:
-    """Zeros up to a multiple of 16 columns: narrower products are cut among threads in ways that change bits."""
+    """Pad with zero columns to a multiple of 16: narrower products are split among threads in ways that change bits."""
     return pad(x, (0, -x.shape[-1] % 16)) if x.shape[-1] % 16 else x
 
 
@@ -112,7 +114,8 @@ def _weigh(
     *,
     exact: bool,
 ) -> Tensor:
-    """`softmax(softcap(q kᵀ)) v` without the hidden keys: (B, K, S, D), of the first S rows. The softmax is in fp32."""
+    """`softmax(softcap(q kᵀ)) v` without the hidden keys, for the first S rows: (B, K, S, D). The softmax is in
+    fp32."""
     padding = q_BKRD.shape[2] - hidden_B1SL.shape[2]
     scores = torch.matmul(q_BKRD, k_BKLD.transpose(2, 3)).float()
     if padding:
@@ -134,9 +137,9 @@ def _weigh(
 
 
 def _blockwise(weights_BKSL: Tensor, v_BKLD: Tensor, padding: int) -> tuple[Tensor, Tensor]:
-    """Sum of the weights (B, K, S, 1) and weighted values (B, K, S, D), block after block of keys.
+    """Return the sums of weights (B, K, S, 1) and the weighted values (B, K, S, D), added block by block of keys.
 
-    The products run with `padding` more rows.
+    The products run with `padding` additional rows.
     """
     B, K, S, _ = weights_BKSL.shape
     sums = weights_BKSL.view(B, K, S, -1, KEY_BLOCK).sum(-1)

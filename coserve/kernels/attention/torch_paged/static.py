@@ -1,4 +1,4 @@
-"""Attention of steps in fixed device buffers, for CUDA graphs: the graph keeps the addresses, `load` the contents."""
+"""Attention of steps in fixed device buffers, with the interface that CUDA graphs need, in plain torch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from coserve.kernels.attention.torch_paged.paged import PagedAttention
 
 
 class _Gathered:
-    """Attention of a step's real rows through plain torch, and zeros for padding: for devices that capture nothing."""
+    """Attention of a step's real rows in plain torch, and zeros for padding. For devices without CUDA graphs."""
 
     def __init__(self, pages: Pages) -> None:
         self._pages = pages
         self._take((), 0)
 
     def _take(self, runs: Sequence[TokenRun], rows: int) -> None:
-        """The next step, and its real rows."""
+        """Set the next step's runs. `rows`: how many of its rows are real."""
         self._rows, self._inner = rows, PagedAttention(self._pages, runs)
 
     def attend(
@@ -46,7 +46,7 @@ class _Gathered:
 
 
 class GatheredStaticAttention(_Gathered):
-    """`StaticPagedAttention` on such devices."""
+    """`StaticPagedAttention` in plain torch."""
 
     def __init__(self, pages: Pages, *, batch: int, max_tokens: int) -> None:
         super().__init__(pages)
@@ -63,7 +63,7 @@ class GatheredStaticAttention(_Gathered):
 
 
 class GatheredMixedAttention(_Gathered):
-    """`MixedAttention` on such devices."""
+    """`MixedAttention` in plain torch."""
 
     def __init__(self, pages: Pages, capacity: MixedCapacity) -> None:
         super().__init__(pages)

@@ -1,4 +1,4 @@
-"""How paged attention cuts a packed batch: tiles of a few new tokens of one sequence, batched with tiles of like size.
+"""Cuts a packed batch for paged attention in torch: tiles of a few new tokens of one sequence, batched by size.
 
 Built on the host once a step for each (heads, window), then shared by all layers of that kind.
 """
@@ -15,42 +15,43 @@ from torch.nn.functional import pad
 from coserve.kernels.attention.interface import TokenRun
 
 KEY_BLOCK = 64
-"""Keys are read in blocks of so many positions; block b of a sequence always holds the positions from 64 b on."""
+"""Keys of a block. Block b of a sequence always holds the positions from 64 b on."""
 MIN_ROWS = 16
-"""torch's CPU matrix product gives a row the same bits whatever the other rows are, from 8 rows on; below it does
-not."""
+"""Fewest rows of a product. From 8 rows on, torch's CPU GEMM gives a row the same bits whatever the other rows are."""
 TILE_TOKENS = (1, 16, 64)
-"""Tokens of a tile; a longer run is cut into tiles of the last size."""
+"""Allowed numbers of tokens in a tile. Longer runs are cut into tiles of the last size."""
 MAX_SCORES = 1 << 24
-"""Attention scores that one batch of tiles holds at most (unless one tile alone needs more)."""
+"""Most attention scores in one batch of tiles, unless one tile alone has more."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What layers that share one plan have in common."""
+    """Properties of the layers that share one plan."""
 
     heads: int
     kv_heads: int
     window: int | None
     key_units: int
-    """A cache is read in rows of so many elements that keys and pages begin at rows: rows of a key, usually 1,"""
+    """Rows per key. The cache is addressed in rows of equally many elements, such that keys and pages begin at rows.
+    Usually 1."""
     page_units: int
-    """and rows from one page to the next."""
+    """Rows from the start of one page to the next."""
 
 
 @dataclass(frozen=True)
 class TileBatch:
-    """B tiles that one batched product computes."""
+    """B tiles that are computed by one batched product."""
 
     queries: Tensor
-    """(B, K, R) rows of q seen as (T * H, D); R counts (token, head of the group), padded by row 0."""
+    """int (B, K, R): rows of q seen as (T * H, D). R counts (token, head of the group); padding repeats row 0."""
     keys: Tensor
-    """(B, K, L * key_units) rows of a layer's cache, as `Layout` says."""
+    """int (B, K, L * key_units): rows of a layer's cache, counted as in `Layout`."""
     hidden: Tensor
-    """(B, 1, S, L) bool: this row must not see that key. Every row sees at least one. S is R without its padding."""
+    """bool (B, 1, S, L): whether a key is hidden from a row. Every row sees at least one. S is R without its
+    padding."""
 
     def sinks(self, sinks_H: Tensor | None) -> Tensor | None:
-        """The learned sink logit of each row, fp32 (1, K, S, 1)."""
+        """Return the learned sink logit of each row, fp32 (1, K, S, 1)."""
         if sinks_H is None:
             return None
         kv_heads = self.queries.shape[1]
@@ -62,13 +63,13 @@ class TileBatch:
 class Tiles:
     batches: tuple[TileBatch, ...]
     back: Tensor
-    """(T * H) for each row and head its place among the batches' outputs seen as (sum B * K * S, D)."""
+    """int (T * H): for each row and head, its index among all batches' outputs, seen as (sum B * K * S, D)."""
 
 
 @dataclass(frozen=True)
 class _Tile:
     row: int
-    """Of its first token in the packed batch."""
+    """Row of its first token in the packed batch."""
     tokens: int
     position: int
     first_block: int
@@ -77,7 +78,7 @@ class _Tile:
 
 
 def _cut(runs: Sequence[TokenRun], window: int | None) -> dict[tuple[int, int], list[_Tile]]:
-    """Tiles by (their size in tokens, key blocks they are padded to)."""
+    """Cut runs into tiles. Return them by (tokens of the tile, key blocks that it is padded to)."""
     found: dict[tuple[int, int], list[_Tile]] = {}
     row = 0
     for run in runs:
@@ -103,7 +104,7 @@ def plan_tiles(
     *,
     exact: bool,
 ) -> Tiles:
-    """The tiles of `runs`. `blank` is the page that holds zeros.
+    """Build the tiles of `runs`. `blank` is the page that holds zeros.
 
     `exact` pads each tile's rows to a multiple of `MIN_ROWS`, so that a row's bits do not depend on its tile.
     """
@@ -159,7 +160,7 @@ def _batch(
     at_BKL = page_BL[:, None] * layout.page_units + within_BKL * layout.key_units
     at_BKL = (at_BKL[..., None] + torch.arange(layout.key_units)).flatten(2)
 
-    # Rows of padding stand at the tile's first key, so that they see one.
+    # Padding rows get the position of the tile's first key, so that each sees one key and its softmax is finite.
     at_BR = torch.where(real_BR, position_B[:, None] + local_R, start_B[:, None])
     hidden = key_BL[:, None] > at_BR[:, :, None]
     if layout.window is not None:

@@ -1,21 +1,20 @@
-"""Paged attention of single new tokens: reading the keys and values is all the work there is.
+"""Paged attention of decode: one new token per sequence. The time goes into reading keys and values.
 
-A program takes one item, a stretch of one sequence's keys, for one key-value head and all query heads of its group.
-The host cuts sequences into items of about one size (`plan.decode_items`), so that one long sequence does not
-hold up the rest (flash-decoding, with the plan of FlashInfer, §3.3.1). The program that ends last for a sequence and
-head joins their results. The program with the sequence's last key takes it from k and v as they come from the layer,
-behind its other keys, and writes it to its page: no kernel of its own does that. Items and page ids do not depend on
-the kernel
-ahead: they are read before the wait for its end (programmatic dependent launch).
+A program computes one item, a range of one sequence's keys, for one key-value head and all query heads of its group.
+The host cuts sequences into items of similar size (`plan.decode_items`), so that one long sequence does not delay the
+step (flash-decoding, with the plan of FlashInfer, §3.3.1). The last program to finish for a sequence and head joins
+their results. The program with the sequence's last key takes it from the layer's k and v and also writes it to its
+page, which saves a kernel. Items and page ids do not depend on the preceding kernel: they are read before the wait for
+its end (programmatic dependent launch).
 
-What few sequences wait for is latency, so nothing stands between an item and its first keys that can come later; no
-load of the loop has a mask (behind the last key that key is read again, and weighs 0), and page ids are read a step
-ahead, or keys could not be asked for ahead; each thread keeps a sum of weights of its own until the end.
+With few sequences latency dominates, so an item's first keys are requested as early as possible. Loads in the loop have
+no mask: behind the last key that key is read again with weight 0. Page ids are read one step ahead of the keys that
+need them. Each thread keeps a sum of weights of its own until the end.
 
-q (H, T, D), k, v (K, T, D), any strides but 1 for D; keys, values (pages, PAGE, K, D), contiguous within a page;
-out (T, H, D); items (W, 8) int32: column of the table (-1: nothing to do), row of q, first key, key after the last,
-first item of the sequence, its items (0: write zeros), whether the last key is the new one. parts (W, H, D), stats (W,
-H) and counters (rows, K) are scratch; counters are 0 before and after.
+q (H, T, D), k, v (K, T, D), any strides but 1 for D; keys, values (pages, PAGE, K, D), contiguous within a page; out
+(T, H, D); items (W, 8) int32: column of the table (-1: nothing to do), row of q, first key, key after the last, first
+item of the sequence, its items (0: write zeros), whether the last key is the new one. parts (W, H, D), stats (W, H) and
+counters (rows, K) are scratch; counters are 0 before and after.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"

@@ -1,4 +1,4 @@
-"""Attention of decode steps in fixed device buffers, for CUDA graphs: the graph keeps the addresses, `load` the
+"""Attention of decode steps in fixed device buffers, for CUDA graphs: addresses never change, `load` sets the
 contents."""
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from coserve.kernels.attention.triton_paged.plan import Table, decode_items, ite
 from coserve.kernels.gpu.device import device_info
 
 KINDS = 4
-"""Kinds of layers (key-value heads, window) that one base may have: full attention and windows of different lengths."""
+"""Most kinds of layers (key-value heads, window) in one base: full attention, and windows of different lengths."""
 
 
 class FusedStaticAttention:
-    """`StaticPagedAttention` through the decode kernel; `attend` may be captured, and never waits for the device."""
+    """`StaticPagedAttention` by the decode kernel; `attend` can be captured, and never waits for the device."""
 
     def __init__(self, pages: Pages, *, batch: int, max_tokens: int) -> None:
         """`max_tokens`: longest context, the new token included."""
         device, page_tokens = pages.keys[0].device, pages.keys[0].shape[1]
         self.batch, self.max_tokens = batch, max_tokens
         self._pages, self._device = pages, device
-        # In one buffer, so that one copy fills them: positions, items of each kind of layer, page table. A column of
-        # the table is a sequence; what a step uses of it is a prefix of the buffer.
+        # One buffer, so that one copy fills positions, items of each kind of layer and page table. A column of the
+        # table is a sequence. A step uses a prefix of the buffer.
         self._multiprocessors = device_info(device).multiprocessors
         self._most = max(self._most_items(keys.shape[2]) for keys in pages.keys)
         self._longest = -(-max_tokens // page_tokens)
@@ -44,7 +44,7 @@ class FusedStaticAttention:
         self._contexts = np.zeros(batch, dtype=np.int64)
 
     def load(self, runs: Sequence[TokenRun]) -> None:
-        """See `StaticPagedAttention`. Cheapest where a sequence keeps its row: only its new pages are written."""
+        """See `StaticPagedAttention`. Cheapest if sequences keep their rows: then only their new pages are written."""
         assert len(runs) <= self.batch, f"expected at most {self.batch} sequences, got {len(runs)}"
         assert all(run.tokens == 1 for run in runs), "expected one new token a sequence"
         positions = self._host[: self._items_at].view(np.int64)
@@ -79,7 +79,7 @@ class FusedStaticAttention:
         return out_THD
 
     def _hold(self, runs: Sequence[TokenRun]) -> None:
-        """Brings the host's page table up to date: whole columns for new sequences, the new pages of the others."""
+        """Update the host's page table: whole columns for new sequences, only new pages for the others."""
         table = self._host[self._table_at :].view().reshape(self._longest, self.batch)
         for row in range(self.batch):
             held, pages = self._held[row], runs[row].pages if row < len(runs) else ()
@@ -94,7 +94,7 @@ class FusedStaticAttention:
         return slice(at, at + self._most * 8)
 
     def _plan(self, kind: int) -> None:
-        """Cuts the sequences anew for one kind of layer, on the host."""
+        """Cut the sequences into items for one kind of layer, on the host."""
         kv_heads, window = self._kinds[kind]
         rows = np.arange(self.batch, dtype=np.int64)
         items: Table = decode_items(
@@ -105,8 +105,10 @@ class FusedStaticAttention:
         to[len(items) :, 0] = -1
 
     def _items(self, kv_heads: int, window: int | None) -> Tensor:
-        """Items of a kind of layer: (W, 8), W fixed. A new kind is planned and copied at once: warm up ahead of
-        capture."""
+        """Return the items of a kind of layer: (W, 8), W fixed.
+
+        A new kind is planned and copied at once, so run a warm-up before a capture.
+        """
         kind = kv_heads, window
         if kind not in self._kinds:
             assert len(self._kinds) < KINDS, f"expected at most {KINDS} kinds of layers"
@@ -121,8 +123,8 @@ class FusedStaticAttention:
     def _upload(self, size: int) -> None:
         host = torch.from_numpy(self._host[:size])
         if self._device.type == "cuda":
-            # Pinned memory of its own, which torch keeps until the copy has ended: the next `load` may come at any
-            # time.
+            # A pinned buffer of its own, which torch keeps until the copy has ended, since the next `load` may come
+            # earlier.
             host = host.pin_memory()
         self._device_buffer[:size].copy_(host, non_blocking=True)
 

@@ -1,5 +1,4 @@
-"""Launches of the fused attention kernels: grids and block sizes. Sizes were chosen by
-`benchmarks/kernels/attention.py --tune`."""
+"""Launches of the fused attention kernels: grids and block sizes, tuned by `benchmarks/kernels/attention.py --tune`."""
 
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ from coserve.kernels.gpu.launcher import launch
 
 LOG2E = log2(e)
 JOINED = 8
-"""Items whose parts the joining program asks for at once."""
+"""Partial results (of items) that the joining program loads at once."""
 FULL_WAVES = 2
-"""Waves of programs from which on a prefill takes larger blocks."""
+"""Waves of programs from which on a prefill uses larger blocks."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sizes of a kernel: rows (prefill only), keys of a step, warps, stages of its loop. Times:
+    """Block sizes of a kernel: rows (prefill only), keys per step, warps, pipeline stages. Times:
     `attention_tune.json`."""
 
     rows: int
@@ -33,16 +32,19 @@ class Blocks:
     warps: int
     stages: int
     pdl: bool = True
-    """May start before the kernel ahead has ended, where the device can."""
+    """Whether the kernel may start before the preceding one has ended, where the device supports it."""
 
 
 def _large_shared(device: torch.device) -> bool:
-    """Whether a program may have as much shared memory as on an H200, which the block sizes were measured on."""
+    """Whether a program may use as much shared memory as on an H200, where the block sizes were measured."""
     return device_info(device).shared_bytes >= H200.shared_bytes
 
 
 def decode_blocks(width: int, dtype: torch.dtype, group: int, each: int, device: torch.device) -> Blocks:
-    """`each`: programs that shall fit on a multiprocessor (`plan.programs_each`); few get larger steps."""
+    """Choose the blocks of a decode step.
+
+    `each`: programs that shall fit on a multiprocessor (`plan.programs_each`); the fewer, the larger their steps.
+    """
     if dtype == torch.float32:
         return Blocks(16, 32, 4, 2)
     if not _large_shared(device):
@@ -62,15 +64,15 @@ def decode_blocks(width: int, dtype: torch.dtype, group: int, each: int, device:
 
 
 def decode_blocks_for(q_HTD: Tensor, kv_heads: int, sequences: int) -> Blocks:
-    """The blocks of a decode step whose items were cut for so many sequences."""
+    """Choose the blocks of a decode step whose items were cut for so many sequences."""
     heads, _, width = q_HTD.shape
     each = programs_each(sequences, kv_heads, device_info(q_HTD.device).multiprocessors)
     return decode_blocks(width, q_HTD.dtype, heads // kv_heads, each, q_HTD.device)
 
 
 def prefill_blocks(width: int, dtype: torch.dtype, rows: int, device: torch.device) -> Blocks:
-    """`rows`: of all tiles and key-value heads together; few of them are cut finer, so that more programs share
-    them."""
+    """Choose the blocks of a prefill. `rows`: total over all tiles and key-value heads. Few rows are cut finer, so that
+    more programs share the work."""
     if dtype == torch.float32:
         return Blocks(32, 32, 4, 2)
     if not _large_shared(device):
@@ -84,7 +86,7 @@ def prefill_blocks(width: int, dtype: torch.dtype, rows: int, device: torch.devi
 
 
 def _score_units(params: AttentionParams) -> tuple[float, float]:
-    """`scale` and `cap` of the kernels, whose exponentials are powers of 2."""
+    """Return the kernels' `scale` and `cap`, for exponentials in base 2."""
     assert params.scaling > 0, "expected a scaling above 0"
     if params.softcap is None:
         return params.scaling * LOG2E, 0.0
@@ -93,9 +95,9 @@ def _score_units(params: AttentionParams) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """A layer's cache, (pages, page_tokens, K, D) each, and the table (longest, columns) int32 of who holds which page.
+    """A layer's cache, keys and values (pages, page_tokens, K, D) each, and the page table (longest, columns) int32.
 
-    A page lies in one piece; between pages there may be anything, such as the pages of other layers.
+    A page is contiguous. Other memory, such as pages of other layers, may lie between two pages.
     """
 
     keys: Tensor
@@ -113,8 +115,11 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class Scratch:
-    """What a join needs. Of decode: parts (W, H, D) and stats (W, H) fp32; counters (columns, K) int32, 0 between
-    calls."""
+    """Scratch memory for joining items: for decode, parts (W, H, D) and stats (W, H) in fp32, counters (columns, K)
+    int32.
+
+    Counters are 0 between calls.
+    """
 
     parts: Tensor
     stats: Tensor
@@ -130,7 +135,7 @@ def decode_scratch(items: int, heads: int, width: int, columns: int, kv_heads: i
 
 
 def _unit(*tensors: Tensor) -> list[Tensor]:
-    """The tensors, copied where neighbours in a head do not lie side by side."""
+    """Return the tensors with stride 1 in their last dimension, copied where necessary."""
     return [x if x.stride(2) == 1 else x.contiguous() for x in tensors]
 
 
@@ -145,7 +150,7 @@ def decode(
     params: AttentionParams,
     blocks: Blocks,
 ) -> None:
-    """Writes the items' new keys and values into their pages and their rows of attention into `out_THD`."""
+    """Write the items' new keys and values into their pages, and their rows of attention into `out_THD`."""
     heads, _, width = q_HTD.shape
     kv_heads, page_tokens = cache.keys.shape[2], cache.keys.shape[1]
     group = heads // kv_heads
@@ -195,7 +200,8 @@ def decode(
 
 
 def tile_tokens(group: int, blocks: Blocks) -> int:
-    """Tokens of a prefill tile of `blocks.rows` rows (more, if the group alone is more)."""
+    """Return the tokens of a prefill tile with `blocks.rows` rows; at least 1, even if the group alone has more
+    rows."""
     return max(1, blocks.rows // group)
 
 
@@ -204,8 +210,8 @@ def _tile_rows(group: int, blocks: Blocks) -> int:
 
 
 def prefill_scratch(items: int, group: int, kv_heads: int, width: int, blocks: Blocks, device: torch.device) -> Scratch:
-    """For a prefill whose tiles are cut into items: parts (items, K, rows, D) and stats (items, K, rows) fp32,
-    counters."""
+    """Allocate the scratch of a prefill whose tiles are cut into items: parts (items, K, rows, D) and stats (items, K,
+    rows) in fp32, and counters."""
     counters = torch.zeros(items, kv_heads, dtype=torch.int32, device=device)
     return Scratch(*prefill_parts(items, group, kv_heads, width, blocks, device), counters)
 
@@ -213,7 +219,7 @@ def prefill_scratch(items: int, group: int, kv_heads: int, width: int, blocks: B
 def prefill_parts(
     items: int, group: int, kv_heads: int, width: int, blocks: Blocks, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The parts and stats of `prefill_scratch`."""
+    """Allocate the parts and stats of `prefill_scratch`."""
     size = items, kv_heads, _tile_rows(group, blocks)
     parts = torch.empty(*size, width, dtype=torch.float32, device=device)
     return parts, torch.empty(size, dtype=torch.float32, device=device)
@@ -230,10 +236,9 @@ def prefill(
     params: AttentionParams,
     blocks: Blocks,
 ) -> None:
-    """Writes the tiles' new keys and values into their pages, then their rows of attention into `out_THD`.
+    """Write the tiles' new keys and values into their pages, then their rows of attention into `out_THD`.
 
-    The tiles must be of `tile_tokens` tokens at most. `scratch`: `prefill_scratch`, or None where each tile is one
-    item.
+    A tile has at most `tile_tokens` tokens. `scratch`: from `prefill_scratch`, or None if each tile is one item.
     """
     heads, _, width = q_HTD.shape
     kv_heads, page_tokens = cache.keys.shape[2], cache.keys.shape[1]

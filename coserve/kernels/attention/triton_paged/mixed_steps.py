@@ -1,5 +1,4 @@
-"""Attention of steps of any mix in fixed device buffers, for CUDA graphs: decodes and chunks of prompts side by
-side."""
+"""Attention of mixed steps (decodes and prompt chunks) in fixed device buffers, for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -28,7 +27,8 @@ Placed = tuple[int, int, TokenRun]
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What layers of one kind (heads, window) read of a step: grids and addresses are fixed, contents are not."""
+    """The plan of one step for all layers of one kind (heads, window): grids and addresses are fixed, contents
+    change."""
 
     capacity: MixedCapacity
     heads: int
@@ -52,7 +52,7 @@ class LayerPlan:
         return device_info(self.table.device).multiprocessors
 
     def load(self, decodes: Sequence[Placed], chunks: Sequence[Placed]) -> None:
-        """Plans a step on the host, and copies the plan in stream order."""
+        """Plan a step on the host, and copy the plan in stream order."""
         host = np.zeros(self.table.shape, dtype=np.int32)
         items, tiles = host[: self.most_items], host[self.most_items :]
         items[:, 0], tiles[:, 6] = -1, -1
@@ -66,8 +66,8 @@ class LayerPlan:
         _send(host, self.table)
 
     def _items(self, decodes: Sequence[Placed]) -> Table:
-        """As for a step of as many sequences as there is capacity for, whose blocks the graph has; the missing ones
-        inactive."""
+        """Cut the decodes into items, as for a step with the full number of sequences, since the graph's block sizes
+        are chosen for that. Missing sequences are inactive."""
         columns, contexts, rows = (np.zeros(self.capacity.sequences, dtype=np.int64) for _ in range(3))
         columns[: len(decodes)] = [column for column, _, _ in decodes]
         rows[: len(decodes)] = [row for _, row, _ in decodes]
@@ -78,14 +78,14 @@ class LayerPlan:
 
 
 def _send(host: Table, to: Tensor) -> None:
-    """In stream order. Pinned memory of its own, which torch keeps until the copy has ended: the next may come at any
-    time."""
+    """Copy in stream order, from a new pinned buffer, which torch keeps until the copy has ended. So the next copy may
+    come at any time."""
     source = torch.from_numpy(host)
     to.copy_(source.pin_memory() if to.is_cuda else source, non_blocking=True)
 
 
 def placed(runs: Sequence[TokenRun]) -> tuple[list[Placed], list[Placed]]:
-    """A step's decodes, and its chunks of prompts."""
+    """Split a step into decodes and prompt chunks."""
     decodes, chunks, row = list[Placed](), list[Placed](), 0
     for column, run in enumerate(runs):
         if run.tokens:
@@ -97,7 +97,7 @@ def placed(runs: Sequence[TokenRun]) -> tuple[list[Placed], list[Placed]]:
 def plan_layers(
     capacity: MixedCapacity, heads: int, kv_heads: int, width: int, window: int | None, q: Tensor
 ) -> LayerPlan:
-    """The plan of layers of one kind, for steps that `capacity` holds. `q`: of their dtype, on their device."""
+    """Make the plan of layers of one kind, for steps within `capacity`. `q`: a tensor of their dtype and device."""
     group, device = heads // kv_heads, q.device
     multiprocessors = device_info(device).multiprocessors
     chunks = launch.prefill_blocks(width, q.dtype, capacity.tokens * heads, device)
@@ -105,17 +105,17 @@ def plan_layers(
         width, q.dtype, group, programs_each(capacity.sequences, kv_heads, multiprocessors), device
     )
     tiles = capacity.tokens // launch.tile_tokens(group, chunks) + capacity.chunks
-    # Keys are cut only where items are no more than a wave.
+    # Keys of chunks are cut only while there is no more than a wave of items.
     size = items_for(capacity.sequences, kv_heads, multiprocessors) + max(tiles, multiprocessors // kv_heads)
     table = torch.zeros(size, 8, dtype=torch.int32, device=device)
     ended = torch.zeros(size, kv_heads, dtype=torch.int32, device=device)
-    # A grid of idle programs, which wait for nothing, must not start before the kernel ahead has ended: what comes
-    # behind it waits for it alone.
+    # Without early launch: programs of an idle grid do not wait for the preceding kernel. If the grid could end before
+    # that kernel, the next one, which waits only for this grid, would start too early.
     return LayerPlan(capacity, heads, kv_heads, width, window, chunks, replace(decodes, pdl=False), table, ended)
 
 
 class FusedMixedAttention:
-    """`MixedAttention` through the fused kernels; `attend` may be captured, and never waits for the device."""
+    """`MixedAttention` by the fused kernels; `attend` can be captured, and never waits for the device."""
 
     def __init__(self, pages: Pages, capacity: MixedCapacity) -> None:
         self.capacity = capacity
@@ -154,7 +154,7 @@ class FusedMixedAttention:
         cache, qkv = launch.LayerCache(keys, values, self._table), (q_HTD, k_KTD, v_KTD)
         out_THD = torch.zeros(rows, heads, width, dtype=q_HTD.dtype, device=q_HTD.device)
         items, tiles = plan.table[: plan.most_items], plan.table[plan.most_items :]
-        # What one kernel keeps for itself is memory of the graph's, which others take afterwards.
+        # Allocated per call: inside the graph's pool, later kernels reuse the memory of each call.
         wave = max(1, plan.multiprocessors // plan.kv_heads)
         held = launch.prefill_parts(wave, heads // plan.kv_heads, plan.kv_heads, width, plan.chunks, self._device)
         ended = plan.ended[plan.most_items :]
@@ -166,7 +166,8 @@ class FusedMixedAttention:
         return out_THD
 
     def _of(self, heads: int, kv_heads: int, width: int, window: int | None, q: Tensor) -> LayerPlan:
-        """A new kind is planned and copied at once: warm up ahead of a capture."""
+        """Return the plan of a kind of layer. A new kind is planned and copied at once, so run a warm-up before a
+        capture."""
         kind = heads, kv_heads, width, window
         if kind not in self._plans:
             captured = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()

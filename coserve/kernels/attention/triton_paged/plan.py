@@ -1,5 +1,4 @@
-"""How the fused attention kernels cut a step, on the host: items of about one size for decode, tiles for chunks of
-prompts."""
+"""Plans the fused attention kernels on the host: items of similar size for decode, tiles for prompt chunks."""
 
 from __future__ import annotations
 
@@ -14,52 +13,52 @@ Ints = NDArray[np.int64]
 Table = NDArray[np.int32]
 
 BEYOND = 128
-"""Programs that a grid has for cutting long sequences, beyond one for each sequence; those that find no work still
-start."""
+"""Programs per grid for cutting long sequences, in addition to one per sequence. Idle ones start anyway, which costs
+time."""
 CHUNK_STEP, CHUNK_LEAST = 128, 512
-"""Items of a chunk's keys are of whole steps of so many, and hold at least so many."""
+"""Step and minimum, in keys, of the items of a prompt chunk."""
 PIECES = 40
-"""The longest sequence is cut into so many items at most (unless a wave takes more)."""
+"""Most items of the longest sequence, unless a wave has more."""
 START, JOIN, JOINED = 128, 128, 4
-"""What an item, a join, and each item of a join cost, in keys of one item."""
+"""Cost of an item, of a join, and of each item in a join, in keys read by one item."""
 
 
 def programs_each(rows: int, kv_heads: int, multiprocessors: int) -> int:
-    """Programs of the decode kernel that shall run side by side on one multiprocessor, in a step of `rows` sequences.
+    """Return how many programs of the decode kernel shall run concurrently on a multiprocessor, for `rows` sequences.
 
-    The fewer, the more memory each has and the larger its steps; but all sequences at once come before that.
+    With fewer, each has more memory and larger steps. But first of all, all sequences shall run at once.
     """
     return next((each for each in (1, 2, 3) if rows * kv_heads <= each * multiprocessors), 4)
 
 
 def _wave(rows: int, kv_heads: int, multiprocessors: int) -> int:
-    """Items that run at once."""
+    """Number of items that run at once."""
     return max(1, programs_each(rows, kv_heads, multiprocessors) * multiprocessors // kv_heads)
 
 
 def _step(rows: int, kv_heads: int, multiprocessors: int) -> int:
-    """Items are of whole steps of so many keys."""
+    """Granularity of items, in keys."""
     return 128 if programs_each(rows, kv_heads, multiprocessors) == 1 else 64
 
 
 def items_for(rows: int, kv_heads: int, multiprocessors: int) -> int:
-    """The most items that `decode_items` makes for `rows` sequences: what a graph's grid must hold."""
+    """Most items that `decode_items` makes for `rows` sequences; a graph's grid must have as many."""
     return max(_wave(rows, kv_heads, multiprocessors), rows + BEYOND // kv_heads)
 
 
 def decode_items(
     contexts: Ints, rows: Ints, window: int | None, most: int, kv_heads: int, multiprocessors: int
 ) -> Table:
-    """Items (W, 8), W <= `most`, of one new token for each sequence, as `attention_decode` takes them.
+    """Cut each sequence's context into items (W, 8), W <= `most`, as input of the decode kernel.
 
-    `contexts` (N): tokens of each sequence with the new one, 0 for a row that is padding. `rows` (N): its row of q;
-    its column of the table is its place here.
+    `contexts` (N): tokens of each sequence including the new one, 0 for a padding row. `rows` (N): the sequence's row
+    of q; its column of the page table is its index here.
     """
     begins = np.zeros_like(contexts) if window is None else np.maximum(contexts - window, 0)
     spans = contexts - begins
     step = _step(len(contexts), kv_heads, multiprocessors)
     piece = _piece(spans, most, _wave(len(contexts), kv_heads, multiprocessors), step)
-    # As many items as pieces of that size need, but all of a sequence's of one size.
+    # Each sequence gets as many items as its keys need at that size; its items are then made equal.
     sizes = np.maximum(_ceil(_ceil(spans, np.maximum(_ceil(spans, piece), 1)), step) * step, step)
     counts = np.maximum(_ceil(spans, sizes), 1)
     firsts = counts.cumsum() - counts
@@ -75,10 +74,10 @@ def decode_items(
 
 
 def _piece(spans: Ints, most: int, wave: int, step: int) -> int:
-    """Keys of an item at most, such that the step should end soonest.
+    """Choose the most keys of an item such that the step ends soonest, by an upper bound of its time.
 
-    Sizes that cut the longest sequence into 1, 2, ... equal items are tried. A step ends no later than waves of items
-    of the largest size do, and no later than all work spread evenly, plus one item (Graham).
+    Tries the sizes that cut the longest sequence into 1, 2, ... equal items. The bound is the lesser of two: all waves
+    with items of the largest size; all work spread evenly, plus one item (Graham).
     """
     longest = spans.max(keepdims=True)
     if longest[0] <= step:
@@ -101,10 +100,11 @@ def _ceil(keys: Ints, size: Ints | int) -> Ints:
 def prefill_tiles(
     runs: Sequence[tuple[int, int, TokenRun]], tokens: int, window: int | None, kv_heads: int, multiprocessors: int
 ) -> Table:
-    """Items (N, 8) of chunks, as `attention_prefill` takes them; those of most keys first.
+    """Cut prompt chunks into items (N, 8), as input of the prefill kernel, in descending number of keys.
 
-    `runs`: (column of the table, first row of q, run). A tile has at most `tokens` tokens. Where tiles are too few for
-    the multiprocessors, their keys are cut, too: a short chunk far down its sequence is not left to a few programs.
+    `runs`: (column of the table, first row of q, run). A tile has at most `tokens` tokens. If there are too few tiles
+    for the multiprocessors, their keys are cut, too, so that a short chunk with a long context is not left to few
+    programs.
     """
     tiles = [
         (column, row + start, min(tokens, run.tokens - start), run.position + start)
@@ -131,7 +131,7 @@ def prefill_tiles(
 
 
 def _cut_chunks(spans: Ints, wave: int) -> Ints:
-    """Keys of an item of each tile, in whole steps, such that the items make about a wave."""
+    """Return the keys per item of each tile, in whole steps, such that there is about one wave of items."""
     whole = _ceil(spans, CHUNK_STEP) * CHUNK_STEP
     if len(spans) >= wave or not len(spans):
         return whole

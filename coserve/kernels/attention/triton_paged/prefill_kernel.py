@@ -1,15 +1,15 @@
-"""Paged attention of chunks of prompts: tiles of neighbouring new tokens against all pages of their sequence.
+"""Paged attention of prompt chunks: tiles of consecutive new tokens against all pages of their sequence.
 
 A tile's rows are (token, query head of one key-value head's group), so that keys are read once for the whole group and
 a tile of few tokens still fills the tensor cores. Keys that every row sees are read without a mask.
 
-Where SPLIT, several items share a tile, each with a stretch of its keys, and the last to end joins their parts, as in
-`attention_decode`.
+With SPLIT, several items share a tile, each with a range of its keys. The last one to finish joins their results, as in
+the decode kernel.
 
-Shapes as in `attention_decode`; tiles (N, 8) int32, one an item: column of the table, first row of q, tokens, position
-of the first, first key, key after the last, first item of the tile, its items. Where SPLIT, an item of 0 tokens, whose
-first item is -1, is nothing to do. parts (N, K, BLOCK_M, D), stats (N, K, BLOCK_M)
-and counters (N, K) are scratch; counters are 0 before and after.
+Shapes are those of the decode kernel. tiles (N, 8) int32, one row per item: column of the table, first row of q,
+tokens, position of the first token, first key, key after the last, first item of the tile, items of the tile. With
+SPLIT, an item with 0 tokens and first item -1 is idle. parts (N, K, BLOCK_M, D), stats (N, K, BLOCK_M) and counters (N,
+K) are scratch; counters are 0 before and after.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"

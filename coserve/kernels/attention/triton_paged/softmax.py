@@ -1,4 +1,4 @@
-"""What the attention kernels share on the device: scores, where a sequence's keys lie, one step of the softmax."""
+"""Device functions shared by the attention kernels: scores, addresses of keys, one step of the online softmax."""
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
 # ruff: noqa: ANN001, ANN201 - a kernel's arguments have the types of its launch
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(-3.0e38)
-"""A best score where there is none; finite, so that differences to it are no NaN."""
+"""Initial maximum of the scores; finite, so that differences from it are not NaN."""
 
 
 @triton.jit

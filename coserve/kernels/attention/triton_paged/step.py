@@ -1,4 +1,4 @@
-"""Attention of one packed step of any mix through the fused kernels: decodes and chunks of prompts side by side."""
+"""Attention of one packed generation step by the fused kernels: any mix of decodes and prompt chunks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from coserve.kernels.gpu.device import device_info
 
 
 def upload(host: Table, device: torch.device) -> Tensor:
-    """A copy on `device`, in stream order; does not wait for it."""
+    """Copy to `device` in stream order, without waiting for it."""
     tensor = torch.from_numpy(host)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.clone()
 
 
 class FusedPagedAttention:
-    """As `PagedAttention`: writes the step's keys and values into pages and reads each sequence's pages. Built once a
-    step.
+    """Attention of one generation step by the fused kernels. Built once a step, as `PagedAttention` is.
 
-    Runs of one token go through the decode kernel, longer ones through the prefill kernel. The host plans at the first
-    layer of each kind (heads, window) and copies the plan without waiting for the device.
+    It writes the step's keys and values into pages and reads each sequence's pages. Runs of one token use the decode
+    kernel, longer ones the prefill kernel. The host plans at the first layer of each kind (heads, window) and copies
+    the plan without waiting for the device.
     """
 
     def __init__(self, pages: Pages, runs: Sequence[TokenRun]) -> None:

@@ -15,37 +15,41 @@ from torch.nn.functional import pad
 from coserve.kernels.lora.types import VECTOR, LoraPair, TableEntry, is_aligned
 
 RANK_BLOCK = 16
-"""Ranks are processed in blocks of this many, the least that a tensor core multiplies."""
+"""LoRA ranks per block, the fewest that a tensor core multiplies."""
 NO_ENTRY = TableEntry(0, 0, 0, 0, 0, 0.0)
 
 
 @dataclass(frozen=True)
 class SiteTable:
-    """G sites by N slots. A slot holds one adapter; the sites of one launch read one input of D features."""
+    """A table of G sites by N slots. A slot holds one adapter; the sites of one launch read one input of D features."""
 
     addresses: Tensor
-    """int64 (N, G, 2): of a_RD and of b_OR, both contiguous."""
+    """int64 (N, G, 2): addresses of a_RD and b_OR, both contiguous."""
     ranks: Tensor
-    """int32 (N, G): `TableEntry.shape`, the rank of a dense pair; 0: the slot's adapter does not change the site."""
+    """int32 (N, G): `TableEntry.shape`, which is the rank of a dense pair; 0: the slot's adapter does not change the
+    site."""
     scalings: Tensor
-    """float32 (N, G)."""
+    """float32 (N, G): scalings."""
     starts: Tensor | None = None
-    """int32 (N, G, 2): prefix sums over slots of the ranks that each column of A and each row of B has, which is the
-    rank divided by their blocks; only for training."""
+    """int32 (N, G, 2): prefix sums over slots of the stored entries per column of A and per row of B; only for
+    training.
+
+    An entry count is the LoRA rank divided by the matrix's blocks.
+    """
     sums: Tensor | None = None
-    """int64 (N, G, 2): the addresses of the `MainGrads`; 0: none."""
+    """int64 (N, G, 2): addresses of the `MainGrads`; 0: none."""
     sizes: Tensor | None = None
-    """int32 (N, G, 3) on the host: the ranks, and those that `starts` sums; None where the table's contents may
-    change."""
+    """int32 (N, G, 3) on the host: the LoRA ranks, and the two counts that `starts` sums. None if the table's contents
+    may change."""
     blocked: bool = True
-    """Whether it may hold block-diagonal pairs: a constant of the kernels, which are leaner without."""
+    """Whether the table may hold block-diagonal pairs: a constant of the kernels, which are leaner without them."""
     storage: Tensor | None = None
-    """int32 (N): what holds the columns of a `site_table` on the device."""
+    """int32 (N): the device buffer that holds the columns of a `site_table`."""
 
     _views: dict[int, SiteTable] = field(default_factory=dict, compare=False, repr=False)
 
     def from_site(self, first: int) -> SiteTable:
-        """The columns from one site on. Made once: views take the host time."""
+        """Return the columns from one site on. Cached, because making views costs the host time."""
         if not first:
             return self
         if first not in self._views:
@@ -61,7 +65,7 @@ class SiteTable:
         return self.ranks.shape[0]
 
     def columns(self, first: int, count: int) -> SiteTable:
-        """The columns of `count` neighbouring sites, as a view."""
+        """Return the columns of `count` neighbouring sites, as a view."""
         part = slice(first, first + count)
         starts, sums, sizes = (None if own is None else own[:, part] for own in (self.starts, self.sums, self.sizes))
         own = self.addresses[:, part], self.ranks[:, part], self.scalings[:, part]
@@ -100,12 +104,13 @@ class Slots:
         self._held.pop(slot, None)
 
     def table(self, first: int, count: int) -> SiteTable:
-        """The columns of `count` neighbouring sites, as a view that reflects later `put`s."""
+        """Return the columns of `count` neighbouring sites, as a view that reflects later `put`s."""
         return SiteTable(self.addresses, self.ranks, self.scalings, blocked=self._blocked).columns(first, count)
 
 
 def site_table(pairs: Sequence[Sequence[LoraPair | None]], device: torch.device) -> tuple[SiteTable, list[LoraPair]]:
-    """A table for one step, `pairs[g][n]` at site g in slot n, and the pairs that it points at: keep them alive.
+    """Make a table for one step, `pairs[g][n]` at site g in slot n. Also return the pairs whose addresses it holds:
+    keep them alive.
 
     Does not synchronize with the device.
     """
@@ -126,7 +131,7 @@ def site_table(pairs: Sequence[Sequence[LoraPair | None]], device: torch.device)
 
 
 def table_on(storage: Tensor, sizes: Tensor, *, blocked: bool) -> SiteTable:
-    """The table whose columns lie in `storage`, as `site_table` has put them there."""
+    """Return the table whose columns lie in `storage`, in the layout of `site_table`."""
     slots, sites, _ = sizes.shape
     pairs = slots * sites
     lengths = [4 * pairs, 4 * pairs, pairs, pairs, 2 * pairs]
@@ -145,21 +150,20 @@ def table_on(storage: Tensor, sizes: Tensor, *, blocked: bool) -> SiteTable:
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """One asynchronous copy."""
+    """Copy to the device asynchronously."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def _send(host: Tensor, to: Tensor) -> None:
-    """One asynchronous copy, of the copy engine: no kernel."""
+    """Copy asynchronously with the copy engine, without a kernel."""
     to.copy_(host.pin_memory() if to.is_cuda else host, non_blocking=True)
 
 
 def kernel_layout(pair: LoraPair) -> LoraPair:
-    """The pair in the layout that kernels read: the pair itself, or a copy where a tensor is not contiguous and
-    aligned.
+    """Return the pair in the kernels' layout: the pair itself, or a copy if a tensor is not contiguous and aligned.
 
-    b_OR's rows are padded with zeros to whole vectors of 8, so an odd rank is a copy too, of (O, R rounded up). So are
-    the rows of a block-diagonal matrix whose blocks' width is odd (`_whole_vectors`).
+    b_OR's rows are padded with zeros to whole vectors of 8, so pairs of odd rank are copied, to (O, R rounded up). So
+    are block-diagonal matrices whose blocks have an odd width (`_whole_vectors`).
     """
     if pair.entry is not None:
         return pair
@@ -169,9 +173,9 @@ def kernel_layout(pair: LoraPair) -> LoraPair:
 
 
 def _whole_vectors(packed: Tensor, blocks: int) -> Tensor:
-    """A packed matrix whose rows begin and end at whole vectors of 8 of the dense matrix, zeros outside of the blocks.
+    """Pad the rows of a packed matrix so that they begin and end at whole vectors of 8 of the dense matrix.
 
-    Rows of all blocks have one length (`loads.row_length`).
+    The padding is zero. Rows of all blocks have one length (`loads.row_length`).
     """
     width = packed.shape[1]
     if not width % VECTOR:
@@ -184,8 +188,8 @@ def _whole_vectors(packed: Tensor, blocks: int) -> Tensor:
 
 
 def table_entries(pairs: Sequence[LoraPair | None]) -> tuple[list[TableEntry], list[LoraPair]]:
-    """An entry for each pair (None: the site is not changed), and the pairs that they point at, in the kernels'
-    layout."""
+    """Return a table entry per pair (None: the site is not changed), and the pairs in the kernels' layout whose
+    addresses the entries hold."""
     kept = [None if pair is None else kernel_layout(pair) for pair in pairs]
     return [_entry(pair) for pair in kept], [pair for pair in kept if pair is not None]
 
@@ -195,7 +199,7 @@ def _aligned(weight: Tensor) -> Tensor:
 
 
 def _entry(pair: LoraPair | None) -> TableEntry:
-    """The table entry of a pair in the kernels' layout."""
+    """Return the table entry of a pair in the kernels' layout."""
     if pair is None:
         return NO_ENTRY
     assert pair.entry is not None, "expected a pair in the kernels' layout"
@@ -203,5 +207,5 @@ def _entry(pair: LoraPair | None) -> TableEntry:
 
 
 def _sizes(pair: LoraPair | None) -> tuple[int, int, int]:
-    """`SiteTable.sizes` of a pair."""
+    """Return the `SiteTable.sizes` of a pair."""
     return (0, 0, 0) if pair is None else (pair.rank, pair.rank // pair.a_blocks, pair.rank // pair.b_blocks)

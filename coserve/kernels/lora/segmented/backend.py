@@ -1,7 +1,8 @@
-"""`segmented`: our Triton kernels. Tables once a step, then two launches for all sites that read one input.
+"""`segmented`: our Triton kernels. Tables are built once a step; then two launches serve all sites that read one input.
 
-Decode batches (a few rows an adapter) and larger ones (prefill, training) have kernels of their own; see
-`decode_kernel`, `prefill_kernel` and `backward_kernel`. Any rank >= 1, mixed; an adapter costs its own rank.
+Decode batches (few rows per adapter) and larger ones (prefill, training) have kernels of their own; see
+`decode_kernel`, `prefill_kernel` and `backward_kernel`. Any mix of ranks >= 1; an adapter's cost depends on its own
+rank only.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from coserve.kernels.lora.types import SiteGroup, StackedWeights
 
 
 class SegmentedBackend(TritonBackend):
-    """Our Triton kernels, with tables that are built for each step. Serving on a GPU has fixed tables: `SlotLora`."""
+    """The Triton backend with tables that are built for each step. Serving on a GPU uses fixed tables: `SlotLora`."""
 
     name = "segmented"
     capturable = True
     groups_inputs = True
 
     def __init__(self, cutting: Cutting = CUTTING) -> None:
-        """`cutting`: of batches."""
+        """`cutting`: which kernels serve which batches, and their block sizes."""
         self._cutting = cutting
 
     def prepare(self, segments: Segments, adapters: Adapters, groups: Sequence[SiteGroup]) -> SegmentedLora:
@@ -42,15 +43,15 @@ class SegmentedBackend(TritonBackend):
 
 @dataclass(frozen=True)
 class _Launch:
-    """Sites of a group that one launch serves."""
+    """The sites of a group that one launch serves."""
 
     live: list[int]
-    """Their places in the group: those that an adapter with tokens changes."""
+    """Indices in the group of the sites that an adapter with tokens changes."""
     table: GroupTable
 
 
 class SegmentedLora(PreparedLora):
-    """The tables of one step's groups, and how its batch is cut for each set of ranks."""
+    """The tables of one step's groups, and the tile plan for each set of ranks."""
 
     def __init__(
         self, segments: Segments, adapters: Adapters, groups: Sequence[SiteGroup], cutting: Cutting = CUTTING
@@ -71,7 +72,7 @@ class SegmentedLora(PreparedLora):
         tables = plan.tables_of(pairs, device)
         given = {id(pair) for group in pairs for site in group for pair in site if pair is not None}
         self._copied = any(id(pair) not in given for pair in tables[0].held)
-        """Some pairs' weights were copied, as kernels could not read them where they are."""
+        """Whether some pairs' weights were copied because kernels could not read them in place."""
         self._present = segments.runs.keys()
         for (group, live), table in zip(cuts, tables, strict=True):
             self._launches.setdefault(group, []).append(_Launch(live, table))
@@ -99,7 +100,7 @@ class SegmentedLora(PreparedLora):
     def _begin(self, segments: Segments) -> None:
         self._segments = segments
         self._plans: dict[tuple[tuple[int, ...], bool], TilePlan] = {}
-        """By ranks, and whether it is for training."""
+        """Tile plans, by ranks and by whether they are for training."""
 
     def changes(self, group: SiteGroup) -> bool:
         return group in self._launches
@@ -170,14 +171,14 @@ class SegmentedLora(PreparedLora):
         return dx_TD
 
     def _checked(self, group: SiteGroup, x_TD: Tensor) -> Tensor:
-        """x with dense rows."""
+        """Check the input; return x with dense rows."""
         expected = self._segments.tokens
         assert x_TD.shape[0] == expected, f"{group.names} saw {x_TD.shape[0]} rows, expected the step's {expected}"
         return x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
 
     @property
     def _storage(self) -> Tensor:
-        """What holds all tables."""
+        """Return the buffer that holds all tables."""
         storage = next(iter(self._launches.values()))[0].table.table.storage
         assert storage is not None, "expected tables of one step"
         return storage
@@ -193,10 +194,10 @@ class SegmentedLora(PreparedLora):
 
 
 class FixedSegmentedLora(SegmentedLora, FixedLora):
-    """A batch that learns, with tables at fixed addresses."""
+    """A training batch with tables at fixed addresses."""
 
     def __init__(self, like: SegmentedLora) -> None:
-        """A copy of `like`, which has a `structure`."""
+        """Copy `like`, which must have a `structure`."""
         vars(self).update(vars(like))
         storage = like._storage.clone()
         whole, first = (
@@ -218,7 +219,7 @@ class FixedSegmentedLora(SegmentedLora, FixedLora):
             self._tiles[ranks] = own
             self._plans[ranks, True] = TilePlan(own.tiles, plan.whole_ranks(ranks), False, self._cutting.prefill)
         self._source: SegmentedLora | None = like
-        """Whose tables it has; None: forgotten."""
+        """The batch whose tables it holds; None: forgotten."""
 
     def take(self, lora: PreparedLora) -> None:
         assert isinstance(lora, SegmentedLora), f"expected a SegmentedLora, got {type(lora).__name__}"

@@ -1,14 +1,14 @@
 """Segmented LoRA, backward. With dy the gradient of a site's output and g = scaling dy B:
 
     shrink_b  g[site, t, r] = scaling Σ_o dy[t, o] B_site[o, r]
-    expand_a  dx[t, d] = Σ_site Σ_r g[site, t, r] A_site[r, d]                 the sites that read x together
+    expand_a  dx[t, d] = Σ_site Σ_r g[site, t, r] A_site[r, d]                 sums over the sites that read x
     outer     dA_site[r, d] = Σ_t g[site, t, r] x[t, d]                        x is read once for all sites
               dB_site[o, r] = scaling Σ_t dy[t, o] h[site, t, r]
 
-Sums are kept in fp32. Where an adapter's tokens are divided among programs, each writes its own fp32 part, so that
-the result does not depend on their order. Gradients are packed as the matrices are: of a block-diagonal one there are
-the blocks only. Shapes as in `prefill_kernel`; spans: (A, 4) int32; starts: (slots, G, 2) int32, what lies ahead of a
-slot's own dA, in entries for each of x's columns, and of its dB, in entries for each output.
+Sums are kept in fp32. If an adapter's tokens are divided among programs, each writes its own fp32 partial sum, so that
+the result does not depend on their order. Gradients are packed like the matrices: only the blocks of a block-diagonal
+one exist. Shapes are those of `prefill_kernel`; spans: (A, 4) int32; starts: (slots, G, 2) int32, the offsets of a
+slot's dA, in entries per column of x, and of its dB, in entries per output.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"

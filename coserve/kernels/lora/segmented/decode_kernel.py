@@ -1,26 +1,25 @@
-"""Segmented LoRA for decode: tiles of a few rows of one adapter; reading the weights is all the work there is.
+"""Segmented LoRA for decode: tiles of a few rows of one adapter. The time goes into reading the weights.
 
-    shrink  h[split, site, t, r] = Σ_{k in split} A_site[r, k] x[t, k]        split over k: the whole chip reads
+    shrink  h[split, site, t, r] = Σ_{k in split} A_site[r, k] x[t, k]        split over k: all multiprocessors read
     expand  y_site[t, o] += scaling Σ_r B_site[o, r] (Σ_split h[split, site, t, r])
 
-Two launches for all the sites that read one input. Tokens are the narrow side of each product: a tensor core takes 8
-of them, but 16 rows of weights. A tile of the shrink's result is a single warp's, so that its sum over k is cut once
-more: each warp has a part of k of its own, and the parts meet at the end.
+Two launches serve all the sites that read one input. Tokens are the narrow side of each product: a tensor core takes 8
+of them, but 16 rows of weights. A tile of the shrink's result belongs to a single warp, so its sum over k is cut once
+more: each warp has a chunk of k of its own, and the partial sums meet at the end.
 
-A kernel may start while the one ahead still runs (programmatic dependent launch): it reads tables and its first
+A kernel may start while the preceding one still runs (programmatic dependent launch): it reads tables and its first
 weights, which do not depend on that kernel, into registers, and then waits (`loads.waits`).
 
-Fully sharded pairs: several GPUs hold `SHARDS` equal parts of A's ranks, in their order, and h has a dimension of parts
-in front. A GPU's shrink computes its `own`, the expand reads all of them; between the two launches the GPUs exchange
-them (`exchange`).
+Fully sharded pairs: `SHARDS` GPUs hold equal shards of A's ranks, in order, and h has a leading dimension of shards. A
+GPU's shrink computes its own shard, the expand reads all of them; between the two launches the GPUs exchange them
+(`exchange`).
 
-Of a block-diagonal matrix only the blocks are stored and read: a tile takes those that its ranks or outputs are of,
-mostly one. `BLOCKED`: the table may hold such pairs. Dense ones have a path of their own in the same kernel.
+For a block-diagonal matrix only the blocks are stored and read: a tile reads the blocks that contain its ranks or
+outputs, mostly one. `BLOCKED`: the table may hold such pairs. Dense ones have a path of their own in the same kernel.
 
 x: (T, D); y: (T, O); h: (SHARDS, splits, G, T, R / SHARDS) fp32, `R` is its last dimension; items, tiles: (N, 4) int32;
-addresses: (slots, G, 2) int64;
-ranks: (slots, G) int32, `TableEntry.shape`; scalings: (slots, G) fp32; `row` is the distance in entries from one slot
-to the next.
+addresses: (slots, G, 2) int64; ranks: (slots, G) int32, `TableEntry.shape`; scalings: (slots, G) fp32; `row` is the
+distance in entries from one slot to the next.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"

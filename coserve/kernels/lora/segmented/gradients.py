@@ -1,4 +1,4 @@
-"""Gradients of the segmented LoRA terms: the backward kernels in order, their flat results split into matrices."""
+"""Gradients of the segmented LoRA terms: runs the backward kernels and splits their flat results into matrices."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def gradients(
     inputs_need: bool,
     weights_need: bool,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Gradients of one group's terms: dx (T, D), then those of every a_RD and every b_OR, site by site.
+    """Return the gradients of one group's terms: dx (T, D), then those of every a_RD and every b_OR, site by site.
 
-    `dys`: the gradient of each site's output (T, O). `h_GTR`: the forward's shrink. Sums are in fp32. A
-    gradient is None where it is not needed, and where the kernels add it to the pair's `MainGrads` themselves.
+    `dys`: the gradient of each site's output (T, O). `h_GTR`: the forward's shrink. Sums are in fp32. A gradient is
+    None if it is not needed, or if the kernels add it to the pair's `MainGrads`.
     """
     g_GTR = launch_backward.shrink_b(dys, plan, group.table)
     dx_TD = launch_backward.expand_a(g_GTR, x_TD.shape[1], plan, group.table) if inputs_need else None
@@ -40,12 +40,12 @@ def gradients(
 
 
 def dense(dys: Sequence[Tensor]) -> list[Tensor]:
-    """The same tensors, copied where their columns are not dense."""
+    """Return the same tensors, copied if their columns are not dense."""
     return [dy if dy.stride(1) == 1 else dy.contiguous() for dy in dys]
 
 
 def _cut_flat(flats: Sequence[Tensor], shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """The matrices of `shapes`, in order, that lie one after another in each of `flats`."""
+    """Return the matrices of `shapes`, in order, that lie one after another in each of `flats`."""
     pieces: list[Tensor] = []
     for flat in flats:
         left, own = flat.numel(), list[torch.Size]()

@@ -25,22 +25,22 @@ from coserve.kernels.lora.segmented.plan import TilePlan
 SHRINK_B, EXPAND_A = Launcher(backward_kernel.shrink_b), Launcher(backward_kernel.expand_a)
 OUTER, FOLD = Launcher(backward_kernel.outer), Launcher(backward_kernel.fold)
 FOLD_BLOCK, FOLD_PARTS = 256, 8
-"""Entries of a matrix whose parts one program sums, and how many of these at once."""
+"""Entries of a matrix that one program sums, and partial sums that it loads at once."""
 
 
 def _columns(table: SiteTable) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the kernels that sum gradients read: ranks, scalings, starts, addresses of sums."""
+    """Return the inputs of the kernels that sum gradients: ranks, scalings, starts, addresses of sums."""
     assert table.starts is not None and table.sums is not None, "expected a table made for training"
     return table.ranks, table.scalings, table.starts, table.sums
 
 
 def _programs(like: Tensor) -> int:
-    """As many programs as a kernel on this device should have at least."""
+    """Fewest programs that a kernel on this device should have."""
     return PROGRAMS * device_info(like.device).multiprocessors
 
 
 def shrink_b(dys: Sequence[Tensor], plan: TilePlan, table: SiteTable, blocks: PrefillBlocks | None = None) -> Tensor:
-    """g (G, T, R) = scaling dy B for each site of a group."""
+    """Return g (G, T, R) = scaling dy B for each site of a group."""
     blocks = blocks or plan.prefill
     tiles, rows, R, ranks = plan.tiles.tiles, plan.tiles.rows, plan.R, table.ranks
     tokens, block_r = dys[0].shape[0], rank_block(R)
@@ -67,7 +67,7 @@ def shrink_b(dys: Sequence[Tensor], plan: TilePlan, table: SiteTable, blocks: Pr
 
 
 def expand_a(g: Tensor, inputs: int, plan: TilePlan, table: SiteTable, blocks: PrefillBlocks | None = None) -> Tensor:
-    """dx (T, D) = Σ_site g_site A_site; `tiles` cover every row."""
+    """Return dx (T, D) = Σ_site g_site A_site; the plan's tiles cover every row."""
     blocks = blocks or plan.prefill
     tiles, rows, ranks = plan.tiles.tiles, plan.tiles.rows, table.ranks
     sites, tokens, R = g.shape
@@ -98,11 +98,12 @@ def outer(
     into_sums: bool = False,
     blocks: PrefillBlocks | None = None,
 ) -> list[Tensor]:
-    """Gradients of weights, adapters one after another: dA of every site (u = x, `v_GTR` = g), or dB of one site.
+    """Compute gradients of weights, adapters one after another: dA of every site (u = x, `v_GTR` = g), or dB of one
+    site.
 
     `of_b`: that site's index (u = its dy, `v_GTR` its h); None: dA. `totals` are `GroupTable.a_totals` or one of
-    `b_totals`; each result is flat, `totals * N` long. With `into_sums` there is none: it is added to the pairs'
-    `MainGrads`.
+    `b_totals`; each result is flat, `totals * N` long. With `into_sums`, the gradients are added to the pairs'
+    `MainGrads` and the result is empty.
     """
     blocks = blocks or plan.prefill
     tiles, spans, rows = plan.tiles.tiles, plan.tiles.spans, plan.tiles.rows
@@ -115,7 +116,7 @@ def outer(
     adapters, warps = spans.shape[0], 8 if sites > 1 and block_r > 32 else blocks.outer_warps
     parts = max(1, min(_programs(v_GTR) // (wide * adapters * rank_blocks), tiles.shape[0] // adapters // 2))
     full, add = adapters == ranks.shape[0], into_sums and parts == 1
-    # A slot without tokens has no gradient.
+    # Slots without tokens get no gradient from the kernel, so theirs must start at zero.
     new = torch.empty if full or into_sums else torch.zeros
     dtype = u_TN.dtype if parts == 1 else torch.float32
     outs = [new(parts, 0 if add else total * width, dtype=dtype, device=u_TN.device) for total in totals]

@@ -38,10 +38,10 @@ def decode(
     overlapped: bool = False,
     exchange: Exchange | None = None,
 ) -> None:
-    """`y += scaling (x Aᵀ) Bᵀ` in place for up to three sites that read x (T, D). `overlapped`: see
-    `decode_kernel.shrink`.
+    """Compute `y += scaling (x Aᵀ) Bᵀ` in place for up to three sites that read x (T, D).
 
-    `exchange`: of fully sharded pairs, to whose outputs `ys` are narrowed.
+    `overlapped`: see `decode_kernel.shrink`. `exchange`: for fully sharded pairs, whose `ys` are already narrowed to
+    `Exchange.outputs`.
     """
     tiles, items, rows, R = plan.tiles.tiles, plan.tiles.items, plan.tiles.rows, plan.R
     tokens, inputs = x_TD.shape
@@ -82,7 +82,7 @@ def decode_shrink(
     overlapped: bool = False,
     exchange: Exchange | None = None,
 ) -> Tensor:
-    """x Aᵀ (1, splits, G, T, R) fp32, or exchanged (`Exchange.run`); only a slot's own ranks are written."""
+    """Return x Aᵀ (1, splits, G, T, R) fp32, or exchanged (`Exchange.run`). Only a slot's own ranks are written."""
     tokens, inputs = x_TD.shape
     sites, splits, row = table.sites, decode_splits(inputs, blocks), table.ranks.stride(0)
     shards, own = (1, 0) if exchange is None else (exchange.shards, exchange.own)

@@ -38,9 +38,9 @@ def prefill(
     keep: bool,
     blocks: PrefillBlocks | None = None,
 ) -> Tensor:
-    """`out = y + scaling (x Aᵀ) Bᵀ` for up to three sites that read x; `outs` may be `ys`.
+    """Compute `out = y + scaling (x Aᵀ) Bᵀ` for up to three sites that read x; `outs` may be `ys`.
 
-    With `keep` returns h (G, T, R) in x's dtype, of which only a slot's own ranks are written.
+    With `keep` returns h (G, T, R) in x's dtype. Only a slot's own ranks of it are written.
     """
     blocks = blocks or plan.prefill
     R = plan.R
@@ -57,10 +57,11 @@ def prefill(
 
 
 def _shrink_cut(x_TD: Tensor, own: Tiles, R: int, blocks: PrefillBlocks) -> tuple[int, int, int, int]:
-    """(splits of k, blocks of k in each, their size, ranks of a program) of a prefill shrink."""
+    """Return (splits of k, blocks of k per split, their size, ranks per program) of a prefill shrink."""
     tiles = own.tiles
     wanted = blocks.shrink_programs * device_info(x_TD.device).multiprocessors
-    # With few programs anyway, more of them read x: otherwise one program's loop over k at a large rank sets the time.
+    # With few programs anyway, let more of them read x, since one program's loop over k at a large rank would set the
+    # time.
     few = tiles.shape[0] * cdiv(R, 64) <= wanted
     block_r = rank_block(R, 64 if few else blocks.shrink_r)
     k = narrow(blocks.k, block_r, x_TD)
@@ -77,11 +78,11 @@ def prefill_shrink(
     finish: bool = True,
     shards: int = 1,
 ) -> Tensor:
-    """h (G, T, R) in x's dtype, or without `finish` its parts (splits, G, T, R) fp32; only a slot's own ranks are
-    written.
+    """Return h (G, T, R) in x's dtype, or without `finish` its partial sums (splits, G, T, R) fp32. Only a slot's own
+    ranks are written.
 
-    `shards`: A has so many equal parts, of which `table` points at one; h has the ranks of a part, rounded up to whole
-    blocks.
+    `shards`: A is sharded into so many equal shards, and `table` points at one of them; h has the ranks of a shard,
+    rounded up to whole blocks.
     """
     blocks = blocks or plan.prefill
     tiles, rows, ranks = plan.tiles.tiles, plan.tiles.rows, table.ranks
@@ -116,7 +117,7 @@ def prefill_shrink(
 
 
 def _run(ys: Sequence[Tensor], plan: TilePlan, blocks: PrefillBlocks) -> tuple[int, int, int]:
-    """(size of an output block, blocks of a program, its warps) of a prefill expand."""
+    """Return (size of an output block, blocks per program, warps) of a prefill expand."""
     tiles, R = plan.tiles.tiles, plan.R
     size, warps = blocks.o // (2 if ys[0].element_size() == 4 else 1), blocks.expand_warps
     count = sum(cdiv(y.shape[1], size) for y in ys)
@@ -137,10 +138,10 @@ def prefill_expand(
     blocks: PrefillBlocks | None = None,
     shards: int = 1,
 ) -> None:
-    """`out = y + scaling h Bᵀ` for up to three sites in one launch; `outs` may be `ys`.
+    """Compute `out = y + scaling h Bᵀ` for up to three sites in one launch; `outs` may be `ys`.
 
-    h: (G, T, R), or its parts (splits, G, T, R), whose sum is written to `kept`; parts need runs (`prefill`). With
-    `shards`: (shards, G, T, ranks of a part), of fully sharded pairs.
+    h: (G, T, R), or its partial sums (splits, G, T, R), whose sum is written to `kept`; they require several output
+    blocks per program (`prefill`). With `shards`: (shards, G, T, ranks of a shard), for fully sharded pairs.
     """
     blocks = blocks or plan.prefill
     tiles, rows, ranks = plan.tiles.tiles, plan.tiles.rows, table.ranks

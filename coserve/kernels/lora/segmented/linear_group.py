@@ -1,5 +1,5 @@
-"""Training through sites that read one input: one product of their stacked weights, one shrink, no additions of
-gradients."""
+"""Trains all sites that read one input together: one GEMM of their stacked weights, one shrink, and no separate
+additions of gradients."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from coserve.kernels.lora.types import StackedWeights
 def linear_group(
     x_TD: Tensor, stacked: StackedWeights, plan: TilePlan, group: GroupTable, live: list[int]
 ) -> tuple[Tensor, ...]:
-    """Each site's `x Wᵀ + bias + scaling (x Aᵀ) Bᵀ`: (T, O) each, columns of one tensor.
+    """Return each site's `x Wᵀ + bias + scaling (x Aᵀ) Bᵀ`: (T, O) each, columns of one tensor.
 
-    `live`: the places of `group`'s sites among those of `stacked`; the others have no terms. `plan` is made for
-    training. Differentiable in x and every a_RD and b_OR, not in the weights.
+    `live`: indices of `group`'s sites among those of `stacked`; the others have no terms. `plan` is made for training.
+    Differentiable in x and every a_RD and b_OR, not in the weights.
     """
     found: tuple[Tensor, ...] = LinearGroup.apply(  # type: ignore[no-untyped-call]
         stacked, plan, group, live, x_TD, group.anchor, *group.a, *group.b
@@ -32,7 +32,8 @@ def linear_group(
 def forward(
     x_TD: Tensor, stacked: StackedWeights, plan: TilePlan, group: GroupTable, live: list[int], *, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(T, ΣO): the outputs of `linear_group` side by side; and with `keep` the shrink that their backward needs."""
+    """Return the outputs of `linear_group` concatenated to (T, ΣO), and with `keep` the shrink that the backward
+    needs."""
     y_TO = stacked.linear(x_TD)
     ys = _outputs(y_TO, stacked)
     own = [ys[site] for site in live]
@@ -48,7 +49,7 @@ def backward(
     group: GroupTable,
     live: list[int],
 ) -> Tensor:
-    """The gradient of x; adds those of the pairs to their `MainGrads`."""
+    """Return the gradient of x; add the pairs' gradients to their `MainGrads`."""
     assert group.anchor is not None, "expected pairs with sums of gradients"
     dys = dense(_outputs(dy_TO, stacked))
     own = [dys[site] for site in live]
@@ -58,8 +59,8 @@ def backward(
 
 
 class LinearGroup(torch.autograd.Function):
-    """`linear_group`, with sums in place: torch would add the gradients of x from each site's product and terms one by
-    one."""
+    """The autograd function of `linear_group`. It sums gradients of x in place; torch would add those of each site's
+    product and terms one by one."""
 
     @staticmethod
     def forward(
@@ -72,7 +73,7 @@ class LinearGroup(torch.autograd.Function):
         anchor: Tensor | None,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        """`weights`: the group's a and b."""
+        """`weights`: the group's a, then its b."""
         y, h = forward(x, stacked, plan, group, live, keep=True)
         ys = _outputs(y, stacked)
         ctx.stacked, ctx.plan, ctx.group, ctx.live = stacked, plan, group, live

@@ -1,4 +1,4 @@
-"""How the segmented kernels read adapter weights through the slot table."""
+"""Device functions by which the segmented kernels read adapter weights through the slot table."""
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
 # ruff: noqa: ANN001, ANN201 - a kernel's arguments have the types of its launch

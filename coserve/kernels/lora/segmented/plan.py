@@ -1,4 +1,4 @@
-"""How a batch is cut for the segmented kernels, and its tables: once a step, shared by all layers."""
+"""Cuts a batch for the segmented kernels, and builds its tables: once a step, shared by all layers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SitePairs = Sequence[LoraPair | None]
 
 @dataclass(frozen=True)
 class Cutting:
-    """Which kernels serve which batches, and in blocks of what sizes."""
+    """Rules for which kernels serve which batches, and the block sizes."""
 
     decode_max_run: int = 64
-    """The decode kernels serve a batch whose longest run of one adapter is at most this: its cost is reading
-    weights."""
+    """Longest run of one adapter in a batch that the decode kernels serve: their cost is reading weights."""
     large_batch: int = 512
     large_batch_max_run: int = 32
-    """The same for batches of `large_batch` tokens and more: the prefill kernels reread weights less often."""
+    """The same limit for batches of at least `large_batch` tokens, where the prefill kernels reread weights less
+    often."""
     prefill: PrefillBlocks = PREFILL_BLOCKS
 
 
@@ -47,33 +47,35 @@ class TilePlan:
     R: int
     decode: bool
     prefill: PrefillBlocks = PREFILL_BLOCKS
-    """Sizes of the prefill and training kernels."""
+    """Block sizes of the prefill and training kernels."""
 
 
 @dataclass(frozen=True)
 class GroupTable:
-    """The table of up to `MAX_SITES` sites that read one input, for one step, and what must stay alive while it is
-    used."""
+    """The table of up to `MAX_SITES` sites that read one input, for one step, and the objects that it needs alive."""
 
     table: SiteTable
     ranks: tuple[int, ...]
-    """Each slot's largest."""
+    """Each slot's largest rank."""
     a: list[Tensor]
     b: list[Tensor]
-    """The pairs' own tensors, site by site and adapter by adapter: what gradients go to. Empty where the kernels add
-    the gradients to `MainGrads`."""
+    """The pairs' own b (as `a`: their a), site by site and adapter by adapter; autograd returns their gradients.
+
+    Empty if the kernels add the gradients to `MainGrads`.
+    """
     a_totals: list[int]
-    """Entries of each column of the sites' A, of all adapters together: their ranks, where none is block-diagonal."""
+    """For each site, the stored entries per column of A, over all adapters: the sum of ranks if none is
+    block-diagonal."""
     b_totals: list[int]
-    """Entries of each row of the sites' B."""
+    """For each site, the stored entries per row of B, over all adapters."""
     held: list[LoraPair]
-    """The pairs that the table points at."""
+    """The pairs whose addresses the table holds."""
     anchor: Tensor | None
     """`PreparedLora.anchor`."""
 
 
 def tile_rows(segments: Segments, cutting: Cutting = CUTTING) -> tuple[int, bool]:
-    """(rows of a tile, whether the decode kernels serve this batch)."""
+    """Return (rows of a tile, whether the decode kernels serve this batch)."""
     longest = max((end - start for runs in segments.runs.values() for start, end in runs), default=1)
     fewest, most = DECODE_ROWS
     small = segments.tokens < cutting.large_batch
@@ -85,25 +87,25 @@ def tile_rows(segments: Segments, cutting: Cutting = CUTTING) -> tuple[int, bool
 def plan_of(
     segments: Segments, ranks: tuple[int, ...], device: torch.device, *, train: bool, cutting: Cutting = CUTTING
 ) -> TilePlan:
-    """How `segments` is cut for all groups whose adapters have these `ranks` (by slot)."""
+    """Cut `segments` for all groups at which the slots' adapters have these `ranks`."""
     rows, decode = (PREFILL_TILE_ROWS, False) if train else tile_rows(segments, cutting)
     host = training_tiles(segments, ranks) if train else cut(segments, ranks, rows)
     return TilePlan(upload(host, rows, segments.tokens, device), whole_ranks(ranks), decode, cutting.prefill)
 
 
 def training_tiles(segments: Segments, ranks: tuple[int, ...]) -> HostTiles:
-    """The tiles of a batch that learns, which cover every row."""
+    """Return the tiles of a training batch, which cover every row."""
     host = cut(segments, ranks, PREFILL_TILE_ROWS)
     return HostTiles([*host.tiles, *base_only_tiles(segments, host, PREFILL_TILE_ROWS)], [], host.spans)
 
 
 def whole_ranks(ranks: tuple[int, ...]) -> int:
-    """`TilePlan.R`: the largest rank in whole blocks."""
+    """Return `TilePlan.R`: the largest rank, rounded up to whole blocks."""
     return -(-max(ranks) // RANK_BLOCK) * RANK_BLOCK
 
 
 def tables_of(groups: Sequence[Sequence[SitePairs]], device: torch.device) -> list[GroupTable]:
-    """The tables of all groups of sites of a step, `groups[g][site][adapter]`, built in one piece."""
+    """Build the tables of all groups of sites of a step, `groups[g][site][adapter]`, in one buffer."""
     table, held = site_table([pairs for group in groups for pairs in group], device)
     summed = [pair.main_grads is not None for pair in held]
     assert all(summed) or not any(summed), "expected sums of the gradients of all pairs in a batch, or of none"

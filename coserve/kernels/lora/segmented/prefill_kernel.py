@@ -1,18 +1,17 @@
-"""Segmented LoRA for prefill and training, forward: tiles of many rows of one adapter. Reading x and y is the work.
+"""Segmented LoRA for prefill and training, forward: tiles of many rows of one adapter. The time goes into x and y.
 
     shrink  h[site, t, r] = Σ_k x[t, k] A_site[r, k]                          x is read once for all sites
     expand  out_site[t, o] = y_site[t, o] + scaling Σ_r h[site, t, r] B_site[o, r]
 
-Where there are few tiles and many inputs, k is split among programs, and each writes a part in fp32. The expand sums
-the parts where it reads h seldom enough; elsewhere the last program to come to a tile does, by a counter that ends at
-zero again. The order of the sum is always the same. Fully sharded pairs: as in `decode_kernel`; parts of h are the
-GPUs' then.
+With few tiles and many inputs, k is split among programs, and each writes a partial sum in fp32. If the expand reads h
+few times, it adds them up. Otherwise the last program to finish a tile does so, found by a counter that ends at zero
+again. The order of the sum is always the same. Fully sharded pairs: as in `decode_kernel`; h then has a shard per GPU.
 
 Expand is bound by how many bytes of y are in flight. A program walks along several output blocks of its tile, and the
 next blocks' y and B are copied to shared memory meanwhile (`tl.range` with its own `num_stages` pipelines all loads of
-the loop). Each rank up to 16, 32, 64 and 128 has a loop of its own width. Of a block-diagonal matrix only the blocks
-are stored and
-read: ranks of A that read the same inputs go together, and so do outputs of B that read the same ranks (`BLOCKED`).
+the loop). Ranks up to 16, 32, 64 and 128 have a loop of each width. For a block-diagonal matrix only the blocks are
+stored and read: ranks of A that read the same inputs are computed together, and so are outputs of B that read the same
+ranks (`BLOCKED`).
 
 x: (T, D); y, out: (T, O); h: (G, T, R); parts: (splits, G, T, R) fp32; tiles: (N, 4) int32; counters: (T) int32, zeros;
 addresses: (slots, G, 2) int64; ranks: (slots, G) int32, `TableEntry.shape`; scalings: (slots, G) fp32; `row` is the

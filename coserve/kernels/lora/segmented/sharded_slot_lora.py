@@ -1,4 +1,4 @@
-"""The terms of a serving step's fully sharded adapters: one collective between the two launches of a group of sites."""
+"""Terms of fully sharded adapters in a serving step: one collective between the two launches of a group of sites."""
 
 from __future__ import annotations
 
@@ -19,31 +19,33 @@ from coserve.kernels.lora.types import SiteGroup
 
 @dataclass(frozen=True)
 class ShardedPlan:
-    """How a batch is cut; the items of `whole` are in the order of `by_rank_block`."""
+    """A cut batch, for whole pairs and for one GPU's shard; the items of `whole` are in the order of
+    `by_rank_block`."""
 
     whole: TilePlan
     part: TilePlan
-    """Its items are those of a GPU's part of the ranks."""
+    """The plan with only the items of one shard's LoRA ranks."""
 
 
 def by_rank_block(host: HostTiles) -> HostTiles:
-    """Items of low ranks first, so that those of a part of the ranks are the first ones."""
+    """Sort items by rank block, so that the items of a shard's ranks form a prefix."""
     return HostTiles(host.tiles, sorted(host.items, key=lambda item: item[3]), host.spans)
 
 
 def sharded_plan(whole: TilePlan, items: int) -> ShardedPlan:
-    """`items`: those of rank blocks below `part_blocks`."""
+    """`items`: number of items in rank blocks below `part_blocks`."""
     tiles = replace(whole.tiles, items=whole.tiles.items[:items])
     return ShardedPlan(whole, replace(whole, tiles=tiles))
 
 
 def part_blocks(R: int, shards: int) -> int:
-    """Rank blocks of a GPU's part of R ranks."""
+    """Rank blocks of one GPU's shard of R LoRA ranks."""
     return -(-R // (shards * RANK_BLOCK))
 
 
 class ShardedSlotLora(PreparedLora):
-    """As `SlotLora`, for pairs of which the table points at this GPU's parts: `SiteTable.ranks` are of whole pairs."""
+    """`SlotLora` for fully sharded pairs: the table points at this GPU's shards, but `SiteTable.ranks` has whole
+    ranks."""
 
     def __init__(
         self,
@@ -52,7 +54,7 @@ class ShardedSlotLora(PreparedLora):
         plan: ShardedPlan,
         groups: frozenset[int],
     ) -> None:
-        """`groups`: see `SlotLora`. The same on every GPU, as are the numbers of rows, tiles and ranks."""
+        """`groups`: see `SlotLora`. They must be equal on every GPU, as must the numbers of rows, tiles and ranks."""
         self._tables, self._exchanges, self._plan, self._groups = tables, exchanges, plan, groups
 
     def changes(self, group: SiteGroup) -> bool:

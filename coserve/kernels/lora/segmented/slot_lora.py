@@ -1,4 +1,4 @@
-"""The terms of a serving step, from tables whose addresses a captured graph keeps."""
+"""Terms of a serving step, by tables at addresses that a captured graph may keep."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from coserve.kernels.lora.types import SiteGroup
 class SlotLora(PreparedLora):
     """The terms of a step whose segments name slots of a table (`adapter_table.Slots`). Inference only.
 
-    Adds no more to the launches than looking up a table, so that it can be captured: the contents of `plan` and
-    `tables` may change between replays.
+    The host only looks up a table and launches, so it can be captured: the contents of `plan` and `tables` may change
+    between replays.
     """
 
     def __init__(self, tables: Mapping[SiteGroup, SiteTable], plan: TilePlan, groups: frozenset[int]) -> None:
-        """`groups`: indices, in any layer, of the groups of sites that the step's adapters change."""
+        """`groups`: indices, the same in every layer, of the groups of sites that the step's adapters change."""
         self._tables, self.plan, self._groups = tables, plan, groups
 
     def changes(self, group: SiteGroup) -> bool:

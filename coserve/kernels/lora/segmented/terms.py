@@ -1,4 +1,4 @@
-"""Adding the terms of one group of sites: two launches, differentiable (`train`) or in place (`add_`)."""
+"""Adds the terms of one group of sites in two launches: differentiable (`train`) or in place (`add_`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coserve.kernels.lora.segmented.plan import GroupTable, TilePlan
 
 
 def train(ys: Sequence[Tensor], x_TD: Tensor, plan: TilePlan, group: GroupTable) -> list[Tensor]:
-    """The terms of one group added to `ys`, as new tensors, differentiable; `plan` is made for training."""
+    """Return `ys` plus the terms of one group, as new tensors, differentiable; `plan` is made for training."""
     found: tuple[Tensor, ...] = LoraTerms.apply(  # type: ignore[no-untyped-call]
         plan, group, len(ys), x_TD, group.anchor, *ys, *group.a, *group.b
     )
@@ -24,9 +24,9 @@ def train(ys: Sequence[Tensor], x_TD: Tensor, plan: TilePlan, group: GroupTable)
 
 
 class LoraTerms(torch.autograd.Function):
-    """`y_g + scaling (x A_gᵀ) B_gᵀ` for the sites of a group.
+    """The autograd function of `y_g + scaling (x A_gᵀ) B_gᵀ` for the sites of a group.
 
-    Not an op of torch.library: its overhead on the host exceeds all of this op's launches.
+    Not an op of torch.library, whose overhead on the host exceeds all launches of this function.
     """
 
     @staticmethod
@@ -39,7 +39,7 @@ class LoraTerms(torch.autograd.Function):
         anchor: Tensor | None,
         *rest: Tensor,
     ) -> tuple[Tensor, ...]:
-        """`rest`: the sites' ys, then the group's a and b."""
+        """`rest`: the sites' ys, then the group's a, then its b."""
         ys = rest[:sites]
         outs = [torch.empty_like(y) for y in ys]
         h = launch_prefill.prefill(ys, outs, x, plan, group.table, keep=True)
@@ -59,7 +59,7 @@ class LoraTerms(torch.autograd.Function):
 
 
 def add_(ys: Sequence[Tensor], x_TD: Tensor, plan: TilePlan, table: SiteTable, *, overlapped: bool = False) -> None:
-    """Adds into ys in place. Can be captured: the contents of `plan` and `table` may then change between replays.
+    """Add the terms into ys in place. Can be captured: the contents of `plan` and `table` may change between replays.
 
     `overlapped`: see `PreparedLora.add_`.
     """

@@ -1,4 +1,4 @@
-"""A packed batch cut into tiles: which rows belong to which adapter slot."""
+"""A packed batch cut into tiles, each with the slot of its rows' adapter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Tiles:
     tiles: Tensor
     """(N, 4): first row, rows (0: inactive), slot (-1: no adapter), rank blocks of the slot."""
     items: Tensor
-    """(M, 4): first row, rows (0: inactive), slot, rank block. One for each RANK_BLOCK of each tile's adapter."""
+    """(M, 4): first row, rows (0: inactive), slot, rank block. One for each rank block of each tile's adapter."""
     spans: Tensor
     """(A, 4): first tile, tiles, slot, 0. One for each adapter that has rows."""
     counters: Tensor
@@ -37,8 +37,8 @@ class HostTiles:
 
 
 def cut(segments: Segments, ranks: Sequence[int], rows: int) -> HostTiles:
-    """Tiles of at most `rows` rows; `ranks` (slots) is each adapter's largest rank among the sites that will read
-    this."""
+    """Cut a batch into tiles of at most `rows` rows. `ranks` (slots): each adapter's largest rank among the sites that
+    read these tiles."""
     tiles: list[tuple[int, int, int, int]] = []
     spans: list[tuple[int, int, int, int]] = []
     for slot, runs in sorted(segments.runs.items()):
@@ -53,7 +53,8 @@ def cut(segments: Segments, ranks: Sequence[int], rows: int) -> HostTiles:
 
 
 def base_only_tiles(segments: Segments, host: HostTiles, rows: int) -> list[tuple[int, int, int, int]]:
-    """Tiles with slot -1 for the rows that `host` leaves out, which a kernel with a separate output copies."""
+    """Return tiles with slot -1 for the rows that `host` leaves out. A kernel with a separate output copies these
+    rows."""
     covered = sorted((start, start + length) for start, length, _, _ in host.tiles)
     tiles: list[tuple[int, int, int, int]] = []
     row = 0
@@ -64,7 +65,7 @@ def base_only_tiles(segments: Segments, host: HostTiles, rows: int) -> list[tupl
 
 
 def upload(host: HostTiles, rows: int, tokens: int, device: torch.device) -> Tiles:
-    """One copy to the device for all three tables."""
+    """Copy all three tables to the device at once."""
     parts = (host.tiles, host.items, host.spans)
     flat = to_device(torch.tensor([entry for part in parts for entry in part], dtype=torch.int32).view(-1, 4), device)
     first, second = len(host.tiles), len(host.tiles) + len(host.items)
@@ -73,12 +74,12 @@ def upload(host: HostTiles, rows: int, tokens: int, device: torch.device) -> Til
 
 
 class TrainingTiles:
-    """`Tiles` of a batch that learns, at fixed addresses: `load` takes those of another batch of as many tokens and
+    """`Tiles` of a training batch at fixed addresses; `load` switches to a batch with equally many tokens and
     adapters."""
 
     def __init__(self, rows: int, tokens: int, adapters: int, spans: int, device: torch.device) -> None:
-        """`adapters` of the batch, of which `spans` have terms."""
-        tiles = -(-tokens // rows) + adapters - 1  # each adapter's last one may be shorter
+        """`adapters`: adapters of the batch; `spans`: how many of them have terms."""
+        tiles = -(-tokens // rows) + adapters - 1  # each adapter's last tile may be shorter
         self._table = torch.zeros(tiles + spans, 4, dtype=torch.int32, device=device)
         self._count, self._device = tiles, device
         counters = torch.zeros(tokens, dtype=torch.int32, device=device)
@@ -86,7 +87,7 @@ class TrainingTiles:
         self.tiles = Tiles(rows, self._table[:tiles], none, self._table[tiles:], counters)
 
     def load(self, host: HostTiles) -> None:
-        """In stream order; tiles that are left are inactive."""
+        """Copy a batch's tiles in stream order; the remaining tiles become inactive."""
         inactive = self._count - len(host.tiles)
         assert inactive >= 0 and len(host.spans) == self.tiles.spans.shape[0], "expected a batch of the same shape"
         entries = [*host.tiles, *[(0, 0, -1, 0)] * inactive, *host.spans]
@@ -108,7 +109,7 @@ class StepTiles:
         return len(host.tiles) <= self._tiles and len(host.items) <= self._table.shape[0] - self._tiles
 
     def first(self, tiles: int, items: int) -> Tiles:
-        """The first entries of the tables, for a graph that serves fewer tiles. `load` fills them too."""
+        """Return the first entries of the tables, for a graph that serves fewer tiles. `load` fills them too."""
         assert tiles <= self._tiles, f"expected at most {self._tiles} tiles, got {tiles}"
         whole = self.tiles
         return Tiles(whole.rows, whole.tiles[:tiles], whole.items[:items], whole.spans, whole.counters)
