@@ -11,6 +11,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+import coserve
 from coserve.config import Config
 from coserve.engine.warmup.gpu import Gpu
 
@@ -22,18 +23,16 @@ GEMM_FOLDER = "gemms"
 """Our folder for what was measured: choices of GEMM kernels, the memory of compiled training layers."""
 LIBRARIES = ("torch", "triton", "transformers")
 SOURCES = (
-    "adapters",
     "admission",
+    "core/gpu_memory.py",
+    "core/types.py",
     "engine",
     "finetune",
     "generate",
-    "gpu_memory.py",
     "kernels",
+    "lora/files",
     "memory",
     "model",
-    "parallel",
-    "types.py",
-    "warmup",
 )
 """Our packages and modules whose code decides what is compiled, or what the costs mean that are measured with it."""
 SHAPE_SETTINGS = (
@@ -120,9 +119,10 @@ def shape_key(config: Config) -> str:
     return digest(settings | named)
 
 
-def source_digest() -> str:
-    """SHA-256 (hex) of the code in `SOURCES`."""
-    root, found = Path(__file__).resolve().parent.parent, hashlib.sha256()
+def source_digest(root: Path | None = None) -> str:
+    """SHA-256 (hex) of the code in `SOURCES`; `root`: the folder of the package."""
+    root = Path(coserve.__file__).resolve().parent if root is None else root
+    found = hashlib.sha256()
     packages = [path for name in SOURCES for path in (root / name).rglob("*.py")]
     for path in sorted([*packages, *(root / name for name in SOURCES if name.endswith(".py"))]):
         found.update(f"\0{path.relative_to(root)}\0".encode() + path.read_bytes())
