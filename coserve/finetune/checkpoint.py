@@ -1,6 +1,6 @@
-"""Checkpoint files of a job: fp32 weights and the optimizer's moments (safetensors), progress (JSON).
+"""Checkpoint files of a job: fp32 weights and optimizer moments (safetensors), and progress (JSON).
 
-No random-generator state: data order, dropout and initial weights are functions of the job's seed.
+No random-generator state is saved: data order, dropout and initial weights are functions of the job's seed.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ log = logging.getLogger(__name__)
 
 
 class _State(Wire, frozen=True):
-    """Content of `state.json`. A checkpoint of another job, base or optimizer is refused."""
+    """Content of `state.json`. Checkpoints of another job, base or optimizer are refused."""
 
     job: str
     base_fingerprint: str
     progress: TrainingProgress
     optimizer: Optimizer = Optimizer.ADAMW
-    """Without paging: where moments lie changes no file."""
+    """The optimizer without its paging, which does not affect the files."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Checkpoint:
 def save_checkpoint(
     folder: DataFolder, spec: JobSpec, base: BaseSpec, progress: TrainingProgress, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Durable when it returns. Raises `StorageError`."""
+    """Write a checkpoint; it is durable on return. Raises `StorageError`."""
     optimizer = spec.training.optimizer.unpaged
     state = _State(job=spec.id, base_fingerprint=base.fingerprint, progress=progress, optimizer=optimizer)
     with replace_dir(folder.checkpoint(spec.id, progress.step), point="checkpoint") as target:
@@ -59,8 +59,12 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, spec: JobSpec, base: BaseSpec) -> Checkpoint:
-    """Raises `CheckpointUnreadable` for files that are missing, damaged, or of another job, base or optimizer;
-    `StorageError` where the machine cannot read them now."""
+    """Load a checkpoint.
+
+    Raises:
+        CheckpointUnreadable: a file is missing, damaged, or of another job, base or optimizer.
+        StorageError: the machine cannot read the files now.
+    """
     try:
         with safetensors_errors(path / CHECKPOINT_TENSORS):
             failpoint("job.open")
@@ -78,9 +82,9 @@ def load_checkpoint(path: Path, spec: JobSpec, base: BaseSpec) -> Checkpoint:
 
 
 def prune(folder: DataFolder, job: str, keep: int, left_aside: Container[int]) -> None:
-    """Delete all checkpoints but the last `keep` and those of the steps `left_aside`, which count for none, and what
-    earlier deletions left. Nothing may be written in the job's folder meanwhile. What cannot be deleted now is told in
-    the log and stays for the next call."""
+    """Delete all checkpoints but the last `keep`, and remains of earlier deletions. Checkpoints of the steps
+    `left_aside` stay and do not count. Nothing may be written in the job's folder meanwhile. Failed deletions are
+    logged, and tried again at the next call."""
     with _deletions(job):
         sweep(folder.job(job))
         usable = [path for step, path in folder.checkpoints(job) if step not in left_aside]
@@ -91,7 +95,7 @@ def prune(folder: DataFolder, job: str, keep: int, left_aside: Container[int]) -
 
 @contextmanager
 def _deletions(job: str) -> Iterator[None]:
-    """They may fail: the new checkpoint is there."""
+    """Log storage errors of deletions instead of raising them: the new checkpoint is already there."""
     try:
         yield
     except StorageError as error:

@@ -1,4 +1,4 @@
-"""NEFTune: noise on the embeddings in training (Jain et al. 2023, https://arxiv.org/abs/2310.05914, section 2).
+"""NEFTune: noise on the embeddings during training (Jain et al. 2023, https://arxiv.org/abs/2310.05914, section 2).
 
 Letters: T packed tokens, D hidden, J jobs.
 """
@@ -18,18 +18,17 @@ from coserve.finetune.packed_rows import PackedRows
 
 @dataclass(frozen=True)
 class EmbeddingNoise:
-    """Of one job in one micro-batch: uniform in plus and minus `alpha` / sqrt(L D), for each sequence with its own
-    length L.
+    """One job's noise in one micro-batch: uniform in plus and minus `alpha` / sqrt(L D), with L the sequence's length.
 
-    The noise is a function of `seed` and of the job's rows alone, so that a resumed job draws it again, whatever
-    company it has. `seed` must change with every micro-batch.
+    The noise depends only on `seed` and the job's rows, so a resumed job draws it again, whichever jobs share the
+    batch. `seed` must change with every micro-batch.
     """
 
     alpha: float
     seed: int
 
     def draw(self, lengths: Sequence[int], hidden: int, device: torch.device) -> Tensor:
-        """The noise of sequences of these lengths behind each other: fp32 (T, D)."""
+        """Draw the noise of consecutive sequences of these lengths: fp32 (T, D)."""
         digest = hashlib.blake2b(f"{self.seed}/neftune".encode(), digest_size=8).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
         noise_TD = torch.empty(sum(lengths), hidden, device=device).uniform_(-1, 1, generator=generator)

@@ -12,9 +12,9 @@ from coserve.admission.shapes import BLOCK
 
 
 class FlatLayout:
-    """Where each named tensor lies in a buffer of `size` elements. Elements between tensors are padding.
+    """Layout of named tensors in a buffer of `size` elements. Elements between tensors are padding.
 
-    No tensor crosses a multiple of `block`, so that the buffer may also lie in separate pieces of that size.
+    No tensor crosses a multiple of `block`, so that the buffer may also be split into blocks of that size.
     """
 
     def __init__(self, shapes: Mapping[str, torch.Size], block: int = BLOCK, aligned: int = ALIGNED) -> None:
@@ -30,18 +30,18 @@ class FlatLayout:
             self.size += sizes[name]
 
     def start(self, name: str) -> int:
-        """The first element of the tensor."""
+        """Index of the tensor's first element."""
         return self._places[name][0]
 
     def views(self, flat_N: Tensor, per: int = 1) -> dict[str, Tensor]:
-        """The tensors by name, contiguous, as views of `flat_N` (`size` elements). `per`: see `block_views`."""
+        """Return the tensors by name, as contiguous views of `flat_N` (`size` elements). `per`: see `block_views`."""
         return self.block_views(list(torch.split(flat_N, self.block // per)), per)
 
     def block_views(self, blocks: Sequence[Tensor], per: int = 1) -> dict[str, Tensor]:
-        """As `views`, of a buffer that lies in blocks of `block` elements; the last one may be shorter.
+        """Like `views`, for a buffer split into blocks of `block` elements; the last one may be shorter.
 
-        `per`: of a buffer and blocks with one element for so many; `aligned` is a multiple. Its tensors are 1-D
-        then."""
+        `per`: the buffer holds one element for this many of the layout's; `aligned` is a multiple of it. The views are
+        1-D then."""
         found = {}
         for name, (start, shape) in self._places.items():
             number, at = divmod(start, self.block)

@@ -1,4 +1,4 @@
-"""The state of a whole adapter in host memory, gathered from the ranks that train its parts."""
+"""Host copy of a whole adapter's state, gathered from the shards that the tensor-parallel ranks train."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from coserve.finetune.host_copy import HostCopy
 from coserve.model.parallel.adapter import AdapterPartition
 
 GATHERED = 1 << 24
-"""Elements of the whole adapter that are gathered at once."""
+"""Elements of the whole adapter gathered at once."""
 
 
 class GatheredCopy(HostCopy):
-    """`rows` hold the whole adapter; the source holds this rank's part. Every rank has the same rows after a
-    download."""
+    """A host copy whose `rows` hold the whole adapter, while the source holds this rank's shard. After a download,
+    every rank has the same rows."""
 
     def __init__(
         self, source: Sequence[Tensor], layout: FlatLayout, whole: FlatLayout, partition: AdapterPartition
     ) -> None:
-        """`layout`: of the source's rows, all fp32; `whole`: of those in host memory. Both name their tensors
+        """`layout`: of the source's rows, all fp32; `whole`: of the rows in host memory. Both name their tensors
         `<site>.a` and `<site>.b`."""
         super().__init__(source, [whole.block] * len(source), whole.size)
         self._layout, self._whole, self._partition = layout, whole, partition
 
     @torch.no_grad()
     def _download(self, rows: int) -> None:
-        """Gathers some sites at a time, all ranks at once; the copies to the host run on the side stream."""
+        """Gather some sites at a time, on all ranks together; the copies to the host run on the side stream."""
         for blocks, row_N in zip(self.rows[:rows], self._source, strict=False):
             parts, hosts = self._layout.views(row_N), self._whole.block_views(blocks)
             for sites in self._chunks():
                 gathered = self._partition.gather({site: (parts[f"{site}.a"], parts[f"{site}.b"]) for site in sites})
                 if self._stream is not None:
                     self._stream.wait_stream(torch.cuda.current_stream(self._device))
-                with torch.cuda.stream(self._stream):  # nothing happens where that is None
+                with torch.cuda.stream(self._stream):  # None: no effect
                     for site, both in gathered.items():
                         for part, tensor in zip("ab", both, strict=True):
                             hosts[f"{site}.{part}"].copy_(tensor, non_blocking=True)
@@ -45,7 +45,7 @@ class GatheredCopy(HostCopy):
 
     @torch.no_grad()
     def _upload(self, rows: int) -> None:
-        """Each rank takes its part of the rows."""
+        """Each rank copies its shard of the rows to the device."""
         rank = self._partition.sharding.mesh.rank
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))

@@ -1,4 +1,4 @@
-"""Copies between a tensor on a device and host memory, beside other work of the device."""
+"""Copies between device tensors and host memory, overlapped with other work of the device."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 REST = 0.002
-"""Seconds between two allocations of pinned memory: each blocks CUDA calls of other threads while it runs."""
+"""Pause in seconds between two allocations of pinned memory: each blocks other threads' CUDA calls while it runs."""
 
 
 def host_row(size: int, block: int, dtype: torch.dtype, *, pinned: bool) -> list[Tensor]:
-    """Host memory for a row of `size` elements, in blocks of `block` of them; the last one may be shorter."""
+    """Allocate host memory for a row of `size` elements, in blocks of `block` elements; the last one may be shorter."""
     found = []
     for start in range(0, size, block):
         found.append(torch.empty(min(block, size - start), dtype=dtype, pin_memory=pinned))
@@ -23,31 +23,31 @@ def host_row(size: int, block: int, dtype: torch.dtype, *, pinned: bool) -> list
 
 
 class HostCopy:
-    """Host memory for rows (K), 1-D tensors of any dtype, in blocks. On a GPU it is pinned, and a side stream does the
-    copying.
+    """Host memory for K rows (1-D tensors of any dtype), in blocks. On a GPU it is pinned, and a side stream copies.
 
-    Transfers and allocations of other threads wait for those of one block at most. Make it on a thread, once for many
-    copies: allocating pinned memory takes long.
+    Other threads' transfers and allocations wait for one block at most. Construct it on a worker thread and reuse it:
+    allocating pinned memory is slow.
     """
 
     def __init__(self, source: Sequence[Tensor], blocks: Sequence[int], size: int | None = None) -> None:
-        """`blocks`: elements of each row's. `size`: of every row in host memory; None: as the source's."""
+        """`blocks`: block size of each row, in elements. `size`: elements of every row in host memory; None: as in the
+        source."""
         self._source, self._device = source, source[0].device
         on_gpu = self._device.type == "cuda"
         self.rows = [
             host_row(row_N.shape[0] if size is None else size, block, row_N.dtype, pinned=on_gpu)
             for row_N, block in zip(source, blocks, strict=True)
         ]
-        """Blocks of each row, in order; a row's last one may be shorter."""
+        """Blocks of each row, in order; the last of a row may be shorter."""
         self._blocks = blocks
         self._stream = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._copied = torch.cuda.Event(blocking=True) if on_gpu else None  # type: ignore[no-untyped-call]
         self._copying = False
 
     def download(self, rows: int) -> None:
-        """Begin to copy the first `rows` rows as they are after what the current stream has been given.
+        """Begin to copy the first `rows` rows to the host, in their state after the work queued on the current stream.
 
-        Not before `wait` has returned for the copy before.
+        `wait` must have returned for the previous download.
         """
         self._download(rows)
         if self._stream is not None and self._copied is not None:
@@ -55,18 +55,18 @@ class HostCopy:
             self._copying = True
 
     def protect(self) -> None:
-        """Call before the rows change: the current stream waits for the copy, the caller does not."""
+        """Make the current stream (not the caller) wait for the download. Call it before the rows change."""
         if self._copying and self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._copying = False
 
     def wait(self) -> None:
-        """On any thread: wait for the copy that `download` began."""
+        """Wait for the copy that `download` began; on any thread."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def upload(self, rows: int) -> None:
-        """Copy the first `rows` rows to the device. On a thread: it waits for the copy."""
+        """Copy the first `rows` rows to the device and wait for it; call it on a worker thread."""
         self._upload(rows)
         if self._stream is not None:
             self._stream.synchronize()
@@ -79,11 +79,11 @@ class HostCopy:
 
     @torch.no_grad()
     def _transfer(self, rows: int, copy: Callable[[Tensor, Tensor], object]) -> None:
-        """Call `copy` for each block and its part of the source, on the side stream, after what the current stream was
-        given."""
+        """Call `copy` for each block and the matching slice of the source, on the side stream, after the work queued on
+        the current stream."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):  # nothing happens where that is None
+        with torch.cuda.stream(self._stream):  # None: no effect
             for hosts, row_N, block in zip(self.rows[:rows], self._source, self._blocks, strict=False):
                 for host, device in zip(hosts, torch.split(row_N, block), strict=True):
                     copy(host, device)

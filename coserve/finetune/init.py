@@ -1,4 +1,4 @@
-"""Initial weights: those of a published adapter, or PEFT's initialisations, as a function of seed and site."""
+"""Initial adapter weights: a published adapter's, or PEFT's initialisations as a function of seed and site."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from coserve.state.folder import DataFolder
 def new_adapter(
     settings: LoraSettings, base: BaseSpec, *, seed: int, dtype: torch.dtype, device: torch.device | str
 ) -> LoraWeights:
-    """A new adapter, initialised as by PEFT; with `default` and `gaussian` its output is zero (B is zero).
+    """Return a new adapter, initialised as by PEFT; with `default` and `gaussian` its output is zero (B is zero).
 
-    With BD-LoRA each block is initialised as a LoRA of rank r/N on its shard, as the paper does (section 3 and C.1):
-    Kaiming takes the fan-in of the shard. (PEFT's own BD-LoRA starts a block-diagonal A with a spread larger by the
-    square root of 6.)
+    With BD-LoRA each block is initialised as a LoRA of rank r/N on its shard, as in the paper (section 3 and C.1):
+    Kaiming uses the shard's fan-in. (PEFT's own BD-LoRA starts a block-diagonal A with a spread larger by the square
+    root of 6.)
 
-    Numbers are drawn in float32 on the CPU for each site alone, so a seed gives the same adapter on any machine and
-    with any other targets. Raises `InvalidRequest` as `resolve_targets`.
+    Numbers are drawn in fp32 on the CPU, separately for each site, so a seed gives the same adapter on any machine and
+    with any other targets. Raises `InvalidRequest` like `resolve_targets`.
     """
     sites = {}
     for site in resolve_targets(settings, base):
@@ -44,7 +44,8 @@ def new_adapter(
 def zero_adapter(
     settings: LoraSettings, base: BaseSpec, *, dtype: torch.dtype, device: torch.device | str
 ) -> LoraWeights:
-    """An adapter of the same shapes, all zeros, for what depends on no values. Raises as `new_adapter`."""
+    """Return an adapter of the same shapes, all zeros, for measurements that do not depend on values. Raises like
+    `new_adapter`."""
     sites = {}
     for site in resolve_targets(settings, base):
         (rank, scaling), (in_a, in_b) = rank_and_scaling(settings, site), blocks_at(settings, site)
@@ -57,7 +58,7 @@ def zero_adapter(
 def _blocks(
     init: str, rank: int, site: SiteSpec, blocks: tuple[int, int], generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Both matrices as they are stored: of independent LoRAs, one for each shard of the site."""
+    """Both matrices as stored: independent LoRAs, one for each shard of the site."""
     in_a, in_b = blocks
     count, shard = max(blocks), (site.in_features // in_a, site.out_features // in_b)
     parts = [_start(init, rank // count, *shard, generator) for _ in range(count)]
@@ -82,8 +83,8 @@ def _start(
 
 
 def initial_weights(spec: JobSpec, base: BaseSpec, folder: DataFolder) -> LoraWeights:
-    """fp32, on the CPU: a new adapter, or the continued one from its files (in memory it is rounded to the base's
-    dtype)."""
+    """The job's initial weights, fp32 on the CPU: a new adapter, or the continued one from its files (its copy in
+    memory is rounded to the base's dtype)."""
     if spec.init_from is None:
         return new_adapter(spec.lora, base, seed=spec.training.seed, dtype=torch.float32, device="cpu")
     return published_adapter(spec.init_from, spec.init_digests, "continue_from", base, folder)
@@ -92,7 +93,7 @@ def initial_weights(spec: JobSpec, base: BaseSpec, folder: DataFolder) -> LoraWe
 def published_adapter(
     ref: AdapterRef, digests: AdapterDigests | None, field: str, base: BaseSpec, folder: DataFolder
 ) -> LoraWeights:
-    """A published adapter: fp32, on the CPU. `field` names it in the error."""
+    """Load a published adapter: fp32, on the CPU. `field` is the request field that errors name."""
     if not (path := folder.adapter(ref)).is_dir():
         raise AdapterNotFound(f"no adapter {str(ref)!r}", field=field)
     return load_adapter(path, base, device="cpu", dtype=torch.float32, digests=digests)

@@ -1,4 +1,4 @@
-"""A job in memory."""
+"""A training job in memory."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ log = logging.getLogger(__name__)
 
 
 class TrainingJob:
-    """A training loop and where it is suspended. A `TrainingPass` moves it on; `abandon` takes it back."""
+    """A training loop and its suspended state. A `TrainingPass` advances it; `abandon` drops the unfinished step."""
 
     def __init__(self, loop: TrainingLoop, checkpoints: JobCheckpoints) -> None:
         self.loop, self.session, self.checkpoints = loop, loop.session, checkpoints
         self.snapshots = JobSnapshots(loop)
         self.mid_step = False
-        """Suspended within an optimizer step or its evaluation."""
+        """Whether it is suspended within an optimizer step or its evaluation."""
         self.memory_note: str | None = None
-        """How it trains since memory ran out."""
+        """How it trains since it ran out of memory, for the operator."""
         self.alone = False
-        """It shares no forward any more: one that it shared has failed."""
+        """Whether it no longer shares forwards with other jobs, because a shared one has failed."""
         self.blocked = any(pair.blocks > 1 for pair in self.session.optimizer.weights().sites.values())
-        """Its adapter has block-diagonal matrices."""
+        """Whether its adapter has block-diagonal matrices."""
         self.batch_tokens = 0
-        """Of all rows of its pass, or of its last one."""
+        """Tokens of all rows, of all jobs, in its current or last pass."""
         self._next_tokens: int | None = None
-        """Of its own rows of the next micro-batch; 0: not known. None: to be computed."""
+        """Tokens of its own next micro-batch; 0: unknown; None: to be computed."""
         self._training: Training | None = None
-        """None: it begins with its next micro-batch."""
+        """The suspended coroutine; None: the next micro-batch starts it."""
 
     @property
     def id(self) -> str:
@@ -50,18 +50,19 @@ class TrainingJob:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """For an operator."""
+        """Notes for the operator."""
         alone = "it trains alone, since a batch that it shared with other jobs failed" if self.alone else None
         return tuple(note for note in (self.memory_note, alone) if note is not None)
 
     @property
     def shared_rows(self) -> tuple[int, ...] | None:
-        """Between two micro-batches: rows of the next one, if it may share a forward with other jobs'."""
+        """Rows of the next micro-batch, between two micro-batches, if it may share a forward with other jobs; otherwise
+        None."""
         return None if self.alone else self.loop.next_rows
 
     @property
     def next_tokens(self) -> int:
-        """Between two micro-batches: tokens of the next one, as far as known, or of the last one, if those are more, as
+        """Tokens of the next micro-batch as far as known, between two micro-batches; or of the last one if larger, as
         other jobs may join again."""
         if self._next_tokens is None:  # every decision asks
             rows = self.shared_rows
@@ -69,8 +70,8 @@ class TrainingJob:
         return max(self.batch_tokens, self._next_tokens)
 
     def go_on(self, sums: Tensor | None = None) -> Event:
-        """Run the loop until it is suspended again; what for. `sums`: of the micro-batch that it was suspended for. Not
-        of a finished job. Raises `NonFiniteLoss`."""
+        """Resume the loop and return the event that it next suspends for. `sums`: result of the micro-batch that it was
+        suspended for. The job must not be finished. Raises `NonFiniteLoss`."""
         if self._training is None:
             self._training = self.loop.run()
         self._next_tokens = None
@@ -79,15 +80,15 @@ class TrainingJob:
         return event
 
     def lower_memory(self) -> bool:
-        """Memory ran out: begin the optimizer step again with smaller micro-batches, once it is abandoned. False:
-        nothing is left to lower."""
+        """Use less memory after an out-of-memory: the optimizer step, once abandoned, begins again with smaller
+        micro-batches. False if nothing is left to lower."""
         note = self.loop.lower_memory()
         if note is not None:
             self.memory_note = note
         return note is not None
 
     def failure(self, error: Exception) -> tuple[str, str]:
-        """Code and message of what a slice raised that several ranks run. Errors that end the job are logged."""
+        """Code and message of an error in a slice that several ranks run. Errors that end the job are logged."""
         if out_of_memory(error):
             return JobOutOfMemory.code, self.memory_message(error)
         if isinstance(error, CaptureFailed):
@@ -97,15 +98,15 @@ class TrainingJob:
         return code, message
 
     def memory_message(self, error: Exception) -> str:
-        """For the user, of an error that says that memory ran out."""
+        """The user's message for an out-of-memory error."""
         numbers, tokens = memory_numbers(error, self.session.device), self.loop.tokens_in_progress
         what = f"one row of {tokens} tokens, each layer computed again" if tokens else "the update of the weights"
         return f"not enough memory for {what} ({numbers}); try a smaller rank or max_length"
 
     def abandon(self, *, finish_update: bool = False) -> None:
-        """Drop the unfinished optimizer step, which begins again. The job must have left its pass. Within an update of
-        the weights `finish_update` does the rest of it, and the step counts; without it, or if that raises, the weights
-        are lost (`TrainingSession.check_weights`)."""
+        """Drop the unfinished optimizer step, which begins again. The job must have left its pass. `finish_update`: if
+        the weights are being updated, complete the update, and the step counts; without `finish_update`, or if
+        completing it raises, the weights are lost (`TrainingSession.check_weights`)."""
         training, self._training = self._training, None
         self.mid_step, self._next_tokens = False, None
         if training is None:
@@ -115,12 +116,12 @@ class TrainingJob:
                 with suppress(FinishUpdate):
                     training.throw(FinishUpdate())
         finally:
-            training.close()  # a step begins with gradients of 0, so those of this one may stay
+            training.close()  # each step begins by zeroing the gradients
 
 
 @dataclass(frozen=True)
 class LoadedJob:
-    """A job in memory that is not committed: call it on the event-loop thread to commit it."""
+    """A loaded job that is not registered yet. Call it on the event-loop thread to commit the load."""
 
     started: JobStarted
     commit: Callable[[], None]

@@ -1,4 +1,4 @@
-"""The checkpoints of one job: when one is due, how one is saved, and how the job resumes from the last readable one."""
+"""The checkpoints of one job: when one is due, how it is saved, and how the job resumes from the last readable one."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ log = logging.getLogger(__name__)
 
 
 class JobCheckpoints:
-    """Checkpoints of the job of `loop`. At most one is being saved at a time."""
+    """Checkpoints of the job of `loop`. At most one is saved at a time."""
 
     def __init__(self, folder: DataFolder, base: BaseSpec, loop: TrainingLoop, *, keep: int) -> None:
         self._folder, self._base, self._loop, self._keep = folder, base, loop, keep
         self._taken: TrainingProgress | None = None
-        """Of the last snapshot."""
+        """Progress at the last snapshot."""
         self._saved: TrainingProgress | None = None
-        """Of the last checkpoint on disk."""
+        """Progress of the last checkpoint on disk."""
         self._left_aside: set[int] = set()
-        """Steps of checkpoints that could not be used."""
+        """Steps of unusable checkpoints."""
         self._note: str | None = None
 
     @property
     def due(self) -> bool:
-        """The last finished step asks for a checkpoint, and none was tried."""
+        """Whether the last finished step needs a checkpoint and none was attempted."""
         progress = self._loop.progress
         every = self._loop.spec.training.checkpoint_steps
         at_its_step = progress.step > 0 and progress.step % every == 0 and progress.pending is None
         return at_its_step and progress not in (self._taken, self._saved)
 
     def save(self) -> Callable[[], None] | None:
-        """Begin a snapshot of the last finished step; training may go on meanwhile. None if that step is on disk
-        already.
+        """Begin a snapshot of the last finished step; training may continue meanwhile. None if that step is already on
+        disk.
 
-        Call the returned function on a thread: the checkpoint is durable when it returns, and all but the last `keep`
-        are deleted where the disk allows it. It raises `StorageError`. Raises `RuntimeError` as
+        Call the returned function on a worker thread. When it returns, the checkpoint is durable, and all but the last
+        `keep` are deleted if the disk allows it; it raises `StorageError`. `save` itself raises `RuntimeError` like
         `TrainingSession.check_weights`.
         """
         self._loop.session.check_weights()
@@ -60,16 +60,16 @@ class JobCheckpoints:
         return write
 
     def started(self) -> JobStarted:
-        """What is told of the job, which begins to train."""
+        """The message that the job begins to train."""
         loop = self._loop
         step = loop.progress.step
         return JobStarted(id=loop.spec.id, total_steps=loop.plan.total_steps, resumed_from=step, note=self._note)
 
     def resume(self) -> None:
-        """Load the last readable checkpoint into the loop; nothing happens if there is none. On a thread. The user is
-        told of later ones, which are missing a file, damaged, or of something else.
+        """Load the last readable checkpoint into the loop, if there is one. Call it on a worker thread. The user is
+        told of later checkpoints that are incomplete, damaged, or of something else.
 
-        Raises `StorageError` where the machine cannot read a checkpoint now.
+        Raises `StorageError` if the machine cannot read a checkpoint now.
         """
         spec = self._loop.spec
         reasons: dict[int, str] = {}
@@ -89,7 +89,7 @@ class JobCheckpoints:
 
 
 def _left_aside_note(reasons: Mapping[int, str], resumes_from: int) -> str:
-    """For the user: `reasons` by step, the last step first."""
+    """The user's message. `reasons`: why checkpoints are unusable, by step, the last step first."""
     steps, reason = ", ".join(map(str, sorted(reasons))), next(iter(reasons.values()))
     which = f"checkpoints of steps {steps}" if len(reasons) > 1 else f"checkpoint of step {steps}"
     goes_on = f"goes on from step {resumes_from}" if resumes_from else "begins again at its first step"

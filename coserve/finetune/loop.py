@@ -25,7 +25,7 @@ from coserve.state.failpoints import failpoint
 
 class TrainingLoop:
     """Optimizer steps, evaluations and early stopping of one job. `progress` is up to date whenever `run` is suspended,
-    but for an update of the weights that is done in part."""
+    except during an update of the weights."""
 
     def __init__(self, spec: JobSpec, corpus: Corpus, plan: BatchPlan, session: TrainingSession) -> None:
         self.spec, self.plan, self.session = spec, plan, session
@@ -34,61 +34,61 @@ class TrainingLoop:
         self._validation_rows = plan.validation()
         self._limits = MemoryLimits(plan.lengths, len(session.optimizer.trainable))
         self._treatment = self._limits.treatment
-        """Of all micro-batches of the step or evaluation in progress."""
+        """Recompute plan of all micro-batches of the step or evaluation in progress."""
         self._rows_in_progress: tuple[int, ...] | None = None
-        """Rows of the micro-batch that is being computed; None: between two steps, and in the optimizer's update."""
+        """Rows of the micro-batch being computed; None: between two steps, and during the optimizer's update."""
         self._next: tuple[int, ...] | None = None
-        """Rows of the next micro-batch, while suspended between two of one optimizer step."""
+        """Rows of the next micro-batch, while suspended between two of one step."""
 
     @property
     def result(self) -> AdapterRef:
-        """What success publishes."""
+        """The adapter version that the job publishes on success."""
         return AdapterRef(self.spec.adapter, self.spec.version)
 
     @property
     def finished(self) -> bool:
-        """All steps are done, or early stopping ended the job."""
+        """Whether all steps are done, or early stopping ended the job."""
         patience = self.spec.training.early_stopping_patience
         stopped = patience is not None and self.progress.evaluations_without_gain >= patience
         return self.progress.pending is None and (self.progress.step >= self.plan.total_steps or stopped)
 
     @property
     def planned_memory(self) -> Treatment | None:
-        """As `limit_memory` has set it."""
+        """The memory plan set by `limit_memory`."""
         return self._limits.planned
 
     def limit_memory(self, treatment: Treatment | None) -> None:
-        """From the next optimizer step or evaluation on, also one that begins again: see `MemoryLimits.plan`."""
+        """Set the memory plan for steps and evaluations that begin from now on, including retries: see
+        `MemoryLimits.plan`."""
         self._limits.plan(treatment)
 
     def lower_memory(self) -> str | None:
-        """Memory ran out since `run` was last suspended: compute smaller micro-batches from now on.
+        """React to an out-of-memory since `run` was last suspended: compute smaller micro-batches from now on.
 
-        Returns what changes, for the user; None: it cannot go on. An update of the weights that failed is never
-        repeated: it may have changed some of them.
+        Returns what changes, for the user; None if the job cannot continue. An update of the weights that failed is
+        never retried: some weights may have changed.
         """
         rows, recomputed = self._rows_in_progress, self._treatment.recomputed
         return None if rows is None else self._limits.lower(rows, recomputed)
 
     @property
     def position(self) -> int:
-        """A digest of how far the job is: its finished steps and evaluations, and the micro-batch that is being
-        computed."""
+        """Digest of the job's position: finished steps and evaluations, and the micro-batch being computed."""
         done = (self.progress.step, self.progress.pending is None)
         return crc32(repr((done, self._rows_in_progress)).encode())
 
     @property
     def tokens_in_progress(self) -> int:
-        """Tokens of the micro-batch that is being computed."""
+        """Tokens of the micro-batch being computed."""
         return self._limits.size(self._rows_in_progress or ())
 
     @property
     def next_rows(self) -> tuple[int, ...] | None:
-        """Rows of the micro-batch that comes next, at the end of another: None if it cannot share a forward with other
-        jobs'. Such are evaluations, micro-batches with a teacher or a DPO loss, and those that recompute their layers
-        for lack of memory.
+        """Rows of the next micro-batch, at the end of another; None if it cannot share a forward with other jobs. This
+        holds for evaluations, micro-batches with a teacher or a DPO loss, and those that recompute layers for lack of
+        memory.
 
-        Cheap where the step is prepared (`BatchPlan.prepared`).
+        Cheap if the step is prepared (`BatchPlan.prepared`).
         """
         treatment = self._limits.treatment if self._next is None else self._treatment
         if self.progress.pending is not None or self.finished or treatment.recomputes or not self.session.loss.shares:
@@ -100,7 +100,7 @@ class TrainingLoop:
         return self._limits.size(rows)
 
     async def run(self) -> None:
-        """Continue from `progress` to the end. Raises `NonFiniteLoss`, and as `TrainingSession.check_weights`."""
+        """Train from `progress` to the end. Raises `NonFiniteLoss`, and like `TrainingSession.check_weights`."""
         self._next = None
         self.session.check_weights()
         while not self.finished:
@@ -179,8 +179,8 @@ class TrainingLoop:
         return due and bool(self._validation_rows)
 
     async def _evaluate_start(self) -> None:
-        """Keep the validation loss before the first step, unless an abandoned attempt at that step has; with early
-        stopping, the weights too."""
+        """Measure the validation loss before the first step, unless an abandoned attempt has done so; with early
+        stopping, keep the initial weights too."""
         if self.progress.valid_loss_before is None:
             loss, *_ = await self._validation()
             best = None if self.spec.training.early_stopping_patience is None else loss
@@ -205,7 +205,7 @@ class TrainingLoop:
         self.progress = msgspec.structs.replace(self.progress, pending=pending)
 
     async def _validation(self) -> list[float]:
-        """Return the mean loss of the validation rows, their token accuracy, and of a DPO loss the other means."""
+        """Return means over the validation rows: loss, token accuracy, and with a DPO loss three more."""
         session, targets, denominator = self.session, 0, 0
         summed = session.zero_sums()
         for micro, rows in enumerate(self._cut(self._validation_rows)):
@@ -221,12 +221,12 @@ class TrainingLoop:
         return means
 
     def _cut(self, micro_batches: MicroBatches) -> MicroBatches:
-        """At the start of an optimizer step or evaluation: its micro-batches, all computed as is planned now."""
+        """Fix the recompute plan for a step or evaluation, and cut its micro-batches accordingly."""
         self._treatment = self._limits.treatment
         return self._limits.cut(micro_batches)
 
     def _perplexity(self, loss: float) -> float | None:
-        """None: the loss is no likelihood."""
+        """Perplexity of a loss; None if the loss is no likelihood."""
         return perplexity(loss) if self.session.loss.shares else None
 
     def _finish_step(self) -> StepMetrics:
@@ -255,7 +255,7 @@ class TrainingLoop:
             raise NonFiniteLoss(f"the {name} is not finite {when}; {advice}")
 
     def _denominator(self, rows: Sequence[int]) -> int:
-        """Over what the loss of these rows is a mean: their target tokens, or the pairs that they are."""
+        """Denominator of these rows' mean loss: their target tokens, or their pairs."""
         return self._targets(rows) if self.session.loss.beta is None else len(rows)
 
     def _targets(self, rows: Sequence[int]) -> int:
@@ -264,13 +264,13 @@ class TrainingLoop:
 
 
 def _means(sums: Sequence[float], denominator: int, targets: int) -> list[float]:
-    """Of a loss over `denominator`, of predicted targets, and of what else is over `denominator`."""
+    """Convert sums to means: the loss and further sums over `denominator`, predicted targets over `targets`."""
     loss, predicted, *others = sums
     return [loss / denominator, predicted / targets, *(other / denominator for other in others)]
 
 
 def _rewards(means: Sequence[float]) -> Rewards | None:
-    """Of the means of `losses.chunked.Preference`'s sums beyond loss and accuracy; None where there are none."""
+    """Rewards from the last three means of a `Preference` loss; None if there are none."""
     if not means:
         return None
     chosen, rejected, wins = means

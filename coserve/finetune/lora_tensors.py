@@ -1,4 +1,4 @@
-"""The tensors of an adapter by name, and copies of it in another dtype or on another device."""
+"""An adapter's tensors by name, and copies of it in another dtype or on another device."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from coserve.model.lora import LoraWeights
 
 
 def named_tensors(weights: LoraWeights) -> Iterator[tuple[str, Tensor]]:
-    """Names `<site>.a` and `<site>.b`, and the tensors as they lie (a block-diagonal one packed), of every site."""
+    """Yield the tensors of every site as stored (block-diagonal ones packed), named `<site>.a` and `<site>.b`."""
     for site, pair in weights.sites.items():
         yield f"{site}.a", pair.a_RD
         yield f"{site}.b", pair.b_OR
 
 
 def cast(weights: LoraWeights, dtype: torch.dtype, device: torch.device | None = None) -> LoraWeights:
-    """A copy in `dtype` that shares nothing with `weights`. `device`: None: where they are."""
+    """Return a copy in `dtype` that shares no memory with `weights`. `device`: None: unchanged."""
     pairs = {
         site: replace(
             pair,
@@ -33,8 +33,8 @@ def cast(weights: LoraWeights, dtype: torch.dtype, device: torch.device | None =
 
 
 def cast_learning(weights: LoraWeights, dtype: torch.dtype, device: torch.device) -> LoraWeights:
-    """As `cast`. The copy runs by the operations of an adapter that learns: the same weights then have the same
-    likelihoods."""
+    """Like `cast`, but the copy requires gradients. It then runs the same operations as a trained adapter, so equal
+    weights give equal likelihoods."""
     found = cast(weights, dtype, device)
     for _, tensor in named_tensors(found):
         tensor.requires_grad_()

@@ -1,4 +1,4 @@
-"""Cuts a job's micro-batches smaller where memory is short, and each time that it runs out. No tensors."""
+"""Limits of a job's micro-batches: they become smaller when memory is short or runs out. No tensors."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from coserve.data.corpus.packing import pack
 
 @dataclass(frozen=True)
 class StepTreatment:
-    """How the micro-batches of one optimizer step are computed, whatever is planned meanwhile."""
+    """Recompute plan of one optimizer step, fixed when the step begins."""
 
     recomputed: int
-    """Layers that keep their input only: `Treatment.recomputed`."""
+    """Number of lowest layers that keep only their input: `Treatment.recomputed`."""
     partly: int
-    """Layers above those that are computed again but for attention: `Treatment.partly`."""
+    """Number of layers above those that recompute all but attention: `Treatment.partly`."""
     compiled: bool
-    """Whether memory is planned for compiled layers."""
+    """Whether memory was planned for compiled layers."""
 
     @property
     def recomputes(self) -> bool:
-        """Whether any layer keeps less than all."""
+        """Whether any layer is recomputed, even in part."""
         return self.recomputed + self.partly > 0
 
 
@@ -32,34 +32,34 @@ MicroBatches = Sequence[tuple[int, ...]]
 
 
 class MemoryLimits:
-    """At first the micro-batches are as planned. The rows of an optimizer step never change, nor does its result, but
-    for rounding and for dropout and NEFTune, which draw for each micro-batch."""
+    """Cuts a job's micro-batches to fit the memory. The rows of an optimizer step never change. Nor does its result,
+    except for rounding, and for dropout and NEFTune, which draw for each micro-batch."""
 
     def __init__(self, lengths: Ints, layers: int) -> None:
-        """`lengths`: tokens of each row of the corpus; `layers`: of the base."""
+        """`lengths`: tokens of each row of the corpus; `layers`: number of layers of the base."""
         self._lengths, self._layers = lengths, layers
         self.tokens: int | None = None
-        """Most tokens of a micro-batch of several rows; None: as planned."""
+        """Most tokens of a micro-batch with several rows; None: no limit from an out-of-memory."""
         self.recompute = False
-        """Keep only each layer's input, whatever the engine's setting."""
+        """Whether all layers keep only their input, whatever the engine's setting."""
         self.planned: Treatment | None = None
 
     def plan(self, treatment: Treatment | None) -> None:
-        """How the optimizer steps are computed that begin from now on; None: as the engine's settings say. What `lower`
-        has found holds besides. The step in progress goes on as it was cut: micro-batches of its size might not fit
-        with fewer layers recomputed."""
+        """Set the plan of optimizer steps that begin from now on; None: the engine's settings. Limits that `lower` has
+        found still apply. The step in progress keeps its plan: its micro-batches might not fit with fewer layers
+        recomputed."""
         self.planned = treatment
 
     @property
     def treatment(self) -> StepTreatment:
-        """Of a step that begins now: take it along with `cut`."""
+        """Recompute plan of a step that begins now; read it together with `cut`."""
         planned = Treatment(0) if self.planned is None else self.planned
         if self.recompute:
             return StepTreatment(self._layers, 0, planned.compiled)
         return StepTreatment(planned.recomputed, planned.partly, planned.compiled)
 
     def cut(self, micro_batches: MicroBatches) -> MicroBatches:
-        """The same rows in micro-batches within the limit."""
+        """Split the micro-batches to stay within the limits; the rows stay the same."""
         planned = None if self.planned is None else self.planned.tokens
         limits = [limit for limit in (self.tokens, planned) if limit is not None]
         if not limits:
@@ -71,15 +71,13 @@ class MemoryLimits:
         return found
 
     def lower(self, rows: Sequence[int], recomputed: int) -> str | None:
-        """Memory ran out in a micro-batch of these rows, which recomputed so many layers: its step begins again with
-        less. Returns what changes, for the user; None: nothing is left to lower."""
+        """Lower the limits after an out-of-memory in a micro-batch of these rows that recomputed `recomputed` layers.
+        Its step begins again. Returns what changes, for the user; None if nothing is left to lower."""
         tokens = self.size(rows)
         if len(rows) > 1:
             self.tokens = tokens // 2
             return f"not enough memory for {tokens} tokens at once: it trains on at most {self.tokens}"
-        if (
-            not self.recompute and recomputed < self._layers
-        ):  # where the engine recomputes anyway this is one more attempt
+        if not self.recompute and recomputed < self._layers:  # if the engine recomputes anyway, this is just a retry
             self.recompute = True
             return f"not enough memory for {tokens} tokens at once: each layer is computed again in the backward"
         return None

@@ -1,4 +1,4 @@
-"""Memory profiling: run a generation step and a training micro-batch on the GPU, and plan the page pool from their
+"""Memory profiling: runs a generation step and a training micro-batch on the GPU, and plans the page pool from their
 peaks."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
 
 SEQUENCE = 512
-"""Longest sequence of the micro-batches. Attention memory is linear in tokens, so longer ones take no more."""
+"""Longest sequence of profiled micro-batches. Attention memory is linear in tokens, so longer ones take no more."""
 WARM_UP_TOKENS = 16
 
 
@@ -70,10 +70,8 @@ def plan_memory(
     path: Path | None,
     meter: MemoryMeter | None = None,
 ) -> MemoryPlan:
-    """The page pool that fits into `fraction` of the GPU's memory. The profile is measured once and kept at `path`;
-    None: it is measured now.
-
-    `meter`: None is the GPU's.
+    """Plan the page pool that fits into `fraction` of the GPU's memory. The profile is measured once and cached at
+    `path`; None: it is measured now. `meter`: None: the GPU's.
 
     Raises:
         UnsupportedBase: a base that cannot be trained layer by layer.
@@ -88,7 +86,7 @@ def plan_memory(
             save_profile(path, key, profile)
     gc.collect()
     torch.cuda.empty_cache()
-    meter.reset()  # profiling does not count in the peak that is compared with the plan
+    meter.reset()  # exclude profiling from the peak that is compared with the plan
     free, total = torch.cuda.mem_get_info(base.device)
     page_tokens, work = conditions.page_tokens, conditions.work
     page_bytes = page_layout(base.kv_shapes, page_tokens, base.dtype).page_bytes
@@ -99,12 +97,12 @@ def plan_memory(
 
 
 def keep_graph_bytes(base: Base, conditions: Conditions, path: Path, size: int) -> None:
-    """Keep what all graphs take beside the profile at `path`: the next start plans with it."""
+    """Save the measured size of all graphs next to the profile at `path`, for the plan of the next start."""
     save_graph_bytes(graphs_path(path), _key(base, conditions), size)
 
 
 def graphs_path(path: Path) -> Path:
-    """Beside the profile."""
+    """Path of the graphs' measured size, next to the profile."""
     return path.with_name("graphs.json")
 
 
@@ -124,7 +122,7 @@ class MemoryMeter(Protocol):
 
     def now(self) -> int: ...
     def peak(self) -> int:
-        """The maximum since `reset`."""
+        """Maximum since `reset`."""
         ...
 
     def reset(self) -> None: ...
@@ -144,7 +142,7 @@ class NoMeter:
 
 
 class CudaMemoryMeter:
-    """`MemoryMeter` of a GPU."""
+    """Implements `MemoryMeter` on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -164,7 +162,7 @@ class CudaMemoryMeter:
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Collect garbage first and none inside: memory freed inside would lower the measured peak."""
+    """Collect garbage, then disable collection inside: memory freed inside would lower the measured peak."""
     gc.collect()
     with gc_paused():
         yield
@@ -186,10 +184,10 @@ class MemoryProfiler:
         compiled: CompiledLayers | None = None,
         warm_up: bool = True,
     ) -> None:
-        """`rank` and `bd_blocks`: of the adapters; `attention`: of packed rows, from their bounds; `updates`: optimizer
-        steps are run, which fake tensors cannot; `compiled`: as `MicroBatchRunner` takes them; `warm_up`: the
-        constructor runs both once, as compilations and workspaces would be measured. Raises `UnsupportedBase` for a
-        base that cannot be trained layer by layer."""
+        """`rank`, `bd_blocks`: LoRA rank and BD-LoRA blocks of the adapters; `attention`: makes the attention of packed
+        rows from their bounds; `updates`: run optimizer steps (fake tensors cannot); `compiled`: see
+        `MicroBatchRunner`; `warm_up`: run a step and a micro-batch once in the constructor, so that compilations and
+        workspaces are not measured. Raises `UnsupportedBase` for a base that cannot be trained layer by layer."""
         self._base, self._meter = base, meter
         self._lora_backend, self._page_tokens = conditions.lora_backend, conditions.page_tokens
         self._sampled, self._logit_rows = conditions.max_running, conditions.max_running + SCORED_TOKENS
@@ -222,13 +220,13 @@ class MemoryProfiler:
         return self._meter.peak() - before
 
     def micro_batch(self, tokens: int) -> TrainingPeaks:
-        """Peak bytes of a micro-batch of `tokens` tokens, all but the first of each row targets, and of the optimizer
-        step."""
+        """Peak bytes of a micro-batch of `tokens` tokens, in which all but the first token of each row are targets, and
+        of the optimizer step."""
         found = self.phases(tokens, recomputed=self._base.spec.layers if self._recompute else 0)
         return TrainingPeaks(forward=found.forward, whole=found.whole, job=found.job)
 
     def costs(self, tokens: int) -> TrainingCosts:
-        """See `memory.profile.Measures`. Smaller micro-batches are measured where these find no memory."""
+        """See `memory.profile.Measures`. If memory runs out, smaller micro-batches are measured."""
         while True:
             try:
                 most = self._runner.targets_at_once
@@ -236,7 +234,7 @@ class MemoryProfiler:
             except Exception as error:
                 if tokens <= WARM_UP_TOKENS or not out_of_memory(error):
                     raise
-            tokens //= 2  # here the error is gone, and with it the tensors that its traceback held
+            tokens //= 2  # outside `except`: the error's traceback, which held tensors, is gone
             torch.cuda.empty_cache()
 
     def phases(
@@ -249,9 +247,10 @@ class MemoryProfiler:
         rank: int | None = None,
         positions: int | None = None,
     ) -> Phases:
-        """Bytes of a micro-batch by phase. `recomputed`, `partly`: layers, as of `Treatment`; `targets`, `rank`: of the
-        adapter, None: all, the profiler's; `positions`: targets of the loss,
-        None: all tokens but the first of each row. Raises, where memory runs out: of ranks, all of them."""
+        """Measure a micro-batch's bytes by phase. `recomputed`, `partly`: numbers of layers, see `Treatment`;
+        `targets`, `rank`: sites and LoRA rank of the adapter (None: all sites, the profiler's rank); `positions`: loss
+        targets (None: all tokens but the first of each row). Raises if memory runs out; then all tensor-parallel ranks
+        raise."""
         base = self._base
         mesh = None if base.sharding is None else base.sharding.mesh
         adapter, batch = partial(self._adapter, targets, rank), partial(self._packed, tokens, positions)

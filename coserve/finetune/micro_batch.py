@@ -1,12 +1,12 @@
 """Forward and backward of one micro-batch, suspended after every decoder layer.
 
-Layers run one by one, forward and backward (`finetune.layers`). Gradients of the base (`M_backward` of full
-fine-tuning, ETS paper section 4.2) are never computed. With `recompute` only the layers' inputs are kept between
+Layers run one by one, forward and backward (`finetune.layers`). Gradients of the base weights (`M_backward` of full
+fine-tuning, ETS paper section 4.2) are never computed. With `recompute`, only the layers' inputs are kept between
 forward and backward (activation checkpointing).
 
-With a teacher, an adapter on the same base, the loss is the divergence from its distributions instead of the NLL of the
-rows' tokens (distillation): the base runs twice, first with the teacher's LoRA terms and without gradients. With a DPO
-loss it runs first with those of the reference, or without any, and without gradients: only the likelihoods are kept.
+With a teacher (an adapter on the same base), the loss is the divergence from its distributions instead of the NLL of
+the rows' tokens (distillation). The base then runs twice: first with the teacher's LoRA terms and without gradients.
+With a DPO loss it first runs the reference adapter, or the base, without gradients, and keeps only the likelihoods.
 
 The generators below yield after each micro-step. While suspended they hold no context (gradient mode, LoRA batch), so
 inference may run in between.
@@ -50,44 +50,44 @@ from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
 
 LOGITS_BYTES = 128 << 20
-"""Of the logits computed at once, in the base's dtype: a micro-step of the head takes about as long as one of a layer,
-so that it fits between the tokens of requests as well (512 targets of 128,256 tokens; larger chunks are no faster).
-They become their own gradient, so there is no second tensor of their size."""
+"""Bytes of the logits computed at once, in the base's dtype. A micro-step of the head then takes about as long as one
+of a layer, and fits between the tokens of requests (512 targets of 128,256 tokens; larger chunks are no faster). The
+logits become their own gradient, so there is no second tensor of their size."""
 TILE = 128
-"""Rows of a GEMM's tile: chunks of more targets have a multiple of it."""
+"""Rows of a GEMM tile: larger chunks of targets are a multiple of it."""
 
 MicroSteps = Generator[MicroStep, None, Tensor]
-"""Yields, after each micro-step but the last, the kind of the next one. The first is a `MicroStep.BEGIN`."""
+"""Yields, after each micro-step but the last, the kind of the next one. The first one is a `MicroStep.BEGIN`."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows that a job has computed next, and the adapter that they are for."""
+    """A job's request to compute rows with its adapter."""
 
     corpus: Corpus
     rows: tuple[int, ...]
-    """Of the corpus, by index."""
+    """Indices into the corpus."""
     tokens: int
-    """Of the rows."""
+    """Total tokens of the rows."""
     weights: LoraWeights
     trainable: LayerTensors
     grads: LayerTensors
-    """As `MicroBatchRunner.forward_backward` takes them."""
+    """`trainable`, `grads`: see `MicroBatchRunner.forward_backward`."""
     learns: bool
     """Forward and backward; False: an evaluation."""
     dropout: DropoutSpec | None = None
     noise: EmbeddingNoise | None = None
     teacher: LoraWeights | None = None
     beta: float | None = None
-    """Of a DPO loss; None: it has another loss."""
+    """Beta of a DPO loss; None: another loss."""
     reference: LoraWeights | None = None
-    """Of a DPO loss; None: the base."""
+    """Reference adapter of a DPO loss; None: the base."""
     recomputed: int = 0
     """`Treatment.recomputed`."""
     partly: int = 0
     """`Treatment.partly`."""
     for_compiled: bool = False
-    """Its memory is planned for compiled layers."""
+    """Whether its memory was planned for compiled layers."""
 
 
 class MicroBatchRunner:
@@ -103,18 +103,18 @@ class MicroBatchRunner:
         compiled: CompiledLayers | None = None,
         graphs: LayerGraphs | None = None,
     ) -> None:
-        """`attention` makes the attention of packed rows from their bounds. `compiled`: layers that run in place of the
-        base's own once they are compiled, where they are right for a batch; `graphs`: of those. Raises
-        `UnsupportedBase` for a base that cannot be run layer by layer."""
+        """`attention`: makes the attention of packed rows from their bounds. `compiled`: layers that replace the base's
+        own for batches they support, once they are compiled; `graphs`: their CUDA graphs. Raises `UnsupportedBase` for
+        a base that cannot run layer by layer."""
         assert not any(parameter.requires_grad for parameter in base.model.parameters()), "the base must be frozen"
         self._base, self._cut, self._recompute = base, LayerCut(base) if compiled is None else compiled.cut, recompute
         self._attention, self._compiled, self._graphs = attention, compiled, graphs
         at_once = max(16, logits_bytes // (base.spec.vocab * base.dtype.itemsize))
         self.targets_at_once = at_once - at_once % TILE if at_once > TILE else at_once
-        """Positions whose logits are computed at once, without a teacher."""
+        """Target positions whose logits are computed at once, without a teacher."""
 
     def padded_size(self, tokens: int) -> int:
-        """Tokens of a batch that learns and may have graphs, once it is filled up for them."""
+        """Tokens of a training batch after padding for graphs."""
         return tokens if self._graphs is None else self._graphs.padded_size(tokens)
 
     def forward_backward(
@@ -132,20 +132,22 @@ class MicroBatchRunner:
         for_compiled: bool = False,
         noises: Sequence[EmbeddingNoise | None] = (),
     ) -> MicroSteps:
-        """Add the gradient of each job's summed loss to `grads`; return each job's sums (fp64, (J, 2)): that loss
-        (nats), and how many targets it has predicted (`losses.formulas.negative_log_likelihood_`).
+        """Add the gradient of each job's summed loss to `grads`. Returns each job's sums (fp64, (J, 2)): the loss in
+        nats, and how many targets are predicted correctly (`losses.formulas.negative_log_likelihood_`).
 
-        The loss is the targets' NLL; with a `teacher`, of one job, the divergence from its distributions at the
-        targets' places; with `beta` the DPO loss of the rows, pairs of one job, relative to `reference` (None: the
-        base), and the sums are those of `losses.chunked.Preference` (fp64, (1, 5)).
+        The loss is the targets' NLL. With a `teacher` (one job only) it is the divergence from the teacher's
+        distributions at the targets. With `beta` it is the DPO loss of the rows, which are pairs of one job, relative
+        to `reference` (None: the base); the sums are then those of `losses.chunked.Preference` (fp64, (1, 5)).
 
-        `trainable[i]`: the tensors of `lora` at layer i's sites, of all jobs, each requiring gradients. `grads`: fp32,
-        same shapes; the pairs' `MainGrads` if they have any. The sum is not divided by the number of targets, so
-        micro-batches of one optimizer step add up. `recomputed`: layers, from the lowest trained one up, that keep
-        their input only; all of them with the runner's `recompute`, and where compiled layers that the memory was
-        planned for (`for_compiled`) cannot take the batch; `partly`: the layers above those keep attention's output,
-        too, if they are compiled, else their input only. `noises`: of each job (J), on what enters the first layer; not
-        for the teacher, or the reference of a DPO loss. Empty: no noise.
+        `trainable[i]`: tensors of `lora` at layer i's sites, of all jobs, requiring gradients. `grads`: fp32, same
+        shapes; the pairs' `MainGrads` if they have any. The sums are not divided by the number of targets, so
+        micro-batches of one optimizer step add up.
+
+        `recomputed`: layers, from the lowest trained one up, that keep only their input. All layers do with the
+        runner's `recompute`, or if the memory was planned for compiled layers (`for_compiled`) that cannot run the
+        batch. `partly`: layers above those that also keep attention's output, if compiled; otherwise only their input.
+        `noises`: each job's noise (J) on the input of the first layer, not applied to teacher or DPO reference; empty:
+        no noise.
         """
         layers, first = len(trainable), next(i for i, tensors in enumerate(trainable) if tensors)
         inputs = self._embed(rows)
@@ -205,9 +207,9 @@ class MicroBatchRunner:
         levels: Sequence[Kept],
         then: MicroStep,
     ) -> Generator[MicroStep, None, ChunkedLoss]:
-        """The micro-batch's loss, after the forward that it is relative to. `levels`: of the forward that is compared
-        with that one: both round alike, so that the same weights give the same likelihoods. `then`: the kind of the
-        micro-step after that."""
+        """Return the loss, after the teacher's or reference's forward if it needs one. `levels`: recompute levels of
+        the trained adapter's forward; the other forward uses the same, so that rounding is equal and equal weights give
+        equal likelihoods. `then`: kind of the micro-step that follows."""
         shard = None if self._base.sharding is None else self._base.sharding.vocabulary
         if teacher is not None:
             taught_1TD = yield from self._hidden(inputs, teacher, levels, then, in_pool=False)
@@ -231,9 +233,9 @@ class MicroBatchRunner:
     def _hidden(
         self, inputs: LayerInputs, lora: LoraBatch | None, levels: Sequence[Kept], then: MicroStep, *, in_pool: bool
     ) -> MicroSteps:
-        """Return the last layer's output (1, T, D), without gradients. `levels`: the cuts whose forwards run; what they
-        would keep lives until a layer has ended. `then`: the kind of the micro-step after it. `in_pool`: it may lie in
-        the graphs' memory, as nobody needs it when graphs run again."""
+        """Return the last layer's output (1, T, D), without gradients. `levels`: recompute levels whose forwards run;
+        what they would keep is freed after each layer. `then`: kind of the micro-step that follows. `in_pool`: the
+        output may lie in the graphs' memory pool, because it is not needed when graphs run again."""
         h_1TD, context, layers = inputs.h_1TD, self._base.prepare(lora), len(self._base.layers)
         one = self._compiled_pass(inputs, context, layers, levels, learns=False)
         if one is not None and in_pool and self._graphs is not None:
@@ -247,7 +249,7 @@ class MicroBatchRunner:
     def _compiled_pass(
         self, inputs: LayerInputs, context: ForwardContext, first: int, levels: Sequence[Kept], *, learns: bool
     ) -> LayerPass | None:
-        """None: the base's own layers run."""
+        """Return a pass of compiled layers, with graphs if possible; None: the base's own layers run."""
         if self._compiled is None or not takes(context, learns=learns):
             return None
         if learns and self._graphs is not None and context.lora is not None:
@@ -270,7 +272,7 @@ class MicroBatchRunner:
     def _head(
         self, h_1TD: Tensor, inputs: LayerInputs, chunk: TargetChunk, loss: ChunkedLoss, gradient_1TD: Tensor | None
     ) -> None:
-        """Add a chunk's targets to the loss, and put their gradient into `gradient_1TD` unless that is None."""
+        """Add a chunk's targets to the loss, and write their gradient into `gradient_1TD` unless that is None."""
         leaf_1KD = h_1TD[:, chunk.keep_K].detach().requires_grad_(gradient_1TD is not None)
         with torch.set_grad_enabled(gradient_1TD is not None):
             logits = self._cut.head(leaf_1KD, inputs, chunk.keep_K, gather=False)

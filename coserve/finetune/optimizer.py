@@ -1,4 +1,4 @@
-"""Updates of one adapter: fp32 master weights and the optimizer's state, with compute-dtype copies for the forward.
+"""The optimizer of one adapter: fp32 master weights, optimizer state, and compute-dtype copies for the forward.
 
 Letters: K kinds of state (`admission.optimizers`), N elements of a flat buffer of all tensors (`FlatLayout`).
 """
@@ -29,7 +29,7 @@ from coserve.model.lora import LoraWeights
 from coserve.model.parallel.adapter import AdapterPartition
 
 PairMakers = Mapping[str, Callable[..., LoraPair]]
-"""By site: makes a pair of two matrices."""
+"""For each site, a function that makes a pair from two matrices."""
 
 
 def _makers(weights: LoraWeights) -> PairMakers:
@@ -40,11 +40,10 @@ def _makers(weights: LoraWeights) -> PairMakers:
 
 
 class AdapterOptimizer:
-    """Master weights and gradient sums of one adapter (fp32), its moments, and the copies that forwards read.
+    """One adapter's master weights and gradient sums (fp32), its moments, and the copies that forwards read.
 
-    Each is one flat buffer: an update is a few kernels, however many sites the adapter changes. LoRA+ (Hayou et al.
-    2024, https://arxiv.org/abs/2402.12354): the B matrices lie behind the A matrices, and have a learning rate of their
-    own.
+    Each is one flat buffer: an update is a few kernels, however many sites the adapter has. With LoRA+ (Hayou et al.
+    2024, https://arxiv.org/abs/2402.12354), all B matrices follow all A matrices and have their own learning rate.
     """
 
     def __init__(
@@ -59,12 +58,11 @@ class AdapterOptimizer:
         make_rule: Callable[[Sequence[WeightRange], TrainingSettings], UpdateRule] = make_rule,
         piece: int = PIECE,
     ) -> None:
-        """`start`: initial weights of the whole adapter, fp32. `dtype`: of the copies. `device`: the base's; None:
-        where `start` is.
-        `partition`: how the adapter lies on the ranks of a mesh. Each rank trains its part; all of them call
-        `divide_grads`, `step` and `snapshot` at the same time. `gathering` is called when a snapshot begins, with its
-        `weights_only`. `make_rule` makes the update rule of the weights' ranges. `piece`: most weights of a piece of
-        paged moments."""
+        """`start`: initial weights of the whole adapter, fp32. `dtype`: of the copies. `device`: None: the device of
+        `start`. `partition`: how the adapter is sharded over tensor-parallel ranks. Each rank trains its shard; all of
+        them call `divide_grads`, `step` and `snapshot` at the same time. `gathering`: called with `weights_only` when a
+        snapshot begins. `make_rule`: makes the update rule for ranges of the weights. `piece`: most weights in a piece
+        of paged moments."""
         optimizer = training.optimizer
         assert partition is None or not (optimizer.eight_bit or optimizer.paged), "such moments cannot be gathered"
         self._settings, self._training = start.settings, training
@@ -78,12 +76,12 @@ class AdapterOptimizer:
             names.sort(key=lambda name: name.endswith(".b"))  # every A, then every B: two ranges, with a rate each
         alignment = aligned(optimizer)
         self.layout = FlatLayout({name: found[name].shape for name in names}, aligned=alignment)
-        """Of this rank's part."""
+        """Layout of this rank's shard."""
         self._whole_layout = FlatLayout({name: whole[name].shape for name in names}, aligned=alignment)
         self.kinds = state_kinds(optimizer, early_stopping=training.early_stopping_patience is not None)
         paged = paged_kinds(optimizer)
         self.kept = tuple(kind for kind in self.kinds if kind not in paged)
-        """Those of `kinds` that stay on the device."""
+        """The state kinds that stay on the device."""
         device, size = device or found[names[0]].device, self.layout.size
         self.state = tuple(
             torch.full(
@@ -94,10 +92,10 @@ class AdapterOptimizer:
             )
             for kind in self.kept
         )
-        """A row for each of `kept` (K), 1-D."""
+        """One 1-D row for each of `kept` (K)."""
         self._host: HostCopy | None = None
         self.has_best = False
-        """`keep_best` was called: the last row is meaningful."""
+        """Whether `keep_best` was called, so that the last row is meaningful."""
         self._weights_N, self._copies_N = self.state[0], torch.zeros(size, dtype=dtype, device=device)
         self._grads_N = torch.zeros(size, device=device)
         self._set_weights(found if found[names[0]].device == device else None, whole)
@@ -113,7 +111,8 @@ class AdapterOptimizer:
 
     @torch.no_grad()
     def _set_weights(self, part: Mapping[str, Tensor] | None, whole: Mapping[str, Tensor]) -> None:
-        """`part`: this rank's weights, if they are on its device; else all of them go there by host memory."""
+        """Load the initial weights. `part`: this rank's shard if it is on the device; otherwise upload through host
+        memory."""
         source, views = part, self.layout.views(self._weights_N)
         if source is None:
             source, views = whole, self._whole_layout.block_views(self.host.rows[0])
@@ -123,7 +122,7 @@ class AdapterOptimizer:
         self._copies_N.copy_(self._weights_N)
 
     def _make_views(self, base: BaseSpec) -> None:
-        """The parts of the flat buffers as tensors and as adapters."""
+        """Create views of the flat buffers, as tensors and as adapters."""
         masters, grads = self.layout.views(self._weights_N), self.layout.views(self._grads_N)
         self._masters = self._adapter(masters, self._part_pairs)
         copies = {name: view.requires_grad_() for name, view in self.layout.views(self._copies_N).items()}
@@ -136,20 +135,21 @@ class AdapterOptimizer:
         layers = [[site for site in self._sites if base.sites[site].layer == i] for i in range(base.layers)]
         parts = [[f"{site}.{part}" for site in sites for part in ("a", "b")] for sites in layers]
         self.trainable = [[copies[name] for name in layer] for layer in parts]
-        """The copies, by layer: the tensors to differentiate by."""
+        """The compute-dtype copies, by layer: the tensors to differentiate with respect to."""
         self.grads = [[grads[name] for name in layer] for layer in parts]
         """fp32 gradient sums, by layer, shaped as `trainable`: micro-batches add to them, an update consumes them."""
         self._grad_list = list(grads.values())
 
     def _spans(self) -> list[tuple[int, int]]:
-        """First and last element of the parts of the buffers with a learning rate each: all, or the A and the B
+        """First and last element of each region with its own learning rate: the whole buffer, or the A and the B
         matrices."""
         ratio = self._training.lora_plus_ratio
         first_b = [] if ratio is None else [self.layout.start(f"{self._sites[0]}.b")]
         return [*pairwise((0, *first_b, self.layout.size))]
 
     def _ranges(self) -> list[WeightRange]:
-        """What the rule updates: the spans, or their pieces whose moments come one after the other."""
+        """The ranges that the rule updates: the spans, or, with paged moments, pieces of them that are updated in
+        turn."""
         *_, (behind_a, _) = spans = self._spans()
         pieces = spans if self._paged is None else self._paged.spans
         return [
@@ -165,16 +165,16 @@ class AdapterOptimizer:
         ]
 
     def weights(self) -> LoraWeights:
-        """The copies as an adapter, with their `MainGrads`: a view, changed by every step."""
+        """The compute-dtype copies as an adapter, with their `MainGrads`: a view that every step changes."""
         return self._weights
 
     def masters(self) -> LoraWeights:
-        """The fp32 weights as an adapter: a view, changed by every step."""
+        """The fp32 weights as an adapter: a view that every step changes."""
         return self._masters
 
     @property
     def host(self) -> HostCopy:
-        """Host memory for what stays on the device, made when it is first asked for: on a thread."""
+        """Host memory for the state on the device. The first access allocates it: do that on a worker thread."""
         if self._host is None:
             self._host = (
                 HostCopy(self.state, [self.layout.block // kind.per for kind in self.kept])
@@ -185,14 +185,14 @@ class AdapterOptimizer:
 
     @torch.no_grad()
     def keep_best(self) -> None:
-        """Keep a copy of the weights as they are now. Only for jobs with early stopping."""
+        """Copy the current weights as the best ones. Only for jobs with early stopping."""
         assert BEST in self.kinds, "expected a job with early stopping"
         self._protect_copy()
         self.state[-1].copy_(self._weights_N)
         self.has_best = True
 
     def adapter(self, tensors: Mapping[str, Tensor]) -> LoraWeights:
-        """The whole adapter of `tensors`, named as by `named_tensors`."""
+        """Build the whole adapter from `tensors`, named as in `named_tensors`."""
         return self._adapter(tensors, self._whole_pairs)
 
     def _adapter(self, tensors: Mapping[str, Tensor], make: PairMakers) -> LoraWeights:
@@ -203,21 +203,21 @@ class AdapterOptimizer:
         self._grads_N.zero_()
 
     def step(self, *, targets: int, learning_rate: float) -> float:
-        """One step on the gradient sums divided by `targets`; returns their norm before clipping.
+        """Take one step with the gradient sums divided by `targets`; return their norm before clipping.
 
-        Raises `NonFiniteLoss` for NaN or infinite gradients; the weights are unchanged then.
+        Raises `NonFiniteLoss` for NaN or infinite gradients; the weights are then unchanged.
         """
         norm = float(self.divide_grads(targets))
         self.update(norm, learning_rate)
         return norm
 
     def warm_up(self) -> None:
-        """Load the kernels of an update, by one with zero gradients at a rate of zero: nothing changes. Before the
-        first step."""
+        """Load the kernels of an update by running one with zero gradients and a zero rate, which changes nothing. Call
+        it before the first step."""
         self._grads_N.div_(1)
-        torch.nn.utils.get_total_norm(self._grad_list)  # of this rank alone: the others are not here at this time
+        torch.nn.utils.get_total_norm(self._grad_list)  # without collectives: the other ranks do not take part
         self.update(0.0, 0.0)
-        for kind, row_N in self._moments:  # the moments of 8 bits may have other codes now
+        for kind, row_N in self._moments:  # 8-bit moments may have changed codes
             row_N.fill_(kind.zero)
         if self._paged is not None:
             self._paged.clear()
@@ -225,7 +225,7 @@ class AdapterOptimizer:
 
     @torch.no_grad()
     def divide_grads(self, targets: int) -> Tensor:
-        """Divide the gradient sums by `targets`; returns their norm (scalar, on the device)."""
+        """Divide the gradient sums by `targets`; return their norm (scalar, on the device)."""
         if self._partition is not None:
             self._partition.sum_gradients(self._part_grads)
         self._grads_N.div_(targets)
@@ -234,17 +234,17 @@ class AdapterOptimizer:
         return torch.nn.utils.get_total_norm(self._grad_list)
 
     def update(self, norm: float, learning_rate: float) -> None:
-        """One step on the divided gradients, whose norm is `norm`. The gradient sums are zero afterwards.
+        """Take one step with the divided gradients, whose norm is `norm`. Afterwards the gradient sums are zero.
 
-        Raises `NonFiniteLoss` for a norm that is not finite; the weights are unchanged then.
+        Raises `NonFiniteLoss` for a norm that is not finite; the weights are then unchanged.
         """
         for _ in self.slices(norm, learning_rate):
             pass
 
     @torch.no_grad()
     def slices(self, norm: float, learning_rate: float) -> Iterator[None]:
-        """As `update`, suspended after each slice of it but the last: run it to its end, as some weights are new and
-        others are not. Without paged moments it is one slice."""
+        """Like `update`, suspended after each slice but the last. It must be run to its end: in between, only some
+        weights are updated. Without paged moments there is one slice."""
         if not math.isfinite(norm):
             raise NonFiniteLoss("the gradients are not finite; try a lower learning rate")
         if self._training.max_grad_norm > 0:
@@ -258,12 +258,12 @@ class AdapterOptimizer:
         self.zero_grad()
 
     def snapshot(self, *, weights_only: bool = False) -> Callable[[], dict[str, Tensor]]:
-        """Begin to copy the whole adapter's state to the host, as it is now: training may go on meanwhile.
-        `weights_only`: without the optimizer's moments, and without the best weights.
+        """Begin to copy the whole adapter's current state to the host; training may continue meanwhile. `weights_only`:
+        without the optimizer's moments and the best weights.
 
-        The returned function waits for the copy, on any thread, and returns its tensors by name (`<kind>/<name>`),
-        which `restore` continues from bit for bit: views of `host`, valid until the next snapshot. Raises as
-        `on_all_ranks`, after `gathering`.
+        The returned function waits for the copy, on any thread, and returns the tensors by name (`<kind>/<name>`).
+        `restore` continues from them bit for bit. They are views of `host`, valid until the next snapshot. `snapshot`
+        raises like `on_all_ranks`, after it has called `gathering`.
         """
         self._gathering(weights_only)
         best = self.has_best and not weights_only
@@ -286,9 +286,9 @@ class AdapterOptimizer:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor], *, steps: int) -> None:
-        """Load what a snapshot held after `steps` steps; on a thread.
+        """Load the state that a snapshot held after `steps` steps. Call it on a worker thread.
 
-        Raises `CheckpointUnreadable` if names, shapes or dtypes differ; the state is unchanged then.
+        Raises `CheckpointUnreadable` if names, shapes or dtypes differ; the state is then unchanged.
         """
         has_best = BEST in self.kinds and any(name.startswith(f"{BEST.name}/") for name in state)
         kinds = self._kinds(best=has_best)
@@ -312,16 +312,16 @@ class AdapterOptimizer:
         self.zero_grad()
 
     def _protect_copy(self) -> None:
-        """Call before the state changes."""
+        """Make the stream wait for a running download; call it before the state changes."""
         if self._host is not None:
             self._host.protect()
 
     def _kinds(self, *, best: bool) -> tuple[StateKind, ...]:
-        """Those that are meaningful."""
+        """The state kinds with meaningful contents."""
         return self.kinds if best else tuple(kind for kind in self.kinds if kind is not BEST)
 
     def _blocks(self, moments: Rows) -> dict[StateKind, Sequence[Tensor]]:
-        """Host memory of each kind's row. `moments`: of the paged ones; none: they are left out."""
+        """Host memory of each kind's row. `moments`: rows of paged moments; empty: they are left out."""
         paged = paged_kinds(self._training.optimizer) if moments else ()
         return dict(zip((*self.kept, *paged), (*self.host.rows, *moments), strict=True))
 

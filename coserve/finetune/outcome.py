@@ -1,4 +1,4 @@
-"""Slices that several ranks run together: what came of one on each rank, and what that means for the job."""
+"""Outcomes of slices that several tensor-parallel ranks run together, and the resulting verdict on the job."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from coserve.core.errors import JobOutOfMemory
 from coserve.core.step_metrics import StepMetrics
 
 PEER_FAILED = "peer_failed"
-"""Code of an outcome: the slice was aborted because another rank failed."""
+"""Outcome code: the slice was aborted because another rank failed."""
 CAPTURE_FAILED = "capture_failed"
-"""Code of an outcome: layers could not be captured in CUDA graphs."""
+"""Outcome code: layers could not be captured in CUDA graphs."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a slice on one rank."""
+    """The outcome of a slice on one rank."""
 
     position: int
-    """A digest of how far the job is: equal on ranks that can go on together (`TrainingLoop.position`)."""
+    """Digest of the job's position, equal on ranks that can continue together (`TrainingLoop.position`)."""
     code: str = ""
-    """Of the error; empty: none."""
+    """Error code; empty: no error."""
     message: str = ""
     metrics: StepMetrics | None = None
-    """Of an optimizer step that is now done."""
+    """Metrics of an optimizer step that the slice finished."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a slice's outcomes mean. Without a `code` the job goes on."""
+    """The verdict on a slice from all its outcomes. Without a `code` the job continues."""
 
     code: str = ""
     message: str = ""
     retry: bool = False
-    """All ranks may begin the optimizer step again (`Trainer.retry`), with less memory or, where the code is
+    """Whether all ranks may begin the optimizer step again (`Trainer.retry`): with less memory, or, if the code is
     `CAPTURE_FAILED`, without graphs."""
 
 
 def judge(outcomes: Sequence[Outcome]) -> Verdict:
-    """`outcomes`: by rank.
+    """Judge the outcomes, given by rank.
 
-    The job may try again if all errors are lack of memory, or captures that failed, and no rank is further than the
-    others: one that has updated its weights cannot go back.
+    The job may retry if all errors are out-of-memory or failed captures, and all ranks are at the same position: a rank
+    that has updated its weights cannot go back.
     """
     own = [outcome for outcome in outcomes if outcome.code not in ("", PEER_FAILED)]
     if not own:
@@ -59,14 +59,14 @@ class Retry:
     """How all ranks begin an optimizer step again."""
 
     lower: bool
-    """With less memory; else without the graphs that there are."""
+    """With lower memory limits; False: only without the existing graphs."""
     stop_graphs: str = ""
-    """Why there are no graphs from now on; empty: there may be."""
+    """Why graphs are off from now on; empty: they are not."""
 
 
 def how_to_retry(verdict: Verdict, *, graphs: bool) -> Retry:
-    """Of a verdict to `retry`. `graphs`: graphs hold memory on rank 0, which decides for all ranks, so that their
-    batches have the same sizes."""
+    """Return how to retry after a verdict with `retry`. `graphs`: whether graphs hold memory on rank 0, which decides
+    for all ranks so that their batches have the same sizes."""
     if verdict.code == CAPTURE_FAILED:
         return Retry(lower=False, stop_graphs=verdict.message)
     return Retry(lower=not graphs)

@@ -1,4 +1,4 @@
-"""Rows of one job or of several packed into one sequence of tokens, on the base's device.
+"""Rows of one or several jobs, packed into one sequence of tokens on the base's device.
 
 Letters: T packed tokens, K kept tokens (those whose next token is a target), J jobs, Q sequences.
 """
@@ -17,14 +17,14 @@ from torch import Tensor
 from coserve.data.corpus.tokenized import Corpus
 
 ALIGNED = 16
-"""Elements of 8 bytes: 128 bytes."""
+"""Alignment in int64 elements: 128 bytes."""
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Token t of `keep_K` predicts `labels_K`, both in the order of the tokens. All tensors are int64; sequence
-    i is `bounds[i]:bounds[i + 1]`: a row, or half of a pair. The rows of each job follow one another. A batch may be
-    filled up with tokens of no job, a sequence of their own."""
+    """A packed batch. Token t of `keep_K` predicts `labels_K`, both in token order. All tensors are int64. Sequence i
+    is `bounds[i]:bounds[i + 1]`: a row, or half of a pair. The rows of each job are contiguous. Padding tokens, which
+    belong to no job, form one last sequence."""
 
     tokens_T: Tensor  # noqa: N815
     positions_T: Tensor  # noqa: N815
@@ -32,11 +32,11 @@ class PackedRows:
     keep_K: Tensor  # noqa: N815
     labels_K: Tensor  # noqa: N815
     jobs: tuple[tuple[int, int], ...] = ()
-    """Tokens and targets of each job (J); empty: all rows are of one."""
+    """Tokens and targets of each job (J); empty: all rows belong to one job."""
     sequence_targets: tuple[int, ...] = ()
-    """Of rows that are pairs: targets of each sequence (Q). A pair's two sequences follow one another."""
+    """For pairs: targets of each sequence (Q). A pair's two sequences are adjacent."""
     sequences_T: Tensor | None = None  # noqa: N815
-    """Likewise: each token's sequence."""
+    """For pairs: the sequence index of each token."""
 
     @property
     def tokens(self) -> int:
@@ -48,34 +48,33 @@ class PackedRows:
 
     @property
     def token_bounds(self) -> tuple[int, ...]:
-        """Job j has the tokens `token_bounds[j]:token_bounds[j + 1]`."""
+        """Job j has tokens `token_bounds[j]:token_bounds[j + 1]`."""
         return (0, *accumulate(tokens for tokens, _ in self.jobs)) if self.jobs else (0, self.tokens)
 
     @property
     def segment_bounds(self) -> tuple[int, ...]:
-        """`token_bounds`; the last job's adapter has the tokens that fill the batch up. They get no gradient."""
+        """`token_bounds`, with padding tokens added to the last job's segment. They get no gradient."""
         return (*self.token_bounds[:-1], self.tokens)
 
     @property
     def job_targets(self) -> tuple[int, ...]:
-        """How many targets each job has, in their order in `keep_K`."""
+        """Number of targets of each job, in their order in `keep_K`."""
         return tuple(targets for _, targets in self.jobs) or (self.targets,)
 
 
 def pack_rows(corpus: Corpus, rows: Sequence[int], device: torch.device) -> PackedRows:
-    """Concatenate rows of the corpus, by index; attention treats each as a sequence of its own."""
+    """Concatenate rows of the corpus, given by index; attention treats each as its own sequence."""
     return pack_jobs([(corpus, rows)], device)
 
 
 def pack_jobs(jobs: Sequence[tuple[Corpus, Sequence[int]]], device: torch.device, tokens_in_all: int = 0) -> PackedRows:
-    """As `pack_rows`, rows of several jobs: each job's corpus, and indices of its rows. Filled up to
-    `tokens_in_all`."""
+    """Like `pack_rows`, for several jobs: each job's corpus and row indices. Padded to `tokens_in_all`."""
     own = [[part for row in rows for part in corpus.sequences(row)] for corpus, rows in jobs]
     parts = [part for job in own for part in job]
     sequences = np.repeat(np.arange(len(parts)), [len(part) for part, _ in parts])
     missing = max(0, tokens_in_all - len(sequences))
     positions = [np.arange(len(part)) for part, _ in parts]
-    if missing:  # more than the model has positions, perhaps: all are at the first one
+    if missing:  # may exceed the model's positions, so all padding is at position 0
         parts.append((np.zeros(missing, np.int32), np.zeros(missing, np.bool_)))
         positions.append(np.zeros(missing, np.int64))
     tokens = np.concatenate([tokens for tokens, _ in parts]).astype(np.int64)
@@ -101,9 +100,9 @@ def pack_jobs(jobs: Sequence[tuple[Corpus, Sequence[int]]], device: torch.device
 
 
 def _moved(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list[Tensor]:
-    """The arrays on the device, in one copy. A GPU is not waited for: its memory is pinned, and torch keeps that until
-    the copy has ended. Each begins at a multiple of `ALIGNED` elements, since Triton compiles a kernel anew for a
-    tensor elsewhere."""
+    """Copy the arrays to the device at once. The host memory is pinned, so this does not wait for a GPU; torch keeps it
+    until the copy has ended. Each array is aligned to `ALIGNED` elements, since Triton recompiles a kernel for
+    unaligned tensors."""
     starts = [0, *accumulate(-(-len(array) // ALIGNED) * ALIGNED for array in arrays)]
     host = torch.zeros(starts[-1], dtype=torch.int64, pin_memory=device.type == "cuda")
     for start, array in zip(starts, arrays, strict=False):

@@ -1,4 +1,4 @@
-"""Where a job stands; saved in its checkpoints."""
+"""A job's training progress, saved in its checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from coserve.core.types import Wire
 
 
 class TrainingProgress(Wire, frozen=True):
-    """A job after its last optimizer step. With the optimizer's state, all that a checkpoint needs."""
+    """Progress after the last optimizer step. With the optimizer's state it makes up a checkpoint."""
 
     step: int = 0
     """Optimizer steps done."""
@@ -17,6 +17,6 @@ class TrainingProgress(Wire, frozen=True):
     best_step: int | None = None
     evaluations_without_gain: int = 0
     valid_loss_before: float | None = None
-    """As `StepMetrics.valid_loss_before`."""
+    """See `StepMetrics.valid_loss_before`."""
     pending: StepMetrics | None = None
-    """Metrics of the last step, while its evaluation is still to come."""
+    """Metrics of the last step while its evaluation is pending."""

@@ -1,4 +1,4 @@
-"""Publish what a job has learned: at its end as a version of its adapter, before as a snapshot that samples are
+"""Publication of a job's weights: at its end as an adapter version, before that as temporary snapshots that samples are
 generated from."""
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ def publication(
 ) -> Callable[[], Callable[[], Published]]:
     """Begin to publish the result of a finished job.
 
-    Call the returned function on a thread: it writes the adapter's files durably. Call what that returns on the
-    event-loop
-    thread: it makes the version available in memory. `JobWaiting` where the disk refuses the files: begin again later.
-    The thread's part raises `NonFiniteLoss` for NaN or infinite weights.
+    Call the returned function on a worker thread: it writes the adapter's files durably. Call its result on the
+    event-loop thread: it makes the version available in memory. `JobWaiting`: the disk refused the files; begin again
+    later. The thread's part raises `NonFiniteLoss` for NaN or infinite weights.
     """
     id, ref, final = loop.spec.id, loop.result, loop.session.final_weights()
 
@@ -63,38 +62,37 @@ def publication(
 
 
 def waiting_for_disk(job: str, error: StorageError) -> JobWaiting:
-    """What is told of a publication that the disk refused."""
+    """The message about a publication that the disk refused."""
     what = "space" if isinstance(error, StorageFull) else "the disk"
     return JobWaiting(id=job, message=f"waiting for {what}: {error.message}")
 
 
 class JobSnapshots:
-    """Snapshots of the weights of the job of `loop`. At most one is being copied at a time, and no checkpoint is
-    meanwhile."""
+    """Snapshots of the job's weights. At most one is copied at a time, and not together with a checkpoint."""
 
     def __init__(self, loop: TrainingLoop) -> None:
         self._loop = loop
         self._taken = 0
-        """The step of the last one."""
+        """Step of the last snapshot."""
         self._gathered: Callable[[], LoraWeights] | None = None
-        """Of a rank that follows: what it gathered last."""
+        """On a follower rank: the last gathered weights."""
 
     @property
     def due(self) -> bool:
-        """The last finished step, or the end, asks for samples, and no snapshot of it was tried."""
+        """Whether the last finished step, or the end, needs samples and no snapshot was attempted."""
         loop, progress, training = self._loop, self._loop.progress, self._loop.spec.training
         if not training.sample_prompts or progress.pending is not None or progress.step in (0, self._taken):
             return False
         return progress.step % training.sample_steps == 0 or loop.finished
 
     def take(self) -> tuple[int, Callable[[], LoraWeights]]:
-        """The step, and as `TrainingSession.current_weights`, or of a finished job `final_weights`: what it
-        publishes."""
+        """Return the step, and the weights as in `TrainingSession.current_weights`; for a finished job as in
+        `final_weights`, which it publishes."""
         self._taken = self._loop.progress.step
         return self._taken, self._weights(current=not self._loop.finished)
 
     def gather(self, *, weights_only: bool) -> None:
-        """On a rank that follows: see `Trainer.gather`."""
+        """Take part in a snapshot as a follower rank: see `Trainer.gather`."""
         self._gathered = self._weights(current=weights_only)
 
     def _weights(self, *, current: bool) -> Callable[[], LoraWeights]:
@@ -113,23 +111,23 @@ class Snapshot:
 
     ref: AdapterRef
     step: int
-    """Of the job."""
+    """Optimizer step of the job."""
     copy: Callable[[], Callable[[], JobSnapshot | JobNote]]
-    """Call it on a thread, and what it returns on the event-loop thread."""
+    """Call it on a worker thread, and its result on the event-loop thread."""
 
 
 def snapshot_without_memory(job: str, step: int) -> JobNote:
-    """What is told of a snapshot that there is no host memory for."""
+    """The message about a snapshot for which there was no host memory."""
     return JobNote(id=job, message=without_samples(step, "no host memory for a copy of the adapter"))
 
 
 def snapshot(
     id: str, step: int, ref: AdapterRef, weights: Callable[[], LoraWeights], base: Base, store: AdapterStore
 ) -> Callable[[], Callable[[], JobSnapshot | JobNote]]:
-    """Make the weights of job `id` after `step` available to requests, in memory alone. `weights` waits for them to be
+    """Make the weights of job `id` after `step` available to requests, in memory only. `weights` waits until they are
     on the host.
 
-    Call the returned function on a thread, and what that returns on the event-loop thread. `JobNote` where there is no
+    Call the returned function on a worker thread, and its result on the event-loop thread. `JobNote`: there was no
     memory.
     """
 
@@ -148,7 +146,7 @@ def snapshot(
 
 
 def _served(weights: LoraWeights, base: Base, store: AdapterStore) -> LoraWeights | None:
-    """A copy as it is served; None: there is no memory for it."""
+    """Make a host copy in the form that is served; None if there is no memory for it."""
     try:
         return store.host_copy(cast(base.shard(weights), base.dtype))
     except Exception as error:

@@ -1,8 +1,8 @@
-"""An adapter that is being trained, by verbs that any training is made of.
+"""A training session: one adapter and the verbs (forward and backward, optimizer step, ...) that training consists of.
 
-A verb is a coroutine, suspended at every micro-step, so that generation and other sessions run in between. It yields
-what is to be computed next, an `Event`; a `TrainingPass` resumes it within slices. Who awaits the verbs decides what is
-learned: the steps of a job (`finetune.loop`).
+A verb is a coroutine that is suspended at every micro-step, so that generation and other sessions run in between. It
+yields the next work to do, an `Event`; a `TrainingPass` resumes it within slices. The code that awaits the verbs
+decides what is learned, such as the steps of a job (`finetune.loop`).
 """
 
 from __future__ import annotations
@@ -35,31 +35,32 @@ class Boundary(Enum):
 
 
 Event = MicroBatch | MicroStep | Boundary | StepMetrics
-"""What a training is suspended for: a micro-batch that is to be computed, an own micro-step of this kind, a `Boundary`,
-or nothing more than to tell of a finished optimizer step."""
+"""The event that a training coroutine suspends with: a micro-batch to compute, its own micro-step of this kind, a
+`Boundary`, or the metrics of a finished optimizer step."""
 Training = Coroutine[Event, Tensor | None, None]
-"""A `MicroBatch` is answered with its sums (fp64, (2), of a DPO loss (5)): as `MicroBatchRunner.forward_backward`."""
+"""A training coroutine. A `MicroBatch` is answered with its sums, fp64 (2), or (5) for DPO: see
+`MicroBatchRunner.forward_backward`."""
 
 
 @coroutine
 def suspended(event: Event) -> Generator[Event, Tensor | None, Tensor | None]:
-    """Suspend the coroutine that awaits it. Returns the answer."""
+    """Suspend the awaiting coroutine with `event`; return the answer."""
     return (yield event)
 
 
 class FinishUpdate(Exception):
-    """Thrown into a training that is dropped. Within an update of the weights the rest of it is done first; it is
-    raised again."""
+    """Thrown into a training coroutine to end it. If the weights are being updated, the update is completed first; then
+    it is raised again."""
 
 
 class SliceTimer:
-    """Seconds spent in slices since the last `restart`; the pauses between slices do not count."""
+    """Measures seconds spent in slices since the last `restart`; pauses between slices do not count."""
 
     def __init__(self, clock: Callable[[], float], *, overlapped: bool = False) -> None:
-        """`overlapped`: slices are only launched, and the device works on between two of them: pauses count."""
+        """`overlapped`: slices are only launched, so the device works on between them, and pauses count."""
         self._clock, self._overlapped, self._before = clock, overlapped, 0.0
         self._began: float | None = None
-        """None: between two slices."""
+        """Start of the current slice; None between slices."""
 
     @contextmanager
     def slice(self) -> Iterator[None]:
@@ -73,7 +74,7 @@ class SliceTimer:
             self._before, self._began = self.seconds(), None
 
     def restart(self) -> None:
-        """Call inside a slice."""
+        """Reset to zero. Call it inside a slice."""
         self._before, self._began = 0.0, self._clock()
 
     def seconds(self) -> float:
@@ -82,29 +83,29 @@ class SliceTimer:
 
 @dataclass(frozen=True)
 class Loss:
-    """What a forward adds up over the targets of its rows: their negative log-likelihood, unless a field is set."""
+    """The loss that a forward sums over its targets: their negative log-likelihood, unless a field is set."""
 
     teacher: LoraWeights | None = None
-    """The divergence from the distributions of this adapter: this rank's part, in the base's dtype."""
+    """Use the divergence from this adapter's distributions: this rank's shard, in the base's dtype."""
     beta: float | None = None
-    """The DPO loss of pairs of rows."""
+    """Use the DPO loss of pairs of rows, with this beta."""
     reference: LoraWeights | None = None
-    """What a DPO loss is relative to, as `teacher`; None: the base."""
+    """Reference adapter of a DPO loss, in the same form as `teacher`; None: the base."""
 
     @property
     def shares(self) -> bool:
-        """Whether a forward may have rows of other sessions, too."""
+        """Whether a forward may include rows of other sessions."""
         return self.teacher is None and self.beta is None
 
     @property
     def sums(self) -> int:
-        """How many numbers a forward sums up: the loss, predicted targets, and of DPO three more
+        """Number of sums of a forward: the loss and correct predictions, and for DPO three more
         (`losses.chunked.Preference`)."""
         return 2 if self.beta is None else 5
 
 
 class TrainingSession:
-    """One adapter: its weights, the sums of its gradients, its optimizer."""
+    """One adapter in training: its weights, gradient sums and optimizer."""
 
     def __init__(
         self,
@@ -119,33 +120,33 @@ class TrainingSession:
         check_peers: Callable[[], None] = lambda: None,
         overlapped: bool = False,
     ) -> None:
-        """`check_peers` is called before results of collectives are used for good; it raises if another rank has
-        failed. `overlapped`: slices are only launched; what the device computes is read in a micro-step of its own
+        """`check_peers` is called before results of collectives are committed; it raises if another rank has failed.
+        `overlapped`: slices are only launched; device results are read in a separate micro-step
         (`MicroStep.RESULT`)."""
         self.optimizer, self.loss, self.timer, self.device = optimizer, loss, timer, device
         self._seed, self._dropout, self._alpha = seed, dropout, neftune_alpha
         self._check_peers, self._overlapped = check_peers, overlapped
         self._updating = False
-        """An update has begun and is not done: some weights may be new and others old."""
+        """Whether an update is unfinished: some weights may be new and others old."""
 
     # ---- verbs
 
     async def forward_backward(
         self, corpus: Corpus, rows: tuple[int, ...], tokens: int, how: StepTreatment, *, draw: int
     ) -> Tensor:
-        """Add the gradients of these rows' summed loss to those since `zero_grad`; return the sums (fp64,
-        (`loss.sums`)). Dropout and noise are functions of the seed and of `draw` (64 bits)."""
+        """Add the gradients of these rows' summed loss to the sums; return the loss sums (fp64, (`loss.sums`)). Dropout
+        and noise are functions of the seed and of `draw` (64 bits)."""
         seed, p, alpha = (self._seed << 96) | draw, self._dropout, self._alpha
         dropout = DropoutSpec(p, seed) if p > 0 else None
         noise = None if alpha is None else EmbeddingNoise(alpha, seed)
         return await self._computed(corpus, rows, tokens, how, learns=True, dropout=dropout, noise=noise)
 
     async def forward(self, corpus: Corpus, rows: tuple[int, ...], tokens: int, how: StepTreatment) -> Tensor:
-        """As `forward_backward`, without gradients, dropout and noise."""
+        """Like `forward_backward`, without gradients, dropout and noise."""
         return await self._computed(corpus, rows, tokens, how, learns=False)
 
     async def divide_grads(self, denominator: int, sums: Tensor) -> tuple[float, list[float]]:
-        """End the sum of gradients: divide it. Returns its norm, and the values of `sums`: the step's only
+        """Divide the gradient sums by `denominator`. Returns their norm and the values of `sums`, in the step's only
         synchronisation."""
         await suspended(MicroStep.OPTIMIZER)
         norm = self.optimizer.divide_grads(denominator)
@@ -154,7 +155,8 @@ class TrainingSession:
         return norm_and_sums[0], norm_and_sums[1:]
 
     async def optim_step(self, learning_rate: float, norm: float) -> None:
-        """Update the weights by the divided gradients, of which `norm` is the norm. May end by `FinishUpdate`, done."""
+        """Update the weights with the divided gradients, whose norm is `norm`. Raises `FinishUpdate` at the end if it
+        was thrown in."""
         slices, finish = self.optimizer.slices(norm, learning_rate), None
         self._updating = True
         for _ in slices:
@@ -172,7 +174,8 @@ class TrainingSession:
         await suspended(Boundary.MICRO_BATCH)
 
     async def read(self, values: Tensor) -> list[float]:
-        """The values of a tensor on the device, which the host waits for unless slices are only launched."""
+        """Read a device tensor. The host waits for it, unless slices are only launched: then it is read in a later
+        slice."""
         if self._overlapped:
             await suspended(MicroStep.RESULT)
         found: list[float] = values.tolist()
@@ -217,26 +220,27 @@ class TrainingSession:
     # ---- its state
 
     def check_weights(self) -> None:
-        """Raises `RuntimeError` where an update of the weights has failed or was dropped half-way: they are those of no
+        """Raise `RuntimeError` if an update of the weights failed or was dropped midway: they then belong to no
         step."""
         if self._updating:
             raise RuntimeError("an update was not finished: its weights are lost")
 
     def snapshot(self) -> Callable[[], Mapping[str, Tensor]]:
-        """Begin to copy all that training goes on from (`AdapterOptimizer.snapshot`). Raises as `check_weights`."""
+        """Begin to copy the state that training resumes from (`AdapterOptimizer.snapshot`). Raises like
+        `check_weights`."""
         self.check_weights()
         return self.optimizer.snapshot()
 
     def final_weights(self) -> Callable[[], LoraWeights]:
-        """Begin to copy the fp32 result to the host: the weights that `keep_best` has kept last, else the last ones.
+        """Begin to copy the fp32 result to the host: the weights of the last `keep_best`, or else the current ones.
 
-        The returned function waits for the copy, on any thread, and returns it: valid until the next snapshot.
+        The returned function waits for the copy, on any thread, and returns the weights, valid until the next snapshot.
         """
         kind = BEST if self.optimizer.has_best else WEIGHTS
         return self._weights(kind, self.snapshot())
 
     def current_weights(self) -> Callable[[], LoraWeights]:
-        """As `final_weights`, of the weights as they are after the last finished optimizer step."""
+        """Like `final_weights`, for the weights after the last finished optimizer step."""
         self.check_weights()
         return self._weights(WEIGHTS, self.optimizer.snapshot(weights_only=True))
 

@@ -1,4 +1,4 @@
-"""The engine's fine-tuning side: loads jobs, advances them by slices, saves checkpoints, publishes adapters."""
+"""The engine's fine-tuning side: loads jobs, advances them in slices, saves checkpoints, publishes adapters."""
 
 from __future__ import annotations
 
@@ -53,19 +53,20 @@ from coserve.state.folder import DataFolder
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings:
     limits: BatchLimits
-    """Of one forward, whatever a job asks for."""
+    """Limits of one forward, whatever a job requests."""
     mix_jobs: bool
-    """Jobs may share a forward, unless ranks share the base, or the LoRA backend runs a forward for each adapter."""
+    """Whether jobs may share a forward. Ignored with tensor parallelism, or if the LoRA backend computes one adapter at
+    a time."""
     recompute: bool
     keep_checkpoints: int
     lora_backend: LoraBackend
     clock: Callable[[], float] = time.perf_counter
-    """Gives seconds."""
+    """Returns seconds."""
     own_stream: Callable[[], AbstractContextManager[object]] | None = None
-    """Enters the stream that all tensors and kernels of jobs belong to: slices are only launched there, and run beside
-    generation. None: they run on the current stream, and have ended when `advance` returns."""
+    """Enters the stream of all training tensors and kernels. Slices are then only launched there, overlapped with
+    generation. None: slices run on the current stream, and have ended when `advance` returns."""
     compiled: CompiledLayers | None = None
-    """As `graphs`: see `MicroBatchRunner`."""
+    """`compiled`, `graphs`: see `MicroBatchRunner`."""
     graphs: LayerGraphs | None = None
     rows_on_tick: int = MAX_ROWS_ON_TICK
     """See `BatchPlan`."""
@@ -75,12 +76,12 @@ class TrainerSettings:
 class Trainer:
     """All jobs of one engine. Each has its own adapter, optimizer, schedule and seed; they share the base.
 
-    Jobs alternate at the ends of micro-batches, or share a `TrainingPass`. What runs in between does not change a job's
-    result, and company in a pass changes it by rounding only.
+    Jobs alternate at the ends of micro-batches, or share a `TrainingPass`. Work in between does not change a job's
+    result, and sharing a pass changes it only by rounding.
     """
 
     def __init__(self, base: Base, store: AdapterStore, folder: DataFolder, settings: TrainerSettings) -> None:
-        """Raises `UnsupportedBase` for a base that cannot be run layer by layer."""
+        """Raises `UnsupportedBase` for a base that cannot run layer by layer."""
         self._base, self._store, self._folder, self._settings = base, store, folder, settings
         limits, lora_backend = settings.limits, settings.lora_backend
         self._make_plan = partial(BatchPlan, micro_batch_rows=limits.rows, rows_on_tick=settings.rows_on_tick)
@@ -98,18 +99,17 @@ class Trainer:
         )
         self._jobs: dict[str, TrainingJob] = {}
         self._snapshot_numbers = count(1)
-        """Each snapshot has a version of its own: a cached prefix is never that of other weights."""
+        """Each snapshot has its own version, so that prefix-cache entries of other weights are never reused."""
         self.micro_steps_done = 0
-        """In the last slice."""
+        """Micro-steps done in the last slice."""
         self.trained: tuple[str, ...] = ()
-        """Jobs of the last slice."""
+        """Jobs in the last slice."""
 
     def load(self, spec: JobSpec, cancellation: Cancellation) -> LoadedJob:
-        """Load a job into memory as its last readable checkpoint left it; on any thread.
+        """Load a job into memory from its last readable checkpoint; on any thread.
 
-        Raises `Cancelled`, `CheckpointUnreadable`
-        (its corpus), `AdapterNotFound` (the adapter it continues, or its teacher), `InvalidRequest` (settings that do
-        not fit the base), `JobOutOfMemory`.
+        Raises `Cancelled`, `CheckpointUnreadable` (its corpus), `AdapterNotFound` (the adapter it continues, or its
+        teacher), `InvalidRequest` (settings that do not fit the base), `JobOutOfMemory`.
         """
         with self._job_errors():
             job = self._load(spec, cancellation.check)
@@ -121,7 +121,8 @@ class Trainer:
         return LoadedJob(job.checkpoints.started(), commit)
 
     def preparation(self, job: str) -> Callable[[Cancellation], None] | None:
-        """Work to do on a thread before the next `advance`; mostly None. Do not advance the job meanwhile."""
+        """Return work for a worker thread that must precede the next `advance`; usually None. The job must not be
+        advanced meanwhile."""
         training = self._jobs[job]
         plan, step = training.loop.plan, training.loop.progress.step
         done = training.mid_step or plan.prepared(step)
@@ -130,12 +131,12 @@ class Trainer:
     def advance(
         self, job: str, micro_steps: int | None, others: Sequence[str] = (), shared_tokens: int | None = None
     ) -> list[FromEngine]:
-        """Run one slice of the job's micro-batch: see `TrainingPasses.advance`. Nothing happens to a finished job.
+        """Run one slice of the job's micro-batch: see `TrainingPasses.advance`. Does nothing for a finished job.
 
-        If the micro-batch begins, those of `others` may join it: jobs between two micro-batches, in the order of their
-        turns, while all have at most `shared_tokens` tokens.
+        When a micro-batch begins, jobs of `others` may join it: they are between two micro-batches, in scheduling
+        order, and all together have at most `shared_tokens` tokens.
         """
-        self.micro_steps_done, self.trained = 0, (job,)  # 0 if the slice fails: its time is no sample of a micro-step
+        self.micro_steps_done, self.trained = 0, (job,)  # stays 0 if the slice fails: its time is then not learned
         if (one := self._passes.pass_of(self._jobs[job], [self._jobs[each] for each in others], shared_tokens)) is None:
             return []
         self.trained = tuple([each.id for each in one.jobs])
@@ -145,11 +146,11 @@ class Trainer:
         return messages
 
     def attempt(self, job: str, micro_steps: int | None) -> Outcome:
-        """`advance` on one of several ranks: when it returns, no rank is in a collective of the slice, whichever failed
-        in it.
+        """Run `advance` on one of several ranks. On return no rank is in a collective of the slice, whichever rank
+        failed.
 
-        After an error the unfinished optimizer step is dropped. What the outcomes of all ranks mean is
-        `outcome.judge`'s to say. Raises `EngineFault` alone.
+        After an error the unfinished optimizer step is dropped. `outcome.judge` decides from the outcomes of all ranks.
+        Raises only `EngineFault`.
         """
         training, guard = self._jobs[job], self._guard
         self.micro_steps_done, self.trained = 0, (job,)
@@ -171,7 +172,7 @@ class Trainer:
             code = PEER_FAILED
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
             code, message = training.failure(error)
-        # Here the error is gone, and with it the tensors that its traceback held.
+        # Outside `except`: the error's traceback, which held tensors, is gone.
         position = training.loop.position
         if code:
             self._passes.abandon(training)
@@ -183,43 +184,43 @@ class Trainer:
 
     @property
     def has_graphs(self) -> bool:
-        """CUDA graphs of layers hold memory."""
+        """Whether CUDA graphs of layers hold memory."""
         return self._graphs is not None and self._graphs.in_use
 
     def retry(self, job: str, how: Retry) -> list[FromEngine]:
-        """After an `attempt` that failed on some rank: every rank begins the optimizer step again. Empty: it needs less
-        memory, and nothing is left to lower, or there is nothing to tell."""
+        """Begin the optimizer step again, on every rank, after an `attempt` that failed on some rank. Returns notes for
+        the user; empty also if memory should be lowered and nothing is left to lower."""
         training = self._jobs[job]
-        self._passes.abandon(training)  # also where this rank's own slice succeeded
+        self._passes.abandon(training)  # even if this rank's own slice succeeded
         self._passes.release_memory()
         if self._graphs is not None and how.stop_graphs:
             self._graphs.stop(how.stop_graphs)
         return self._passes.lower_memory(training) if how.lower else []
 
     def limit(self, job: str, treatment: Treatment) -> None:
-        """How the job's micro-batches are computed, as memory was planned."""
+        """Set the job's recompute plan, as memory was planned."""
         self._jobs[job].loop.limit_memory(treatment)
 
     @property
     def layer_costs(self) -> TrainingCosts | None:
-        """Memory of compiled layers, if jobs run those."""
+        """Memory costs of compiled layers, if jobs use them."""
         return None if self._compiled is None else self._compiled.costs
 
     def limit_shared(self, tokens: int | None) -> None:
-        """Most tokens of a forward that several jobs share, as memory was planned; None: as set."""
+        """Set the most tokens of a forward that several jobs share, as memory was planned; None: as configured."""
         self._passes.limit(tokens)
 
     def finished(self, job: str) -> bool:
-        """Whether the job has nothing left but its publication."""
+        """Whether the job only remains to be published."""
         return self._jobs[job].loop.finished
 
     def checkpoint_due(self, job: str) -> bool:
-        """Whether the job's last slice finished an optimizer step that asks for a checkpoint."""
+        """Whether the job's last slice finished an optimizer step that needs a checkpoint."""
         return not self._jobs[job].mid_step and self._jobs[job].checkpoints.due
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What trains with less memory, less company or slower layers than it was meant to have."""
+        """Notes on jobs that train with less memory, fewer shared forwards or slower layers than intended."""
         jobs = [(id, note) for id, job in self._jobs.items() for note in job.notes]
         if self._compiled is not None and self._compiled.ready:
             jobs += [(id, note) for id, job in self._jobs.items() for note in uncompiled(job.loop.spec)]
@@ -228,7 +229,7 @@ class Trainer:
 
     @property
     def batches(self) -> TrainingBatches:
-        """Training forwards so far."""
+        """Counts of training forwards so far."""
         return self._passes.batches
 
     def mid_batch(self, job: str) -> bool:
@@ -240,18 +241,18 @@ class Trainer:
         return self._passes.next_micro_step(job)
 
     def micro_batch_tokens(self, job: str) -> int:
-        """Tokens of the job's batch under way, other jobs' rows included; between two at least its own of the next one,
-        if known; 0: unknown."""
+        """Tokens of the job's current batch, other jobs' rows included; between two batches at least those of its own
+        next one, if known; 0: unknown."""
         own, under_way = self._jobs[job], job in self._passes
         return own.batch_tokens if under_way else own.next_tokens
 
     def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
-        """Finish an update of the weights that has begun, drop any other unfinished step, and begin a snapshot of the
-        last finished one.
+        """Complete an update of the weights that has begun, drop any other unfinished step, and begin a snapshot of the
+        last finished one. None if that step is on disk already.
 
-        Call the returned function on a thread: the checkpoint is durable when it returns. The job may be advanced
-        meanwhile. None if that state is on disk already. At most one checkpoint or publication of a job at a time. The
-        function raises `StorageError`.
+        Call the returned function on a worker thread: the checkpoint is durable when it returns; it raises
+        `StorageError`. The job may be advanced meanwhile. At most one checkpoint or publication of a job may run at a
+        time.
         """
         self.abandon(job, finish_update=True)
         with self._job_errors():
@@ -268,12 +269,12 @@ class Trainer:
         return save
 
     def snapshot_due(self, job: str) -> bool:
-        """Whether samples are to be generated of the job as it is now, between two optimizer steps or at its end."""
+        """Whether samples of the job's current weights are due, between two optimizer steps or at its end."""
         return not self._jobs[job].mid_step and self._jobs[job].snapshots.due
 
     def snapshot(self, job: str) -> Callable[[], Callable[[], JobSnapshot | JobNote]]:
-        """Begin a snapshot that is due, for requests: see `finetune.publication`. The job may be advanced meanwhile. As
-        a checkpoint, it needs the job's host memory for itself."""
+        """Begin a snapshot that is due, for requests: see `finetune.publication`. The job may be advanced meanwhile.
+        Like a checkpoint, it occupies the job's host copy."""
         return self._begin_snapshot(job).copy
 
     def _begin_snapshot(self, job: str) -> Snapshot:
@@ -289,22 +290,21 @@ class Trainer:
         return Snapshot(ref, step, run)
 
     def _gathering(self, job: str, weights_only: bool) -> None:
-        """A snapshot of the job's state begins, in which all ranks take part."""
+        """Hook: a snapshot begins in which all ranks take part."""
 
     def gather(self, job: str, *, weights_only: bool) -> None:
-        """On a rank that follows: take part in a snapshot of rank 0 (`AdapterOptimizer.snapshot`), and raise what it
-        raises."""
+        """Take part, as a follower rank, in rank 0's snapshot (`AdapterOptimizer.snapshot`); raises what it raises."""
         self._jobs[job].snapshots.gather(weights_only=weights_only)
 
     def gathered_copy(self, job: str) -> Callable[[], LoraWeights | None]:
-        """On a rank that follows: its own copy of what it gathered last, for requests, made on a thread; None: there is
-        no memory."""
+        """Return a function that makes, on a worker thread, a follower rank's own copy of the last gathered weights,
+        for requests; its result is None if there is no memory."""
         return self._jobs[job].snapshots.gathered_copy(self._base, self._store)
 
     def abandon(self, job: str, *, finish_update: bool = False) -> None:
-        """Drop the unfinished optimizer step, and the memory that only it holds. Other jobs of its pass go on. Within
-        an update of the weights `finish_update` does the rest of it, and the step counts; without it, or if that
-        raises, the job can only be dropped."""
+        """Drop the unfinished optimizer step and its memory. Other jobs of its pass continue. `finish_update`: if the
+        weights are being updated, complete the update, and the step counts; without `finish_update`, or if completing
+        it raises, the job can only be dropped."""
         if self._jobs[job].mid_step:
             with self._job_errors():
                 self._passes.abandon(self._jobs[job], finish_update=finish_update)
@@ -321,15 +321,15 @@ class Trainer:
         return run
 
     def release_memory(self) -> bool:
-        """Memory ran out: free what micro-batches can do without. Returns whether there was any."""
+        """Free memory that micro-batches do not need, after an out-of-memory. Returns whether there was any."""
         return self._passes.release_memory()
 
     def holds_memory_of(self, job: str) -> bool:
-        """Whether memory of a job that was dropped is held by a pass that other jobs have not ended yet."""
+        """Whether a pass of other jobs still holds memory of a job that was dropped."""
         return self._passes.holds_memory_of(job)
 
     def drop(self, job: str) -> None:
-        """Free the job's memory, but for what `holds_memory_of` says; its files stay."""
+        """Free the job's memory, except what `holds_memory_of` reports; its files stay."""
         training = self._jobs.pop(job)
         self._kept.forget()
         with self._job_errors():
@@ -373,14 +373,14 @@ class Trainer:
         return TrainingJob(loop, checkpoints)
 
     def _loss(self, spec: JobSpec, start: LoraWeights) -> Loss:
-        """`start`: the adapter as the job began with it, which a DPO loss may be relative to: the weights of a resumed
-        job are others."""
+        """Build the job's loss. `start`: the job's initial adapter, which a DPO loss may refer to; a resumed job's
+        weights have moved on."""
         base, beta = self._base, None if spec.training.loss is None else spec.training.loss.beta
         reference = cast_learning(base.shard(start), base.dtype, base.device) if has_reference(spec) else None
         return Loss(self._teacher_weights(spec), beta, reference)
 
     def _teacher_weights(self, spec: JobSpec) -> LoraWeights | None:
-        """This rank's part, in the base's dtype and on its device: as it is served."""
+        """The teacher's weights as served: this rank's shard, on the base's device and in its dtype."""
         if spec.teacher is None:
             return None
         base, teacher = self._base, spec.teacher
@@ -389,7 +389,8 @@ class Trainer:
 
     @contextmanager
     def _job_errors(self) -> Iterator[None]:
-        """Errors inside end the job alone: see `contained`. On the jobs' stream, if they have one."""
+        """Context, on the jobs' stream, in which errors end only the job: see `contained`. Out-of-memory becomes
+        `JobOutOfMemory`."""
         with self._stream(), contained(self._base.device):
             try:
                 yield

@@ -1,7 +1,7 @@
-"""Learns `TrainingCosts` of a base from micro-batches that were measured phase by phase.
+"""Learns a base's `TrainingCosts` from the memory of micro-batches, measured phase by phase.
 
-Adapters at every site, and at one group of sites after the other, tell what each group makes a layer keep (what
-`memory-profiling.md` calls M_act) and what remains of the backward once the last group is freed.
+Adapters at all sites, and at one site group at a time, show what each group makes a layer keep (M_act in
+`memory-profiling.md`), and what the backward still needs once the last group is freed.
 """
 
 from __future__ import annotations
@@ -20,36 +20,37 @@ from coserve.model.base import Base
 from coserve.model.groups import shared_inputs
 
 MOST_GROUPS = 8
-"""Groups of a layer that are measured by themselves. A mixture of experts has hundreds: their inputs are counted by
-their sizes."""
+"""Site groups per layer up to which each is measured separately. A mixture of experts has hundreds: the sizes of their
+inputs are computed instead."""
 FEW_POSITIONS = 1
-"""So few that their logits take less than the backward of the final norm, on small bases too."""
+"""Target positions so few that their logits need less memory than the backward of the final norm, even on small
+bases."""
 
 
 @dataclass(frozen=True)
 class Phases:
-    """Bytes of one micro-batch beyond what the job keeps."""
+    """Bytes of one micro-batch, beyond what the job keeps permanently."""
 
     positions: int
-    """Targets of the loss."""
+    """Number of loss targets."""
     begin: int
-    """Held after the lowest layer's forward."""
+    """Held after the first layer's forward."""
     kept: int
-    """Held after the last layer's."""
+    """Held after the last layer's forward."""
     forward: int
-    """Peak until then."""
+    """Peak up to that point."""
     head: int
-    """Peak until the end of the head."""
+    """Peak up to the end of the head."""
     backward: int
     """Peak from then to the end of the backward."""
     whole: int
-    """Peak of all, the optimizer's step included."""
+    """Overall peak, including the optimizer step."""
     job: int
-    """What the job keeps between micro-batches."""
+    """Bytes that the job keeps between micro-batches."""
 
 
 class MeasuresPhases(Protocol):
-    """`MemoryProfiler.phases`."""
+    """The signature of `MemoryProfiler.phases`."""
 
     def __call__(
         self,
@@ -63,14 +64,14 @@ class MeasuresPhases(Protocol):
 
 
 def site_groups(base: Base) -> tuple[tuple[str, ...], ...]:
-    """Groups of sites that read one input, as roles, in the order in which they run. Layers may differ: a role is in
-    one group."""
+    """Groups of sites that read the same input, as roles, in execution order. Layers may differ; each role is in one
+    group."""
     shared = [one.group for one in base.sites.shared()] or [one for layer in shared_inputs(base) for one in layer]
     return roles_of_groups(shared)
 
 
 def roles_of_groups(groups: Sequence[SiteGroup]) -> tuple[tuple[str, ...], ...]:
-    """The same, of the groups of all layers."""
+    """`site_groups`, from the groups of all layers."""
     found: dict[str, None] = {}
     split: list[tuple[str, ...]] = []
     for group in groups:
@@ -83,9 +84,8 @@ def roles_of_groups(groups: Sequence[SiteGroup]) -> tuple[tuple[str, ...], ...]:
 def measure_costs(
     phases: MeasuresPhases, groups: Sequence[tuple[str, ...]], spec: BaseSpec, rank: int, tokens: int, most: int
 ) -> TrainingCosts:
-    """Runs micro-batches of `tokens` and half of them. `rank`: of the adapters that `phases` measures; `groups`: as by
-    `site_groups`;
-    `most`: positions whose logits are computed at once."""
+    """Measure micro-batches of `tokens` and of half as many tokens. `rank`: LoRA rank of the adapters that `phases`
+    measures; `groups`: as from `site_groups`; `most`: positions whose logits are computed at once."""
     half, element, above = max(1, tokens // 2), ITEMSIZE[spec.dtype], max(1, spec.layers - 1)
     small, large = phases(half), phases(tokens)
     again = tuple(phases(size, recomputed=spec.layers) for size in (half, tokens))
@@ -93,9 +93,9 @@ def measure_costs(
     few = phases(half, positions=FEW_POSITIONS), phases(tokens, positions=FEW_POSITIONS)
     alone = [phases(tokens, targets=_names(spec, roles)) for roles in groups] if len(groups) <= MOST_GROUPS else []
     sites = [sum(1 for name in spec.sites if role_of(name) in roles) / spec.layers for roles in groups]
-    ranks = [element * rank * count for count in sites]  # of x Aᵀ, bytes a token and layer
+    ranks = [element * rank * count for count in sites]  # size of x Aᵀ, in bytes per token and layer
     each = (large.kept - large.begin) / tokens / above - sum(ranks)
-    """A layer's activations, and the inputs of all groups."""
+    """A layer's activations plus the inputs of all groups, in bytes per token."""
     fixed = _line(half, small.kept, tokens, large.kept).fixed
     if alone and spec.layers > 1:
         own = [(one.kept - one.begin) / tokens / above - part for one, part in zip(alone, ranks, strict=True)]
@@ -144,9 +144,8 @@ def measure_levels(
     times: Mapping[Kept, LayerTime],
     tokens: int,
 ) -> TrainingCosts:
-    """`costs`, of layers that keep all, with those of layers that keep less; as `measure_costs`. `stays`: sites whose x
-    Aᵀ such layers keep;
-    `times`: of layers of each kind."""
+    """Add the costs of layers that keep less to `costs`, which is for layers that keep everything. `stays`: sites whose
+    x Aᵀ such layers keep; `times`: layer times by recompute level. The rest as in `measure_costs`."""
     half, element = max(1, tokens // 2), ITEMSIZE[spec.dtype]
     own_input, levels = spec.hidden * element, {}
     for kept, names in stays.items():
@@ -168,7 +167,7 @@ def _names(spec: BaseSpec, roles: Sequence[str]) -> tuple[str, ...]:
 
 
 def _line(small: int, low: float, large: int, high: float) -> Line:
-    """Through two measurements, and through 0 where they are one."""
+    """Fit a line through two measurements, or through the origin and one if both are at the same size."""
     slope = (high - low) / (large - small) if large > small else high / max(1, large)
     return Line(fixed=high - slope * large, per_token=slope)
 
@@ -176,7 +175,7 @@ def _line(small: int, low: float, large: int, high: float) -> Line:
 def _head(
     small: tuple[int, Phases], large: tuple[int, Phases], fewer: Phases, few: tuple[Phases, Phases], most: int
 ) -> HeadCosts:
-    """`fewer`: of as many tokens as `large`, with fewer positions; `few`: as `small` and `large`, with
+    """Fit the head's costs. `fewer`: like `large`, with fewer positions; `few`: like `small` and `large`, with
     `FEW_POSITIONS`."""
     (half, _), (tokens, whole) = small, large
     own = [found.head - found.kept for found in (small[1], whole, fewer, *few)]

@@ -1,4 +1,4 @@
-"""Compiled layers in a training pass: which batches they take, and what they keep. T packed tokens, D hidden."""
+"""Compiled layers in a training pass: which batches they can run, and what they keep. T packed tokens, D hidden."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from coserve.model.training.compiled_layers import CompiledPass
 
 
 def takes(context: ForwardContext, *, learns: bool) -> bool:
-    """Whether compiled layers can compute this batch's adapters: its sites run in groups, so without LoRA dropout, and
-    if it `learns`, the kernels add gradients to sums of the pairs' own."""
+    """Whether compiled layers can run this batch. Its sites must run in groups, hence without LoRA dropout. If it
+    `learns`, the kernels must add gradients to the pairs' own sums."""
     if context.lora is None:
         return not learns
     return context.grouped and (context.lora.sums_gradients or not learns)
 
 
 def uncompiled(spec: JobSpec) -> list[str]:
-    """What of a job does not run compiled layers, for an operator."""
+    """Notes for the operator on the parts of a job that do not run compiled layers."""
     found = []
     if spec.lora.dropout > 0:
         found.append("its layers run operation by operation: compiled ones do without LoRA dropout")
@@ -34,16 +34,16 @@ class CompiledLayerPass:
     """Implements `LayerPass`."""
 
     def __init__(self, compiled: CompiledPass, first: int, levels: Sequence[Kept]) -> None:
-        """`first`: the lowest layer that is trained; `levels`: what each layer keeps. Those below `first` keep nothing,
-        but their outputs are rounded as if they did. Where a cut is not compiled, the layer keeps its input, and its
-        backward runs the whole forward again."""
+        """`first`: the lowest trained layer; `levels`: what each layer keeps for the backward. Layers below `first`
+        keep nothing, but their outputs are rounded as if they did. If a level is not compiled, the layer keeps its
+        input, and its backward runs the whole forward again."""
         self._pass, self._first = compiled, first
         self._levels = [level if compiled.has(level) else None for level in levels]
         self._saved: list[list[object]] = []
         self._inputs: list[Tensor] = []
 
     def forward(self, i: int, h_1TD: Tensor) -> Tensor:
-        """As `LayerPass.forward`."""
+        """See `LayerPass.forward`."""
         level, trained = self._levels[i], i >= self._first
         output_1TD, saved = self._pass.forward(i, h_1TD, level or Kept.ALL, learns=trained and level is not None)
         if trained and level is not None:
@@ -53,7 +53,7 @@ class CompiledLayerPass:
         return output_1TD
 
     def backward(self, i: int, gradient_1TD: Tensor) -> Tensor:
-        """As `LayerPass.backward`."""
+        """See `LayerPass.backward`."""
         level = self._levels[i]
         if level is None:
             level = Kept.ALL
@@ -64,8 +64,8 @@ class CompiledLayerPass:
 
 
 def levels_of(layers: int, first: int, recomputed: int, partly: int) -> tuple[Kept, ...]:
-    """What each of `layers` layers keeps, where the lowest `recomputed` of those from `first` on are computed again,
-    and the next `partly` but for attention."""
+    """Return what each of `layers` layers keeps. From layer `first` up, the lowest `recomputed` keep their input only,
+    the next `partly` also attention's output, all others everything."""
     found = [Kept.ALL] * layers
     lean = first + recomputed
     found[first:lean] = [Kept.INPUT] * (min(lean, layers) - first)

@@ -1,7 +1,7 @@
 """The base's own layers in a training pass, differentiated by autograd.
 
-Each layer's input is detached into a leaf, so that every layer has an autograd graph of its own, and the backward runs
-layer by layer: `torch.autograd.grad` on that leaf and the layer's LoRA tensors. T packed tokens, D hidden.
+Each layer's input is detached into a leaf, so that every layer has its own autograd graph, and the backward runs layer
+by layer: `torch.autograd.grad` with respect to that leaf and the layer's LoRA tensors. T packed tokens, D hidden.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coserve.model.layers import LayerCut, LayerInputs
 
 @dataclass
 class _SavedLayer:
-    """What one layer keeps for its backward. `output_1TD` is None if the layer is recomputed."""
+    """A layer's tensors kept for the backward. `output_1TD` is None if the layer is recomputed."""
 
     input_1TD: Tensor  # noqa: N815
     output_1TD: Tensor | None  # noqa: N815
@@ -38,14 +38,14 @@ class EagerLayerPass:
         first: int,
         keep_from: int,
     ) -> None:
-        """`trainable`, `grads`: see `MicroBatchRunner.forward_backward`. `first`: the lowest layer that is trained;
-        `keep_from`: the lowest one of those that is not recomputed."""
+        """`trainable`, `grads`: see `MicroBatchRunner.forward_backward`. `first`: the lowest trained layer;
+        `keep_from`: the lowest trained layer that is not recomputed."""
         self._cut, self._inputs, self._context = cut, inputs, context
         self._trainable, self._grads, self._first, self._keep_from = trainable, grads, first, keep_from
         self._saved: list[_SavedLayer] = []
 
     def forward(self, i: int, h_1TD: Tensor) -> Tensor:
-        """As `LayerPass.forward`."""
+        """See `LayerPass.forward`."""
         learns = i >= self._first
         keep_graph = learns and i >= self._keep_from
         input_1TD = h_1TD.detach().requires_grad_(keep_graph and i > self._first)
@@ -55,7 +55,7 @@ class EagerLayerPass:
         return output_1TD.detach()
 
     def backward(self, i: int, gradient_1TD: Tensor) -> Tensor:
-        """As `LayerPass.backward`."""
+        """See `LayerPass.backward`."""
         bottom, saved = i == self._first, self._saved.pop()
         input_1TD, output_1TD = saved.input_1TD, saved.output_1TD
         if output_1TD is None:
@@ -80,7 +80,7 @@ class EagerLayerPass:
 
 
 def add_gradients(grads: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
-    """Add gradients in the compute dtype to the fp32 sums. None: the tensor does not contribute to the output."""
+    """Add gradients in the compute dtype to the fp32 sums. None: the tensor did not contribute to the output."""
     pairs = [(total, gradient) for total, gradient in zip(grads, found, strict=False) if gradient is not None]
     if pairs:
         torch._foreach_add_([total for total, _ in pairs], [gradient for _, gradient in pairs])

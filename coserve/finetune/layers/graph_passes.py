@@ -1,4 +1,4 @@
-"""One batch's pass over the layers of which there are, or are to be, CUDA graphs. T packed tokens, D hidden."""
+"""Passes over the layers for batches with CUDA graphs, or to be captured. T packed tokens, D hidden."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from coserve.model.layers import LayerCall, LayerInputs
 
 
 class CaptureFailed(RuntimeError):
-    """The batch must run again: from now on, without graphs."""
+    """A capture failed: the batch must run again, without graphs from now on."""
 
 
 @dataclass(eq=False)
 class ShapeGraphs:
-    """The CUDA graphs of one shape of batch, and their static inputs."""
+    """The CUDA graphs of one batch shape, and their static inputs."""
 
     inputs: LayerInputs
     attention: FixedAttention
     lora: FixedLora
     begin: Callable[[], CompiledLayerPass]
-    """A pass over `inputs`."""
+    """Starts a pass over `inputs`."""
     first: int
-    """The lowest layer that is trained."""
+    """The lowest trained layer."""
     warm: bool = False
-    """A batch ran: all kernels are compiled."""
+    """Whether a batch has run, so that all kernels are compiled."""
     forward: list[Callable[[], None]] = field(default_factory=list)
     backward: dict[int, Callable[[], None]] = field(default_factory=dict)
-    """By layer."""
+    """Replay functions by layer."""
     output: Tensor | None = None
-    """Of the last layer (1, T, D)."""
+    """Output of the last layer (1, T, D)."""
     used: int = 0
-    """The number of the batch that used it last."""
+    """Number of the batch that used it last."""
 
     def __post_init__(self) -> None:
         self.gradient = torch.empty_like(self.inputs.h_1TD)
-        """Of the last layer's output."""
+        """Gradient of the last layer's output (1, T, D)."""
 
     @property
     def count(self) -> int:
-        """Layers."""
+        """Number of layers."""
         return len(self.inputs.calls)
 
     @property
@@ -58,8 +58,8 @@ class ShapeGraphs:
         return self.first in self.backward
 
     def load(self, inputs: LayerInputs, lora: PreparedLora) -> None:
-        """Copy a batch to where the graphs read it. Tables first: with programmatic dependent launch, LoRA kernels may
-        read them before the preceding kernel has ended."""
+        """Copy a batch into the static inputs. Tables first: with programmatic dependent launch, LoRA kernels may read
+        them before the preceding kernel has ended."""
         assert isinstance(inputs.attention, PackedAttention), "expected packed rows"
         self.lora.take(lora)
         self.attention.take(inputs.attention.bounds)
@@ -68,7 +68,8 @@ class ShapeGraphs:
 
 
 class WarmUpPass:
-    """Implements `LayerPass` without graphs, with the launches and in the memory pool that they will have."""
+    """Implements `LayerPass` without graphs, with the same launches and in the same memory pool as the graphs will
+    have."""
 
     def __init__(self, graphs: ShapeGraphs, recorder: Recorder) -> None:
         self._graphs, self._in_pool, self._layers = graphs, recorder.pool_of_pass(), graphs.begin()
@@ -85,7 +86,7 @@ class WarmUpPass:
 
 
 class PooledPass:
-    """Implements `LayerPass` without graphs, in the memory pool of the graphs: nothing else could use it meanwhile."""
+    """Implements `LayerPass` without graphs, but in the graphs' memory pool, which would otherwise lie idle."""
 
     def __init__(self, layers: LayerPass, recorder: Recorder) -> None:
         self._layers, self._in_pool = layers, recorder.pool_of_pass()
@@ -100,12 +101,12 @@ class PooledPass:
 
 
 class CapturePass:
-    """Implements `LayerPass`: captures what it runs."""
+    """Implements `LayerPass` and captures the layers that it runs."""
 
     def __init__(self, graphs: ShapeGraphs, recorder: Recorder, stop: Callable[[str], None]) -> None:
-        """`stop` is called with the reason if captures fail."""
+        """`stop` is called with the reason if a capture fails."""
         self._graphs, self._recorder, self._stop, self._layers = graphs, recorder, stop, graphs.begin()
-        graphs.forward, graphs.backward = [], {}  # of a pass that was given up
+        graphs.forward, graphs.backward = [], {}  # drop those of an abandoned pass
 
     def forward(self, i: int, h_1TD: Tensor) -> Tensor:
         own, layers = self._graphs, self._layers
@@ -123,7 +124,7 @@ class CapturePass:
         return found_1TD
 
     def _recorded(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Raises `CaptureFailed`."""
+        """Record one layer. Raises `CaptureFailed`."""
         try:
             return self._recorder.record(run)
         except RuntimeError as error:
@@ -135,9 +136,9 @@ class CapturePass:
 
 
 class ReplayPass:
-    """Implements `LayerPass` by graphs alone, which pass tensors from layer to layer in their own memory: `forward`
-    returns the last layer's output, valid once that layer has run; `backward` returns its argument, which nobody
-    reads."""
+    """Implements `LayerPass` by replaying graphs, which hand tensors from layer to layer in their own memory. `forward`
+    returns the last layer's output, valid only once that layer has run. `backward` returns its argument, which is not
+    read."""
 
     def __init__(self, graphs: ShapeGraphs) -> None:
         self._graphs = graphs
@@ -155,17 +156,17 @@ class ReplayPass:
 
 
 def leaves_of(inputs: LayerInputs) -> list[object]:
-    """What the model gives to its layers."""
+    """The model's inputs to its layers, flattened."""
     return [inputs.h_1TD, *(leaf for call in inputs.calls for leaf in pytree.tree_leaves((call.args, call.kwargs)))]
 
 
 def tensors_of(inputs: LayerInputs) -> list[Tensor]:
-    """What layers read of a batch, each tensor once."""
+    """Tensors that layers read, each once."""
     return list({id(leaf): leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor)}.values())
 
 
 def key_of(inputs: LayerInputs) -> Hashable:
-    """Sizes of all tensors; all else but attention as it is: the model's constants are part of the graphs."""
+    """Key of the inputs: tensor sizes, and all other values but attention, since constants are part of the graphs."""
     return tuple([_key_of(leaf) for leaf in leaves_of(inputs) if not isinstance(leaf, PackedAttention)])
 
 
@@ -180,7 +181,7 @@ def _key_of(leaf: object) -> Hashable:
 
 
 def copied(inputs: LayerInputs) -> LayerInputs:
-    """The same with tensors of its own for the layers."""
+    """A copy of the inputs with new tensors for the layers."""
     own = {id(tensor): tensor.clone() for tensor in tensors_of(inputs)}
 
     def put(leaf: object) -> object:

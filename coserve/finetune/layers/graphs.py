@@ -1,8 +1,8 @@
 """Compiled layers as CUDA graphs: a layer's forward or backward is one launch, for batches of one shape.
 
-Without them the host takes longer for the launches of a small batch than the GPU for the work. The first batch of a
-shape runs without graphs, the second one is captured layer by layer, and each further one is copied to where the graphs
-read it. T packed tokens.
+Without them, the host needs longer to launch a small batch than the GPU to compute it. The first batch of a shape runs
+without graphs, the second is captured layer by layer, and each further one is copied into the graphs' static inputs. T
+packed tokens.
 """
 
 from __future__ import annotations
@@ -41,12 +41,11 @@ NOT_CAPTURED = (
     "graphs"
 )
 MOST_RELEASES = 3
-"""Graphs are off after so many times that memory ran out, until no job is left."""
+"""Out-of-memory events after which graphs are off until no job is left."""
 
 
 class LayerGraphs:
-    """The CUDA graphs of compiled layers of training, for the shapes of micro-batches that occur most, in one memory
-    pool."""
+    """CUDA graphs of compiled training layers, for the most frequent micro-batch shapes, in one memory pool."""
 
     def __init__(
         self,
@@ -59,50 +58,49 @@ class LayerGraphs:
         least_step: int = LEAST_STEP,
         ranks: bool = False,
     ) -> None:
-        """`make` is called for a new memory pool. At most `max_shapes` shapes have graphs; those of one are dropped for
-        another if the last `evict_after` batches had other shapes. After the pool was freed, the next `batches_without`
-        batches run without graphs.
-        `least_step`: see `padded`. `ranks`: those of other ranks are to have the same batches, and graphs for the same
-        ones."""
+        """`make` creates a new memory pool. At most `max_shapes` shapes have graphs; a shape is evicted for another if
+        none of the last `evict_after` batches had it. After the pool was freed, the next `batches_without` batches run
+        without graphs. `least_step`: see `padded`. `ranks`: other tensor-parallel ranks must pad batches alike and have
+        graphs for the same shapes."""
         self._least_step, self._ranks = least_step, ranks
         self._compiled, self._make = compiled, make
         self._max_shapes, self._evict_after, self._batches_without = max_shapes, evict_after, batches_without
         self._shapes: dict[Hashable, ShapeGraphs] = {}
-        """That used last is the last one."""
+        """Least recently used first."""
         self._recorder: Recorder | None = None
         self._batches = self._releases = self._without_left = 0
         self._running: weakref.ref[LayerPass] | None = None
         self._stopped = ""
-        """Why there are none; empty: there may be."""
+        """Why there are no graphs; empty if there may be."""
         self._without: str | None = None
-        """The note of jobs that have none while others may."""
+        """Note on jobs that have no graphs while others may."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Why some jobs have none, or all, for an operator."""
+        """Notes for the operator on why some or all jobs have no graphs."""
         if self._stopped:
             return (_note(self._stopped),)
         return () if self._without is None else (self._without,)
 
     @property
     def bytes(self) -> int:
-        """Of the memory pool, which nothing else can use."""
+        """Size of the memory pool, which nothing else can use."""
         return 0 if self._recorder is None else self._recorder.bytes
 
     def padded_size(self, tokens: int) -> int:
-        """Tokens of a batch that learns, once it is filled up for graphs."""
+        """Tokens of a training batch after padding for graphs."""
         return (
             padded(tokens, self._least_step) if self._compiled.ready and (self._ranks or not self._stopped) else tokens
         )
 
     @property
     def in_use(self) -> bool:
-        """There is a memory pool."""
+        """Whether there is a memory pool."""
         return self._recorder is not None
 
     def release(self) -> bool:
-        """Memory ran out, or a capture failed: free the pool. Returns whether memory was freed: that of a suspended
-        pass is when the pass has ended. The batch then runs again without graphs; if memory runs out again, its job is
+        """Free the pool after an out-of-memory or a failed capture. Returns whether memory was freed; with a suspended
+        pass it is freed when the pass ends. The batch runs again without graphs; if memory runs out again, its job is
         given less."""
         if self._recorder is None and not self._ranks:
             return False
@@ -115,8 +113,8 @@ class LayerGraphs:
         return freed
 
     def job_ended(self, *, last: bool) -> None:
-        """Hold no adapters of batches that were. `last`: no job is left: forget that memory ran out. The next job may
-        have the graphs of this one."""
+        """Drop references to past batches' adapters; the next job may reuse the graphs. `last`: no job is left, so
+        forget that memory ran out."""
         for shape in self._shapes.values():
             shape.lora.forget()
         if last:
@@ -124,15 +122,14 @@ class LayerGraphs:
             self._without, self._stopped = None, "" if self._stopped == NO_MEMORY else self._stopped
 
     def yield_memory(self) -> None:
-        """Call it before a training batch that runs other layers than these, and needs the memory: frees the pool. Some
-        batches then run without graphs, as jobs in turns would otherwise free and capture them again and again."""
+        """Free the pool for a training batch that runs other layers than these; call it before such a batch. Some
+        batches then run without graphs, so that alternating jobs do not free and capture them over and over."""
         self._without_left = self._batches_without
         if not self._busy:
             self._free()
 
     def in_pool(self, layers: LayerPass) -> LayerPass:
-        """A pass of compiled layers without graphs, in the graphs' memory pool, if there is one that no other pass
-        uses."""
+        """Run compiled layers without graphs in the graphs' memory pool, if there is one that no other pass uses."""
         if self._recorder is None or self._busy:
             return layers
         one = PooledPass(layers, self._recorder)
@@ -141,7 +138,7 @@ class LayerGraphs:
 
     @property
     def _busy(self) -> bool:
-        """A pass may be suspended whose tensors lie in the pool."""
+        """Whether a suspended pass may have tensors in the pool."""
         return self._running is not None and self._running() is not None
 
     def _free(self) -> None:
@@ -149,7 +146,7 @@ class LayerGraphs:
         self._recorder = self._running = None
 
     def begin(self, inputs: LayerInputs, lora: PreparedLora, first: int, levels: Sequence[Kept]) -> LayerPass | None:
-        """A batch's pass; None: it has no graphs. See `CompiledLayerPass`."""
+        """Begin a batch's pass; None if it has no graphs. See `CompiledLayerPass`."""
         if self._without_left:
             self._without_left -= 1
             return None
@@ -194,13 +191,13 @@ class LayerGraphs:
         return ShapeGraphs(fixed, attention, own, partial(CompiledLayerPass, compiled, first, levels), first)
 
     def stop(self, reason: str) -> None:
-        """Have none from now on."""
+        """Disable graphs from now on."""
         self._stopped = reason
         log.warning("%s", _note(reason))
         self._shapes.clear()
 
     def _tell_without(self) -> None:
-        if self._without is None and not self._ranks:  # of ranks' jobs the warm-up tells
+        if self._without is None and not self._ranks:  # with several ranks the warm-up reports it
             self._without = NOT_CAPTURED
             log.warning("%s", NOT_CAPTURED)
 
@@ -208,7 +205,7 @@ class LayerGraphs:
 def _key(
     inputs: LayerInputs, attention: PackedAttention, lora: PreparedLora, first: int, levels: Sequence[Kept]
 ) -> Hashable:
-    """Of a shape: batches with the same key have the same graphs."""
+    """Key of a batch shape: batches with the same key share graphs."""
     return key_of(inputs), limits(attention.bounds), lora.structure, first, tuple(levels)
 
 

@@ -1,5 +1,4 @@
-"""One micro-batch's forward and backward through the decoder layers: what `MicroBatchRunner` asks of it. T packed
-tokens, D hidden."""
+"""The interface of one micro-batch's forward and backward through the decoder layers. T packed tokens, D hidden."""
 
 from __future__ import annotations
 
@@ -9,17 +8,17 @@ from typing import Protocol
 from torch import Tensor
 
 LayerTensors = Sequence[Sequence[Tensor]]
-"""Tensors by layer (L)."""
+"""Tensors by layer (L layers)."""
 
 
 class LayerPass(Protocol):
-    """Layers run in their order, then those from the last one down to the first that is trained run backward."""
+    """Runs the layers forward in order, then backward from the last to the lowest trained one."""
 
     def forward(self, i: int, h_1TD: Tensor) -> Tensor:
-        """Layer i's output (1, T, D), detached."""
+        """Return layer i's output (1, T, D), detached."""
         ...
 
     def backward(self, i: int, gradient_1TD: Tensor) -> Tensor:
-        """Add layer i's LoRA gradients to their sums; return the gradient of its input. Of the lowest trained layer
-        that is never read, and may be anything."""
+        """Add layer i's LoRA gradients to their sums; return the gradient of its input. For the lowest trained layer
+        the result is unspecified and never read."""
         ...

@@ -1,5 +1,5 @@
-"""The loss of a micro-batch, and how many targets are predicted, from the logits of the targets, chunk by chunk: the
-logits of all of them are never in memory at once.
+"""The loss of a micro-batch and its count of correct predictions, computed from target logits chunk by chunk: the
+logits of all targets are never in memory at once.
 
 Letters: T packed tokens, D hidden, V vocabulary, K targets, J jobs, Q sequences.
 """
@@ -23,42 +23,42 @@ class TargetChunk:
     """Targets whose logits are computed at once."""
 
     start: int
-    """How many of the micro-batch's targets come before them."""
+    """Index of the first of them among the micro-batch's targets."""
     keep_K: Tensor  # noqa: N815
     labels_K: Tensor  # noqa: N815
 
     def of(self, x_K: Tensor) -> Tensor:
-        """Their part of a tensor (K, ...) of all targets."""
+        """Slice a tensor (K, ...) over all targets to this chunk."""
         return x_K[self.start : self.start + self.labels_K.shape[0]]
 
 
 def target_chunks(rows: PackedRows, size: int) -> list[TargetChunk]:
-    """All targets, at most `size` in a chunk."""
+    """Split the targets into chunks of at most `size`."""
     starts = range(0, rows.targets, size)
     keeps, labels = torch.split(rows.keep_K, size), torch.split(rows.labels_K, size)
-    return [TargetChunk(*one) for one in zip(starts, keeps, labels, strict=False)]  # no targets: splits have one part
+    return [TargetChunk(*one) for one in zip(starts, keeps, labels, strict=False)]  # no targets: one empty chunk
 
 
 class ChunkedLoss(Protocol):
-    """One micro-batch's loss, under way."""
+    """A micro-batch's loss, accumulated chunk by chunk."""
 
     def add(self, logits: Tensor, chunk: TargetChunk) -> None:
-        """The next chunk's logits (K, V), or this rank's part of them, without gradients. They become, in place, the
-        gradient of what is summed over the targets, up to the factors of `finish`."""
+        """Add the next chunk's logits (K, V), or this rank's vocabulary shard of them, without gradients. In place,
+        they become the gradient of the summed loss, up to the factors of `finish`."""
         ...
 
     def finish(self, gradient_1TD: Tensor | None) -> Tensor:
-        """After the last chunk: the result. `gradient_1TD`: the sum of the chunks' gradients in the last hidden states,
-        which becomes that of the loss, in place; None in an evaluation."""
+        """Return the result after the last chunk. `gradient_1TD`: summed gradient with respect to the last hidden
+        states, turned in place into the gradient of the loss; None in an evaluation."""
         ...
 
 
 class Likelihood:
-    """The NLL of the labels, summed for each of some groups of targets. Result: each group's sums (fp64, (groups, 2)),
-    the loss and how many targets are predicted."""
+    """NLL of the labels, summed over each group of targets. Result: fp64 (groups, 2): the loss, and how many targets
+    are predicted correctly."""
 
     def __init__(self, rows: PackedRows, groups: Sequence[int], shard: VocabularyShard | None) -> None:
-        """`groups`: how many targets each has, in their order."""
+        """`groups`: number of targets in each group, in order."""
         self._groups, self._shard, self._found_K2 = groups, shard, _unfilled(rows)
 
     def add(self, logits: Tensor, chunk: TargetChunk) -> None:
@@ -69,12 +69,12 @@ class Likelihood:
 
 
 class Divergence:
-    """The divergence from a teacher, of one job. Result: its sums (fp64, (1, 2)), as of `Likelihood`."""
+    """Divergence of one job's distributions from a teacher's. Result: fp64 (1, 2), as in `Likelihood`."""
 
     def __init__(
         self, rows: PackedRows, teacher: Callable[[TargetChunk], Tensor], shard: VocabularyShard | None
     ) -> None:
-        """`teacher`: its logits of a chunk, without gradients."""
+        """`teacher`: returns the teacher's logits of a chunk, without gradients."""
         self._teacher, self._shard, self._found_K2 = teacher, shard, _unfilled(rows)
 
     def add(self, logits: Tensor, chunk: TargetChunk) -> None:
@@ -85,16 +85,16 @@ class Divergence:
 
 
 class Preference(Likelihood):
-    """The DPO loss of one job's pairs. Result: its sums (fp64, (1, 5)): the loss, how many targets are predicted, and
-    those of the other three that `losses.formulas.preference` returns.
+    """DPO loss of one job's pairs. Result: fp64 (1, 5): the loss, how many targets are predicted correctly, and the
+    three other sums of `losses.formulas.preference`.
 
-    A token's logits depend on its own hidden state alone. So the gradient of the loss in that state is the NLL's, times
-    the gradient of the loss in the NLL of the token's sequence: the head is computed once, though the latter is known
-    only after all chunks.
+    A token's logits depend only on its own hidden state. So the gradient of the loss with respect to that state is the
+    NLL's gradient times the derivative of the loss with respect to the NLL of the token's sequence. The head is
+    therefore computed once, although that derivative is known only after all chunks.
     """
 
     def __init__(self, rows: PackedRows, reference_Q2: Tensor, beta: float, shard: VocabularyShard | None) -> None:
-        """`reference_Q2`: the result of `Likelihood` of the sequences with the reference."""
+        """`reference_Q2`: the sequences' `Likelihood` result under the reference model."""
         super().__init__(rows, rows.sequence_targets, shard)
         self._sequences_T, self._reference_Q2, self._beta = rows.sequences_T, reference_Q2, beta
 
@@ -109,5 +109,5 @@ class Preference(Likelihood):
 
 
 def _unfilled(rows: PackedRows) -> Tensor:
-    """(fp64, (K, 2)) for each target's loss and whether it is predicted."""
+    """fp64 (K, 2): buffer for each target's loss and whether it is predicted correctly."""
     return torch.empty(rows.targets, 2, dtype=torch.float64, device=rows.keep_K.device)

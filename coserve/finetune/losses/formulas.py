@@ -1,7 +1,7 @@
-"""Losses of targets, in nats, from a chunk of logits, which become gradients in place: autograd would keep several fp32
-tensors of their size. Logits may be this rank's part of the vocabulary.
+"""Losses of targets, in nats, from a chunk of logits. The logits become gradients in place: autograd would keep several
+fp32 tensors of their size. They may be this rank's vocabulary shard.
 
-Letters: K tokens whose next token is a target, V vocabulary, S tokens of a rank, P pairs.
+Letters: K tokens whose next token is a target, V vocabulary, S vocabulary entries of a rank, P pairs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from coserve.kernels.losses import launch
 from coserve.model.parallel.vocabulary import VocabularyShard
 
 LARGEST_EXPONENT = 88.0
-"""exp of it is finite in fp32, in which trackers keep values."""
+"""exp of it is finite in fp32, the dtype of tracked metrics."""
 
 
 def perplexity(loss: float) -> float:
@@ -26,9 +26,8 @@ def perplexity(loss: float) -> float:
 
 
 def negative_log_likelihood_(logits: Tensor, labels_K: Tensor, found_K2: Tensor, shard: VocabularyShard | None) -> None:
-    """Write each label's negative log-likelihood into `found_K2[:, 0]` (fp64), and into `found_K2[:, 1]` 1 where the
-    label has the largest logit of its row, or one of several that are as large, else 0. The logits become the gradient
-    of the losses' sum in them.
+    """Write each label's negative log-likelihood into `found_K2[:, 0]` (fp64), and into `found_K2[:, 1]` 1 if the label
+    has the largest logit of its row (ties count), else 0. The logits become the gradient of the summed loss.
 
     `logits`: (K, V), or (K, S) with a `shard`.
     """
@@ -48,10 +47,10 @@ def negative_log_likelihood_(logits: Tensor, labels_K: Tensor, found_K2: Tensor,
 def divergence_(
     logits: Tensor, teacher: Tensor, labels_K: Tensor, found_K2: Tensor, shard: VocabularyShard | None
 ) -> None:
-    """As `negative_log_likelihood_`; the loss is the Kullback-Leibler divergence of the student's distribution from the
-    teacher's: 0 where they are equal.
+    """Like `negative_log_likelihood_`, with the Kullback-Leibler divergence from the teacher's distribution to the
+    student's as the loss: 0 where they are equal.
 
-    Both logits are (K, V), or (K, S) with a `shard`, whose parts are gathered.
+    Both logits are (K, V), or (K, S) with a `shard`, whose shards are gathered.
     """
     if shard is not None:
         whole_KV = shard.gather(logits)
@@ -71,11 +70,11 @@ def _predicted(logits_KV: Tensor, labels_K: Tensor) -> Tensor:
 
 
 def preference(losses_P2: Tensor, reference_P2: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """The DPO loss of pairs (Rafailov et al. 2023, equation 7), from the negative log-likelihoods of the chosen and the
-    rejected answer (fp64, (P, 2)), those of the model and of the reference.
+    """Return the DPO loss of pairs (Rafailov et al. 2023, equation 7). Inputs: negative log-likelihoods of the chosen
+    and the rejected answer (fp64, (P, 2)), under the model and under the reference.
 
     Returns sums over the pairs (fp64, (4)): the loss, the rewards of the chosen and of the rejected answers, and how
-    many margins are above 0; and the gradient of the loss in `losses_P2` (P, 2).
+    many margins are above 0; and the gradient of the loss with respect to `losses_P2` (P, 2).
     """
     rewards_P2 = beta * (reference_P2 - losses_P2)
     margin_P = rewards_P2[:, 0] - rewards_P2[:, 1]

@@ -1,4 +1,4 @@
-"""Which jobs train together in one forward and backward. Pure: no torch, no IO, no clock."""
+"""Selection of the jobs that train together in one forward and backward. Pure: no torch, no IO, no clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Size:
-    """Of a micro-batch."""
+    """Size of a micro-batch."""
 
     tokens: int
     rows: int
@@ -16,16 +16,16 @@ class Size:
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Most tokens and rows of one training forward. `rows`: None: any number."""
+    """Most tokens and rows of one training forward. `rows`: None: unlimited."""
 
     tokens: int
     rows: int | None = None
 
 
 def companions(first: Size, others: Iterable[tuple[str, Size]], limits: BatchLimits) -> list[str]:
-    """The jobs whose micro-batches join `first` in one forward: in the order of their turns, each that still fits.
+    """Return the jobs whose micro-batches join `first` in one forward: in their scheduling order, each that still fits.
 
-    A micro-batch is never cut: so a job's batches, and what its dropout drops, do not depend on its company.
+    A micro-batch is never cut, so a job's batches and dropout do not depend on which jobs share the forward.
     """
     tokens, rows, found = first.tokens, first.rows, list[str]()
     for job, size in others:

@@ -1,4 +1,4 @@
-"""The passes of an engine's jobs: which jobs share one, and what becomes of them when one fails."""
+"""All training passes of an engine: which jobs share one, and how failures are handled."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ MakePass = Callable[[Sequence[TrainingJob]], TrainingPass]
 
 
 class TrainingPasses:
-    """At most one pass of each job. Several jobs share a forward only if all of them are dense or all have
-    block-diagonal pairs: the kernels for both together are compiled for neither."""
+    """At most one pass for each job. Several jobs share a forward only if all are dense or all have block-diagonal
+    pairs: no kernels are compiled for both together."""
 
     def __init__(
         self, make: MakePass, limits: BatchLimits, *, mix_jobs: bool, graphs: LayerGraphs | None = None
     ) -> None:
-        """`mix_jobs`: whether jobs share forwards, of at most `limits`. `graphs`: those of the passes' layers."""
+        """`mix_jobs`: whether jobs share forwards, within `limits`. `graphs`: CUDA graphs of the passes' layers."""
         self._make, self._mix_jobs, self._graphs = make, mix_jobs, graphs
         self._configured = self._planned = limits
         self._oom_tokens: int | None = None
-        """Most tokens that jobs share since memory ran out; None: it has not."""
+        """Most tokens of a shared forward since memory ran out; None: it has not."""
         self._passes: dict[str, TrainingPass] = {}
-        """By job, while it is within one."""
+        """The current pass of each job that is in one."""
         self.batches = TrainingBatches()
-        """Those that were computed so far."""
+        """Counts of the batches computed so far."""
 
     def __contains__(self, job: str) -> bool:
         return job in self._passes
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """For an operator."""
+        """Notes for the operator."""
         if self._limits == self._planned:
             return ()
         return (f"jobs: not enough memory for larger batches of several jobs: at most {self._limits.tokens} tokens",)
@@ -54,8 +54,7 @@ class TrainingPasses:
         return BatchLimits(min(self._oom_tokens, self._planned.tokens), self._planned.rows)
 
     def holds_memory_of(self, job: str) -> bool:
-        """Whether the job is in a pass that is under way, or has left one: that computes with its tensors to its
-        end."""
+        """Whether a pass under way still uses the job's tensors, even if the job has left it."""
         return any(job == each.id for one in self._passes.values() for each in one.members)
 
     def next_micro_step(self, job: str) -> MicroStep:
@@ -65,8 +64,9 @@ class TrainingPasses:
     def pass_of(
         self, job: TrainingJob, others: Sequence[TrainingJob] = (), shared_tokens: int | None = None
     ) -> TrainingPass | None:
-        """The pass that the job is in, or a new one of its next micro-batch and of those of `others`, in the order of
-        their turns, that may join it; all together have at most `shared_tokens` tokens. None: the job is finished."""
+        """Return the job's current pass, or a new one of its next micro-batch. Micro-batches of `others`, in scheduling
+        order, may join a new one while all together have at most `shared_tokens` tokens. None if the job is
+        finished."""
         one = self._passes.get(job.id)
         if one is None and not job.loop.finished:
             one = self._make([job, *self._companions(job, others, shared_tokens)])
@@ -74,11 +74,11 @@ class TrainingPasses:
         return one
 
     def advance(self, one: TrainingPass, micro_steps: int | None) -> list[FromEngine]:
-        """Run a slice: see `TrainingPass.advance`, and what is to be told of it.
+        """Run a slice (see `TrainingPass.advance`) and return the messages about it.
 
-        A job whose memory runs out begins its optimizer step again with less. An error in a forward or backward of
+        A job that runs out of memory begins its optimizer step again with less. An error in a forward or backward of
         several jobs ends none of them: they begin their steps again, with fewer tokens at once or each alone. Raises
-        what is no `CoserveError` in the forward or backward of one job.
+        errors other than `CoserveError` from the forward or backward of a single job.
         """
         failure: Exception | None = None
         try:
@@ -100,7 +100,7 @@ class TrainingPasses:
         return messages
 
     def settle(self, one: TrainingPass) -> None:
-        """After a slice."""
+        """Update the books after a slice: counts, and passes that have ended."""
         if one.ended and one.learns:
             last = self.batches
             self.batches = TrainingBatches(last.count + 1, last.rows + one.rows, last.jobs + len(one.members))
@@ -108,14 +108,14 @@ class TrainingPasses:
             self._passes.pop(job.id, None)
 
     def abandon(self, job: TrainingJob, *, finish_update: bool = False) -> None:
-        """Drop the job's unfinished optimizer step. Other jobs of its pass go on. `finish_update`: see
+        """Drop the job's unfinished optimizer step. Other jobs of its pass continue. `finish_update`: see
         `Trainer.abandon`."""
         if (one := self._passes.pop(job.id, None)) is not None:
             one.leave(job)
         job.abandon(finish_update=finish_update)
 
     def lower_memory(self, job: TrainingJob) -> list[FromEngine]:
-        """Memory ran out, and the job's step is abandoned: go on with less. Empty: nothing is left to lower."""
+        """Lower the job's memory after an out-of-memory; its step is abandoned. Empty if nothing is left to lower."""
         if not job.lower_memory():
             return []
         assert job.memory_note is not None, "expected what has changed"
@@ -123,7 +123,7 @@ class TrainingPasses:
         return [JobNote(id=job.id, message=job.memory_note)]
 
     def limit(self, tokens: int | None) -> None:
-        """Most tokens that jobs share from now on, or fewer where memory has run out; None: as set."""
+        """Set the most tokens of shared forwards, lowered further if memory has run out; None: as configured."""
         self._planned = (
             self._configured
             if tokens is None
@@ -131,13 +131,13 @@ class TrainingPasses:
         )
 
     def job_ended(self, *, last: bool) -> None:
-        """`last`: no job is left: forget that memory ran out."""
+        """A job ended. `last`: no job is left, so forget that memory ran out."""
         self._oom_tokens = None if last else self._oom_tokens
         if self._graphs is not None:
             self._graphs.job_ended(last=last)
 
     def release_memory(self) -> bool:
-        """Free memory that passes can do without. Returns whether there was any."""
+        """Free memory that passes do not need. Returns whether there was any."""
         return self._graphs is not None and self._graphs.release()
 
     def _companions(
@@ -161,7 +161,7 @@ class TrainingPasses:
         return [able[id] for id in companions(Size(job.loop.size(rows), len(rows)), sizes, limits)]
 
     def _failed(self, job: TrainingJob, error: Exception) -> list[FromEngine]:
-        """Something failed that concerns the job alone: it begins its optimizer step again with less memory, or
+        """Handle an error that concerns only this job: it begins its optimizer step again with less memory, or
         fails."""
         message = job.memory_message(error) if out_of_memory(error) else None
         self.abandon(job)
@@ -175,7 +175,7 @@ class TrainingPasses:
         return [JobFailed(id=job.id, code=code, message=text)]
 
     def _dissolved(self, one: TrainingPass, error: Exception) -> list[FromEngine]:
-        """The forward or backward has failed, and with it the pass."""
+        """Handle a failed forward or backward: the pass ends, and its jobs retry or fail."""
         if (out_of_memory(error) or isinstance(error, CaptureFailed)) and self.release_memory():
             for job in tuple(one.jobs):
                 self.abandon(job)  # they begin their steps again

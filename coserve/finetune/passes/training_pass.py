@@ -1,8 +1,7 @@
-"""One packed batch with rows of one job or of several: its forward and backward, then the updates of jobs whose step is
-complete.
+"""One packed batch of one or several jobs: its forward and backward, then the updates of jobs whose step is complete.
 
-Each job has a segment of the batch: rank, targets, dropout, loss and gradients are its own, and so are optimizer,
-schedule and seed.
+Each job has a segment of the batch, with its own LoRA rank, targets, dropout, loss and gradients, and its own
+optimizer, schedule and seed.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from coserve.model.lora import KeptLora, LoraBatch
 class TrainingPass:
     """The next micro-batch of a job, or of several jobs in one batch, suspended after each micro-step.
 
-    Several jobs must all ask for a `MicroBatch` that `learns`, of the usual loss. A job is in one pass at a time.
+    Several jobs must all request a `MicroBatch` that `learns`, with the NLL loss. A job is in one pass at a time.
     """
 
     def __init__(
@@ -43,37 +42,37 @@ class TrainingPass:
         overlapped: bool = False,
         kept: KeptLora | None = None,
     ) -> None:
-        """`overlapped`: slices are only launched, on the current stream. `kept`: of earlier passes of these jobs."""
+        """`overlapped`: slices are only launched, on the current stream. `kept`: cached LoRA terms from earlier
+        passes."""
         self._kept = kept
         self._runner, self._lora_backend, self.device, self._overlapped = runner, lora_backend, device, overlapped
         self.members, self.jobs = tuple(jobs), list(jobs)
-        """Those that it began with, and those that have not left."""
+        """`members`: the jobs that it began with; `jobs`: those that have not left."""
         self.rows = self.tokens = 0
         self.learns = False
-        """It has a backward. Like `rows` and `tokens`, known after the first micro-step."""
+        """Whether it has a backward. Known, like `rows` and `tokens`, after the first micro-step."""
         self.next_micro_step = MicroStep.BEGIN
         self.micro_steps_done = 0
-        """In the last slice."""
+        """Micro-steps done in the last slice."""
         self.metrics: list[tuple[TrainingJob, StepMetrics]] = []
-        """Of the optimizer steps that were finished in the last slice."""
+        """Metrics of the optimizer steps that the last slice finished."""
         self.errors: list[tuple[TrainingJob, Exception]] = []
-        """What jobs' own work raised in the last slice."""
+        """Errors of single jobs' own work in the last slice."""
         self.ended = False
         self._asked: list[tuple[TrainingJob, MicroBatch]] = []
         self._compute: MicroSteps | None = None
         self._updates = deque[tuple[TrainingJob, MicroStep]]()
-        """Jobs whose own micro-steps are next, and the kinds of those."""
+        """Jobs with own micro-steps to run, and the kinds of the next ones."""
 
     def advance(self, micro_steps: int | None) -> None:
-        """Run `micro_steps` micro-steps of one kind, fewer if another kind or the end of the pass comes first.
+        """Run up to `micro_steps` micro-steps of one kind; stop early before another kind or at the end of the pass.
 
-        None: run to the end. Returns once the device is done, unless slices are only launched. Raises what the forward
-        or the backward raised: then all jobs must be abandoned. An error of a job's own work, which concerns no other
-        job, is in
-        `errors`: that job must be abandoned.
+        None: run to the end. Returns once the device is done, unless slices are only launched. Raises errors of the
+        forward or backward: then all jobs must be abandoned. Errors of a job's own work, which concern no other job,
+        are in `errors`: then that job must be abandoned.
         """
         kind, self.micro_steps_done, self.metrics, self.errors = self.next_micro_step, 0, [], []
-        if self._asked and self._compute is None and not self._updates:  # those that had something left to do have left
+        if self._asked and self._compute is None and not self._updates:  # all jobs with work left have left the pass
             self.close()
         with ExitStack() as slices:
             for job in self.jobs:
@@ -83,13 +82,11 @@ class TrainingPass:
             ):
                 self._micro_step()
                 self.micro_steps_done += 1
-            if (
-                self.device.type == "cuda" and not self._overlapped
-            ):  # the policy needs the device's time, not the time of the launches
+            if self.device.type == "cuda" and not self._overlapped:  # the policy needs device time, not launch time
                 torch.cuda.current_stream(self.device).synchronize()  # side streams copy on
 
     def leave(self, job: TrainingJob) -> None:
-        """The job is abandoned. The others go on, and what is still computed for it is dropped. Its tensors are held
+        """Remove a job that is abandoned. The others continue, and the job's results are dropped. Its tensors are held
         until the pass ends."""
         self.jobs.remove(job)
         self._updates = deque(own for own in self._updates if own[0] is not job)
@@ -97,7 +94,7 @@ class TrainingPass:
             self.close()
 
     def close(self) -> None:
-        """Free the memory of what was not finished."""
+        """End the pass and free the memory of unfinished work."""
         if self._compute is not None:
             self._compute.close()
         self._compute, self.ended, self.next_micro_step = None, True, MicroStep.BEGIN
@@ -138,7 +135,7 @@ class TrainingPass:
             self._compute = _compute(micro_batches, self._runner, self._lora_backend, self.device, self._kept)
 
     def _take(self, job: TrainingJob, sums: Tensor | None = None) -> None:
-        """Run a job's own part of the pass: see `TrainingJob.go_on`."""
+        """Resume a job's own coroutine and file the event: see `TrainingJob.go_on`."""
         try:
             with contained(self.device):
                 event = job.go_on(sums)
@@ -165,7 +162,7 @@ def _compute(
     device: torch.device,
     kept: KeptLora | None,
 ) -> MicroSteps:
-    """Forward and backward of all of them, or the evaluation of one: see `MicroBatchRunner`."""
+    """Forward and backward of all micro-batches, or the evaluation of one: see `MicroBatchRunner`."""
     first = micro_batches[0]
     tokens = sum(each.tokens for each in micro_batches)
     graphed = first.learns and all(each.dropout is None and each.teacher is None for each in micro_batches)

@@ -1,4 +1,4 @@
-"""AdamW: torch's own, fused on a GPU."""
+"""AdamW: torch's implementation, fused on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from coserve.finetune.update_rules.interface import WeightRange
 
 
 class AdamW:
-    """See `UpdateRule`. Moments: `exp_avg`, `exp_avg_sq`."""
+    """Implements `UpdateRule`. Moments: `exp_avg`, `exp_avg_sq`."""
 
     def __init__(self, ranges: Sequence[WeightRange], training: TrainingSettings) -> None:
         device = ranges[0].weights_N.device
@@ -19,7 +19,7 @@ class AdamW:
         self._times = [each.times for each in ranges]
         self._steps = torch.zeros(len(ranges), device=device if fused else "cpu")
         self._adamws = list[torch.optim.AdamW]()
-        """One for each range."""
+        """One optimizer for each range."""
         for each, step in zip(ranges, self._steps, strict=True):
             adamw = torch.optim.AdamW(
                 [each.weights_N],

@@ -1,8 +1,8 @@
-"""AdamW and Lion with moments of 8 bits, block-wise quantized (Dettmers et al. 2022, https://arxiv.org/abs/2110.02861),
-by bitsandbytes.
+"""AdamW and Lion with 8-bit moments, block-wise quantized (Dettmers et al. 2022, https://arxiv.org/abs/2110.02861), by
+bitsandbytes.
 
-Its function is called on our buffers. Its optimizer classes wait for the whole device after each tensor, copies of
-checkpoints included, and leave tensors below 4096 elements in 32 bits; here every tensor's moments have 8.
+Only its update function is used, on our buffers. Its optimizer classes wait for the whole device after each tensor,
+checkpoint copies included, and keep tensors below 4096 elements in 32 bits; here all moments have 8 bits.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from coserve.core.types import TrainingSettings
 from coserve.finetune.update_rules.interface import WeightRange
 
 AT_ONCE = 1 << 23
-"""Elements of one call: it counts them in 32 bits, and on a CPU makes fp32 copies of the moments."""
+"""Elements per call: the function counts them in 32 bits, and on a CPU makes fp32 copies of the moments."""
 
 
 class EightBit:
-    """See `UpdateRule`. Moments: `exp_avg` and its `absmax`; of AdamW also `exp_avg_sq` and its `absmax`."""
+    """Implements `UpdateRule`. Moments: `exp_avg` and its `absmax`; for AdamW also `exp_avg_sq` and its `absmax`."""
 
     def __init__(self, ranges: Sequence[WeightRange], training: TrainingSettings, *, at_once: int = AT_ONCE) -> None:
-        """On a thread: it imports the library. `at_once`: elements of one call."""
+        """Imports the library, so construct it on a worker thread. `at_once`: elements per call."""
         from bitsandbytes.functional import create_dynamic_map, optimizer_update_8bit_blockwise
 
         self._function, self._training = optimizer_update_8bit_blockwise, training
@@ -44,7 +44,7 @@ class EightBit:
             ]
             for each in ranges
         ]
-        """Of each range."""
+        """Chunks of each range: weights, gradients, moments."""
 
     @torch.no_grad()
     def update(self, number: int, learning_rate: float) -> None:
@@ -82,8 +82,8 @@ class EightBit:
 
 @contextmanager
 def _default_stream_in_turn(device: torch.device) -> Iterator[None]:
-    """What is launched inside on the default stream, where the library's kernels always run, comes after what the
-    current stream was given before, and before what it is given next."""
+    """Order launches inside on the default stream, which the library's kernels always use, after the current stream's
+    earlier work and before its later work."""
     if device.type != "cuda":
         yield
         return

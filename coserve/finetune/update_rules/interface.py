@@ -1,4 +1,4 @@
-"""The interface of update rules: what changes weights by their gradients. Each has a file in this folder."""
+"""The interface of update rules, which change weights by their gradients. Each rule has a file in this folder."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class WeightRange:
-    """A part of the flat buffers with a learning rate of its own. Letters: N elements of the part."""
+    """A range of the flat buffers with its own learning rate. Letters: N elements of the range."""
 
     weights_N: Tensor  # noqa: N815
     """fp32, changed in place."""
     grads_N: Tensor  # noqa: N815
     """fp32."""
     moments: Sequence[Tensor]
-    """One for each kind of `admission.optimizers` between weights and the best weights, changed in place: (N), or (N /
-    `per`). Several ranges may have the same memory, if their moments are paged."""
+    """One tensor for each kind of moment (`admission.optimizers`), changed in place: (N), or (N / `per`). Ranges share
+    memory if their moments are paged."""
     times: float
-    """Its learning rate, in multiples of the schedule's."""
+    """Learning-rate factor, relative to the schedule."""
 
 
 class UpdateRule(Protocol):
-    """Updates the ranges it was made for."""
+    """Updates the ranges that it was made for."""
 
     def update(self, number: int, learning_rate: float) -> None:
-        """One step of the range of this number. The gradients are as they were, or not: they are not read again."""
+        """Take one step of range `number`. The gradients may be overwritten: they are not read again."""
 
     def set_steps(self, steps: int) -> None:
-        """So many steps of all ranges were done before."""
+        """Set the number of steps done for all ranges, after a restore."""

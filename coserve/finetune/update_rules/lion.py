@@ -1,5 +1,5 @@
-"""Lion (Chen et al. 2023, https://arxiv.org/abs/2302.06675, algorithm 2): steps of one size, along the sign of a moving
-average.
+"""Lion (Chen et al. 2023, https://arxiv.org/abs/2302.06675, algorithm 2): steps of a fixed size, along the sign of a
+moving average.
 
 c = beta1 * m + (1 - beta1) * g
 w = w - rate * (sign(c) + weight_decay * w)
@@ -16,14 +16,14 @@ from coserve.core.types import TrainingSettings
 from coserve.finetune.update_rules.interface import WeightRange
 
 AT_ONCE = 1 << 22
-"""Elements: the only temporary of an update has so many, 16 MiB. It is gone before the next micro-batch."""
+"""Elements per call: bounds an update's only temporary to 16 MiB, freed before the next micro-batch."""
 
 
 class Lion:
-    """See `UpdateRule`. Moments: `exp_avg`."""
+    """Implements `UpdateRule`. Moments: `exp_avg`."""
 
     def __init__(self, ranges: Sequence[WeightRange], training: TrainingSettings, *, at_once: int = AT_ONCE) -> None:
-        """`at_once`: elements of one call."""
+        """`at_once`: elements per call."""
         self._beta1, self._beta2 = training.beta1, training.beta2
         self._weight_decay = training.weight_decay
         self._times = [each.times for each in ranges]
@@ -36,7 +36,7 @@ class Lion:
             ]
             for each in ranges
         ]
-        """Of each range."""
+        """Chunks of each range: weights, gradients, moments."""
 
     @torch.no_grad()
     def update(self, number: int, learning_rate: float) -> None:
@@ -47,4 +47,4 @@ class Lion:
             exp_avg_N.lerp_(grads_N, 1 - self._beta2)
 
     def set_steps(self, steps: int) -> None:
-        """No step depends on how many there were."""
+        """Does nothing: no step depends on the number of earlier ones."""

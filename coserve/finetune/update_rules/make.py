@@ -1,4 +1,4 @@
-"""The update rule of a job's settings."""
+"""The choice of a job's update rule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coserve.finetune.update_rules.lion import Lion
 
 
 def make_rule(ranges: Sequence[WeightRange], training: TrainingSettings) -> UpdateRule:
-    """Of the ranges of one adapter."""
+    """Make the update rule for the ranges of one adapter."""
     if training.optimizer.eight_bit:
         return EightBit(ranges, training)
     return Lion(ranges, training) if training.optimizer.lion else AdamW(ranges, training)

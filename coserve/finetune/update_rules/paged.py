@@ -1,7 +1,7 @@
-"""Moments in host memory that pass through the device in pieces, while an update reads and writes them.
+"""Moments in host memory that are paged through the device in pieces while an update reads and writes them.
 
-bitsandbytes' paged optimizers have managed memory, which torch's allocator does not know and which moves page by page
-when a kernel touches it. Here all bytes are counted, and piece k + 1 comes and piece k - 1 goes while piece k is
+bitsandbytes' paged optimizers use managed memory, which torch's allocator does not count and which moves page by page
+when a kernel touches it. Here all bytes are counted, and piece k + 1 is loaded and piece k - 1 stored while piece k is
 updated.
 """
 
@@ -17,15 +17,14 @@ from coserve.admission.optimizers import BUFFERS, COPIES, PIECE, StateKind
 from coserve.finetune.host_copy import host_row
 
 Rows = Sequence[Sequence[Tensor]]
-"""Blocks of each kind's row."""
+"""Blocks of each kind's row in host memory."""
 
 
 class PagedMoments:
-    """The moments of a flat buffer of weights. On a GPU their memory is pinned, and two side streams do the copying; on
-    a CPU a piece is copied when it is needed.
+    """Paged moments of a flat buffer of weights. On a GPU the host memory is pinned, and two side streams copy; on a
+    CPU a piece is copied when it is needed.
 
-    An update after `hold` reads the copy that is held and writes another, so that a checkpoint needs no copy of its
-    own.
+    After `hold`, an update reads the held copy and writes another, so that a checkpoint needs no copy of its own.
     """
 
     def __init__(
@@ -37,12 +36,11 @@ class PagedMoments:
         starts: Sequence[int] = (0,),
         piece: int = PIECE,
     ) -> None:
-        """On a thread: allocating pinned memory takes long. `size`: of the weights; no tensor of theirs crosses a
-        multiple of `block`.
-        `starts`: weights at which a piece begins in any case; `piece`: most weights of one. Both are multiples of each
-        kind's `per`.
+        """Construct it on a worker thread: allocating pinned memory is slow. `size`: number of weights; no tensor
+        crosses a multiple of `block`. `starts`: weights at which a piece must begin; `piece`: most weights of a piece.
+        Both are multiples of each kind's `per`.
 
-        On a GPU call it, and all methods but `wait`, with the same current stream."""
+        On a GPU, call the constructor and all methods but `wait` with the same current stream."""
         self._kinds, self._block, self._device = kinds, block, device
         bounds = sorted({*range(0, size, block), *starts, size})
         self.spans = [
@@ -54,9 +52,9 @@ class PagedMoments:
             for _ in range(COPIES)
         ]
         self._current = 0
-        """The copy that the last update wrote."""
+        """Index of the copy that the last update wrote."""
         self._held = False
-        """It is read elsewhere."""
+        """Whether a snapshot still reads the current copy."""
         largest = min(piece, size)
         self._buffers = [
             [torch.zeros(largest // kind.per, dtype=_dtype(kind), device=device) for kind in kinds]
@@ -71,25 +69,25 @@ class PagedMoments:
 
     @property
     def rows(self) -> Rows:
-        """The moments, once `wait` has returned."""
+        """The moments in host memory, valid once `wait` has returned."""
         return self._copies[self._current]
 
     def spare(self) -> Rows:
-        """Another copy, to be filled on this thread: `exchange` makes it the moments. Nothing may be held that is still
-        read."""
+        """Return the other copy, to be filled on this thread; `exchange` then makes it current. No held copy may still
+        be in use."""
         self.hold()
         self.wait()
         return self._copies[1 - self._current]
 
     def moments(self, number: int) -> list[Tensor]:
-        """The buffers of a piece on the device: its moments, while `pieces` is at it."""
+        """A piece's device buffers, which hold its moments while `pieces` is at it."""
         first, last = self.spans[number]
         buffers = self._buffers[number % BUFFERS]
         return [buffer_N[: (last - first) // kind.per] for kind, buffer_N in zip(self._kinds, buffers, strict=True)]
 
     def pieces(self) -> Iterator[int]:
-        """The numbers of all pieces, each when work on its moments may be launched on the current stream, which has
-        been when the next one is asked for. Run it to its end."""
+        """Yield the numbers of all pieces, each once its moments may be used on the current stream; that work must be
+        launched before the next piece is requested. Run it to its end."""
         source = self.rows
         target = self._copies[1 - self._current] if self._held else source
         self._load(0, source)
@@ -106,22 +104,22 @@ class PagedMoments:
             self.exchange()
 
     def hold(self) -> None:
-        """`rows` stay as they are, whatever is updated, until the next call."""
+        """Keep `rows` unchanged by the next update."""
         self._held = True
         if self._streams is not None:
             self._streams.mark()
 
     def wait(self) -> None:
-        """On any thread: wait until the moments are in `rows`, as of the last `hold`."""
+        """Wait until `rows` hold the moments as of the last `hold`; on any thread."""
         if self._streams is not None:
             self._streams.wait()
 
     def exchange(self) -> None:
-        """What `spare` returned are the moments from now on."""
+        """Make the copy that `spare` returned the current one."""
         self._current, self._held = 1 - self._current, False
 
     def clear(self) -> None:
-        """No update was done. On a thread."""
+        """Reset the moments to zero. Call it on a worker thread."""
         self.hold()
         self.wait()
         self._held = False
@@ -151,7 +149,7 @@ class PagedMoments:
 
 
 def fill(rows: Rows, kinds: Sequence[StateKind]) -> None:
-    """Each kind's zeros, also between tensors: those share scales of 8-bit moments with them."""
+    """Fill with each kind's zero, including padding between tensors, which shares quantization scales with them."""
     for kind, blocks in zip(kinds, rows, strict=False):
         for block in blocks:
             block.fill_(kind.zero)
@@ -162,20 +160,20 @@ def _dtype(kind: StateKind) -> torch.dtype:
 
 
 class _Streams:
-    """What orders copies and updates of each buffer: come, updated, gone, and so on. A buffer's pieces are the same in
-    every update, so this orders the copies of a piece in host memory, too."""
+    """Streams and events that order each buffer's load, update and store. A buffer serves the same pieces in every
+    update, so this also orders the copies of a piece in host memory."""
 
     def __init__(self, device: torch.device, buffers: Rows) -> None:
         self._device = device
         self._incoming, self._outgoing = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
-        self._incoming.wait_stream(torch.cuda.current_stream(device))  # what has filled the buffers
+        self._incoming.wait_stream(torch.cuda.current_stream(device))  # after the buffers were filled
         self._come, self._updated, self._gone = (
             [torch.cuda.Event() for _ in buffers]  # type: ignore[no-untyped-call]
             for _ in range(3)
         )
         self._marked = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         for buffer in buffers:
-            for tensor in buffer:  # whose memory may be freed while a copy is under way, if a job fails
+            for tensor in buffer:  # if a job fails, its memory may be freed during a copy
                 tensor.record_stream(self._incoming)
                 tensor.record_stream(self._outgoing)
 
@@ -204,5 +202,5 @@ class _Streams:
         self._marked.record(self._outgoing)
 
     def wait(self) -> None:
-        """Until all has gone that was launched before the last `mark`."""
+        """Wait for all stores launched before the last `mark`."""
         self._marked.synchronize()
