@@ -42,7 +42,7 @@ TEACHER_SHARE = 2
 
 @dataclass(frozen=True)
 class MicroBatchShape:
-    """What a micro-batch computes: its tokens, and how its layers run."""
+    """Size of a micro-batch, and how its layers run."""
 
     tokens: int
     positions: int
@@ -71,7 +71,7 @@ class MicroBatchBytes:
 
 @dataclass(frozen=True)
 class LoraLayer:
-    """What LoRA adds in one layer, in bytes a token."""
+    """Bytes a token that LoRA adds in one layer."""
 
     first: GroupCosts
     """Costs of the first group that the adapter changes."""

@@ -1,4 +1,4 @@
-"""What state each optimizer keeps for an adapter, and where it runs. No torch; no optimizer library is imported."""
+"""State that each optimizer keeps for an adapter, and where it can run. No torch; no optimizer library is imported."""
 
 from __future__ import annotations
 

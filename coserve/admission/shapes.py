@@ -66,8 +66,8 @@ def lora_shapes(
 def shapes_at(
     sites: Iterable[str], settings: LoraSettings, base: BaseSpec, *, ranks: int = 1, fully_sharded: bool = False
 ) -> tuple[SiteShape, ...]:
-    """As `lora_shapes`, for settings that were checked: those of an imported adapter may exceed the ranges of new
-    ones."""
+    """Return shapes as `lora_shapes` does, for checked settings; those of an imported adapter may exceed the ranges of
+    new ones."""
     found = []
     for name in sites:
         site, (rank, _) = base.sites[name], rank_and_scaling(settings, name)

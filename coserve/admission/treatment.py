@@ -94,7 +94,7 @@ class Option:
 
 @dataclass(frozen=True)
 class JobMemory:
-    """What one job needs in memory."""
+    """Memory that one job needs."""
 
     state: JobState
     pinned: int

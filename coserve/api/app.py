@@ -1,4 +1,4 @@
-"""The application: the routes behind the gate, and the server's limits."""
+"""The aiohttp application: the routes behind the gate, and the server's limits."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def make_app(
 
     @cache
     def document() -> bytes:
-        """Takes longer than the event loop may block."""
+        """Build the OpenAPI document as JSON; takes longer than the event loop may block."""
         return msgspec.json.encode(describe_api(routes))
 
     async def openapi(request: web.Request) -> web.StreamResponse:
@@ -90,7 +90,7 @@ def make_app(
     app[SERVICE], app[ROUTES], app[CONNECTIONS] = service, routes, connections
     for route in routes:
         if route.public and route.method == "GET":
-            app.router.add_get(route.pattern, route.handler, name=route.name)  # and HEAD, as some probes ask
+            app.router.add_get(route.pattern, route.handler, name=route.name)  # also adds HEAD, which some probes use
         else:
             app.router.add_route(route.method, route.pattern, route.handler, name=route.name)
     app.on_response_prepare.append(finish_headers)
@@ -99,25 +99,26 @@ def make_app(
 
 
 async def _end_streams(app: web.Application) -> None:
-    """On shutdown, requests in flight end with an error, event streams with an error event."""
+    """On shutdown, end requests in flight with an error, and event streams with an error event."""
     app[SERVICE].stop()
 
 
 def make_runner(app: web.Application, config: Config) -> web.AppRunner:
-    """The runner with limits that aiohttp does not set: deadlines for headers and for readers, no decompression, no log
-    floods."""
+    """Make the runner, with limits that aiohttp does not set: deadlines for headers and readers, no decompression, no
+    log floods."""
     quiet = logging.getLogger("coserve.http")
     quiet.setLevel(
         logging.CRITICAL
-    )  # aiohttp logs a traceback for every malformed request; our own faults the gate logs
+    )  # aiohttp logs a traceback for every malformed request; the gate logs our own faults
     return HttpRunner(
         app,
         app[CONNECTIONS],
         write_timeout=config.read_timeout,
-        # It runs from the connection's first byte on, and again after each response: headers must be whole by then.
+        # The timer runs from the connection's first byte, and restarts after each response: headers must arrive within
+        # it.
         keepalive_timeout=config.read_timeout,
         lingering_time=min(2.0, config.read_timeout),
-        handler_cancellation=True,  # a client that leaves cancels its request
+        handler_cancellation=True,  # a client that disconnects cancels its request
         auto_decompress=False,
         access_log=logging.getLogger(ACCESS) if config.access_log else None,
         access_log_class=AccessLogger,

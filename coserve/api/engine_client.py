@@ -1,4 +1,4 @@
-"""The API process's connection to the engine: its state, its description of itself, and sending."""
+"""The API process's connection to the engine: its state, its description of the base, and sending."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from coserve.core.stream_link import ALIVE
 from coserve.core.types import AdapterRef, BaseSpec
 
 SILENCE = 2 * ALIVE
-"""Seconds without a message of an engine that has work, from which on `/health` reports it."""
+"""Seconds without a message from an engine that has work, after which `/health` reports it."""
 LOOK = 0.5
-"""Seconds between two looks at an engine that may hang."""
+"""Seconds between two checks of an engine that may hang."""
 
 
 class EngineClient:
-    """The link to the current engine, if there is one. `starts` counts engines. `clock`: seconds."""
+    """The link to the current engine, if there is one. `starts` counts engines. `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._silent_since: float | None = None
-        """When the last message of an engine that has work came; None while it has none."""
+        """Time of the last message of an engine that has work; None while it has none."""
         self._link: Link[ToEngine, FromEngine] | None = None
         self.ready: EngineReady | None = None
         self.stats: EngineStats | None = None
         self.warmup: EngineWarming | None = None
-        """The last report of an engine that starts, also once it is ready."""
+        """Last start-up report; kept once the engine is ready."""
         self.ranks: EngineRanks | None = None
-        """The current engine's processes, or the last one's, where there are several."""
+        """Processes of the current or last engine, if it has several."""
         self.starts = 0
         self.troubles: tuple[str, ...] = ()
-        """Why the last engine died, while there is no other."""
+        """Why the last engine died, until there is a new one."""
         self._failed_starts = 0
         self._watchers: list[Callable[[], None]] = []
 
@@ -52,7 +52,7 @@ class EngineClient:
 
     @property
     def warming(self) -> Warming | None:
-        """How far an engine is that starts; None if it has not reported yet, or is there."""
+        """Start-up progress of an engine; None if it has not reported yet, or is ready."""
         report = self.warmup
         if self.alive or report is None:
             return None
@@ -73,7 +73,7 @@ class EngineClient:
 
     @property
     def rank_states(self) -> tuple[RankInfo, ...]:
-        """Of each process of the engine, or of the one that is started in its place; empty if it is one process."""
+        """State of each process of the engine, or of the one being started in its place; empty for a single process."""
         states = () if self.ranks is None else self.ranks.states()
         if self.alive or not self.troubles:
             return states
@@ -81,14 +81,14 @@ class EngineClient:
 
     @property
     def spec(self) -> BaseSpec:
-        """The base, also while its engine is being restarted. Raises `EngineUnavailable` before the first one."""
+        """The base, also while its engine is being restarted. Raises `EngineUnavailable` before the first engine."""
         if self.ready is None:
             raise EngineUnavailable(starting_line(self.warming))
         return self.ready.spec
 
     @property
     def memory(self) -> MemoryModel | None:
-        """What predicts the memory of jobs; None where it is not planned."""
+        """Model that predicts the memory of jobs; None if memory is not planned."""
         return None if self.ready is None else self.ready.memory
 
     @property
@@ -109,7 +109,7 @@ class EngineClient:
         return context if self.ready is None else min(context, self.ready.kv_tokens)
 
     def send(self, message: ToEngine) -> None:
-        """Raises `EngineUnavailable` if there is no engine."""
+        """Send a message. Raises `EngineUnavailable` if there is no engine."""
         if self._link is None:
             raise EngineUnavailable(starting_line(self.warming, "the engine stopped and is being restarted"))
         self._link.send(message)
@@ -117,20 +117,20 @@ class EngineClient:
             self._silent_since = self._clock()
 
     def received(self, message: FromEngine) -> None:
-        """Call it for each message of the engine. It reports about once a second while it works, and once when it has
-        nothing left to do."""
+        """Note the time of a message; call it for each one. An engine reports about once a second while it works, and
+        once when its work is done."""
         idle = isinstance(message, EngineStats) and not (message.waiting or message.running or message.jobs)
         self._silent_since = None if idle else self._clock()
 
     @property
     def silence(self) -> tuple[str, ...]:
-        """A line of an engine that has work and says nothing: its process, or its device, stands still."""
+        """A note if an engine that has work is silent: its process or its device has stalled."""
         seconds = 0.0 if self._silent_since is None else self._clock() - self._silent_since
         return () if seconds < SILENCE else (f"the engine has said nothing for {seconds:.0f} s, though it has work",)
 
     async def hung(self, limit: float) -> None:
-        """Wait until the engine has had work and has said nothing for `limit` seconds; for ever if that is 0. Looks are
-        counted and not seconds: while the daemon was stopped itself, the engine was not silent."""
+        """Wait until the engine has had work but sent nothing for `limit` seconds; forever if that is 0. Checks are
+        counted instead of seconds, so a daemon that was suspended itself does not blame the engine."""
         looks, since = 0, self._silent_since
         while limit == 0 or looks * LOOK < limit:
             await asyncio.sleep(LOOK)
@@ -144,17 +144,17 @@ class EngineClient:
         self._changed()
 
     def starting(self, report: EngineWarming) -> None:
-        """An engine that starts made progress."""
+        """Record the progress of an engine that starts."""
         self.warmup = report
         self._changed()
 
     @property
     def restarts(self) -> int:
-        """Restarts so far, failed ones included."""
+        """Number of restarts, failed ones included."""
         return max(0, self.starts - 1) + self._failed_starts
 
     def failed(self, note: str, *, started: bool) -> None:
-        """The engine died. `started`: it had become ready."""
+        """Record that the engine died. `started`: it had become ready."""
         self.troubles, self.warmup = (note,), None
         self._failed_starts += not started
 

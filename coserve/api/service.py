@@ -53,9 +53,9 @@ from coserve.state.thread import RegistryThread
 log = logging.getLogger(__name__)
 
 LONG_WAIT = 10.0
-"""Seconds after which `/health` tells of whoever waits."""
+"""Seconds that work may wait before `/health` reports it."""
 LOSS_SECONDS = 1.0
-"""Most seconds from the end of rank 0's link until it is known how its process ended."""
+"""Most seconds to wait, after rank 0's link ended, for the news how its process ended."""
 MAX_BODY_HELPERS = 2
 """Helper processes that decode large bodies."""
 CHAT_HELPERS = 2
@@ -63,7 +63,7 @@ CHAT_HELPERS = 2
 
 
 class Service:
-    """Starts without an engine; `attach` connects one, also after an engine died."""
+    """The service. It starts without an engine; `attach` connects one, also after an engine died."""
 
     def __init__(
         self,
@@ -76,9 +76,9 @@ class Service:
         max_prompt_scores: int = MAX_PROMPT_SCORES,
         closing: float = CLOSING,
     ) -> None:
-        """`engine`: hears of engines that start before there is a service. `max_prompt_scores`: most prompt
-        log-probabilities that all requests in flight may ask for together.
-        `closing`: seconds that a tracker may take when the service closes."""
+        """`engine`: created earlier, since it is told of engines that start before there is a service.
+        `max_prompt_scores`: most prompt log-probabilities that all requests in flight may ask for together. `closing`:
+        seconds that a tracker may take when the service closes."""
         self.folder, self.tokenizer = folder, tokenizer
         self._config = config
         self.engine = engine or EngineClient()
@@ -110,7 +110,7 @@ class Service:
         self.recorder.watchers.subscribe(self._tracking.notify)
         self._started_monotonic, self.started_at = time.monotonic(), time.time()
         self._receiver: asyncio.Task[Exception | None] | None = None
-        """Reads the messages of the last engine."""
+        """Task that reads the messages of the last engine."""
         self._recording: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -127,7 +127,7 @@ class Service:
     async def attach(
         self, link: Link[ToEngine, FromEngine], ready: EngineReady, ranks: EngineRanks | None = None
     ) -> None:
-        """Connect a new engine and send it the unfinished jobs, oldest first. `ranks`: its processes, where there are
+        """Connect a new engine and send it the unfinished jobs, oldest first. `ranks`: its processes, if there are
         several. Raises as `open`."""
         await self.open()
         self.engine_lost()
@@ -138,7 +138,7 @@ class Service:
         self._receiver = asyncio.create_task(self._receive(link))
 
     def engine_lost(self) -> None:
-        """The engine ended: requests in flight end with `EngineUnavailable`, jobs wait for the next engine."""
+        """Handle the engine's end: requests in flight end with `EngineUnavailable`, jobs wait for the next engine."""
         if not self.engine.alive:
             return
         if self._receiver is not None and self._receiver is not asyncio.current_task():
@@ -151,17 +151,17 @@ class Service:
         self.recorder.watchers.notify_all()  # pauses and cancellations must not wait for the next engine
 
     async def engine_hung(self) -> str:
-        """Wait until the attached engine hangs, then say how."""
+        """Wait until the attached engine hangs, then return a description."""
         limit = self._config.engine_timeout
         await self.engine.hung(limit)
         return f"it said nothing for {limit:.0f} s, though it had work"
 
     def engine_failed(self, note: str, *, started: bool) -> None:
-        """The engine died and is being started again. `note` says why; `started`: it had become ready."""
+        """Record that the engine died and is being restarted. `note` says why; `started`: it had become ready."""
         self.engine.failed(note, started=started)
 
     def stop(self) -> None:
-        """The daemon stops: requests in flight and new ones fail with `EngineUnavailable`, event streams end. So do
+        """Begin to stop: requests in flight and new ones fail with `EngineUnavailable`, event streams end, and so do
         uploads and corpora that are not accepted as jobs yet."""
         stopping = EngineUnavailable("the daemon is stopping; try again later")
         self.generation.stop(stopping)
@@ -200,7 +200,7 @@ class Service:
                 self._dispatch(await link.receive())
         except EngineUnavailable:
             log.info("the link to the engine closed")
-            if (ranks := self.engine.ranks) is not None:  # that rank 0's process has ended is known a little later
+            if (ranks := self.engine.ranks) is not None:  # how rank 0's process ended is known a little later
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(ranks.lost.wait(), LOSS_SECONDS)
             return None
@@ -228,18 +228,18 @@ class Service:
             case JobSnapshot():
                 self._sampler.begin(message)
             case JobPaused() | JobCancelled() | JobFailed():
-                self._sampler.cancel(message.id)  # first: nothing follows a job's end
+                self._sampler.cancel(message.id)  # first, because no sample may follow a job's end
                 self.recorder.deliver(message)
             case _:
                 self.recorder.deliver(message)
 
     @property
     def ready(self) -> bool:
-        """What `GET /health/ready` tells a load balancer: whether this daemon should get requests."""
+        """Whether a load balancer should send requests here: the answer of `GET /health/ready`."""
         return self.engine.alive and not self.engine.silence
 
     def health(self) -> Health:
-        """The response of `GET /health`."""
+        """Return the response of `GET /health`."""
         ready, stats = self.engine.ready, self.engine.stats
         spec = ready.spec if ready is not None else None
         base = None
@@ -286,7 +286,7 @@ class Service:
 
 
 def _starving(stats: EngineStats | None) -> tuple[str, ...]:
-    """Who waits for long, and why training hardly advances; empty if all go on."""
+    """Return notes on work that waits for long, and why training hardly advances; empty if neither happens."""
     if stats is None:
         return ()
     waits = {"the oldest request in the queue": stats.request_waits, "training": stats.training_waits}

@@ -1,4 +1,4 @@
-"""Work of requests that is cut short when the daemon stops, so that a stop does not take as long as they do."""
+"""Aborts long work of requests when the daemon stops, so that the stop does not wait for it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from coserve.core.errors import EngineUnavailable
 
 
 class Stopping:
-    """Uploads that arrive, and corpora that are being tokenised."""
+    """Aborts uploads that are arriving, and corpora that are being tokenised."""
 
     def __init__(self) -> None:
         self._error: EngineUnavailable | None = None
         self._limits: set[asyncio.Timeout] = set()
-        """Of the blocks that run."""
+        """Timeouts of the running blocks."""
 
     def stop(self, error: EngineUnavailable) -> None:
-        """Every block that runs, and every later one, ends with `error`."""
+        """End every running block, and every later one, with `error`."""
         self._error = error
         limits, self._limits = self._limits, set()
         for limit in limits:
@@ -26,7 +26,7 @@ class Stopping:
 
     @asynccontextmanager
     async def interrupts(self) -> AsyncIterator[None]:
-        """The block is cancelled when the daemon stops, and the error of the stop raised in its place."""
+        """Cancel the block when the daemon stops, and raise the stop's error instead."""
         if self._error is not None:
             raise self._error
         try:

@@ -65,9 +65,9 @@ class AdapterRecord(Wire, frozen=True):
     config_sha256: str = ""
     """SHA-256 of `adapter_config.json`, hex; empty for versions registered before it was kept."""
     alphas: tuple[float, ...] | None = None
-    """As `AdapterDigests.alphas`."""
+    """See `AdapterDigests.alphas`."""
     bd_blocks: int = 1
-    """As `LoraSettings.bd_blocks`; also 1 for versions registered before it was kept."""
+    """See `LoraSettings.bd_blocks`; also 1 for versions registered before it was kept."""
 
     @property
     def digests(self) -> AdapterDigests:

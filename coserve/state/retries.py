@@ -60,7 +60,7 @@ class Retries:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is being retried now, and why; for /health."""
+        """Notes about work that is being retried, and why; for /health."""
         with self._lock:
             return tuple(f"{what}: {reason}; it is tried again" for what, reason in self._reasons.items())
 
@@ -79,7 +79,7 @@ class Retries:
                 await self._sleep(delay)
 
     def run_blocking(self, what: str, work: Callable[[], T], wait: Callable[[float], None]) -> T:
-        """As `run`, for work on a thread that may block. `wait` takes seconds; an exception from it ends the
+        """Do as `run`, for work on a thread that may block. `wait` takes seconds; an exception from it ends the
         retries."""
         with self._attempts(what) as failed:
             while True:

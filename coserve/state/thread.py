@@ -55,14 +55,14 @@ class RegistryThread:
         return await self._run(self._call, fn, self._executor)
 
     async def read(self, fn: Callable[[Registry], T]) -> T:
-        """As a call, for an `fn` that changes nothing; it sees what was committed before. Once the registry is open, it
+        """Run an `fn` that changes nothing; it sees what was committed before. Once the registry is open, it
         waits only for earlier reads."""
         if self._registry is None:
             await self(lambda _: None)  # the first call creates the file
         return await self._run(self._call_reader, fn, self._readers)
 
     async def with_reserve(self, fn: Callable[[Registry], T]) -> T:
-        """As a call, for a change that frees space or ends a job: on a full disk, `fn` is retried with the reserved
+        """Run a change that frees space or ends a job: on a full disk, `fn` is retried with the reserved
         space."""
         return await self._run(self._call_with_reserve, fn, self._executor)
 

@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class AdapterCatalog:
-    """All adapters of the registry. `in_use`: by requests in flight."""
+    """All adapters of the registry. `in_use`: versions that requests in flight use."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class AdapterCatalog:
         )
 
     async def get(self, name: str, version: int | None) -> Adapter:
-        """One version (the current one by default) and the numbers of all. Raises `AdapterNotFound`."""
+        """Return one version (the current one by default) and the numbers of all versions. Raises `AdapterNotFound`."""
 
         def find(registry: Registry) -> tuple[AdapterRecord, list[AdapterRecord], int | None]:
             with registry.snapshot():
@@ -150,7 +150,7 @@ class AdapterCatalog:
         return self._view(record, versions[-1], versions, current=record.ref.version == current)
 
     async def list(self, after: str | None, limit: int) -> AdapterList:
-        """The current version of each adapter, by name."""
+        """Return the current version of each adapter, by name."""
 
         def find(registry: Registry) -> list[tuple[AdapterRecord, int]]:
             with registry.snapshot():
@@ -164,7 +164,7 @@ class AdapterCatalog:
 
     @asynccontextmanager
     async def archive(self, name: str, version: int | None) -> AsyncIterator[AdapterArchive]:
-        """A tar file of PEFT files. Raises `AdapterNotFound`, `CorruptAdapter`, `StorageError`."""
+        """Open a tar file of a version's PEFT files. Raises `AdapterNotFound`, `CorruptAdapter`, `StorageError`."""
         record = await self._registry(lambda registry: registry.adapter(name, version))
         opening = asyncio.create_task(asyncio.to_thread(AdapterArchive, record, self._folder.adapter(record.ref)))
         try:
@@ -181,13 +181,14 @@ class AdapterCatalog:
         return await self.get(name, version)
 
     async def delete(self, name: str, version: int | None = None) -> DeletedAdapter:
-        """Every version, or one. Raises `AdapterNotFound`, `AdapterBusy` while a job or a request uses one of them."""
+        """Delete every version, or one. Raises `AdapterNotFound`, `AdapterBusy` while a job or a request uses one of
+        them."""
         return await self._commits.run(self._delete(name, version))
 
     async def _delete(self, name: str, version: int | None) -> DeletedAdapter:
         with self._in_use.deletion(name, version):
             deleted = await self._delete_row_and_files(name, version)
-            # Reads are in order: after this one, whoever found the version before it was deleted has heard of it.
+            # Reads run in order: after this one, every request that found the version earlier has seen the deletion.
             with suppress(StorageError):
                 await self._registry.read(lambda _: None)
         return deleted
@@ -205,11 +206,11 @@ class AdapterCatalog:
             try:
                 self._engine.send(DropAdapter(ref=ref))
             except EngineUnavailable:
-                break  # the next engine has nothing in memory
+                break  # the next engine starts with empty memory
         for ref in refs:
             try:
                 await asyncio.to_thread(remove_dir, self._folder.adapter(ref))
-            except (OSError, StorageError) as error:  # it is deleted all the same
+            except (OSError, StorageError) as error:  # the version counts as deleted anyway
                 log.warning("files of adapter %s stay until the next start: %s", ref, error)
         current_ref = None if current is None else str(AdapterRef(name, current))
         return DeletedAdapter(id=name, versions=[ref.version for ref in refs], current_ref=current_ref)
@@ -237,6 +238,6 @@ async def in_threads(block: AbstractContextManager[T]) -> AsyncIterator[T]:
 
 
 def refuse_base_name(name: str, base: BaseSpec, *, field: str) -> None:
-    """Raises `InvalidRequest` for an adapter with the base's name."""
+    """Raise `InvalidRequest` for an adapter with the base's name."""
     if name.casefold() == base.name.casefold():
         raise InvalidRequest(f"{name!r} is the name of the base: choose another one for the adapter", field=field)

@@ -1,5 +1,5 @@
-"""Converts adapters between LoRA and BD-LoRA in a helper process: it computes for seconds to minutes, and never beside
-the engine's tick."""
+"""Converts adapters between LoRA and BD-LoRA in a helper process. A conversion computes for seconds to minutes, so it
+must not run in the engine or the API process."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from coserve.state.folder import DataFolder
 from coserve.state.thread import RegistryThread
 
 NICENESS = 10
-"""The engine and the API come first."""
+"""The engine and the API have priority."""
 
 
 class ConvertArguments(msgspec.Struct, frozen=True):
-    """`target`: an empty folder."""
+    """Arguments of `convert`. `target`: an empty folder."""
 
     source: str
     target: str
@@ -41,7 +41,7 @@ class ConvertArguments(msgspec.Struct, frozen=True):
 
 
 class Conversions:
-    """One conversion at a time; more wait."""
+    """Runs conversions one at a time; further ones wait."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Conversions:
         catalog: AdapterCatalog,
         submit: Callable[[FinetuneRequest, Path | None, str | None], Awaitable[Job]],
     ) -> None:
-        """`helpers`: for conversions alone, since their processes run at a low priority; `submit`:
+        """`helpers`: a pool for conversions only, since its processes run at a low priority; `submit`:
         `JobManager.submit`."""
         self._folder, self._registry, self._helpers = folder, registry, helpers
         self._engine, self._catalog, self._submit = engine, catalog, submit
@@ -62,10 +62,10 @@ class Conversions:
 
     async def convert(self, name: str, version: int | None, request: ConvertRequest) -> ConvertedAdapter:
         """Publish the converted adapter, and submit the job that distills it; durable when this returns. Cancelling it
-        stops the computation, but not what follows it.
+        stops the computation, but not the publication once that has begun.
 
         Raises `AdapterNotFound`, `BaseMismatch`, `AdapterTooLarge`, `InvalidRequest`, `StorageError` leaves,
-        `EngineUnavailable`, `HelperLost`; and as `JobManager.submit`: then nothing is published.
+        `EngineUnavailable`, `HelperLost`. If `JobManager.submit` raises, so does this, and nothing is published.
         """
         spec = self._engine.spec
         new = request.name or default_name(name, request.bd_blocks)
@@ -100,7 +100,7 @@ class Conversions:
     async def _publish(
         self, staging: Path, name: str, spec: BaseSpec, source: AdapterRef, distillation: Distillation | None
     ) -> tuple[Adapter, str | None]:
-        """The adapter and the id of its job: both are there afterwards, or neither."""
+        """Publish the adapter and submit its job, or neither. Returns both the adapter and the job's id."""
         adapter = await self._catalog.install(staging, name, spec, origin=f"convert:{source}")
         if distillation is None:
             return adapter, None
@@ -111,7 +111,7 @@ class Conversions:
             raise
 
     async def _distill(self, adapter: Adapter, teacher: AdapterRef, distillation: Distillation) -> str:
-        """The id of the job."""
+        """Submit the distillation job; return its id."""
         request = FinetuneRequest(
             adapter=adapter.id,
             data=distillation.data,
@@ -132,7 +132,7 @@ def convert(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
 
 
 def default_name(name: str, blocks: int) -> str:
-    """The name of a converted adapter. Raises `InvalidRequest` where it would be too long."""
+    """Return the name of a converted adapter. Raises `InvalidRequest` if it would be too long."""
     found = f"{name}-bd{blocks}" if blocks > 1 else f"{name}-lora"
     if not is_name(found):
         raise InvalidRequest(f"expected a name for the converted adapter: {found!r} is not {NAME_RULE}", field="name")

@@ -1,4 +1,4 @@
-"""Which adapter versions requests use, and which are being deleted. For the event loop's thread."""
+"""Which adapter versions requests use, and which are being deleted. Use only on the event loop's thread."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class AdaptersInUse:
     def __init__(self) -> None:
         self._counts: Counter[AdapterRef] = Counter()
         self._deletions: list[tuple[str, int | None, asyncio.Event]] = []
-        """Name, version (None: all) and what is set when it has ended."""
+        """Deletions in progress: name, version (None: all), and the event that is set at the end."""
 
     def add(self, ref: AdapterRef) -> None:
-        """A request uses it."""
+        """Count one more request that uses the version."""
         self._counts[ref] += 1
 
     def remove(self, ref: AdapterRef) -> None:
@@ -28,7 +28,8 @@ class AdaptersInUse:
 
     @contextmanager
     def deletion(self, name: str, version: int | None) -> Iterator[None]:
-        """Around the deletion of a version, or of all (None). Raises `AdapterBusy` while requests use one of them."""
+        """Context of the deletion of a version, or of all (None). Raises `AdapterBusy` while requests use one of
+        them."""
         if any(_is_of(ref, name, version) for ref in self._counts):
             shown = name if version is None else f"{name}@{version}"
             raise AdapterBusy(f"adapter {shown!r} is in use by running requests", field="id")
@@ -41,7 +42,7 @@ class AdaptersInUse:
             one[2].set()
 
     def deletion_of(self, ref: AdapterRef) -> asyncio.Event | None:
-        """What is set when the deletion of this version that is under way has ended; None: there is none."""
+        """Return the event that ends this version's deletion in progress; None: it is not being deleted."""
         return next((end for name, version, end in self._deletions if _is_of(ref, name, version)), None)
 
 

@@ -22,7 +22,7 @@ from coserve.lora.files.tensorfile import open_regular
 from coserve.state.records import AdapterRecord
 
 MAX_THREAD_BYTES = 256 << 10
-"""Most JSON, in config and weights' header together, that a thread reads."""
+"""Most bytes of JSON (config plus the weights file's header) that a thread reads."""
 
 
 class InspectArguments(msgspec.Struct, frozen=True):
@@ -31,7 +31,7 @@ class InspectArguments(msgspec.Struct, frozen=True):
 
 
 class RecordArguments(msgspec.Struct, frozen=True):
-    """`created_at`: seconds since the epoch."""
+    """Arguments of `record`. `created_at`: seconds since the epoch."""
 
     folder: str
     base: BaseSpec
@@ -47,7 +47,7 @@ class Inspection:
         self._helpers = helpers
 
     async def settings(self, folder: Path, base: BaseSpec) -> LoraSettings:
-        """The settings of a valid adapter."""
+        """Return the settings of a valid adapter."""
         if await asyncio.to_thread(_json_bytes, folder) <= MAX_THREAD_BYTES:
             return (await asyncio.to_thread(inspect_adapter, folder, base)).settings
         found = await self._helpers.run(inspect, InspectArguments(str(folder), base))
@@ -56,7 +56,7 @@ class Inspection:
     async def record(
         self, folder: Path, ref: AdapterRef, base: BaseSpec, *, source: str, created_at: float
     ) -> AdapterRecord:
-        """As `record_adapter`."""
+        """Return the record of a valid adapter: see `record_adapter`."""
         if await asyncio.to_thread(_json_bytes, folder) <= MAX_THREAD_BYTES:
             return await asyncio.to_thread(record_adapter, folder, ref, base, source=source, created_at=created_at)
         found = await self._helpers.run(record, RecordArguments(str(folder), base, ref, source, created_at))
@@ -86,7 +86,7 @@ def record(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
 
 
 def _json_bytes(folder: Path) -> int:
-    """Bytes of JSON that the files claim to hold; 0 for invalid files, whose reader says what is wrong.
+    """Return how many bytes of JSON the files claim to hold; 0 for invalid files, whose reader reports the fault.
 
     Raises `StorageError` leaves.
     """

@@ -17,9 +17,9 @@ async def find_adapter(
     field: str,
     of_base: str = "leave the field out",
 ) -> AdapterRecord:
-    """One version, or the current one (None). Raises `AdapterNotFound` and `BaseMismatch`, which name `field`.
+    """Return one version, or the current one (None). Raises `AdapterNotFound` and `BaseMismatch`, which name `field`.
 
-    `of_base`: what the message says to a user who gave the base's own name.
+    `of_base`: error text for a user who gave the base's own name.
     """
     try:
         record = await registry.read(lambda registry: registry.adapter(name, version))

@@ -13,7 +13,7 @@ from coserve.core.types import BaseSpec, LoraSettings
 async def refuse_too_large(
     adapter: str, settings: LoraSettings, base: BaseSpec, pool: PoolShape, config: Config, *, field: str | None
 ) -> None:
-    """As `check_can_be_served`, off the event loop: settings may have a pattern for each of hundreds of sites."""
+    """Run `check_can_be_served` off the event loop: settings may have a pattern for each of hundreds of sites."""
     await asyncio.to_thread(
         check_can_be_served,
         adapter,

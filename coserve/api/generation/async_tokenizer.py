@@ -1,5 +1,5 @@
-"""Tokenisation without blocking the event loop: short texts here, longer ones in a thread, the longest, and chats, in a
-helper process."""
+"""Tokenisation without blocking the event loop: short texts inline, longer ones in a thread, the longest and all chats
+in a helper process."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ MAX_INLINE_IDS = 1024
 
 
 class EncodeArguments(msgspec.Struct, frozen=True):
-    """Arguments of `encode`, whose body is a text. `context`: the base's, in tokens; `field`: the request field that
-    `PromptTooLong` names."""
+    """Arguments of `encode`, whose body is a text. `context`: the base's context length in tokens; `field`: the request
+    field that `PromptTooLong` names."""
 
     context: int
     field: str
@@ -34,7 +34,7 @@ class EncodeArguments(msgspec.Struct, frozen=True):
 
 
 class ChatArguments(msgspec.Struct, frozen=True):
-    """Arguments of `encode_chat`, whose body is a `Chat` as JSON. `context`: the base's, in tokens."""
+    """Arguments of `encode_chat`, whose body is a `Chat` as JSON. `context`: the base's context length in tokens."""
 
     context: int
 
@@ -50,10 +50,10 @@ class DecodeArguments(msgspec.Struct, frozen=True):
 
 
 class AsyncTokenizer:
-    """Token ids of texts and chats. Raises `PromptTooLong` unless at least one token fits after them in the context."""
+    """Token ids of texts and chats. Raises `PromptTooLong` unless the context has room for at least one more token."""
 
     def __init__(self, tokenizer: Tokenizer, helpers: HelperPool, chats: HelperPool) -> None:
-        """`chats`: renders chats, by templates that may need any time or memory."""
+        """`chats`: helper processes that render chats, with templates that may take any time or memory."""
         self._tokenizer, self._helpers, self._chats = tokenizer, helpers, chats
         self.template_read = tokenizer.chat_template is None
 
@@ -68,13 +68,13 @@ class AsyncTokenizer:
         return _checked(ids, context, field)
 
     async def chat(self, chat: Chat, *, context: int) -> list[int]:
-        """By the base's template. Raises `InvalidRequest` too."""
+        """Return token ids of a chat by the base's template. Also raises `InvalidRequest`."""
         await self.read_template()
-        body = msgspec.json.encode(chat)  # MessagePack has no integers of more than 64 bits, which tools may have
+        body = msgspec.json.encode(chat)  # MessagePack has no integers above 64 bits, which tools may contain
         return _unpack(await self._chats.run(encode_chat, ChatArguments(context), body))
 
     async def read_template(self) -> None:
-        """Have the base's chat template compiled, and learn how it ends a turn, in a process that then renders chats.
+        """Compile the base's chat template and find its end of turn, in a helper process that then renders chats.
         Raises `InvalidRequest`, `HelperLost`."""
         if not self.template_read:
             found = await self._chats.run(find_end_of_turn, NoArguments())
@@ -112,8 +112,8 @@ def encode_chat(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
 
 
 def chat_ids(tokenizer: Tokenizer, chat: Chat, *, prompts: bool = True, continues: bool = False) -> list[int]:
-    """Token ids by the base's template. `prompts`: a generation prompt follows; `continues`: the last message is left
-    open. Raises `InvalidRequest`."""
+    """Return token ids by the base's template. `prompts`: add the generation prompt; `continues`: leave the last
+    message open. Raises `InvalidRequest`."""
     return tokenizer.chat(
         for_template(chat.messages),
         tools=chat.tools,
@@ -124,7 +124,7 @@ def chat_ids(tokenizer: Tokenizer, chat: Chat, *, prompts: bool = True, continue
 
 
 def find_end_of_turn(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Helper task: the id of the token, or nothing."""
+    """Helper task: return the id of the end-of-turn token, or nothing."""
     found = context.tokenizer.find_end_of_turn()
     return b"" if found is None else str(found).encode()
 
@@ -141,7 +141,7 @@ def _checked(ids: list[int], context: int, field: str) -> list[int]:
 
 
 def check_tokens(length: int, context: int, field: str) -> None:
-    """Raises `PromptTooLong` for a prompt that fills the context."""
+    """Raise `PromptTooLong` for a prompt that fills the context."""
     if length >= context:
         message = f"expected at most {context - 1} tokens, got {length}"
         raise PromptTooLong(message, field=field, context=context, length=length)

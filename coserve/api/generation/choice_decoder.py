@@ -1,4 +1,5 @@
-"""Tokens of one sequence become the text of one choice: incremental detokenisation, stop strings, log-probabilities."""
+"""Decodes a sequence's tokens into the text of one choice: incremental detokenisation, stop strings,
+log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from coserve.data.pretrained.tokenizer import Detokenizer, Tokenizer
 
 @dataclass(frozen=True)
 class ChoiceDelta:
-    """The text and tokens that one engine message adds to a choice. `token_ids` includes the token that ended it."""
+    """Text and tokens that one engine message adds to a choice. `token_ids` includes the token that ended it."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -26,10 +27,10 @@ class ChoiceDelta:
 
 class ChoiceDecoder:
     """Decodes one choice. Stop strings are not searched in the text of the first `min_tokens` tokens. `stop_tokens`: as
-    by the function.
+    the function of this name returns them.
 
-    `prepended`: tokens that were put before the prompt's text, which is shown with its special tokens; None: the prompt
-    was no text, and is shown as the choice is.
+    `prepended`: number of tokens put before the prompt's text; the prompt is then shown with its special tokens. None:
+    the prompt was not a text, and is shown like the choice.
     """
 
     def __init__(
@@ -55,13 +56,14 @@ class ChoiceDecoder:
         self._prompt_left = iter(prompt) if prompt_logprobs else None
         self._prompt_text = Detokenizer(tokenizer, skip_special=skip_special and prepended is None)
         self._prompt_unseen, self._prompt_count = prepended or 0, len(prompt)
-        """Of the prompt's tokens whose log-probabilities are not sent yet, those before its text, and all."""
+        """Counts of prompt tokens whose log-probabilities are still to be sent: those before the prompt's text, and
+        all."""
         self._first_prompt_token_sent = False
         self._include_stop = include_stop
         self.count = 0
 
     def feed(self, message: Tokens) -> ChoiceDelta:
-        """The delta of the next message. Feed nothing after a delta with `finished` set."""
+        """Return the delta of the next message. Feed nothing after a delta with `finished` set."""
         parts: list[str] = []
         added: list[str] = []
         last = len(message.tokens) - 1 if message.finished is FinishReason.STOP else None
@@ -105,7 +107,7 @@ class ChoiceDecoder:
         finished: FinishReason | None,
         reason: str | int | None,
     ) -> ChoiceDelta:
-        """`added`: the text that each token adds, of those that count; `parts`: the text to send."""
+        """Build a delta. `added`: the text of each token that counts; `parts`: the text to send."""
         ids = message.tokens[: len(added)]
         logprobs = None
         if self._logprobs:
@@ -120,7 +122,8 @@ class ChoiceDecoder:
         return [Logprob(token_id=id, token=self._name(id), logprob=value) for id, value in found.top]
 
     def _prompt_logprobs(self, message: Tokens) -> tuple[PromptLogprob, ...] | None:
-        """Log-probabilities of the next prompt tokens. The first token, which has none, comes before all."""
+        """Return log-probabilities of the next prompt tokens. The prompt's first token, which has none, is sent
+        first."""
         if self._prompt_left is None:
             return None
         entries: list[PromptLogprob] = []

@@ -1,6 +1,6 @@
-"""A full response from a stream's chunks. Log-probabilities are encoded as JSON when they arrive.
+"""Builds a full response from a stream's chunks. Log-probabilities are encoded as JSON when they arrive.
 
-There may be millions: building, encoding and freeing them as objects at the end would block the event loop.
+There may be millions of them: building, encoding and freeing them as objects at the end would block the event loop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLOOR = -9999.0
 
 
 def floored(logprob: float | None) -> float:
-    """None, which the prompt's first token has: `FLOOR`."""
+    """Return the log-probability, at least `FLOOR`; None, as the prompt's first token has, gives `FLOOR`."""
     return FLOOR if logprob is None else max(logprob, FLOOR)
 
 
@@ -36,7 +36,8 @@ S = TypeVar("S", bound=LogprobsBuilder)
 
 @dataclass(frozen=True)
 class FullResponse(Generic[S]):
-    """`response` without log-probabilities; the prompt's are in `prompt`, those of each choice in `logprobs`."""
+    """A full response. `response` has no log-probabilities; the prompt's are in `prompt`, those of each choice in
+    `logprobs`."""
 
     response: GenerateResponse
     prompt: S | None
@@ -74,8 +75,8 @@ class _ChoiceBuilder(Generic[S]):
 async def collect(
     request: GenerateRequest, stream: AsyncGenerator[GenerateChunk, None], new_builder: Callable[[], S]
 ) -> FullResponse[S]:
-    """The full response to `request` from its `stream`. `new_builder` makes an empty one for the prompt and for each
-    choice. Raises what the stream raises."""
+    """Return the full response to `request` from its `stream`. `new_builder` makes an empty builder for the prompt and
+    for each choice. Raises what the stream raises."""
     prompt = None if request.prompt_logprobs is None else new_builder()
     choices = [_ChoiceBuilder(None if request.logprobs is None else new_builder()) for _ in range(request.n)]
     prompt_ids: list[int] | None = None
@@ -104,7 +105,7 @@ async def collect(
 
 
 async def collect_native(request: GenerateRequest, stream: AsyncGenerator[GenerateChunk, None]) -> GenerateResponse:
-    """The response of `POST /generate`."""
+    """Return the response of `POST /generate`."""
     full = await collect(request, stream, JsonListBuilder[LogprobEntry])
     choices = [
         choice if scores is None else msgspec.structs.replace(choice, logprobs=scores.as_list())

@@ -1,4 +1,4 @@
-"""Requests in flight: a checked request becomes a stream of chunks, and every stream ends, whatever happens."""
+"""Requests in flight. A checked request becomes a stream of chunks; every stream ends, whatever fails."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from coserve.state.thread import RegistryThread
 MAX_PROMPT_SCORES = 1 << 21
 """Most prompt log-probabilities that all requests in flight may ask for together."""
 TURN_VALUES = 4096
-"""Tokens and log-probabilities that become chunks in one turn of the event loop: 5 to 10 ms with all that follows."""
+"""Tokens and log-probabilities turned into chunks per event-loop iteration: 5 to 10 ms with all that follows."""
 
 
 class InFlightRequests:
     """All requests in flight. `clock` returns seconds, for `timing`; `max_prompt_scores`: most prompt log-probabilities
-    that all of them may ask for together."""
+    that all requests in flight may ask for together."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class InFlightRequests:
         self._config, self._engine, self._registry, self._tokenizer = config, engine, registry, tokenizer
         self._async_tokenizer, self._metrics, self._clock = async_tokenizer, metrics, clock
         self._states: dict[str, RequestState] = {}
-        """By the id of each sequence that has not ended."""
+        """State of the request, by the id of each of its sequences that has not ended."""
         self._turns = Turns(TURN_VALUES)
         self._waiting = WaitingLimit(config.max_queue, fair=config.fair)
         self._prompt_scores, self._max_prompt_scores = 0, max_prompt_scores
         self._stopped: EngineUnavailable | None = None
         self.in_use = AdaptersInUse()
-        """By requests in flight."""
+        """Adapter versions that requests in flight use."""
 
     # ---- messages of the engine
 
@@ -72,12 +72,12 @@ class InFlightRequests:
             state.outputs.put(message)
 
     def fail_all(self, error: EngineUnavailable) -> None:
-        """The engine ended: every request in flight ends with this error."""
+        """End every request in flight with this error, because the engine ended."""
         for id, state in self._states.items():
             state.outputs.put(RequestFailed(id=id, code=error.code, message=error.message))
 
     def stop(self, error: EngineUnavailable) -> None:
-        """Every request in flight, and every later one, ends with this error."""
+        """End every request in flight, and every later one, with this error."""
         self._stopped = error
         self.fail_all(error)
 
@@ -91,11 +91,11 @@ class InFlightRequests:
         snapshot: AdapterRef | None = None,
         group: PromptGroup | None = None,
     ) -> AsyncGenerator[GenerateChunk, None]:
-        """The chunks of all choices as they come. Closing the generator early cancels the request in the engine.
+        """Yield the chunks of all choices as they come. Closing the generator early cancels the request in the engine.
 
         `semaphore` bounds the chunks that several streams hold: a chunk is made and yielded while it is held.
-        `snapshot`: the adapter of a job in training (`JobSnapshot`), which then serves the request; it is not refused
-        for coming late. `group`: of all prompts of the same call.
+        `snapshot`: the adapter of a job in training (`JobSnapshot`) to use; such a request is never shed for its
+        deadline. `group`: shared by all prompts of one call.
 
         Raises, before the first chunk only: `InvalidRequest`, `EmptyPrompt`, `PromptTooLong`, `AdapterNotFound`,
         `BaseMismatch`, `QueueFull`, `Overloaded`; at any time: `EngineUnavailable`.
@@ -138,7 +138,7 @@ class InFlightRequests:
                 self._forget(state)
 
     async def _find(self, name: str, version: int | None) -> AdapterRecord:
-        """A version that nobody deletes before the request uses it."""
+        """Return a version that is not deleted before the request uses it."""
         while True:
             record = await find_adapter(self._registry, name, version, self._engine.spec, field="adapter")
             if (deleted := self.in_use.deletion_of(record.ref)) is None:
@@ -164,7 +164,7 @@ class InFlightRequests:
     def _messages(
         self, request: GenerateRequest, state: RequestState, digests: AdapterDigests | None, slo: Slo
     ) -> list[Generate]:
-        """One sequence for each choice."""
+        """Return one engine message for each choice, each a sequence."""
         max_new_tokens = max(1, self._engine.max_model_len - len(state.prompt))
         stops = stop_tokens(request, self._tokenizer)
         return [
@@ -182,7 +182,7 @@ class InFlightRequests:
         ]
 
     async def _send(self, state: RequestState, messages: Sequence[Generate], group: PromptGroup) -> None:
-        """Send a request to the engine, with the others of its group once all are here. Raises `EngineUnavailable`."""
+        """Send a request to the engine, with the rest of its group once all have joined. Raises `EngineUnavailable`."""
         if not group.join(state, messages):
             await group.wait()
             return
@@ -194,7 +194,7 @@ class InFlightRequests:
         group.sent()
 
     def _process(self, state: RequestState, message: EngineOutput) -> GenerateChunk | None:
-        """The chunk that a message adds to the stream. Raises the error that the message reports."""
+        """Return the chunk that a message adds to the stream. Raises the error that the message reports."""
         now = self._clock()
         if isinstance(message, Admitted):
             if state.admitted is None:
@@ -211,7 +211,7 @@ class InFlightRequests:
                 one.refused = message.code in (QueueFull.code, Overloaded.code)
             raise error_from_code(message.code, message.message, message.retry_after)
         if message.id not in self._states:
-            return None  # tokens sampled before the engine heard of the stop string
+            return None  # sampled before the engine heard of the stop string
         decoder = state.decoders[message.id]
         delta = decoder.feed(message)
         if delta.token_ids:
@@ -220,14 +220,14 @@ class InFlightRequests:
             state.last_token[message.id] = now
         if delta.finished is not None:
             del self._states[message.id]
-            if message.finished is None:  # a stop string, which the engine does not see
+            if message.finished is None:  # stopped by a stop string, which the engine does not see
                 self._cancel(message.id)
             self._metrics.finished(delta.finished, decoder.count, now - state.arrived)
             self._metrics.phases(state.admitted, state.first_token.get(message.id), now)
         return state.chunk(message.id, delta, now, last=not state.decoders.keys() & self._states.keys())
 
     def _forget(self, state: RequestState) -> None:
-        """Drop a request. Sequences that still run are cancelled, so that the engine frees their pages at once."""
+        """Drop a request, and cancel its running sequences so that the engine frees their pages at once."""
         for sequence in state.decoders:
             if self._states.pop(sequence, None) is not None:
                 if not state.refused:
@@ -242,6 +242,6 @@ class InFlightRequests:
 
 
 def _values(message: Tokens) -> int:
-    """Tokens and log-probabilities in a message, as `TURN_VALUES` counts them."""
+    """Number of tokens and log-probabilities in a message, as `TURN_VALUES` counts them."""
     packed = len(message.logprobs.data) + len(message.prompt_logprobs.data)
     return len(message.tokens) + packed // BYTES_PER_TOP

@@ -1,4 +1,4 @@
-"""Run several requests as one: merge their streams, or gather their results."""
+"""Runs several requests as one: merges their streams, or gathers their results."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from coserve.core.schemas import GenerateChunk
 
 Chunks = AsyncGenerator[GenerateChunk, None]
 ChunkQueue = asyncio.Queue[tuple[int, GenerateChunk | Exception | None]]
-"""Stream number and its next chunk; at its end None, or the error that it raised."""
+"""Entries: the stream's number, and its next chunk; at its end None, or the error that it raised."""
 T = TypeVar("T")
 GROUP = 16
-"""Requests that start, or are cancelled, in one turn of the event loop."""
+"""Requests started or cancelled per event-loop iteration."""
 CHUNKS = 16
-"""Capacity of the queue, and most chunks that the streams hold outside of it; further engine messages stay packed."""
+"""Capacity of the queue, and most chunks that the streams hold in addition; further engine messages stay packed."""
 
 
 async def _start(coroutines: Iterable[Coroutine[None, None, T]], tasks: list[asyncio.Task[T]]) -> None:
@@ -34,7 +34,7 @@ async def _start(coroutines: Iterable[Coroutine[None, None, T]], tasks: list[asy
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[T]]) -> None:
-    """Cancel all tasks and wait until they have ended, also if the caller is cancelled meanwhile."""
+    """Cancel all tasks and wait until they have ended, even if the caller is cancelled meanwhile."""
     await uncancelled(asyncio.create_task(_cancel_groups(tasks)))
 
 
@@ -49,10 +49,10 @@ async def _cancel_groups(tasks: Sequence[asyncio.Task[T]]) -> None:
 async def merge_streams(
     streams: Sequence[Callable[[asyncio.Semaphore], Chunks]],
 ) -> AsyncGenerator[tuple[int, GenerateChunk], None]:
-    """The chunks of all streams as they come, each with its stream's number.
+    """Yield the chunks of all streams as they come, each with its stream's number.
 
-    Each stream makes and yields a chunk only while it holds the semaphore that it is called with. The first error, and
-    closing the generator early, cancel all streams.
+    A stream makes and yields a chunk only while it holds the semaphore passed to it. The first error, and closing the
+    generator early, cancel all streams.
     """
     semaphore = asyncio.Semaphore(CHUNKS)
     if len(streams) == 1:
@@ -89,7 +89,7 @@ async def _follow(number: int, stream: Chunks, queue: ChunkQueue) -> None:
 
 
 async def gather(calls: Sequence[Coroutine[None, None, T]]) -> list[T]:
-    """All results, in order. The first error cancels the others."""
+    """Return all results, in order. The first error cancels the other calls."""
     if len(calls) == 1:
         return [await calls[0]]
     tasks: list[asyncio.Task[T]] = []

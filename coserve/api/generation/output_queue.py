@@ -1,4 +1,4 @@
-"""Engine messages of one request, queued until its handler reads them."""
+"""A request's queue of engine messages that its handler has not read yet."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from coserve.core.link import MAX_PROMPT_LOGPROBS, Admitted, RequestFailed, Toke
 from coserve.core.logprobs import PackedLogprobs
 
 MAX_MERGED = MAX_PROMPT_LOGPROBS
-"""Most tokens and prompt positions in one merged message: what becomes text in one turn of the event loop."""
+"""Most tokens and prompt positions in one merged message, which becomes text in one event-loop iteration."""
 
 UNMERGED = 16
-"""Waiting messages that are kept unmerged."""
+"""Queued messages that are kept unmerged."""
 
 EngineOutput = Admitted | Tokens | RequestFailed
 
 
 class OutputQueue:
-    """FIFO. Consecutive `Tokens` messages of one sequence are merged, so a slow reader pays less for each.
+    """FIFO queue. Consecutive `Tokens` messages of one sequence are merged, so a slow reader pays less for each.
 
-    A reader that stops is disconnected after the write deadline (`EventStream`), and at most the whole response waits.
-    After `UNMERGED` messages, new ones are merged on arrival: about ten bytes per token instead of hundreds.
+    A reader that stops is disconnected after the write deadline (`EventStream`), so at most the whole response is
+    queued. Beyond `UNMERGED` messages, new ones are merged on arrival: about ten bytes per token instead of hundreds.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class OutputQueue:
         self._arrived = asyncio.Event()
 
     def __len__(self) -> int:
-        """Messages that wait."""
+        """Number of queued messages."""
         return len(self._messages)
 
     def put(self, message: EngineOutput) -> None:
@@ -42,7 +42,7 @@ class OutputQueue:
         self._arrived.set()
 
     async def get(self) -> EngineOutput:
-        """The next message, merged with the following ones of its sequence up to `MAX_MERGED` entries.
+        """Return the next message, merged with the following ones of its sequence up to `MAX_MERGED` entries.
 
         Yields to the event loop between two messages.
         """
@@ -71,7 +71,7 @@ def _size(message: Tokens) -> int:
 
 
 def _join(last: Tokens, message: Tokens) -> bool:
-    """Whether they may be one message."""
+    """Return whether the two may become one message."""
     return last.id == message.id and last.finished is None and _size(last) + _size(message) <= MAX_MERGED
 
 

@@ -1,4 +1,4 @@
-"""The prompts of one call reach the engine together."""
+"""Groups the prompts of one call, so that they reach the engine together."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from coserve.core.link import Generate
 
 
 class PromptGroup:
-    """`requests`: one for each prompt of a call. The engine gets all their sequences at once. Only the last sequence
-    may be refused for coming late, or give way in a full queue, and only while all of them wait; then all are refused.
-    So no answer that has begun is lost."""
+    """The prompts of one call. `requests`: number of prompts, one request each.
+
+    The engine gets all their sequences at once. Only the last sequence can be shed, for its deadline or for room in a
+    full queue, and only while all sequences wait; then all are shed. So no answer that has begun is lost.
+    """
 
     def __init__(self, requests: int = 1) -> None:
         self._missing = requests
@@ -23,8 +25,8 @@ class PromptGroup:
         self._sent = asyncio.Event()
 
     def join(self, state: RequestState, messages: Sequence[Generate]) -> bool:
-        """`messages`: one for each of the request's sequences. Returns whether all are here, so that the caller sends
-        them."""
+        """Add a request. `messages`: one for each of its sequences. Returns whether the group is complete; then the
+        caller sends it."""
         state.together = self._states
         self._states.append(state)
         self._messages += [(state, message) for message in messages]
@@ -32,7 +34,7 @@ class PromptGroup:
         return self._missing == 0
 
     async def wait(self) -> None:
-        """Until all are sent. A cancelled wait means that the client left: then nothing is sent."""
+        """Wait until the group is sent. A cancelled wait means that the client left; then nothing is sent."""
         try:
             await self._sent.wait()
         except asyncio.CancelledError:
@@ -40,11 +42,11 @@ class PromptGroup:
             raise
 
     def sent(self) -> None:
-        """All were sent."""
+        """Mark the group as sent."""
         self._sent.set()
 
     def messages(self) -> Iterator[tuple[RequestState, Generate]]:
-        """All of them, in the order in which they are to be sent."""
+        """Yield the messages of all requests in sending order; only the last can be shed."""
         *others, (state, last) = self._messages
         for one, message in others:
             slo = msgspec.structs.replace(message.slo, shed=False, shed_e2e=False)

@@ -1,4 +1,4 @@
-"""Generation requests become engine input: prompt token ids and sampling parameters."""
+"""Converts generation requests to engine input: prompt token ids and sampling parameters."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from coserve.core.schemas import GenerateRequest
 from coserve.core.types import BaseSpec, SamplingParams
 
 LONGEST_TOKEN = 256
-"""Characters. A text longer than this times the context is refused before it is tokenised."""
+"""Characters of the longest token. A text longer than this times the context is refused before it is tokenised."""
 
 
 def check_generate(request: GenerateRequest, spec: BaseSpec) -> None:
-    """Checks that the types cannot express. Raises `InvalidRequest`, `EmptyPrompt`."""
+    """Check what the types cannot express. Raises `InvalidRequest`, `EmptyPrompt`."""
     if (request.prompt is None) == (request.messages is None):
         got = "none" if request.prompt is None else "both"
         raise InvalidRequest(f"expected one of prompt and messages, got {got}", field="prompt")
@@ -45,7 +45,8 @@ def check_generate(request: GenerateRequest, spec: BaseSpec) -> None:
 
 
 async def encode_prompt(request: GenerateRequest, spec: BaseSpec, texts: AsyncTokenizer) -> tuple[int, ...]:
-    """Token ids. Raises `EmptyPrompt`, `PromptTooLong`, and `InvalidRequest` from the chat template."""
+    """Return token ids of the prompt. Raises `EmptyPrompt`, `PromptTooLong`, and `InvalidRequest` from the chat
+    template."""
     try:
         return await _encode(request, spec, texts)
     except PromptTooLong as error:
@@ -80,7 +81,7 @@ async def _encode(request: GenerateRequest, spec: BaseSpec, texts: AsyncTokenize
 
 
 def check_characters(length: int, context: int, field: str) -> None:
-    """Raises `PromptTooLong` for a text that cannot fit, before it is tokenised."""
+    """Raise `PromptTooLong` for a text that cannot fit, before it is tokenised."""
     limit = context * LONGEST_TOKEN
     if length > limit:
         raise PromptTooLong(f"expected at most {limit} characters, got {length}", field=field, context=context)
@@ -89,8 +90,8 @@ def check_characters(length: int, context: int, field: str) -> None:
 def sampling_params(
     request: GenerateRequest, index: int, seed: int, max_new_tokens: int, stop_token_ids: Iterable[int]
 ) -> SamplingParams:
-    """The sampling parameters of choice `index`. `max_new_tokens`: how many fit after the prompt; `stop_token_ids`: as
-    by `stop_tokens`."""
+    """Return the sampling parameters of choice `index`. `max_new_tokens`: how many tokens fit after the prompt;
+    `stop_token_ids`: as from `stop_tokens`."""
     return SamplingParams(
         max_tokens=max_new_tokens if request.max_tokens is None else request.max_tokens,
         min_tokens=request.min_tokens,

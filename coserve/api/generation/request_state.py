@@ -24,18 +24,18 @@ class RequestState:
     seed: int
     arrived: float
     decoders: dict[str, ChoiceDecoder]
-    """By sequence id, in the order of the choices."""
+    """Decoders by sequence id, in the order of the choices."""
     show_prompt_ids: bool
-    """The next chunk of choice 0 has the prompt's token ids."""
+    """Whether the next chunk of choice 0 has the prompt's token ids."""
     outputs: OutputQueue = field(default_factory=OutputQueue)
     together: Sequence[RequestState] = ()
-    """The requests of the same call, this one included, which end when one is refused."""
+    """All requests of the same call, this one included. If one is refused, all end."""
     refused: bool = False
-    """The engine had no place for a sequence of these, or none in time."""
+    """Whether the engine refused a sequence of these requests: its queue was full, or the deadline could not be met."""
     admitted: float | None = None
     first_token: dict[str, float] = field(default_factory=dict)
     last_token: dict[str, float] = field(default_factory=dict)
-    """When each sequence produced its first token, and its last one so far."""
+    """Time of each sequence's latest token."""
 
     def timing(self, now: float) -> Timing:
         queue = None if self.admitted is None else self.admitted - self.arrived
@@ -47,7 +47,7 @@ class RequestState:
         return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
 
     def chunk(self, sequence: str, delta: ChoiceDelta, now: float, *, last: bool) -> GenerateChunk:
-        """The chunk that sends `delta`; the last chunk of the whole response has usage and timing."""
+        """Return the chunk that sends `delta`; the last chunk of the whole response has usage and timing."""
         index = list(self.decoders).index(sequence)
         with_prompt_ids = self.show_prompt_ids and index == 0
         self.show_prompt_ids = self.show_prompt_ids and not with_prompt_ids
@@ -76,7 +76,7 @@ def new_state(
     tokenizer: Tokenizer,
     arrived: float,
 ) -> RequestState:
-    """The state of a request before its first token. A seed is drawn unless the request has one."""
+    """Return the state of a request before its first token. A seed is drawn unless the request has one."""
     id = f"gen-{secrets.token_hex(8)}"
     seed = secrets.randbits(31) if request.seed is None else request.seed
     prepended = None

@@ -1,4 +1,4 @@
-"""Stop strings in generated text."""
+"""Finds stop strings in generated text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ class StopStrings:
     """Finds the stop string that ends first in a growing text. No part of a stop string is released before that.
 
     Text that may still become a stop string is held back, so the result does not depend on how the text is split into
-    pushes. A character costs the same whatever the text and the strings (Knuth, Morris and Pratt 1977).
+    pushes. The cost per character depends neither on the text so far nor on the strings' lengths (Knuth, Morris and
+    Pratt 1977).
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -17,7 +18,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text to release, and the stop string once one is complete; push nothing after that."""
+        """Return the text to release, and the stop string once one is complete; push nothing after that."""
         if not self._stops:
             return text, None
         held = len(self._held)
@@ -33,7 +34,7 @@ class StopStrings:
         return whole[:free], None
 
     def flush(self) -> str:
-        """At the end of the text: the text held back."""
+        """Return the text held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 

@@ -1,5 +1,5 @@
-"""The tokens that end a request beside EOS: its own, stop texts that are one token, and the end of a turn of its
-chat."""
+"""Tokens other than EOS that end a request: its own stop ids, stop texts that are one token, and the chat template's
+end of turn."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def stop_texts(request: GenerateRequest) -> list[str]:
 
 
 def stop_tokens(request: GenerateRequest, tokenizer: Tokenizer) -> dict[int, str | int | None]:
-    """Their ids, each with the `stop_reason` that it gives: its id, the stop text that it is, or None for the end of a
-    turn, as for EOS."""
+    """Return their ids, each with its `stop_reason`: the id itself, the stop text, or None for the end of a turn, as
+    for EOS."""
     end = tokenizer.end_of_turn_id
     turns: dict[int, str | int | None] = {}
     if request.messages is not None and end is not None and not request.ignore_eos:
@@ -23,7 +23,7 @@ def stop_tokens(request: GenerateRequest, tokenizer: Tokenizer) -> dict[int, str
 
 
 def turn_notes(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """A note about a chat template whose answers end otherwise than with EOS; none where there is no template."""
+    """Return a note about a chat template whose turns end otherwise than with EOS; empty if there is no template."""
     end = tokenizer.end_of_turn_id
     if tokenizer.chat_template is None or end in tokenizer.eos_token_ids:
         return ()

@@ -1,4 +1,4 @@
-"""A request's latency targets: its own, else those of its class. Pure."""
+"""A request's latency targets: its own, otherwise those of its class. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from coserve.core.types import Slo
 
 
 def targets_of(request: GenerateRequest, config: Config, *, device: str, sheds: bool = True) -> Slo:
-    """`device`: that of the base. `sheds`: the request may be refused because it would be late."""
+    """Return the latency targets. `device`: the base's. `sheds`: whether the request may be shed for its deadline."""
     batch = request.slo_class == "batch"
     ttft, tpot = (config.slo_batch_ttft, config.slo_batch_tpot) if batch else config.targets(device=device)
     sheds = sheds and not config.policy_class.in_batches

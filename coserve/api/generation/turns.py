@@ -1,4 +1,4 @@
-"""How much work runs in one turn of the event loop, however many tasks are ready."""
+"""Bounds the work per event-loop iteration, however many tasks are ready."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections import deque
 
 
 class Turns:
-    """Shares turns of the running event loop. `limit`: units of work that begin in one, in the order of asking."""
+    """Distributes the iterations of the running event loop. `limit`: units of work that begin in one iteration, first
+    come, first served."""
 
     def __init__(self, limit: int) -> None:
         assert limit > 0, f"expected a limit above 0, got {limit}"
@@ -16,7 +17,7 @@ class Turns:
         self._renewing = False
 
     async def acquire(self, units: int) -> None:
-        """Wait for a turn with enough units left; work larger than a whole turn gets a turn for itself."""
+        """Wait for an iteration with units left. The last work that begins in one may exceed its limit."""
         if self._left > 0 and not self._waiting:
             self._spend(units)
             return
@@ -31,10 +32,10 @@ class Turns:
             asyncio.get_running_loop().call_soon(self._renew)
 
     def _renew(self) -> None:
-        """Begin the next turn; waiting tasks are served first."""
+        """Begin the next iteration; waiting tasks are served first."""
         self._left, self._renewing = self._limit, False
         while self._waiting and self._left > 0:
             future, units = self._waiting.popleft()
-            if not future.done():  # else its task was cancelled
+            if not future.done():  # otherwise its task was cancelled
                 future.set_result(None)
                 self._spend(units)

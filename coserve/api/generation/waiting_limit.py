@@ -1,4 +1,4 @@
-"""How many sequences may wait for their first token, in the API process and the engine together."""
+"""Limits the sequences that wait for their first token, in the API process and the engine together."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from coserve.core.errors import InvalidRequest, QueueFull
 
 
 class WaitingLimit:
-    """At most `limit` sequences wait. If `fair`, one adapter cannot keep others out: each adapter may have its share
-    (the limit divided by the number of waiting adapters) beyond the limit, and requests of other classes as many as
-    requests of the class batch wait; the engine's queue then displaces another request."""
+    """Lets at most `limit` sequences wait. If `fair`, two kinds of requests may exceed the limit, and the engine's
+    queue then displaces another request for each. An adapter may have up to its fair number waiting: the limit divided
+    by the number of waiting adapters. Requests of other classes may replace as many as wait of the class batch."""
 
     def __init__(self, limit: int, *, fair: bool) -> None:
         self._limit, self._fair = limit, fair
@@ -18,8 +18,8 @@ class WaitingLimit:
         self._batch = 0
 
     def acquire(self, adapter: str | None, count: int, *, batch: bool = False) -> None:
-        """Raises `QueueFull`, and `InvalidRequest` for more than there are ever places for. `adapter`: its id; None:
-        the base. `batch`: of that class."""
+        """Count `count` more waiting sequences. Raises `QueueFull`, and `InvalidRequest` for more than `limit` at once.
+        `adapter`: its id; None: the base. `batch`: whether the request's class is batch."""
         if count > self._limit:
             raise InvalidRequest(f"expected at most {self._limit}, the daemon's max_queue, got {count}", field="n")
         total, own = self._counts.total(), self._counts[adapter]

@@ -1,7 +1,7 @@
-"""Reads request bodies with limits on size, on time, and on the memory that all of them hold.
+"""Reads request bodies, with limits on size, time, and the memory that all bodies hold.
 
 aiohttp waits for the next byte without a limit. Here each 64 KiB must arrive within `read_timeout` seconds, so that
-neither a silent client nor a byte a minute holds a connection.
+neither a silent client nor one that sends a byte a minute holds a connection.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from coserve.data.offload.protocol import name_of
 MAX_JSON_BYTES = 16 << 20
 """Largest JSON body; a larger corpus goes as a file."""
 SMALL_BODY = 64 << 10
-"""Bytes of JSON that are decoded on the event loop."""
+"""Largest JSON body in bytes that is decoded on the event loop."""
 TOTAL_BYTES = 256 << 20
-"""Most memory that all bodies hold together."""
+"""Most bytes of memory that all bodies hold together."""
 CHUNK = 64 << 10
 """Bytes that must arrive within `read_timeout`."""
 
@@ -58,13 +58,13 @@ class BodyReader:
     def __init__(
         self, helpers: HelperPool, context: Callable[[], int | None], *, max_body_bytes: int, read_timeout: float
     ) -> None:
-        """`context`: of the base, in tokens; None while no engine has started."""
+        """`context`: returns the base's context length in tokens; None while no engine has started."""
         self._helpers, self._context = helpers, context
         self._max_body, self._timeout = max_body_bytes, read_timeout
         self._held = 0
 
     async def read(self, request: web.Request, decoder: type[T] | Callable[[bytes], T], *, dialect: bool = False) -> T:
-        """The result of `decoder`, a type or a module-level function, on a JSON body.
+        """Return what `decoder`, a type or a module-level function, makes of a JSON body.
 
         `dialect`: for clients of other servers, unknown fields with empty values are accepted. Raises `BodyTooLarge`,
         `RequestTimeout`, and what the decoder raises: for a type `MalformedJson`, `InvalidRequest`, `UnknownField`.
@@ -74,7 +74,7 @@ class BodyReader:
 
     @asynccontextmanager
     async def body(self, request: web.Request) -> AsyncIterator[bytearray]:
-        """The bytes of a JSON body, which count towards `TOTAL_BYTES` until the block ends. Raises `BodyTooLarge`,
+        """Read the bytes of a JSON body, which count towards `TOTAL_BYTES` until the block ends. Raises `BodyTooLarge`,
         `RequestTimeout`."""
         limit = min(self._max_body, MAX_JSON_BYTES)
         check_head(request, limit)
@@ -91,7 +91,8 @@ class BodyReader:
     async def decode(
         self, body: bytearray | bytes, decoder: type[T] | Callable[[bytes], T], *, dialect: bool = False
     ) -> T:
-        """Decode a small body here, a large one in a helper process: decoding holds the GIL from start to end."""
+        """Decode a small body here, a large one in a helper process, because decoding holds the GIL from start to
+        end."""
         if len(body) <= SMALL_BODY:
             return decoded(bytes(body), decoder, dialect=dialect)
         options = DecodeBodyArguments(name_of(decoder), dialect, self._context())
@@ -99,7 +100,7 @@ class BodyReader:
 
     @asynccontextmanager
     async def corpus(self, request: web.Request, staging: Path) -> AsyncIterator[tuple[FinetuneRequest, Path | None]]:
-        """A `FinetuneRequest` from JSON. Rows of a large body are in a JSONL file, which is deleted when the block
+        """Read a `FinetuneRequest` from JSON. Rows of a large body go to a JSONL file, which is deleted when the block
         ends."""
         file: Path | None = None
         try:
@@ -127,13 +128,13 @@ class BodyReader:
             raise QueueFull("too many request bodies at once")
 
     async def _next_chunk(self, request: web.Request, limit: int) -> bytes:
-        """The next 64 KiB of the body, or its rest; empty at its end."""
+        """Return the next 64 KiB of the body, or its rest; empty at its end."""
         chunk = bytearray()
         with body_errors():
             async with asyncio.timeout(self._timeout):
                 while len(chunk) < CHUNK and (some := await request.content.read(CHUNK - len(chunk))):
                     chunk += some
-                    await asyncio.sleep(0)  # data that has arrived is read without waiting
+                    await asyncio.sleep(0)  # yield: data that has arrived is read without waiting
         check_size(request, limit)
         return bytes(chunk)
 
@@ -147,7 +148,7 @@ def check_head(request: web.Request, limit: int) -> None:
 
 
 def check_size(request: web.Request, limit: int) -> None:
-    """The size of a chunked body is known only as it arrives."""
+    """Refuse a chunked body that is too large: its size is known only as it arrives."""
     if request.content.total_bytes > limit:
         raise BodyTooLarge(f"expected a body of at most {limit} bytes")
 

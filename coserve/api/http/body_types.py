@@ -1,4 +1,4 @@
-"""Empty and default values in JSON bodies of other servers' clients: unknown fields that have them are dropped."""
+"""Drops unknown fields with empty or default values from JSON bodies, since clients of other servers send them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ DEPTH = 8
 
 
 def is_empty(value: object, depth: int = DEPTH) -> bool:
-    """Whether a value is null, `""`, `[]`, `{}`, or an object with only such values."""
+    """Return whether a value is null, `""`, `[]`, `{}`, or an object with only such values."""
     if isinstance(value, dict):
         return depth > 0 and all(is_empty(entry, depth - 1) for entry in value.values())
     return value is None or value == "" or value == []
 
 
 def refuse_unless_neutral(name: str, value: object, defaults: tuple[object, ...], *, within: str = "") -> None:
-    """Raises `InvalidRequest` for a field that asks for a missing feature. `within`: the path before its name."""
+    """Raise `InvalidRequest` for a field that asks for a missing feature. `within`: the path before its name."""
     if not is_empty(value) and value not in defaults:
         left = "expected it left out" + "".join(f" or {choice!r}" for choice in defaults[:1])
         raise InvalidRequest(f"{name} is not supported: {left}", field=within + name)
@@ -38,12 +38,13 @@ def drop_empty(value: object, type: type) -> None:
 
 @dataclass(frozen=True)
 class _Levels:
-    """The structs within a type. `fields`: those of a struct here; `items`: the entries of a list of structs here."""
+    """The structs nested in a type. `fields`: by field of a struct, the levels below it; `items`: the levels below each
+    entry of a list."""
 
     fields: dict[str, _Levels | None] | None
     items: _Levels | None
     most: int | None
-    """Most entries of that list."""
+    """Most entries that the list may have."""
 
 
 @cache

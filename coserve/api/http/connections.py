@@ -1,4 +1,4 @@
-"""Limits connections: idle ones are closed for new ones, and some file descriptors are always kept free."""
+"""Limits connections: closes idle ones for new ones, and keeps some file descriptors free."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ OUT_OF_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBU
 
 
 class Connections:
-    """Tracks all connections. At most `limit` serve requests; `clock` returns seconds."""
+    """Tracks all connections. At most `limit` of them are served; `clock` returns seconds."""
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock = limit, clock
         self._accepted: set[web.RequestHandler] = set()
-        """Accepted in this turn of the event loop; they have no transport yet."""
+        """Accepted in this event-loop iteration; they have no transport yet."""
         self._idle: dict[web.RequestHandler, float] = {}
-        """When each became idle; longest first."""
+        """Idle connections and since when, longest first."""
         self._begun: set[web.RequestHandler] = set()
-        """Idle ones that a part of a request has come from."""
+        """Idle connections that have received part of a request."""
         self._busy: set[web.RequestHandler] = set()
         self._over_limit: set[web.RequestHandler] = set()
-        """Beyond the limit: closed after their response, even if more of a body would come."""
+        """Connections beyond the limit: closed after their response, even if more of a body is to come."""
         self._refused = ThrottledLog(log, "connections refused: all are busy; see --max-connections", clock)
 
     def accept(self, make: Callable[[], web.RequestHandler]) -> asyncio.BaseProtocol:
-        """The protocol of a new connection: that of `make`, or one that refuses it."""
+        """Return the protocol of a new connection: that of `make`, or one that refuses it."""
         self._idle = {handler: since for handler, since in self._idle.items() if handler.transport is not None}
         self._busy = {handler for handler in self._busy if handler.transport is not None}
         count = len(self._accepted) + len(self._idle) + len(self._busy)
@@ -57,7 +57,7 @@ class Connections:
         handler = make()
         self._accepted.add(handler)
         loop = asyncio.get_running_loop()
-        loop.call_soon(loop.call_soon, self._made, handler)  # behind `connection_made`, which is called soon too
+        loop.call_soon(loop.call_soon, self._made, handler)  # after `connection_made`, also a call_soon
         return handler
 
     def _made(self, handler: web.RequestHandler) -> None:
@@ -66,12 +66,12 @@ class Connections:
             self._idle[handler] = self._clock()
 
     def _close_idle(self) -> bool:
-        """Close the connection that was idle longest; False if none may be closed."""
+        """Close the connection that has been idle longest; False if none may be closed."""
         for handler, since in self._idle.items():
             if self._clock() - since < GRACE:
                 return False
             transport = cast("asyncio.Transport", handler.transport)
-            # otherwise its response is still being sent, or its next request has come
+            # otherwise a response is still being sent, or a request has come
             if transport.get_write_buffer_size() == 0 and not _unread(transport):
                 del self._idle[handler]
                 handler.force_close()
@@ -79,7 +79,7 @@ class Connections:
         return False
 
     def middleware(self) -> Middleware:
-        """Marks connections as busy until `response_sent`. Raises `TooManyConnections` beyond the limit."""
+        """Mark connections as busy until `response_sent`. Raises `TooManyConnections` beyond the limit."""
 
         @web.middleware
         async def connections(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -98,19 +98,20 @@ class Connections:
         return connections
 
     def received(self, connection: web.RequestHandler) -> None:
-        """Bytes have come: for the first ones of a request a connection is idle anew, so that its request may become
-        whole."""
+        """Note received bytes. The first bytes of a request restart the connection's idle time, so that the request can
+        arrive whole."""
         if connection in self._idle and connection not in self._begun:
             self._begun.add(connection)
             del self._idle[connection]
             self._idle[connection] = self._clock()
 
     def closes(self, connection: web.RequestHandler) -> bool:
-        """Whether it is closed after its response."""
+        """Return whether the connection is closed after its response."""
         return connection in self._over_limit
 
     def response_sent(self, connection: web.RequestHandler) -> None:
-        """The response was sent, usually after the middleware returned: the connection is idle if it is still open."""
+        """Note that the response was sent, usually after the middleware returned: the connection is idle if it is still
+        open."""
         self._busy.discard(connection)
         self._begun.discard(connection)
         self._idle.pop(connection, None)
@@ -127,7 +128,7 @@ class Connections:
 
 
 def _unread(transport: asyncio.Transport) -> bool:
-    """Whether bytes wait in the socket."""
+    """Return whether bytes wait in the socket."""
     sock = transport.get_extra_info("socket")
     if sock is None or sock.fileno() < 0:
         return False
@@ -145,7 +146,7 @@ class CappedRunner(web.AppRunner):
 
     @property
     def server(self) -> web.Server | None:
-        """The factory of protocols for a site's connections."""
+        """Protocol factory for a site's connections."""
         server = super().server
         if server is None:
             return None
@@ -167,8 +168,8 @@ class _RejectProtocol(asyncio.Protocol):
 
 
 def quiet_accept(clock: Callable[[], float] = time.monotonic) -> Callable[[asyncio.AbstractEventLoop, Any], None]:
-    """An exception handler for the event loop: asyncio reports each connection that it cannot accept for want of
-    descriptors."""
+    """Return an exception handler for the event loop that limits the log lines for connections that cannot be accepted
+    for lack of descriptors."""
     throttled = ThrottledLog(
         log, "connections cannot be accepted: the machine is out of file descriptors or memory", clock
     )

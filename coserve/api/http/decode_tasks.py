@@ -1,4 +1,4 @@
-"""Helper tasks that decode large JSON bodies. Their results are small, or checked already."""
+"""Helper tasks that decode large JSON bodies. Their results are small, or already checked."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ T = TypeVar("T")
 MAX_VALUES = 1 << 18
 """Most numbers, texts and containers in one decoded request: receiving more would block the API process."""
 MAX_CHARACTERS = 1 << 21
-"""Most characters of text in one decoded request, after long prompts were tokenised."""
+"""Most characters of text in one decoded request, once long prompts are tokenised."""
 
 
 class DecodeBodyArguments(msgspec.Struct, frozen=True):
-    """Arguments of `decode_body`. `decoder` names a struct, or a function from bytes to a struct. `context`: of the
-    base, in tokens."""
+    """Arguments of `decode_body`. `decoder` names a struct, or a function from bytes to a struct. `context`: the base's
+    context length in tokens."""
 
     decoder: str
     dialect: bool
@@ -36,14 +36,14 @@ class DecodeBodyArguments(msgspec.Struct, frozen=True):
 
 
 def decoded(body: bytes, decoder: type[T] | Callable[[bytes], T], *, dialect: bool) -> T:
-    """The body decoded as a struct's type, or by a function."""
+    """Return the body decoded by `decoder`, a struct type or a function."""
     if not isinstance(decoder, type):
         return decoder(body)
     return decode_dialect(body, decoder) if dialect else decode_json(body, decoder)
 
 
 def decode_body(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Helper task: the name of the value's type, a line break, and the value as MessagePack."""
+    """Helper task: return the name of the value's type, a line break, and the value as MessagePack."""
     options = msgspec.msgpack.decode(arguments, type=DecodeBodyArguments)
     value = decoded(body, find(options.decoder), dialect=options.dialect)
     if isinstance(value, CoserveError):  # a decoder may return an error
@@ -65,9 +65,9 @@ def unpack(result: bytes) -> object:
 
 
 def with_token_ids(value: msgspec.Struct, tokenizer: Tokenizer, context: int) -> msgspec.Struct:
-    """The request with long prompts as token ids. Raises `PromptTooLong` for a prompt that fills the context.
+    """Return the request with long prompts as token ids. Raises `PromptTooLong` for a prompt that fills the context.
 
-    A prompt that is echoed stays a text: it could look different when its ids are made into a text again.
+    A prompt that is echoed stays a text, because detokenising its ids could give a different text.
     """
     prompt = getattr(value, "prompt", None)
     if isinstance(prompt, str):
@@ -76,7 +76,7 @@ def with_token_ids(value: msgspec.Struct, tokenizer: Tokenizer, context: int) ->
         found = _tokenized_if_long(prompt, tokenizer, context)
     elif isinstance(prompt, list) and all(isinstance(entry, str) for entry in prompt):
         found = [_tokenized_if_long(entry, tokenizer, context) for entry in prompt]
-        if any(isinstance(entry, str) for entry in found):  # all of them, or none
+        if any(isinstance(entry, str) for entry in found):  # all entries are texts, or none
             found = [tokenizer.encode(entry) if isinstance(entry, str) else entry for entry in found]
             found = prompt if not all(found) else found
     elif isinstance(prompt, list):
@@ -99,7 +99,7 @@ def _tokenized_if_long(prompt: str | list[int], tokenizer: Tokenizer, context: i
 
 
 def _check_size(value: msgspec.Struct) -> None:
-    """Raises `InvalidRequest` for more values, or longer texts, than the API process can receive without blocking."""
+    """Raise `InvalidRequest` for more values, or longer texts, than the API process can receive without blocking."""
     values, characters = 0, 0
     left: list[object] = [msgspec.to_builtins(value)]
     while left:
@@ -119,13 +119,14 @@ def _check_size(value: msgspec.Struct) -> None:
 
 
 class DecodeCorpusArguments(msgspec.Struct, frozen=True):
-    """Arguments of `decode_corpus`. `file`: where the rows go."""
+    """Arguments of `decode_corpus`. `file`: path for the rows."""
 
     file: str
 
 
 def decode_corpus(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Helper task: a `FinetuneRequest` as MessagePack. Its `data` go to a JSONL file, unless it has a `path` too."""
+    """Helper task: return a `FinetuneRequest` as MessagePack. Its `data` go to a JSONL file, unless it also has a
+    `path`."""
     options = msgspec.msgpack.decode(arguments, type=DecodeCorpusArguments)
     request = decode_json(body, FinetuneRequest)
     if request.data is None:

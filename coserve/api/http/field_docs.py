@@ -1,4 +1,4 @@
-"""What stands below the fields of structs, as descriptions of their JSON schemas."""
+"""Descriptions in JSON schemas, taken from the attribute docstrings of struct fields."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import msgspec
 
 
 def describe_fields(components: dict[str, Any], types: Iterable[type[msgspec.Struct]]) -> None:
-    """Add a `description` to each property in `components` whose field has a text below it. `types` have all components
-    within them."""
+    """Add a `description` to each property in `components` whose field has an attribute docstring. `types` include all
+    components."""
     for struct in structs_within(types):
         properties = components.get(struct.__name__, {}).get("properties", {})
         for name, text in field_docs(struct).items():
@@ -22,7 +22,7 @@ def describe_fields(components: dict[str, Any], types: Iterable[type[msgspec.Str
 
 
 def field_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """By the name in JSON of a field: the text below it, of the field's own class or of the one that it comes from."""
+    """Return attribute docstrings by the field's name in JSON; an inherited field has its base class's docstring."""
     encoded = dict(zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True))
     found: dict[str, str] = {}
     for owner in reversed(struct.__mro__):
@@ -41,7 +41,7 @@ def _texts_below(owner: type) -> Iterator[tuple[str, str]]:
 
 
 def structs_within(types: Iterable[type[msgspec.Struct]]) -> set[type[msgspec.Struct]]:
-    """These, and the structs that their fields hold."""
+    """Return these structs, and the structs that their fields hold."""
     found: set[type[msgspec.Struct]] = set()
     left: list[msgspec.inspect.Type] = list(msgspec.inspect.multi_type_info(types))
     while left:

@@ -12,7 +12,8 @@ from coserve.core.garbage import IDLE, GarbageCollection
 
 
 class IdleCollection:
-    """A full collection blocks the event loop: it runs once no request was in progress for `IDLE` seconds."""
+    """Runs a full garbage collection, which blocks the event loop, once no request was in progress for `IDLE`
+    seconds."""
 
     def __init__(self, garbage: GarbageCollection) -> None:
         self._garbage = garbage

@@ -1,4 +1,4 @@
-"""JSON of a large response in blocks: one call of the encoder holds the GIL, and so the event loop, to its end."""
+"""Encodes large JSON responses in blocks, because one encoder call holds the GIL, and so the event loop, to its end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class JsonBlocks:
-    """A list in JSON that is too large for one `Raw`: its entries without brackets, in blocks of whole ones."""
+    """A JSON list that is too large for one `Raw`: its entries without brackets, in blocks of whole entries."""
 
     def __init__(self, blocks: list[bytes]) -> None:
         self.blocks = blocks
@@ -49,13 +49,13 @@ _encoder = msgspec.json.Encoder(enc_hook=_encode_blocks)
 
 
 class JsonListBuilder(Generic[T]):
-    """A list that is encoded as it grows."""
+    """Builds a JSON list, encoding entries as they are added."""
 
     def __init__(self) -> None:
         self._blocks: list[bytes] = []
         self._parts: list[bytes] = []
         self._open = 0
-        """Bytes of `_parts`."""
+        """Number of bytes in `_parts`."""
 
     def add(self, entries: Sequence[T], /) -> None:
         if entries:
@@ -71,7 +71,7 @@ class JsonListBuilder(Generic[T]):
 
     @staticmethod
     def joined(some: Iterable[JsonListBuilder[T]]) -> list[T]:
-        """As `as_list`, of several builders in order."""
+        """Return the lists of several builders as one, in order: see `as_list`."""
         whole = JsonListBuilder[T]()
         for each in some:
             each._close()
@@ -79,7 +79,7 @@ class JsonListBuilder(Generic[T]):
         return whole.as_list()
 
     def as_list(self) -> list[T]:
-        """The list, as JSON; only for a response that is encoded and not read."""
+        """Return the list as JSON; only for a response that is encoded and not read."""
         self._close()
         blocks = JsonBlocks(self._blocks)
         small = blocks.bytes < VALUES_AT_ONCE * CHARACTERS
@@ -87,7 +87,7 @@ class JsonListBuilder(Generic[T]):
 
 
 def count_values(value: object) -> int:
-    """Roughly how many values `value` holds."""
+    """Return roughly how many values `value` holds."""
     if isinstance(value, msgspec.Raw):
         return 1 + memoryview(value).nbytes // CHARACTERS
     if isinstance(value, JsonBlocks):
@@ -109,7 +109,7 @@ def count_values(value: object) -> int:
 
 
 def encode_in_chunks(value: object) -> Iterator[bytes]:
-    """The bytes of `msgspec.json.encode(value)`, in chunks of about `VALUES_AT_ONCE` values."""
+    """Yield the bytes of `msgspec.json.encode(value)`, in chunks of about `VALUES_AT_ONCE` values."""
     large = count_values(value) > VALUES_AT_ONCE
     if large and isinstance(value, msgspec.Struct) and not value.__struct_config__.omit_defaults:
         start = b"{"
@@ -138,7 +138,8 @@ def encode_in_chunks(value: object) -> Iterator[bytes]:
 
 
 def _groups(values: Sequence[object]) -> Iterator[Sequence[object]]:
-    """Groups of consecutive entries with about `VALUES_AT_ONCE` values in all; a larger entry is a group by itself."""
+    """Yield groups of consecutive entries with about `VALUES_AT_ONCE` values in all; a larger entry is its own
+    group."""
     if isinstance(values[0], int | float):
         yield from (values[first : first + VALUES_AT_ONCE] for first in range(0, len(values), VALUES_AT_ONCE))
         return
@@ -153,7 +154,7 @@ def _groups(values: Sequence[object]) -> Iterator[Sequence[object]]:
 
 
 class LargeJsonResponse(web.Response):
-    """Encodes its body when it is sent, and yields to the event loop between chunks."""
+    """Response that encodes its body when it is sent, and yields to the event loop between chunks."""
 
     def __init__(self, value: object, status: int) -> None:
         super().__init__(status=status, content_type=JSON)
@@ -170,7 +171,7 @@ class LargeJsonResponse(web.Response):
 
 
 async def _sent(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
-    """`parts` in blocks; others have a turn of the event loop between two."""
+    """Yield `parts` in blocks, yielding to the event loop between them."""
     waiting: list[bytes] = []
     size = 0
     for part in parts:

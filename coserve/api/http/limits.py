@@ -1,5 +1,5 @@
-"""How many connections the process's limit of file descriptors leaves room for, and how long streams have at a stop.
-Imports no HTTP library: the daemon asks before anything else."""
+"""Number of connections that the process's file-descriptor limit leaves room for, and time limits at shutdown. Imports
+no HTTP library, because the daemon calls it before anything else."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from coserve.core.processes import allow_more_files
 log = logging.getLogger(__name__)
 
 STREAMS_TIMEOUT: Final = 5.0
-"""Seconds that responses may still take once the daemon stops."""
+"""Seconds that responses may still take after the daemon begins to stop."""
 RESERVE: Final = 16
-"""Connections beyond the limit that are accepted for /health and /health/ready alone."""
+"""Connections beyond the limit that are accepted only for /health and /health/ready."""
 WAITING_CONNECTIONS: Final = 1024
-"""Connections that the system keeps until they are accepted: a client whose connection finds no room tries again after
+"""Listen backlog: connections that the system queues until they are accepted. A client that finds it full retries after
 a second."""
 OWN_DESCRIPTORS: Final = 96
-"""File descriptors for all else: the registry, files of adapters and uploads, the engine's socket."""
+"""File descriptors for everything else: the registry, files of adapters and uploads, the engine's socket."""
 
 
 def connection_limit(wanted: int) -> int:
-    """Raise the process's limit of file descriptors to its hard limit; returns how many of `wanted` connections fit."""
+    """Raise the process's file-descriptor limit to its hard limit; return how many of `wanted` connections fit."""
     files = allow_more_files()
     if files == resource.RLIM_INFINITY:
         return wanted

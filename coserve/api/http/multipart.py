@@ -12,11 +12,11 @@ MAX_LINES = 256
 """Most lines between the data of two parts: boundaries, a part's headers (128 at most), and a preamble."""
 
 MAX_LINE = 8190
-"""Bytes of a line outside of a part's data, as aiohttp has it for headers."""
+"""Most bytes of a line outside of a part's data: aiohttp's limit for headers."""
 
 
 class _PacedStream:
-    """A body's stream that yields to the event loop at every read and bounds the lines between parts."""
+    """A body's stream that yields to the event loop at every read, and bounds the lines between parts."""
 
     def __init__(self, content: StreamReader) -> None:
         self._content = content
@@ -43,5 +43,6 @@ class _PacedStream:
 
 
 def multipart_reader(request: web.Request) -> MultipartReader:
-    """As `request.multipart()`. Reading from it raises ValueError for a body with too many lines between its parts."""
+    """Return aiohttp's multipart reader for the body. Reading from it raises ValueError for too many lines between
+    parts."""
     return MultipartReader(request.headers, cast(StreamReader, _PacedStream(request.content)))

@@ -1,4 +1,4 @@
-"""`/openapi.json`, OpenAPI 3.1, generated from the table of routes and the structs."""
+"""Generates `/openapi.json`, OpenAPI 3.1, from the table of routes and the structs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _RETRY_AFTER = {"Retry-After": {"description": "Seconds.", "schema": {"type": "i
 
 
 def describe_api(routes: Sequence[Route]) -> dict[str, Any]:
-    """The document."""
+    """Return the document."""
     used = {struct for route in routes for schema in _schemas_of(route) for struct in _structs_of(schema)}
     types = sorted(used, key=lambda struct: struct.__name__)
     _, components = msgspec.json.schema_components(types, ref_template=_REF)
@@ -60,7 +60,7 @@ def describe_api(routes: Sequence[Route]) -> dict[str, Any]:
 
 
 def _portable(node: Any) -> Any:  # noqa: ANN401 - any JSON
-    """Patterns in the dialect of JSON Schema, which knows neither `\\A` nor `\\Z`."""
+    """Replace `\\A` and `\\Z` in patterns, which JSON Schema's regular expressions do not have."""
     if isinstance(node, dict):
         return {
             key: value.replace("\\A", "^").replace("\\Z", "$")

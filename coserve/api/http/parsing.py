@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def decode_json(content: bytes, type: type[T]) -> T:
-    """`content` as `type`: no unknown field, no field twice, no NaN, no infinity, no number in a text.
+    """Decode `content` as `type`: no unknown field, no duplicate field, no NaN, no infinity, no number in a text.
 
     Raises `MalformedJson`, `UnknownField`, `InvalidRequest`; the last two name the field.
     """
@@ -31,12 +31,12 @@ def decode_json(content: bytes, type: type[T]) -> T:
 
 
 def decode_last(content: bytes, type: type[T]) -> T:
-    """As `decode_json`, but of a field that comes twice the last value counts."""
+    """Decode like `decode_json`, but the last value of a duplicate field counts."""
     return _decoded(content, lambda: msgspec.json.decode(content, type=type), type)
 
 
 def decode_dialect(content: bytes, type: type[T]) -> T:
-    """As `decode_last`, for clients of other servers: an unknown field with an empty value is ignored.
+    """Decode like `decode_last`, for clients of other servers: an unknown field with an empty value is ignored.
 
     Such clients send back fields that they received, and write `null`, `[]`, `{}` or `""` for what they leave out.
     """
@@ -56,7 +56,7 @@ def decode_dialect(content: bytes, type: type[T]) -> T:
 
 
 def _decoded(content: bytes, decode: Callable[[], T], type: type[Any]) -> T:
-    """The result of `decode`; msgspec's errors become ours. `content`: the bytes that it decodes."""
+    """Return the result of `decode`, with msgspec's errors as ours. `content`: the bytes that it decodes."""
     try:
         return decode()
     except msgspec.ValidationError as error:
@@ -68,16 +68,16 @@ def _decoded(content: bytes, decode: Callable[[], T], type: type[Any]) -> T:
 
 
 def _refuse_repeated(content: bytes) -> None:
-    """Raises `InvalidRequest` for an object with a field twice. msgspec cannot tell, so `content`, which it has
-    decoded, is read again."""
+    """Raise `InvalidRequest` for an object with a duplicate field. msgspec cannot detect it, so this parses `content`
+    again."""
     try:
-        json.loads(content.decode(), object_pairs_hook=_once, parse_int=bool, parse_float=bool)  # numbers do not matter
+        json.loads(content.decode(), object_pairs_hook=_once, parse_int=bool, parse_float=bool)  # values do not matter
     except RecursionError:
         raise MalformedJson("the body is nested too deeply") from None
 
 
 def _once(pairs: list[tuple[str, object]]) -> None:
-    """One object. Its fields' values are not needed."""
+    """Check one object for duplicate fields; its values are not needed."""
     if len({name for name, _ in pairs}) == len(pairs):
         return
     seen = set[str]()
@@ -88,7 +88,7 @@ def _once(pairs: list[tuple[str, object]]) -> None:
 
 
 def _untyped(content: bytes) -> object:
-    """The value of `content`; None if it is not JSON: the typed decoder stops at its first error."""
+    """Return the untyped value of `content`, None if it is not JSON: the typed decoder stopped at its first error."""
     try:
         return msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -103,14 +103,14 @@ def _why(error: msgspec.DecodeError | UnicodeDecodeError) -> str:
 
 
 def ref_from_path(text: str) -> tuple[str, int | None]:
-    """Name and version from the `{id}` of a path. Raises `NotFound` for a text that cannot be a name."""
+    """Return name and version from the `{id}` of a path. Raises `NotFound` for a text that cannot be a name."""
     if not is_adapter_ref(text):
         raise NotFound(f"expected {NAME_RULE} (or name@version)", field="id")
     return split_ref(text)
 
 
 def page(query: Mapping[str, str]) -> tuple[str | None, int]:
-    """`after` and `limit` of a list."""
+    """Return `after` and `limit` of a list request."""
     for name in query:
         if name not in ("after", "limit"):
             raise UnknownField(f"unknown parameter {name[:80]!r}", field=name[:200])
@@ -121,7 +121,8 @@ def page(query: Mapping[str, str]) -> tuple[str | None, int]:
 
 
 def local_path(text: str, root: Path | None) -> Path:
-    """A path under `data_root`, with links resolved. Raises `ForbiddenPath` for any other, whether it exists or not."""
+    """Return a path under `data_root`, with links resolved. Raises `ForbiddenPath` for any other, whether it exists or
+    not."""
     if root is None:
         raise ForbiddenPath("local paths are off: the daemon runs without data_root", field="path")
     if "\0" in text:
@@ -135,6 +136,6 @@ def local_path(text: str, root: Path | None) -> Path:
                 return path
     except FileNotFoundError:
         raise InvalidRequest("expected a path that exists under data_root", field="path") from None
-    except (OSError, RuntimeError, ValueError):  # a name that is too long, a loop of links, a folder that is closed
+    except (OSError, RuntimeError, ValueError):  # name too long, loop of links, or folder without permission
         raise InvalidRequest("expected a path that can be read", field="path") from None
     raise ForbiddenPath("expected a path under data_root", field="path")

@@ -27,12 +27,12 @@ def json_response(body: msgspec.Struct | Sequence[msgspec.Struct], *, status: in
 
 
 def encoded_json(content: bytes) -> web.Response:
-    """A response of JSON that is encoded already. Large content is sent in chunks."""
+    """Return a response of encoded JSON. Large content is sent in chunks."""
     return web.Response(body=content if len(content) <= CHUNK else io.BytesIO(content), content_type=JSON)
 
 
 def error_info(error: CoserveError) -> ErrorInfo:
-    """The parts of an error that a client may see. Our own faults show none: their text could name paths or
+    """Return what a client may see of an error. Internal faults show nothing: their text could name paths or
     addresses."""
     if error.status == 500 and not isinstance(error, CapacityError):
         return ErrorInfo(code=InternalError.code, message="internal error")
@@ -42,8 +42,8 @@ def error_info(error: CoserveError) -> ErrorInfo:
 
 @dataclass(frozen=True)
 class ErrorFormat:
-    """The format of a dialect's error bodies: their type, and the function that makes one. `bad_request`: the status of
-    errors that have 400 elsewhere."""
+    """A dialect's error bodies: their type, and the function that makes one. `bad_request`: the status that replaces
+    400."""
 
     body: type[msgspec.Struct]
     make: Callable[[CoserveError], msgspec.Struct]
@@ -54,7 +54,7 @@ NATIVE_ERRORS = ErrorFormat(ErrorBody, lambda error: ErrorBody(error=error_info(
 
 
 def error_response(error: CoserveError, error_format: ErrorFormat = NATIVE_ERRORS) -> web.Response:
-    """The response for an error, with `Retry-After` where waiting helps."""
+    """Return the response for an error, with `Retry-After` where waiting helps."""
     status = error_format.bad_request if error.status == 400 else error.status
     response = json_response(error_format.make(error), status=status)
     if isinstance(error, QueueFull):

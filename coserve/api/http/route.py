@@ -1,4 +1,4 @@
-"""A route. The router, the gate and `/openapi.json` are made from the table of routes."""
+"""The route type. The router, the gate and `/openapi.json` are generated from the table of routes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ BODY_ERRORS = (408, 413, 415)
 BUSY = 429
 UNAVAILABLE = 503
 ALWAYS = (400, 401, 403, 500, UNAVAILABLE)
-"""Errors that every route may respond with: 503 comes when all connections are busy, too."""
+"""Errors that every route may respond with; 503 also when all connections are busy."""
 
 Schema = type[msgspec.Struct] | tuple[type[msgspec.Struct], ...]
-"""One type, or one of several."""
+"""One body type, or several alternatives."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """One method of one path. `errors`: statuses besides `ALWAYS`."""
+    """One method of one path. `errors`: possible statuses in addition to `ALWAYS`."""
 
     method: str
     path: str
@@ -30,34 +30,34 @@ class Route:
     summary: str
     body: Schema | None = None
     upload: bool = False
-    """The body may be multipart/form-data too, with files."""
+    """Whether the body may also be multipart/form-data, with files."""
     response: Schema | None = None
     listed: bool = False
-    """The response is a list of these."""
+    """Whether the response is a list of the response type."""
     status: int = 200
     events: Schema | None = None
-    """Type of the server-sent events' data."""
+    """Type of the server-sent events' data, if the route sends any."""
     media: str | None = None
     """Content type of a response that is not JSON."""
     query: tuple[str, ...] = ()
     headers: tuple[str, ...] = ()
-    """Headers that the request may have."""
+    """Request headers that the route reads."""
     errors: tuple[int, ...] = ()
     starting: Schema | None = None
-    """The body of a 503, besides an error's."""
+    """Body of a 503 other than an error."""
     error_formats: tuple[ErrorFormat, ...] = (NATIVE_ERRORS,)
-    """Formats of its error bodies; the gate uses the first."""
+    """Formats of the route's error bodies; the gate uses the first."""
     slashes: bool = False
-    """The last part of the path may contain slashes."""
+    """Whether the last part of the path may contain slashes."""
     public: bool = False
-    """Needs no API key. All other routes do."""
+    """Whether the route needs no API key."""
 
     @property
     def pattern(self) -> str:
-        """The path for the router."""
+        """Path pattern for the router."""
         return self.path.replace("{id}", "{id:.+}") if self.slashes else self.path
 
     @property
     def name(self) -> str:
-        """The name of the route in router, gate and metrics."""
+        """Name of the route in router, gate and metrics."""
         return self.handler.__name__

@@ -1,7 +1,7 @@
-"""The middleware before every handler: API key, host and origin, and one format for all errors.
+"""Middleware before every handler: checks API key, host and origin, and gives all errors one format.
 
-Authorisation looks at the route that matched, never at the path's text, and denies by default: a route is open only if
-the table says so, and unknown paths need the key too.
+Authorisation depends on the route that matched, never on the path's text, and denies by default: a route is open only
+if the table says so, and unknown paths also need the key.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 REQUEST_ID = web.RequestKey("request_id", str)
 BEGUN = web.RequestKey("begun", bool)
-"""The response's headers are sent: no other response is possible."""
+"""Set once the response's headers are sent: no other response is possible."""
 
 
 class Gate:
-    """Host, Origin, key and encoding of a request. `public`: names of the routes that need no key."""
+    """Checks a request's host, origin, API key and content encoding. `public`: names of the routes that need no key."""
 
     def __init__(self, config: Config, public: frozenset[str]) -> None:
         self._hosts = LOOPBACK | {host.lower() for host in config.allowed_hosts}
@@ -51,10 +51,10 @@ class Gate:
         self._public = public
 
     def check(self, request: web.Request) -> None:
-        """Raises `ForbiddenOrigin`, `Unauthorized`, `UnsupportedEncoding`."""
+        """Raise `ForbiddenOrigin`, `Unauthorized` or `UnsupportedEncoding` for a request that fails a check."""
         public = request.match_info.route.name in self._public
         host = _host(f"//{request.headers.get('Host', '')}")
-        # Probes call the daemon by its address, or by nothing. DNS rebinding, which this check prevents, needs a name.
+        # Probes use the daemon's address as host, or none. DNS rebinding, which this check prevents, needs a host name.
         probes = public and ("Host" not in request.headers or _is_address(host))
         if host not in self._hosts and not probes:
             raise ForbiddenOrigin(
@@ -87,7 +87,7 @@ def _is_wildcard(host: str) -> bool:
 
 
 def _host(url: str) -> str:
-    """The host of a URL; empty for a text that is not a URL."""
+    """Return the host of a URL; empty for a text that is not a URL."""
     try:
         parts = urlsplit(url)
         _ = parts.port  # raises for an invalid port
@@ -104,15 +104,15 @@ def guard(
     format_of: Callable[[web.Request], ErrorFormat],
     no_such_path: Callable[[str], NotFound],
 ) -> Middleware:
-    """The middleware. `count` gets the route and status of each response; `format_of` gives a request's error format,
-    `no_such_path` the error for a path without a route."""
+    """Return the middleware. `count` gets the route and status of each response; `format_of` gives a request's error
+    format, `no_such_path` the error for a path without a route."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[REQUEST_ID] = secrets.token_hex(8)
         error_format = format_of(request)
         try:
-            await request.writer.drain()  # unread responses to earlier requests of this connection
+            await request.writer.drain()  # earlier responses of this connection that are not read yet
             gate.check(request)
             response = await handler(request)
         except CoserveError as error:
@@ -123,7 +123,7 @@ def guard(
                 response.headers["Allow"] = error.headers["Allow"]
         except ConnectionError:
             raise  # the client is gone
-        except Exception:  # any other fault: the client gets a fixed body
+        except Exception:  # any other fault is ours: the client gets a fixed body
             log.exception("request %s failed", request[REQUEST_ID])
             if BEGUN in request:
                 raise ConnectionResetError("the response broke off") from None
@@ -137,7 +137,7 @@ def guard(
 
 
 def _respond(request: web.Request, error: CoserveError, error_format: ErrorFormat) -> web.StreamResponse:
-    if error.status >= 500 and not isinstance(error, TooManyConnections):  # which has a line for all of a flood
+    if error.status >= 500 and not isinstance(error, TooManyConnections):  # logged elsewhere, once for a flood
         log.warning("request %s: %s: %s", request[REQUEST_ID], error.code, error.message)
     response = error_response(error, error_format)
     if error.status == 401:
@@ -146,7 +146,7 @@ def _respond(request: web.Request, error: CoserveError, error_format: ErrorForma
 
 
 def _translate(error: web.HTTPException, no_such_path: Callable[[], NotFound]) -> CoserveError:
-    """aiohttp's own errors as ours."""
+    """Return our error for one of aiohttp's own."""
     match error.status:
         case 404:
             return no_such_path()
@@ -160,7 +160,7 @@ def _translate(error: web.HTTPException, no_such_path: Callable[[], NotFound]) -
 
 
 async def finish_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Signal handler that runs before the headers of any response are sent."""
+    """Signal handler, called before the headers of any response are sent."""
     request[BEGUN] = True
     response.headers["X-Request-Id"] = request.get(REQUEST_ID, "")
     response.headers["X-Content-Type-Options"] = "nosniff"

@@ -32,27 +32,27 @@ from coserve.core.errors import CoserveError, HeadersTooLarge, InternalError, In
 log = logging.getLogger(__name__)
 
 EXPECTS = web.RequestKey("expects", bool)
-"""The client waits for `100 Continue` before it sends the body."""
+"""Set if the client waits for `100 Continue` before it sends the body."""
 RUNNER_OPTIONS = ("handle_signals", "handler_cancellation", "shutdown_timeout")
-"""Options of the runner, not of its connections."""
+"""Options of the runner; all others are options of its connections."""
 READ_SIZE = 8 << 10
-"""Bytes that are received and parsed in one turn of the event loop: chunks of one byte cost some µs each."""
+"""Bytes received and parsed per event-loop iteration: parsing chunks of one byte costs some µs each."""
 DISCARDED_READS = 32
-"""Of `READ_SIZE` each, of a request that is answered with an error before it was parsed."""
+"""Reads of `READ_SIZE` bytes that are discarded from a request that got an error before it was parsed."""
 MIN_READ = 64 << 10
-"""Bytes that a client must read within the deadline, if so many wait for it."""
+"""Bytes that a client must read within the deadline, if that many are queued for it."""
 
 
 async def ask_for_body(request: web.Request) -> None:
-    """Tell a client that waits for it to send the body. Once; later calls do nothing."""
+    """Send `100 Continue` to a client that waits for it. Later calls do nothing."""
     if request.get(EXPECTS):
         request[EXPECTS] = False
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # it is not part of the response
+        request.writer.output_size = 0  # the interim response does not count
 
 
 class _PlainResponse(web.Response):
-    """A response outside of the application, where no signal removes the `Server` header."""
+    """A response sent outside of the application, where no signal handler removes the `Server` header."""
 
     async def _prepare_headers(self) -> None:
         await super()._prepare_headers()
@@ -60,7 +60,8 @@ class _PlainResponse(web.Response):
 
 
 class HttpConnection(RequestHandler):
-    """One connection. `write_timeout`: seconds in which the client must read all that waits, or 64 KiB of it."""
+    """One connection. `write_timeout`: seconds in which the client must read all that is queued for it, or 64 KiB of
+    it."""
 
     __slots__ = (
         "_connections",
@@ -89,7 +90,7 @@ class HttpConnection(RequestHandler):
         self._written_before = 0
 
     def writes_with(self, writer: AbstractStreamWriter) -> None:
-        """The next response goes through `writer`, which counts its bytes."""
+        """Set the writer of the next response, which counts its bytes."""
         self._written_before, self._writer = self._written(), writer
 
     def _written(self) -> int:
@@ -99,9 +100,9 @@ class HttpConnection(RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """aiohttp sends a response here, after the middlewares."""
+        """Send a response; aiohttp calls this after the middlewares."""
         if self._connections.closes(self):
-            resp.force_close()  # the client is to know: it would send its next request into a closed connection
+            resp.force_close()  # tell the client: it would send its next request into a closed connection
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
@@ -109,14 +110,14 @@ class HttpConnection(RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._transport = transport  # aiohttp forgets its own when it closes, though bytes may still wait in it
+        self._transport = transport  # aiohttp forgets its own at close, though bytes may still be queued
         if hasattr(
             transport, "max_size"
         ):  # asyncio's own socket transports: what one receives at once is parsed at once
             transport.max_size = READ_SIZE
-        transport.set_write_buffer_limits(high=0)  # "paused" then means that something waits for the reader
+        transport.set_write_buffer_limits(high=0)  # "paused" then means that bytes wait for the reader
         sock = transport.get_extra_info("socket")
-        if sock is not None and hasattr(socket, "TCP_USER_TIMEOUT"):  # for what is left when the connection is closed
+        if sock is not None and hasattr(socket, "TCP_USER_TIMEOUT"):  # for bytes queued when it is closed
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._write_timeout))
         super().connection_made(transport)
 
@@ -166,7 +167,7 @@ class HttpConnection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The response to bytes that are not HTTP; `message` could repeat them, so it is not shown."""
+        """Return the response to bytes that are not HTTP. `message` could repeat the bytes, so it is not shown."""
         if request.writer.output_size > 0:
             raise ConnectionError("the response has begun: another one cannot be sent")
         error: CoserveError = InvalidRequest("the request is not valid HTTP")
@@ -187,19 +188,19 @@ class HttpConnection(RequestHandler):
         return response
 
     def _discard_input(self) -> None:
-        """Read what waits in the socket, some hundred KiB at most: a socket that is closed with unread bytes resets the
-        connection, and the client loses the answer."""
+        """Discard up to some hundred KiB of received bytes: closing a socket with unread bytes resets the connection,
+        and the client would lose the response."""
         sock = None if self._transport is None else self._transport.get_extra_info("socket")
         if sock is None or sock.fileno() < 0:
             return
-        with suppress(OSError):  # nothing is there any more
+        with suppress(OSError):  # nothing left to read
             for _ in range(DISCARDED_READS):
                 if not os.read(sock.fileno(), READ_SIZE):
                     return
 
 
 class _HttpServer(web.Server):
-    """A server with the request handler of `wrapped`. `options`: arguments of `HttpConnection`."""
+    """aiohttp server that has the request handler of `wrapped`. `options`: arguments of `HttpConnection`."""
 
     def __init__(self, wrapped: web.Server, connections: Connections, options: dict[str, Any]) -> None:
         super().__init__(
@@ -220,7 +221,8 @@ class _HttpServer(web.Server):
         writer: AbstractStreamWriter,
         task: asyncio.Task[None],
     ) -> web.BaseRequest:
-        """aiohttp sends `100 Continue` before any middleware runs; a request without the header it leaves alone."""
+        """Return the request without its `Expect` header, because aiohttp sends `100 Continue` before any middleware
+        runs."""
         expects = message.headers.get("Expect")
         if expects is not None:
             headers = CIMultiDict(message.headers)

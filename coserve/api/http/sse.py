@@ -18,7 +18,7 @@ SMALL = 1 << 14
 """Bytes that an idle connection accepts without waiting."""
 RUN = 4
 RUN_BYTES = 1 << 12
-"""Events, and bytes of events, that are sent in one turn of the event loop, however fast their reader is."""
+"""Most events, and most bytes of events, sent per event-loop iteration, however fast their reader is."""
 
 
 class EventStream:
@@ -32,13 +32,13 @@ class EventStream:
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-store",
-                "X-Accel-Buffering": "no",  # nginx would hold events back
+                "X-Accel-Buffering": "no",  # stops nginx from buffering events
             },
         )
 
     @property
     def begun(self) -> bool:
-        """The status line is sent: errors can only be events now."""
+        """Whether the status line is sent; from then on, errors can only be events."""
         return self._response.prepared
 
     async def open(self) -> None:
@@ -64,7 +64,7 @@ class EventStream:
     ) -> bool:
         """Send `events` and close the generator; None is sent as a heartbeat.
 
-        An error before the first event is raised. A later one is sent as an event, whose data `failure` makes; then the
+        An error before the first event is raised. A later one is sent as an event, whose data `failure` makes, and the
         result is False.
         """
         async with aclosing(events):
@@ -90,7 +90,7 @@ class EventStream:
             await self.open()
         transport = self._request.transport
         if transport is not None and len(data) <= SMALL and not transport.get_write_buffer_size():
-            await self._response.write(data)  # cannot wait, so needs no timer: one a token costs more than its write
+            await self._response.write(data)  # cannot block: a timer a token would cost more than the write
             return
         try:
             async with asyncio.timeout(self._timeout):

@@ -1,4 +1,4 @@
-"""Reads multipart bodies: settings as JSON, and files that go to disk while they arrive."""
+"""Reads multipart bodies: settings as JSON, and files that are written to disk as they arrive."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ T = TypeVar("T")
 
 
 class UploadReader:
-    """Reads uploads for all handlers. `read_timeout`: seconds for each 64 KiB; `max_body_bytes`: of one upload."""
+    """Reads uploads for all handlers. `read_timeout`: seconds for each 64 KiB; `max_body_bytes`: limit of one
+    upload."""
 
     def __init__(self, bodies: BodyReader, *, max_body_bytes: int, read_timeout: float) -> None:
         self._bodies, self._max_body, self._timeout = bodies, max_body_bytes, read_timeout
@@ -37,7 +38,7 @@ class UploadReader:
     async def read(
         self, request: web.Request, type: type[T], staging: Path, names: tuple[str, ...] = ()
     ) -> AsyncIterator[tuple[T, Path]]:
-        """The part `settings` as `type`, and a folder with the files, which is deleted when the block ends.
+        """Yield the part `settings` as `type`, and a folder with the files, which is deleted when the block ends.
 
         `names`: the file names to expect; empty: one file, saved as `file`. At most `MAX_UPLOADS` run at once.
         """
@@ -115,7 +116,7 @@ def is_upload(request: web.Request) -> bool:
 
 
 def _file_name(part: BodyPartReader, names: tuple[str, ...], seen: set[str]) -> str:
-    """The name to save a file under: one of ours, never the client's."""
+    """Return the name to save a file under: one of ours, never the client's."""
     if not names:
         if seen:
             raise InvalidRequest("expected one file, got more", field="file")

@@ -1,4 +1,4 @@
-"""Jobs that wait for an earlier job of their adapter, and what they continue from once it has ended."""
+"""Jobs that wait for an earlier job of their adapter, and the version they continue from once it has ended."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from coserve.state.thread import RegistryThread
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a job that waits. `before`: the job whose end decides it; `source`: the version that was read;
-    `ends`: the job ends."""
+    """Decision about a waiting job. `before`: the job whose end decides; `source`: the version to continue from;
+    `ends`: whether the waiting job ends."""
 
     waiting: JobRecord
     before: JobRecord
@@ -35,12 +35,13 @@ class Decision:
 
     @property
     def decided_on(self) -> tuple[str | None, str, JobState]:
-        """What it holds for: the job that was waited for, the one that it depends on, and the state of that."""
+        """State that the decision is valid for: the awaited job, the job whose end decides, and the state of that
+        job."""
         return self.waiting.after, self.before.spec.id, self.before.state
 
 
 class JobChain:
-    """Ends the waits of jobs. Files are read by `decide`, without any lock; the caller of `apply` holds the lock of all
+    """Ends the waits of jobs. `decide` reads files without any lock; the caller of `apply` holds the lock of all
     changes."""
 
     def __init__(
@@ -55,7 +56,7 @@ class JobChain:
         self._recorder, self._inspection = recorder, inspection
 
     async def followers(self, ended: str) -> list[str]:
-        """The unfinished jobs that wait for job `ended`."""
+        """Return the unfinished jobs that wait for job `ended`."""
 
         def find(registry: Registry) -> list[str]:
             return [record.spec.id for record in registry.unfinished() if record.after == ended]
@@ -63,9 +64,9 @@ class JobChain:
         return await self._recorder.retries.run(f"jobs after {ended}", lambda: self._registry(find))
 
     async def decide(self, id: str) -> Decision | None:
-        """What becomes of a waiting job; None: nothing now. It continues from the version that the job before it
-        published, or from its adapter's current version if that one published none; if there is none either, it has
-        failed.
+        """Decide on a waiting job; None: it must wait on. It continues from the version that the job before it
+        published, or, if that published none, from its adapter's current version. If there is none either, the job
+        fails.
 
         Raises `StorageError` if an adapter cannot be read now, `EngineUnavailable` before the first engine.
         """
@@ -88,9 +89,9 @@ class JobChain:
             source = found.ref
             lora = await self._inspection.settings(self._folder.adapter(source), base)
             return Decision(record, before, _continuation(record, before, found, lora), source)
-        except HelperLost as error:  # tried again, as what cannot be read now
+        except HelperLost as error:  # retried, like files that cannot be read now
             raise StorageError(error.message) from error
-        except CapacityError:  # no fault of the job
+        except CapacityError:  # not the job's fault
             raise
         except CoserveError as error:
             text = f"the job was to continue from what job {before.spec.id} publishes, which is {before.state}: {error}"
@@ -99,16 +100,16 @@ class JobChain:
             return Decision(record, before, change, source, ends=True)
 
     async def apply(self, decision: Decision) -> JobRecord | None:
-        """The job, changed as was decided; None: what it was decided from has changed."""
+        """Change the job as decided; return None if the decision is outdated."""
 
         def change(registry: Registry) -> JobRecord:
             record, before = _waiting(registry, decision.waiting.spec.id)
             if record.after is None and not decision.ends:
-                return record  # it was changed so before
+                return record  # changed by an earlier call
             if before is None or (record.after, before.spec.id, before.state) != decision.decided_on:
                 raise _Outdated
             if decision.source is not None:
-                registry.adapter(decision.source.id, decision.source.version)  # it may have been deleted meanwhile
+                registry.adapter(decision.source.id, decision.source.version)  # raises if it was deleted meanwhile
             return decision.change(registry)
 
         try:
@@ -120,11 +121,11 @@ class JobChain:
 
 
 class _Outdated(Exception):
-    """What a decision was made from has changed."""
+    """The state that a decision was based on has changed."""
 
 
 def _waiting(registry: Registry, id: str) -> tuple[JobRecord, JobRecord | None]:
-    """A job, and the one whose end it waits for, if it waits."""
+    """Return a job, and the one whose end it waits for, if it waits."""
     record = registry.job(id)
     return record, None if record.after is None or record.state.terminal else registry.predecessor(record)
 
@@ -132,7 +133,7 @@ def _waiting(registry: Registry, id: str) -> tuple[JobRecord, JobRecord | None]:
 def _continuation(
     record: JobRecord, before: JobRecord, source: AdapterRecord, lora: LoraSettings
 ) -> Callable[[Registry], JobRecord]:
-    """The job waits no longer and continues from `source`."""
+    """Return the change that ends the job's wait, so that it continues from `source`."""
     spec = msgspec.structs.replace(record.spec, init_from=source.ref, init_digests=source.digests, lora=lora)
     text = f"continues from {source.ref}"
     if before.result is None:

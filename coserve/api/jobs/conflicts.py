@@ -1,5 +1,5 @@
-"""Jobs of one adapter at the same time: the later one waits for the earlier one, forks or is refused. Pure but for
-reads of the registry."""
+"""Policy for several jobs of one adapter: the later one waits for the earlier one, forks or is refused. Pure except for
+registry reads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from coserve.state.registry import Registry
 
 
 def serialised(request: FinetuneRequest) -> bool:
-    """Whether the job is to continue from whatever its adapter's earlier jobs publish. A `continue_from` with a version
-    says from where instead."""
+    """Return whether the job continues from whatever its adapter's earlier jobs publish; a `continue_from` with a
+    version names the source instead."""
     return (
         request.on_conflict == "wait"
         and request.continue_from is not None
@@ -21,12 +21,12 @@ def serialised(request: FinetuneRequest) -> bool:
 
 
 def last_job(registry: Registry, adapter: str) -> JobRecord | None:
-    """The last unfinished job that is to publish a version of `adapter`."""
+    """Return the last unfinished job that will publish a version of `adapter`."""
     return next((job for job in reversed(registry.unfinished()) if job.spec.adapter == adapter), None)
 
 
 def refuse_conflict(registry: Registry, request: FinetuneRequest) -> None:
-    """Raises `AdapterBusy` if the request refuses company and an unfinished job trains its adapter."""
+    """Raise `AdapterBusy` if an unfinished job trains the request's adapter and the request asks to be refused then."""
     if request.on_conflict == "refuse" and (earlier := last_job(registry, request.adapter)) is not None:
         raise AdapterBusy(
             f"job {earlier.spec.id} trains {request.adapter!r} already and is {earlier.state}; "
@@ -36,7 +36,7 @@ def refuse_conflict(registry: Registry, request: FinetuneRequest) -> None:
 
 
 def fork_notes(registry: Registry, adapter: str) -> tuple[str, ...]:
-    """A note for a job that begins beside an unfinished one of its adapter."""
+    """Return a note for a job that runs concurrently with an unfinished job of its adapter."""
     if (earlier := last_job(registry, adapter)) is None:
         return ()
     note = (
@@ -50,6 +50,6 @@ def fork_notes(registry: Registry, adapter: str) -> tuple[str, ...]:
 
 
 def waiting_text(job: JobRecord, *, paused: bool = False) -> str:
-    """`paused`: the job that it waits for is."""
+    """Return why a job waits for another one. `paused`: whether the job that it waits for is paused."""
     what = ", which is paused until it is resumed," if paused else ","
     return f"waits for job {job.after}{what} and continues from the version that it publishes"

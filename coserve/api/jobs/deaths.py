@@ -1,4 +1,4 @@
-"""Engines that died while a job ran."""
+"""Counts engines that died while a job ran."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from coserve.core.errors import EngineCrashed
 from coserve.core.schemas import ErrorInfo
 
 MAX_DEATHS = 3
-"""A job is paused after this many engines in a row died while it ran, if it got no further in between."""
+"""A job is paused after this many engines in a row died while it ran, if it made no progress in between."""
 ENGINE_CRASHED = ErrorInfo(
     code=EngineCrashed.code,
     message=f"the engine died {MAX_DEATHS} times while this job trained, and no step was new in between; "
     "resume it to try again",
 )
-"""Why the job is paused."""
+"""Error of a job that is paused for this reason."""
 
 
 @dataclass(frozen=True)
 class Deaths:
-    """`count` in a row, since the job first got to `step`, the furthest that it got to."""
+    """Number of engine deaths in a row, `count`, since the job first reached `step`, its furthest step."""
 
     count: int = 0
     step: int = -1
 
     def one_more(self, step: int) -> Deaths:
-        """The engine died again, and the job was at `step`."""
+        """Return the deaths after one more, with the job at `step`."""
         return Deaths(1, step) if step > self.step else Deaths(self.count + 1, self.step)

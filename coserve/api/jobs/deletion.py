@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 async def delete_job(id: str, registry: RegistryThread, folder: DataFolder, recorder: JobRecorder) -> DeletedJob:
-    """Forget a job and its events, then delete its files; durable when it returns. Its adapter stays.
+    """Delete a job's record and events, then its files; durable when it returns. Its adapter stays.
 
     Raises `JobNotFound`, `WrongJobState`, `StorageError`.
     """
@@ -24,7 +24,7 @@ async def delete_job(id: str, registry: RegistryThread, folder: DataFolder, reco
     recorder.watchers.notify(id)
     try:
         await asyncio.to_thread(remove_dir, folder.job(id))
-    except (OSError, StorageError) as error:  # it is deleted all the same
+    except (OSError, StorageError) as error:  # the job counts as deleted anyway
         log.warning("job %s: its files stay until the next start: %s", id, error)
     result = None if record.result is None else str(record.result)
     return DeletedJob(id=id, adapter=record.spec.adapter, result=result)

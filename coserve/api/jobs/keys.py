@@ -1,4 +1,4 @@
-"""Requests with one `Idempotency-Key` are handled one after the other."""
+"""Serialises requests with the same `Idempotency-Key`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from coserve.core.errors import QueueFull
 
 
 class IdempotencyKeys:
-    """A client repeats a request while its first one is still being handled. The second waits, and then finds the first
-    one's job; if the first one failed or its client has left, it is handled itself."""
+    """Locks by `Idempotency-Key`. If a client repeats a request while its first one is still handled, the second waits,
+    and then finds the first one's job. If the first one failed or its client has left, the second is handled itself."""
 
     def __init__(self, patience: float) -> None:
         """`patience`: seconds that a request waits for the one before it."""
         self._patience = patience
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Those that a request holds or waits for."""
+        """Locks that a request holds or waits for."""
 
     @asynccontextmanager
     async def alone(self, key: str | None) -> AsyncIterator[None]:
-        """While no other request with this key is handled; at once without a key. Raises `QueueFull` after
-        `patience`."""
+        """Hold the key's lock inside the block; no lock without a key. Raises `QueueFull` after `patience` seconds."""
         if key is None:
             yield
             return

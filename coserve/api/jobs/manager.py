@@ -47,11 +47,11 @@ from coserve.state.thread import RegistryThread
 log = logging.getLogger(__name__)
 
 KEY_PATIENCE = 60.0
-"""Seconds that a repeated request waits for the first one; many clients give up then."""
+"""Seconds that a repeated request waits for the first one. Many clients give up after as long."""
 
 
 class JobManager:
-    """All jobs. `answer_timeout`: seconds that a pause or a cancellation waits for the engine."""
+    """Manages all jobs. `answer_timeout`: seconds that a pause or a cancellation waits for the engine."""
 
     def __init__(
         self,
@@ -77,12 +77,12 @@ class JobManager:
         self._closed = False
         self.views = JobViews(registry, recorder)
         self._started: set[str] = set()
-        """Jobs sent to the current engine."""
+        """Ids of jobs sent to the current engine."""
         self._deaths: dict[str, Deaths] = {}
         self._wanted: dict[str, JobState] = {}
-        """Requested states that the engine has not reported yet; the next engine gets them too."""
+        """States that users requested and the engine has not reported yet; the next engine gets them too."""
         self._changes = asyncio.Lock()
-        """Held while the registry and what was sent to the engine must agree."""
+        """Held while the registry and the engine's jobs are changed together."""
         self._commits, self._keys = Commits(), IdempotencyKeys(KEY_PATIENCE)
         self._stopping = stopping
 
@@ -104,30 +104,30 @@ class JobManager:
             died = {record.spec.id: self._died(record) for record in unfinished if record.spec.id not in trained}
             records = await retries.run(what, lambda: self._registry.with_reserve(partial(self._requeue, died)))
             left = {record.spec.id for record in records}
-            # Last: an engine that dies meanwhile cancels this, and never ran them.
+            # Last, because an engine that dies meanwhile cancels this without having run the jobs.
             self._deaths = {id: deaths for id, deaths in died.items() if id in left and deaths.count < MAX_DEATHS}
             open_link()
             self._wanted = {id: wanted for id, wanted in self._wanted.items() if id in left}
             self._started.clear()
             for record in records:
                 if record.after is not None:
-                    self._begin(self._follow(record.spec.id))  # its predecessor may have ended when there was no engine
+                    self._begin(self._follow(record.spec.id))  # its predecessor may have ended while no engine ran
                 else:
                     await self._start_if_possible(record)
         self._recorder.watchers.notify_all()
 
     def _died(self, record: JobRecord) -> Deaths:
-        """The deaths that count for a job, now that one more engine is gone."""
+        """Return the job's engine deaths, now that one more engine has died."""
         deaths = self._deaths.get(record.spec.id, Deaths())
         return deaths.one_more(record.step) if record.state is JobState.RUNNING else deaths
 
     def _requeue(self, died: Mapping[str, Deaths], registry: Registry) -> list[JobRecord]:
-        """The jobs for a new engine."""
+        """Return the jobs that the new engine gets, in their new states."""
         kept = []
         for record in registry.unfinished():
             id = record.spec.id
             if id not in died:
-                continue  # it has trained
+                continue  # it is trained already and waits to be published
             wanted = self._wanted.get(id)
             if wanted is not None and record.state.can_become(wanted):
                 record = registry.set_state(id, wanted)
@@ -146,16 +146,16 @@ class JobManager:
         return kept
 
     def _start(self, record: JobRecord) -> None:
-        """Send a job to the engine; without an engine, the next one gets it."""
+        """Send a job to the engine, if there is one; otherwise the next engine gets it."""
         if record.after is not None or record.state.terminal:
-            return  # it waits for another job, or failed when that one ended
+            return  # it waits for another job, or failed when that job ended
         spec, paused = record.spec, record.state is JobState.PAUSED
         with suppress(EngineUnavailable):
             self._engine.send(StartJob(spec=spec, paused=paused))
             self._started.add(spec.id)
 
     async def _start_if_possible(self, record: JobRecord) -> JobRecord:
-        """Start an accepted job, or let it wait for a daemon that can train it: its record says what it needs."""
+        """Start an accepted job, or let it wait for a daemon that can train it; its record then says what it needs."""
         need = await self._unmet_need(record)
         if need is None:
             self._start(record)
@@ -170,7 +170,7 @@ class JobManager:
             return record
 
     async def _unmet_need(self, record: JobRecord) -> str | None:
-        """What a job needs that this daemon does not have; None: nothing, or it is not known yet."""
+        """Return what a job needs that this daemon lacks; None: nothing, or not known yet."""
         if self._engine.ready is None or record.after is not None or record.state.terminal:
             return None
         base = self._engine.spec
@@ -179,7 +179,7 @@ class JobManager:
         return await asyncio.to_thread(unmet_need, record.spec, base, ranks=self._config.tp)
 
     async def close(self) -> None:
-        """Wait for changes in progress. Jobs that wait for others go on waiting."""
+        """Wait for changes in progress. Jobs that wait for others stay waiting."""
         self._closed = True
         for task in self._releases:
             task.cancel()
@@ -189,7 +189,8 @@ class JobManager:
     # ---- jobs that wait for others
 
     def _ended(self, id: str) -> None:
-        """A job's end was committed: the jobs after it go on, unless the daemon stops; its next start finds them."""
+        """After a job's end is committed, start the jobs that waited for it. While the daemon stops, its next start
+        does this."""
         self._begin(self._release(id))
 
     def _begin(self, work: Coroutine[None, None, None]) -> None:
@@ -205,8 +206,8 @@ class JobManager:
             self._begin(self._follow(id))
 
     async def _follow(self, id: str) -> None:
-        """Start a job that waits, if the one before it has ended. What cannot be read now is tried again."""
-        with suppress(EngineUnavailable):  # the first engine does it
+        """Start a waiting job if the one before it has ended. Reads that fail are retried."""
+        with suppress(EngineUnavailable):  # the first engine's start does it
             await self._recorder.retries.run(f"job {id}", lambda: self._try_to_follow(id))
 
     async def _try_to_follow(self, id: str) -> None:
@@ -215,18 +216,18 @@ class JobManager:
                 break
 
     async def _apply(self, decision: Decision) -> bool:
-        """False: it must be decided again."""
+        """Apply a decision; return False if a new one is needed."""
         async with self._changes:
             record = await self._chain.apply(decision)
             if record is None:
                 return False
             if record.spec.id not in self._started:
                 await self._start_if_possible(record)
-            self._recorder.watchers.notify(record.spec.id)  # it may have ended instead
+            self._recorder.watchers.notify(record.spec.id)  # the job may have ended instead
             return True
 
     async def list(self, after: str | None, limit: int) -> JobList:
-        """As `JobViews.list`, with the corpora that are being tokenised."""
+        """Return `JobViews.list`, plus the corpora that are being tokenised."""
         page = await self.views.list(after, limit)
         return page if after is not None else msgspec.structs.replace(page, preparing=self._submission.preparing)
 
@@ -235,8 +236,8 @@ class JobManager:
     async def submit(
         self, request: FinetuneRequest, upload: Path | None, key: str | None, show: Show = lambda _: None
     ) -> Job:
-        """Accept a job: when this returns, it is durable. The same request with the same `key` returns the first job
-        again, and waits for the request that makes it. `show` is told how far a large corpus is.
+        """Accept a job; it is durable when this returns. The same request with the same `key` returns the first job
+        again, after waiting for the request that creates it. `show` is told the progress of a large corpus.
 
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `ForbiddenPath`, `QueueFull`,
         `StorageFull`, `JobTooLarge`, `AdapterTooLarge`, `IdempotencyMismatch` (another request had the key),
@@ -255,7 +256,7 @@ class JobManager:
                         request, upload, spec, self._engine.pool, self._engine.memory, show
                     )
                 record = msgspec.structs.replace(record, request_digests=digests)
-                # The job exists even if the client leaves now.
+                # From here on the job is created even if the client leaves.
                 made = await self._commits.run(self._accept(request, record, corpus, key))
             else:
                 check_same_request(made, digests)
@@ -272,7 +273,7 @@ class JobManager:
     async def _accept(
         self, request: FinetuneRequest, record: JobRecord, corpus: PendingCorpus, key: str | None
     ) -> JobRecord:
-        """Corpus on disk, then the row, then the engine."""
+        """Write the corpus to disk, then the job's row, then tell the engine."""
         id, adapter = record.spec.id, record.spec.adapter
 
         def create(registry: Registry) -> JobRecord:
@@ -283,7 +284,7 @@ class JobManager:
             after: str | None = record.after
             notes = record.notes
             if serialised(request):
-                earlier = last_job(registry, adapter)  # it may have come, or ended, meanwhile
+                earlier = last_job(registry, adapter)  # another job may have come, or this one ended, meanwhile
                 if earlier is not None and earlier.base_fingerprint == record.base_fingerprint:
                     after = earlier.spec.id
             if after is None:
@@ -291,7 +292,7 @@ class JobManager:
             else:
                 job = msgspec.structs.replace(job, init_from=None, init_digests=None)
             for source in job.sources:
-                registry.adapter(source.id, source.version)  # it may have been deleted meanwhile
+                registry.adapter(source.id, source.version)  # raises if it was deleted meanwhile
             new = msgspec.structs.replace(record, spec=job, notes=notes, after=after)
             made = registry.create_job(new, idempotency_key=key)
             if made.spec.id == id and corpus.rows_cut:
@@ -308,7 +309,7 @@ class JobManager:
         except BaseException:
             await asyncio.to_thread(remove_dir, self._folder.job(id))
             raise
-        if made.spec.id != id:  # the key was used before
+        if made.spec.id != id:  # the key already had a job
             await asyncio.to_thread(remove_dir, self._folder.job(id))
         elif made.after is not None:
             self._begin(self._follow(id))  # the job before it may have ended meanwhile
@@ -318,15 +319,15 @@ class JobManager:
     # ---- pause, resume, cancel
 
     async def pause(self, id: str) -> Job:
-        """Raises `JobNotFound`, `WrongJobState`."""
+        """Pause a job. Raises `JobNotFound`, `WrongJobState`."""
         return await self._transition(id, JobState.PAUSED, PauseJob(id=id))
 
     async def cancel(self, id: str) -> Job:
-        """Raises `JobNotFound`, `WrongJobState`."""
+        """Cancel a job. Raises `JobNotFound`, `WrongJobState`."""
         return await self._transition(id, JobState.CANCELLED, CancelJob(id=id))
 
     async def delete(self, id: str) -> DeletedJob:
-        """Raises `JobNotFound`, `WrongJobState` for a job that has not ended."""
+        """Delete a job. Raises `JobNotFound`, `WrongJobState` for a job that has not ended."""
         return await self._commits.run(delete_job(id, self._registry, self._folder, self._recorder))
 
     async def resume(self, id: str) -> Job:
@@ -365,7 +366,7 @@ class JobManager:
             except TimeoutError:
                 log.warning("job %s: still %s, though it was to be %s", id, record.state, wanted)
         if (record.state is wanted or record.state.terminal) and self._wanted.get(id) is wanted:
-            del self._wanted[id]  # a later request for another state stays
+            del self._wanted[id]  # unless a later request asked for another state
         if record.state.terminal and record.state is not wanted:
             raise WrongJobState(f"the job is {record.state}: it cannot become {wanted}", field="id")
         return await self.views.show(record)
@@ -382,7 +383,7 @@ class JobManager:
             return await self._change(id, wanted)
 
     async def _change_without_engine(self, id: str, wanted: JobState) -> JobRecord:
-        """The engine died before it answered: change the registry, after all messages of that engine."""
+        """Change the job's state in the registry after all messages of an engine that died before it answered."""
         async with self._changes:
             await self._recorder.settled()
             record = await self._registry(lambda registry: registry.job(id))

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def replacement_notes(job: JobSpec, current: int | None) -> tuple[str, ...]:
-    """A note for a job whose adapter has versions already and that does not continue from one of them."""
+    """Return a note for a job whose adapter already has versions and that continues from none of them."""
     if current is None or (job.init_from is not None and job.init_from.id == job.adapter):
         return ()
     name, version = job.adapter, job.version
@@ -30,7 +30,8 @@ def replacement_notes(job: JobSpec, current: int | None) -> tuple[str, ...]:
 
 
 def row_notes(corpus: Corpus, rows_cut: int, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Notes about rows that begin with two BOS tokens, and about rows, more than were cut, that teach no end."""
+    """Return notes about rows that begin with two BOS tokens, and about rows that teach no end, if more than were
+    cut."""
     notes: tuple[str, ...] = ()
     bos, turn = tokenizer.bos_token_id, tokenizer.end_of_turn_id
     twice = 0 if bos is None else count_beginning(corpus, bos, bos)

@@ -1,8 +1,7 @@
-"""Tokenises a corpus's file in helper processes, piece by piece.
+"""Tokenises a corpus file in helper processes, piece by piece.
 
-The result is that of one process: pieces are joined in their order, and the first error in the file's order is the one
-that is raised. Calls of several corpora alternate in the pool's line, so that a small one waits for a few pieces of a
-large one, not for its end.
+The result is as from one process: pieces are joined in their order, and the first error in the file's order is raised.
+Corpora alternate in the pool's queue, so a small one waits for a few pieces of a large one, not for all of it.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ from coserve.data.offload.pool import HelperPool
 
 T = TypeVar("T")
 Show = Callable[[Preparing], None]
-"""Called whenever more of a corpus is tokenised."""
+"""Callback whenever more of a corpus is tokenised."""
 Report = Callable[[int, float], None]
-"""Called with the rows that are tokenised, and the share of the corpus that they are."""
+"""Callback with the number of tokenised rows, and the fraction of the corpus that they are."""
 
 
 @dataclass(frozen=True)
 class Tokenization:
-    """How rows become tokens: as `tokenize_rows`."""
+    """Settings of tokenisation, as arguments of `tokenize_rows`."""
 
     max_length: int
     train_on: TrainOn | None = None
@@ -58,8 +57,8 @@ class Tokenization:
 
 
 class CorpusPreparation:
-    """`folder`: where unfinished corpora are. `workers`: processes of the pool; a corpus has one piece more than that
-    in its line."""
+    """Tokenises corpora with a pool of helpers. `folder`: for unfinished corpora. `workers`: processes of the pool; a
+    corpus has one piece more than that queued or running."""
 
     def __init__(self, helpers: HelperPool, folder: Path, workers: int, limits: CorpusLimits = LIMITS) -> None:
         self._helpers, self._folder, self._window, self._limits = helpers, folder, workers + 1, limits
@@ -71,9 +70,9 @@ class CorpusPreparation:
         report: Report = lambda *_: None,
         columns: Columns | None = None,
     ) -> StagedCorpus:
-        """Columns that are not used are added to `columns`. Raises `CorpusError` leaves, with the line in `source`,
-        `InvalidRequest`, `HelperLost`, `StorageError`. Nothing stays on the disk then, nor if the caller is
-        cancelled."""
+        """Tokenise `source`; unused columns are added to `columns`. Raises `CorpusError` leaves, with the line in
+        `source`, `InvalidRequest`, `HelperLost`, `StorageError`. On an error or cancellation, no file stays on the
+        disk."""
         columns = Columns() if columns is None else columns
         folder = self._folder / f"corpus-{secrets.token_hex(8)}"  # partial files have a unique name
         try:
@@ -127,8 +126,8 @@ class CorpusPreparation:
 async def submission_events(
     submit: Callable[[Show], Coroutine[None, None, Job]], heartbeat: float
 ) -> AsyncGenerator[SubmissionEvent | None, None]:
-    """What `submit` shows, the latest at a time, then its job; None after every `heartbeat` seconds without news.
-    Raises what it raises. It is cancelled if the generator is closed."""
+    """Yield the progress that `submit` shows (only the latest), then its job; None after every `heartbeat` seconds
+    without news. Raises what `submit` raises. Closing the generator cancels `submit`."""
     latest: list[Preparing] = []
     news = asyncio.Event()
 
@@ -156,8 +155,8 @@ async def submission_events(
 
 
 async def _in_order(calls: Iterable[Coroutine[None, None, T]], window: int) -> AsyncGenerator[T, None]:
-    """The results of `calls` in their order; at most `window` of them run at the same time. Once it raises, or is
-    closed, none runs."""
+    """Yield the results of `calls` in their order; at most `window` of them run at the same time. Once this raises or
+    is closed, none runs."""
     running: deque[asyncio.Task[T]] = deque()
     try:
         for call in calls:

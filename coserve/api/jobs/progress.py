@@ -31,13 +31,14 @@ class JobSample:
 
 Progress = JobProgress | JobCheckpoint | JobNote | JobSample
 Write = Callable[[Callable[[Registry], object]], Awaitable[object]]
-"""`RegistryThread` itself, or its `with_reserve`."""
+"""Type of `RegistryThread` itself, and of its `with_reserve`."""
 
 
 class ProgressWriter:
-    """Progress that the disk refuses waits in memory, so that no change of a job's state waits for it.
+    """Writes progress. Messages that the disk refuses stay in memory, so that no change of a job's state waits for
+    them.
 
-    `lock_retries` retry `StorageBusy` alone.
+    `lock_retries` retry only `StorageBusy`.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class ProgressWriter:
         self._writing_late = asyncio.Lock()
 
     async def write(self, message: Progress) -> None:
-        """Write the message now, or keep it for later where the disk refuses it."""
+        """Write the message now, or keep it for later if the disk refuses it."""
         if message.id in self._late:
             self._postpone(message)
             return
@@ -67,8 +68,7 @@ class ProgressWriter:
             self._postpone(message)
 
     async def flush(self, id: str) -> None:
-        """Write a job's late progress before a change of its state, with the space that is kept back for a full
-        disk."""
+        """Write a job's unwritten progress before its state changes, with the reserved space on a full disk."""
         if id not in self._late:
             return
         try:
@@ -79,9 +79,9 @@ class ProgressWriter:
             self._late.pop(id, None)
 
     async def close(self) -> None:
-        """Write all delayed progress, with the reserved space if needed; the rest is lost."""
+        """Write all unwritten progress, with the reserved space if needed; the rest is lost."""
         if self._catching_up is not None:
-            async with self._writing_late:  # a step that is being written is written once
+            async with self._writing_late:  # holding the lock, so that no step is written twice
                 self._catching_up.cancel()
         for id in list(self._late):
             await self.flush(id)
@@ -92,7 +92,7 @@ class ProgressWriter:
             self._catching_up = asyncio.create_task(self._catch_up())
 
     async def _catch_up(self) -> None:
-        """Write all delayed progress as soon as the disk accepts it."""
+        """Write all unwritten progress as soon as the disk accepts it."""
         while self._late:
             id = next(iter(self._late))
             try:

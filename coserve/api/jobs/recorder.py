@@ -54,8 +54,8 @@ T = TypeVar("T")
 
 
 class JobRecorder:
-    """One queue of messages for all jobs; what must wait for a job's adapter leaves it. `backoff`: how writes that the
-    machine refuses are tried again; `sleep` takes seconds."""
+    """Writes the messages of all jobs from one queue. Messages that wait for a job's adapter leave the queue.
+    `backoff`: schedule of retries for refused writes; `sleep` takes seconds."""
 
     def __init__(
         self,
@@ -71,11 +71,11 @@ class JobRecorder:
         self._folder, self._registry, self._engine, self._metrics = folder, registry, engine, metrics
         self._clock = clock
         self.retries = Retries(backoff, sleep=sleep)
-        """For writes that must not be lost: they are tried again for as long as the machine refuses them."""
+        """Retries of writes that must not be lost, for as long as the machine refuses them."""
         self._lock_retries = Retries(backoff, errors=StorageBusy, sleep=sleep)
         self._queue: asyncio.Queue[JobMessage] = asyncio.Queue()
         self._held: dict[str, deque[JobMessage]] = {}
-        """Of each job whose success cannot be written now, that message and those after it."""
+        """By job: a success that cannot be written now, and the job's later messages."""
         self._publications: set[asyncio.Task[None]] = set()
         self._removals: set[asyncio.Task[None]] = set()
         self.watchers = JobWatchers()
@@ -85,7 +85,7 @@ class JobRecorder:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What cannot be written now and is tried again, for /health."""
+        """Notes about messages that cannot be written now and are retried; for /health."""
         return self.retries.notes + self._lock_retries.notes
 
     def deliver(self, message: JobMessage) -> None:
@@ -93,11 +93,11 @@ class JobRecorder:
 
     @property
     def publishing(self) -> frozenset[str]:
-        """Jobs that have trained and whose adapters cannot be read now. No engine has them any more."""
+        """Jobs that are trained but whose adapters cannot be read now. No engine has them any more."""
         return frozenset(self._held)
 
     async def settled(self) -> None:
-        """Wait until every delivered message is written, but for those of `publishing`."""
+        """Wait until every delivered message is written, except those of jobs in `publishing`."""
         await self._queue.join()
 
     async def files_deleted(self) -> None:
@@ -105,8 +105,8 @@ class JobRecorder:
         await asyncio.gather(*self._removals)
 
     async def close(self) -> None:
-        """Write delayed progress; what does not fit on the disk is lost. Jobs of `publishing` are so at the next start,
-        too."""
+        """Write unwritten progress; what does not fit on the disk is lost. Jobs in `publishing` are still in it after
+        the next start."""
         for task in self._publications:
             task.cancel()
         await asyncio.gather(*self._publications, return_exceptions=True)
@@ -126,21 +126,21 @@ class JobRecorder:
                 self._queue.task_done()
 
     async def _record(self, message: JobMessage) -> None:
-        """Write a message, whatever happens, and notify watchers."""
+        """Write a message, whatever fails, and notify watchers."""
         try:
             await self._write(message)
         except (WrongJobState, JobNotFound) as error:
             await self._correct_engine(message, error)
         except CoserveError as error:
             log.error("job %s: %s not written: %s", message.id, type(message).__name__, error.message)
-        except Exception:  # our own fault, in one message: the others must still be written
+        except Exception:  # our own fault in one message: the others must still be written
             log.exception("job %s: %s not written", message.id, type(message).__name__)
             await self._fail(message)
         self.watchers.notify(message.id)
 
     async def _write(self, message: JobMessage) -> None:
-        """Write a change of state again and again until it is written, after all progress before it. A success that
-        cannot be written at once is held instead, so that messages of other jobs do not wait for its files."""
+        """Write a change of state, after all progress before it, and retry until it is written. A success that cannot
+        be written at once is held instead, so that messages of other jobs do not wait for its files."""
         id = message.id
         if isinstance(message, Progress):
             await self._progress.write(message)
@@ -162,7 +162,7 @@ class JobRecorder:
         task.add_done_callback(self._publications.discard)
 
     async def _write_held(self, id: str) -> None:
-        """Write a job's held messages in their order."""
+        """Write a job's held messages in order."""
         held = self._held[id]
         while held:
             await self._record(held[0])
@@ -200,8 +200,8 @@ class JobRecorder:
             await self.end(id, lambda registry: registry.succeed(id, record))
 
     async def end(self, id: str, change: Callable[[Registry], JobRecord]) -> JobRecord:
-        """Commit a job's end. Its corpus and checkpoints, which may be gigabytes, are deleted later: nobody waits for
-        that."""
+        """Commit a job's end. Its corpus and checkpoints, which may be gigabytes, are deleted later, so no caller
+        waits."""
         record = await self._registry.with_reserve(change)
         self._metrics.job_ended(record.state)
         self.ended(id)
@@ -217,7 +217,7 @@ class JobRecorder:
             log.warning("job %s: its files stay until the next start: %s", id, error)
 
     async def _fail(self, message: JobMessage) -> None:
-        """End a job as failed whose change of state could not be written: its record would be wrong until the next
+        """Fail a job whose change of state could not be written; otherwise its record would be wrong until the next
         engine. Never raises."""
         if isinstance(message, Progress | JobWaiting):
             return
@@ -235,14 +235,14 @@ class JobRecorder:
             log.exception("job %s: its failure is not written", id)
 
     async def _correct_engine(self, message: JobMessage, error: CoserveError) -> None:
-        """The engine runs a job that has ended in the registry: cancel it there and delete what it published. Never
-        raises."""
+        """Handle an engine that runs a job which has ended in the registry: cancel it there and delete what it
+        published. Never raises."""
         log.warning("job %s: %s refused: %s", message.id, type(message).__name__, error.message)
         try:
             record = await self.retries.run(f"job {message.id}", lambda: self._find(message.id))
             if isinstance(message, JobSucceeded):
                 if await self.retries.run(f"job {message.id}", lambda: self._is_published(message.ref)):
-                    return  # by this job: the message came twice
+                    return  # published by this job: the message came twice
                 await self._discard(message)
             elif record is None or record.state.terminal:
                 with suppress(EngineUnavailable):
@@ -251,7 +251,8 @@ class JobRecorder:
             log.warning("job %s: the engine still has it: %s", message.id, problem)
 
     async def _discard(self, message: JobSucceeded) -> None:
-        """Delete what a job published and the registry does not have: the engine's copy and the files. Never raises."""
+        """Delete what a job published if the registry does not have it: the engine's copy and the files. Never
+        raises."""
         with suppress(EngineUnavailable):
             self._engine.send(DropAdapter(ref=message.ref))
         try:

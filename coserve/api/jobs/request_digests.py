@@ -1,5 +1,5 @@
-"""What a request to fine-tune asked for, as short digests that are kept with its job: they tell whether a request with
-the same `Idempotency-Key` is the same one."""
+"""Short digests of a fine-tuning request's fields, kept with its job. They tell whether a request with the same
+`Idempotency-Key` is the same request."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ KEY = "Idempotency-Key"
 
 
 def request_digests(request: FinetuneRequest, upload: Path | None) -> dict[str, str]:
-    """A digest of each field that is not its default, by its dotted path; those of lora and training each have their
-    own. `data` is that of the rows, also of those in the file `upload`."""
+    """Return a digest of each field that is not its default, by dotted path; fields of lora and training are listed one
+    by one. `data` is the digest of the rows, also if they are in the file `upload`."""
     found = {name: _digest([msgspec.json.encode(value, order="sorted")]) for name, value in _given(request)}
     if request.data is not None:
         found["data"] = _digest(msgspec.json.encode(row, order="sorted") + b"\n" for row in request.data)
@@ -31,7 +31,7 @@ def request_digests(request: FinetuneRequest, upload: Path | None) -> dict[str, 
 
 
 def check_same_request(job: JobRecord, given: Mapping[str, str]) -> None:
-    """Raises `IdempotencyMismatch` with the fields in which a request with digests `given` differs from the one that
+    """Raise `IdempotencyMismatch`, with the differing fields, if a request with digests `given` is not the one that
     made `job`."""
     first = job.request_digests or {**given, "adapter": _digest([msgspec.json.encode(job.spec.adapter)])}
     different = sorted(name for name in {*first, *given} if first.get(name) != given.get(name))

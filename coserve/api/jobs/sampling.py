@@ -1,4 +1,4 @@
-"""Samples of jobs in training: requests of the class batch for the adapter as the engine has it in memory."""
+"""Samples of jobs in training: requests of the class batch, for the adapter as it is in the engine's memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ log = logging.getLogger(__name__)
 
 
 class JobSampler:
-    """Generates the samples of each snapshot that the engine announces, those that the registry has already left out,
-    and then says that the snapshot is not needed any more. A sample that fails is a note of its job, which goes on."""
+    """Generates the samples of each snapshot that the engine announces, except those in the registry already, then
+    tells the engine that the snapshot is not needed any more. A sample that fails becomes a note of its job, which goes
+    on."""
 
     def __init__(
         self,
@@ -34,16 +35,16 @@ class JobSampler:
         generation: InFlightRequests,
         record: Callable[[Progress], None],
     ) -> None:
-        """`record` is told of each sample; it must return at once."""
+        """`record` gets each sample and note; it must return at once."""
         self._registry, self._engine, self._generation, self._record = registry, engine, generation, record
         self._tasks: dict[asyncio.Task[bool], str] = {}
-        """Of snapshots in use, with their jobs."""
+        """Tasks that use a snapshot, with their jobs."""
 
     def begin(self, snapshot: JobSnapshot) -> None:
         task, engine = asyncio.create_task(self._sample(snapshot)), self._engine.starts
         self._tasks[task] = snapshot.id
 
-        def ended(task: asyncio.Task[bool]) -> None:  # no part of the task, which may be cancelled before it begins
+        def ended(task: asyncio.Task[bool]) -> None:  # a callback: the task may be cancelled before it begins
             del self._tasks[task]
             if (task.cancelled() or task.result()) and engine == self._engine.starts:  # a later engine does not have it
                 with suppress(EngineUnavailable):
@@ -52,7 +53,7 @@ class JobSampler:
         task.add_done_callback(ended)
 
     def cancel(self, job: str) -> None:
-        """Samples of the job that are not there yet are not wanted any more."""
+        """Cancel the job's unfinished samples."""
         for task, own in self._tasks.items():
             if own == job:
                 task.cancel()
@@ -65,8 +66,8 @@ class JobSampler:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _sample(self, snapshot: JobSnapshot) -> bool:
-        """False: the engine or the daemon ends before the samples are there. The job, which goes on later, must not end
-        without them."""
+        """Generate the samples of a snapshot. Returns False if the engine or the daemon ends first: the job, which
+        resumes later, must not end without them."""
         try:
             record, done = await self._registry(lambda registry: _found(registry, snapshot))
             training = record.spec.training
@@ -81,7 +82,7 @@ class JobSampler:
         return True
 
     async def _sample_prompt(self, snapshot: JobSnapshot, index: int, job: JobSpec) -> bool:
-        """As `_sample`."""
+        """Generate one sample. Returns False as `_sample` does."""
         request = sample_request(job.training, job.training.sample_prompts[index])
         parts: list[str] = []
         finish: Finish | None = None
@@ -93,7 +94,7 @@ class JobSampler:
         except EngineUnavailable:
             return False
         except CoserveError as error:
-            # The engine knows the snapshot by a ref of its own, the user the adapter by the job's name for it.
+            # The engine names the snapshot by a ref of its own; the user knows the job's adapter name.
             why = error.message.replace(str(snapshot.ref), job.adapter)
             what = without_samples(snapshot.step, why, index)
             self._record(JobNote(id=snapshot.id, message=what))
@@ -105,7 +106,7 @@ class JobSampler:
 
 
 def sample_request(training: TrainingRequest, prompt: str | tuple[ChatMessage, ...]) -> GenerateRequest:
-    """The request for one sample: what `POST /generate` takes, but for the adapter."""
+    """Return the request for one sample: like one of `POST /generate`, without an adapter."""
     return GenerateRequest(
         prompt=prompt if isinstance(prompt, str) else None,
         messages=None if isinstance(prompt, str) else list(prompt),

@@ -54,7 +54,7 @@ from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
 
 SMALL_FILE = 64 << 10
-"""Bytes of a file that is tokenised in a thread."""
+"""Largest file in bytes that is tokenised in a thread."""
 NO_TEACHER = "it cannot be a teacher; expected an adapter, as NAME or NAME@VERSION"
 
 
@@ -85,8 +85,8 @@ class Submission:
         memory: MemoryModel | None,
         show: Show = lambda _: None,
     ) -> tuple[JobRecord, PendingCorpus]:
-        """The job's record, whose version is not final, and its corpus. `memory`: the engine's, if it plans any. `show`
-        is told how far a large corpus is.
+        """Return the job's record, whose version is provisional, and its corpus. `memory`: the engine's memory model,
+        if it has one. `show` is told the progress of a large corpus.
 
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `AdapterBusy`, `BaseMismatch`,
         `ForbiddenPath`, `JobTooLarge`, `AdapterTooLarge`, `UnsupportedAdapter`.
@@ -146,7 +146,7 @@ class Submission:
             )
             if memory is not None:
                 planned = job
-                if earlier is not None:  # whose version it will continue
+                if earlier is not None:  # the job continues from that job's version
                     planned = msgspec.structs.replace(job, init_from=AdapterRef(earlier.spec.adapter, 1))
                 await asyncio.to_thread(check_fits, planned, spec, memory, limit)
         except BaseException:
@@ -167,7 +167,7 @@ class Submission:
     async def _adapter_settings(
         self, request: FinetuneRequest, spec: BaseSpec
     ) -> tuple[AdapterRecord | None, LoraSettings]:
-        """The adapter to continue from and its settings, or None and the settings of the request."""
+        """Return the adapter to continue from and its settings, or None and the settings in the request."""
         if request.continue_from is None:
             lora = LoraSettings() if request.lora is None else LoraSettings(**msgspec.structs.asdict(request.lora))
             try:
@@ -181,7 +181,7 @@ class Submission:
         return record, await self._inspection.settings(self._folder.adapter(record.ref), spec)
 
     async def _check_samples(self, training: TrainingRequest, spec: BaseSpec) -> None:
-        """Raises `InvalidRequest` for samples that the engine cannot generate."""
+        """Raise `InvalidRequest` for samples that the engine cannot generate."""
         field = "training.sample_prompts"
         for index, prompt in enumerate(training.sample_prompts):
             request = sample_request(training, prompt)
@@ -208,8 +208,8 @@ class Submission:
         longest: int,
         show: Show,
     ) -> PendingCorpus:
-        """Small corpora of texts in a thread; others, and all chats, in helper processes, which are killed when the
-        client leaves."""
+        """Tokenise a small corpus of texts in a thread, other corpora and all chats in helper processes, which are
+        killed when the client leaves."""
         asked = request.training
         options = Tokenization(longest, asked.train_on, asked.loss is not None, asked.one_row_per_answer)
         if isinstance(source, list) or await asyncio.to_thread(_small, source, columns):
@@ -218,7 +218,7 @@ class Submission:
                 return await asyncio.to_thread(
                     tokenize_rows, _texts(rows), self._tokenizer, longest, asked.train_on, pairs=options.pairs
                 )
-        with suppress(CoserveError):  # rows that the template is needed for will say why
+        with suppress(CoserveError):  # rows that need the template will report the error
             await self._texts.read_template()
         async with self._file(source) as file:
             with self._shown(request.adapter, show) as report:
@@ -226,7 +226,8 @@ class Submission:
 
     @asynccontextmanager
     async def _file(self, source: list[dict[str, Any]] | Path) -> AsyncIterator[Path]:
-        """The source as a file or folder; rows are written to a file, which is deleted when the block ends."""
+        """Yield the source as a file or folder; inline rows are written to a file, which is deleted when the block
+        ends."""
         if isinstance(source, Path):
             yield source
             return
@@ -239,7 +240,7 @@ class Submission:
 
     @contextmanager
     def _shown(self, adapter: str, show: Show) -> Iterator[Report]:
-        """List a corpus in `preparing` meanwhile."""
+        """List a corpus in `preparing` inside the block."""
         key, began = object(), self._clock()
 
         def report(rows: int, progress: float) -> None:
@@ -254,7 +255,7 @@ class Submission:
 
     @property
     def preparing(self) -> list[Preparing]:
-        """Large corpora that are being tokenised, the latest first."""
+        """Progress of large corpora that are being tokenised, the latest first."""
         return list(reversed(self._preparing.values()))
 
     def _source(self, request: FinetuneRequest, upload: Path | None) -> list[dict[str, Any]] | Path:
@@ -276,23 +277,23 @@ class Submission:
 
 
 def _earlier(registry: Registry, *, request: FinetuneRequest, base: str) -> JobRecord | None:
-    """The job whose version this one is to continue from. Raises `AdapterBusy`."""
+    """Return the job whose version this one will continue from. Raises `AdapterBusy`."""
     refuse_conflict(registry, request)
     found = last_job(registry, request.adapter) if serialised(request) else None
     return found if found is not None and found.base_fingerprint == base else None
 
 
 def _check_publishable(lora: LoraSettings, spec: BaseSpec, *, field: str) -> None:
-    """Raises `UnsupportedAdapter` for settings whose file could not be read again."""
+    """Raise `UnsupportedAdapter` for settings whose adapter file could not be read again."""
     config_file(lora, spec, target_sites(lora, spec), field=field)
 
 
 class _Chat(Exception):
-    """A row is a chat, or has some."""
+    """A row is a chat, or contains chats."""
 
 
 def _texts(rows: Iterable[Row]) -> Iterator[Row]:
-    """The rows up to the first that only a helper process may render. Raises `_Chat` for that one."""
+    """Yield the rows; raise `_Chat` at the first that only a helper process may render."""
     for row in rows:
         if isinstance(row.chosen if isinstance(row, PreferenceRow) else row, ChatRow):
             raise _Chat

@@ -18,16 +18,16 @@ from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
 
 MAX_WATCHERS = 256
-"""Streams of events at once."""
+"""Most event streams at once."""
 IN_LINE = (JobState.QUEUED, JobState.PAUSED)
 
 
 @dataclass(frozen=True)
 class Line:
-    """The jobs that do not run."""
+    """Jobs that do not run: queued and paused ones."""
 
     positions: dict[str, int] = field(default_factory=dict)
-    """Of each queued job; 0 is next."""
+    """Queue position of each queued job; 0 is next."""
     paused: frozenset[str] = frozenset()
 
 
@@ -40,22 +40,22 @@ class JobViews:
         self._stopped: EngineUnavailable | None = None
 
     def stop(self, error: EngineUnavailable) -> None:
-        """Every stream of events ends with `error`; who followed one may come back to the next daemon."""
+        """End every stream of events with `error`; clients may reconnect to the next daemon."""
         self._stopped = error
         self._recorder.watchers.notify_all()
 
     async def get(self, id: str) -> Job:
-        """Raises `JobNotFound`."""
+        """Return one job. Raises `JobNotFound`."""
         return await self.show(await self._registry(lambda registry: registry.job(id)))
 
     async def list(self, after: str | None, limit: int) -> JobList:
-        """Newest first. Raises `JobNotFound` for an unknown `after`."""
+        """Return jobs, newest first. Raises `JobNotFound` for an unknown `after`."""
         records = await self._registry(lambda registry: registry.jobs(after=after, limit=limit + 1))
         line = await self._registry(_line)
         return JobList(data=[job_view(record, line) for record in records[:limit]], has_more=len(records) > limit)
 
     async def states(self) -> builtins.list[JobState]:
-        """Of all unfinished jobs."""
+        """Return the states of all unfinished jobs."""
         return await self._registry(lambda registry: [record.state for record in registry.unfinished()])
 
     async def _events(self, id: str, after: int) -> builtins.list[JobEvent]:
@@ -65,7 +65,7 @@ class JobViews:
         return job_view(record, await self._registry(_line) if record.state in IN_LINE else Line())
 
     async def events(self, id: str, after: int, heartbeat: float) -> AsyncGenerator[JobEvent | None, None]:
-        """Events after `after`, live until the job's end; None after every `heartbeat` seconds without one.
+        """Yield events after `after`, live until the job's end; None after every `heartbeat` seconds without one.
 
         Raises, before the first event, `JobNotFound` and `QueueFull`; `EngineUnavailable` when the daemon stops.
         """
@@ -104,7 +104,7 @@ def _line(registry: Registry) -> Line:
 
 
 def job_view(record: JobRecord, line: Line) -> Job:
-    """A job in the API's format. `line`: needed of jobs that are in it."""
+    """Return a job in the API's format. `line`: needed for jobs that are queued or paused."""
     spec, metrics = record.spec, record.metrics
     return Job(
         id=spec.id,
@@ -150,7 +150,7 @@ def _published_step(record: JobRecord) -> int:
 
 
 def _source(record: JobRecord) -> str | None:
-    """The adapter that the job continues; of a job that waits for its version, the name alone."""
+    """Return the adapter that the job continues; only the name while its version is not published yet."""
     if record.after is not None:
         return record.spec.adapter
     return None if record.spec.init_from is None else str(record.spec.init_from)

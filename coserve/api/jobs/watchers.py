@@ -1,4 +1,4 @@
-"""Tasks that wait for changes of a job."""
+"""Notifies tasks that wait for changes of a job."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class JobWatchers:
-    """Events by job id. They are set after a change of the job was committed."""
+    """Events by job id, set after a change of the job was committed."""
 
     def __init__(self) -> None:
         self._events: dict[str, set[asyncio.Event]] = {}
@@ -20,7 +20,7 @@ class JobWatchers:
 
     @contextmanager
     def watch(self, job: str) -> Iterator[asyncio.Event]:
-        """An event that is set at each change of the job; the caller clears it."""
+        """Yield an event that is set at each change of the job; the caller clears it."""
         event = asyncio.Event()
         self._events.setdefault(job, set()).add(event)
         try:

@@ -1,4 +1,4 @@
-"""Prometheus metrics, in a separate `CollectorRegistry`. No label grows with users: adapters, jobs and paths are not
+"""Prometheus metrics, in a separate `CollectorRegistry`. Labels never grow with users: adapters, jobs and paths are not
 labels."""
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _TOTALS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
 
 
 class Metrics:
-    """What the handlers count, and (through `EngineGauges`) what the engine reports."""
+    """Metrics that the handlers count, and (through `EngineGauges`) metrics that the engine reports."""
 
     def __init__(self, model: Callable[[], str]) -> None:
-        """`model` gives the base's name, a label of the names that vLLM has for these metrics."""
+        """`model` returns the base's name, a label of the metrics under vLLM's names."""
         self.registry = r = CollectorRegistry(auto_describe=True)
         self._vllm = CollectorRegistry()
         self._vllm.register(VllmNames(r, model))
@@ -137,13 +137,13 @@ class Metrics:
     # ---- requests
 
     def admitted(self, seconds: float, prompt: int) -> None:
-        """A request joined the batch `seconds` after it arrived; `prompt`: its tokens."""
+        """Count a request that joined the batch `seconds` after it arrived. `prompt`: number of its tokens."""
         self._queue.observe(seconds)
         self._prompt.inc(prompt)
         self._prompt_size.observe(prompt)
 
     def tokens(self, count: int, arrived: float, last: float | None, now: float) -> None:
-        """`count` tokens of one sequence came at `now`; the ones before them, if any, at `last`."""
+        """Count `count` tokens of one sequence that came at `now`; the previous ones, if any, came at `last`."""
         self._generated.inc(count)
         if last is None:
             self._ttft.observe(now - arrived)
@@ -156,7 +156,8 @@ class Metrics:
         self._e2e.observe(seconds)
 
     def phases(self, admitted: float | None, first: float | None, now: float) -> None:
-        """A sequence ended `now`: when its request was admitted, and when it gave its first token."""
+        """Observe the phases of a sequence that ended at `now`. `admitted`: when its request was admitted; `first`:
+        when it produced its first token."""
         if admitted is not None:
             self._inference.observe(now - admitted)
             if first is not None:
@@ -174,7 +175,7 @@ class Metrics:
         self._shed.inc()
 
     def responded(self, route: str, status: int) -> None:
-        """`route` is the pattern of the table, never the path."""
+        """Count a response. `route` is the pattern of the table, never the path."""
         self._responses.labels(route, str(status)).inc()
 
     # ---- jobs
@@ -187,7 +188,7 @@ class Metrics:
         self._ended_jobs.labels(state.value).inc()
 
     def jobs(self, states: Iterable[JobState]) -> None:
-        """`states`: those of all unfinished jobs now."""
+        """Set the gauges of jobs. `states`: the states of all unfinished jobs now."""
         counts = dict.fromkeys((state for state in JobState if not state.terminal), 0)
         for state in states:
             counts[state] += 1
@@ -197,13 +198,13 @@ class Metrics:
     # ---- the daemon
 
     def status(self, ready: bool, warmup: EngineWarming | None) -> None:
-        """`warmup` None: there is no engine, or it has not reported yet."""
+        """Set the start-up gauges. `warmup` None: there is no engine, or it has not reported yet."""
         self._ready.set(ready)
         self._warmup_done.set(0 if warmup is None else warmup.done)
         self._warmup_total.set(0 if warmup is None else warmup.total)
 
     def ranks(self, ranks: Iterable[RankInfo]) -> None:
-        """Empty: the engine is one process."""
+        """Set the gauges of the engine's processes; empty if the engine is one process."""
         for own in ranks:
             self._rank_ready.labels(own.rank).set(own.state == "ready")
             self._rank_behind.labels(own.rank).set(own.behind)
@@ -211,17 +212,17 @@ class Metrics:
     # ---- the page
 
     def page(self, restarts: int) -> bytes:
-        """The text format."""
+        """Return the metrics in Prometheus's text format."""
         self._starts.set(restarts)
         return generate_latest(self.registry) + generate_latest(self._vllm)
 
 
 USES = ("weights", "pages", "graphs", "jobs", "temporary", "cached", "context", "others", "free")
-"""Fields of `MemoryUse`, which are the whole device."""
+"""Fields of `MemoryUse` that add up to the whole device."""
 
 
 def gpu_memory(use: MemoryUse | None) -> Iterable[Metric]:
-    """Where the GPU's bytes are; without samples where nothing is planned."""
+    """Yield the metrics of GPU memory by use; without samples if no memory is planned."""
     uses = GaugeMetricFamily(
         "coserve_gpu_memory_bytes",
         "By use, whose sum is the device: weights, pages, graphs, jobs (what they keep between "
@@ -267,7 +268,8 @@ def step_counts(steps: Iterable[StepCounts]) -> Iterable[Metric]:
 
 
 class EngineGauges(Collector):
-    """The engine's last report. Its counters never fall back to zero: those of ended engines are kept as an offset."""
+    """Metrics of the engine's last report. Counters never fall back to zero: counts of ended engines are added as an
+    offset."""
 
     def __init__(self) -> None:
         self._stats: EngineStats | None = None
@@ -276,7 +278,7 @@ class EngineGauges(Collector):
         self._steps_before: dict[tuple[str, bool], StepCounts] = {}
 
     def report(self, stats: EngineStats | None) -> None:
-        """None: the engine ended."""
+        """Store a report; None: the engine ended."""
         if stats is None:
             self._before, self._stalls_before, self._steps_before = self._totals(), self._stalls(), self._steps()
         self._stats = stats
@@ -286,7 +288,7 @@ class EngineGauges(Collector):
         return tuple(before + since for before, since in zip(self._before, now, strict=True))
 
     def _stalls(self) -> dict[str, StallCounts]:
-        """By cause."""
+        """Stalls by cause."""
         found = dict(self._stalls_before)
         for new in () if self._stats is None else self._stats.stalls:
             old = found.get(new.cause)
@@ -294,7 +296,7 @@ class EngineGauges(Collector):
         return found
 
     def _steps(self) -> dict[tuple[str, bool], StepCounts]:
-        """By kind, and whether training was computed beside them."""
+        """Steps by kind, and by whether training was computed in them."""
         found = dict(self._steps_before)
         for new in () if self._stats is None else self._stats.steps:
             old = found.get((new.kind, new.beside))

@@ -1,5 +1,4 @@
-"""The metrics under vLLM's names, with its labels `model_name` and `engine`, for existing dashboards and
-autoscalers."""
+"""Metrics under vLLM's names, with its labels `model_name` and `engine`, for existing dashboards and autoscalers."""
 
 from __future__ import annotations
 
@@ -32,16 +31,16 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "preemptions": ("num_preemptions",),
     "requests": ("request_success",),
 }
-"""Our names (without `coserve_`) and vLLM's (without `vllm:`)."""
+"""Maps our names (without `coserve_`) to vLLM's (without `vllm:`)."""
 
 
 def vllm_names(metric: str) -> tuple[str, ...]:
-    """vLLM's names (without `vllm:`) of our metric."""
+    """Return vLLM's names (without `vllm:`) of our metric."""
     return _NAMES.get(metric.removeprefix("coserve_"), ())
 
 
 class VllmNames(Collector):
-    """Copies of what `source` holds. `model`: the base's name, empty before there is an engine."""
+    """Yields copies of `source`'s metrics. `model`: returns the base's name, empty before there is an engine."""
 
     def __init__(self, source: CollectorRegistry, model: Callable[[], str]) -> None:
         self._source, self._model = source, model
@@ -62,7 +61,7 @@ class VllmNames(Collector):
 
 
 def _labels(sample: Sample) -> dict[str, str]:
-    """The sample's labels in vLLM's terms: it has other names for finish reasons."""
+    """Return the sample's labels in vLLM's terms, which name finish reasons differently."""
     found = dict(sample.labels)
     reason = found.pop("finish_reason", None)
     if reason is not None:

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 HEARTBEAT = 15.0
 MAX_RETRY_AFTER = 10
-"""Seconds; an estimate of the time left may be far too long."""
+"""Most seconds in `Retry-After`; an estimate of the time left may be far too long."""
 DOCS = {
     "README.md": "how to start",
     "docs/guide/install.md": "installation, with and without CUDA",
@@ -77,7 +77,7 @@ class NativeApi:
 
     @asynccontextmanager
     async def _read(self, body: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
-        """A large body; one that still arrives when the daemon stops is given up."""
+        """Read a large body; reading is aborted when the daemon stops."""
         async with AsyncExitStack() as stack:
             async with self._service.stopping.interrupts():
                 read = await stack.enter_async_context(body)
@@ -143,7 +143,7 @@ class NativeApi:
         events = self._service.jobs.views.events(id, after, HEARTBEAT)
         await stream.send_all(events, NATIVE_ERRORS.make, error_event="error", id_of=lambda event: event.seq)
         if not stream.begun:
-            await stream.open()  # the client had seen all events
+            await stream.open()  # nothing more to send: the client had seen all events
         return await stream.close()
 
     # ---- adapters
@@ -226,7 +226,7 @@ def _health_response(health: Health, *, ready: bool) -> web.Response:
 
 
 def retry_after(warming: Warming | None) -> int:
-    """Seconds until it makes sense to ask again whether the daemon is ready."""
+    """Return the seconds after which to ask again whether the daemon is ready."""
     left = None if warming is None else warming.seconds_left
     return 2 if left is None else min(MAX_RETRY_AFTER, max(1, math.ceil(left)))
 
@@ -236,7 +236,8 @@ class _Probe(msgspec.Struct):
 
 
 def decode_generate(content: bytes) -> GenerateRequest | TgiRequest | RequestError:
-    """A native request, or one of LoRAX and TGI, which has `inputs`. Errors in the latter are returned, not raised."""
+    """Decode a native request, or one of LoRAX and TGI, which has `inputs`. Errors in the latter are returned, not
+    raised."""
     if b'"inputs"' in content and decode_last(content, _Probe).inputs is not UNSET:
         try:
             return decode_dialect(content, TgiRequest)
@@ -246,7 +247,7 @@ def decode_generate(content: bytes) -> GenerateRequest | TgiRequest | RequestErr
 
 
 def _last_event(request: web.Request) -> int:
-    """The last event that the client has seen: header `Last-Event-ID`, or `?after=`."""
+    """Return the id of the last event that the client has seen, from header `Last-Event-ID` or `?after=`."""
     for field, text in (("Last-Event-ID", request.headers.get("Last-Event-ID")), ("after", request.query.get("after"))):
         if text:
             if not (text.isascii() and text.isdigit() and len(text) <= 15):

@@ -33,7 +33,7 @@ def by_id(entry: LogprobEntry | Logprob) -> str:
 
 
 def name_of(body: CompletionRequest) -> Name:
-    """How the request wants tokens named."""
+    """Return the function that names tokens as the request asks for."""
     return by_id if body.return_tokens_as_token_ids else by_text
 
 
@@ -45,7 +45,7 @@ class CompletionLogprobsBuilder:
         self._tokens, self._values = JsonListBuilder[str](), JsonListBuilder[float | None]()
         self._tops = JsonListBuilder[dict[str, float] | None]()
         self._lengths = array("i")
-        """Characters that each token adds to the text."""
+        """Number of characters that each token adds to the text."""
 
     def add(self, entries: Sequence[LogprobEntry], /) -> None:
         found = logprobs_of(entries, self._name)
@@ -55,7 +55,7 @@ class CompletionLogprobsBuilder:
         self._lengths.extend(len(entry.text) for entry in entries)
 
     def after(self, prompt: CompletionLogprobsBuilder | None) -> CompletionLogprobs:
-        """The log-probabilities of `prompt`, if given, followed by these."""
+        """Return the log-probabilities of `prompt`, if given, followed by these."""
         both = [self] if prompt is None else [prompt, self]
         lengths = itertools.chain.from_iterable(each._lengths for each in both)
         offsets = list(itertools.accumulate(lengths, initial=0))[:-1]
@@ -73,7 +73,7 @@ async def completion(
     echoes: Sequence[str],
     responses: Sequence[FullResponse[CompletionLogprobsBuilder]],
 ) -> Completion:
-    """The response to all prompts. `echoes`: the text that each prompt's choices begin with, or empty."""
+    """Return the response to all prompts. `echoes`: the text that each prompt's choices begin with, or empty."""
     choices = []
     for number, (echo, full) in enumerate(zip(echoes, responses, strict=True)):
         response = full.response
@@ -89,7 +89,7 @@ async def completion(
                     prompt_token_ids=response.prompt_token_ids if body.return_token_ids else UNSET,
                 )
             )
-            await asyncio.sleep(0)  # offsets of many tokens take their time
+            await asyncio.sleep(0)  # yield: offsets of many tokens take long
     usage = total_usage([full.response.usage for full in responses])
     return Completion(
         **meta,
@@ -99,7 +99,7 @@ async def completion(
 
 
 def logprobs_of(entries: Iterable[LogprobEntry], name: Name, offset: int = 0) -> CompletionLogprobs:
-    """`offset`: characters of the text before the first of `entries`."""
+    """Return log-probabilities in OpenAI's format. `offset`: characters of the text before the first of `entries`."""
     tokens: list[str] = []
     values: list[float | None] = []
     tops: list[dict[str, float] | None] = []
@@ -118,8 +118,8 @@ def logprobs_of(entries: Iterable[LogprobEntry], name: Name, offset: int = 0) ->
 
 
 def _top(entry: LogprobEntry, logprob: float, name: Name) -> dict[str, float]:
-    """The chosen token and the likeliest ones. Of several tokens with one text, the chosen one and then the likeliest
-    has it; the others are named by their ids."""
+    """Return the chosen token and the likeliest ones by name. If several tokens have the same text, it names the chosen
+    one, otherwise the likeliest; the others are named by their ids."""
     top = {name(entry): floored(logprob)}
     for other in entry.top:
         if other.token_id != entry.token_id:
@@ -134,7 +134,7 @@ async def completion_events(
     echoes: Sequence[str],
     chunks: AsyncGenerator[tuple[int, GenerateChunk], None],
 ) -> AsyncGenerator[Completion, None]:
-    """The events of a stream. `chunks`: those of all prompts, each with its prompt's number."""
+    """Yield the events of a stream. `chunks`: chunks of all prompts, each with its prompt's number."""
     counter = UsageCounter(body.stream_options or StreamOptions())
     offsets: dict[int, int] = {}
     async for number, chunk in chunks:

@@ -52,7 +52,7 @@ def _type(error: CoserveError) -> str:
 
 
 def openai_error(error: CoserveError) -> OpenAIError:
-    """`{"error": {"message", "type", "param", "code"}}`."""
+    """Return the error as `{"error": {"message", "type", "param", "code"}}`."""
     info = error_info(error)
     message, code = info.message, info.code
     if isinstance(error, AdapterNotFound):
@@ -60,12 +60,12 @@ def openai_error(error: CoserveError) -> OpenAIError:
     elif isinstance(error, PromptTooLong):
         message, code = _too_long(error), "context_length_exceeded"
     param = None if info.field is None else _PARAMS.get(info.field, info.field)
-    message = str(CoserveError(message, field=param))  # with the field in front, as everywhere else
+    message = str(CoserveError(message, field=param))  # with the field in front, like all messages
     return OpenAIError(error=OpenAIErrorInfo(message=message, type=_type(error), param=param, code=code))
 
 
 def _too_long(error: PromptTooLong) -> str:
-    """OpenAI's wording: clients parse these words and numbers."""
+    """Return OpenAI's wording, because clients parse these words and numbers."""
     if error.context is None:
         return error.message
     part = error.field or "prompt"
@@ -83,7 +83,7 @@ def is_openai(path: str) -> bool:
 
 
 def no_such_path(path: str) -> NotFound:
-    """The error for a path without a route; under `/v1` it names the missing feature."""
+    """Return the error for a path without a route; under `/v1` it names the missing feature."""
     feature = _FEATURES.get(path.removeprefix(PREFIX).strip("/").partition("/")[0]) if is_openai(path) else None
     return NotFound("there is no such path" if feature is None else f"{feature} not implemented")
 

@@ -72,7 +72,7 @@ class OpenAIApi:
         return json_response(await get_model(self._service, request.match_info["id"]))
 
     async def _resolve_placeholder(self, body: RequestT) -> RequestT:
-        """The request with model null if its name is a placeholder, unless an adapter has that name."""
+        """Return the request with model null if its name is a placeholder, unless an adapter has that name."""
         if body.model in PLACEHOLDER_MODELS:
             try:
                 await self._service.adapters.get(body.model, None)
@@ -84,7 +84,7 @@ class OpenAIApi:
         return new_meta(kind, body.model, self._service.engine.spec)
 
     async def _echo(self, body: CompletionRequest, native: GenerateRequest) -> str:
-        """The prompt's text for `echo`; empty without it. Raises `PromptTooLong`."""
+        """Return the prompt's text for `echo`; empty without it. Raises `PromptTooLong`."""
         if not body.echo or native.prompt is None:
             return ""
         if isinstance(native.prompt, str):
@@ -93,7 +93,7 @@ class OpenAIApi:
         return await self._service.texts.decode(native.prompt, skip_special=native.skip_special_tokens)
 
     async def _stream(self, request: web.Request, events: AsyncGenerator[msgspec.Struct, None]) -> web.StreamResponse:
-        """Events, then `[DONE]`; an error after the first event is an event too."""
+        """Send events, then `[DONE]`; an error after the first event is also sent as an event."""
         stream = EventStream(request, write_timeout=self._config.read_timeout)
         await stream.send_all(events, openai_error)
         await stream.send(STREAM_END)

@@ -22,7 +22,7 @@ def _adapter(id: str, adapter: Adapter, spec: BaseSpec) -> Model:
 
 
 async def list_models(service: Service) -> ModelList:
-    """The base and the current version of each adapter. Raises `EngineUnavailable` before the first engine."""
+    """Return the base and the current version of each adapter. Raises `EngineUnavailable` before the first engine."""
     spec = service.engine.spec
     models = [_base(spec, service.started_at)]
     after: str | None = None
@@ -35,7 +35,7 @@ async def list_models(service: Service) -> ModelList:
 
 
 async def get_model(service: Service, id: str) -> Model:
-    """Raises `AdapterNotFound`, `EngineUnavailable`."""
+    """Return one model. Raises `AdapterNotFound`, `EngineUnavailable`."""
     spec = service.engine.spec
     name = adapter_of(id, spec)
     if name is None:

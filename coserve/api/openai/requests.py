@@ -22,10 +22,10 @@ from coserve.core.schemas import GenerateRequest
 from coserve.core.types import BaseSpec, SloClass
 
 DEFAULT_TOKENS = 16
-"""Of `/v1/completions`, as OpenAI has it."""
+"""Default `max_tokens` of `/v1/completions`, as OpenAI's."""
 
 _CLASSES: dict[str, SloClass] = {"flex": "batch", "priority": "interactive"}
-"""Of service tiers."""
+"""Request class of each service tier."""
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "length_penalty": (1, 1.0),
@@ -38,8 +38,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "include_reasoning": (True,),
     "verbosity": ("medium",),
 }
-"""Values, other than empty ones, that are accepted for features that are not implemented: the other server's
-defaults."""
+"""Non-empty values accepted for features that are not implemented: the defaults of OpenAI and vLLM."""
 NEUTRAL_IN_COMPLETIONS: dict[str, tuple[object, ...]] = {"suffix": ()}
 NEUTRAL_IN_CHATS: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (False,),
@@ -62,7 +61,7 @@ class Named(Protocol):
 
 
 def adapter_of(model: ModelName | None, spec: Named) -> str | None:
-    """The adapter that `model` names; None: the base. Raises `AdapterNotFound`."""
+    """Return the adapter that `model` names; None: the base. Raises `AdapterNotFound`."""
     if not model or model == spec.name:
         return None
     if not is_adapter_ref(model):
@@ -71,8 +70,8 @@ def adapter_of(model: ModelName | None, spec: Named) -> str | None:
 
 
 def completion_requests(body: CompletionRequest, spec: BaseSpec, max_queue: int) -> list[GenerateRequest]:
-    """One request a prompt. `max_queue`: places for choices that wait. Raises `InvalidRequest`, `EmptyPrompt`,
-    `AdapterNotFound`."""
+    """Return one request for each prompt. `max_queue`: most choices that may wait. Raises `InvalidRequest`,
+    `EmptyPrompt`, `AdapterNotFound`."""
     _check(body, NEUTRAL | NEUTRAL_IN_COMPLETIONS)
     prompts = _prompts(body.prompt)
     choices, most = len(prompts) * (body.n or 1), min(MAX_SEQUENCES, max_queue)
@@ -102,7 +101,7 @@ def completion_requests(body: CompletionRequest, spec: BaseSpec, max_queue: int)
 
 
 def chat_request(body: ChatRequest, spec: BaseSpec) -> GenerateRequest:
-    """Raises `InvalidRequest`, `AdapterNotFound`."""
+    """Translate a chat request. Raises `InvalidRequest`, `AdapterNotFound`."""
     _check(body, NEUTRAL | NEUTRAL_IN_CHATS)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs", field="top_logprobs")
@@ -118,7 +117,7 @@ def chat_request(body: ChatRequest, spec: BaseSpec) -> GenerateRequest:
 
 
 def _check(body: SharedParams, neutral: dict[str, tuple[object, ...]]) -> None:
-    """Raises `InvalidRequest` for features that are not implemented, by name."""
+    """Raise `InvalidRequest` for features that are not implemented, by name."""
     for name, defaults in neutral.items():
         refuse_unless_neutral(name, getattr(body, name), defaults)
     if not is_empty(body.best_of) and body.best_of != (body.n or 1):
@@ -129,7 +128,7 @@ def _check(body: SharedParams, neutral: dict[str, tuple[object, ...]]) -> None:
 
 
 def _prompts(prompt: str | list[str | TokenId | list[TokenId]]) -> list[str | list[TokenId]]:
-    """A text, token ids, or a list of either."""
+    """Return the prompts as a list, from a text, token ids, or a list of either."""
     if isinstance(prompt, str):
         return [prompt]
     ids = [entry for entry in prompt if isinstance(entry, int)]

@@ -43,11 +43,11 @@ MAX_SEQUENCES = 1024
 """Most prompts times choices of one request."""
 
 ModelName = Annotated[str, Meta(max_length=512)]
-"""Empty: the base."""
+"""Name of the base or of an adapter; empty: the base."""
 
 
 ServiceTier = Literal["auto", "default", "flex", "priority", "scale"]
-"""OpenAI's."""
+"""OpenAI's service tiers."""
 
 
 class StreamOptions(Wire, frozen=True):
@@ -73,7 +73,7 @@ class SharedParams(Wire, frozen=True):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-    """null or -1: a random one. Of others the lowest 62 bits count."""
+    """null or -1: a random seed. Of any other value, only the lowest 62 bits count."""
     stop: StopText | StopTexts | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -148,7 +148,7 @@ class ChatRequest(SharedParams, frozen=True, kw_only=True):
     max_completion_tokens: PositiveTokenCount | None = None
     """null: as many as fit."""
     max_tokens: PositiveTokenCount | None = None
-    """The old name."""
+    """Older name of `max_completion_tokens`."""
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
     add_special_tokens: Any = None

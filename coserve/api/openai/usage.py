@@ -25,7 +25,7 @@ class ResponseMeta(TypedDict):
 
 
 def new_meta(kind: str, model: str | None, spec: BaseSpec) -> ResponseMeta:
-    """`model`: the name in the request; empty for the base."""
+    """Return the fields. `model`: the name in the request; empty for the base."""
     return ResponseMeta(
         id=f"{kind}-{secrets.token_hex(12)}",
         created=int(time.time()),
@@ -51,7 +51,7 @@ class UsageCounter:
     _completion: int = 0
 
     def add(self, number: int, chunk: GenerateChunk) -> None:
-        """The next chunk of the prompt `number`."""
+        """Count the next chunk of prompt `number`."""
         self._completion += len(chunk.token_ids)
         if chunk.prompt_token_ids is not None:
             self._prompts[number] = len(chunk.prompt_token_ids)
@@ -64,7 +64,7 @@ class UsageCounter:
 
     @property
     def for_chunk(self) -> Usage | UnsetType | None:
-        """The `usage` of a chunk with choices."""
+        """Return the `usage` of a chunk with choices."""
         if self.wanted.continuous_usage_stats:
             return self.so_far
         return None if self.wanted.include_usage else UNSET

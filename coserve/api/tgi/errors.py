@@ -7,11 +7,11 @@ from coserve.api.tgi.schemas import TgiError, TgiErrorType
 from coserve.core.errors import CoserveError, QueueFull
 
 _FIELDS = {"prompt": "inputs", "adapter": "adapter_id", "max_tokens": "max_new_tokens"}
-"""TGI's names of our fields."""
+"""TGI's names for our fields."""
 
 
 def tgi_error(error: CoserveError) -> TgiError:
-    """A text, which names the field, and one of TGI's kinds."""
+    """Return the error as TGI's: a text that names the field, and one of TGI's error types."""
     kind: TgiErrorType = "validation" if error.status < 500 else "generation"
     if isinstance(error, QueueFull):
         kind = "overloaded"

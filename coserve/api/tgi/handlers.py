@@ -41,7 +41,7 @@ class TgiApi:
         self._service, self._config, self._bodies = service, config, bodies
 
     async def generate_root(self, request: web.Request) -> web.StreamResponse:
-        """As TGI's own: a list of one response, or a stream."""
+        """Respond as TGI's root route: a list of one response, or a stream."""
         body = await self._bodies.read(request, TgiRequest, dialect=True)
         return await self._stream(request, body) if body.stream else json_response([await self._collect(body)])
 
@@ -49,7 +49,7 @@ class TgiApi:
         return await self._stream(request, await self._bodies.read(request, TgiRequest, dialect=True))
 
     async def respond(self, request: web.Request, body: TgiRequest) -> web.StreamResponse:
-        """The response in TGI's format, errors too."""
+        """Respond in TGI's format, also to errors."""
         try:
             return await self._stream(request, body) if body.stream else json_response(await self._collect(body))
         except CoserveError as error:

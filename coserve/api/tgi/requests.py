@@ -25,7 +25,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 def tgi_request(body: TgiRequest, *, stream: bool) -> GenerateRequest:
-    """Raises `InvalidRequest`, which names the parameter."""
+    """Translate a request. Raises `InvalidRequest`, which names the parameter."""
     parameters = body.parameters or TgiParameters()
     for name, defaults in _NEUTRAL.items():
         refuse_unless_neutral(name, getattr(parameters, name), defaults, within="parameters.")

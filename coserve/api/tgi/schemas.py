@@ -23,7 +23,7 @@ from coserve.core.names import VERSIONED_NAME
 from coserve.core.types import Wire
 
 BASE_NAME = "__base_model__"
-"""What LoRAX calls the base where adapters are named."""
+"""LoRAX's name for the base in `adapter_id`."""
 
 AdapterId = Annotated[str, Meta(pattern=rf"\A(|{BASE_NAME}|{VERSIONED_NAME})\Z")]
 
@@ -54,9 +54,9 @@ class TgiParameters(Wire, frozen=True):
     decoder_input_details: bool | None = None
     """Log-probabilities of the prompt, and `details`; not in streams."""
     top_n_tokens: LogprobCount | None = None
-    """TGI's: the likeliest tokens at each place."""
+    """TGI's: the likeliest tokens at each place, in `top_tokens`."""
     return_k_alternatives: LogprobCount | None = None
-    """LoRAX's: the same, with each token."""
+    """LoRAX's: the likeliest tokens at each place, in each token's `alternative_tokens`."""
     return_full_text: bool | None = None
     """The prompt comes before the text."""
 
@@ -139,7 +139,7 @@ class TgiStreamDetails(Wire, frozen=True):
     finish_reason: TgiFinish
     prompt_tokens: int
     input_length: int
-    """The same, by TGI's newer name."""
+    """Same as `prompt_tokens`; TGI's newer name."""
     generated_tokens: int
     seed: int | None
 

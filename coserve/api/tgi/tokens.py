@@ -24,7 +24,7 @@ def _prefill(entry: LogprobEntry) -> TgiPrefillToken:
 
 
 def top_tokens(entry: LogprobEntry, parameters: TgiParameters, special: Collection[int]) -> list[TgiToken] | UnsetType:
-    """The likeliest tokens at the place of `entry`, for `top_n_tokens`. `special`: ids of special tokens."""
+    """Return the likeliest tokens at the position of `entry`, for `top_n_tokens`. `special`: ids of special tokens."""
     if not parameters.top_n_tokens:
         return UNSET
     return [
@@ -34,7 +34,8 @@ def top_tokens(entry: LogprobEntry, parameters: TgiParameters, special: Collecti
 
 
 def token_of(entry: LogprobEntry, text: str, parameters: TgiParameters, special: Collection[int]) -> TgiToken:
-    """Readers leave special tokens out of the text: one that brings text held back before it is not special."""
+    """Return the token in TGI's format. Clients drop the text of tokens marked special, so a special token that
+    releases text held back before it is not marked."""
     left_out = entry.token_id in special and text in ("", entry.token)
     others: list[TgiAlternative] | UnsetType = UNSET
     if parameters.return_k_alternatives:

@@ -40,7 +40,8 @@ class TokenizeRequest(Wire, frozen=True):
     model: ModelName | None = None
     """The base or an adapter: they share the tokenizer."""
     add_special_tokens: bool | None = None
-    """What the base expects before a text; null: yes for a prompt. A chat's template says so itself."""
+    """Whether to add the special tokens that the base expects before a text; null: yes for a prompt. A chat's template
+    writes them itself."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
@@ -65,7 +66,7 @@ class DetokenizeResponse(Wire, frozen=True):
 
 
 class TokenizerInfo(Wire, frozen=True):
-    """As a `tokenizer_config.json` has it."""
+    """The fields of `tokenizer_config.json`, as in vLLM's response."""
 
     tokenizer_class: str
     vocab_size: int
@@ -89,14 +90,14 @@ class TokenizerApi:
         self._running = 0
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
-        """In a helper process: it may be a chat."""
+        """Tokenise in a helper process, because the body may be a chat."""
         async with self._bodies.body(request) as body:
             helpers = self._service.helpers if len(body) > SMALL_BODY else self._service.chats
             with self._slot():
                 return encoded_json(await helpers.run(tokenize, self._base(), body))
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
-        """A small body in a thread, a large one in a helper process."""
+        """Detokenise a small body in a thread, a large one in a helper process."""
         async with self._bodies.body(request) as body:
             with self._slot():
                 if len(body) > SMALL_BODY:
@@ -110,7 +111,7 @@ class TokenizerApi:
 
     @contextmanager
     def _slot(self) -> Iterator[None]:
-        """Bounds the texts that wait for a thread, in memory."""
+        """Bound the number of texts that wait for a thread, and so their memory."""
         if self._running >= self._max_texts:
             raise QueueFull(f"{self._max_texts} texts are being tokenised already")
         self._running += 1
@@ -139,7 +140,7 @@ class TokenizerApi:
 
 
 class BaseLimits(msgspec.Struct, frozen=True):
-    """Facts about the base that the tasks need."""
+    """Facts about the base that the helper tasks need."""
 
     name: str
     context: int
@@ -147,7 +148,7 @@ class BaseLimits(msgspec.Struct, frozen=True):
 
 
 def tokenize(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Helper task of `POST /tokenize`: the response as JSON."""
+    """Helper task of `POST /tokenize`: return the response as JSON."""
     request, base = decode_dialect(body, TokenizeRequest), msgspec.msgpack.decode(arguments, type=BaseLimits)
     adapter_of(request.model, base)
     ids = _encode(request, context.tokenizer)
@@ -177,7 +178,7 @@ def _encode(request: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
 
 
 def detokenize(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Helper task of `POST /detokenize`: the response as JSON."""
+    """Helper task of `POST /detokenize`: return the response as JSON."""
     request, base = decode_dialect(body, DetokenizeRequest), msgspec.msgpack.decode(arguments, type=BaseLimits)
     adapter_of(request.model, base)
     if request.tokens and max(request.tokens) >= base.vocab:

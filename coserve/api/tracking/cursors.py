@@ -1,5 +1,4 @@
-"""How far a tracker has been told of each job: small files, so that a restarted daemon goes on where the last one
-stopped."""
+"""Records how far a tracker has been told of each job, in small files, so that a restarted daemon continues there."""
 
 from __future__ import annotations
 
@@ -19,9 +18,9 @@ class Cursor(msgspec.Struct, frozen=True):
 
 
 class Cursors:
-    """One file for each job that the tracker has not been told the end of.
+    """Cursor files of one tracker: one for each job whose end it has not been told.
 
-    Files are replaced, not synced: after a power cut a tracker may be told steps again, which its sink keeps once.
+    Files are replaced but not synced: after a power cut a tracker may be told steps again, which its sink stores once.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,7 +30,7 @@ class Cursors:
         return sorted(path.stem for path in self._folder.glob("*.json") if is_name(path.stem))
 
     def read(self, job: str) -> Cursor:
-        """The job's cursor; for a job without one, it is created."""
+        """Return the job's cursor; it is created if the job has none."""
         try:
             return decoder_of(Cursor).decode(self._path(job).read_bytes())
         except FileNotFoundError:

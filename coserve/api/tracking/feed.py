@@ -1,5 +1,4 @@
-"""Tells the trackers of jobs what the registry has recorded, beside all else: no job and no request waits for a
-tracker."""
+"""Sends the registry's records of jobs to trackers in the background: no job and no request waits for a tracker."""
 
 from __future__ import annotations
 
@@ -23,15 +22,15 @@ from coserve.state.thread import RegistryThread
 log = logging.getLogger(__name__)
 
 PAUSE = 1.0
-"""Seconds between two rounds: quick steps go together."""
+"""Seconds between two rounds: steps that end within them are sent together."""
 BACKOFF = Backoff(first=2.0, longest=60.0)
 CLOSING = 10.0
 """Seconds that a tracker may still take when the daemon stops."""
 
 
 class TrackerFeed:
-    """One tracker, told in a helper process of its own. The registry is the truth: a tracker that was away is told the
-    rest later, and each step once."""
+    """Feeds one tracker, in its own helper process. The registry is the source: a tracker that was unavailable is sent
+    the rest later, and each step once."""
 
     def __init__(
         self,
@@ -49,14 +48,14 @@ class TrackerFeed:
         self._sleep, self._closing = sleep, closing
         self._changed = asyncio.Event()
         self._jobs: set[str] = set()
-        """Jobs with something new."""
+        """Jobs with new records."""
         self._trouble: str | None = None
         self._sent: dict[str, Cursor] = {}
-        """Of the jobs that this process has told of; the files may be older."""
+        """Cursors of the jobs that this process has sent; the files may be older."""
         self._running: asyncio.Task[None] | None = None
         self._telling: asyncio.Task[bool] | None = None
-        """The round in progress. It is not cancelled with `_running`: that would kill the process and the runs that are
-        open."""
+        """The round in progress. It is not cancelled with `_running`, because that would kill the process and its open
+        runs."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -64,16 +63,16 @@ class TrackerFeed:
         return () if self._trouble is None else (f"tracker {self._tracker}: {self._trouble}; it is tried again",)
 
     def open(self) -> None:
-        """Begin, with the jobs that are unfinished or that the tracker does not know the end of."""
+        """Begin, with the jobs that are unfinished or whose end the tracker has not been told."""
         self._running = asyncio.create_task(self._run())
 
     def notify(self, job: str) -> None:
-        """Something of the job was committed."""
+        """Note that a change of the job was committed."""
         self._jobs.add(job)
         self._changed.set()
 
     async def close(self) -> None:
-        """Tell the tracker the rest, as far as it takes it at once, and close its runs."""
+        """Send the tracker the rest, as far as it accepts it at once, and close its runs."""
         if self._running is not None:
             self._running.cancel()
             with contextlib.suppress(TimeoutError, CoserveError):
@@ -101,7 +100,7 @@ class TrackerFeed:
             await self._sleep(PAUSE if done else next(delays))
 
     async def _unfinished(self) -> set[str] | None:
-        """None: they cannot be read now."""
+        """Return the unfinished jobs; None: they cannot be read now."""
         try:
             with _file_errors():
                 known = await asyncio.to_thread(self._cursors.jobs)
@@ -112,7 +111,7 @@ class TrackerFeed:
         return {*known, *(record.spec.id for record in records)}
 
     async def _round(self) -> bool:
-        """Tell what is new of each job. False: of some job it could not be told."""
+        """Send each job's new records. Returns False if that failed for some job."""
         jobs, self._jobs = self._jobs, set()
         problem = None
         for job in sorted(jobs):
@@ -162,7 +161,7 @@ class TrackerFeed:
 
 @contextlib.contextmanager
 def _file_errors() -> Iterator[None]:
-    """Raise an error of the cursors' files as `TrackingFailed`."""
+    """Raise errors of the cursor files as `TrackingFailed`."""
     try:
         yield
     except OSError as error:
@@ -185,8 +184,8 @@ class Tracking:
         *,
         closing: float = CLOSING,
     ) -> None:
-        """`folder`: each tracker has a folder of its name there. `helpers` makes the pool of one process of each
-        tracker. `closing`: see `CLOSING`."""
+        """`folder`: contains a folder for each tracker, by name. `helpers` makes each tracker's pool of one process.
+        `closing`: see `CLOSING`."""
         self._feeds = [
             TrackerFeed(name, folder.absolute() / name, registry, helpers(), closing=closing)
             for name in dict.fromkeys(trackers)

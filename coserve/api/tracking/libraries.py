@@ -1,4 +1,4 @@
-"""The libraries of the trackers, found without importing them."""
+"""Libraries of the trackers, found without importing them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from importlib.util import find_spec
 from coserve.core.errors import ConfigError
 
 LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
-"""The module that each tracker writes with. The extras of the package have the trackers' names."""
+"""Module that each tracker writes with. The package's extras have the trackers' names."""
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Raises `ConfigError` with the command that installs a missing library."""
+    """Raise `ConfigError`, with the command that installs a missing library."""
     for name in names:
         if find_spec(LIBRARIES[name]) is None:
             raise ConfigError(

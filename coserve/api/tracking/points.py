@@ -1,4 +1,4 @@
-"""What a tracker is told of a job: what it is, and the numbers of each optimizer step. Pure."""
+"""Data sent to a tracker about a job: its description, and the numbers of each optimizer step. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Text(msgspec.Struct, frozen=True):
-    """A sample of the adapter after an optimizer step, of one of the job's prompts. `time` as a `Point`'s."""
+    """A sample that the adapter generated after an optimizer step, for one of the job's prompts. `time`: seconds since
+    the epoch."""
 
     step: int
     time: float
@@ -66,8 +67,8 @@ def _plain(value: object) -> str | int | float | bool:
 
 
 def values_of(metrics: StepMetrics) -> dict[str, float]:
-    """By the names that transformers' Trainer and TRL's DPOTrainer give them; `train/tokens_per_second` counts the time
-    in the step's slices."""
+    """Return the numbers by their names in transformers' Trainer and TRL's DPOTrainer. `train/tokens_per_second` is per
+    second of the step's slices."""
     values = {
         "train/loss": metrics.loss,
         "train/learning_rate": metrics.learning_rate,
@@ -95,7 +96,8 @@ def values_of(metrics: StepMetrics) -> dict[str, float]:
 
 
 def points_of(events: Iterable[JobEvent], after: int) -> list[Point]:
-    """The steps above `after`, each once: a job that resumed from a checkpoint repeats steps, with the same numbers."""
+    """Return the steps above `after`, each once: a job that resumed from a checkpoint repeats steps, with the same
+    numbers."""
     found = []
     for event in events:
         if event.metrics is not None and event.metrics.step > after:
@@ -105,7 +107,7 @@ def points_of(events: Iterable[JobEvent], after: int) -> list[Point]:
 
 
 def texts_of(events: Iterable[JobEvent]) -> list[Text]:
-    """The samples."""
+    """Return the samples in `events`."""
     return [
         Text(sample.step, event.created_at, sample.prompt, sample.text)
         for event in events
@@ -114,5 +116,5 @@ def texts_of(events: Iterable[JobEvent]) -> list[Text]:
 
 
 def end_of(events: Iterable[JobEvent]) -> JobState | None:
-    """The terminal state that the events tell of."""
+    """Return the terminal state that `events` report, if any."""
     return next((event.state for event in events if event.state is not None and event.state.terminal), None)

@@ -1,5 +1,4 @@
-"""The helper-process tasks of tracking: the libraries are imported there, and keep their threads and connections
-there."""
+"""Helper-process tasks of tracking: the libraries are imported there, and keep their threads and connections there."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ from coserve.data.offload.protocol import TaskContext
 log = logging.getLogger(__name__)
 
 SINKS = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases", "mlflow": "MLflow"}
-"""The class in the module of each tracker."""
+"""Class of each tracker, in its module."""
 
 
 class Track(msgspec.Struct, frozen=True):
-    """Steps and samples of one job for one tracker. `after`: the last step before them; `ended`: the job is over after
-    them."""
+    """Arguments of `track`: steps and samples of one job. `after`: the last step before them; `ended`: whether the job
+    has ended."""
 
     tracker: str
     folder: str
@@ -35,11 +34,12 @@ class Track(msgspec.Struct, frozen=True):
 
 
 class CloseAll(msgspec.Struct, frozen=True):
-    """Close the runs that are open."""
+    """Arguments of `close_all`."""
 
 
 def track(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Task: `Track` in, nothing out. The job's sink stays open for the next call. Raises `TrackingFailed`."""
+    """Helper task: send `Track`'s records; returns nothing. The job's sink stays open for the next call. Raises
+    `TrackingFailed`."""
     given = msgspec.msgpack.decode(arguments, type=Track)
     id = given.run.id
     try:
@@ -52,13 +52,13 @@ def track(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
             sink.end(given.ended)
             del context.kept[id]
     except Exception as error:
-        _close(context, id)  # the next attempt opens it anew
+        _close(context, id)  # the next attempt reopens it
         raise TrackingFailed(f"{type(error).__name__}: {error}"[:300]) from error
     return b""
 
 
 def close_all(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Task: `CloseAll` in, nothing out."""
+    """Helper task: close all open runs; returns nothing."""
     for id in tuple(context.kept):
         _close(context, id)
     return b""

@@ -88,7 +88,7 @@ def row_arrays(
     pairs: bool = False,
     one_row_per_answer: bool = False,
 ) -> Iterator[RowArrays]:
-    """As `tokenize_rows`, but yield one row at a time; there may be none."""
+    """Yield the rows of `tokenize_rows` one at a time; there may be none."""
     if max_length < 2:
         raise InvalidRequest(f"expected at least 2, got {max_length}", field="training.max_length")
     checked = _checked(rows, pairs=pairs)

@@ -1,4 +1,4 @@
-"""Where the curve of one job goes: a tracker's library, in a helper process."""
+"""Interface of a tracker's library, which stores the curve of one job; used in a helper process."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from coserve.core.types import JobState
 
 
 class Sink(Protocol):
-    """The run of one job. Every method may raise whatever the library raises; the sink is then opened again."""
+    """One job's run in a tracker. Every method may raise whatever the library raises; the sink is then reopened."""
 
     def write(self, points: Sequence[Point], texts: Sequence[Text]) -> None:
-        """Add steps, ascending, and samples of these or earlier steps. A sink may leave samples out, and doubles those
-        of a process that was killed. The library has taken them when this returns."""
+        """Add steps, ascending, and samples of these or earlier steps; the library has them when this returns. A sink
+        may omit samples, and may store those of a killed process twice."""
         ...
 
     def end(self, state: JobState) -> None:
-        """The job is over."""
+        """Mark the run as ended: the job has ended."""
         ...
 
     def close(self) -> None:
-        """The process ends; the job may go on in another one."""
+        """Close the run before the process ends; the job may continue in another process."""
         ...
 
 
 OpenSink = Callable[[Path, Run, int], Sink]
-"""`(folder, run, step)`: open a run or go on with it. Points from `step` on follow; what the run has of them is
-replaced or kept, but never doubled. `folder` is the tracker's own and exists."""
+"""`(folder, run, step)`: open a run or continue it. Points from `step` on follow. Points that the run already has are
+replaced or kept, never stored twice. `folder` is the tracker's own and exists."""

@@ -1,5 +1,5 @@
-"""MLflow, set up by its own variables: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, ...; without an address, a SQLite
-file."""
+"""MLflow sink, configured by MLflow's variables: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, ...; without a URI, a
+SQLite file."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ JOB = "coserve.job"
 VALUES = 900
 """Numbers sent at once; a server takes 1000 at most."""
 LONGEST = 500
-"""Characters of a parameter."""
+"""Most characters of a parameter."""
 STATUS = {JobState.SUCCEEDED: "FINISHED", JobState.FAILED: "FAILED", JobState.CANCELLED: "KILLED"}
 
 
 class MLflow:
-    """Steps that the run has are left out."""
+    """MLflow run of one job. Steps that the run already has are omitted."""
 
     def __init__(self, folder: Path, run: Run, step: int) -> None:
-        # The library would wait for a server for longer than the daemon waits for a helper process.
+        # By default, the library waits for a server for longer than the daemon waits for a helper process.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder}/mlflow.db"
@@ -65,4 +65,4 @@ class MLflow:
         self._client.set_terminated(self._id, status=STATUS[state])
 
     def close(self) -> None:
-        """Nothing is open: each write is a request of its own."""
+        """Do nothing: each write is its own request."""

@@ -1,4 +1,4 @@
-"""TensorBoard event files: one folder for each job, one file for each time that it is opened."""
+"""TensorBoard sink: event files, in one folder for each job, one file each time that the run is opened."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from coserve.core.types import JobState
 
 
 class TensorBoard:
-    """A later file begins with a session log, at which TensorBoard forgets the steps from there on in earlier files."""
+    """TensorBoard run of one job. A later file begins with a session log, which makes TensorBoard drop the steps from
+    there on in earlier files."""
 
     def __init__(self, folder: Path, run: Run, step: int) -> None:
-        # Files are read in the order of their names: the second, the host, then the step.
+        # TensorBoard reads files in the order of their names: the second, the host, then the step.
         own = folder / f"{run.name}-{run.id}"
         own.mkdir(exist_ok=True)
         self._writer = EventsWriter(str(own / "events"), filename_suffix=f".{step:09d}.coserve")
@@ -45,13 +46,14 @@ class TensorBoard:
 
 
 def _table(run: Run) -> str:
-    """The settings as Markdown, which TensorBoard renders. Users choose names and metadata, so they are escaped."""
+    """Return the settings as Markdown, which TensorBoard renders. Names and metadata come from users, so they are
+    escaped."""
     rows = (f"|{_cell(name)}|{_cell(value)}|" for name, value in run.settings.items())
     return "\n".join(("|setting|value|", "|---|---|", *rows))
 
 
 def _block(text: str) -> str:
-    """Verbatim, as a block of code in Markdown."""
+    """Return a text verbatim, as a Markdown code block."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 

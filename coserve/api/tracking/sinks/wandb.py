@@ -1,4 +1,4 @@
-"""Weights & Biases, set up by its own variables: WANDB_API_KEY, WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY, ..."""
+"""Weights & Biases sink, configured by its variables: WANDB_API_KEY, WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY, ..."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from coserve.core.types import JobState
 
 
 class WeightsAndBiases:
-    """The run has the job's id, so a restarted daemon goes on with it. Steps that a run has are ignored by the
-    library."""
+    """W&B run of one job. Its id is the job's, so a restarted daemon continues it. The library ignores steps that a run
+    already has."""
 
     def __init__(self, folder: Path, run: Run, step: int) -> None:
         self._run = wandb.init(
