@@ -9,10 +9,11 @@ kept. A layer keeps the sum of:
 - the input of each group of sites (q, k and v; gate and up) that the adapter changes, once a group;
 - x Aᵀ of each site, a row of R elements a token.
 
-The peak is what is kept plus the head, or what is kept plus the backward of one layer, whichever is larger. A
-recomputed layer keeps its input only, and its backward runs its forward first. The lowest layers are recomputed,
-because their backward comes when all layers above have been freed. Compiled layers above them may recompute all but
-attention: they keep their input and attention's output (`Kept`).
+The peak is what is kept plus the head, or what is kept plus the backward of one layer, whichever is larger. With CUDA
+graphs the two add up, because the head cannot use the graphs' memory pool. A recomputed layer keeps its input only, and
+its backward runs its forward first. The lowest layers are recomputed, because their backward comes when all layers
+above have been freed. Compiled layers above them may recompute all but attention: they keep their input and attention's
+output (`Kept`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 LEAST_STEP = 64
-"""Tokens; batches are filled up to a multiple of it, or of a sixteenth of their size."""
+"""Tokens. Batches are padded to a multiple of it or, if that is larger, of the largest power of two up to a sixteenth
+of their size."""
 MOST_SHAPES = 6
 """Most batch sizes that have CUDA graphs at the same time. Each keeps its static tensors between batches."""
 

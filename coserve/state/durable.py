@@ -76,8 +76,8 @@ def disk_errors() -> Iterator[None]:
 
 @contextmanager
 def write_errors() -> Iterator[None]:
-    """For writes and deletions of the daemon's own files: raise every `OSError` as a `StorageError`. No user named
-    these files, so what refuses them is the machine, such as a network file system that is away."""
+    """Raise every `OSError` of writes and deletions of the daemon's own files as a `StorageError`. No user named these
+    files, so the cause is the machine, such as a network file system that is away."""
     try:
         with disk_errors():
             yield
@@ -87,7 +87,7 @@ def write_errors() -> Iterator[None]:
 
 @contextmanager
 def read_errors() -> Iterator[None]:
-    """For reads of the daemon's own files: as `write_errors`, but a missing file stays a `FileNotFoundError`."""
+    """Do as `write_errors`, for reads of the daemon's own files; a missing file stays a `FileNotFoundError`."""
     try:
         with disk_errors():
             yield

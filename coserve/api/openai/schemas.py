@@ -60,8 +60,8 @@ class StreamOptions(Wire, frozen=True):
 
 
 class SharedParams(Wire, frozen=True):
-    """Fields of both completions and chats. Of the fields after `service_tier`, those up to `prompt_cache_retention`
-    change nothing here; the others accept only empty and default values.
+    """Fields of both completions and chats. The fields from `user` to `prompt_cache_retention` are accepted and
+    ignored; later fields accept only empty and default values.
     """
 
     model: ModelName | None = None
@@ -164,9 +164,9 @@ class ChatRequest(SharedParams, frozen=True, kw_only=True):
 
 
 class CompletionLogprobs(Wire, frozen=True):
-    r"""One entry per token; the prompt's first token has null log-probabilities. A part of a character is named by its
-    bytes, `bytes:\xf0\x9f`. `text_offset`: characters of the text before the token's own; all parts of a character have
-    one."""
+    r"""One entry per token; the prompt's first token has null log-probabilities. An incomplete character is
+    shown by its bytes, `bytes:\xf0\x9f`. `text_offset`: characters of the text before the token's own; all tokens of
+    one character have the same."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -204,7 +204,8 @@ class ChatTopLogprob(Wire, frozen=True):
 
 
 class ChatLogprob(Wire, frozen=True):
-    r"""`bytes`: what the token adds to the text, as UTF-8. A part of a character is named by them, `bytes:\xf0\x9f`."""
+    r"""`bytes`: what the token adds to the text, as UTF-8. If it is an incomplete character, `token` shows these bytes:
+    `bytes:\xf0\x9f`."""
 
     token: str
     logprob: float

@@ -2,17 +2,16 @@
 
 The rules and their sources (docs/LOG.md, Corpora, has the measurements):
 
-- `learning_rate`: the best rate for LoRA is about ten times that of full fine-tuning, depends little on the rank, and
-  falls with the base's width (Thinking Machines, "LoRA Without Regret", 2025): `5e-4 * 2048 / hidden`.
-  A DPO loss gets a twentieth of it, as in TRL, whose defaults are 1e-6 for DPO and 2e-5 for fine-tuning. Lion gets a
-  third: its authors advise rates 3 to 10 times lower than AdamW's (Chen et al. 2023, section 5). An adapter that is
-  trained on toward a teacher gets a
-  quarter: it is near the teacher already, and the full rate moves it away first.
+- `learning_rate`: the best rate for LoRA is about ten times that of full fine-tuning, depends little on the LoRA rank,
+  and falls with the base's width (Thinking Machines, "LoRA Without Regret", 2025): `5e-4 * 2048 / hidden`. A DPO loss
+  gets a twentieth of it, as in TRL, whose defaults are 1e-6 for DPO and 2e-5 for fine-tuning. Lion gets a third: its
+  authors advise rates 3 to 10 times lower than AdamW's (Chen et al. 2023, section 5). An adapter that is trained
+  further toward a teacher gets a quarter: it is near the teacher already, and the full rate moves it away first.
 - `beta2`: 0.999, and 0.99 with Lion (the same section).
 - `batch_tokens`: large batches hurt LoRA more than full fine-tuning (same source), and a small corpus in large batches
   has too few steps. So an epoch has about 16 steps, and a batch 64 to 8192 tokens. If less than a quarter of the tokens
   are targets (long prompts, short answers), the lower bound counts four tokens for each target: the same answers then
-  get as many epochs behind a long template as behind a short one.
+  get as many epochs after a long template as after a short one.
 - `epochs`: at least 3; for a small corpus more, up to about 200 steps or 30 epochs. A corpus that would need more than
   20,000 steps in three epochs gets fewer, down to 1.
 """

@@ -59,7 +59,7 @@ class Vocabulary:
         return self._joined("a", piece).removeprefix(self._joined("a")).encode()
 
     def name(self, id: int) -> str:
-        r"""The token's text, special or not; of a part of a character its bytes, as OpenAI writes them:
+        r"""Return the token's text, special or not. An incomplete character gives its bytes, as OpenAI writes them:
         `bytes:\xf0\x9f`."""
         found = self._names.get(id)
         if found is None:
