@@ -1,8 +1,8 @@
-"""Work of all ranks that all of them give up if one of them cannot do it: one mechanism for whatever runs outside of
+"""Runs work on all tensor-parallel ranks, and gives it up on all of them if one fails. For all work outside of
 training's slices.
 
-Such work may have collectives in it. A rank that fails aborts the slice that the work is (`parallel.lockstep`), so that
-nobody waits for it; then the ranks tell each other what came of the work, and raise the same error.
+The work may have collectives. A rank that fails aborts the slice in which the work runs (`parallel.lockstep`), so that
+no rank waits for it. Then the ranks exchange reports and raise the same error.
 """
 
 from __future__ import annotations
@@ -24,39 +24,42 @@ from coserve.model.parallel.mesh import LoneRank, Mesh
 log = logging.getLogger(__name__)
 
 REPORT = 512
-"""Bytes of a rank's report: two of its length (big endian), one msgpack message."""
+"""Bytes of a rank's report: the message's length in two bytes (big endian), then one msgpack message."""
 MESSAGE = 400
-"""Most bytes of the text in it."""
+"""Most bytes of the report's text."""
 
 T = TypeVar("T")
 
 
 class FailedTogether(Exception):
-    """Work of all ranks that one of them could not do: raised on all of them, with the same message."""
+    """Work of all ranks failed on one of them; raised on all ranks with the same message."""
 
 
 class MemoryTogether(FailedTogether, MemoryOfRank):
-    """The same, for lack of memory: `out_of_memory` says so of it on all ranks."""
+    """`FailedTogether` for lack of memory; `out_of_memory` recognises it on all ranks."""
 
 
 class _Report(msgspec.Struct, frozen=True, array_like=True):
-    """What came of the work on a rank."""
+    """The outcome of the work on one rank."""
 
     kind: Literal["done", "memory", "failed", "aborted"]
-    """Aborted: as another rank failed."""
+    """`aborted`: because another rank failed."""
     text: str = ""
-    """Done: a digest of what must be alike; else what is told of the error."""
+    """If done, a digest of the summary that all ranks must share; otherwise the error's text."""
 
 
 def on_all_ranks(
     mesh: Mesh | None, device: torch.device, work: Callable[[], T], summary: Callable[[T], str] = lambda _: ""
 ) -> T:
-    """What `work` returns. All ranks call this at once, and all of them raise or none does; so the work must leave
-    nothing behind that the ranks would not have in common. Its collectives, if any, are of tensors on `device`.
+    """Run `work` on all ranks and return its result, or raise on all ranks.
 
-    `mesh` None, or of a rank alone: `work` is called, and raises what it raises. Else raises `FailedTogether` where it
-    raised on a rank, or where the `summary` of its result is not the same on all; and `EngineFault` alone, as `work`
-    does: this rank must end.
+    All ranks call this at the same time. If it fails, the work must leave nothing behind in which the ranks differ. Its
+    collectives, if any, are of tensors on `device`. Without other ranks (`mesh` None or of one rank), it just calls
+    `work`.
+
+    Raises:
+        FailedTogether: `work` raised on a rank, or the ranks' `summary` of its result differ.
+        EngineFault: `work` raised it. Raised only here, as this rank must end.
     """
     if mesh is None or mesh.size == 1 or isinstance(mesh, LoneRank):
         return work()
@@ -73,7 +76,7 @@ def on_all_ranks(
         report = _Report("aborted")
     except Exception as raised:  # noqa: BLE001 - raised below, once the other ranks know
         report, error = _failure(raised, mesh.rank, device), raised.with_traceback(None)
-    # Here the traceback is gone, and with it the tensors that it held.
+    # The traceback is dropped by now, and with it the tensors that it held.
     if report.kind != "done":
         mesh.guard.finish_collectives()
     everyone = _exchange(mesh, device, report)
@@ -95,7 +98,7 @@ def _failure(error: Exception, rank: int, device: torch.device) -> _Report:
 
 
 def _exchange(mesh: Mesh, device: torch.device, report: _Report) -> list[_Report]:
-    """All ranks' reports, by rank."""
+    """Exchange reports; return those of all ranks, by rank."""
     text = report.text.encode()[:MESSAGE].decode(errors="ignore")
     body = msgspec.msgpack.encode(msgspec.structs.replace(report, text=text))
     data = bytearray((len(body).to_bytes(2, "big") + body).ljust(REPORT))

@@ -1,4 +1,4 @@
-"""The base: an unmodified transformers causal LM, entered through attention and linear sites only."""
+"""The base: an unmodified transformers causal LM, hooked only at its attention and its linear sites."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ __all__ = ["Attention", "Base", "load_base", "wrap_base"]
 log = logging.getLogger(__name__)
 
 CPU_ROWS = 16
-"""On CPU the packed rows are padded to a multiple of this: below 8 rows a row's bits depend on the batch's size."""
+"""Multiple to which packed rows are padded on CPU: below 8 rows, a row's bits depend on the batch's size."""
 
 DUMMY_SEED = 0
 
 
 @dataclass
 class Base:
-    """One frozen base on one device. Not for two threads at once."""
+    """One frozen base on one device. Not for concurrent use by two threads."""
 
     model: PreTrainedModel
     spec: BaseSpec
@@ -56,7 +56,7 @@ class Base:
     """Key/value heads and head size of each layer."""
     sites: LoraSites
     sharding: Sharding | None = None
-    """How the base is sharded, if this is one rank's part of it; `spec` describes the whole."""
+    """How the base is sharded, if this is one tensor-parallel rank's shard. `spec` describes the whole base."""
 
     def forward(
         self,
@@ -68,12 +68,12 @@ class Base:
         keep: Tensor | None,
         gather: bool = True,
     ) -> Tensor:
-        """Logits (len(keep) or T, V) of packed tokens, all int64 on the base's device.
+        """Return the logits (len(keep) or T, V) of packed tokens.
 
-        `positions_T`: each token's place in its own sequence; `attention` knows which tokens belong together;
-        `lora.segments` cuts the same T tokens; `keep`: rows to compute logits for (None: all); `gather`: see `run`. On
-        CPU a row's logits have the same bits whatever else is in the batch. Differentiable in the adapters; gradients
-        of the base are never formed.
+        Token ids, positions and `keep` are int64 on the base's device. `positions_T`: each token's position in its own
+        sequence; `attention` knows which tokens belong together; `lora.segments` cuts the same T tokens; `keep`: rows
+        to compute logits for (None: all); `gather`: see `run`. On CPU a row's logits have the same bits whatever else
+        is in the batch. Differentiable in the adapters; gradients of the base are never formed.
         """
         tokens = tokens_T.shape[0]
         assert lora is None or lora.segments.tokens == tokens, "expected segments of the same tokens"
@@ -98,9 +98,9 @@ class Base:
         *,
         gather: bool = True,
     ) -> Tensor:
-        """One call of the model in the running context, without padding: a row's bits may depend on the batch.
+        """Call the model once in the running context, without padding: a row's bits may depend on the batch.
 
-        `gather=False`: logits of this rank's part of the vocabulary (`Sharding.vocabulary`), instead of all.
+        `gather=False`: return the logits of this rank's shard of the vocabulary (`Sharding.vocabulary`) instead of all.
         """
         logits_1KV: Tensor = self.model(
             input_ids=tokens_T[None],
@@ -114,19 +114,20 @@ class Base:
         return logits_1KV[0]
 
     def prepare(self, batch: LoraBatch | None) -> ForwardContext:
-        """The context of forwards with these adapters, for code that runs layers itself, `with running(context)`."""
+        """Return the context of forwards with these adapters, for code that runs layers itself inside
+        `running(context)`."""
         return ForwardContext() if batch is None else self.sites.prepare(batch)
 
     def partition(self, weights: LoraWeights) -> AdapterPartition | None:
-        """How a whole adapter lies on the ranks; None where the base is whole.
+        """Return how a whole adapter is partitioned among the ranks; None if the base is not sharded.
 
-        Block-diagonal pairs whose blocks fit the ranks go by `bd`; others are made dense, and go by the base's strategy
-        (`parallel.lora.partition_pair`).
+        Block-diagonal pairs use `bd` if their blocks fit the ranks. All others are made dense and use the base's
+        strategy (`parallel.lora.partition_pair`).
         """
         return None if self.sharding is None else AdapterPartition.of(self.sharding, weights.sites)
 
     def shard(self, weights: LoraWeights) -> LoraWeights:
-        """This rank's part of a whole adapter; the adapter itself where the base is whole."""
+        """Return this rank's shard of a whole adapter, or the adapter itself if the base is not sharded."""
         partition = self.partition(weights)
         return weights if partition is None else LoraWeights(weights.settings, partition.shard(weights.sites))
 
@@ -142,13 +143,13 @@ def load_base(
     mesh: Mesh | None = None,
     strategy: str = Strategy.NFS,
 ) -> Base:
-    """The base `"bundled"`, of a folder, or of a hub name; safetensors only.
+    """Load a base from `"bundled"`, a folder or a hub name; safetensors only.
 
     `device`: auto, cpu or cuda. `dtype`: auto (float32 on CPU, bfloat16 on CUDA) or a name of torch's. `load_format`:
-    auto (the weights of its files) or dummy (no files but config.json: random weights, the same ones each time on one
-    kind of device). `few_layers`: random weights, and only the first layers (`truncate.truncate_layers`). `mesh`: the
-    ranks that hold the base together, each its shard; all of them call this at once. `strategy`: of adapters that are
-    not block-diagonal, nfs or slora.
+    auto (weights from files) or dummy (only config.json is read; random weights, the same each time on one kind of
+    device). `few_layers`: random weights, and only the first layers (`truncate.truncate_layers`). `mesh`: the ranks
+    that hold the base together, a shard each; all of them call this at the same time. `strategy`: nfs or slora, for
+    adapters that are not block-diagonal.
 
     Raises:
         UnsupportedBase: see `wrap_base`; no readable weights; code or settings in the files that we don't run.
@@ -191,7 +192,8 @@ def load_base(
                 strategy=Strategy(strategy),
                 trust_remote_code=trust_remote_code,
             )
-        # Collectives fail with a RuntimeError where another rank has died: that says nothing about the base.
+        # Outside of `_loadable`: collectives raise RuntimeError if another rank has died, which says nothing about the
+        # base.
         shard = loaded.share_fingerprint(where)
         return wrap_base(shard.model, name=name, hub_name=hub_name, shard=shard)
     with _loadable(name):
@@ -213,7 +215,7 @@ def load_base(
 
 @contextmanager
 def _loadable(name: str) -> Iterator[None]:
-    """Around reading of a base. Raises `UnsupportedBase` for what transformers and torch raise inside."""
+    """Turn errors of transformers and torch while a base is read into `UnsupportedBase`."""
     try:
         yield
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
@@ -223,7 +225,7 @@ def _loadable(name: str) -> Iterator[None]:
 def _random_model(
     config: PretrainedConfig, device: torch.device, dtype: torch.dtype, *, trust_remote_code: bool
 ) -> PreTrainedModel:
-    """The classes that the config names, with the weights that their own initialisation draws, on the device."""
+    """Build a model of the config's classes on the device, with the weights of their own random initialisation."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         torch.manual_seed(DUMMY_SEED)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -246,13 +248,13 @@ def wrap_base(
     eos_token_ids: Collection[int] | None = None,
     shard: Shard | None = None,
 ) -> Base:
-    """Freezes a loaded causal LM, installs the two seams in it and checks that its logits stay what they were.
+    """Freeze a loaded causal LM, hook its attention and linear sites, and check that its logits stay the same.
 
-    `shard`: the model is this one's, one rank's part. On CPU, families with a mixture of experts compute rows in groups
-    of other rows' making: bits may then depend on the batch, values don't.
+    `shard`: the model is one rank's shard of a base. On CPU, families with a mixture of experts group rows by expert,
+    so their bits, but not their values, may depend on the batch.
 
     Raises:
-        UnsupportedBase: a family that cannot work through the seams, with the reason.
+        UnsupportedBase: a family that the hooks cannot serve, with the reason.
     """
     probe.refuse_statically(model)
     model.eval().requires_grad_(False)
@@ -282,7 +284,7 @@ def wrap_base(
 
 
 def _check_forward(base: Base, expected: probe.Forward) -> None:
-    """The check's sequences packed through the seams give the logits that each gave alone, in any order of rows."""
+    """Check that packed sequences give the logits that each sequence gave by itself, in any order of rows."""
     ids_T = torch.cat([probe.tokens(base.model, length) for length in probe.SEQUENCES])
     positions_T = torch.cat([torch.arange(length, device=base.device) for length in probe.SEQUENCES])
     attention = ReferenceAttention((0, probe.SEQUENCES[0], sum(probe.SEQUENCES)))
@@ -334,7 +336,7 @@ def _spec(
 
 
 def _eos(model: PreTrainedModel) -> set[int]:
-    """End-of-sequence ids of the generation settings and of the config."""
+    """Return the end-of-sequence ids in the generation settings and the config."""
     found: set[int] = set()
     for holder in (model.generation_config, model.config.get_text_config()):
         ids = getattr(holder, "eos_token_id", None)

@@ -1,11 +1,11 @@
 """Compiled decoder layers whose guards are checked once a step instead of once a layer.
 
 torch.compile checks some three hundred guards on every call of a layer, which takes longer than launching the layer's
-kernels. Layers of one kind do not differ in anything that guards check, and what differs between steps (one row or
-many) differs for all layers alike. So in each step the first layer of a kind (the leader) goes through torch.compile,
-which selects the graph or compiles a new one; the others run that graph directly, with their own weights. How a layer's
-arguments map to the graph's inputs is observed: a layer is bound to a graph after torch.compile has run it twice with
-consistent inputs.
+kernels. Layers of one kind agree in everything that guards check, and differences between steps (one row or many) are
+the same for all layers. So in each step only the first layer of a kind (the leader) goes through torch.compile, which
+selects the graph or compiles a new one. The other layers call that graph directly with their own weights. The mapping
+from a layer's arguments to the graph's inputs is observed: a layer is bound to a graph after torch.compile has run it
+twice with consistent inputs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Graph:
 
 
 def compiler(backend: Backend) -> Backend:
-    """`backend`, whose graphs record their calls in `current`."""
+    """Wrap `backend` so that its graphs record their calls in `current`."""
     return lambda module, inputs: Graph(backend(module, inputs))
 
 
@@ -43,18 +43,18 @@ class Binding:
     """How one layer calls a graph."""
 
     rows: int
-    """Rows of the step in which it was observed."""
+    """Number of rows in the step in which it was observed."""
     fixed: tuple[object, ...]
-    """The graph's inputs that are the same in every step; None for the others."""
+    """For each input of the graph: its value if it is the same in every step, else None."""
     given: tuple[tuple[int, int], ...]
-    """(input of the graph, tensor argument of the layer): inputs that are the layer's own arguments."""
+    """(input of the graph, tensor argument of the layer) for each input that is an argument of the layer."""
     counts: tuple[int, ...]
-    """Inputs of the graph that are the step's number of rows."""
+    """Indices of the graph's inputs that are the step's number of rows."""
     result: int | tuple[int | None, ...]
-    """Outputs of the graph that the layer returns: one, or a tuple of them and Nones."""
+    """Indices of the graph's outputs that the layer returns: one, or a tuple of indices and Nones."""
 
     def call(self, graph: Graph, tensors: Sequence[Tensor], rows: int) -> object:
-        """The layer's output for these arguments."""
+        """Run the graph and return the layer's output for these arguments."""
         inputs = list(self.fixed)
         for place, which in self.given:
             inputs[place] = tensors[which]
@@ -66,8 +66,11 @@ class Binding:
         return tuple(None if which is None else outputs[which] for which in self.result)
 
     def confirms(self, other: Binding) -> bool:
-        """Whether two observations agree. A number of rows can be told from a constant only if the two differ in rows,
-        or if the graph is for one row only."""
+        """Whether two observations agree.
+
+        A number of rows can be told from a constant only if the two differ in rows, or if the graph is for one row
+        only.
+        """
         numbers = bool(self.counts) or any(isinstance(value, int) for value in self.fixed)
         return (
             (self.given, self.counts, self.result) == (other.given, other.counts, other.result)
@@ -77,7 +80,7 @@ class Binding:
 
 
 def observe(call: GraphCall, tensors: Sequence[Tensor], rows: int, result: object) -> Binding | None:
-    """The binding that explains how a layer with these arguments and this result made `call`; None if none does."""
+    """Return the binding that explains how a layer with these arguments and this result made `call`, or None."""
     fixed, given, counts = list(call.inputs), list[tuple[int, int]](), list[int]()
     for place, value in enumerate(call.inputs):
         which = next((i for i, tensor in enumerate(tensors) if tensor is value), None)
@@ -104,7 +107,8 @@ def observe(call: GraphCall, tensors: Sequence[Tensor], rows: int, result: objec
 
 
 def _same(a: object, b: object) -> bool:
-    """The same tensor, or the same number: torch.compile wraps a layer's constant in a new tensor on each call."""
+    """Whether two values are the same tensor or the same number. torch.compile wraps a layer's constant in a new tensor
+    on each call."""
     if a is b or (isinstance(a, int | float) and a == b):
         return True
     if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() == b.dim() == 0):
@@ -119,20 +123,20 @@ class Layers:
         """`forwards`: compiled with `compiler`, or plain functions, which are simply called."""
         self._layers, self._forwards = layers, forwards
         self._leaders: list[int | None] = [None] * len(layers)
-        """For each bound layer, the first layer that runs the same graphs."""
+        """For each bound layer, the index of its leader: the first layer that runs the same graphs."""
         self._bound: list[dict[Graph, Binding]] = [{} for _ in layers]
         self._seen: list[dict[Graph, Binding]] = [{} for _ in layers]
-        """Bindings observed once."""
+        """For each layer, bindings observed once."""
         self._ran: list[Graph | None] = [None] * len(layers)
-        """The graph that each layer of this step ran through torch.compile; None: not run yet, or bound."""
+        """The graph that each layer ran through torch.compile in this step; None: not run yet, or bound."""
         self._rows = 0
 
     def begin(self, rows: int) -> None:
-        """A step of so many rows."""
+        """Begin a step of so many rows."""
         self._rows, self._ran = rows, [None] * len(self._layers)
 
     def call(self, index: int, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-        """Layer `index`'s output for these arguments."""
+        """Return layer `index`'s output for these arguments."""
         leader = self._leaders[index]
         if leader is not None:
             graph = self._ran[leader]
@@ -163,7 +167,7 @@ class Layers:
 
 
 def _tensors(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[Tensor]:
-    """The tensors among a layer's arguments, and in tuples among them, in their order."""
+    """Return the tensors among a layer's arguments and inside tuples among them, in order."""
     found = list[Tensor]()
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):

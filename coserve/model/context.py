@@ -12,13 +12,13 @@ from coserve.core.errors import UnsupportedBase
 @dataclass(frozen=True)
 class Context:
     tokens: int
-    """Longest sequence whose logits depend on nothing but itself."""
+    """Length of the longest sequence whose logits do not depend on other sequences, in tokens."""
     note: str = ""
-    """Why that is less than the model's own context; empty if it is not."""
+    """Why `tokens` is less than the model's own context; empty if it is not."""
 
 
 def context_of(config: PretrainedConfig, *, least: int) -> Context:
-    """The context of a config, by its type of rotary scaling.
+    """Return the context of a config, by its type of rotary scaling.
 
     - default, linear, llama3, proportional: the frequencies are fixed, up to `max_position_embeddings`.
     - yarn (Peng et al., ICLR '24): fixed too, up to `factor` times the original context: published configs often keep
@@ -40,7 +40,7 @@ def context_of(config: PretrainedConfig, *, least: int) -> Context:
 
 
 def _limit(rotary: dict[str, object], context: int) -> Context:
-    """The limit of one type of layers."""
+    """Return the limit of one type of layer."""
     kind, factor = rotary.get("rope_type"), rotary.get("factor")
     original = rotary.get("original_max_position_embeddings")
     stretched = context

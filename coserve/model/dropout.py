@@ -1,4 +1,4 @@
-"""LoRA dropout, by masks that can be drawn again."""
+"""LoRA dropout with reproducible masks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from coserve.model.parallel.modules import SiteShard
 class DropoutSpec:
     """LoRA dropout of one training forward: each input element of a pair is dropped with probability `p`.
 
-    The mask of a site is a function of (`seed`, site, shape) alone, so that a recomputed forward, and a resumed job,
-    drop the same elements. `seed` must change with every micro-batch.
+    A site's mask is a function of (`seed`, site, shape) only, so that a recomputed forward, or a resumed job, drops the
+    same elements. `seed` must change with every micro-batch.
     """
 
     p: float
     seed: int
 
     def apply(self, x_TD: Tensor, site: str, shard: SiteShard | None = None) -> Tensor:
-        """`x_TD` with dropped elements zero and the others divided by `1 - p`.
+        """Return `x_TD` with dropped elements zero and the others divided by `1 - p`.
 
-        `shard`: of the site; where `x_TD` is one rank's part of the input, its mask is that part of the whole input's.
+        `shard`: this rank's shard of the site. If `x_TD` is only its part of the input, so is the mask of the whole
+        input's.
         """
         digest = hashlib.blake2b(f"{self.seed}/{site}".encode(), digest_size=8).digest()
         generator = torch.Generator(x_TD.device).manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -41,8 +42,10 @@ class DropoutSpec:
 
 @dataclass(frozen=True)
 class SegmentDropout:
-    """The dropout of several jobs in one batch: `specs[j]` drops elements of the rows `bounds[j]:bounds[j + 1]`, as it
-    does where they are the whole batch. None: no element."""
+    """Dropout of several jobs in one batch: `specs[j]` applies to the rows `bounds[j]:bounds[j + 1]`.
+
+    Its mask is the same as if these rows were the whole batch. None: no dropout.
+    """
 
     bounds: Sequence[int]
     specs: Sequence[DropoutSpec | None]
@@ -67,7 +70,7 @@ Dropout = DropoutSpec | SegmentDropout
 
 
 def dropout_of(bounds: Sequence[int], specs: Sequence[DropoutSpec | None]) -> Dropout | None:
-    """What a batch of these jobs drops; None: nothing."""
+    """Return the dropout of a batch of these jobs, or None if there is none."""
     if not any(specs):
         return None
     return specs[0] if len(specs) == 1 else SegmentDropout(bounds, specs)

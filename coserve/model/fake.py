@@ -1,4 +1,4 @@
-"""Fake tensors: shapes and lifetimes without contents, for predictions of memory. Checks of values leave them out."""
+"""Fake tensors: shapes and lifetimes without contents, to predict memory use. Checks of values skip them."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether the tensor, or the one that a parameter holds, has no contents."""
+    """Whether the tensor, or the one that a parameter wraps, is fake."""
     return isinstance(tensor, FakeTensor)

@@ -1,5 +1,5 @@
-"""Tells errors of one request or job from errors of the device, which all work shares; and failed allocations from
-both."""
+"""Classifies errors: those of one request or job, those of the device, which all work shares, and failed
+allocations."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ _ALLOCATIONS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "Triton Error [CUDA]: out of memory",
 )
-"""In the messages of the `RuntimeError`s that torch raises for the host's memory, the driver's and cuBLAS's, and Triton
-for the driver's."""
+"""Texts that identify failed allocations: in torch's `RuntimeError`s for memory of the host, the driver and cuBLAS, and
+in Triton's errors."""
 _ASKED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)
 
 
 class MemoryOfRank(MemoryError):
-    """Memory ran out on one of several ranks. Raised on all of them."""
+    """Memory ran out on one of several tensor-parallel ranks; raised on all of them."""
 
     def __init__(self, numbers: str) -> None:
-        """`numbers`: see `memory_numbers`; those of that rank."""
+        """`numbers`: that rank's `memory_numbers`."""
         super().__init__(f"not enough memory ({numbers})")
         self.numbers = numbers
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on the host or the device. Both still work then."""
+    """Whether the error is a failed allocation on the host or the device. Both still work after one."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _ALLOCATIONS)
 
 
 def memory_numbers(error: BaseException, device: torch.device) -> str:
-    """What the failed allocation asked for, as far as the error says it, and what is free now."""
+    """Describe how much the failed allocation requested, if the error tells, and how much is free now."""
     if isinstance(error, MemoryOfRank):
         return error.numbers
     if device.type == "cuda":
@@ -55,12 +55,11 @@ def memory_numbers(error: BaseException, device: torch.device) -> str:
 
 @contextmanager
 def contained(device: torch.device) -> Iterator[None]:
-    """Turns an error raised inside into an `EngineFault` if the device has failed; else the error belongs to the work
-    inside.
+    """Turn an error raised inside into an `EngineFault` if the device has failed; otherwise it passes unchanged.
 
-    Once a kernel has failed, every CUDA call returns the same error, so one more call tells. It waits for this thread's
-    stream
-    only: waiting for the whole device (`torch.cuda.synchronize`) would break a graph capture of another thread.
+    Once a kernel has failed, every CUDA call returns the same error, so one more call tells. It waits only for this
+    thread's stream: waiting for the whole device (`torch.cuda.synchronize`) would break a graph capture of another
+    thread.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""A base's identity: which weights an adapter was trained on."""
+"""A base's fingerprint, which identifies the weights that an adapter was trained on."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from transformers import PretrainedConfig, PreTrainedModel
 from coserve.model.fake import is_fake
 
 _WHOLE = 1 << 26
-"""Elements (64 million) up to which every one is hashed."""
+"""Most elements (64 million) of a base that is hashed in full."""
 _SAMPLE = 1 << 14
-"""Beyond: so many elements of each tensor, evenly spaced."""
+"""Evenly spaced elements that are hashed of each tensor of larger bases."""
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """SHA-256 (hex) of the family, the rotary settings and the weights.
+    """Return the SHA-256 (hex) of the family, the rotary settings and the weights; empty for fake weights.
 
-    Weights are hashed as bfloat16, so that a base has one fingerprint whether it is loaded in float32 or bfloat16; a
+    Weights are hashed as bfloat16, so that a base has one fingerprint whether it is loaded in float32 or bfloat16. A
     base published in float32 or bfloat16 and loaded in float16 may get another one. Up to 64 million elements all are
-    hashed; larger bases are sampled, 16 384 evenly spaced elements of each tensor: fine-tuning moves nearly all
-    elements, so two bases that differ collide only if one was edited by hand in a few places. Empty for fake weights.
+    hashed. Larger bases are sampled, 16 384 evenly spaced elements of each tensor: fine-tuning moves nearly all
+    elements, so two bases that differ collide only if one was edited by hand in a few places.
     """
     if is_fake(next(model.parameters())):
         return ""
@@ -36,7 +36,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 def fingerprint_of(
     config: PretrainedConfig, shapes: Mapping[str, torch.Size], read: Callable[[str], Tensor], dtype: torch.dtype
 ) -> str:
-    """`fingerprint` of a base that is loaded in `dtype`, and whose parameters `read` gives one at a time."""
+    """Return the `fingerprint` of a base that is loaded in `dtype`. `read` returns the parameter of a name."""
     digest = hashlib.sha256()
     digest.update(json.dumps([config.model_type, _rotary(config)], sort_keys=True).encode())
     whole = sum(shape.numel() for shape in shapes.values()) <= _WHOLE
@@ -50,6 +50,6 @@ def fingerprint_of(
 
 
 def _rotary(config: PretrainedConfig) -> object:
-    """What rotary positions depend on and weights don't show."""
+    """Return the rotary settings, which weights don't show."""
     settings = getattr(config.get_text_config(), "rope_parameters", None)
     return json.loads(json.dumps(settings, sort_keys=True, default=str))

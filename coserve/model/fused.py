@@ -1,8 +1,8 @@
-"""The unmodified model at full speed: each decoder layer compiled, with the two seams as opaque operations in it.
+"""The unmodified model at full speed: each decoder layer compiled, with attention and linear sites as opaque ops.
 
-What a compiled layer sees of us are two ops: `coserve::attend`, and `coserve::linear`, one for all the sites that read
-one input (q, k and v; gate and up): one GEMM of their stacked weights, one LoRA shrink, one expand. Everything
-else, norms, rotary, activation, is the model's own code, which torch.compile fuses (regional compilation).
+A compiled layer contains two of our ops: `coserve::attend`, and `coserve::linear`, one for all the sites that read one
+input (q, k and v; gate and up): one GEMM of their stacked weights, one LoRA shrink, one expand. Everything else (norms,
+rotary, activation) is the model's own code, which torch.compile fuses (regional compilation).
 
 Both ops look up the running forward's attention and adapters (`forward_context`) when they run, not when they are
 traced, so that one compiled layer serves every layer, every batch, with and without adapters, and can be captured in
@@ -36,13 +36,13 @@ from coserve.model.parallel.residual import add_in_sums
 
 NOT_FUSED = "expected to run within FusedBase.forward"
 RECOMPILES = 64
-"""Variants of one layer that may be compiled: kinds of layers, windows, one row and many."""
+"""Most compiled variants of one layer: kinds of layers, windows, one row and many."""
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """`Attention.attend` of the running context and layer: (H, T, D), (K, T, D) twice -> (T, H, D)."""
+    """Run `Attention.attend` of the running context and layer: (H, T, D), (K, T, D) twice -> (T, H, D)."""
     fused = current.context.fused
     assert fused is not None, NOT_FUSED
     out_THD = fused.attention.attend(current.layer, q, k, v, AttentionParams(scaling, window, softcap, sinks))
@@ -56,9 +56,9 @@ def _attend_fake(
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], group: int) -> Tensor:
-    """(..., D) -> (..., ΣO): the outputs of the sites of one input side by side, LoRA terms included.
+    """Return the outputs of the sites of one input, concatenated, LoRA terms included: (..., D) -> (..., ΣO).
 
-    `sizes`: each site's O. Of row-parallel sites the output is the sum of all ranks' terms.
+    `sizes`: each site's O. For row-parallel sites the output is the sum of all ranks' outputs.
     """
     return _summed_linear(x, weight, bias, sizes, group, None)
 
@@ -66,7 +66,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]
 def _linear_add(
     x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], group: int, residual: Tensor
 ) -> Tensor:
-    """`residual` (..., ΣO) + `_linear`, for row-parallel sites: their sum over the ranks adds it
+    """Return `residual` (..., ΣO) + `_linear` for row-parallel sites, added within their sum over the ranks
     (`parallel.residual`)."""
     return _summed_linear(x, weight, bias, sizes, group, residual)
 
@@ -95,14 +95,14 @@ def _local_linear(
     fused: Fused,
     lora: PreparedLora | None,
 ) -> Tensor:
-    """(T, ΣO): what this rank computes of it."""
+    """Return this rank's outputs (T, ΣO), before any sum over the ranks."""
     if lora is not None and not lora.changes(sites):
         lora = None
     output = fused.gemms.linear(x_TD, weight, bias, before_shrink=lora is not None)
     y_TO = output.y
     if lora is not None:
         ys = torch.split(y_TO, list(sizes), 1)
-        # `output` holds the workspace until the terms have memory of their own.
+        # Keep `output`, and so the GEMM's workspace, until the terms have memory of their own.
         lora.add_(sites, ys, x_TD, overlapped=output.workspace is not None)
     return y_TO
 
@@ -118,7 +118,7 @@ def _linear_add_fake(
 
 
 def _register() -> torch.library.Library:
-    """The ops, by hand: `torch.library.custom_op` checks on every call what these few lines cannot do wrong."""
+    """Register the ops by hand: `torch.library.custom_op` adds checks on every call that these ops do not need."""
     ops = torch.library.Library("coserve", "FRAGMENT")  # type: ignore[no-untyped-call]
     attend = "(Tensor q, Tensor k, Tensor v, float scaling, int? window, float? softcap, Tensor? sinks) -> Tensor"
     linear = "(Tensor x, Tensor weight, Tensor? bias, int[] sizes, int group) -> Tensor"
@@ -137,11 +137,11 @@ _OPS = _register()
 
 
 class RunningAttention:
-    """The `Attention` of a compiled layer: the running context's, in the layer that runs."""
+    """The `Attention` of a compiled layer: delegates to the running context's, in the layer that runs."""
 
     any_layer = True
-    """It need not be told the layer: a compiled layer stands for all of its kind and must not depend on its own
-    index."""
+    """Tells that the layer's index need not be passed. A compiled layer stands for all of its kind, so it must not
+    depend on its index."""
 
     def attend(
         self,
@@ -151,7 +151,7 @@ class RunningAttention:
         v_KTD: Tensor,
         params: AttentionParams,
     ) -> Tensor:
-        """As `Attention.attend`; ignores `layer`."""
+        """Call the running context's `Attention.attend`; ignores `layer`."""
         out: Tensor = torch.ops.coserve.attend(q_HTD, k_KTD, v_KTD, *params)
         return out
 
@@ -160,10 +160,10 @@ RUNNING_ATTENTION = RunningAttention()
 
 
 class FusedBase:
-    """A base's forward with its layers compiled and its sites grouped by input. Inference only.
+    """A base's forward with compiled layers and sites grouped by input. Inference only.
 
     Groups are observed: sites that got the same tensor in one run. The weights of a group's linear modules become views
-    of one stacked weight; modules, classes and values stay what they were.
+    of one stacked weight; modules, classes and values stay the same.
     """
 
     def __init__(
@@ -176,11 +176,10 @@ class FusedBase:
         gemms: GemmChoice | None = None,
     ) -> None:
         """`backend`: None is inductor with `options`. `compiled=False`: the layers run uncompiled, through the same two
-        ops.
-        `gemms`: None measures them on a GPU."""
+        ops. `gemms`: None measures them on a GPU."""
         self.base = base
         self.groups = share_inputs(base)
-        """By layer, in the order in which they run."""
+        """Groups of each layer, in execution order."""
         modules = dict(base.model.named_modules())
         self._shards = {
             group: shard
@@ -195,14 +194,14 @@ class FusedBase:
         forwards: list[Callable[..., object]] = [type(layer).forward for layer in base.layers]
         if compiled:
             made = compiler(self._with_residuals(_inductor(options) if backend is None else backend))
-            # One function for all layers of a class, so that they share what is compiled.
+            # One function for all layers of a class, so that they share its compiled graphs.
             unique = {f: torch.compile(f, backend=made, dynamic=True, fullgraph=True) for f in dict.fromkeys(forwards)}
             forwards = [unique[forward] for forward in forwards]
         self._layers = Layers(base.layers, forwards)
         self._stubs = [self._stub(index) for index in range(len(base.layers))]
 
     def _with_residuals(self, backend: Backend) -> Backend:
-        """`backend`, of layers whose sums over the ranks add the residual."""
+        """Wrap `backend` so that sums over the ranks in a layer also add the residual."""
         groups = [group for layer in self.groups for group in layer]
         adding = {group for group, shard in self._summed.items() if shard.mesh.adds_at_once}
         sums = {group.index for group in groups if group in adding} - {
@@ -222,7 +221,7 @@ class FusedBase:
 
     @property
     def exchanges(self) -> Mapping[SiteGroup, Exchange]:
-        """Of fully sharded adapters; empty: the base is whole."""
+        """Exchanges of fully sharded adapters, by group; empty if the base is not sharded."""
         return exchanges_of(self._shards)
 
     @torch.no_grad()
@@ -236,15 +235,16 @@ class FusedBase:
         keep: Tensor | None,
         gather: bool = True,
     ) -> Tensor:
-        """As `Base.forward`, never padded. `lora` is prepared for `groups`. `gather`: see `Base.run`."""
+        """Compute `Base.forward`, never padded. `lora` is prepared for `groups`. `gather`: see `Base.run`."""
         context = ForwardContext(lora, fused=Fused(attention, self.gemms, self.groups, self._summed))
         self._layers.begin(tokens_T.shape[0])
         with running(context), self._patched():
-            # Compiled code would ask that a view's whole storage be of the same size next time.
+            # A copy of the positions: compiled code would guard on the size of a view's whole storage.
             return self.base.run(tokens_T, positions_T.clone(), RUNNING_ATTENTION, keep, gather=gather)
 
     def check(self) -> None:
-        """Raises `UnsupportedBase` where compiled layers give other logits than the model does: many rows, and one."""
+        """Raise `UnsupportedBase` if compiled layers give other logits than the model does, for many rows and for
+        one."""
         for length in (probe.SEQUENCES[0], 1):
             tokens_T = probe.tokens(self.base.model, length)
             positions_T, attention = torch.arange(length, device=self.base.device), PackedAttention((0, length))
@@ -255,7 +255,7 @@ class FusedBase:
             probe.check_forward(what, compiled, self.base.layers, expected)
 
     def _stub(self, index: int) -> Callable[..., object]:
-        """Stands in for a layer's forward, and sets `current.layer`."""
+        """Make a replacement of a layer's forward that also sets `current.layer`."""
         layers = self._layers
 
         def run(*args: object, **kwargs: object) -> object:
@@ -270,7 +270,7 @@ class FusedBase:
         try:
             with torch._dynamo.config.patch(recompile_limit=RECOMPILES):
                 for layer, stub in zip(layers, self._stubs, strict=True):
-                    vars(layer)["forward"] = stub  # as by assignment, which would ask whether it is a parameter
+                    vars(layer)["forward"] = stub  # like assignment, without nn.Module's check for parameters
                 yield
         finally:
             for layer in layers:

@@ -1,4 +1,4 @@
-"""Which GEMM kernel runs the stacked weights of a group of sites, chosen by measurement at start."""
+"""Chooses the GEMM kernels for the stacked weights of groups of sites, by measurement at start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from coserve.kernels.gemm.skinny import Shape
 from coserve.kernels.lora.types import StackedWeights
 
 MEASURED = 8
-"""Weights of one shape that are read in turn while measuring: more than the L2 cache holds."""
+"""Weights of one shape that a measurement cycles through, more than the L2 cache holds."""
 
 
 @dataclass(frozen=True)
@@ -26,26 +26,28 @@ class GemmOutput:
     y: Tensor
     """(T, O)."""
     workspace: Tensor | None
-    """Busy until the kernel ends, where it allows early launch: the next kernel may start as soon as x is readable.
-    None: it does not."""
+    """Memory that is busy until the kernel ends, if the next kernel may start as soon as x is readable. Otherwise
+    None."""
 
 
 @dataclass(frozen=True)
 class GemmChoice:
-    """Where our kernels are faster than torch's GEMM, and with which shapes; empty: nowhere."""
+    """The shapes at which our kernels are faster than torch's GEMM, and their block sizes."""
 
     gemv: Mapping[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    """Shapes of our GEMV for one row, by inputs and all outputs."""
+    """Block sizes of our GEMV for one row, by inputs and total outputs."""
     skinny: Mapping[tuple[int, int, int], Shape] = field(default_factory=dict)
-    """Shapes of our skinny GEMM for up to 64 rows, by most rows, inputs and all outputs."""
+    """Block sizes of our skinny GEMM for up to 64 rows, by most rows, inputs and total outputs."""
     counters: Tensor | None = None
-    """`skinny.make_counters`."""
+    """Scratch from `skinny.make_counters`."""
 
     def linear(
         self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, *, before_shrink: bool = False
     ) -> GemmOutput:
-        """(T, O): `x Wᵀ + bias`. `before_shrink`: LoRA's shrink of x follows, which takes less time beside the skinny
-        GEMM than the GEMV saves."""
+        """Return `x Wᵀ + bias` (T, O).
+
+        `before_shrink`: a LoRA shrink of x follows. Overlapping it with the skinny GEMM saves more than the GEMV would.
+        """
         (rows, inputs), outputs = x_TD.shape, weight_OD.shape[0]
         if self.counters is not None and x_TD.stride(1) == 1 and (rows > 1 or before_shrink):
             most = skinny.rows_of(rows)
@@ -72,8 +74,8 @@ def run_gemms(inputs: Iterable[StackedWeights], device: torch.device, rows: Sequ
 def measure_gemms(
     inputs: Iterable[StackedWeights], device: torch.device, rows: Sequence[int] = (1, *skinny.ROWS)
 ) -> GemmChoice:
-    """The fastest kernels for the stacked weights of a base, on a GPU. `rows`: of 1 and `skinny.ROWS`, those to
-    measure."""
+    """Measure the fastest kernels for the stacked weights of a base, on a GPU. `rows`: a subset of 1 and
+    `skinny.ROWS`."""
     kinds = _kinds(inputs)
     if not kinds:
         return GemmChoice()
@@ -93,17 +95,17 @@ def measure_gemms(
 
 
 class SavedGemms(msgspec.Struct, frozen=True):
-    """A choice on disk, made for `rows` of the weights `kinds`."""
+    """A choice as stored on disk, made at `rows` for weights of these `kinds`."""
 
     rows: list[int]
     kinds: list[list[int]]
-    """Inputs, then each site's outputs."""
+    """For each kind, its inputs and each site's outputs."""
     gemv: list[tuple[tuple[int, int], tuple[int, int]]]
     skinny: list[tuple[tuple[int, int, int], Shape]]
 
 
 def save_gemms(path: Path, choice: GemmChoice, inputs: Iterable[StackedWeights], rows: Sequence[int]) -> None:
-    """Writes the choice at once, for `load_gemms`."""
+    """Write the choice atomically, for `load_gemms`."""
     saved = SavedGemms(
         rows=list(rows),
         kinds=[list(kind) for kind in _kinds(inputs)],
@@ -117,8 +119,10 @@ def save_gemms(path: Path, choice: GemmChoice, inputs: Iterable[StackedWeights],
 
 
 def load_gemms(paths: Iterable[Path], inputs: Iterable[StackedWeights], device: torch.device) -> GemmChoice | None:
-    """What these files chose together, without those that are missing or damaged or do not fit these weights; None if
-    none is left."""
+    """Return the union of the choices in these files, skipping files that are missing, damaged or for other weights.
+
+    None if no file is left.
+    """
     kinds = _kinds(inputs)
     one_row: dict[tuple[int, int], tuple[int, int]] = {}
     more_rows: dict[tuple[int, int, int], Shape] = {}
@@ -143,7 +147,7 @@ def load_gemms(paths: Iterable[Path], inputs: Iterable[StackedWeights], device: 
 
 
 def _kinds(inputs: Iterable[StackedWeights]) -> dict[tuple[int, ...], list[Tensor]]:
-    """Weights by inputs and each site's outputs, some of each kind."""
+    """Group weights by inputs and each site's outputs; keep a few of each kind."""
     kinds: dict[tuple[int, ...], list[Tensor]] = {}
     for stacked in inputs:
         if len(found := kinds.setdefault((stacked.in_features, *stacked.sizes), [])) < MEASURED:

@@ -17,12 +17,12 @@ from coserve.model.parallel.modules import shard_of
 
 
 def shared_inputs(base: Base) -> list[list[SiteGroup]]:
-    """For each layer, its sites in the order in which they run; neighbours that are given the same tensor form a group.
+    """Return each layer's sites in execution order, grouped: neighbours that receive the same tensor form a group.
 
-    Only `nn.Linear`s alike in whether they have a bias are grouped, three at most.
+    Grouped sites are `nn.Linear`s that all have a bias, or all have none; three at most.
     """
     runs: list[list[list[str]]] = [[] for _ in base.layers]
-    seen: list[Tensor] = []  # kept, so that no other tensor takes an address
+    seen: list[Tensor] = []  # kept alive, so that no other tensor reuses an address
     modules = dict(base.model.named_modules())
 
     def watch(name: str, layer: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -48,11 +48,12 @@ def shared_inputs(base: Base) -> list[list[SiteGroup]]:
 
 
 SHARED = 3
-"""Sites that the kernels serve at once (`block_sizes.MAX_SITES`)."""
+"""Most sites of a kernel launch (`block_sizes.MAX_SITES`)."""
 
 
 def share_inputs(base: Base) -> list[list[SiteGroup]]:
-    """`shared_inputs`, whose weights are stacked: from now on the sites of a group run together (`LoraSites.share`)."""
+    """Group sites as `shared_inputs` does and stack their weights, so that a group's sites run together from now on
+    (`LoraSites.share`)."""
     groups, modules = shared_inputs(base), dict(base.model.named_modules())
     for layer in groups:
         for group in layer:
@@ -69,7 +70,7 @@ def _stackable(before: Sequence[nn.Module], module: nn.Module) -> bool:
 
 
 def stack(group: SiteGroup, modules: Sequence[nn.Module]) -> SharedInput:
-    """The group's `modules`, whose weights become views of one tensor (ΣO, D)."""
+    """Stack the weights of the group's `modules`: they become views of one tensor (ΣO, D)."""
     weights = [cast(nn.Parameter, module.weight) for module in modules]
     biases = [bias for module in modules if (bias := cast("nn.Parameter | None", module.bias)) is not None]
     if len(modules) > 1:
@@ -84,14 +85,14 @@ def stack(group: SiteGroup, modules: Sequence[nn.Module]) -> SharedInput:
 
 
 def _turn(part: nn.Parameter) -> Tensor:
-    """Conv1D's weight (D, O) as (O, D), as other linear modules have it; the parameter stays (D, O), as a view."""
+    """Return Conv1D's weight (D, O) as (O, D), like other linear modules'. The parameter stays (D, O), as a view."""
     if not part.data.T.is_contiguous():
         part.data = part.data.T.contiguous().T
     return part.data.T
 
 
 def _restack(parts: Sequence[nn.Parameter]) -> None:
-    if _neighbours(parts):  # stacked before
+    if _neighbours(parts):  # already stacked
         return
     stacked = torch.cat([part.data for part in parts])
     for part, own in zip(parts, torch.split(stacked, [len(part) for part in parts]), strict=True):
@@ -99,7 +100,7 @@ def _restack(parts: Sequence[nn.Parameter]) -> None:
 
 
 def _neighbours(parts: Sequence[nn.Parameter]) -> bool:
-    """Whether the parts are neighbouring rows of one tensor."""
+    """Whether the parameters are neighbouring rows of one tensor."""
     first, at = parts[0].data, parts[0].data.data_ptr()
     for part in parts:
         own = part.data
@@ -111,7 +112,7 @@ def _neighbours(parts: Sequence[nn.Parameter]) -> bool:
 
 
 def _whole(parts: Sequence[nn.Parameter]) -> Tensor:
-    """The tensor that the parts are neighbouring rows of."""
+    """Return the tensor whose neighbouring rows the parameters are."""
     first = parts[0].data
     rows = sum(len(part) for part in parts)
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())

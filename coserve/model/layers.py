@@ -1,4 +1,4 @@
-"""The unmodified model in pieces: embedding, each decoder layer, head. Fine-tuning suspends between them."""
+"""The unmodified model cut into embedding, decoder layers and head, between which fine-tuning can suspend."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LayerCall:
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """A packed batch as `embed` prepared it for the layers; any number of passes may use it."""
+    """A packed batch after `embed`: the inputs of the layers, usable for any number of forwards and backwards."""
 
     tokens_T: Tensor  # noqa: N815
     positions_T: Tensor  # noqa: N815
@@ -40,22 +40,22 @@ class LayerInputs:
 
 
 class LayerCut:
-    """Runs a base in pieces whose composition is the model's own forward.
+    """Runs a base in pieces whose composition equals the model's own forward.
 
     Every piece runs under the caller's gradient mode and forward context; nothing is padded.
     """
 
     def __init__(self, base: Base) -> None:
-        """Raises `UnsupportedBase` where embed -> layers -> head does not give the model's own logits."""
+        """Raises `UnsupportedBase` if embed -> layers -> head does not give the model's own logits."""
         self._base = base
         self._tuple_size = [0] * len(base.layers)
         self.reads_logits = False
-        """Whether the head's backward reads the logits that the head has returned: then they must not be overwritten
+        """Whether the head's backward reads the logits that the head returned, which must then not be overwritten
         before it."""
         self._check()
 
     def embed(self, tokens_T: Tensor, positions_T: Tensor, attention: Attention) -> LayerInputs:
-        """Runs the model's own forward of T packed tokens up to layer 0, and records each layer's arguments."""
+        """Run the model's own forward of T packed tokens up to layer 0, and record each layer's arguments."""
         calls: list[LayerCall] = []
         entering: list[Tensor] = []
 
@@ -69,17 +69,17 @@ class LayerCut:
         return LayerInputs(tokens_T, positions_T, attention, entering[0], tuple(calls))
 
     def layer(self, i: int, h_1TD: Tensor, inputs: LayerInputs) -> Tensor:
-        """Layer i's real forward: hidden states (1, T, D) in and out."""
+        """Run layer i's own forward: hidden states (1, T, D) in and out."""
         call = inputs.calls[i]
         output = self._base.layers[i](h_1TD, *call.args, **call.kwargs)
         h_next_1TD: Tensor = output[0] if isinstance(output, tuple) else output
         return h_next_1TD
 
     def head(self, h_1KD: Tensor, inputs: LayerInputs, keep_K: Tensor, *, gather: bool = True) -> Tensor:
-        """Logits (K, V) of some tokens from the last layer's output of these. `keep_K`: which. `gather`: see
-        `Base.run`.
+        """Return the logits (K, V) of K tokens, given the last layer's output at these tokens.
 
-        The model's own forward with every layer replaced, so that its final norm, its scaling and its soft cap hold.
+        `keep_K`: their rows. `gather`: see `Base.run`. Runs the model's own forward with every layer replaced, so that
+        its final norm, scaling and soft cap apply.
         """
 
         def put(layer: int, passing_1TD: Tensor, call: LayerCall) -> Tensor:
@@ -91,7 +91,7 @@ class LayerCut:
 
     @contextmanager
     def _stubs(self, run: Callable[[int, Tensor, LayerCall], Tensor]) -> Iterator[None]:
-        """Each layer's forward is `run(layer, hidden, call)` for a while."""
+        """Replace each layer's forward by `run(layer, hidden, call)` inside."""
 
         def stub(layer: int) -> Callable[..., object]:
             def forward(*args: object, **kwargs: object) -> object:

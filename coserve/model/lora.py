@@ -1,4 +1,4 @@
-"""The second seam: every linear site of the base adds the LoRA terms of the batch it is run with."""
+"""Hooks every linear site of the base to add the LoRA terms of the running batch."""
 
 from __future__ import annotations
 
@@ -38,34 +38,37 @@ class LoraBatch:
     backend: LoraBackend
     dropout: Dropout | None = None
     kept: KeptLora | None = None
-    """Of batches that learn."""
+    """Cache of prepared terms, for training batches."""
 
     def padded(self, rows: int) -> LoraBatch:
-        """The same batch with tokens of no adapter behind it, `rows` tokens in all."""
+        """Return the same batch, padded at its end to `rows` tokens with tokens of no adapter."""
         bounds, adapters = self.segments.bounds, self.segments.adapters
         return self if bounds[-1] == rows else replace(self, segments=Segments((*bounds, rows), (*adapters, -1)))
 
 
 class KeptLora:
-    """What backends prepared for batches that learn, which later batches of the same adapters begin with: tables of
-    addresses, which do not change. `forget` when an adapter is gone: it keeps all of them alive."""
+    """Cache of prepared terms of training batches, reused by later batches of the same adapters.
+
+    The terms hold tables of addresses, which do not change. Call `forget` when an adapter is gone, as the cache keeps
+    its adapters alive.
+    """
 
     def __init__(self, most: int = 16) -> None:
-        """`most` entries are kept."""
+        """`most`: number of entries kept."""
         self._most = most
         self._found: dict[Hashable, tuple[tuple[LoraWeights, ...], PreparedLora]] = {}
-        """With the adapters themselves, so that no other takes an id."""
+        """Each entry holds its adapters, so that their ids are not reused."""
 
     def forget(self) -> None:
         self._found.clear()
 
     def find(self, batch: LoraBatch, grouped: bool) -> PreparedLora | None:
-        """For this batch, if one of the same adapters was put."""
+        """Return terms for this batch, if terms of the same adapters were put; else None."""
         found = self._found.get(self._key(batch, grouped))
         return None if found is None else found[1].for_batch(batch.segments)
 
     def put(self, batch: LoraBatch, grouped: bool, lora: PreparedLora) -> None:
-        reusable = lora.for_batch(batch.segments)  # without this batch's own
+        reusable = lora.for_batch(batch.segments)  # a fresh one, without this batch's own state
         if reusable is None:
             return
         if len(self._found) >= self._most:
@@ -77,18 +80,18 @@ class KeptLora:
 
 
 class SharedInput:
-    """Sites that read one input, their weights stacked: the first that is called computes the outputs of all."""
+    """Sites that read one input, with stacked weights: the first one that is called computes the outputs of all."""
 
     def __init__(self, group: SiteGroup, stacked: StackedWeights, *, sums: bool = False) -> None:
-        """`sums`: the outputs are terms, which are to be summed over the ranks."""
+        """`sums`: the outputs are to be summed over the tensor-parallel ranks (row-parallel sites)."""
         self.group, self.index, self.sums = group, group.index, sums
         self.stacked, self.sizes = stacked, stacked.sizes
         self._pending: tuple[Tensor, tuple[Tensor, ...]] | None = None
-        """Between the first site's call and the last one's: the input, and the outputs of all. Not in the running
-        context, which traced code must not read."""
+        """The input and all outputs, from the first site's call to the last one's. Not in the running context, which
+        traced code must not read."""
 
     def output(self, place: int, x: Tensor) -> Tensor:
-        """What the site at `place` gives for `x` in a fused forward. Traced by torch.compile."""
+        """Return the output of the site at index `place` for `x` in a fused forward. Traced by torch.compile."""
         if place == 0:
             y = self.stacked.traced_linear(x, self.index)
             if len(self.sizes) == 1:
@@ -97,14 +100,14 @@ class SharedInput:
         return self._kept(place, x)
 
     def traced(self, place: int, x: Tensor) -> Tensor:
-        """What the site at `place` gives for `x` in a training layer that is traced."""
+        """Return the output of the site at index `place` for `x`, while a training layer is traced."""
         if place == 0:
             y = torch.ops.coserve.learn(x, sum(self.sizes), self.index)
             self._pending = (x, y.split(self.sizes, -1) if len(self.sizes) > 1 else (y,))
         return self._kept(place, x)
 
     def learned(self, place: int, x: Tensor, lora: PreparedLora) -> Tensor:
-        """What the site at `place` gives for `x`, LoRA terms included; differentiable."""
+        """Return the output of the site at index `place` for `x`, LoRA terms included; differentiable."""
         if place == 0:
             parts = lora.linear_group(self.group, x.reshape(-1, x.shape[-1]), self.stacked)
             self._pending = (x, tuple(part.view(*x.shape[:-1], -1) for part in parts))
@@ -120,15 +123,15 @@ class SharedInput:
 
 
 class LoraSites:
-    """The wrappers at a base's sites; the base owns exactly one of these."""
+    """The hooks at a base's sites; a base owns exactly one of these."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
-        """Wraps each module in place: its class, parameters and path stay as they are, only `forward` is ours."""
+        """Hook each module in place: its class, parameters and path stay the same, only `forward` is replaced."""
         self._sites: dict[str, _Site] = {}
         self._shards: dict[str, SiteShard] = {}
         for name, module in modules.items():
             before, shard = getattr(module, SITE, None), shard_of(module)
-            # A shard's own forward sums over the ranks; LoRA terms must be added before.
+            # A sharded module's `forward` sums over the ranks, but LoRA terms must be added before the sum.
             inner = MethodType(type(module).forward, module) if shard is not None else module.forward
             if isinstance(before, _Site):
                 inner = before.inner
@@ -136,16 +139,16 @@ class LoraSites:
             if shard is not None:
                 self._shards[name] = shard
             setattr(module, SITE, self._sites[name])
-            # One function for all: a compiled layer is bound to its modules' functions, not to their sites.
+            # One function for all modules: compiled layers guard on it, so it must not differ between sites.
             module.forward = MethodType(_forward, module)
 
     def share(self, shared: SharedInput) -> None:
-        """From now on the sites of its group run together in fused forwards, and in training where that is faster."""
+        """From now on run the group's sites together in fused forwards, and in training if that is faster."""
         for place, name in enumerate(shared.group.names):
             self._sites[name].place, self._sites[name].shared = place, shared
 
     def shared(self) -> list[SharedInput]:
-        """Whatever `share` was given, each once."""
+        """Each `SharedInput` that was given to `share`, once."""
         return list(dict.fromkeys(site.shared for site in self._sites.values() if site.shared is not None))
 
     def shared_by_site(self) -> dict[str, SharedInput]:
@@ -153,15 +156,15 @@ class LoraSites:
         return {name: site.shared for name, site in self._sites.items() if site.shared is not None}
 
     def prepare(self, batch: LoraBatch) -> ForwardContext:
-        """The context of forwards with this batch. Once a step: it serves all layers, and training's passes over
-        them."""
+        """Return the context of forwards with this batch. Call it once a step: it serves all layers, forward and
+        backward."""
         backend, dropout = batch.backend, batch.dropout
         if dropout is not None and not dropout.p:
             dropout = None
         learned = any(
             pair.a_RD.requires_grad for adapter in batch.adapters for pair in islice(adapter.sites.values(), 1)
         )
-        # With dropout each site has an input of its own.
+        # With dropout each site has an input of its own, so sites cannot be grouped.
         grouped = backend.groups_inputs and dropout is None and learned
         shared = self.shared() if grouped else []
         alone = [site.group for site in self._sites.values() if site.shared is None or not shared]
@@ -177,20 +180,20 @@ class LoraSites:
 
 
 SITE = "coserve_site"
-"""Attribute of a wrapped module: its `_Site`."""
+"""Attribute of a wrapped module that holds its `_Site`."""
 
 
 def shared_of(module: nn.Module) -> SharedInput | None:
-    """Of a wrapped module, if its sites are shared."""
+    """Return the `SharedInput` of a wrapped module, or None."""
     site = getattr(module, SITE, None)
     return site.shared if isinstance(site, _Site) else None
 
 
 def _forward(module: nn.Module, x: Tensor) -> Tensor:
-    """A wrapped module's `forward`."""
+    """The `forward` of every wrapped module."""
     site = cast(_Site, module.coserve_site)
-    # Compiled layers run in fused forwards only. What traces them must not read the context: it would guard on its
-    # contents, and reads a thread-local's defaults instead of this thread's values.
+    # Compiled layers run in fused forwards only. Tracing must not read the context: dynamo would guard on its contents,
+    # and it sees a thread-local's defaults instead of this thread's values.
     if torch.compiler.is_dynamo_compiling() or current.context.fused is not None:
         return site.inner(x) if site.shared is None else site.shared.output(site.place, x)
     if current.context.training is not None and site.shared is not None:
@@ -200,17 +203,17 @@ def _forward(module: nn.Module, x: Tensor) -> Tensor:
 
 
 class _Site:
-    """A wrapped module: its own forward, and the group that it forms by itself."""
+    """A wrapped module: its own forward, and a group with only itself."""
 
     def __init__(self, group: SiteGroup, inner: Callable[[Tensor], Tensor], shard: SiteShard | None) -> None:
         self.group, self.inner, self.shard = group, inner, shard
         self.shared: SharedInput | None = None
         self.place = 0
-        """Among the sites of `shared`."""
+        """Index among the sites of `shared`."""
 
     def output(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """What the module gives in a forward that is not fused, LoRA terms included; of a shard, this rank's part or
-        term."""
+        """Return the module's output in a forward that is not fused, LoRA terms included; for a shard, before any sum
+        over the ranks."""
         if context.lora is None:
             return self.inner(x)
         if context.grouped and self.shared is not None:
@@ -218,8 +221,10 @@ class _Site:
         return self.add(x, context.lora, context.dropout)
 
     def add(self, x: Tensor, lora: PreparedLora, dropout: Dropout | None) -> Tensor:
-        """`x` (..., D) with T rows in all -> (..., O). The module's own output, bit for bit, where no adapter changes
-        it."""
+        """Return the output of `x` (..., D) with T rows in all, LoRA terms included: (..., O).
+
+        It is bitwise the module's own output if no adapter changes the site.
+        """
         y = self.inner(x)
         if not lora.changes(self.group):
             return y

@@ -1,7 +1,8 @@
-"""Checks at start: a family either works through the two seams, or is refused with the reason.
+"""Checks at start: a family either works through the hooks at attention and linear sites, or is refused with the
+reason.
 
-Nothing here knows a family by name. What a model does is observed: its own eager forward, the masks that it would have
-used, which linear modules see every token, and whether the seams give the same logits.
+Nothing here knows a family by name. A model is observed: its own eager forward, the masks that it would have used,
+which linear modules see every token, and whether the hooked model gives the same logits.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from coserve.model.settings import refuse_config
 _PROBE = "coserve_probe"
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _TOLERANCE_HALF = 0.1
-"""Relative: wide enough for an expert that rounding chose otherwise, far below what a dropped term does."""
+"""Relative tolerance in 16 bits: wide enough for a different choice of expert by rounding, far below the error of a
+dropped term."""
 SEQUENCES = (13, 6)
 """Lengths of the sequences that the checks run."""
 
 
 def refuse_statically(model: PreTrainedModel) -> None:
-    """Raises `UnsupportedBase` for what the class and the config alone tell."""
+    """Raise `UnsupportedBase` if the class and the config alone rule the model out."""
     family, config = model.config.model_type, model.config
     refuse_config(config)
     if getattr(config, "quantization_config", None) is not None:
@@ -60,7 +62,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class _Mask:
-    """Stands in for a mask: the rule `(batch, head, query, key) -> visible` that a layer would have used."""
+    """Replaces a mask; records the rule `(batch, head, query, key) -> visible` that a layer would have used."""
 
     rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -92,11 +94,11 @@ AttentionMaskInterface.register(_PROBE, _probe_mask)
 
 
 def observe(model: PreTrainedModel, context: int) -> Observed:
-    """Runs the model with attention that only watches.
+    """Run the model with attention that only records its calls.
 
     Raises:
-        UnsupportedBase: attention does not run exactly once a layer, in order, or a layer's mask is anything but
-            causal, or causal within the window that it tells attention of, up to `context` tokens.
+        UnsupportedBase: attention does not run exactly once per layer, in order, or a layer's mask is anything but
+            causal, or causal within the window that it passes to attention, up to `context` tokens.
     """
     family, seen = model.config.model_type, Observed()
     try:
@@ -137,9 +139,9 @@ def _check_mask(where: str, mask: object, window: int | None, context: int, devi
 
 
 class Reversed:
-    """Attention for a batch with reversed rows: shows whether tokens interact anywhere but in attention.
+    """Attention for a batch with reversed rows, to show whether tokens interact outside of attention.
 
-    A convolution or a recurrence between tokens needs state of its own to go on from a page or a chunk.
+    A convolution or a recurrence between tokens would need a state of its own to resume from a page or a chunk.
     """
 
     def __init__(self, inner: Attention) -> None:
@@ -158,7 +160,7 @@ class Reversed:
 
 
 def decoder_layers(model: PreTrainedModel, seen: Observed) -> tuple[str, list[nn.Module]]:
-    """Path and members of the stack whose i-th layer holds the i-th attention module."""
+    """Return the path and the members of the stack whose i-th layer contains the i-th attention module."""
     attention = [module for module, _ in seen.layers]
     for name, stack in model.named_modules():
         if isinstance(stack, nn.ModuleList) and len(stack) == len(attention):
@@ -170,22 +172,24 @@ def decoder_layers(model: PreTrainedModel, seen: Observed) -> tuple[str, list[nn
 
 @dataclass(frozen=True)
 class Forward:
-    """The logits (T, V) of a forward, and the hidden states (T, D) before and after each module of a stack of
-    layers."""
+    """The logits (T, V) of a forward, and for each module of a stack of layers the hidden states (T, D) before and
+    after."""
 
     logits: Tensor
     states: Mapping[nn.Module, tuple[Tensor, Tensor]]
 
     def flip(self) -> Forward:
-        """With the tokens in reverse order."""
+        """Return the same with the tokens in reverse order."""
         states = {module: (before.flip(0), after.flip(0)) for module, (before, after) in self.states.items()}
         return Forward(self.logits.flip(0), states)
 
 
 @contextmanager
 def recorded(modules: Iterable[nn.Module]) -> Iterator[Callable[[Tensor], Forward]]:
-    """Watches the modules' forwards inside. The function gives what was seen, with the logits; forwards that ran one
-    after the other are one of all their tokens."""
+    """Record the modules' forwards inside. Yields a function that adds the logits and returns the record.
+
+    Several forwards in sequence are recorded as one forward of all their tokens.
+    """
     seen: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
     def saw(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
@@ -208,8 +212,11 @@ def recorded(modules: Iterable[nn.Module]) -> Iterator[Callable[[Tensor], Forwar
 
 
 def eager_forward(model: PreTrainedModel) -> tuple[Forward, dict[str, nn.Module]]:
-    """The model's own forward of the check's sequences, each alone, and the linear modules by path that saw
-    every token exactly once and gave one tensor (some routers of experts give more): the modules that a site can be."""
+    """Run the model's own forward on each of the check's sequences separately.
+
+    Also returns the possible sites: the linear modules, by path, that saw every token exactly once and returned one
+    tensor (some routers of experts return more).
+    """
     family, rows, logits = model.config.model_type, [], []
     count = model.config.get_text_config().num_hidden_layers
     stacks = [stack for stack in model.modules() if isinstance(stack, nn.ModuleList) and len(stack) == count]
@@ -237,17 +244,17 @@ def eager_forward(model: PreTrainedModel) -> tuple[Forward, dict[str, nn.Module]
 
 
 def tokens(model: PreTrainedModel, length: int) -> Tensor:
-    """Fixed token ids (length,) for a check."""
+    """Return fixed token ids (length,) for a check."""
     vocab: int = model.config.get_text_config().vocab_size
     return (torch.arange(1, length + 1, device=model.device) * 7919) % vocab
 
 
 def check_forward(what: str, run: Callable[[], Tensor], layers: Sequence[nn.Module], expected: Forward) -> None:
-    """Raises `UnsupportedBase` unless `run`, a forward through `layers`, computes what was expected, up to rounding.
+    """Raise `UnsupportedBase` unless `run`, a forward through `layers`, computes the expected logits, up to rounding.
 
-    Where the logits differ by more, `run` is called again, and each layer is compared on the expected one's input:
-    rounding in one layer is another input to the next, and random weights make more of it in every layer (0.01 after 2
-    of them, 0.15 after 80, in bfloat16). All ranks have the same logits, so all of them call it again or none does.
+    If the logits differ by more, `run` is called again, and each layer is compared on its expected input: rounding in
+    one layer changes the next one's input, and with random weights the error grows with every layer (0.01 after 2 of
+    them, 0.15 after 80, in bfloat16). All ranks have the same logits, so all of them call it again or none does.
     """
     try:
         check_equal(what, run(), expected.logits)
@@ -260,8 +267,8 @@ def check_forward(what: str, run: Callable[[], Tensor], layers: Sequence[nn.Modu
 
 @contextmanager
 def _each_on_expected_inputs(what: str, layers: Sequence[nn.Module], expected: Forward) -> Iterator[None]:
-    """Inside, layers are compared one by one, and what they gave is replaced by what was expected, but for rows behind
-    it that fill a batch up."""
+    """Compare layers one by one inside, replacing each output by the expected one, except in rows that pad the
+    batch."""
     hooks = []
 
     def replaced(what: str, got_1TD: Tensor, expected: Tensor, change: Tensor) -> Tensor:
@@ -298,7 +305,8 @@ def _each_on_expected_inputs(what: str, layers: Sequence[nn.Module], expected: F
 
 
 def _check_states(what: str, got: Tensor, expected: Tensor, change: Tensor) -> None:
-    """`change`: what a layer adds to its input, which may be much larger, and is rounded with it."""
+    """Compare hidden states. `change`: what a layer adds to its input; the input may be much larger, and its rounding
+    affects the sum."""
     error, rounding = (got.float() - expected.float()).norm(), torch.finfo(expected.dtype).eps * expected.float().norm()
     allowed = _TOLERANCE.get(expected.dtype, _TOLERANCE_HALF) * change.float().norm() + rounding
     if not float(error) <= float(allowed):
@@ -309,12 +317,12 @@ def _check_states(what: str, got: Tensor, expected: Tensor, change: Tensor) -> N
 
 
 def _states(args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-    """The hidden states among a layer's arguments."""
+    """Return the hidden states among a layer's arguments."""
     return args[0] if args else kwargs.get("hidden_states")
 
 
 def check_equal(what: str, got: Tensor, expected: Tensor) -> None:
-    """Raises `UnsupportedBase` unless two sets of logits are equal up to rounding. Fake ones are not compared."""
+    """Raise `UnsupportedBase` unless two sets of logits are equal up to rounding. Fake ones are not compared."""
     if is_fake(expected):
         return
     if not torch.isfinite(expected).all():
@@ -333,7 +341,7 @@ def _inputs(model: PreTrainedModel, length: int) -> dict[str, Tensor | bool]:
 
 @contextmanager
 def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """The model with another attention implementation for a while."""
+    """Switch the model to another attention implementation inside."""
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:

@@ -1,4 +1,4 @@
-"""The first seam: transformers calls us for attention. Importing this module registers the name `coserve`.
+"""Hooks attention: transformers calls our function. Importing this module registers the name `coserve`.
 
 Shape letters: T packed tokens, H query heads, K key/value heads, D head size.
 """
@@ -27,11 +27,11 @@ _HARMLESS = frozenset(
         "layer_type",
     }
 )
-"""Arguments that families hand on to attention and that do not change its result."""
+"""Arguments that families pass on to attention and that do not change its result."""
 
 
 class PaddedAttention:
-    """An `Attention` for a batch whose last rows are padding: hides them from `inner` and gives zeros for them."""
+    """An `Attention` for a batch with padding in its last rows: `inner` does not see them, and their output is zero."""
 
     def __init__(self, inner: Attention, tokens: int) -> None:
         self._inner = inner
@@ -72,7 +72,8 @@ def _attention(
     is_causal: bool | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer. Raises `UnsupportedBase` for whatever it would otherwise drop."""
+    """The attention function that transformers calls in each layer. Raises `UnsupportedBase` for arguments that it does
+    not implement."""
     family = type(module).__name__
     if coserve_attention is None:
         raise UnsupportedBase(f"{family} does not hand its arguments on to attention")
@@ -102,11 +103,11 @@ def _attention(
             sinks=s_aux,
         ),
     )
-    return out_THD.contiguous()[None], None  # some families' own code takes a view of it
+    return out_THD.contiguous()[None], None  # some families take a view of it
 
 
 def layer_of(module: nn.Module) -> int:
-    """Index of the decoder layer that an attention module belongs to."""
+    """Return the index of the decoder layer that an attention module belongs to."""
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise UnsupportedBase(f"{type(module).__name__} does not know the index of its layer")

@@ -1,5 +1,4 @@
-"""The gate for a base's config.json: nothing in it may make transformers run code, and it is of a family that can be
-served."""
+"""Checks a base's config.json: it must not make transformers run code, and its family must be servable."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ _PRIVATE: dict[str, tuple[type, ...]] = {
     "_sliding_window_pattern": (int,),
     "_num_labels": (int,),
 }
-"""Underscored settings that published models carry and that do nothing but describe."""
+"""Underscored settings of published models that only describe them, with their types."""
 _BEHAVIOUR = frozenset(
     {
         *(key for key in (*dir(PretrainedConfig), *vars(PretrainedConfig())) if key.startswith("_")),
@@ -25,12 +24,14 @@ _BEHAVIOUR = frozenset(
         *("_pre_quantization_dtype", "_remove_final_layer_norm", "_use_kernels"),
     }
 )
-"""Those that transformers reads: as attributes of its own, or in its models."""
+"""Underscored settings that transformers reads, as attributes of its own or in its models."""
 
 
 def refuse_settings(name: str, settings: dict[str, object], trust_remote_code: bool) -> frozenset[str]:
-    """Refuses what a config.json can make transformers run, at any depth: code, and kernels from the hub. Returns
-    underscored settings that transformers does not know, for `drop_settings`."""
+    """Refuse settings, at any depth, by which transformers would run code or load kernels from the hub.
+
+    Returns the underscored settings that transformers does not know, for `drop_settings`.
+    """
     unknown = set[str]()
     if "auto_map" in settings and not trust_remote_code:
         raise UnsupportedBase(f"{name}: its files bring Python code; pass --trust-remote-code to run it")
@@ -50,7 +51,7 @@ def refuse_settings(name: str, settings: dict[str, object], trust_remote_code: b
 
 
 def drop_settings(config: PretrainedConfig, names: Iterable[str]) -> None:
-    """Forget these settings, in the configs within it, too."""
+    """Remove these settings from the config and the configs nested in it."""
     parts = [part for part in vars(config).values() if isinstance(part, PretrainedConfig)]
     for holder in (config, *parts):
         for name in names:
@@ -58,7 +59,7 @@ def drop_settings(config: PretrainedConfig, names: Iterable[str]) -> None:
 
 
 def refuse_config(config: PretrainedConfig) -> None:
-    """Refuses architectures that the seams cannot serve, by the config alone. Raises `UnsupportedBase`."""
+    """Raise `UnsupportedBase` for architectures that the config alone rules out."""
     family, text = config.model_type, config.get_text_config()
     if config.is_encoder_decoder:
         raise UnsupportedBase(f"{family} is an encoder-decoder model; coserve serves decoder-only language models")
@@ -76,7 +77,7 @@ def refuse_config(config: PretrainedConfig) -> None:
 
 
 def refuse_without_causal_lm(config: PretrainedConfig) -> None:
-    """Refuses what transformers has no causal language model for, as vision models. Raises `UnsupportedBase`."""
+    """Raise `UnsupportedBase` if transformers has no causal language model for the config, as for vision models."""
     brings_its_own = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if brings_its_own or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return
@@ -90,11 +91,12 @@ def refuse_without_causal_lm(config: PretrainedConfig) -> None:
 
 
 _NUMBERS = (bool, int, float)
-"""Types of a setting that can name no code."""
+"""Types of settings that cannot name code."""
 
 
 def _own_private(model_type: object) -> frozenset[str]:
-    """Underscored fields that the family's own config class declares, and that transformers writes (OPT has one)."""
+    """Return the underscored fields that the family's own config class declares and that transformers writes (OPT has
+    one)."""
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         return frozenset()
     own, common = (

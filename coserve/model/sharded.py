@@ -1,4 +1,5 @@
-"""One rank's part of a base: made empty, then filled with the rank's slices of the files, or with drawn ones."""
+"""Loads one tensor-parallel rank's shard of a base: made empty, then filled with slices of the files, or drawn at
+random."""
 
 from __future__ import annotations
 
@@ -24,17 +25,17 @@ class Shard(NamedTuple):
     model: PreTrainedModel
     sharding: Sharding
     fingerprint: str
-    """Of the whole base."""
+    """Fingerprint of the whole base."""
 
 
 class LoadedShard(NamedTuple):
     model: PreTrainedModel
     sharding: Sharding
     fingerprint: str
-    """Of the whole base, on rank 0; empty on the others."""
+    """Fingerprint of the whole base, on rank 0; empty on the others."""
 
     def share_fingerprint(self, device: torch.device) -> Shard:
-        """Rank 0 sends the fingerprint. All ranks call this at once."""
+        """Broadcast rank 0's fingerprint. All ranks call this at the same time."""
         digest = torch.zeros(32, dtype=torch.uint8)
         if self.fingerprint:
             digest = torch.frombuffer(bytearray.fromhex(self.fingerprint), dtype=torch.uint8)
@@ -53,9 +54,9 @@ def load_shard(
     strategy: Strategy,
     trust_remote_code: bool,
 ) -> LoadedShard:
-    """This rank's part of the base at `path`, a folder or a hub name. Without collectives.
+    """Load this rank's shard of the base at `path`, a folder or a hub name, without collectives.
 
-    `seed`: weights are drawn from it; None: read from the files. `strategy`: of dense adapters. Raises
+    `seed`: draw the weights from it; None: read them from the files. `strategy`: for dense adapters. Raises
     `UnsupportedBase` as `refuse_statically`, `fill_shard` and `Checkpoint`.
     """
     model = empty_model(config, dtype, trust_remote_code=trust_remote_code)

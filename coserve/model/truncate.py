@@ -1,4 +1,4 @@
-"""A model whose config is truncated to few layers, of every kind that it has: its kernels are those of the whole
+"""Truncates a model's config to few layers, with every kind of layer, so that its kernels are those of the whole
 model."""
 
 from __future__ import annotations
@@ -6,11 +6,11 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 SAME = 2
-"""Layers of each kind that are kept, if there are as many."""
+"""Layers of each kind to keep, if there are as many."""
 
 
 def layer_kinds(config: PretrainedConfig) -> list[tuple[object, ...]]:
-    """For each layer of a text model, what its config says of it alone; layers with equal entries are alike."""
+    """Describe each layer of a text model by its config; layers with equal entries are alike."""
     layers = config.num_hidden_layers
     lists = [value for value in config.to_dict().values() if isinstance(value, list) and len(value) == layers]
     dense = getattr(config, "mlp_only_layers", None) or ()
@@ -29,8 +29,8 @@ def layer_kinds(config: PretrainedConfig) -> list[tuple[object, ...]]:
 
 
 def truncate_layers(config: PretrainedConfig) -> None:
-    """Keeps the first layers, so many that each kind occurs `SAME` times if it does at all; the embedding becomes the
-    head."""
+    """Keep the first layers, as many as needed for `SAME` layers of each kind (or all, if fewer). Also ties the head to
+    the embedding."""
     text = config.get_text_config()
     kinds, layers = layer_kinds(text), text.num_hidden_layers
     wanted = {kind: min(SAME, kinds.count(kind)) for kind in kinds}

@@ -35,7 +35,7 @@ def _push(
             theirs = tl.multiple_of(tl.load(buffers + rank).to(own.dtype), 16)
             written = theirs + ((half + place) * block_count + block) * BLOCK + tl.arange(0, BLOCK)
             tl.store(written, values, mask=mask)
-    tl.debug_barrier()  # every thread has written before one of them tells
+    tl.debug_barrier()  # all threads have written before one sets the flag
     for rank in tl.static_range(RANKS):
         if rank != RANK:
             place = RANK - (rank < RANK)
@@ -76,7 +76,7 @@ def _add_up(
             total += tl.load(x + at, mask=mask).to(tl.float32)
         else:
             part = own + ((half + (rank - (rank > RANK))) * block_count + block) * BLOCK + tl.arange(0, BLOCK)
-            total += tl.load(part, mask=mask, cache_modifier=".cg").to(tl.float32)  # not what L1 may still have
+            total += tl.load(part, mask=mask, cache_modifier=".cg").to(tl.float32)  # bypasses L1, which may be stale
     if ADDS:
         total += tl.load(addend + at, mask=mask).to(tl.float32)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)

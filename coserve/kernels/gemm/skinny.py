@@ -98,7 +98,7 @@ def project(
     last = True
     if SPLITS > 1:
         tl.store(parts_ptr + split * (M * N) + at, total, mask=real)
-        tl.debug_barrier()  # all threads have written before one says so
+        tl.debug_barrier()  # all threads have written before one counts the program
         last = tl.atomic_add(counters_ptr + block, 1, sem="acq_rel") == SPLITS - 1
         if last:
             total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)

@@ -113,7 +113,7 @@ def threshold(
         last, above = _search(weights_ptr, V, low, top, goal, False, BLOCK, STAGES)
         weight = last.to(tl.float32, bitcast=True).to(tl.float64)
         fit = tl.ceil((goal - above) / weight)
-        fit = tl.where(above + (fit - 1.0) * weight >= goal, fit - 1.0, fit)  # should the division have been rounded
+        fit = tl.where(above + (fit - 1.0) * weight >= goal, fit - 1.0, fit)  # corrects a rounded division
         fit = tl.where(above + fit * weight < goal, fit + 1.0, fit)
         ties = tl.where((last == bits) & (top_k < V), tl.minimum(ties, fit), fit)
         bits = last

@@ -1,4 +1,4 @@
-"""One adapter on the ranks: its parts, gradients that are parts of a sum, and the whole adapter back from its parts."""
+"""Partitions one adapter among tensor-parallel ranks: sharding, summing partial gradients, gathering the whole."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from coserve.model.parallel.partition import MatrixPartition
 from coserve.model.parallel.sharding import Sharding
 
 Matrices = Mapping[str, tuple[Tensor, Tensor]]
-"""By site: two tensors of the shapes of a pair's a_RD and b_OR; weights, gradients, or moments of an optimizer."""
+"""For each site, two tensors shaped as a pair's a_RD and b_OR: weights, gradients, or moments of an optimizer."""
 
 
 @dataclass(frozen=True, eq=False)
 class AdapterPartition:
-    """How one adapter lies on the ranks. Every rank makes the same one, and calls its collectives at the same time."""
+    """How one adapter is partitioned. Every rank makes the same one, and calls its collectives at the same time."""
 
     sharding: Sharding
     pairs: Mapping[str, PairPartition]
-    """By site."""
+    """Partition of each site's pair."""
 
     @classmethod
     def of(cls, sharding: Sharding, whole: Mapping[str, LoraPair]) -> Self:
-        """Only the shapes of `whole` matter."""
+        """Partition an adapter. Only the shapes of `whole` matter."""
         strategy = sharding.strategy
         return cls(
             sharding, {name: partition_pair(sharding.sites[name], pair, strategy) for name, pair in whole.items()}
         )
 
     def keeps_blocks(self, whole: Mapping[str, LoraPair]) -> bool:
-        """No block-diagonal pair is partitioned as a dense one: what is gathered has its blocks."""
+        """Whether no block-diagonal pair is partitioned as a dense one, so that gathered pairs keep their blocks."""
         return all(
             (pair.a_blocks, pair.b_blocks) == (self.pairs[name].whole_a_blocks, self.pairs[name].whole_b_blocks)
             for name, pair in whole.items()
@@ -43,16 +43,16 @@ class AdapterPartition:
 
     @property
     def strategies(self) -> frozenset[Strategy]:
-        """How its pairs are computed."""
+        """Strategies of its pairs."""
         return frozenset(partition.strategy for partition in self.pairs.values())
 
     def shard(self, whole: Mapping[str, LoraPair]) -> dict[str, LoraPair]:
-        """This rank's parts of the whole pairs; differentiable."""
+        """Return this rank's shards of the whole pairs; differentiable."""
         return {name: self.pairs[name].shard(pair, self.sharding.mesh.rank) for name, pair in whole.items()}
 
     @torch.no_grad()
     def gather(self, parts: Matrices) -> dict[str, tuple[Tensor, Tensor]]:
-        """The whole matrices, on every rank, of all ranks' parts of some sites. One collective."""
+        """Gather the whole matrices of some sites on every rank from all ranks' shards, by one collective."""
         flat = torch.cat([tensor.reshape(-1) for pair in parts.values() for tensor in pair])
         by_rank = self.sharding.mesh.all_gather(flat[None], 0)
         found: dict[str, tuple[Tensor, Tensor]] = {}
@@ -71,7 +71,7 @@ class AdapterPartition:
 
     @torch.no_grad()
     def sum_gradients(self, parts: Matrices) -> None:
-        """Makes gradients whole, in place: those of elements that several ranks hold are sums over these ranks.
+        """Complete gradients in place: sum those of elements that several ranks hold, over these ranks.
 
         One collective, or none: `bd` and `slora` have such elements only where ranks share a key/value head. Call it
         once before an optimizer step.
@@ -98,8 +98,10 @@ class AdapterPartition:
 
     @torch.no_grad()
     def norm(self, parts: Matrices) -> Tensor:
-        """The Euclidean norm (fp64, scalar) of the whole matrices, each element counted once. Each matrix's own is
-        computed in its dtype."""
+        """Return the Euclidean norm (fp64, scalar) of the whole matrices, counting each element once.
+
+        The norm of each single matrix is computed in its dtype.
+        """
         by_holders: dict[int, list[Tensor]] = {}
         for name, partition in self.pairs.items():
             for own, tensor in zip((partition.a, partition.b), parts[name], strict=True):

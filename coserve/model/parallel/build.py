@@ -1,5 +1,5 @@
-"""One rank's model: the family's own classes, made without memory, then filled with the rank's slices of the
-weights."""
+"""Builds one tensor-parallel rank's model: the family's own classes, made without memory, then filled with the rank's
+slices of the weights."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from coserve.model.parallel.vocabulary import VocabularyShard
 
 
 class Weights(Protocol):
-    """The whole base's parameters."""
+    """Access to the whole base's parameters."""
 
     def get(self, name: str, shape: torch.Size) -> Lazy:
-        """The parameter of that name; a slice of it costs no more than that slice."""
+        """Return the parameter of that name. Reading a slice of it costs no more than that slice."""
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool) -> PreTrainedModel:
-    """The model of a config, its parameters and buffers on torch's `meta` device."""
+    """Return the model of a config, with parameters and buffers on torch's `meta` device."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, trust_remote_code=trust_remote_code
@@ -40,10 +40,10 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_co
 def fill_shard(
     model: PreTrainedModel, weights: Weights, mesh: Mesh, device: torch.device, strategy: Strategy
 ) -> Sharding:
-    """Turns an `empty_model` into this rank's part of the base on `device`, with collectives where the plan has them.
+    """Turn an `empty_model` into this rank's shard of the base on `device`, with collectives where the plan has them.
 
-    The embedding is whole on every rank. The head has the rank's part of the vocabulary: a view of the embedding where
-    the two are tied. The model's logits are those of that part.
+    Every rank has the whole embedding. The head has the rank's shard of the vocabulary, a view of the embedding if the
+    two are tied, so the model's logits are those of the shard.
 
     Raises:
         UnsupportedBase: a family without a plan, sizes that the ranks do not divide, missing weights.
@@ -68,8 +68,8 @@ def fill_shard(
 
 
 def _shard_layers(model: PreTrainedModel, plan: Plan, mesh: Mesh) -> dict[str, SitePartition]:
-    """How modules are partitioned, by their paths in the model. Shards each layer's attention, and hooks its two blocks
-    (`copy_input`)."""
+    """Shard each layer's attention and hook its two blocks (`copy_input`). Return the modules' partitions, by their
+    paths in the model."""
     partitions, heads = layer_partitions(model.config, plan, mesh.size), heads_of(model.config, mesh.size)
     found: dict[str, SitePartition] = {}
     configs: dict[int, LocalConfig] = {}
@@ -78,7 +78,7 @@ def _shard_layers(model: PreTrainedModel, plan: Plan, mesh: Mesh) -> dict[str, S
             continue
         for index, layer in enumerate(module):
             for name, partition in partitions.items():
-                layer.get_submodule(name)  # raises where the plan is not this model's
+                layer.get_submodule(name)  # raises if the plan does not fit this model
                 found[f"{path}.{index}.{name}"] = partition
             shard_attention(layer.get_submodule(plan.blocks[0]), heads, configs)
             for block in plan.blocks:
@@ -87,9 +87,9 @@ def _shard_layers(model: PreTrainedModel, plan: Plan, mesh: Mesh) -> dict[str, S
 
 
 def _fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Buffers are not in files: rotary frequencies, scales of embeddings. The family's own code computes them.
+    """Compute buffers that are not in files (rotary frequencies, scales of embeddings) with the family's own code.
 
-    Raises `UnsupportedBase` for one that it does not compute.
+    Raises `UnsupportedBase` for a buffer that it does not compute.
     """
     for path, module in model.named_modules():
         own = list(module.named_buffers(recurse=False))
@@ -105,7 +105,7 @@ def _fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def _fill_ends(model: PreTrainedModel, weights: Weights, vocabulary: VocabularyShard, device: torch.device) -> None:
-    """The embedding and the head."""
+    """Fill the embedding and the head."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {module: path for path, module in model.named_modules()}
     local, start, stop = vocabulary.local, vocabulary.start, vocabulary.stop
@@ -123,14 +123,15 @@ def _fill_ends(model: PreTrainedModel, weights: Weights, vocabulary: VocabularyS
 
 
 def _rows(tensor: Tensor, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A copy of the tensor with zeros below it, `rows` in all."""
+    """Copy the tensor and append rows of zeros, up to `rows`."""
     own = torch.zeros(rows, *tensor.shape[1:], dtype=dtype, device=device)
     own[: len(tensor)] = tensor
     return own
 
 
 def _part(module: nn.Module, leaf: str, whole: Lazy, partition: SitePartition, rank: int) -> Tensor:
-    """The rank's part of a site's weight or bias. The bias of summed outputs is rank 0's, so that it is added once."""
+    """Return the rank's shard of a site's weight or bias. The bias of summed outputs goes to rank 0 only, so that it is
+    added once."""
     if leaf == "bias":
         bias = partition.outputs.shard(whole, rank)
         return bias if not partition.sums or rank == 0 else torch.zeros_like(bias)
@@ -146,6 +147,6 @@ def _part(module: nn.Module, leaf: str, whole: Lazy, partition: SitePartition, r
 
 
 def _place(module: nn.Module, leaf: str, part: Tensor, dtype: torch.dtype, device: torch.device) -> None:
-    """`part` may be a file's own memory; what the module gets is not."""
+    """Put a copy of `part` into the module, as `part` may be a file's own memory."""
     own = torch.empty(part.shape, dtype=dtype, device=device).copy_(part)
     setattr(module, leaf, nn.Parameter(own, requires_grad=False))

@@ -1,4 +1,4 @@
-"""Weights in safetensors files, read slice by slice: nothing but what a rank keeps is ever copied."""
+"""Reads weights from safetensors files slice by slice: only the slices that a rank keeps are copied."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Checkpoint:
     """The tensors of a model folder, by the names of the model's parameters; a context manager."""
 
     def __init__(self, folder: Path, prefix: str) -> None:
-        """`prefix`: of the decoder in the model (`base_model_prefix`), which the files' names may lack.
+        """`prefix`: name of the decoder in the model (`base_model_prefix`), which names in the files may lack.
 
         Raises `UnsupportedBase` without readable safetensors files.
         """
@@ -35,7 +35,7 @@ class Checkpoint:
         self._open.clear()
 
     def get(self, name: str, shape: torch.Size) -> Lazy:
-        """A parameter, of which a slice reads only that slice. Raises `UnsupportedBase` for none, and for one of
+        """Return a parameter; a slice of it reads only that slice. Raises `UnsupportedBase` if it is missing or has
         another shape."""
         stored = next((own for own in (name, name.removeprefix(self._prefix)) if own in self._files), None)
         if stored is None:
@@ -49,7 +49,7 @@ class Checkpoint:
         return lazy
 
     def _listed(self) -> dict[str, str]:
-        """The file of each tensor."""
+        """Return the file of each tensor."""
         index, single = self._folder / "model.safetensors.index.json", "model.safetensors"
         if (self._folder / single).is_file():
             return dict.fromkeys(self._file(single).keys(), single)  # type: ignore[no-untyped-call]

@@ -1,5 +1,5 @@
-"""Random weights for `load_format: dummy`, drawn parameter by parameter: the same on every rank, and never all at
-once."""
+"""Random weights for `load_format: dummy`, drawn one parameter at a time and equal on every rank, so that a rank never
+holds all of them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 
 
 class DrawnWeights:
-    """A model's own initialisation of each of its parameters, as a function of seed and name."""
+    """A model's own random initialisation, parameter by parameter, as a function of seed and name."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device, seed: int) -> None:
-        """`model` is on the `meta` device; it is not changed."""
+        """`model` is on the `meta` device and is not changed."""
         self._model, self._device, self._seed = model, device, seed
 
     def get(self, name: str, shape: torch.Size) -> Tensor:
-        """The whole parameter."""
+        """Return the whole parameter."""
         path, _, leaf = name.rpartition(".")
         owner = self._model.get_submodule(path)
         drawn = copy.copy(owner)

@@ -1,13 +1,13 @@
-"""The collectives of fully sharded LoRA in steps by slots: one for each group of sites that share an input.
+"""Collectives of fully sharded LoRA in serving steps with slots: one per group of sites that share an input.
 
 S-LoRA (Sheng et al., MLSys '24), section 6, with the intermediates of all sites and adapters in one message, as in
-vLLM. Column-parallel: an all-gather of ranks' parts. Row-parallel: an all-reduce, after which rank i adds its O/N
-outputs to its term of the base's sum.
+vLLM. Column-parallel: an all-gather of the ranks' shards. Row-parallel: an all-reduce, after which rank i adds terms to
+its O/N outputs, before the base's own sum.
 
-A small all-gather is an all-reduce of zero-padded parts: on GPUs of one host that is one kernel of some 7 µs, where
-NCCL's all-gather takes 14 to 20 (`SymmetricMesh`), and the padding of R-sized intermediates costs nothing. The shrink
-writes the zeros itself, so that no other kernel runs. Where the message is small, the shrink's sums over the inputs
-also travel in splits, which the expand adds up as without ranks.
+A small all-gather is an all-reduce of zero-padded shards: on GPUs of one host that is one kernel of some 7 µs, where
+NCCL's all-gather takes 14 to 20 (`SymmetricMesh`), and padding R-sized intermediates costs nothing. The shrink writes
+the zeros itself, so that no other kernel runs. In a small message the shrink's splits over the inputs are not summed
+before; the expand adds them up, as it does without ranks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from coserve.model.parallel.mesh import Mesh
 from coserve.model.parallel.modules import SiteShard
 
 SPLIT_BYTES = 1 << 18
-"""Largest message that still has its splits; beyond, a kernel adds them up first. Not measured."""
+"""Largest message whose splits are sent separately; for larger ones, a kernel adds them up first. Not measured."""
 
 
 @dataclass(frozen=True, eq=False)
 class GatheredRanks:
-    """Of column-parallel sites. Implements `Exchange`."""
+    """`Exchange` of column-parallel sites."""
 
     mesh: Mesh
     outputs: tuple[int, int] | None = None
@@ -60,7 +60,7 @@ class GatheredRanks:
 
 @dataclass(frozen=True, eq=False)
 class SummedTerms:
-    """Of row-parallel sites. Implements `Exchange`."""
+    """`Exchange` of row-parallel sites."""
 
     mesh: Mesh
     outputs: tuple[int, int] | None
@@ -78,8 +78,10 @@ class SummedTerms:
 
 
 def exchanges_of(shards: Mapping[SiteGroup, SiteShard]) -> dict[SiteGroup, Exchange]:
-    """By group of sites that share an input; `shards`: of its sites. Without those that `partition_pair` never shards
-    fully."""
+    """Return the exchange of each group of sites that share an input. `shards`: shard of each group's sites.
+
+    Groups that `partition_pair` never shards fully are left out.
+    """
     found: dict[SiteGroup, Exchange] = {}
     for group, shard in shards.items():
         mesh = shard.mesh

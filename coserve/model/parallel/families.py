@@ -1,5 +1,5 @@
-"""Which families can be sharded, and how: Megatron's plan (Shoeybi et al. '19, section 3), one small table for each
-kind of layer."""
+"""The families that can be sharded: Megatron's plan (Shoeybi et al. '19, section 3), one small table for each kind of
+layer."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ DEGREES = (1, 2, 4, 8)
 
 
 class Width(StrEnum):
-    """What the features of a module are that its layer is partitioned along."""
+    """The dimension of a layer along which a module is partitioned."""
 
     QUERY = "query"
     KEY_VALUE = "key_value"
     QKV = "qkv"
-    """Queries, keys and values in one."""
+    """Queries, keys and values in one matrix."""
     MLP = "mlp"
     GATE_UP = "gate_up"
-    """Gate and up projection in one."""
+    """Gate and up projection in one matrix."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The linear modules of a layer, by their path in it, and the two modules whose input each rank needs whole."""
+    """A layer's linear modules, by their path in it, and the two modules whose input every rank needs in full."""
 
     column: Mapping[str, Width]
     row: Mapping[str, Width]
@@ -99,12 +99,12 @@ PLANS: Mapping[str, Plan] = {
     "starcoder2": _STARCODER2,
     "vaultgemma": _LLAMA,
 }
-"""By the config's `model_type`. Each is tested: `tests/parallel/test_families.py`."""
+"""Plans by the config's `model_type`. Each is tested: `tests/parallel/test_families.py`."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention heads of a layer, of the whole layer and of one rank."""
+    """Numbers of attention heads, in a whole layer and on one rank."""
 
     query: int
     key_value: int
@@ -121,7 +121,7 @@ class Heads:
 
 
 def plan_of(config: PretrainedConfig, ranks: int) -> Plan:
-    """The plan of a family that `ranks` GPUs can hold. Raises `UnsupportedBase` for others, with the reason."""
+    """Return the plan of a family that `ranks` GPUs can hold. Raises `UnsupportedBase` for others, with the reason."""
     family, text = config.model_type, config.get_text_config()
     plan = PLANS.get(family)
     if plan is None:
@@ -165,7 +165,7 @@ def mlp_width(config: PretrainedConfig) -> int:
 
 
 def layer_partitions(config: PretrainedConfig, plan: Plan, ranks: int) -> dict[str, SitePartition]:
-    """How a layer's linear modules are partitioned, by their path in it."""
+    """Return the partition of each of a layer's linear modules, by its path in the layer."""
     heads, mlp = heads_of(config, ranks), Features.even(mlp_width(config), ranks)
     query = Features.heads(heads.query, heads.size, ranks)
     key_value = Features.heads(heads.key_value, heads.size, ranks)

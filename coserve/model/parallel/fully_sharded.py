@@ -1,10 +1,10 @@
-"""`slora` in training and eager steps: terms whose rank-r intermediates travel between the ranks. A step's other
-adapters stay as they are. Compiled steps have kernels of their own for it (`exchange`, `ShardedSlotLora`).
+"""The `slora` strategy in training and eager steps: the ranks exchange the rank-r intermediates.
 
-S-LoRA (Sheng et al., MLSys '24), section 6, and figure 2 of the BD-LoRA paper. For sites that read one input the
-intermediates of all adapters and sites travel in one collective, as in vLLM.
+Other adapters of the step are computed locally. Compiled serving steps have kernels of their own (`exchange`,
+`ShardedSlotLora`). S-LoRA (Sheng et al., MLSys '24), section 6, and figure 2 of the BD-LoRA paper. For sites that read
+one input the intermediates of all adapters and sites travel in one collective, as in vLLM.
 
-Letters: T tokens, W columns of an intermediate (the largest rank of a part), N ranks.
+Letters: T tokens, W columns of an intermediate (the largest LoRA rank of a shard), N tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ def prepare_lora(
     groups: Sequence[SiteGroup],
     shards: Mapping[str, SiteShard],
 ) -> PreparedLora:
-    """`backend.prepare` of the ranks' parts of adapters; `shards`: by site. Without fully sharded pairs it is the
-    backend's own."""
+    """Prepare the terms of this rank's shards of adapters. `shards`: by site.
+
+    Without fully sharded pairs, this is `backend.prepare`.
+    """
     local, sharded = list[dict[str, LoraPair]](), list[dict[str, LoraPair]]()
     for index, adapter in enumerate(adapters):
         present = index in segments.runs
@@ -48,8 +50,7 @@ def prepare_lora(
 
 @dataclass(frozen=True)
 class _Given:
-    """What `RankLora` is made of: a backend, each adapter's local pairs and its fully sharded ones, and their groups
-    and shards."""
+    """Inputs of `RankLora`: a backend, each adapter's local and fully sharded pairs, groups of sites, and shards."""
 
     backend: LoraBackend
     local: Sequence[Mapping[str, LoraPair]]
@@ -58,8 +59,10 @@ class _Given:
     shards: Mapping[str, SiteShard]
 
     def parts(self, segments: Segments, *, sums: bool) -> list[PreparedLora]:
-        """The local terms, if there are any, and the fully sharded ones. `sums`: kernels add gradients to the pairs'
-        `MainGrads`; else autograd returns those of all pairs."""
+        """Prepare the local terms, if there are any, and the fully sharded ones.
+
+        `sums`: kernels add gradients to the pairs' `MainGrads`; otherwise autograd returns those of all pairs.
+        """
         parts = list[PreparedLora]()
         if any(self.local):
             local = self.local if sums else [{s: _without_sums(pair) for s, pair in own.items()} for own in self.local]
@@ -69,10 +72,10 @@ class _Given:
 
 
 class RankLora(PreparedLora):
-    """The terms of a step that has fully sharded pairs, and maybe others."""
+    """The terms of a step with fully sharded pairs, and possibly others."""
 
     def __init__(self, given: _Given, segments: Segments, learning: Sequence[PreparedLora] | None = None) -> None:
-        """`learning`: what `terms_forward` and `terms_backward` run, if it is there already."""
+        """`learning`: terms for `terms_forward` and `terms_backward`, if they are prepared already."""
         self._given, self._segments, self._found = given, segments, learning
         pairs = [pair for own in (*given.local, *given.sharded) for pair in own.values()]
         self._sums = given.backend.groups_inputs and all(pair.main_grads is not None for pair in pairs)
@@ -119,16 +122,18 @@ class RankLora(PreparedLora):
 
 
 class _Kept(NamedTuple):
-    """What the backward of a group's fully sharded terms needs."""
+    """Data kept for the backward of a group's fully sharded terms."""
 
     down: object
     up: Mapping[str, tuple[Tensor, object]]
-    """By site: its whole intermediate (T, X), and what the expand kept."""
+    """For each site, its whole intermediate (T, X) and the data that the expand kept."""
 
 
 class FullyShardedLora(PreparedLora):
-    """The terms of fully sharded adapters, by a backend that computes `y + (x Aᵀ) Bᵀ`: once with B, once with A an
-    identity."""
+    """The terms of fully sharded adapters, by two calls of a backend that computes `y + (x Aᵀ) Bᵀ`.
+
+    The shrink uses the pairs' A and an identity for B; the expand uses an identity for A and the pairs' B.
+    """
 
     def __init__(
         self,
@@ -140,11 +145,11 @@ class FullyShardedLora(PreparedLora):
         *,
         sums: bool = False,
     ) -> None:
-        """`sums`: for `terms_forward` and `terms_backward`, whose kernels add to the pairs' `MainGrads`; else for
+        """`sums`: for `terms_forward` and `terms_backward`, whose kernels add to the pairs' `MainGrads`; otherwise for
         `add`."""
         self._tokens, self._shards = segments.tokens, shards
         self._scratch: dict[tuple[int, int], Tensor] | None = {} if sums else None
-        """Sums of gradients that nobody reads, of identities, by shape."""
+        """By shape, sums for the gradients of the identities, which nobody reads."""
         names = {name for adapter in adapters for name in adapter}
         self._live = {group: [n for n in group.names if n in names] for group in groups}
         pairs = [pair for adapter in adapters for pair in adapter.values()]
@@ -211,17 +216,19 @@ class FullyShardedLora(PreparedLora):
         return self._shrink.terms_backward(self._down_groups[group], parts, x_TD, kept.down)
 
     def _empty(self, x_TD: Tensor, live: Sequence[str]) -> list[Tensor]:
-        """An intermediate (T, W) of each of these sites."""
+        """Allocate an intermediate (T, W) for each of these sites."""
         return [x_TD.new_zeros(self._tokens, self._width) for _ in live]
 
     def _by_site(self, h: Tensor, live: Sequence[str]) -> dict[str, Tensor]:
-        """The whole intermediates (T, X) of these sites, of all ranks' parts: each rank's columns of all sites, side by
-        side."""
+        """Split the gathered intermediates by site, (T, X) each.
+
+        `h` has the ranks' shards in order, and each shard has the columns of all sites.
+        """
         h_TNSW = h.view(self._tokens, -1, len(live), self._width)
         return {name: h_TNSW[:, :, place].reshape(self._tokens, -1) for place, name in enumerate(live)}
 
     def _own_outputs(self, name: str, y_TO: Tensor) -> Tensor:
-        """The outputs, here, that this rank has the terms of, as a view."""
+        """Return a view of the outputs whose terms this rank computes."""
         shard = self._shards[name]
         if not shard.partition.sums:
             return y_TO
@@ -229,7 +236,8 @@ class FullyShardedLora(PreparedLora):
         return y_TO.narrow(1, shard.mesh.rank * outputs, outputs)
 
     def _added(self, name: str, y_TO: Tensor, h_TX: Tensor) -> Tensor:
-        """`y` with the terms of a site: of all its outputs here, or of the rank's part of them."""
+        """Return `y` plus the terms of a site: for all its outputs on this rank, or only for those that this rank
+        computes."""
         shard, group = self._shards[name], self._up_groups[name]
         if not shard.partition.sums:
             return self._expand.add(group, [y_TO], h_TX)[0]
@@ -239,12 +247,13 @@ class FullyShardedLora(PreparedLora):
         return y_TO + pad(delta, (start, y_TO.shape[1] - start - outputs))
 
     def _down(self, pair: LoraPair) -> LoraPair:
-        """x -> x aᵀ in the first columns of an intermediate."""
+        """Return the pair that computes x aᵀ in the first columns of an intermediate."""
         picks = _identity(self._width, pair.a_RD.shape[0], pair.a_RD)
         return LoraPair(pair.a_RD, picks, 1.0, self._sums(pair, None, picks))
 
     def _up(self, pair: LoraPair, shard: SiteShard) -> LoraPair:
-        """The intermediate -> its terms. A gathered one has the ranks' parts `width` columns apart."""
+        """Return the pair that computes terms from the intermediate. In a gathered one the ranks' shards are `width`
+        columns apart."""
         rank = pair.b_OR.shape[1]
         part = pair.a_RD.shape[0]
         picks = _identity(part, self._width, pair.b_OR)
@@ -253,7 +262,7 @@ class FullyShardedLora(PreparedLora):
         return LoraPair(picks, pair.b_OR, pair.scaling, self._sums(pair, picks, None))
 
     def _sums(self, pair: LoraPair, a: Tensor | None, b: Tensor | None) -> MainGrads | None:
-        """The pair's own sums but for those of `a` or `b`, an identity."""
+        """Return the pair's gradient sums, with scratch in place of those of `a` or `b`, whichever is the identity."""
         if self._scratch is None:
             return None
         assert pair.main_grads is not None, "expected pairs with sums of gradients"

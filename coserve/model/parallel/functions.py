@@ -1,7 +1,7 @@
-"""Collectives that autograd sees through: each says how gradients travel back.
+"""Differentiable collectives, each with its rule for gradients.
 
 Megatron-LM's pair (Shoeybi et al. '19, section 3): `copy_to_ranks` (f) stands before column-parallel modules, and
-`sum_over_ranks` (g) after row-parallel ones. Without gradients they are the mesh's collectives and nothing else.
+`sum_over_ranks` (g) after row-parallel ones. Without gradients they are just the mesh's collectives.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from coserve.model.parallel.mesh import Mesh
 
 
 def copy_to_ranks(x: Tensor, mesh: Mesh) -> Tensor:
-    """`x`, which is the same on every rank. Back: the sum of the ranks' gradients, each of which is a part."""
+    """Return `x`, which is equal on every rank. Backward: sum the ranks' gradients, each of which is partial."""
     if mesh.size == 1 or not _learns(x):
         return x
     out: Tensor = _Copy.apply(x, mesh)  # type: ignore[no-untyped-call]
@@ -24,8 +24,10 @@ def copy_to_ranks(x: Tensor, mesh: Mesh) -> Tensor:
 
 
 def sum_over_ranks(x: Tensor, mesh: Mesh, addend: Tensor | None = None) -> Tensor:
-    """The sum of the ranks' `x`, and of `addend`, the same on every rank; may overwrite `x` where no gradient is asked
-    for. Back: the gradient, the same on every rank."""
+    """Return the sum of the ranks' `x` plus `addend`, which is equal on every rank. Backward: the gradient as it is.
+
+    May overwrite `x` if no gradient is required.
+    """
     if mesh.size == 1 or not _learns(x):
         return mesh.all_reduce(x) if addend is None else mesh.all_reduce(x, addend)
     out: Tensor = _Sum.apply(x, mesh)  # type: ignore[no-untyped-call]
@@ -33,8 +35,8 @@ def sum_over_ranks(x: Tensor, mesh: Mesh, addend: Tensor | None = None) -> Tenso
 
 
 def gather_columns(x: Tensor, mesh: Mesh) -> Tensor:
-    """The ranks' `x` (..., C) side by side, for what every rank then computes alike. Back: the rank's part of the
-    gradient."""
+    """Concatenate the ranks' `x` (..., C) for a computation that is equal on every rank. Backward: take this rank's
+    columns of the gradient."""
     if mesh.size == 1 or not _learns(x):
         return mesh.all_gather(x)
     out: Tensor = _Gather.apply(x, mesh, False)  # type: ignore[no-untyped-call]
@@ -42,8 +44,8 @@ def gather_columns(x: Tensor, mesh: Mesh) -> Tensor:
 
 
 def gather_shared(x: Tensor, mesh: Mesh) -> Tensor:
-    """The ranks' `x` (..., C) side by side, for what each rank then computes otherwise. Back: gradients are summed
-    first."""
+    """Concatenate the ranks' `x` (..., C) for computations that differ between ranks. Backward: sum the ranks'
+    gradients, then take this rank's columns."""
     if mesh.size == 1 or not _learns(x):
         return mesh.all_gather(x)
     out: Tensor = _Gather.apply(x, mesh, True)  # type: ignore[no-untyped-call]
@@ -51,7 +53,8 @@ def gather_shared(x: Tensor, mesh: Mesh) -> Tensor:
 
 
 def sum_shared(x: Tensor, mesh: Mesh) -> Tensor:
-    """The sum of the ranks' `x`, for what each rank then computes otherwise. Back: gradients are summed too."""
+    """Return the sum of the ranks' `x` for computations that differ between ranks. Backward: sum the ranks' gradients,
+    too."""
     return copy_to_ranks(sum_over_ranks(x, mesh), mesh)
 
 

@@ -1,4 +1,4 @@
-"""What keeps ranks together while they run work that has collectives in it."""
+"""The interface that keeps tensor-parallel ranks together while they run work with collectives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SliceGuard(Protocol):
 
 
 class NoPeers:
-    """`SliceGuard` of a process whose slices have no collectives."""
+    """A `SliceGuard` that does nothing, for processes whose slices have no collectives."""
 
     def begin(self, device: torch.device) -> None:
         pass
@@ -33,7 +33,7 @@ class NoPeers:
 
 @contextmanager
 def aborting_on_error(guard: SliceGuard) -> Iterator[None]:
-    """Tells the other ranks of an error at once."""
+    """Tell the other ranks at once about an error raised inside."""
     try:
         yield
     except Exception:

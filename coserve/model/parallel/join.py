@@ -1,4 +1,4 @@
-"""How a process becomes a rank."""
+"""Makes a process a tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from coserve.model.parallel.symmetric import set_up_collectives, symmetric_mesh
 
 
 def join(rank: int, size: int, *, address: str, device: torch.device, timeout: float) -> Mesh:
-    """Joins this process to the ranks at `address` and waits for them; a process joins once.
+    """Join this process to the ranks at `address` and wait for them; a process joins once.
 
     `address`: `file://PATH` of a file that does not exist yet, or `tcp://127.0.0.1:PORT`, where rank 0 listens.
-    `timeout`: seconds that joining, and later each collective on CPU, waits for the other ranks. On CUDA the device
-    must be set before.
+    `timeout`: seconds to wait for the other ranks, when joining, and later in each collective on CPU. On CUDA the
+    device must be set before.
 
     Raises:
         RuntimeError (torch.distributed's DistError): the other ranks did not come in time.

@@ -1,12 +1,10 @@
-"""Ranks that run one slice of work, such as one of training, abort it together if one of them fails, for example for
-lack of memory.
+"""Lets tensor-parallel ranks abort a slice of work together if one of them fails, for example for lack of memory.
 
-A rank that returned early would let the others wait for ever in the collectives that it does not begin. So within a
-slice each rank writes what it begins to a board in shared memory, ahead of each collective (of a CUDA graph's, ahead of
-its launch), and looks whether another rank has failed.
-A rank that fails, or sees that another one did, begins no further collective of its own accord (`abort`); then it runs
-those that other ranks had begun already, with zeros (`finish_collectives`). Until one fails, a collective costs a few
-writes to memory.
+If a rank simply returned early, the others would wait for ever in the collectives that it does not begin. So within a
+slice each rank announces its collectives on a board in shared memory before it begins them (those of a CUDA graph
+before its launch), and checks whether another rank has failed. A rank that fails, or sees that another one did, begins
+no further collective of its own (`abort`). It then takes part, with zeros, in those that other ranks had begun already
+(`finish_collectives`). While no rank fails, a collective costs a few writes to memory.
 """
 
 from __future__ import annotations
@@ -23,19 +21,19 @@ from coserve.core.ranks import BOARD_WORDS, board_bytes
 from coserve.model.parallel.mesh import Collective, Mesh, Traffic
 
 PAUSE = 0.0005
-"""Seconds between two looks at the board of a rank that has aborted a slice."""
+"""Seconds between two reads of the board by a rank that has aborted a slice."""
 _SLICE, _COUNT, _STATE, _FIRST = range(4)
-"""Words of a rank's part of the board: number of the slice, collectives begun in it, state, and the first of the
+"""Word offsets in a rank's section of the board: number of the slice, collectives begun in it, state, start of the
 log."""
 LOG = BOARD_WORDS - _FIRST
-"""Most collectives of a slice: that of training ends with a micro-batch at the latest."""
+"""Most collectives of a slice. A slice of training ends with a micro-batch at the latest."""
 _NAMES = ("all_reduce", "all_gather")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8)
 
 State = Literal[0, 1, 2]
 RUNNING: State = 0
 ABORTED: State = 1
-"""It has failed, or seen that another rank has."""
+"""State of a rank that has failed, or seen that another rank has."""
 ENDED: State = 2
 
 
@@ -44,12 +42,12 @@ class PeerFailed(Exception):
 
 
 class Lockstep:
-    """One rank's view of the board. All ranks run the same slices in the same order, none begins one before all ended
-    the last."""
+    """One rank's view of the board. All ranks run the same slices in order, and none begins one before all have ended
+    the previous one."""
 
     def __init__(self, mesh: Mesh, board: int) -> None:
-        """`board`: a file descriptor. From now on this is the mesh's guard, and its collectives inside of slices are
-        written to the board."""
+        """`board`: a file descriptor. From now on this is the mesh's guard, and its collectives in slices are
+        announced."""
         self._mesh, self._slice, self._open, self._finishing = mesh, 0, False, False
         self._words = memoryview(mmap.mmap(board, board_bytes(mesh.size))).cast("Q")
         self._own = mesh.rank * BOARD_WORDS
@@ -58,15 +56,14 @@ class Lockstep:
         mesh.traffic, mesh.guard = _AnnouncedTraffic(self), self
 
     def begin(self, device: torch.device) -> None:
-        """A slice begins; its collectives are of tensors on this device."""
+        """Begin a slice whose collectives are of tensors on this device."""
         self._slice, self._device, self._open = self._slice + 1, device, True
         self._words[self._own + _COUNT] = 0
         self._words[self._own + _STATE] = RUNNING
-        self._words[self._own + _SLICE] = self._slice  # the others read the rest once this is there
+        self._words[self._own + _SLICE] = self._slice  # written last: the others read the rest once this is there
 
     def check(self) -> None:
-        """Raises `PeerFailed` if another rank has aborted the slice that is open: results of collectives may be wrong
-        then."""
+        """Raise `PeerFailed` if another rank has aborted the open slice: results of collectives may be wrong then."""
         words = self._words
         if self._open and any(
             words[at + _SLICE] == self._slice and words[at + _STATE] == ABORTED for at in self._others
@@ -74,7 +71,7 @@ class Lockstep:
             raise PeerFailed
 
     def end(self) -> None:
-        """The slice is done, on the device too. Raises `PeerFailed`."""
+        """End the slice after the device has finished it. Raises `PeerFailed`."""
         self.check()
         self._words[self._own + _STATE] = ENDED
         self._open = False
@@ -84,8 +81,10 @@ class Lockstep:
         self._words[self._own + _STATE] = ABORTED
 
     def finish_collectives(self) -> None:
-        """After `abort`, with the slice's memory freed: take part in what others have begun. Returns once all ranks
-        have aborted or ended the slice. Raises `EngineFault`."""
+        """Take part in the collectives that others have begun, after `abort` and with the slice's memory freed.
+
+        Returns once all ranks have aborted or ended the slice. Raises `EngineFault`.
+        """
         words, self._finishing = self._words, True
         try:
             while True:
@@ -97,7 +96,7 @@ class Lockstep:
                 elif not running:
                     break
                 else:
-                    time.sleep(PAUSE)  # nothing wakes this rank: the others may wait for it
+                    time.sleep(PAUSE)  # polls, as the other ranks may be blocked and cannot wake this one
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
         except Exception as error:
@@ -108,7 +107,8 @@ class Lockstep:
             self._finishing = self._open = False
 
     def announce(self, collectives: Sequence[Collective]) -> None:
-        """Collectives of a slice are about to begin, all of them or none. Raises `PeerFailed`: none is announced."""
+        """Announce collectives of a slice before they begin, all of them or none. Raises `PeerFailed` if another rank
+        has failed; then none is announced."""
         if not self._open:
             return
         if not self._finishing:
@@ -124,7 +124,7 @@ class Lockstep:
         return self._words[at + _SLICE] == self._slice and self._words[at + _STATE] != RUNNING
 
     def _run(self, entry: int) -> None:
-        """A collective of a log's entry."""
+        """Run the collective of a log entry."""
         rest, dtype = divmod(entry, len(_DTYPES))
         size, name = divmod(rest, len(_NAMES))
         zeros = torch.zeros(size, dtype=_DTYPES[dtype], device=self._device)
@@ -135,7 +135,7 @@ class Lockstep:
 
 
 class _AnnouncedTraffic(Traffic):
-    """Counts, after it announced."""
+    """`Traffic` that announces collectives before it counts them."""
 
     def __init__(self, lockstep: Lockstep) -> None:
         super().__init__()

@@ -1,16 +1,17 @@
-"""LoRA matrices partitioned among the ranks: three strategies, for column-parallel and row-parallel sites.
+"""Partitions LoRA matrices among tensor-parallel ranks: three strategies, for column- and row-parallel sites.
 
-Letters: T tokens, D inputs and O outputs of the whole site, R rank, N ranks of the mesh, i this rank.
+Letters: T tokens, D inputs and O outputs of the whole site, R LoRA rank, N ranks of the mesh, i this rank.
 
 - `bd`, BD-LoRA (section 3 and appendix B of its paper). Column-parallel: B is block-diagonal. Rank i takes
   the blocks of its outputs, and the rows of A that feed them. Row-parallel: A is block-diagonal. Rank i takes the
   blocks of its inputs, and the columns of B that they feed; the terms are added before the base's all-reduce. Nothing
   more is sent.
-- `nfs`, not fully sharded, vLLM's default (same paper, section 5). Column-parallel: all of A, the rows of B of the
-  rank's outputs. Row-parallel: the columns of A of the rank's inputs, all of B; the terms are added before the base's
-  all-reduce. Nothing more is sent; A and B are held, and multiplied by, N times. It is `bd` with one block.
+- `nfs`, not fully sharded, vLLM's default (same paper, section 5). Column-parallel: all of A, and the rows of B for the
+  rank's outputs. Row-parallel: the columns of A for the rank's inputs, and all of B; the terms are added before the
+  base's all-reduce. Nothing more is sent; one of A and B is held, and multiplied by, N times. It equals `bd` with one
+  block.
 - `slora`, fully sharded (Sheng et al., S-LoRA, MLSys '24, section 6). Column-parallel: R/N rows of A, and the rows of B
-  of the rank's outputs; x Aᵀ is gathered from all ranks. Row-parallel: the columns of A of the rank's inputs, and O/N
+  for the rank's outputs; x Aᵀ is gathered from all ranks. Row-parallel: the columns of A for the rank's inputs, and O/N
   rows of B; x Aᵀ is summed over the ranks, and rank i adds its O/N outputs before the base's all-reduce.
 """
 
@@ -33,60 +34,61 @@ class Strategy(StrEnum):
 
 @dataclass(frozen=True)
 class FullyShardedPair(LoraPair):
-    """One rank's part of a pair under `slora`. Column-parallel: a (R/N, D), b (O/N, R). Row-parallel: a (R, D/N), b
-    (O/N, R)."""
+    """One rank's shard of a pair under `slora`.
+
+    Column-parallel: a (R/N, D), b (O/N, R). Row-parallel: a (R, D/N), b (O/N, R).
+    """
 
     shards: int = 1
-    """Ranks of the mesh among which the rows of a are partitioned."""
+    """Number of ranks among which the rows of a are partitioned."""
 
     @property
     def rank(self) -> int:
-        """R, of the whole pair."""
+        """LoRA rank R of the whole pair."""
         return self.a_RD.shape[0] * self.shards
 
 
 @dataclass(frozen=True)
 class PairPartition:
-    """How the pair of one adapter at one site lies on the ranks."""
+    """Partition of one adapter's pair at one site."""
 
     strategy: Strategy
     a: MatrixPartition
-    """Of the whole a_RD, packed if it is block-diagonal."""
+    """Partition of the whole a_RD, packed if it is block-diagonal."""
     b: MatrixPartition
-    """Of the whole b_OR, packed if it is block-diagonal."""
+    """Partition of the whole b_OR, packed if it is block-diagonal."""
     a_blocks: int = 1
-    """Blocks of a rank's part of a_RD."""
+    """Blocks in one rank's shard of a_RD."""
     b_blocks: int = 1
     whole_a_blocks: int = 1
-    """Blocks of the whole a_RD: 1 for a block-diagonal matrix that is partitioned as a dense one, because no rank can
+    """Blocks of the whole a_RD; 1 for a block-diagonal matrix that is partitioned as a dense one, because no rank can
     hold whole blocks."""
     whole_b_blocks: int = 1
 
     def shard(self, whole: LoraPair, rank: int) -> LoraPair:
-        """The rank's part of a pair, without `main_grads`; differentiable."""
+        """Return the rank's shard of a pair, without `main_grads`; differentiable."""
         if (whole.a_blocks, whole.b_blocks) != (self.whole_a_blocks, self.whole_b_blocks):
             whole = whole.dense()
         a, b = self.a.shard(whole.a_RD, rank).contiguous(), self.b.shard(whole.b_OR, rank).contiguous()
         return self.pair(a, b, whole.scaling)
 
     def pair(self, a: Tensor, b: Tensor, scaling: float) -> LoraPair:
-        """A rank's pair of its matrices."""
+        """Return the sharded pair with these matrices."""
         if self.strategy is Strategy.SLORA:
             return FullyShardedPair(a, b, scaling, shards=b.shape[1] // a.shape[0])
         return LoraPair(a, b, scaling, a_blocks=self.a_blocks, b_blocks=self.b_blocks)
 
     def whole(self, a: Tensor, b: Tensor, scaling: float) -> LoraPair:
-        """The whole pair of its matrices."""
+        """Return the whole pair with these matrices."""
         return LoraPair(a, b, scaling, a_blocks=self.whole_a_blocks, b_blocks=self.whole_b_blocks)
 
 
 def partition_pair(site: SitePartition, pair: LoraPair, strategy: Strategy) -> PairPartition:
-    """How to partition a whole pair.
+    """Choose the partition of a whole pair.
 
-    A block-diagonal one goes by `bd` where the ranks' parts of the site are whole blocks, or parts of one block; this
-    holds where the number of blocks divides that of ranks, or the other way round. Elsewhere it is partitioned as a
-    dense one.
-    `strategy`: of dense pairs, `nfs` or `slora`; ranks that the mesh does not divide go by `nfs`.
+    A block-diagonal pair uses `bd` if each rank's shard of the site is whole blocks, or lies within one block: the
+    number of blocks must divide that of ranks, or the other way round. Otherwise it is partitioned as a dense one.
+    `strategy`: `nfs` or `slora`, for dense pairs; those whose LoRA rank the mesh does not divide use `nfs`.
     """
     if pair.blocks > 1:
         blocks = pair.a_blocks if site.sums else pair.b_blocks
@@ -103,7 +105,8 @@ def partition_pair(site: SitePartition, pair: LoraPair, strategy: Strategy) -> P
 
 
 def _local(site: SitePartition, rank: int, blocks: int) -> PairPartition | None:
-    """`bd`; with one block `nfs`. None: parts of a site that are neither whole blocks nor lie in one."""
+    """Return the `bd` partition, which with one block is `nfs`; None if shards are neither whole blocks nor within
+    one."""
     partition, other = (site.inputs, site.outputs) if site.sums else (site.outputs, site.inputs)
     if (partition.size % blocks) or rank % blocks:
         return None
@@ -124,7 +127,7 @@ def _local(site: SitePartition, rank: int, blocks: int) -> PairPartition | None:
             b_blocks=count,
             whole_b_blocks=blocks,
         )
-    # Columns of the packed matrix are those of a block: all of them, or the part that lies in one block.
+    # Columns of the packed matrix are those of a block: all of them, or the range that lies in one block.
     own = partition.ranks if blocks == 1 else tuple(_within(ranges, size) for ranges in partition.ranks)
     return PairPartition(
         Strategy.BD,
@@ -136,7 +139,8 @@ def _local(site: SitePartition, rank: int, blocks: int) -> PairPartition | None:
 
 
 def _span(ranges: tuple[Range, ...], size: int) -> Range | None:
-    """The blocks of `size` features that hold the ranges: one block, or several that one range covers exactly."""
+    """Return the range of the blocks of `size` features that contain the ranges: one block, or several that one range
+    covers exactly; else None."""
     first, last = min(start for start, _ in ranges) // size, -(-max(stop for _, stop in ranges) // size)
     if last - first == 1 or (len(ranges) == 1 and ranges[0] == (first * size, last * size)):
         return first, last
@@ -144,7 +148,7 @@ def _span(ranges: tuple[Range, ...], size: int) -> Range | None:
 
 
 def _within(ranges: tuple[Range, ...], size: int) -> tuple[Range, ...]:
-    """Ranges within one block, or whole blocks, as columns of a block."""
+    """Map ranges within one block, or whole blocks, to columns of a block."""
     if any(stop - start >= size for start, stop in ranges):
         return ((0, size),)
     return tuple((start % size, start % size + stop - start) for start, stop in ranges)

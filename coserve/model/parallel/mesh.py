@@ -1,7 +1,7 @@
-"""The ranks that hold one base together, and the collectives that they run.
+"""The mesh: the tensor-parallel ranks that hold one base together, and their collectives.
 
-Every rank calls the same collectives in the same order. Results have the same bits on every rank, so that ranks which
-compute the same thing from them, a sampled token for one, agree without a message.
+Every rank calls the same collectives in the same order. Results have the same bits on every rank, so ranks that compute
+the same thing from them, such as a sampled token, agree without a message.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from coserve.core.errors import EngineFault
 from coserve.model.parallel.guard import NoPeers, SliceGuard
 
 _ALL_GATHER: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""torch 2.13 renames it."""
+"""torch 2.13 renames this function."""
 
 
 ONE_SHOT_BYTES = {2: 1 << 20, 4: 1 << 20, 8: 1 << 18}
-"""Largest message whose sum takes a `SymmetricMesh` less time than an all-gather takes NCCL, by ranks. Of eight ranks
-not measured."""
+"""By number of ranks, the largest message that a `SymmetricMesh` sums faster than NCCL gathers it. Not measured for
+eight ranks."""
 ONE_SHOT_ALIGNMENT = 16
 ADDING_RANKS = {2}
-"""With so many ranks every sum of a step goes by our own kernel, which can add the residual (`parallel.residual`). With
-others some go by NCCL, which needs another pass for it."""
+"""Numbers of ranks at which every sum of a step uses our own kernel, which can add the residual (`parallel.residual`).
+With other numbers some sums use NCCL, and adding the residual takes another kernel."""
 
 
 def fits_one_shot(size: int, ranks: int) -> bool:
@@ -38,28 +38,30 @@ def fits_one_shot(size: int, ranks: int) -> bool:
 
 
 class Collective(NamedTuple):
-    """What a rank contributes to one."""
+    """One rank's contribution to a collective."""
 
     name: str
     numbers: int
-    """Elements of its tensor."""
+    """Number of elements of the tensor."""
     dtype: torch.dtype
 
 
 @dataclass
 class Traffic:
-    """What a mesh has sent. A CUDA graph's collectives count when it is captured, and not when it is replayed, unless
-    they were `held`."""
+    """Counts the collectives of a mesh.
+
+    A CUDA graph's collectives count when it is captured, not when it is replayed, unless they were `held`.
+    """
 
     calls: Counter[str] = field(default_factory=Counter)
-    """By the name of the collective."""
+    """Calls by name of the collective."""
     bytes: Counter[str] = field(default_factory=Counter)
-    """Bytes of the tensor that a rank contributes, by the name of the collective."""
+    """Bytes that a rank contributes, by name of the collective."""
 
     _held: list[Collective] | None = field(default=None, init=False)
 
     def add(self, name: str, x: Tensor) -> None:
-        """A collective is about to begin."""
+        """Count a collective that is about to begin."""
         one = Collective(name, x.numel(), x.dtype)
         if self._held is None:
             self.begin([one])
@@ -67,16 +69,19 @@ class Traffic:
             self._held.append(one)
 
     def begin(self, collectives: Sequence[Collective]) -> None:
-        """These are about to begin, in this order."""
+        """Count collectives that are about to begin, in this order."""
         for name, numbers, dtype in collectives:
             self.calls[name] += 1
             self.bytes[name] += numbers * dtype.itemsize
 
     @contextmanager
     def held(self) -> Iterator[Callable[[Callable[[], None]], None]]:
-        """Around the capture of a CUDA graph: collectives inside do not begin. What it gives launches the graph, with
-        which all of them do. It raises `EngineFault` where the launch of a graph with collectives fails: the other
-        ranks wait for them."""
+        """Hold back the collectives of a CUDA graph that is captured inside, and yield a function that launches the
+        graph.
+
+        The function begins the held collectives. It raises `EngineFault` if the launch of a graph with collectives
+        fails, because the other ranks wait for them.
+        """
         found: list[Collective] = []
 
         def launch(graph: Callable[[], None]) -> None:
@@ -102,57 +107,57 @@ class Traffic:
 
 
 class Mesh:
-    """The mesh of one rank: every collective returns what it is given. Base class of meshes of several."""
+    """A mesh of one rank: every collective returns its input. Base class of meshes of several ranks."""
 
     rank: int = 0
     size: int = 1
     note: str = ""
-    """What an operator should know of how it sends."""
+    """A note for operators about how it sends."""
     adds_at_once: bool = True
-    """`all_reduce` adds an addend without a pass of its own, or there is no GPU that would wait for it."""
+    """Whether `all_reduce` adds an addend without a kernel of its own. True without a GPU, where it does not matter."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
         self.guard: SliceGuard = NoPeers()
-        """Keeps the ranks together in work that has collectives; those of an engine have a `Lockstep`."""
+        """Keeps the ranks together in work with collectives; in an engine, a `Lockstep`."""
 
     def all_reduce(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
-        """The sum of all ranks' `x`, and of `addend`, which has its shape and dtype and is the same on all of them; may
-        be `x` itself, overwritten. Not
-        differentiable: see `functions`."""
+        """Return the sum of all ranks' `x` plus `addend`, which has its shape and dtype and is equal on all ranks.
+
+        May overwrite and return `x`. Not differentiable: see `functions`.
+        """
         return x if addend is None else x + addend
 
     def sum_apart(self, x: Tensor) -> Tensor:
-        """As `all_reduce`, in memory of its own: `x` stays as it is."""
+        """Compute `all_reduce` into new memory, without changing `x`."""
         return self.all_reduce(x.clone(memory_format=torch.contiguous_format))
 
     def one_shot(self, size: int) -> bool:
-        """Whether a sum of zero-padded parts, `size` bytes in all, is a faster all-gather than the collective of that
-        name (`SymmetricMesh`)."""
+        """Whether a sum of zero-padded shards, `size` bytes in all, is faster than an all-gather (`SymmetricMesh`)."""
         return False
 
     def all_gather_parts(self, x: Tensor) -> Tensor:
-        """(N, *x.shape): all ranks' `x`, of one shape, in the order of ranks. Not differentiable."""
+        """Return all ranks' `x`, of one shape, stacked in the order of ranks: (N, *x.shape). Not differentiable."""
         return x[None]
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """All ranks' `x`, of one shape, side by side along `dim` in the order of ranks. Not differentiable."""
+        """Concatenate all ranks' `x`, of one shape, along `dim` in the order of ranks. Not differentiable."""
         return x if self.size == 1 else torch.cat(self.all_gather_parts(x).unbind(0), dim)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """Rank `root`'s `x`, written into `x`, which has one shape and dtype on all ranks."""
+        """Write rank `root`'s `x` into `x`, which has one shape and dtype on all ranks, and return it."""
         return x
 
     def close(self) -> None:
-        """Leaves the group. Waits for nobody."""
+        """Leave the group, without waiting for other ranks."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
-        """Modules that are copied stay in the same group."""
+        """Return itself: copied modules stay in the same group."""
         return self
 
 
 class GroupMesh(Mesh):
-    """A mesh over a torch.distributed process group: gloo on CPU, NCCL on CUDA, whose collectives CUDA graphs can
+    """A mesh over a torch.distributed process group: gloo on CPU; NCCL on CUDA, whose collectives CUDA graphs can
     capture."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -162,7 +167,7 @@ class GroupMesh(Mesh):
 
     def all_reduce(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
         x = x.contiguous()
-        self.traffic.add("all_reduce", x)  # from here on the other ranks wait for this one: what may fail comes first
+        self.traffic.add("all_reduce", x)  # the other ranks wait for this one from here on: what may fail comes first
         dist.all_reduce(x, group=self.group)
         return x if addend is None else x.add_(addend)
 
@@ -184,7 +189,7 @@ class GroupMesh(Mesh):
 
 
 class LoneRank(Mesh):
-    """One rank of a mesh without the others: its shapes are right, its results are not. For compiling and measuring."""
+    """One rank without the others: its shapes are right, its results are not. For compiling and measuring."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A rank's shards in the modules of an unmodified model: smaller weights, and a collective where the plan has one."""
+"""Shards the modules of an unmodified model: smaller weights, and collectives where the plan has them."""
 
 from __future__ import annotations
 
@@ -16,31 +16,30 @@ from coserve.model.parallel.mesh import Mesh
 from coserve.model.parallel.partition import SitePartition
 
 SHARD = "coserve_shard"
-"""Attribute of a sharded module: its `SiteShard`."""
+"""Attribute of a sharded module that holds its `SiteShard`."""
 MESH = "coserve_mesh"
-"""Attribute of a module whose input every rank needs whole."""
+"""Attribute that holds the mesh, for modules whose input every rank needs in full."""
 
 
 @dataclass(frozen=True, eq=False)
 class SiteShard:
-    """This rank's part of a linear module."""
+    """This rank's shard of a linear module."""
 
     partition: SitePartition
     mesh: Mesh
 
     def sum(self, y: Tensor, addend: Tensor | None = None) -> Tensor:
-        """The output, of this rank's term `y`, which may be overwritten, and `addend`, if there is one."""
+        """Return the module's output: the sum of the ranks' `y`, which may be overwritten, plus `addend`, if given."""
         return sum_over_ranks(y, self.mesh, addend)
 
 
 def shard_of(module: nn.Module) -> SiteShard | None:
-    """The module's shard; None: it is not sharded."""
+    """Return the module's shard; None if it is not sharded."""
     return cast("SiteShard | None", getattr(module, SHARD, None))
 
 
 def shard_module(module: nn.Module, shard: SiteShard) -> None:
-    """Makes a linear module, whose weights are sharded already, give what the whole module would, or this rank's part
-    of it."""
+    """Make a linear module with sharded weights return the whole module's output, or this rank's columns of it."""
     inputs, outputs = shard.partition.inputs.local, shard.partition.outputs.local
     if isinstance(module, Conv1D):
         module.nx, module.nf = inputs, outputs
@@ -59,7 +58,7 @@ def _summed(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def copy_input(module: nn.Module, mesh: Mesh) -> None:
-    """Sums the ranks' gradients of the module's input on their way back (`copy_to_ranks`)."""
+    """Sum the gradients of the module's input over the ranks in the backward (`copy_to_ranks`)."""
     setattr(module, MESH, mesh)
     module.register_forward_pre_hook(_copied, with_kwargs=True)
 
@@ -78,7 +77,7 @@ def _copied(
 
 
 class LocalConfig:
-    """A config with some settings replaced, which follows later changes of the others."""
+    """A config with some settings replaced; later changes of the others show through."""
 
     def __init__(self, config: object, settings: Mapping[str, object]) -> None:
         self._config = config
@@ -86,13 +85,15 @@ class LocalConfig:
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
-            raise AttributeError(name)  # asked for while a copy is made, before `_config` is there
+            raise AttributeError(name)  # accessed while a copy is made, before `_config` exists
         return getattr(self.__dict__["_config"], name)
 
 
 def shard_attention(module: nn.Module, heads: Heads, known: dict[int, LocalConfig]) -> None:
-    """Tells an attention module how many heads this rank has, under the names that families use. `known`: by the id of
-    a config, that of the modules before, so that layers do not differ in theirs."""
+    """Tell an attention module this rank's number of heads, under the names that families use.
+
+    `known`: replaced configs of the modules before, by the id of the original, so that layers share one.
+    """
     query, key_value = heads.local_query, heads.local_key_value
     counts = {
         "num_heads": query,

@@ -1,4 +1,4 @@
-"""Which part of a matrix each rank holds, as ranges of its features: plain data, computed by every rank alike."""
+"""Which ranges of a matrix's features each tensor-parallel rank holds: plain data, computed alike by every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Range = tuple[int, int]
 
 
 class Lazy(Protocol):
-    """A tensor, or one in a file of which a slice reads only that slice."""
+    """A tensor, or a tensor in a file, where reading a slice reads only that slice."""
 
     def __getitem__(self, index: slice | tuple[slice, ...], /) -> Tensor: ...
 
@@ -25,26 +25,26 @@ class Features:
     """One dimension of a matrix, partitioned among the ranks."""
 
     size: int
-    """Of the whole matrix."""
+    """Size in the whole matrix."""
     ranks: tuple[tuple[Range, ...], ...]
-    """Each rank's ranges, which lie side by side in its shard. Of one length in all on every rank."""
+    """Each rank's ranges, which are concatenated in its shard. Their total length is equal on every rank."""
 
     @classmethod
     def whole(cls, size: int, ranks: int) -> Self:
-        """Every rank holds all of them."""
+        """Let every rank hold all features."""
         return cls(size, (((0, size),),) * ranks)
 
     @classmethod
     def even(cls, size: int, ranks: int) -> Self:
-        """Each rank holds as many as any other, in order; `size` is a multiple of `ranks`."""
+        """Give each rank an equal contiguous range, in order; `size` is a multiple of `ranks`."""
         assert size % ranks == 0, f"expected a multiple of {ranks}, got {size}"
         part = size // ranks
         return cls(size, tuple(((rank * part, (rank + 1) * part),) for rank in range(ranks)))
 
     @classmethod
     def heads(cls, heads: int, head_size: int, ranks: int) -> Self:
-        """Whole heads: as many for each rank, or where there are fewer than ranks, one head for `ranks / heads`
-        neighbours."""
+        """Give each rank whole heads: equally many, or if there are fewer heads than ranks, one head for each `ranks /
+        heads` neighbouring ranks."""
         if heads % ranks == 0:
             return cls.even(heads * head_size, ranks)
         assert ranks % heads == 0, f"expected {heads} heads to divide {ranks} ranks, or the other way round"
@@ -53,7 +53,7 @@ class Features:
 
     @classmethod
     def joined(cls, parts: Sequence[Features]) -> Self:
-        """Several matrices in one, each partitioned by itself: fused query, key and value projections."""
+        """Concatenate several matrices, each partitioned by itself, such as fused query, key and value projections."""
         starts = [sum(part.size for part in parts[:i]) for i in range(len(parts))]
         ranks = tuple(
             tuple(
@@ -64,18 +64,18 @@ class Features:
         return cls(sum(part.size for part in parts), ranks)
 
     def shard(self, whole: Lazy, rank: int) -> Tensor:
-        """The rank's part of a vector."""
+        """Return the rank's shard of a vector."""
         parts = [whole[a:b] for a, b in self.ranks[rank]]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @property
     def local(self) -> int:
-        """How many a rank holds."""
+        """Number of features that a rank holds."""
         return sum(stop - start for start, stop in self.ranks[0])
 
     @property
     def holders(self) -> int:
-        """Ranks that hold the same ones."""
+        """Number of ranks that hold the same features."""
         return self.ranks.count(self.ranks[0])
 
 
@@ -88,26 +88,26 @@ class MatrixPartition:
 
     @property
     def holders(self) -> int:
-        """Ranks that hold the same shard. Shards of other ranks do not overlap it."""
+        """Number of ranks that hold the same shard. Different shards do not overlap."""
         pairs = list(zip(self.rows.ranks, self.columns.ranks, strict=True))
         return pairs.count(pairs[0])
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of a shard."""
+        """Shape of a shard."""
         return self.rows.local, self.columns.local
 
     def shard(self, whole: Lazy, rank: int) -> Tensor:
-        """The rank's shard of the whole matrix: a view of a tensor where it lies in one piece."""
+        """Return the rank's shard of the whole matrix: a view of the tensor if the shard is one rectangle."""
         parts = [
-            [whole[a:b, c:d] for c, d in self.columns.ranks[rank]]  # reads these elements only
+            [whole[a:b, c:d] for c, d in self.columns.ranks[rank]]  # reads only these elements
             for a, b in self.rows.ranks[rank]
         ]
         rows = [own[0] if len(own) == 1 else torch.cat(own, 1) for own in parts]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def put(self, shard: Tensor, whole: Tensor, rank: int) -> None:
-        """Copies the rank's shard to its place in the whole matrix."""
+        """Copy the rank's shard to its place in the whole matrix."""
         row = 0
         for a, b in self.rows.ranks[rank]:
             column = 0
@@ -121,14 +121,14 @@ class Parallel(StrEnum):
     """How a linear module is partitioned (Megatron-LM, Shoeybi et al. '19, section 3)."""
 
     COLUMN = "column"
-    """By output features: reads the whole input, gives the rank's part of the output."""
+    """Partitioned by output features: reads the whole input, computes the rank's columns of the output."""
     ROW = "row"
-    """By input features: reads the rank's part, gives a term of the whole output. The ranks' terms are summed."""
+    """Partitioned by input features: reads the rank's columns of the input. The ranks' outputs are summed."""
 
 
 @dataclass(frozen=True)
 class SitePartition:
-    """How one linear module of the base is partitioned."""
+    """Partition of one linear module of the base."""
 
     parallel: Parallel
     inputs: Features
@@ -136,10 +136,10 @@ class SitePartition:
 
     @property
     def sums(self) -> bool:
-        """The module gives a term of its output, which is the sum of the ranks' terms."""
+        """Whether the module's output is a sum over the ranks."""
         return self.parallel is Parallel.ROW
 
     @property
     def fused(self) -> bool:
-        """Several matrices in one."""
+        """Whether it is several matrices in one."""
         return max(len(self.inputs.ranks[0]), len(self.outputs.ranks[0])) > 1

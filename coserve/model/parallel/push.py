@@ -1,4 +1,4 @@
-"""Memory of one-kernel all-reduces (`kernels.collectives.push_sum`) that the GPUs of one host share over NVLink."""
+"""Shared memory of one-kernel all-reduces (`kernels.collectives.push_sum`) among the GPUs of one host over NVLink."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from torch import Tensor
 from coserve.kernels.collectives.push_sum import PushShape, push_sum
 
 ALIGNMENT = 16
-"""Bytes of a vector that the kernel reads at once."""
+"""Bytes that the kernel reads at once."""
 
 
 class PushSum:
-    """Sums of up to `most` bytes, by kernels of one shape."""
+    """Computes sums of up to `most` bytes, by kernels of one shape."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, most: int, shape: PushShape) -> None:
-        """All ranks call this at once. Raises `RuntimeError` where their GPUs cannot read each other's memory."""
+        """All ranks call this at the same time. Raises `RuntimeError` if their GPUs cannot access each other's
+        memory."""
         self.most, self._shape, self._rank = most, shape, group.rank()
         blocks, ranks = most // shape.block_bytes, group.size()
         self._own, self._buffers = _shared_bytes(2 * (ranks - 1) * most, group, device)
@@ -26,9 +27,11 @@ class PushSum:
         torch.cuda.synchronize(device)
 
     def __call__(self, x: Tensor, out: Tensor, addend: Tensor | None = None) -> None:
-        """Writes the sum of all ranks' `x`, and of `addend`, which is the same on all of them, into `out` (all
-        contiguous, aligned, of one floating dtype, up to `most` bytes). The first time, all ranks must have made
-        theirs: flags are zero then. Allocates nothing."""
+        """Write the sum of all ranks' `x` into `out`, plus `addend`, which must be equal on all ranks.
+
+        All are contiguous, aligned, of one floating dtype, and have up to `most` bytes. Before the first call, all
+        ranks must have made their `PushSum`, so that flags are zero. Allocates nothing.
+        """
         push_sum(
             x,
             out,
@@ -44,8 +47,11 @@ class PushSum:
 
 
 def _shared_bytes(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Zeros (uint8) in memory that the other ranks may read and write, and the addresses (int64, N) of all ranks'. All
-    ranks call this at once. Raises `RuntimeError` where they cannot."""
+    """Allocate zeros (uint8) that the other ranks may read and write. Also return the addresses of all ranks' (int64,
+    N).
+
+    All ranks call this at the same time. Raises `RuntimeError` if they cannot.
+    """
     import torch.distributed._symmetric_memory as symmetric
 
     own = symmetric.empty(size, dtype=torch.uint8, device=device)

@@ -1,5 +1,5 @@
-"""Residual connections that the all-reduce before them adds: one kernel less at the end of a layer, and one pass less
-over its hidden states."""
+"""Lets the preceding all-reduce add a residual connection, which saves a kernel and a read and write of the hidden
+states."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.fx import GraphModule, Node
 
 
 def add_in_sums(module: GraphModule, sums: Collection[int]) -> int:
-    """Makes each `residual + coserve::linear(...)` of a traced layer a `coserve::linear_add`, where nothing else reads
-    the linear's output.
+    """Turn each `residual + coserve::linear(...)` of a traced layer into a `coserve::linear_add`, unless the linear's
+    output has other users.
 
-    `sums`: groups whose linear ends in a sum over the ranks. Returns how many there were.
+    `sums`: groups whose linear ends in a sum over the ranks. Returns the number of replacements.
     """
     graph, found = module.graph, 0
     linear = torch.ops.coserve.linear
@@ -50,12 +50,12 @@ def _only_user(node: Node) -> Node | None:
 
 
 def _drops_nothing(node: Node) -> bool:
-    """A dropout that is traced for inference: (x, p, training, inplace)."""
+    """Whether the node is a dropout that was traced for inference: (x, p, training, inplace)."""
     return node.target is torch.nn.functional.dropout and node.args[2:3] == (False,)
 
 
 def _other(add: Node, node: Node) -> Node | None:
-    """What `add` adds to `node`: a tensor of the same shape and dtype; None: it does something else."""
+    """Return the tensor that `add` adds to `node`, of the same shape and dtype; None if it does something else."""
     if add.op != "call_function" or add.target not in (operator.add, torch.add) or add.kwargs or len(add.args) != 2:
         return None
     other = add.args[1] if add.args[0] is node else add.args[0]

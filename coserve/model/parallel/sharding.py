@@ -1,4 +1,4 @@
-"""How a base is sharded, as one rank sees it."""
+"""How a base is sharded, from one tensor-parallel rank's view."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Sharding:
 
     mesh: Mesh
     sites: Mapping[str, SitePartition]
-    """By the path of the linear module."""
+    """Partition of each linear module, by its path."""
     vocabulary: VocabularyShard
     strategy: Strategy
-    """Of adapters that are not block-diagonal."""
+    """Strategy of adapters that are not block-diagonal."""

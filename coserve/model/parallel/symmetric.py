@@ -1,5 +1,5 @@
-"""A mesh whose all-reduces are one kernel up to some megabytes (`parallel.push`); NCCL does the rest. NVLink multicast
-is never used."""
+"""A mesh with a one-kernel all-reduce up to some megabytes (`parallel.push`), and NCCL beyond. It never uses NVLink
+multicast."""
 
 from __future__ import annotations
 
@@ -21,19 +21,24 @@ log = logging.getLogger(__name__)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SMALL, _LARGE = PushShape(2048), PushShape(8192, pushers=512, adders=512)
 PUSHED = {2: ((1 << 20, _SMALL), (32 << 20, _LARGE)), 4: ((1 << 20, _SMALL),), 8: ((1 << 18, _SMALL),)}
-"""Largest message and the kernel's shape of such all-reduces, by ranks; a rank has 2 · (N - 1) times as much memory for
-each. On two GPUs these are the fastest, and faster than NCCL at all sizes (`bdlora.json`, all_reduce_us); of four and
-eight, where each sends its numbers N - 1 times, not measured."""
+"""By number of ranks: (largest message, kernel shape) of the one-kernel all-reduces.
+
+Each takes 2 · (N - 1) times the largest message in memory. On two GPUs these are the fastest, and faster than NCCL at
+all sizes (`bdlora.json`, all_reduce_us). On four and eight, where a rank sends its data N - 1 times, they are not
+measured.
+"""
 
 MULTIPLE = 16
-"""NCCL sums up messages whose numbers are no multiple of it: Triton would compile the kernel for them while the other
-ranks wait."""
+"""The kernel sums only messages whose number of elements is a multiple of this; NCCL sums the others. Triton would
+compile a variant for them while the other ranks wait."""
 
 
 def set_up_collectives() -> None:
-    """For this process and those that it starts: without NVLink multicast, and without buffers that NCCL registers
-    while a graph is captured, as then all ranks would have to run a collective in a graph, or none. Call it before the
-    first CUDA collective."""
+    """Set NCCL's environment for this process and its children. Call it before the first CUDA collective.
+
+    It turns off NVLink multicast, and the registration of buffers during graph captures. With registration, either all
+    ranks or none would have to run a collective in a graph.
+    """
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     os.environ["NVSHMEM_DISABLE_NVLS"] = "1"
@@ -41,10 +46,11 @@ def set_up_collectives() -> None:
 
 
 class SymmetricMesh(GroupMesh):
-    """NCCL, and direct writes for messages of some megabytes. CUDA graphs can capture both."""
+    """NCCL, and the one-kernel all-reduce for messages up to some megabytes. CUDA graphs can capture both."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """All ranks call this at once. Raises `RuntimeError` where their GPUs cannot read each other's memory."""
+        """All ranks call this at the same time. Raises `RuntimeError` if their GPUs cannot access each other's
+        memory."""
         super().__init__(group)
         self._device, self.adds_at_once = device, self.size in ADDING_RANKS
         self._pushes = [PushSum(group, device, most=most, shape=shape) for most, shape in PUSHED.get(self.size, ())]
@@ -58,7 +64,7 @@ class SymmetricMesh(GroupMesh):
             return super().all_reduce(x, addend)
         x, addend = _readable(x), None if addend is None else _readable(addend)
         out = torch.empty_like(x)
-        self.traffic.add("all_reduce", x)  # from here on the other ranks wait for this one: nothing may fail
+        self.traffic.add("all_reduce", x)  # from here on the other ranks wait for this one, so nothing may fail
         push(x, out, addend)
         return out
 
@@ -71,13 +77,15 @@ class SymmetricMesh(GroupMesh):
         return next((push for push in self._pushes if x.nbytes <= push.most), None)
 
     def compile(self) -> None:
-        """The kernels, for this process."""
+        """Compile the kernels for this process."""
         with compile_only(None):
             launch_sums(self.rank, self.size, self._device)
 
     def works(self) -> bool:
-        """Whether sums are right, of small and of large messages, twice, the second time with an addend. All ranks call
-        this at once."""
+        """Whether sums of small and of large messages are right, twice, the second time with an addend.
+
+        All ranks call this at the same time.
+        """
         for dtype, size, more in itertools.product(_DTYPES, (64, *(push.most for push in self._pushes)), (0, 1)):
             numbers_K = torch.arange(size // dtype.itemsize, device=self._device) % 13
             found_K = self.all_reduce((numbers_K + self.rank).to(dtype), numbers_K.to(dtype) if more else None)
@@ -87,9 +95,10 @@ class SymmetricMesh(GroupMesh):
 
 
 def launch_sums(rank: int, ranks: int, device: torch.device) -> None:
-    """Every kernel that sums of a `SymmetricMesh` launch on this rank. To be called inside `compile_only`, where
-    kernels are compiled and not launched: the tensors have the types and alignments of real ones, and next to no
-    memory."""
+    """Launch every kernel that sums of a `SymmetricMesh` use on this rank, inside `compile_only`, to compile them.
+
+    The tensors have the types and alignments of real ones, but almost no memory.
+    """
     own = torch.empty(ALIGNMENT, dtype=torch.uint8, device=device)
     addresses = torch.empty(ranks, dtype=torch.int64, device=device)
     number = torch.empty(1, dtype=torch.int32, device=device)
@@ -101,13 +110,13 @@ def launch_sums(rank: int, ranks: int, device: torch.device) -> None:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """As the kernel reads it."""
+    """Return the tensor as the kernel can read it."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
 def symmetric_mesh(group: dist.ProcessGroup, device: torch.device) -> GroupMesh:
-    """A `SymmetricMesh` where it works on every rank, else NCCL alone. All ranks call this at once."""
+    """Return a `SymmetricMesh` if it works on every rank, else NCCL alone. All ranks call this at the same time."""
     mesh, own, why = GroupMesh(group), None, "another rank could not"
 
     def on_every_rank(found: bool) -> bool:

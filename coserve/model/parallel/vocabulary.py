@@ -1,4 +1,4 @@
-"""The vocabulary partitioned among the ranks: each computes the logits of its own tokens.
+"""The vocabulary partitioned among tensor-parallel ranks: each computes the logits of its own tokens.
 
 Letters: B rows, V tokens of the vocabulary, S tokens of a rank.
 """
@@ -17,7 +17,8 @@ from coserve.model.parallel.mesh import Mesh
 
 @dataclass(frozen=True, eq=False)
 class VocabularyShard:
-    """This rank's tokens: S of them from `start`. The last rank's may reach beyond V, and their logits mean nothing."""
+    """This rank's tokens: S of them from `start`. The last rank's may reach beyond V; the logits there are
+    meaningless."""
 
     mesh: Mesh
     size: int
@@ -34,25 +35,26 @@ class VocabularyShard:
 
     @property
     def stop(self) -> int:
-        """Of the tokens that exist."""
+        """End of this rank's tokens, capped at V."""
         return min(self.start + self.local, self.size)
 
     def gather(self, logits_BS: Tensor) -> Tensor:
-        """(B, V): the same on every rank. Differentiable, for losses that every rank computes alike."""
+        """Return all logits (B, V), equal on every rank. Differentiable, for losses that every rank computes alike."""
         return gather_columns(logits_BS, self.mesh)[..., : self.size]
 
     def take_(self, logits_BS: Tensor, gathered_BV: Tensor) -> None:
-        """Put this rank's part of gathered rows into `logits_BS`, and 0 where its tokens do not exist."""
+        """Copy this rank's columns of gathered rows into `logits_BS`, with 0 for tokens beyond V."""
         width = self.stop - self.start
         logits_BS[:, :width] = gathered_BV[:, self.start : self.stop]
         logits_BS[:, width:] = 0
 
     def cross_entropy_(self, logits_KS: Tensor, labels_K: Tensor, found_K2: Tensor) -> None:
-        """Write the negative log-likelihood of each label (nats) into `found_K2[:, 0]` (fp64), and whether it has the
-        largest logit into `found_K2[:, 1]`, on every rank. The logits become the gradient of the losses' sum in them.
+        """Write each label's negative log-likelihood (nats) into `found_K2[:, 0]` (fp64), and overwrite the logits by
+        gradients.
 
-        The ranks exchange 12 bytes a label, instead of logits: each row's maximum, its sum of exponentials and its
-        label's logit.
+        `found_K2[:, 1]` becomes 1 if the label has the largest logit, else 0. All ranks get both. The gradients are
+        those of the sum of the losses. The ranks exchange 12 bytes per label instead of logits: each row's maximum, its
+        sum of exponentials and its label's logit.
         """
         width, mesh = self.stop - self.start, self.mesh
         shares_KS, at_K = logits_KS[:, :width].float(), labels_K - self.start
@@ -71,9 +73,10 @@ class VocabularyShard:
         logits_KS[:, width:] = 0
 
     def likeliest(self, logits_BS: Tensor) -> Tensor:
-        """int64 (B): the first token of the highest logit of all ranks; `NOT_FINITE` where a row has no finite maximum.
+        """Return the argmax over all ranks, the lowest id among equals: int64 (B); `NOT_FINITE` for rows without a
+        finite maximum.
 
-        The ranks exchange 16 bytes a row.
+        The ranks exchange 16 bytes per row.
         """
         value, token = logits_BS[:, : max(1, self.stop - self.start)].max(-1)
         value, token = value.double(), (token + self.start).double()

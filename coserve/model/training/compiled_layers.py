@@ -1,5 +1,5 @@
-"""A base's decoder layers compiled for training: forward and backward without autograd, for all layers of a kind
-alike."""
+"""A base's decoder layers compiled for training: forward and backward without autograd, one compiled pair for all
+layers of a kind."""
 
 from __future__ import annotations
 
@@ -34,25 +34,27 @@ from coserve.model.training.trace import Compile, CompiledLayer, TracedLayer, in
 log = logging.getLogger(__name__)
 
 EXAMPLE_TOKENS = 2039
-"""Of the traced batch: a prime, so that no other size is equal to it; as large as batches are, for the kernels' block
-sizes."""
+"""Tokens of the traced batch: a prime, so that no other size equals it, and as large as real batches, for the kernels'
+block sizes."""
 EXAMPLE_ROW = 61
-"""Tokens of a sequence in it."""
+"""Tokens per sequence in the traced batch."""
 CHECKED_TOKENS = 251
-"""Of the batch that cuts which keep less are checked with, beside jobs, which leave little memory: a prime, as the
-example's."""
+"""Tokens of the batch that checks the cuts which keep less: a prime, too, and small, since jobs that run leave little
+memory."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
-"""Most relative error of a compiled layer."""
+"""Largest relative error of a compiled layer, by dtype."""
 COMPARED_TOKENS = tuple(sorted({(1 << power) + more for power in range(18) for more in (-1, 0, 1)}))
-"""Sizes of batches of which all ranks must say alike whether compiled layers are for them. (What was loaded from disk
-says the same in other words.)"""
+"""Batch sizes at which the ranks compare whether their compiled layers accept them. (Layers loaded from disk may state
+the same conditions in other words.)"""
 MAX_KINDS = 4
-"""Kinds of layers that are compiled; a base with more has layers that differ in what they compute with."""
+"""Most kinds of layers that are compiled. In a base with more, layers differ in constants of their computation."""
 
 
 class CompiledLayers:
-    """Traced at once; call `compile`, on any thread: until then the layers are not `ready`. `compile_levels` adds the
-    cuts that keep less."""
+    """The compiled layers of a base. They are traced at once, and `ready` after `compile`, which may run on any thread.
+
+    `compile_levels` adds the cuts that keep less.
+    """
 
     def __init__(
         self,
@@ -62,11 +64,12 @@ class CompiledLayers:
         stream: Callable[[], AbstractContextManager[object]] = nullcontext,
         costs: Callable[[], TrainingCosts | None] = lambda: None,
     ) -> None:
-        """On the thread that runs the base: see `trace_layer`. `stream` enters the stream that training runs on.
-        `costs` of memory, as far as they were
-        measured: asked for once the layers are compiled. Ranks that share a base do this at the same time. Raises
-        `UnsupportedBase`, of ranks `FailedTogether`, and whatever the stacking of weights raises, which cannot be
-        undone."""
+        """Trace the layers, on the thread that runs the base: see `trace_layer`.
+
+        `stream` enters the stream that training runs on. `costs` returns measured memory costs, if any, and is called
+        once the layers are compiled. Ranks that share a base do this at the same time. Raises `UnsupportedBase`, with
+        several ranks `FailedTogether`, and any error of stacking the weights, which cannot be undone.
+        """
         if not base.sites.shared():
             share_inputs(base)
         self._compile, self._stream, self._device = compile, stream, base.device
@@ -74,16 +77,16 @@ class CompiledLayers:
         self.cut = cut
         self._load_costs = costs
         self.costs: TrainingCosts | None = None
-        """Of memory, by which jobs may be planned; None: they are not known, or a batch was refused: others may be,
+        """Memory costs for planning jobs. None if they are unknown, or if a batch was refused, as others may be,
         too."""
         self.notes: tuple[str, ...] = ()
-        """On the last batch that they were not right for, for an operator."""
+        """Describes the last batch that the compiled layers refused, for an operator."""
         self._compiled: dict[Kept, dict[Hashable, CompiledLayer]] = {}
         self._traced = on_all_ranks(self._mesh, base.device, lambda: self._trace(base), self._order_of_kinds)
         self._wait_for_examples = _mark(base.device)
 
     def _trace(self, base: Base) -> dict[Hashable, TracedLayer]:
-        """A layer of each kind. Raises `UnsupportedBase`."""
+        """Trace a layer of each kind. Raises `UnsupportedBase`."""
         inputs, few = (_example_inputs(base, self.cut, tokens) for tokens in (EXAMPLE_TOKENS, CHECKED_TOKENS))
         paths = {id(module): name for name, module in base.model.named_modules()}
         shared = base.sites.shared_by_site()
@@ -94,7 +97,7 @@ class CompiledLayers:
         self._kinds: list[Hashable] = []
         self._constants: list[tuple[list[object], pytree.TreeSpec]] = []
         self._examples: dict[Hashable, _Example] = {}
-        self._few: dict[Hashable, _Example] = {}  # of fewer tokens
+        self._few: dict[Hashable, _Example] = {}  # with fewer tokens
         for layer, call, few_call in zip(base.layers, inputs.calls, few.calls, strict=True):
             prefix = f"{paths[id(layer)]}."
             groups = {name.removeprefix(prefix): one for name, one in shared.items() if name.startswith(prefix)}
@@ -118,9 +121,12 @@ class CompiledLayers:
         return repr([order.index(kind) for kind in self._kinds])
 
     def compile(self) -> None:
-        """While other threads may capture CUDA graphs, which waiting for the whole device would break. Ranks that share
-        a base do this at the same time. Raises `UnsupportedBase`, and what the compiler raises; of ranks
-        `FailedTogether`. It may be called again where it found no memory."""
+        """Compile the layers. Other threads may capture CUDA graphs meanwhile, so this never waits for the whole
+        device.
+
+        Ranks that share a base do this at the same time. Raises `UnsupportedBase`, and errors of the compiler; with
+        several ranks `FailedTogether`. After a lack of memory it may be called again.
+        """
         try:
             compiled = self._compile_cut(Kept.ALL)
         except BaseException as error:
@@ -133,8 +139,10 @@ class CompiledLayers:
         self._compiled = {Kept.ALL: compiled}
 
     def compile_levels(self, costs: TrainingCosts | None = None) -> None:
-        """After `compile`, as it: the cuts that keep less. `costs`: of memory, with those of the cuts; None: they are
-        measured next. Raises `UnsupportedBase`."""
+        """Compile the cuts that keep less, after `compile` and under the same conditions.
+
+        `costs`: memory costs including these cuts; None: they are measured next. Raises `UnsupportedBase`.
+        """
         if self._mesh is not None:
             raise UnsupportedBase("ranks share the base")
         try:
@@ -149,15 +157,15 @@ class CompiledLayers:
             self.costs = costs
 
     def forget_examples(self) -> None:
-        """Free what `compile` and `compile_levels` need."""
+        """Free the examples that `compile` and `compile_levels` need."""
         self._examples, self._few, self._traced = {}, {}, {}
 
     def _compile_cut(self, kept: Kept) -> dict[Hashable, CompiledLayer]:
         found = dict[Hashable, CompiledLayer]()
 
         def compile_all() -> list[str]:
-            """What must be alike on all ranks: the collectives in the order of the compiled code, its batches, and
-            which sums may be left out."""
+            """Return what must be equal on all ranks: the order of collectives in the compiled code, accepted batch
+            sizes, and sums that may be left out."""
             if self._device.type == "cuda":
                 _wake_autograd(self._device)
             alike: list[str] = []
@@ -174,8 +182,10 @@ class CompiledLayers:
         return found
 
     def _check(self, i: int, example: _Example, compiled: CompiledLayer) -> list[str]:
-        """The layer's collectives in order, on this rank alone: they return its own term. Raises `UnsupportedBase`
-        where a compiled layer computes something else than the layer does."""
+        """Return the layer's collectives in order. Run on this rank alone: they return its own summand.
+
+        Raises `UnsupportedBase` if a compiled layer computes something else than the layer does.
+        """
         h_1TD, attention = example.h_1TD, example.attention
         tensors = {i: [*_Arguments.of(example.call).tensors, *example.own.values()]}
         running_pass = AlonePass(attention, None, self._groups)
@@ -192,21 +202,21 @@ class CompiledLayers:
 
     @property
     def may_keep_less(self) -> bool:
-        """Whether there is `compile_levels` for this base."""
+        """Whether this base supports `compile_levels`."""
         return self._mesh is None
 
     @property
     def ready(self) -> bool:
-        """They are compiled."""
+        """Whether the layers are compiled."""
         return bool(self._compiled)
 
     @property
     def cuts(self) -> frozenset[Kept]:
-        """Those that are compiled."""
+        """The compiled cuts."""
         return frozenset(self._compiled)
 
     def sites_kept(self, kept: Kept) -> frozenset[str]:
-        """Sites whose x Aᵀ layers of this cut keep for their backward; that of the others is computed again."""
+        """Return the sites whose x Aᵀ is kept for the backward under this cut; it is recomputed for the others."""
         compiled = self._compiled[kept]
         return frozenset(
             name
@@ -217,8 +227,10 @@ class CompiledLayers:
         )
 
     def begin(self, inputs: LayerInputs, lora: PreparedLora | None) -> CompiledPass | None:
-        """A pass over the layers; None where they are not compiled, or were traced for other batches. `lora`: its pairs
-        have `MainGrads`, unless there is no backward."""
+        """Begin a forward and backward of the layers. None if they are not compiled, or were traced for other batches.
+
+        `lora`: its pairs have `MainGrads`, unless there is no backward.
+        """
         if not self.ready or not isinstance(inputs.attention, PackedAttention):
             return None
         tokens, given = inputs.h_1TD.shape[1], [_Arguments.of(call) for call in inputs.calls]
@@ -252,7 +264,7 @@ class CompiledPass:
         tensors: Mapping[int, Sequence[Tensor]],
         running_pass: RunningPass,
     ) -> None:
-        """`layers`: compiled functions by cut and layer; `tensors`: by layer, their inputs behind the hidden states."""
+        """`layers`: compiled functions by cut and layer; `tensors`: each layer's inputs after the hidden states."""
         self._layers, self._tensors, self._running_pass = layers, tensors, running_pass
         self._context = ForwardContext(training=running_pass)
 
@@ -261,8 +273,10 @@ class CompiledPass:
         return kept in self._layers
 
     def forward(self, i: int, h_1TD: Tensor, kept: Kept, *, learns: bool = True) -> tuple[Tensor, list[object]]:
-        """Layer i's output (1, T, D), rounded as that of the cut `kept`, and what its backward needs: nothing unless it
-        `learns`."""
+        """Return layer i's output (1, T, D), rounded as in the cut `kept`, and the tensors saved for its backward.
+
+        Nothing is saved unless it `learns`.
+        """
         layer = self._layers[kept][i]
         self._running_pass.begin_forward(layer.again if learns else None)
         with self._running(i):
@@ -272,8 +286,10 @@ class CompiledPass:
     def backward(
         self, i: int, saved: list[object], gradient_1TD: Tensor, kept: Kept, *, unread: bool = False
     ) -> Tensor:
-        """The gradient of layer i's input; adds those of the adapters to their sums, and empties `saved`. `kept`: as in
-        its forward. `unread`: the result may be anything."""
+        """Return the gradient of layer i's input; add those of the adapters to their sums, and empty `saved`.
+
+        `kept`: as in its forward. `unread`: the result is not used and may be anything.
+        """
         layer = self._layers[kept][i]
         self._running_pass.begin_backward(layer.unread_sums if unread else frozenset())
         with self._running(i):
@@ -288,7 +304,7 @@ class CompiledPass:
 
 @dataclass(frozen=True)
 class _Arguments:
-    """What the model passes to a layer besides the hidden states: its tensors, and all else."""
+    """The model's arguments to a layer besides the hidden states: tensors, and everything else."""
 
     leaves: Sequence[object]
     spec: pytree.TreeSpec
@@ -303,16 +319,16 @@ class _Arguments:
 
     @property
     def kind(self) -> Hashable:
-        """Of what is no tensor; attention is the running pass's."""
+        """Key of the arguments that are no tensors. Attention is left out, as it is the running pass's."""
         return tuple([_plain(leaf) for leaf in self.leaves]), repr(self.spec)
 
     @property
     def constants(self) -> tuple[list[object], pytree.TreeSpec]:
-        """What is traced into a layer: all but its tensors and attention."""
+        """The constants that are traced into a layer: all arguments but tensors and attention."""
         return [type(leaf) if isinstance(leaf, Tensor | PackedAttention) else leaf for leaf in self.leaves], self.spec
 
     def put(self, tensors: Sequence[Tensor]) -> tuple[tuple[object, ...], dict[str, object]]:
-        """The call's arguments with these tensors, and `AttendRows` for attention."""
+        """Return the call's arguments with these tensors, and with `AttendRows` for attention."""
         own = iter(tensors)
         leaves = [
             next(own) if isinstance(leaf, Tensor) else AttendRows() if isinstance(leaf, PackedAttention) else leaf
@@ -323,7 +339,7 @@ class _Arguments:
 
 
 NO_PASS = RunningPass(PackedAttention((0,)), None, ())
-"""Of layers that are traced: nothing is computed."""
+"""Placeholder while layers are traced; it computes nothing."""
 
 
 def _example_inputs(base: Base, cut: LayerCut, tokens: int) -> LayerInputs:
@@ -333,8 +349,7 @@ def _example_inputs(base: Base, cut: LayerCut, tokens: int) -> LayerInputs:
 
 
 def _mark(device: torch.device) -> Callable[[], None]:
-    """A function that makes the stream which is current then wait for what the one that is current now has been
-    given."""
+    """Return a function that makes the stream current at its call wait for the work queued so far on this one."""
     if device.type != "cuda":
         return lambda: None
     given = torch.cuda.current_stream(device).record_event()
@@ -342,15 +357,13 @@ def _mark(device: torch.device) -> Callable[[], None]:
 
 
 def _wake_autograd(device: torch.device) -> None:
-    """Autograd's thread for the device has no CUDA context before its first kernel, of which cuBLAS warns if it comes
-    first."""
+    """Run a backward once, to give autograd's thread a CUDA context. cuBLAS warns if its call is the thread's first."""
     leaf = torch.zeros(1, device=device, requires_grad=True)
     torch.autograd.grad(leaf * leaf, leaf, torch.ones_like(leaf))
 
 
 def _copies(layer: nn.Module, mesh: Mesh | None) -> tuple[nn.Module, nn.Module]:
-    """The layer as it is traced, and to compare with. Of a rank's layer neither waits for the other ranks of the
-    `mesh`."""
+    """Return copies of the layer to trace and to compare with. Neither waits for the other ranks of the `mesh`."""
     if mesh is None:
         return (own := _copied(layer, {})), own
     meshes = TracedRanks(mesh.rank, mesh.size), LoneRank(mesh.rank, mesh.size)
@@ -358,7 +371,8 @@ def _copies(layer: nn.Module, mesh: Mesh | None) -> tuple[nn.Module, nn.Module]:
 
 
 def _copied(layer: nn.Module, instead: dict[int, object]) -> nn.Module:
-    """The layer's modules with the same tensors, for another thread. `instead`: of other objects, by their ids."""
+    """Copy the layer's modules, but not their tensors, for another thread. `instead`: replacements of other objects, by
+    id."""
     tensors = [value for module in layer.modules() for value in vars(module).values()]
     for site in {id(one): one for module in layer.modules() if (one := shared_of(module)) is not None}.values():
         tensors += site.stacked.tensors
@@ -376,11 +390,11 @@ def _plain(leaf: object) -> Hashable:
 
 @dataclass(frozen=True)
 class _Example:
-    """A layer to trace, in modules of its own, and what it is called with."""
+    """A layer to trace, in modules of its own, and its inputs."""
 
     layer: nn.Module
     plain: nn.Module
-    """The same layer, to compare with."""
+    """A copy of the layer to compare with."""
     call: LayerCall
     h_1TD: Tensor  # noqa: N815
     own: dict[str, Tensor]
@@ -395,7 +409,7 @@ class _Example:
         return found
 
     def run(self, h_1TD: Tensor, *others: Tensor) -> Tensor:
-        """The layer's output, traced: for `tensors`, or others like them."""
+        """Return the layer's output for `tensors`, or others of their shapes; this function is traced."""
         arguments = _Arguments.of(self.call)
         count = len(arguments.tensors)
         args, kwargs = arguments.put(others[:count])
@@ -406,7 +420,7 @@ class _Example:
         return h_next_1TD
 
     def expected(self, gradient_1TD: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's own output, and the gradient of its input."""
+        """Return the layer's own output, and the gradient of its input."""
         with torch.enable_grad(), running(ForwardContext()):
             leaf_1TD = self.h_1TD.detach().requires_grad_()
             output = self.plain(leaf_1TD, *self.call.args, **self.call.kwargs)

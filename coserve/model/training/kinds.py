@@ -1,4 +1,4 @@
-"""Which layers are of one kind: whatever their code may read, but for their own tensors, is the same."""
+"""Kinds of layers: layers are of one kind if their code may read the same values, except for their own tensors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from coserve.model.lora import SITE, SharedInput
 
 NOT_COMPARED = frozenset({"layer_idx", "forward", SITE, "_parameters", "_buffers", "_modules"})
-"""Attributes of a module that a kind does not depend on, or that are looked at by themselves."""
+"""Attributes of a module that do not affect its kind, or that are compared separately."""
 HOOKS = "_hooks"
-"""In the names of a module's tables of hooks, whose keys are numbers that no two hooks share."""
+"""Substring of the names of a module's hook tables, whose keys are unique numbers."""
 PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 
 
 def kind_of(layer: nn.Module, groups: Mapping[str, SharedInput]) -> Hashable:
-    """Equal for layers whose traced code is the same. `groups`: of its sites' modules, by their path in the layer."""
+    """Return a key that is equal for layers with the same traced code. `groups`: by path of the site's module in the
+    layer."""
     found: list[Hashable] = []
     for name, module in layer.named_modules():
         if name in groups:
@@ -29,7 +30,7 @@ def kind_of(layer: nn.Module, groups: Mapping[str, SharedInput]) -> Hashable:
 
 
 def own_tensors(layer: nn.Module, groups: Mapping[str, SharedInput]) -> dict[str, Tensor]:
-    """The parameters and buffers of a layer that are not its sites', by path."""
+    """Return a layer's parameters and buffers that are not its sites', by path."""
     return {
         f"{name}.{own}" if name else own: tensor
         for name, module in layer.named_modules()
@@ -39,7 +40,7 @@ def own_tensors(layer: nn.Module, groups: Mapping[str, SharedInput]) -> dict[str
 
 
 def own_tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of one module, without those of modules in it."""
+    """Return the parameters and buffers of one module, without those of its submodules."""
     return dict((*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)))
 
 
@@ -54,7 +55,8 @@ def _plain_attributes(module: nn.Module) -> Hashable:
 
 
 def plain(value: object) -> str:
-    """Equal for equal plain values; of others, such as the config that all layers share, for the same object alone."""
+    """Return a text that is equal for equal plain values. Other objects, such as the config that all layers share, are
+    equal only to themselves."""
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, list | tuple):

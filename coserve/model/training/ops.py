@@ -1,9 +1,9 @@
-"""What a compiled training layer sees of us: `coserve::learn`, for all the sites that read one input,
-`coserve::attend_rows`, and, where ranks share the base, `coserve::sum_ranks`.
+"""Opaque ops of compiled training layers: `coserve::learn`, for all the sites that read one input,
+`coserve::attend_rows`, and, if ranks share the base, `coserve::sum_ranks`.
 
-They look up the running pass when they run, not when they are traced: one compiled layer serves every layer of its kind
-and every batch. The base's weights and the adapters are no inputs of compiled code, and the adapters' gradients no
-outputs.
+They look up the running pass (`RunningPass`) when they run, not when they are traced: one compiled layer serves every
+layer of its kind and every batch. Weights of the base and adapters are no inputs of compiled code, and gradients of
+adapters no outputs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ def _seams() -> TrainingSeams:
 
 
 def _learn(x: Tensor, width: int, group: int) -> Tensor:
-    """(..., D) -> (..., ΣO): the outputs of the sites of one input side by side, LoRA terms included. `width`: ΣO."""
+    """Return the outputs of the sites of one input, concatenated, LoRA terms included: (..., D) -> (..., ΣO).
+
+    `width`: ΣO.
+    """
     y_TO = _seams().learn(current.layer, group, x.reshape(-1, x.shape[-1]))
     return y_TO.view(*x.shape[:-1], width)
 
 
 def _learn_backward(dy: Tensor, x: Tensor, group: int) -> Tensor:
-    """The gradient of x, shaped as x. Adds those of the adapters to their sums."""
+    """Return the gradient of x, shaped as x. Adds those of the adapters to their sums."""
     dx_TD = _seams().learn_backward(current.layer, group, dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
     return dx_TD.view(x.shape)
 
@@ -40,7 +43,7 @@ def _learn_backward(dy: Tensor, x: Tensor, group: int) -> Tensor:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """`Attention.attend`: (H, T, D), (K, T, D) twice -> (T, H, D)."""
+    """Compute `Attention.attend`: (H, T, D), (K, T, D) twice -> (T, H, D)."""
     return _seams().attend(current.layer, q, k, v, AttentionParams(scaling, window, softcap, sinks)).contiguous()
 
 
@@ -55,14 +58,14 @@ def _attend_backward(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    """Return the gradients of q, k and v."""
     params = AttentionParams(scaling, window, softcap, sinks)
     dq, dk, dv = _seams().attend_backward(current.layer, (q, k, v), out, dout, params)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 def _sum_ranks(x: Tensor, place: int) -> Tensor:
-    """The sum of all ranks' x."""
+    """Return the sum of all ranks' x."""
     return _seams().sum_ranks(place, x)
 
 
@@ -136,38 +139,38 @@ LEARN, ATTEND = torch.ops.coserve.learn.default, torch.ops.coserve.attend_rows.d
 
 @dataclass(frozen=True)
 class Again:
-    """Operations of a layer's forward that its backward runs again. What their gradients need of them is kept then, not
-    in the forward."""
+    """Operations of a layer's forward that its backward recomputes. The data for their gradients is kept then, not in
+    the forward."""
 
     groups: frozenset[int] = frozenset()
-    """Of `learn`."""
+    """Groups whose `learn` is recomputed."""
     attention: bool = False
 
 
 class AttendRows:
-    """The `Attention` of a traced training layer: the running pass's, in the layer that runs."""
+    """The `Attention` of a traced training layer: delegates to the running pass, in the layer that runs."""
 
     any_layer = True
 
     def attend(self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams) -> Tensor:
-        """As `Attention.attend`; ignores `layer`."""
+        """Call the running pass's `attend`; ignores `layer`."""
         out: Tensor = torch.ops.coserve.attend_rows(q_HTD, k_KTD, v_KTD, *params)
         return out
 
 
 class TracedRanks(LoneRank):
-    """The mesh of a traced training layer: the running pass's, in the layer that runs."""
+    """The mesh of a traced training layer: delegates to the running pass, in the layer that runs."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self._sums = 0
 
     def all_reduce(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
-        """As `Mesh.all_reduce`, once for each call that is traced."""
+        """Compute `Mesh.all_reduce` as an op of its own for each traced call."""
         self._sums += 1
         found: Tensor = torch.ops.coserve.sum_ranks(x, self._sums - 1)
         return found if addend is None else found + addend
 
     def all_gather_parts(self, x: Tensor) -> Tensor:
-        """Not in layers: LoRA terms are not traced."""
+        """Never called in layers, as LoRA terms are not traced."""
         raise NotImplementedError("a traced layer gathers nothing")

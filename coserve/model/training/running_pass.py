@@ -1,6 +1,6 @@
-"""What the seams of compiled layers do in one pass of packed rows: the base's weights, the adapters' terms, attention.
+"""The state behind the opaque ops of compiled layers, during one forward and backward of packed rows.
 
-Letters: T packed tokens, D inputs, O outputs, G sites, R ranks, H query heads, K key-value heads.
+Letters: T packed tokens, D inputs, O outputs, G sites, R LoRA ranks, H query heads, K key-value heads.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ NOTHING = Again()
 
 
 class RunningPass:
-    """Implements `TrainingSeams`. What a layer's backward needs of its forward, beside its saved tensors, is kept
-    here."""
+    """Implements `TrainingSeams` with the base's weights, the adapters' terms and attention.
+
+    It keeps what a layer's backward needs of its forward besides its saved tensors.
+    """
 
     def __init__(
         self,
@@ -31,23 +33,28 @@ class RunningPass:
         groups: Sequence[Sequence[SharedInput]],
         mesh: Mesh | None = None,
     ) -> None:
-        """`groups`: of each layer. `lora` None: the base alone. `mesh`: of the ranks that share the base."""
+        """`groups`: of each layer. `lora`: None for the base alone. `mesh`: the ranks that share the base."""
         self._attention, self._lora, self._groups, self._mesh = attention, lora, groups, mesh
         self._again: Again | None = NOTHING
         self._unread_sums = frozenset[int]()
         self._kept: dict[tuple[int, int], object] = {}
-        """Of LoRA terms, by layer and group."""
+        """Kept data of LoRA terms, by layer and group."""
         self._sums: dict[int, Tensor] = {}
-        """Attention's `log sum exp`, by layer."""
+        """Attention's log-sum-exp, by layer."""
 
     def begin_forward(self, again: Again | None) -> None:
-        """A layer's forward runs next. `again`: what its backward runs again, of which nothing is kept here; None:
-        there is no backward."""
+        """Prepare for a layer's forward. `again`: operations that its backward recomputes, for which nothing is kept
+        now.
+
+        None: there is no backward.
+        """
         self._again = again
 
     def begin_backward(self, unread_sums: frozenset[int]) -> None:
-        """A layer's backward runs next: what it runs again is for its gradients. `unread_sums`: places of sums over
-        ranks that are left out."""
+        """Prepare for a layer's backward, which keeps data of the operations that it recomputes.
+
+        `unread_sums`: indices of sums over ranks that are left out.
+        """
         self._again, self._unread_sums = NOTHING, unread_sums
 
     def learn(self, layer: int, group: int, x_TD: Tensor) -> Tensor:
@@ -56,7 +63,7 @@ class RunningPass:
         return self.summed(f"sites {group}", y_TO) if shared.sums else y_TO
 
     def _local(self, layer: int, group: int, x_TD: Tensor) -> Tensor:
-        """What this rank computes of a group's outputs."""
+        """Return this rank's outputs of a group, before any sum over the ranks."""
         shared = self._groups[layer][group]
         if self._lora is None:
             return shared.stacked.linear(x_TD)
@@ -90,20 +97,21 @@ class RunningPass:
         return self.summed(f"inputs {place}", x, apart=True)
 
     def summed(self, what: str, x: Tensor, *, apart: bool = False) -> Tensor:
-        """The sum of all ranks' `x`, which may be overwritten unless `apart`. `what`: it is of a layer."""
+        """Return the sum of all ranks' `x`, which may be overwritten unless `apart`. `what`: name of the sum in its
+        layer."""
         assert self._mesh is not None, "expected the ranks' mesh"
         return self._mesh.sum_apart(x) if apart else self._mesh.all_reduce(x)
 
 
 class AlonePass(RunningPass):
-    """The pass of a rank without the others: sums are its own terms."""
+    """The pass of one rank without the others: sums return its own summand."""
 
     def __init__(
         self, attention: PackedAttention, lora: PreparedLora | None, groups: Sequence[Sequence[SharedInput]]
     ) -> None:
         super().__init__(attention, lora, groups)
         self.collectives: list[str] = []
-        """What would have been summed, in order."""
+        """Names of the sums, in order."""
 
     def summed(self, what: str, x: Tensor, *, apart: bool = False) -> Tensor:
         self.collectives.append(what)

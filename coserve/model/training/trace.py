@@ -1,12 +1,12 @@
-"""A decoder layer's forward and backward as two compiled functions, for any number of tokens.
+"""Compiles a decoder layer's forward and backward as two functions, for any number of tokens.
 
-The layer's own code is traced with both seams as opaque operations (`training.ops`) into one joint graph, which torch's
-min-cut partitioner cuts into a forward and a backward, and inductor compiles both. There is a cut for each of `Kept`:
-in that for `Kept.ALL` the partitioner decides what the backward computes again (what is cheap, such as norms and
-activations); the others say what is saved.
+The layer's own code is traced with attention and linear sites as opaque ops (`training.ops`) into one joint graph.
+torch's min-cut partitioner cuts it into a forward and a backward, and inductor compiles both. There is one cut for each
+value of `Kept`. For `Kept.ALL` the partitioner decides what the backward recomputes (cheap operations, such as norms
+and activations); the others prescribe what is saved.
 
-Unlike torch.compile's autograd functions, the two are called directly, for whichever layer: autograd is not involved
-and no guards are checked. What a guard would check is part of the layer's kind (`training.kinds`), or a condition on
+Unlike torch.compile's autograd functions, the two are called directly for any layer of the kind: neither autograd nor
+guards are involved. The conditions of guards are covered by the layer's kind (`training.kinds`) and by a condition on
 the number of tokens (`fits`).
 """
 
@@ -35,20 +35,20 @@ from coserve.core.gpu_memory import Kept
 from coserve.model.training.ops import ATTEND, LEARN, Again
 
 SAVE_LESS: dict[str, object] = {"ban_recompute_materialized_backward": False}
-"""Options of the partitioner: the inputs of products, norms' and activations' outputs, are computed again: a third less
+"""Partitioner options that recompute the inputs of GEMMs (outputs of norms and activations), which saves a third of the
 memory."""
 
 
 PARTITION: dict[Kept, dict[str, object]] = {
     Kept.ALL: SAVE_LESS,
-    Kept.ATTENTION: SAVE_LESS,  # besides, operations are marked
+    Kept.ATTENTION: SAVE_LESS,  # and operations are marked
     Kept.INPUT: {"activation_memory_budget": 0.0},
 }
-"""Options of the partitioner for each cut."""
+"""Partitioner options for each cut."""
 
 
 class Compile(Protocol):
-    """Compiles a graph with example inputs; the result empties the list that it is called with."""
+    """Compiles a graph with example inputs. The result takes a list of inputs and empties it."""
 
     def __call__(
         self, graph: fx.GraphModule, inputs: Sequence[object], *, is_backward: bool
@@ -58,7 +58,7 @@ class Compile(Protocol):
 def inductor(
     graph: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool
 ) -> Callable[[list[object]], Sequence[Tensor]]:
-    """`Compile` for real."""
+    """Compile with inductor; the `Compile` for production."""
     compiled = compile_fx_inner(graph, inputs, is_backward=is_backward)
     return cast("Callable[[list[object]], Sequence[Tensor]]", compiled)
 
@@ -66,7 +66,7 @@ def inductor(
 def interpreted(
     graph: fx.GraphModule, inputs: Sequence[object], *, is_backward: bool
 ) -> Callable[[list[object]], Sequence[Tensor]]:
-    """`Compile` without a compiler: runs the graph operation by operation."""
+    """Run the graph operation by operation; a `Compile` without a compiler."""
 
     def run(given: list[object]) -> Sequence[Tensor]:
         inputs = tuple(given)
@@ -79,31 +79,31 @@ def interpreted(
 
 @dataclass
 class CompiledLayer:
-    """One layer's forward and backward."""
+    """One layer's compiled forward and backward."""
 
     _forward: Callable[[list[object]], Sequence[Tensor]]
     _backward: Callable[[list[object]], Sequence[Tensor]]
     _saved: tuple[int, ...]
-    """The backward's inputs ahead of the gradient, as places among the forward's outputs."""
+    """Indices among the forward's outputs of the backward's inputs before the gradient."""
     _conditions: Callable[[int], bool]
     again: Again
     unread_sums: frozenset[int]
-    """Places of the sums over ranks that only the hidden states' gradient depends on."""
+    """Indices of the sums over ranks that only the hidden states' gradient depends on."""
     _known: dict[int, bool] = field(default_factory=dict)
 
     def fits(self, tokens: int) -> bool:
-        """Whether it is right for so many tokens."""
+        """Whether it accepts this number of tokens."""
         if tokens not in self._known:
             self._known[tokens] = self._conditions(tokens)
         return self._known[tokens]
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, list[object]]:
-        """The layer's output, and what its backward needs."""
+        """Return the layer's output, and the tensors that its backward needs."""
         output, *rest = self._forward(list(inputs))
         return output, [rest[place - 1] for place in self._saved]
 
     def backward(self, saved: list[object], gradient: Tensor) -> Tensor:
-        """The gradient of the hidden states; empties `saved`."""
+        """Return the gradient of the hidden states; empties `saved`."""
         saved.append(gradient)
         return self._backward(saved)[0]
 
@@ -114,15 +114,17 @@ class TracedLayer:
 
     _forward: fx.GraphModule
     _backward: fx.GraphModule
-    """Of the cut for `Kept.ALL`."""
+    """Backward graph of the cut for `Kept.ALL`."""
     _joint: fx.GraphModule
     _mode: FakeTensorMode
     _shapes: ShapeEnv
     _hidden: FakeTensor
 
     def compile(self, compile: Compile = inductor, kept: Kept = Kept.ALL) -> CompiledLayer:
-        """On any thread, beside those that run functions of torch.compile as long as the compiler finds its results on
-        disk. Raises `UnsupportedBase`."""
+        """Compile a cut, on any thread. Raises `UnsupportedBase`.
+
+        Other threads may run torch.compile's functions meanwhile, as long as the compiler finds its results on disk.
+        """
         with tracing(TracingContext(self._mode)):
             cut = (self._forward, self._backward) if kept is Kept.ALL else _cut(self._joint, kept)
             forward, backward = (
@@ -134,11 +136,11 @@ class TracedLayer:
 
 
 def trace_layer(run: Callable[..., Tensor], tensors: Sequence[Tensor], tokens: int) -> TracedLayer:
-    """Trace `run(hidden, *others) -> hidden`, without gradients of the others. `tensors`: examples of its inputs; a
-    size of `tokens` stands for any number. While it runs, functions of torch.compile fail on every thread: fx says of
-    the process that it traces.
+    """Trace `run(hidden, *others) -> hidden`, without gradients of the others.
 
-    Raises `UnsupportedBase` for a layer that is not traceable so.
+    `tensors`: examples of its inputs; a size of `tokens` stands for any number. Meanwhile torch.compile's functions
+    fail on every thread, as fx marks the whole process as tracing. Raises `UnsupportedBase` if the layer cannot be
+    traced so.
     """
     shapes = ShapeEnv()
     mode = FakeTensorMode(shape_env=shapes)
@@ -153,7 +155,7 @@ def trace_layer(run: Callable[..., Tensor], tensors: Sequence[Tensor], tokens: i
 
 
 def _cut(joint: fx.GraphModule, kept: Kept) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and the backward, which saves no more than `kept` says. `joint` stays as it is."""
+    """Cut `joint` into a forward and a backward that save no more than `kept` says. `joint` is not changed."""
     own = fx.GraphModule(joint, _copied(joint.graph))
     if kept is Kept.ATTENTION:
         _mark_all_but_attention(own.graph)
@@ -163,7 +165,7 @@ def _cut(joint: fx.GraphModule, kept: Kept) -> tuple[fx.GraphModule, fx.GraphMod
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:
-    """The same nodes. The partitioner changes its graph."""
+    """Copy the graph's nodes, since the partitioner changes its graph."""
     own = fx.Graph()
     found = own.graph_copy(graph, {}, return_output_node=True)
     assert isinstance(found, tuple), "expected a graph with an output"
@@ -181,18 +183,18 @@ def _mark_all_but_attention(joint: fx.Graph) -> None:
         elif node.op == "call_function":
             own = node.target is ATTEND
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if own else CheckpointPolicy.MUST_RECOMPUTE
-            node.meta["ac_graph_id"] = 0  # which some releases of torch expect wherever the other is
+            node.meta["ac_graph_id"] = 0  # expected by some releases of torch together with `recompute`
 
 
 def _again(backward: fx.GraphModule) -> Again:
-    """What of the forward's opaque operations a backward runs."""
+    """Return the opaque operations of the forward that a backward recomputes."""
     nodes = backward.graph.nodes
     groups = frozenset(cast(int, node.args[2]) for node in nodes if node.target is LEARN)
     return Again(groups, any(node.target is ATTEND for node in nodes))
 
 
 def _joint(run: Callable[..., Tensor], fakes: Sequence[FakeTensor]) -> fx.GraphModule:
-    """Forward and backward in one graph: inputs and the output's gradient -> output and the inputs' gradients."""
+    """Trace forward and backward as one graph: (inputs, output's gradient) -> (output, inputs' gradients)."""
     try:
         joint = aot_export_joint_simple(
             lambda *inputs: (run(*inputs),), tuple(fakes), trace_joint=True, decompositions=select_decomp_table()
@@ -213,7 +215,7 @@ def _examples(graph: fx.GraphModule) -> list[object]:
 
 
 def _places(forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[int, ...]:
-    """See `CompiledLayer._saved`. The partitioner names a saved value alike on both sides."""
+    """Return `CompiledLayer._saved`. The partitioner gives a saved value the same name in both graphs."""
     (outputs,) = next(node for node in forward.graph.nodes if node.op == "output").args
     places = {node.name: place for place, node in enumerate(outputs) if place}
     inputs = [node.name for node in backward.graph.nodes if node.op == "placeholder"]
@@ -221,7 +223,7 @@ def _places(forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[int, ...
 
 
 def _refuse_constants(*graphs: fx.GraphModule) -> None:
-    """Raises `UnsupportedBase` for tensors of one layer in what is to serve all of its kind."""
+    """Raise `UnsupportedBase` if a graph, which must serve all layers of its kind, contains a tensor of one layer."""
     for graph in graphs:
         for node in graph.graph.nodes:
             if node.op == "get_attr" and getattr(getattr(graph, node.target, None), "ndim", 1) > 0:
@@ -229,8 +231,10 @@ def _refuse_constants(*graphs: fx.GraphModule) -> None:
 
 
 def _conditions(shapes: ShapeEnv, hidden: FakeTensor) -> Callable[[int], bool]:
-    """What was assumed of the number of tokens while the layer was traced and compiled. Raises `UnsupportedBase` where
-    that is a certain number."""
+    """Return the condition on the number of tokens under which the traced and compiled layer is valid.
+
+    Raises `UnsupportedBase` if it is valid for one number only.
+    """
     size = hidden.shape[1]
     if isinstance(size, int) or not size.node.expr.is_symbol:
         raise UnsupportedBase(f"its layers are for {size} tokens only")
@@ -245,7 +249,7 @@ def _conditions(shapes: ShapeEnv, hidden: FakeTensor) -> Callable[[int], bool]:
 
 
 def _unread_sums(backward: fx.GraphModule) -> frozenset[int]:
-    """See `CompiledLayer.unread_sums`."""
+    """Return `CompiledLayer.unread_sums`."""
     ops, learns, unread = torch.ops.coserve, set[fx.Node](), set[int]()
     for node in reversed(backward.graph.nodes):
         if node.target is ops.learn_backward.default or not learns.isdisjoint(node.users):

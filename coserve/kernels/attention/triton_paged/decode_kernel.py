@@ -71,7 +71,7 @@ def decode(
         tl.extra.cuda.gdc_launch_dependents()
     item_ptr = items_ptr + item * 8
     row = tl.load(item_ptr)
-    if row < 0:  # without a wait: those that have work wait, and the grid ends no sooner than they do
+    if row < 0:  # need not wait: working programs do, and the grid ends no sooner than they do
         return
     at = tl.load(item_ptr + 1)
     begin = tl.load(item_ptr + 2)
@@ -79,7 +79,7 @@ def decode(
     first = tl.load(item_ptr + 4)
     count = tl.load(item_ptr + 5)
     newest = tl.load(item_ptr + 6)
-    old = end - newest  # keys behind it are not in the cache yet
+    old = end - newest  # the newest key is not in the cache yet
     last = tl.maximum(old - 1, 0)
     table_at = table_ptr + row
     r = tl.arange(0, BLOCK_N)
@@ -142,7 +142,7 @@ def decode(
     part = item * K * G + heads
     tl.store(parts_ptr + part[:, None] * D + d[None, :], acc / total[:, None], mask=mask)
     tl.store(stats_ptr + part, top + tl.log2(total), mask=g < G)
-    tl.debug_barrier()  # the whole program's parts are written before one of its threads says so
+    tl.debug_barrier()  # all threads have written before one counts the program
     ended = tl.atomic_add(counters_ptr + row * K + head, 1, sem="acq_rel")
     if ended == count - 1:
         tl.store(counters_ptr + row * K + head, 0)

@@ -92,7 +92,7 @@ def shrink(
     rank = rank_of(shape)
     if SHARDS > 1:
         rank = rank // SHARDS
-    a_ptr = weights(addresses_ptr, entry, 0, x_ptr)  # asked for before the branch: one latency, not two
+    a_ptr = weights(addresses_ptr, entry, 0, x_ptr)  # loaded before the branch, so that latencies overlap
     if (rows == 0) | (first >= rank):
         if PDL and waits(True):
             tl.extra.cuda.gdc_wait()
@@ -110,7 +110,7 @@ def shrink(
         packed = 0
         if a_blocks(shape) > 1:
             packed, own = a_rows(shape, r, D)
-        own = own // 8 * 8  # repeated, since a choice hides it from the compiler
+        own = own // 8 * 8  # repeats a hint that a branch hides from the compiler
         length = tl.where(packed == 0, D, packed // 8 * 8)
     a_at = a_ptr + (r * length - own)[None, :, None] + k
     own = own[None, :, None]
@@ -226,7 +226,7 @@ def expand(
     if BLOCKED:
         if b_blocks(shape) > 1:
             length, own, begin, end = b_rows(shape, o, block * BLOCK_O, BLOCK_O, O)
-        length, own, begin = length // 8 * 8, own // 8 * 8, begin // 8 * 8  # repeated
+        length, own, begin = length // 8 * 8, own // 8 * 8, begin // 8 * 8  # repeats the hint
     r = begin + tl.arange(0, BLOCK_R)
     b = load_b_rows(b_ptr, o, r, O, own, length, BLOCKED)
     if not SINGLE:

@@ -180,7 +180,7 @@ def output(
             y_stride = y2_stride
             y_address = y2_ptr.to(tl.int64)
     y_ptr = y_address.to(y0_ptr.dtype)
-    if ALIGNED:  # repeated, since a choice among sites hides it from the compiler
+    if ALIGNED:  # repeats a hint that the choice of a site hides from the compiler
         y_ptr = tl.multiple_of(y_ptr, 16)
         y_stride = y_stride // 8 * 8
         O = O // 8 * 8

@@ -71,7 +71,7 @@ def finish(
     BLOCK_R: tl.constexpr,
 ):
     """Counts a program that has written its part of a tile; the last one sums the parts into h."""
-    tl.debug_barrier()  # all threads have written before one says so
+    tl.debug_barrier()  # all threads have written before one counts the program
     if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == expected - 1:
         t = start + tl.arange(0, BLOCK_T)
         dtype = h_ptr.dtype.element_ty
@@ -146,7 +146,7 @@ def shrink(
     if BLOCKED and a_blocks(shape0 | shape1 | shape2) > 1:
         _shrink_blocks(ptrs, sizes, ranks_ptr, most, tile, SITES, SPLIT, BLOCK_T, BLOCK_R, BLOCK_K)
         return
-    if BLOCK_R > 16 and most <= 16:  # a small rank costs what it costs alone
+    if BLOCK_R > 16 and most <= 16:  # a small rank does not pay for wider blocks
         _shrink_tile(ptrs, sizes, ranks, tile, SITES, SPLIT, BLOCK_T, 16, BLOCK_K)
     elif BLOCK_R > 32 and most <= 32:
         _shrink_tile(ptrs, sizes, ranks, tile, SITES, SPLIT, BLOCK_T, 32, BLOCK_K)
@@ -545,7 +545,7 @@ def _expand_block(
     if BLOCKED:
         if b_blocks(shape) > 1:
             length, own, low, high = b_rows(shape, o, begin, BLOCK_O, O)
-        # repeated, since a choice hides it from the compiler
+        # repeats a hint that a branch hides from the compiler
         length, own, low = length // 8 * 8, own // 8 * 8, low // 8 * 8
     acc = tl.zeros([BLOCK_T, BLOCK_O], dtype=tl.float32)
     for first in tl.range(low, high, BLOCK_R, num_stages=STAGES):
