@@ -227,6 +227,8 @@ UNSUPPORTED = frozenset(
 
 NEAR = 0.75
 """Minimum similarity (`difflib`'s ratio) of a misspelt name."""
+VERY_NEAR = 0.9
+"""Similarity from which a name is a misspelt setting of ours, though it fits a pattern of `OTHER_WAYS`."""
 
 
 def hint(name: str, parent: str, known: Iterable[str]) -> str:
@@ -288,7 +290,8 @@ def variable_hint(variable: str, settings: Iterable[str]) -> str:
 
 def _setting_hint(name: str, flags: dict[str, str]) -> str:
     """Return the hint for a setting. `flags` maps each setting's name to the way a user gives it."""
-    if way := _other_way(name):
+    way = _other_way(name)
+    if way and not difflib.get_close_matches(name[:80].lower(), list(flags), n=1, cutoff=VERY_NEAR):
         return way
     field, difference = OTHER_UNITS.get(name, ("", ""))
     if field in flags:

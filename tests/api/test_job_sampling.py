@@ -83,7 +83,7 @@ async def test_samples_are_events_and_the_job_shows_the_last_ones(sampling: Api)
     assert sorted(found, key=lambda each: each["prompt"]) == expected
     _, job = await sampling.call("GET", f"/finetune/{id}")
     assert job["samples"] == expected
-    assert job["training"]["sample_prompts"] == ["x", [{"role": "user", "content": "y", "name": None}]]
+    assert job["training"]["sample_prompts"] == ["x", [{"role": "user", "content": "y"}]]
     asked = [message for message in sampling.engine.told if isinstance(message, Generate)]
     assert [message.sampling.temperature for message in asked] == [0.0, 0.0]
 
@@ -174,7 +174,7 @@ async def test_a_sample_that_fails_is_a_note_and_the_job_goes_on(sampling: Api) 
         (
             {"sample_prompts": [[{"role": "boss", "content": "x"}]]},
             "sample_prompts",
-            "one of assistant, system, tool, user",
+            "one of assistant, developer, system, tool, user",
         ),
         ({"sample_prompts": "a"}, "sample_prompts", ""),
         ({"sample_steps": 0}, "sample_steps", "at least 1"),

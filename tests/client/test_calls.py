@@ -153,9 +153,9 @@ async def test_finetune_takes_rows_a_file_or_a_path(tmp_path: Path) -> None:
     assert rows["data"] == [{"text": "x"}] and rows["lora"]["r"] == 4 and rows["training"]["steps"] == 2
     assert rows["metadata"] == {"who": "me"}
     assert path == {"adapter": "a", "path": "rows.jsonl", "continue_from": "a@1", "teacher": "b"}
-    assert isinstance(file, Upload) and file.files == (("corpus.jsonl", corpus),)
+    assert isinstance(file, Upload) and file.files == (("corpus", corpus),)
     assert msgspec.json.decode(file.settings)["lora"]["r"] == 2
-    assert isinstance(content, Upload) and content.files == (("corpus.jsonl", b"{}\n"),)
+    assert isinstance(content, Upload) and content.files == (("corpus", b"{}\n"),)
     assert {sent(request)[:2] for request in daemon.requests} == {("POST", "/finetune")}
 
 
@@ -167,14 +167,14 @@ async def test_finetune_takes_the_path_of_a_file_as_data_too(tmp_path: Path, nam
     await daemon.client.finetune("a", named(corpus))
     await daemon.client.finetune("a", file=named(corpus))
     for request in daemon.requests:
-        assert isinstance(request.body, Upload) and request.body.files == (("corpus.jsonl", corpus),)
+        assert isinstance(request.body, Upload) and request.body.files == (("corpus", corpus),)
 
 
 async def test_a_file_that_is_missing_is_told_before_anything_is_sent(tmp_path: Path) -> None:
     daemon = Daemon()
     for path, says in ((tmp_path / "rows.jsonl", "nothing there"), (tmp_path, "a folder")):
         for given in ({"data": str(path)}, {"file": str(path)}, {"file": path}):
-            with pytest.raises(InvalidRequest, match=rf"^expected a JSONL file, got .*: {says}$"):
+            with pytest.raises(InvalidRequest, match=rf"^expected a file of rows, got .*: {says}$"):
                 await daemon.client.finetune("a", **given)  # type: ignore[arg-type]
     assert daemon.requests == []
 
