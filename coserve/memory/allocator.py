@@ -24,7 +24,7 @@ class AllocatorStats:
 
 
 def allocator_stats(device: torch.device) -> AllocatorStats:
-    """Takes some ten microseconds, so it is not called in every step."""
+    """Return the counts. It takes some ten microseconds, so it is not called in every step."""
     if device.type != "cuda":
         return AllocatorStats()
     gpu = torch.cuda.memory_stats_as_nested_dict(device)

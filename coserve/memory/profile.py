@@ -119,7 +119,7 @@ def load_profile(path: Path, key: Sequence[str]) -> Profile | None:
 
 
 def save_profile(path: Path, key: Sequence[str], profile: Profile) -> None:
-    """Replace the saved profile. If the disk refuses it, the next start measures again."""
+    """Replace the saved profile. If writing fails, the next start measures again."""
     _save(path, _Saved(key=tuple(key), profile=profile), "the next start measures the memory of steps again")
 
 
@@ -130,7 +130,7 @@ def load_graph_bytes(path: Path, key: Sequence[str]) -> int | None:
 
 
 def save_graph_bytes(path: Path, key: Sequence[str], size: int) -> None:
-    """Replace the saved size. If the disk refuses it, the next start plans with `plan.GRAPHS`."""
+    """Replace the saved size. If writing fails, the next start plans with `plan.GRAPHS`."""
     _save(path, _SavedGraphs(key=tuple(key), bytes=size), "the next start assumes a size of CUDA graphs")
 
 
@@ -140,7 +140,7 @@ def load_layer_costs(path: Path) -> TrainingCosts | None:
 
 
 def save_layer_costs(path: Path, costs: TrainingCosts) -> None:
-    """Replace the saved costs. If the disk refuses them, jobs are planned for the base's own layers."""
+    """Replace the saved costs. If writing fails, jobs are planned with the costs of uncompiled layers."""
     _save(path, costs, "the memory of jobs is planned without compiled layers of training")
 
 

@@ -49,7 +49,7 @@ class Topology:
 
 
 class BlockSparseBackend(TritonBackend):
-    """stk's `sdd` and `dsd` (ETS §4.3.4)."""
+    """A backend on stk's `sdd` and `dsd` products (ETS §4.3.4)."""
 
     name = "block_sparse"
 

@@ -31,7 +31,7 @@ def _sums(weights_ptr, V, low, high, a, b, c, COUNT: tl.constexpr, BLOCK: tl.con
     for start in tl.range(0, V, BLOCK, num_stages=STAGES):
         v = start + tl.arange(0, BLOCK)
         weight = tl.load(weights_ptr + v, mask=v < V, other=-1.0)
-        bits = weight.to(tl.int32, bitcast=True)  # of -1: negative, below every bound
+        bits = weight.to(tl.int32, bitcast=True)  # the bits of -1 are negative, below every bound
         if COUNT:
             above_a += (bits > a).to(tl.int32)
             above_b += (bits > b).to(tl.int32)
@@ -107,7 +107,7 @@ def threshold(
         low = bits - 1
     if top_p < 1.0:
         goal = tl.maximum(top_p * total, 0.5)
-        # Weights below that are no more than 1 - top_p of all together: enough lies above.
+        # All weights below `rest` together are at most 1 - top_p of the total, so the threshold is not below it.
         rest = (total - goal) / V * 0.999
         low = tl.maximum(low, rest.to(tl.float32).to(tl.int32, bitcast=True) - 1)
         last, above = _search(weights_ptr, V, low, top, goal, False, BLOCK, STAGES)

@@ -129,7 +129,7 @@ def read_layout(
     _check_blocks(config, sorted(a))
     matching = Matching(config) if alphas is None else Known(config, a, alphas)
     sites, own_alphas = {}, {}
-    for site in base.sites:  # the base's order
+    for site in base.sites:  # in the base's order
         if site not in a:
             continue
         if not matching.targeted(site):  # PEFT would drop its tensors

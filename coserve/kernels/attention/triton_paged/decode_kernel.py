@@ -180,7 +180,7 @@ def _join(
     acc = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
     for start in range(0, count, UNROLL):
         for i in tl.static_range(UNROLL):
-            # Behind the last part that part is read again, and weighs 0.
+            # Beyond the last item its result is read again, with weight 0.
             part = (first + tl.minimum(start + i, count - 1)) * (K * G) + heads
             some = tl.load(parts_ptr + part[:, None] * D + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
             its = tl.load(stats_ptr + part, mask=g < G, other=LOWEST, cache_modifier=".cg")

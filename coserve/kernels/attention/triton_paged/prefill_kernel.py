@@ -128,7 +128,7 @@ def prefill(
         end = tl.load(tile_ptr + 5)
         seen = begin if WINDOW else tl.maximum(tl.minimum(seen, end), begin)
     table_at = table_ptr + row
-    # Page ids are read a step ahead: were they read where they are used, keys could be asked for one step less ahead.
+    # Page ids are loaded a step before their keys, so that loads of keys can be issued one step earlier.
     page = tl.load(table_at + tl.minimum(begin + r, end - 1) // PAGE * table_stride)
     for start in range(begin, seen, BLOCK_N):
         key_at = key_offsets(page, page_stride, start + r, K, head, D, PAGE)[:, None] + d[None, :]
