@@ -1,4 +1,4 @@
-"""Unpacks the tar file of an adapter's download, without trusting its content."""
+"""Unpacks the tar file of a downloaded adapter without trusting its content."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from coserve.core.names import ADAPTER_FILES
 
 
 async def save_adapter(response: Response, folder: Path) -> Path:
-    """Unpack an adapter as `folder`, which must not exist or be empty; returns it. PEFT reads it as it is.
+    """Unpack an adapter into `folder`, which must be missing or empty, and return it. PEFT can load it as it is.
 
-    It comes whole or not at all. Raises `FileExistsError`, and `CorruptAdapter` if the archive is not what the daemon
-    sends.
+    The folder appears complete or not at all. Raises `FileExistsError`, and `CorruptAdapter` if the archive is not what
+    the daemon sends.
     """
     try:
-        temporary = _make_temporary(folder)  # at once: whoever is cancelled in a wait for it would not know the folder
+        temporary = _make_temporary(folder)  # on this thread: a cancelled await would not know the folder to delete
         try:
             with (temporary / "archive.tar").open("wb") as archive:
                 async for chunk in response:
@@ -45,7 +45,7 @@ def _make_temporary(folder: Path) -> Path:
 
 
 def _unpack(archive: Path, folder: Path) -> None:
-    """Write the two files, whatever their folder in the archive is called; anything else in it is an error."""
+    """Write the two files, whatever their folder in the archive is called. Any other member is an error."""
     names: list[str] = []
     folder.mkdir()
     try:

@@ -58,13 +58,13 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 class AsyncClient:
-    """A daemon, from asyncio. Close it, or use it as `async with AsyncClient() as client`.
+    """An asyncio client of a daemon. Close it, or use it as `async with AsyncClient() as client`.
 
-    Every method raises the leaf of `coserve.core.errors` that the daemon names, and `Unreachable` where none answers.
-    Responses of 429 and 503 are tried again as `retry` says. `read_timeout`: seconds of silence after which a
-    connection is given up; `sleep` and `rng` are for tests.
+    Every method raises the leaf of `coserve.core.errors` that the daemon names, or `Unreachable` if no daemon answers.
+    Responses of 429 and 503 are retried according to `retry`. `read_timeout`: seconds of silence after which a
+    connection is closed; `sleep` and `rng` are for tests.
 
-    As for the command line, `base_url` is COSERVE_URL unless it is given, and `api_key` is COSERVE_API_KEY.
+    `base_url` defaults to COSERVE_URL and `api_key` to COSERVE_API_KEY, as on the command line.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections; a transport that was given stays open. Later calls raise `InvalidRequest`."""
+        """Close the connections; a transport that the caller passed stays open. Later calls raise `InvalidRequest`."""
         self._caller.close()
         if self._own is not None:
             await self._own.close()
@@ -123,9 +123,8 @@ class AsyncClient:
         adapter: str | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncGenerator[GenerateChunk, None]:
-        """As `generate`, but in chunks as they come. To stop early, close the generator (`contextlib.aclosing`): the
-        daemon then cancels the request.
-        """
+        """Generate like `generate`, but yield chunks as they arrive. To stop early, close the generator
+        (`contextlib.aclosing`): the daemon then cancels the request."""
         body = generate_request(prompt, messages, adapter, True, options)
         request = self._caller.request("POST", "/generate", headers={"Accept": "text/event-stream"}, body=body)
         async with aclosing(self._caller.events(request)) as events:
@@ -156,26 +155,26 @@ class AsyncClient:
         idempotency_key: str | None = None,
         on_preparing: Callable[[Preparing], None] | None = None,
     ) -> AsyncJobHandle:
-        """Start a job that makes the next version of `adapter` from one of: rows, a file from here (JSON Lines, CSV,
-        parquet or a JSON array) or its content, or the path of a file at the daemon. As `data`, a path names a file
-        from here. docs/guide/data.md describes rows; `columns` names columns that are called otherwise:
-        `{"prompt": "question", "completion": "answer"}`.
+        """Start a job that makes the next version of `adapter`. The corpus is one of: rows (`data`), a local file or
+        its content (`file`: JSON Lines, CSV, parquet or a JSON array), or the path of a file at the daemon (`path`). A
+        path given as `data` names a local file. docs/guide/data.md describes rows; `columns` maps fields of a row to
+        the corpus's columns: `{"prompt": "question", "completion": "answer"}`.
 
         With a `teacher` the job learns that adapter's outputs at the rows' targets instead of their tokens
         (distillation).
 
         While an unfinished job trains `adapter`, one with `continue_from=adapter` waits for it and continues from the
-        version that it publishes. `on_conflict="fork"` begins at once, from the current version; `"refuse"` raises
+        version that it publishes. `on_conflict="fork"` starts at once, from the current version; `"refuse"` raises
         `AdapterBusy`.
 
-        Returns once the whole corpus is tokenised; `on_preparing` is called with the rows done of a large one (by
-        `Client`: on the thread that waits for the job, so that it may call the client).
+        Returns once the whole corpus is tokenised. For a large corpus, `on_preparing` is called with the progress (by
+        `Client` on the calling thread, so that it may use the client).
 
-        Warns (`UserWarning`) if rows were cut because they were too long.
+        Warns (`UserWarning`) if rows were truncated because they were too long.
 
-        An accepted job survives any crash of the daemon. `idempotency_key` names the request: repeated, it gives the
-        job that it made first, and another request with it raises `IdempotencyMismatch`; without one, each call has its
-        own, so that retries never make two jobs.
+        An accepted job survives any crash of the daemon. `idempotency_key` identifies the request: a repetition returns
+        the job that the first one made, and another request with the same key raises `IdempotencyMismatch`. By default
+        each call has its own key, so that retries never make two jobs.
         """
         if sum(each is not None for each in (data, file, path)) > 1:
             raise InvalidRequest(
@@ -202,49 +201,49 @@ class AsyncClient:
         return AsyncJobHandle(self._caller, job)
 
     def _warn_of_cut(self, job: Job) -> None:
-        """At the line that awaits `finetune`."""
+        """Warn of truncated rows, at the caller's line that awaits `finetune`."""
         if (warning := cut_warning(job)) is not None:
             warnings.warn(warning, stacklevel=3)
 
     async def job(self, id: str) -> AsyncJobHandle:
-        """Raises `JobNotFound`."""
+        """Return a handle to an existing job. Raises `JobNotFound`."""
         request = self._caller.request("GET", f"/finetune/{_quoted(id)}")
         return AsyncJobHandle(self._caller, await self._caller.json(request, Job))
 
     async def jobs(self, *, after: str | None = None, limit: int | None = None) -> JobList:
-        """A page of jobs, newest first."""
+        """Return a page of jobs, newest first."""
         query = {"after": after, "limit": limit}
         return await self._caller.json(self._caller.request("GET", "/finetune", query=query), JobList)
 
     # ---- adapters
 
     async def adapters(self, *, after: str | None = None, limit: int | None = None) -> AdapterList:
-        """A page of adapters (their latest versions), by name."""
+        """Return a page of adapters (their current versions), by name."""
         query = {"after": after, "limit": limit}
         return await self._caller.json(self._caller.request("GET", "/adapters", query=query), AdapterList)
 
     async def adapter(self, ref: str) -> Adapter:
-        """`name` (the version that it means) or `name@version`. Raises `AdapterNotFound`."""
+        """Return an adapter by `name` (its current version) or `name@version`. Raises `AdapterNotFound`."""
         return await self._caller.json(self._caller.request("GET", f"/adapters/{_quoted(ref)}"), Adapter)
 
     async def import_adapter(self, name: str, folder: Path | str | None = None, *, path: str | None = None) -> Adapter:
-        """Make PEFT files the next version of `name`: a folder from here, or the path of one at the daemon."""
+        """Make PEFT files the next version of `name`: a local folder, or the path of a folder at the daemon."""
         if (folder is None) == (path is None):
             raise InvalidRequest("expected one of folder and path", field="folder")
         body = ImportRequest(name=name, path=path) if folder is None else adapter_upload(name, Path(folder))
         return await self._caller.json(self._caller.request("POST", "/adapters", body=body), Adapter)
 
     async def download_adapter(self, ref: str, folder: Path | str) -> Path:
-        """Save PEFT files into `folder`, which must not exist or be empty; returns it."""
+        """Save PEFT files into `folder`, which must be missing or empty, and return it."""
         response = await self._caller.stream(self._caller.request("GET", f"/adapters/{_quoted(ref)}/download"))
         return await save_adapter(response, Path(folder))
 
     async def delete_adapter(self, ref: str) -> DeletedAdapter:
-        """Delete one version (`name@version`) or every one (`name`). Raises `AdapterNotFound`, `AdapterBusy`."""
+        """Delete one version (`name@version`) or all (`name`). Raises `AdapterNotFound`, `AdapterBusy`."""
         return await self._caller.json(self._caller.request("DELETE", f"/adapters/{_quoted(ref)}"), DeletedAdapter)
 
     async def rollback_adapter(self, name: str, version: int) -> Adapter:
-        """Make an older version the one that `name` means, until a newer one is published. Raises `AdapterNotFound`."""
+        """Make an older version the current one of `name`, until a newer one is published. Raises `AdapterNotFound`."""
         body = RollbackRequest(version=version)
         request = self._caller.request("POST", f"/adapters/{_quoted(name)}/rollback", body=body)
         return await self._caller.json(request, Adapter)
@@ -259,12 +258,13 @@ class AsyncClient:
         name: str | None = None,
         distill: Distillation | None = None,
     ) -> ConvertedAdapter:
-        """Publish `ref` as a BD-LoRA adapter of so many blocks (1: plain LoRA) under `name`: the nearest one of a total
-        `rank`, or of the smallest rank whose relative error is at most `max_error` (0.05). A large adapter takes
-        minutes: see `read_timeout`. `distill`: the job that then trains it, whose id is in the answer.
+        """Convert `ref` to a BD-LoRA adapter of `bd_blocks` blocks (1: plain LoRA) and publish it as `name`. The result
+        is the nearest adapter with total LoRA rank `rank`, or with the smallest rank whose relative error is at most
+        `max_error` (0.05). A large adapter takes minutes: see `read_timeout`. `distill`: a job that then trains the
+        result; the answer has its id.
 
-        Raises `AdapterNotFound`, and `InvalidRequest` for blocks, a rank or rows that do not fit: then nothing is
-        published.
+        Raises `AdapterNotFound`, and `InvalidRequest` for blocks, a rank or rows that do not fit; nothing is published
+        then.
         """
         body = ConvertRequest(bd_blocks=bd_blocks, rank=rank, max_error=max_error, name=name, distill=distill)
         request = self._caller.request("POST", f"/adapters/{_quoted(ref)}/convert", body=body)
@@ -273,17 +273,18 @@ class AsyncClient:
     # ---- the daemon
 
     async def health(self) -> Health:
-        """The daemon's health, without waiting. A daemon that starts or recovers (status 503) raises nothing here."""
+        """Return the daemon's health, without waiting. A daemon that starts or recovers (status 503) raises no
+        error."""
         content = await self._caller.read(self._caller.request("GET", "/health"), accepted=(503,))
         try:
             return decode(content, Health)
-        except InternalError:  # a refusal, if it is an error of the API
+        except InternalError:  # the body is an error of the API, not a health
             raise await response_error(Response(503, body=content)) from None
 
     async def wait_ready(self, *, timeout: float | None = 600.0) -> Health:  # noqa: ASYNC109 - as in every SDK
-        """Wait until the daemon is ready (`GET /health/ready` answers 200); also for one that does not listen yet.
+        """Wait until the daemon is ready (`GET /health/ready` answers 200), also if it does not listen yet.
 
-        Raises `TimeoutError` after `timeout` seconds; None: never.
+        Raises `TimeoutError` after `timeout` seconds; None: wait forever.
         """
         request = self._caller.request("GET", "/health/ready")
         try:
@@ -293,11 +294,11 @@ class AsyncClient:
             raise TimeoutError(f"the daemon was not ready after {timeout} s") from None
 
     async def metrics(self) -> str:
-        """The metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return (await self._caller.read(self._caller.request("GET", "/metrics"))).decode()
 
     async def openapi(self) -> dict[str, Any]:
-        """The API's OpenAPI 3.1 document."""
+        """Return the API's OpenAPI 3.1 document."""
         return await self._caller.json(self._caller.request("GET", "/openapi.json"), dict[str, Any])
 
 

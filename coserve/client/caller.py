@@ -1,4 +1,4 @@
-"""Sends requests, tries again and decodes responses, for every call of the SDK."""
+"""Sends requests, retries them and decodes responses, for every call of the SDK."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ from coserve.core.validation import decoder_of
 T = TypeVar("T")
 
 WAIT_ATTEMPT = 3
-"""While a daemon is waited for, the pauses grow no longer than the one after this attempt: 2 s with the default
-policy."""
+"""While waiting for a daemon, pauses stop growing after this attempt: 2 s with the default policy."""
 CLOSED = "the client is closed"
 
 
 class Caller:
-    """A transport with the key, the retries and the decoding. `sleep` and `rng` are for tests.
+    """A transport with API key, retries and decoding. `sleep` and `rng` are for tests.
 
-    After `close`, requests, and those that are cut off by it, raise `InvalidRequest`.
+    After `close`, new requests and those in flight raise `InvalidRequest`.
     """
 
     def __init__(
@@ -78,9 +77,10 @@ class Caller:
         )
 
     async def read(self, request: Request, *, accepted: tuple[int, ...] = (), wait: bool = False) -> bytes:
-        """The body of a response with status 2xx or one of `accepted`. Raises the daemon's error, or `Unreachable`.
+        """Return the body of a response with status 2xx or one of `accepted`. Raise the daemon's error, or
+        `Unreachable`.
 
-        `wait`: a 503, and a daemon that does not answer, are tried again without a limit.
+        `wait`: retry without limit while the daemon answers 503 or not at all.
         """
         return await self._attempts(request, Response.read, accepted, wait)
 
@@ -88,7 +88,7 @@ class Caller:
         return decode(await self.read(request, accepted=accepted, wait=wait), type)
 
     async def events(self, request: Request, *, again: bool = True) -> AsyncGenerator[Event, None]:
-        """The events of a response. If `again`, attempts are repeated until the response begins, not afterwards."""
+        """Yield the events of a response. `again`: retry until the response begins, but not afterwards."""
         response = await (self._attempts(request, _as_it_is) if again else self._attempt(request, _as_it_is, ()))
         try:
             async for event in events(response):
@@ -100,11 +100,11 @@ class Caller:
             response.close()
 
     async def submit(self, request: Request, show: Callable[[Preparing], None]) -> Job:
-        """See `submitted`. An attempt that breaks off is made again."""
+        """Send `POST /finetune` and return the job (see `submitted`). An attempt that breaks off is retried."""
         return await self._attempts(request, partial(submitted, show=show))
 
     async def stream(self, request: Request) -> Response:
-        """A response whose body the caller reads."""
+        """Return a response whose body the caller reads."""
         return await self._attempts(request, _as_it_is)
 
     async def _attempts(
@@ -136,7 +136,8 @@ class Caller:
 
 
 async def submitted(response: Response, show: Callable[[Preparing], None]) -> Job:
-    """The job in a response to `POST /finetune`, of events or of JSON; `show` is called with what comes before it."""
+    """Return the job in a response to `POST /finetune`, which has events or JSON; call `show` with each progress
+    event."""
     if not response.headers.get("content-type", "").startswith("text/event-stream"):
         return decode(await response.read(), Job)
     try:
@@ -158,7 +159,7 @@ async def _as_it_is(response: Response) -> Response:
 
 
 def decode(content: bytes | str, type: type[T]) -> T:
-    """Raises `InternalError` if the daemon speaks another version of the API."""
+    """Decode JSON. Raise `InternalError` if it does not fit: the daemon speaks another version of the API."""
     try:
         return decoder_of(type).decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

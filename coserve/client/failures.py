@@ -33,15 +33,14 @@ _BY_STATUS: dict[int, type[CoserveError]] = {
 
 
 def job_error(info: ErrorInfo) -> CoserveError:
-    """Why a job failed."""
+    """Return the error that made a job fail."""
     return _made(BY_CODE.get(info.code, JobError), info)
 
 
 async def response_error(response: Response) -> CoserveError:
-    """The error of a response with status 300 or more.
+    """Return the error of a response with status 300 or more.
 
-    A code that this SDK does not know (a newer daemon's), and a body that is not the daemon's (a proxy's), become the
-    error of their status.
+    An unknown code (of a newer daemon) and a body of another form (of a proxy) become the error of their status.
     """
     body = await response.read()
     try:
@@ -57,7 +56,7 @@ async def response_error(response: Response) -> CoserveError:
 
 
 def event_error(data: str) -> CoserveError:
-    """The error of a stream that failed after its first byte."""
+    """Return the error of a stream that failed after its first byte."""
     try:
         info = decoder_of(ErrorBody).decode(data).error
     except msgspec.DecodeError:
@@ -66,7 +65,7 @@ def event_error(data: str) -> CoserveError:
 
 
 def _made(kind: type[CoserveError], info: ErrorInfo) -> CoserveError:
-    error = kind(info.message)  # the message names the line already
+    error = kind(info.message)  # the message already has the line
     error.field = info.field
     if isinstance(error, CorpusError) and info.line is not UNSET:
         error.line = info.line

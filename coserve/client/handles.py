@@ -15,7 +15,7 @@ from coserve.core.types import JobState
 
 
 class AsyncJobHandle:
-    """One job. `info` is its latest state; every method that asks the daemon updates it."""
+    """A handle to one job. `info` is its latest known state; every method that asks the daemon updates it."""
 
     def __init__(self, caller: Caller, info: Job) -> None:
         self._caller = caller
@@ -29,11 +29,11 @@ class AsyncJobHandle:
         return self.info.id
 
     async def refresh(self) -> Job:
-        """The job as it stands now."""
+        """Return the job's current state."""
         return await self._ask("GET", "")
 
     async def pause(self) -> Job:
-        """Stop at a checkpoint, until `resume`. Raises `WrongJobState`."""
+        """Pause the job at a checkpoint, until `resume`. Raises `WrongJobState`."""
         return await self._ask("POST", "/pause")
 
     async def resume(self) -> Job:
@@ -41,11 +41,11 @@ class AsyncJobHandle:
         return await self._ask("POST", "/resume")
 
     async def cancel(self) -> Job:
-        """End the job without an adapter. Raises `WrongJobState`."""
+        """Cancel the job; it leaves no adapter. Raises `WrongJobState`."""
         return await self._ask("POST", "/cancel")
 
     async def delete(self) -> DeletedJob:
-        """Delete the job, which has ended, and its events; its adapter stays. Raises `WrongJobState`."""
+        """Delete a job that has ended, and its events; its adapter stays. Raises `WrongJobState`."""
         return await self._caller.json(self._caller.request("DELETE", f"/finetune/{self.id}"), DeletedJob)
 
     async def _ask(self, method: str, suffix: str) -> Job:
@@ -53,9 +53,9 @@ class AsyncJobHandle:
         return self.info
 
     async def events(self, after: int = 0) -> AsyncGenerator[JobEvent, None]:
-        """The job's events after `after`, live until its end; each event once, across reconnects.
+        """Yield the job's events after `after`, live until its end; each event once, across reconnects.
 
-        Raises `Unreachable` or `EngineUnavailable` if the daemon stays away.
+        Raises `Unreachable` or `EngineUnavailable` if the daemon does not come back.
         """
         failures = 0
         while True:
@@ -68,7 +68,7 @@ class AsyncJobHandle:
                         if event.state is not None and event.state.terminal:
                             return
                 if (await self.refresh()).state.terminal:
-                    return  # the caller has its last event already
+                    return  # the caller already has the job's last event
             except CapacityError as refused:
                 if refused.status not in (429, 503):
                     raise
@@ -79,7 +79,7 @@ class AsyncJobHandle:
             await self._caller.back_off(failures, error)
 
     async def _events_once(self, after: int) -> AsyncGenerator[JobEvent, None]:
-        """The events of one connection."""
+        """Yield the events of one connection."""
         headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
         request = self._caller.request("GET", f"/finetune/{self.id}/events", headers=headers)
         async with aclosing(self._caller.events(request, again=False)) as events:
@@ -95,11 +95,10 @@ class AsyncJobHandle:
         timeout: float | None = None,  # noqa: ASYNC109 - as in every SDK
         check: bool = True,
     ) -> Job:
-        """Wait for the job's end, by its events, or until the daemon pauses it; a job that somebody paused is waited
-        for too.
+        """Wait until the job ends or the daemon pauses it; a job that a user paused is still waited for.
 
-        `progress`: a bar on standard error; None: if that is a terminal, otherwise lines: samples, and how far it is.
-        Raises `TimeoutError` after `timeout` seconds and, if `check`, the error that made the job fail
+        `progress`: show a progress bar on standard error; None: a bar on a terminal, else lines with samples and
+        progress. Raises `TimeoutError` after `timeout` seconds and, if `check`, the error that made the job fail
         (`NonFiniteLoss`, `JobOutOfMemory`, ...) or that paused it (`EngineCrashed`).
         """
         async with asyncio.timeout(timeout):
@@ -116,6 +115,6 @@ class AsyncJobHandle:
         return self.info
 
     async def _paused_by_error(self) -> bool:
-        """Whether the daemon has paused the job, and nobody has resumed it since."""
+        """Return whether the daemon has paused the job and it is still paused."""
         info = await self.refresh()
         return info.state is JobState.PAUSED and info.error is not None

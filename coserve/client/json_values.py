@@ -1,4 +1,5 @@
-"""Python values as JSON. What JSON lacks is refused: of bytes, a date or NaN, msgspec would make a text or null."""
+"""Python values as JSON. Values without a JSON form are refused: msgspec would encode bytes and dates as text and NaN
+as null."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ Types = frozenset[type[object]]
 
 _TEXT: Types = frozenset({str})
 _PLAIN: Types = frozenset({str, int, bool, type(None)})
-"""Types whose values JSON has; of texts only `encode` knows whether UTF-8 has them."""
+"""Types whose values have a JSON form. A `str` may still lack a UTF-8 form, which only `encode` detects."""
 
 
 def encode(value: object, field: str = "") -> bytes:
-    """JSON. Raises `InvalidRequest` for a text that UTF-8 lacks; `field` is the path of `value`."""
+    """Encode a value as JSON. Raises `InvalidRequest` for a text without a UTF-8 form; `field` is the path of
+    `value`."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
@@ -27,7 +29,7 @@ def encode(value: object, field: str = "") -> bytes:
 
 
 def check(value: object, field: str) -> None:
-    """Raises `InvalidRequest`, with its path, for the first value in `value` that JSON lacks."""
+    """Raise `InvalidRequest`, with its path, for the first value inside `value` that has no JSON form."""
     _check_all(value, field, _PLAIN)
 
 
@@ -44,8 +46,8 @@ def _check_all(value: object, field: str, plain: Types) -> None:
 
 
 def _check(value: object, plain: Types) -> None:
-    """Values of `plain` types are passed over. A corpus has millions of values, so the path of a wrong one is made
-    where its error passes."""
+    """Check a value, skipping values of `plain` types. A corpus has millions of values, so the path of a wrong one is
+    built only while its error propagates."""
     if isinstance(value, dict):
         _check_dict(value, plain)
     elif isinstance(value, list | tuple):
@@ -83,7 +85,7 @@ def _check_list(value: list[object] | tuple[object, ...], plain: Types) -> None:
 
 
 def _check_single(value: object) -> None:
-    """A value that is not made of others."""
+    """Check a value that has no items."""
     if type(value) is float:
         if not math.isfinite(value):
             raise InvalidRequest(f"expected a finite number, got {value}")

@@ -20,8 +20,8 @@ from coserve.core.types import LoraSettings, SloClass, TrainingRequest
 from coserve.core.validation import explain
 
 MAX_INLINE_BYTES = 8 << 20
-"""Of rows that go in a JSON body, of which the daemon takes 16 MiB. An upload may be as large as its `max_body_bytes`,
-but few run at once."""
+"""Maximum bytes of rows sent in a JSON body; the daemon accepts 16 MiB. More rows are uploaded as a file, which may
+have the daemon's `max_body_bytes`, but few uploads run at once."""
 
 T = TypeVar("T")
 
@@ -30,9 +30,8 @@ Prompt = str | Sequence[int]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """How to generate: the further fields of `coserve.core.schemas.GenerateRequest`, whose defaults hold for what is
-    left out. Times in seconds.
-    """
+    """Generation options: the other fields of `coserve.core.schemas.GenerateRequest`, with its defaults. Times in
+    seconds."""
 
     tools: list[dict[str, Any]] | None
     chat_template_kwargs: dict[str, Any] | None
@@ -67,8 +66,8 @@ class GenerateOptions(TypedDict, total=False):
 def generate_request(
     prompt: Prompt | None, messages: Messages | None, adapter: str | None, stream: bool, options: GenerateOptions
 ) -> GenerateRequest:
-    """Raises `TypeError` for an unknown option, with the one that was meant, and `InvalidRequest` for a wrong prompt or
-    message."""
+    """Build the request. Raises `TypeError` for an unknown option, with a suggestion, and `InvalidRequest` for a wrong
+    prompt or message."""
     for name in options.keys() - GenerateOptions.__annotations__.keys():
         meant = hint(name, "", fields_of(GenerateRequest))
         raise TypeError(f"unexpected keyword argument {name!r}{meant}")
@@ -84,7 +83,8 @@ def generate_request(
 
 
 def _token_ids(prompt: Iterable[object]) -> list[int]:
-    """Any integers, NumPy's for example. Bytes are none: they are a text that was not decoded."""
+    """Return the token ids as a list. Any integers are accepted, such as NumPy's. Bytes are refused: they are undecoded
+    text."""
     if isinstance(prompt, bytes | bytearray | memoryview | Mapping | abc.Set) or not isinstance(prompt, Iterable):
         raise InvalidRequest(f"expected a text or token ids, got {type(prompt).__name__}", field="prompt")
     given = list(prompt)
@@ -112,7 +112,8 @@ def finetune_request(
     on_conflict: OnConflict,
     columns: Mapping[RowField, str] | None,
 ) -> FinetuneRequest:
-    """Raises `InvalidRequest` for what is no row, metadata or setting; `encode` and `with_rows` look at the values."""
+    """Build the request. Raises `InvalidRequest` for rows, metadata or settings of a wrong type; `encode` and
+    `with_rows` check the values inside."""
     for field, given in (("metadata", metadata), ("columns", columns)):
         if given is not None and not isinstance(given, Mapping):
             raise InvalidRequest(f"expected a mapping, got {type(given).__name__}", field=field)
@@ -128,12 +129,12 @@ def finetune_request(
         columns=dict(columns or {}),
     )
     if training is None:
-        return request  # the daemon's defaults hold, not ours
+        return request  # the daemon's defaults apply, not ours
     return msgspec.structs.replace(request, training=as_struct(training, TrainingRequest, "training"))
 
 
 def rows_of(data: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Raises `InvalidRequest` for what is no row."""
+    """Return the rows as dicts. Raises `InvalidRequest` for anything that is not a row."""
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
         raise InvalidRequest(f"expected a list of rows, got one {type(data).__name__}", field="data")
     rows = list[dict[str, Any]]()
@@ -145,7 +146,7 @@ def rows_of(data: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def check_header(value: str, field: str) -> None:
-    """Raises `InvalidRequest` for what is not the value of a header."""
+    """Raise `InvalidRequest` for a text that is not valid as a header's value."""
     if not isinstance(value, str):
         raise InvalidRequest(f"expected str, got {type(value).__name__}", field=field)
     if not (value.isascii() and value.isprintable() and value.strip() == value != ""):
@@ -153,17 +154,17 @@ def check_header(value: str, field: str) -> None:
 
 
 def encode_body(body: msgspec.Struct) -> bytes:
-    """The body as JSON. Raises `InvalidRequest` for a value that JSON lacks; for NaN, say, it would have null, which
-    stands for the default."""
+    """Return the body as JSON. Raises `InvalidRequest` for a value without a JSON form: NaN, for example, would become
+    null, which means the default."""
     for name in body.__struct_fields__:
-        if name != "data":  # `with_rows` has checked its rows
+        if name != "data":  # `with_rows` has checked the rows
             check(getattr(body, name), name)
     return encode(body)
 
 
 def with_rows(request: FinetuneRequest) -> FinetuneRequest | Upload:
-    """The request as it is, or an upload of its rows as a JSONL file where they are too many for a JSON body. Raises as
-    `encode_body`."""
+    """Return the request as it is or, if its rows are too many for a JSON body, an upload with them as a JSONL file.
+    Raises as `encode_body`."""
     if request.data is None:
         return request
     check(request.data, "data")
@@ -174,7 +175,8 @@ def with_rows(request: FinetuneRequest) -> FinetuneRequest | Upload:
 
 
 def corpus_upload(request: FinetuneRequest, file: Path | str | bytes) -> Upload:
-    """The settings and a file of rows, or its content. Raises `InvalidRequest` for a path that is not a file."""
+    """Return the upload of settings and a corpus, given as a file's path or content. Raises `InvalidRequest` for a path
+    that is not a file."""
     if not isinstance(file, bytes):
         file = Path(file)
         if not file.is_file():
@@ -184,7 +186,7 @@ def corpus_upload(request: FinetuneRequest, file: Path | str | bytes) -> Upload:
 
 
 def cut_warning(job: Job) -> str | None:
-    """A warning about rows that were cut; None: none were."""
+    """Return a warning about truncated rows; None if there are none."""
     if not job.rows_cut:
         return None
     rows = f"{job.rows_cut} of {job.rows} row{'' if job.rows == 1 else 's'}"
@@ -195,7 +197,7 @@ def cut_warning(job: Job) -> str | None:
 
 
 def adapter_upload(name: str, folder: Path) -> Upload:
-    """The two files of a PEFT folder. Raises `InvalidRequest` if one is not there."""
+    """Return the upload of a PEFT folder's two files. Raises `InvalidRequest` if one is missing."""
     if not folder.is_dir():
         raise InvalidRequest(
             f"expected a folder of PEFT files, got {str(folder)!r}, which is not a folder", field="folder"
@@ -207,7 +209,8 @@ def adapter_upload(name: str, folder: Path) -> Upload:
 
 
 def as_struct(value: object, type: type[T], field: str) -> T:
-    """A struct, or a mapping that says the same. Raises `InvalidRequest` with the path of what is wrong."""
+    """Return a struct, or convert an equivalent mapping to it. Raises `InvalidRequest` with the path of the wrong
+    field."""
     if isinstance(value, type):
         return value
     try:

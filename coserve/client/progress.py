@@ -1,4 +1,4 @@
-"""The progress of one job on standard error, fed by the job's events: a bar, or lines."""
+"""Shows the progress of one job on standard error, fed by the job's events: as a bar, or as lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coserve.core.schemas import Job, JobEvent, Sample
 from coserve.core.step_metrics import StepMetrics
 
 EVERY = 30.0
-"""Seconds between two lines of a job that is followed without a terminal."""
+"""Seconds between two lines of progress without a terminal."""
 
 
 class ProgressDisplay(Protocol):
@@ -26,7 +26,7 @@ class ProgressDisplay(Protocol):
 
 
 class Silent:
-    """No bar."""
+    """Shows nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -41,7 +41,7 @@ class Silent:
 
 
 class Lines(Silent):
-    """Without a terminal: samples, and every `EVERY` seconds the last step, as plain lines."""
+    """Shows samples and, every `EVERY` seconds, the last step, as plain lines. Used without a terminal."""
 
     def __init__(self, job: Job, now: Callable[[], float] = time.monotonic) -> None:
         self._name, self._now, self._next = f"{job.adapter}@{job.version}", now, now() + EVERY
@@ -56,11 +56,10 @@ class Lines(Silent):
 
 
 class Bar:
-    """Steps, loss, what was learned of the target tokens or the pairs, tokens per second and the time left; samples
-    above it."""
+    """Shows a bar with steps, loss, accuracy (or DPO rewards), tokens per second and time left; samples above it."""
 
     def __init__(self, job: Job) -> None:
-        # A program without a terminal, or without progress=True, need not load rich.
+        # Imported here, as a program without a bar need not load rich.
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as RichProgress
@@ -96,35 +95,34 @@ class Bar:
 
 
 def step_text(metrics: StepMetrics, eta: float | None) -> str:
-    """`loss 0.292  accuracy 98.3%  1,215 tokens/s  0:12 left`."""
+    """Return a text such as `loss 0.292  accuracy 98.3%  1,215 tokens/s  0:12 left`."""
     speed = metrics.tokens / metrics.seconds if metrics.seconds > 0 else 0.0
     parts = [f"loss {metrics.loss:.3f}", *learned_texts(metrics), f"{speed:,.0f} tokens/s"]
     return "  ".join(parts if eta is None else [*parts, f"{clock(eta)} left"])
 
 
 def learned_texts(metrics: StepMetrics) -> list[str]:
-    """`accuracy 98.3%`, the share of the target tokens; of a DPO job instead `reward accuracy 75.0%` and
-    `reward margin 2.04`."""
+    """Return `accuracy 98.3%` (of target tokens), or for a DPO job `reward accuracy 75.0%` and `reward margin 2.04`."""
     if metrics.rewards is not None:
         return [f"reward accuracy {metrics.rewards.accuracy:.1%}", f"reward margin {metrics.rewards.margin:.3g}"]
     return [] if metrics.token_accuracy is None else [f"accuracy {metrics.token_accuracy:.1%}"]
 
 
 def sample_lines(sample: Sample) -> list[str]:
-    """A header, and the text, without characters that a terminal obeys."""
+    """Return a header and the sample's text, with control characters escaped."""
     text = "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in sample.text)
     return [f"step {sample.step}, sample {sample.prompt}:", *(f"  {line}" for line in text.splitlines() or [""])]
 
 
 def clock(seconds: float) -> str:
-    """`1:05`, `2:00:09`."""
+    """Return `1:05`, `2:00:09`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def progress_for(job: Job, wanted: bool | None) -> ProgressDisplay:
-    """`wanted` None: a bar if standard error is a terminal, otherwise lines."""
+    """Return the display for a job. `wanted` None: a bar if standard error is a terminal, otherwise lines."""
     if wanted or (wanted is None and sys.stderr.isatty()):
         return Bar(job)
     return Lines(job) if wanted is None else Silent()

@@ -1,4 +1,4 @@
-"""When the SDK tries again, and after how long."""
+"""When the SDK retries, and after how long."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from coserve.core.errors import CapacityError, CoserveError, Unreachable
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Exponential back-off with jitter; times in seconds. `attempts` counts the first one; 1: never try again.
+    """Exponential back-off with jitter; times in seconds. `attempts` includes the first one; 1: never retry.
 
-    A response of 429 or 503 is a refusal and may always be tried again, after at least the `Retry-After` that it names;
-    one that names more than `longest_wait` is final. Where the connection broke after the request was sent, nobody
-    knows what the daemon did: only a request that may be repeated is (a GET, one with an `Idempotency-Key`, or a
-    generation whose answer had not begun: it ended with the connection).
+    A response of 429 or 503 is a refusal and may always be retried, after at least its `Retry-After`; one that names
+    more than `longest_wait` is final. If the connection broke after the request was sent, it is unknown what the daemon
+    did. Then only a repeatable request is retried: a GET, one with an `Idempotency-Key`, or a generation whose answer
+    had not begun (it ended with the connection).
     """
 
     attempts: int = 5
@@ -24,17 +24,17 @@ class RetryPolicy:
     longest: float = 8.0
     longest_wait: float = 60.0
     reconnects: int = 30
-    """Attempts in a row to continue a job's events."""
+    """Consecutive attempts to reconnect to a job's events."""
 
     def delay(self, attempt: int, error: CoserveError, rng: random.Random) -> float:
-        """Seconds between attempt `attempt`, counted from 1, and the next: half to all of the back-off, or a little
-        more than the daemon asked for, so that not all who were refused come back at once."""
+        """Return seconds between attempt `attempt`, counted from 1, and the next: a random 50% to 100% of the back-off,
+        or slightly more than the daemon's `Retry-After`, so that refused clients do not all return at once."""
         back_off = min(self.longest, self.first * 2.0 ** min(attempt - 1, 30)) * rng.uniform(0.5, 1)
         asked = _asked(error)
         return asked + back_off / 4 if asked > back_off else back_off
 
     def allows(self, error: CoserveError, request: Request) -> bool:
-        """Whether another attempt is safe and makes sense."""
+        """Return whether a retry is safe and useful."""
         if isinstance(error, Unreachable):
             return request.repeatable or not error.sent
         return error.status in (429, 503) and _asked(error) <= self.longest_wait

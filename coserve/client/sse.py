@@ -1,4 +1,4 @@
-"""Server-sent events from a stream of bytes, as the HTML standard's section 9.2.6 reads them."""
+"""Parses server-sent events from a stream of bytes, as in section 9.2.6 of the HTML standard."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Event:
-    """`id` is the last id in the stream, of this event or an earlier one."""
+    """A server-sent event. `id` is the last id in the stream so far, of this or an earlier event."""
 
     data: str
     event: str = "message"
@@ -17,7 +17,7 @@ class Event:
 
 
 class EventParser:
-    """Takes bytes in any chunks; yields an event at its blank line. Lines end in LF, CR LF or CR."""
+    """Takes bytes in chunks of any size and yields an event at its blank line. Lines end in LF, CR LF or CR."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -31,7 +31,7 @@ class EventParser:
         text = self._decoder.decode(chunk)
         if not text:
             return
-        second_half = self._after_cr and text.startswith("\n")  # of a CR LF
+        second_half = self._after_cr and text.startswith("\n")  # the LF of a CR LF
         self._after_cr = text.endswith("\r")
         text = text[1:] if second_half else text
         *lines, self._line = (self._line + text.replace("\r\n", "\n").replace("\r", "\n")).split("\n")
@@ -56,7 +56,7 @@ class EventParser:
 
 
 async def events(body: AsyncIterable[bytes]) -> AsyncIterator[Event]:
-    """The events of a body as they come."""
+    """Yield the events of a body as they arrive."""
     parser = EventParser()
     async for chunk in body:
         for event in parser.feed(chunk):

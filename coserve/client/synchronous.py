@@ -46,10 +46,10 @@ T = TypeVar("T")
 
 
 class _Portal:
-    """An event loop in a thread, and calls into it from other threads. After `close`, and if it cuts them off, calls
+    """An event loop in a thread, and calls into it from other threads. After `close`, new calls and those in flight
     raise `InvalidRequest`.
 
-    `closing` is awaited at its end: at `close`, or when nothing refers to it any more.
+    `closing` is awaited at the loop's end: at `close`, or when the object is garbage-collected.
     """
 
     def __init__(self, closing: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -58,8 +58,8 @@ class _Portal:
         self._thread.start()
         self._close = weakref.finalize(self, _stop, self._loop, self._thread, closing)
         self._closing = threading.RLock()
-        """Nothing begins on the loop while it ends. A signal handler, or the collector, may call while its thread holds
-        the lock."""
+        """Prevents new work on the loop while it ends. Reentrant, since a signal handler or the garbage collector may
+        call while its thread holds the lock."""
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end. An interruption of the wait (Ctrl-C) cancels it."""
@@ -69,8 +69,8 @@ class _Portal:
     def call_and_show(
         self, work: Callable[[Callable[[S], None]], Coroutine[Any, Any, T]], show: Callable[[S], None]
     ) -> T:
-        """As `call`, of a coroutine that reports. `show` is called with each report on this thread, for on the loop's
-        it could call nothing here; an error of it cancels the coroutine."""
+        """Run a coroutine that reports progress, as `call` does. `show` gets each report on the calling thread, since
+        on the loop's thread it could not use the client. If it raises, the coroutine is cancelled."""
         reports = SimpleQueue[S | None]()
         with self._running(work(reports.put)) as future:
             future.add_done_callback(lambda _: reports.put(None))
@@ -80,7 +80,7 @@ class _Portal:
 
     @contextmanager
     def _running(self, work: Coroutine[Any, Any, T]) -> Iterator[Future[T]]:
-        """The coroutine runs on the loop; an error in the block cancels it."""
+        """Run the coroutine on the loop during the block; an error in the block cancels it."""
         future = self._begin(work)
         try:
             yield future
@@ -108,7 +108,7 @@ class _Portal:
             )
 
     def iterate(self, source: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-        """An asynchronous generator as a plain one; closing the result closes `source`."""
+        """Turn an asynchronous generator into a plain one; closing the result closes `source`."""
         try:
             while True:
                 try:
@@ -147,12 +147,12 @@ async def _finish(closing: Callable[[], Coroutine[Any, Any, None]]) -> None:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await closing()
-    # Closing the loop ends its executor. To wait for that takes a thread, which a program that ends cannot start.
+    # The loop's executor is not waited for: that needs a new thread, which an exiting interpreter cannot start.
     await loop.shutdown_asyncgens()
 
 
 def _texts_of(asynchronous: type) -> Callable[[type[T]], type[T]]:
-    """A method without a text has that of the asynchronous class's method, for `help`."""
+    """Return a class decorator that copies missing docstrings from the asynchronous class, for `help`."""
 
     def copied(kind: type[T]) -> type[T]:
         for name, method in vars(kind).items():
@@ -165,7 +165,7 @@ def _texts_of(asynchronous: type) -> Callable[[type[T]], type[T]]:
 
 @_texts_of(AsyncJobHandle)
 class JobHandle:
-    """One job; see `AsyncJobHandle`."""
+    """A handle to one job; see `AsyncJobHandle`."""
 
     def __init__(self, portal: _Portal, handle: AsyncJobHandle) -> None:
         self._portal, self._handle = portal, handle
@@ -204,7 +204,8 @@ class JobHandle:
 
 
 class _QuietClient(AsyncClient):
-    """Leaves the warning to `Client`: on its thread the line of the call is not known."""
+    """An `AsyncClient` that does not warn of truncated rows. `Client` warns, since only its thread knows the caller's
+    line."""
 
     def _warn_of_cut(self, job: Job) -> None:
         pass
@@ -212,7 +213,7 @@ class _QuietClient(AsyncClient):
 
 @_texts_of(AsyncClient)
 class Client:
-    """A daemon; the methods are those of `AsyncClient`. Close it, or use it as `with Client() as client`."""
+    """A client of a daemon, with the methods of `AsyncClient`. Close it, or use it as `with Client() as client`."""
 
     def __init__(
         self,
@@ -293,7 +294,7 @@ class Client:
                 on_preparing=show,
             )
 
-        # The caller's iterable may call the client, as `on_preparing` may.
+        # Read the rows on this thread, since the iterable may use the client, as `on_preparing` may.
         rows = data if data is None or isinstance(data, str | Path) else rows_of(data)
         handle = self._portal.call_and_show(work, on_preparing or (lambda _: None))
         if (warning := cut_warning(handle.info)) is not None:

@@ -20,12 +20,12 @@ from coserve.core.errors import InvalidRequest, Unreachable
 
 CONNECT_TIMEOUT = 10.0
 FEW_CONNECTIONS = 100
-"""At a time, also in a process that may open few files."""
+"""Minimum number of simultaneous connections, also if the process may open few files."""
 
 
 @dataclass(frozen=True)
 class Upload:
-    """A multipart body: the settings as JSON, then files, each under the name that the daemon expects."""
+    """A multipart body: the settings as JSON, then files, each under the part name that the daemon expects."""
 
     settings: bytes
     files: tuple[tuple[str, bytes | Path], ...]
@@ -33,7 +33,7 @@ class Upload:
 
 @dataclass(frozen=True)
 class Request:
-    """One HTTP request. `path` starts with a slash and is quoted already; a body of bytes is JSON."""
+    """One HTTP request. `path` starts with a slash and is already quoted; a body of bytes is JSON."""
 
     method: str
     path: str
@@ -43,19 +43,18 @@ class Request:
 
     @property
     def repeatable(self) -> bool:
-        """Sending it twice does what sending it once does."""
+        """Whether sending the request twice has the same effect as once."""
         return self.method == "GET" or "Idempotency-Key" in self.headers
 
     @property
     def ends_with_its_connection(self) -> bool:
-        """What it asks for ends, and leaves nothing, when the connection breaks."""
+        """Whether its work ends without effect when the connection breaks."""
         return self.path == "/generate"
 
 
 class Response:
-    """A response. Its body is read once, by `read` or by iteration; after that, or on `close`, the connection is
-    released. Header names are in lower case.
-    """
+    """A response. Its body can be read once, by `read` or by iteration; that, or `close`, releases the connection.
+    Header names are lower-case."""
 
     def __init__(
         self,
@@ -70,7 +69,7 @@ class Response:
         self._body, self._close = body, close
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        """The body in chunks. Raises `Unreachable` if the connection breaks."""
+        """Yield the body in chunks. Raises `Unreachable` if the connection breaks."""
         try:
             if isinstance(self._body, bytes):
                 yield self._body
@@ -81,7 +80,7 @@ class Response:
             self.close()
 
     async def read(self) -> bytes:
-        """The whole body."""
+        """Return the whole body."""
         return b"".join([chunk async for chunk in self])
 
     def close(self) -> None:
@@ -89,18 +88,18 @@ class Response:
 
 
 class Transport(Protocol):
-    """Sends requests. Raises `Unreachable`, and nothing else, where no response comes."""
+    """Sends requests. Raises only `Unreachable`, if no response comes."""
 
     async def send(self, request: Request) -> Response: ...
 
 
 class HttpTransport:
-    """Over HTTP, with kept-alive connections, as many as there are requests at a time, up to half of the files that the
-    process may open. Raises `InvalidRequest` for a `base_url` that is not a URL.
+    """A transport over HTTP with kept-alive connections, one per simultaneous request, up to half of the process's
+    limit of open files. Raises `InvalidRequest` for a `base_url` that is not a URL.
 
     `read_timeout`: seconds of silence after which a connection is closed.
 
-    The session opens with the first request, so that the object may be made outside of an event loop.
+    The session opens with the first request, so that the object may be made outside an event loop.
     """
 
     def __init__(self, base_url: str, *, read_timeout: float) -> None:
@@ -108,7 +107,7 @@ class HttpTransport:
         self._base_url, self._read_timeout = base_url.rstrip("/"), read_timeout
         self._session: aiohttp.ClientSession | None = None
         self._answers = WeakSet[aiohttp.ClientResponse]()
-        """Those whose body may still be read."""
+        """Responses whose body may still be read."""
 
     async def send(self, request: Request) -> Response:
         if self._session is None:
@@ -129,7 +128,7 @@ class HttpTransport:
             raise Unreachable(_no_connection(self._base_url, error)) from error
         except TimeoutError as error:
             raise Unreachable(f"the connection to {self._base_url} broke: {_name(error)}", sent=True) from error
-        except aiohttp.ClientError as error:  # such as an idle connection that the daemon closed meanwhile
+        except aiohttp.ClientError as error:  # for example, the daemon has closed an idle connection
             sent = not request.ends_with_its_connection
             raise Unreachable(f"the connection to {self._base_url} broke: {_name(error)}", sent=sent) from error
         finally:
@@ -139,7 +138,7 @@ class HttpTransport:
         return Response(response.status, response.headers, _chunks(response), close=response.close)
 
     async def close(self) -> None:
-        for response in list(self._answers):  # aiohttp lets their readers wait for ever
+        for response in list(self._answers):  # aiohttp would let their readers wait forever
             response.content.set_exception(aiohttp.ClientConnectionError("the connections are closed"))
         if self._session is not None:
             await self._session.close()
@@ -147,8 +146,8 @@ class HttpTransport:
 
 
 def most_connections() -> int:
-    """How many connections a client of this process opens at most; 0: any number. Requests beyond it wait in the
-    client, where the daemon can neither see nor refuse them, so it is half of the files that the process may open."""
+    """Return the maximum number of connections of a client; 0: no limit. It is half of the process's limit of open
+    files. Requests beyond it wait in the client, where the daemon can neither see nor refuse them."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 0 if soft == resource.RLIM_INFINITY else max(FEW_CONNECTIONS, soft // 2)
 
@@ -174,7 +173,7 @@ def _is_url(text: str) -> bool:
 
 
 def _address(base_url: str) -> str:
-    """`host:port`."""
+    """Return `host:port`."""
     url = URL(base_url)
     host = url.host or ""
     return f"[{host}]:{url.port}" if ":" in host else f"{host}:{url.port}"
@@ -190,10 +189,10 @@ def _no_connection(base_url: str, error: aiohttp.ClientConnectorError | aiohttp.
 
 
 def _reason(error: aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError) -> str:
-    """Why no connection was made, in the system's words."""
+    """Return the system's reason for a failed connection."""
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return f"no connection within {CONNECT_TIMEOUT:g} s"
-    cause = getattr(error, "os_error", None)  # an error about certificates has none
+    cause = getattr(error, "os_error", None)  # missing in errors about certificates
     if not isinstance(cause, OSError):
         return str(error)
     return os.strerror(cause.errno) if cause.errno and cause.errno > 0 else cause.strerror or str(cause)
@@ -211,7 +210,7 @@ def _payload(body: bytes | Upload | None, opened: list[Callable[[], None]]) -> b
     form.add_field("settings", body.settings.decode(), content_type="application/json")
     for name, content in body.files:
         if isinstance(content, bytes):
-            file: IO[bytes] = io.BytesIO(content)  # is sent in pieces; bytes would be in one
+            file: IO[bytes] = io.BytesIO(content)  # a file is sent in chunks, bytes would be sent at once
         else:
             file = content.open("rb")
             opened.append(file.close)
@@ -232,7 +231,7 @@ def _name(error: BaseException) -> str:
 
 
 class MockTransport:
-    """For tests: a function replaces the daemon. Every request is kept in `requests`."""
+    """A transport for tests: a function replaces the daemon. Requests are recorded in `requests`."""
 
     def __init__(self, respond: Callable[[Request], Response | Awaitable[Response]]) -> None:
         self._respond = respond

@@ -1,8 +1,8 @@
 """Open-loop arrival processes, as pure generators of arrival times.
 
-A renewal process of rate 1 gives the gaps (`Process`), and the rate over time (`Pattern`) stretches them: the n-th
-arrival comes when the rate's integral reaches the n-th time of the process. So bursts of a Gamma process may ramp or
-switch on and off.
+A renewal process of rate 1 gives the gaps (`Process`); the rate over time (`Pattern`) stretches them. The n-th arrival
+comes when the rate's integral reaches the n-th time of the process, so a bursty Gamma process can also ramp or switch
+on and off.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from coserve.workloads.bounds import ARRIVALS, check_bounds
 
 class Process(StrEnum):
     CONSTANT = "constant"
-    """One every `1 / rate` seconds, the first at 0 (the ETS paper, section 5.2.1)."""
+    """One arrival every `1 / rate` seconds, the first at 0 (the ETS paper, section 5.2.1)."""
     POISSON = "poisson"
-    """Exponential gaps."""
+    """Exponential gaps between arrivals."""
     GAMMA = "gamma"
-    """Gamma gaps with the coefficient of variation `cv` (S-LoRA, section 6.2); `cv` 1 is Poisson, above it bursts come.
+    """Gamma-distributed gaps with the coefficient of variation `cv` (S-LoRA, section 6.2). `cv` 1 is Poisson; above 1
+    it is bursty.
 
     The burstiness of `vllm bench serve` is `1 / cv**2`. The process is stationary, so that `rate * duration` arrivals
-    are expected whatever the `cv`: the first gap is the rest of one that began earlier.
+    are expected for any `cv`: the first gap is the remainder of one that began earlier.
     """
 
 
 class Pattern(StrEnum):
-    """The rate over time."""
+    """The arrival rate over time."""
 
     STEADY = "steady"
-    """`rate`."""
+    """Constant `rate`."""
     ON_OFF = "on_off"
-    """`rate` for `on_seconds`, then `off_rate` for `off_seconds`, and again."""
+    """Repeats `rate` for `on_seconds`, then `off_rate` for `off_seconds`."""
     RAMP = "ramp"
-    """Linear from `rate` to `ramp_rate` over the whole duration."""
+    """Changes linearly from `rate` to `ramp_rate` over the whole duration."""
 
 
 class Arrivals(Wire, frozen=True):
-    """An arrival process. Rates in requests a second, times in seconds."""
+    """An arrival process. Rates in requests per second, times in seconds."""
 
     process: Process = Process.CONSTANT
     rate: float = 10.0
@@ -57,7 +58,7 @@ class Arrivals(Wire, frozen=True):
         check_bounds({name: getattr(self, name) for name in ARRIVALS}, ARRIVALS, "arrivals.")
 
     def most_expected(self, duration: float) -> float:
-        """No less than the expected arrivals in so many seconds."""
+        """Return an upper bound of the expected number of arrivals in `duration` seconds."""
         rates = {Pattern.STEADY: 0.0, Pattern.ON_OFF: self.off_rate, Pattern.RAMP: self.ramp_rate}
         return max(self.rate, rates[self.pattern]) * duration
 
@@ -65,42 +66,42 @@ class Arrivals(Wire, frozen=True):
 def arrival_times(
     arrivals: Arrivals, duration: float, rng: random.Random, *, share: float | None = None
 ) -> Iterator[float]:
-    """Ascending times in seconds, from 0 up to but without `duration`.
+    """Yield ascending times in seconds, from 0 up to but without `duration`.
 
-    `share`: of the rate, for a process that is one of several (one adapter's); a constant process then begins at a
-    random phase.
+    `share`: fraction of the rate, for a process that is one of several (one adapter's); a constant process then begins
+    at a random phase.
     """
     if share == 0.0:
         return
     when = _inverse(arrivals, duration)
     for unit in _unit_times(arrivals, rng, shifted=share is not None):
         time = when(unit / (share or 1.0))
-        if not time < duration:  # also NaN, of a share so small that the time overflows
+        if not time < duration:  # also true for NaN: with a tiny fraction of the rate the time overflows
             return
         yield time
 
 
 def _unit_times(arrivals: Arrivals, rng: random.Random, *, shifted: bool) -> Iterator[float]:
-    """Endless times of the process at a rate of 1."""
+    """Yield endless arrival times of the process at a rate of 1."""
     match arrivals.process:
         case Process.CONSTANT:
             phase = rng.random() if shifted else 0.0
-            # Sums of two, not running sums: the ten thousandth arrival is as exact as the first.
+            # Multiples, not a running sum: rounding errors do not accumulate.
             yield from (i + phase for i in itertools.count())
         case Process.POISSON:
             yield from itertools.accumulate(rng.expovariate(1.0) for _ in itertools.count())
         case Process.GAMMA:
             shape = 1 / arrivals.cv**2
             scale = 1 / shape
-            # The gap that time 0 falls into: long gaps are likelier to be met (length-biased), at a uniform point of
-            # them.
+            # The gap that contains time 0 is length-biased (a long one is more likely to contain it), and time 0 is
+            # uniform within it.
             first = rng.random() * rng.gammavariate(shape + 1, scale)
             gaps = (rng.gammavariate(shape, scale) for _ in itertools.count())
             yield from itertools.accumulate(itertools.chain([first], gaps))
 
 
 def _inverse(arrivals: Arrivals, duration: float) -> Callable[[float], float]:
-    """The time at which so many arrivals are expected; infinite if never."""
+    """Return a function from an expected number of arrivals to the time at which it is reached; infinite if never."""
     rate = arrivals.rate
     match arrivals.pattern:
         case Pattern.STEADY:
@@ -122,6 +123,6 @@ def _on_off_time(arrivals: Arrivals, expected: float) -> float:
 
 
 def _ramp_time(rate: float, slope: float, expected: float) -> float:
-    """Solves `rate * t + slope * t**2 / 2 = expected`."""
+    """Solve `rate * t + slope * t**2 / 2 = expected` for t."""
     root = rate * rate + 2 * slope * expected
     return 2 * expected / (rate + math.sqrt(root)) if root >= 0 else math.inf

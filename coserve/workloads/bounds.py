@@ -1,5 +1,5 @@
-"""Least and most of a workload's settings: generous for real runs, so that every workload can be made in finite time
-and memory. Pure."""
+"""Bounds of a workload's settings: generous for real runs, but every workload can be made in finite time and memory.
+Pure."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from coserve.core.limits import MAX_RANK, MAX_ROWS
 from coserve.workloads.lengths import FIRST_ID
 
 MAX_REQUESTS = 10_000_000
-"""Expected requests of a workload."""
+"""Maximum expected requests of a workload."""
 MAX_TRAINING_ROWS = 20_000_000
-"""Fine-tuning rows of a workload, all jobs together."""
+"""Maximum fine-tuning rows of a workload, over all jobs."""
 MAX_LENGTH = 1 << 20
-"""Tokens of a made prompt or answer: coserve takes no more."""
+"""Maximum tokens of a generated prompt or answer: coserve's own limit."""
 MAX_SECONDS, MAX_RATE = 1e9, 1e6
 
 
 class Bound(NamedTuple):
-    """`above`: `least` itself is too little."""
+    """Lower and upper limit of a setting. `above`: the lower limit is exclusive."""
 
     least: float
     most: float
     above: bool = False
 
     def check(self, value: float, field: str) -> None:
-        """Raises `InvalidRequest`, also for NaN and infinity."""
+        """Raise `InvalidRequest` if out of bounds, including NaN and infinity."""
         if self.above and not value > self.least:
             raise InvalidRequest(f"expected a number above {self.least:g}, got {value}", field=field)
         if not value >= self.least:
@@ -84,11 +84,11 @@ SETTINGS: dict[str, Bound] = {
     **dict.fromkeys(_LENGTHS, Bound(1, MAX_LENGTH)),
     **dict.fromkeys(_LIMITS, Bound(0, MAX_SECONDS, above=True)),
 }
-"""By the names of `scenario.Scenario`; those of a tuple hold for each of its values."""
+"""Bounds by the setting's name in `scenario.Scenario`; for a tuple they apply to each item."""
 
 
 def check_bounds(values: Mapping[str, object], bounds: Mapping[str, Bound], prefix: str = "") -> None:
-    """Raises `InvalidRequest` with the field, `prefix` before it. None is not checked."""
+    """Raise `InvalidRequest` with the field, after `prefix`. None is not checked."""
     for name, bound in bounds.items():
         value = values[name]
         for one in value if isinstance(value, tuple) else (value,):
@@ -97,6 +97,6 @@ def check_bounds(values: Mapping[str, object], bounds: Mapping[str, Bound], pref
 
 
 def check_total(expected: float, most: int, things: str, field: str) -> None:
-    """Raises `InvalidRequest` for more than `most` of these things in a workload."""
+    """Raise `InvalidRequest` if a workload would have more than `most` of `things`."""
     if expected > most:
         raise InvalidRequest(f"expected at most {most:,} {things} in all, got {expected:,.0f}", field=field)

@@ -9,17 +9,19 @@ from typing import Any
 CORPORA = ("pirate", "recipes")
 """Bundled corpora that workloads train on."""
 CHARACTERS = 8
-"""A token has at most about so many characters: a text of eight times as many is cut to its length in tokens."""
+"""Maximum characters per token, roughly. A text of this many times the wanted tokens is long enough to be cut to
+length."""
 
 
 def bundled_prompts() -> list[str]:
-    """Prompts in the manner of the ETS paper's "act as a ..." collection."""
+    """Return prompts in the style of the ETS paper's "act as a ..." collection."""
     text = resources.files("coserve").joinpath("assets/prompts.txt").read_text(encoding="utf-8")
     return [line for line in text.splitlines() if line]
 
 
 def bundled_rows(row_tokens: int | None = None) -> list[dict[str, Any]]:
-    """Rows to fine-tune on. `row_tokens`: texts of about that many tokens or more, overlapping parts of the corpora."""
+    """Return rows to fine-tune on. `row_tokens`: make texts of at least about that many tokens, as overlapping pieces
+    of the corpora."""
     folder = resources.files("coserve").joinpath("assets/corpora")
     texts = [folder.joinpath(f"{name}.jsonl").read_text(encoding="utf-8") for name in CORPORA]
     if row_tokens is None:

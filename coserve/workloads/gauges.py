@@ -1,4 +1,4 @@
-"""A server's gauges over time, from its `/metrics` page: coserve's names, vLLM's and SGLang's."""
+"""Reads a server's gauges from its `/metrics` page, under coserve's, vLLM's or SGLang's names."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ _NAMES = {
     "cache": ("coserve_kv_cache_usage_ratio", "vllm:kv_cache_usage_perc", "sglang:token_usage"),
     "jobs": ("coserve_num_jobs_in_engine",),
 }
-"""In order of preference."""
+"""The gauges' names, in order of preference."""
 _MEMORY = "coserve_memory_"
 _PREFIXES = (_MEMORY, *(name for names in _NAMES.values() for name in names))
 
 
 class Snapshot(Wire, frozen=True):
-    """The gauges at one time, in seconds since the replay began; None: the server has no such gauge."""
+    """The gauges at one time, in seconds since the replay began. None: the server has no such gauge."""
 
     at: float
     waiting: float | None = None
     """Requests in the queue."""
     running: float | None = None
     cache: float | None = None
-    """Share of the KV cache's pages in use, 0 to 1."""
+    """Fraction of the KV cache's pages in use, 0 to 1."""
     jobs: float | None = None
     memory: dict[str, float] = {}
-    """Bytes, by the part of the gauge's name after `coserve_memory_`."""
+    """GPU memory in bytes by component: the gauge's name without `coserve_memory_`."""
 
 
 def read_snapshot(page: str, at: float) -> Snapshot:
-    """The gauges of a page in Prometheus' text format; those of several engines are added up, shares of the cache
+    """Parse a page in Prometheus' text format. Gauges of several engines are summed, fractions of the KV cache
     averaged.
 
-    A gauge that is NaN or infinite is left out. Raises `InternalError` for one that cannot be read.
+    A gauge that is NaN or infinite is left out. Raises `InternalError` for one that cannot be parsed.
     """
     wanted = "".join(f"{line}\n" for line in page.splitlines() if line.startswith(_PREFIXES))
     try:

@@ -1,8 +1,8 @@
-"""Latencies of single requests, and their distribution. Pure.
+"""Latencies of requests, and their distribution. Pure.
 
-TTFT, TPOT, ITL and E2E as `vllm bench serve` defines them: TTFT from the arrival to the first token, TPOT the time
-after it divided by the tokens after it, ITL every gap between two chunks, E2E from the arrival to the end. Failed
-requests have no latency and attain no SLO. User satisfaction is S-LoRA's (section 6.1; the curve is that of its
+TTFT, TPOT, ITL and E2E are defined as in `vllm bench serve`: TTFT from arrival to the first token, TPOT the time after
+the first token divided by the number of tokens after it, ITL every gap between two chunks, E2E from arrival to the end.
+Failed requests have no latency and attain no SLO. User satisfaction is S-LoRA's (section 6.1; the curve is that of its
 published code).
 """
 
@@ -18,12 +18,12 @@ from coserve.workloads.replay import JobSample, Sample
 from coserve.workloads.scenario import Scenario
 
 SATISFACTION_LIMIT = 6.0
-"""S-LoRA's limit for the first token, in seconds."""
+"""S-LoRA's TTFT limit in seconds."""
 
 
 class Limits(Wire, frozen=True):
-    """Upper limits in seconds of a good answer; None: no limit. `batch_`: of requests of the class batch, which have no
-    other."""
+    """Latency limits of a good answer in seconds; None: no limit. The `batch_` fields apply to requests of the class
+    batch, the others to all other requests."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -42,15 +42,14 @@ class Limits(Wire, frozen=True):
         )
 
     def of_class(self, slo_class: SloClass | None) -> tuple[float | None, float | None, float | None]:
-        """TTFT, TPOT and E2E limits of the requests of a class. Requests without a class have those of interactive
-        ones."""
+        """Return the TTFT, TPOT and E2E limits of a class. Requests without a class count as interactive."""
         if slo_class == "batch":
             return self.batch_ttft, self.batch_tpot, None
         return self.ttft, self.tpot, self.e2e
 
 
 class Spread(Wire, frozen=True):
-    """Seconds, over `count` values; percentiles are interpolated."""
+    """Statistics of `count` values, in seconds; percentiles are interpolated."""
 
     count: int
     mean: float
@@ -65,7 +64,7 @@ def ttft(sample: Sample) -> float | None:
 
 
 def tpot(sample: Sample) -> float | None:
-    """None with fewer than two tokens."""
+    """Return the TPOT in seconds; None with fewer than two tokens."""
     if sample.tokens < 2:
         return None
     return (sample.times[-1] - sample.times[0]) / (sample.tokens - 1)
@@ -80,7 +79,7 @@ def e2e(sample: Sample) -> float:
 
 
 def attains(sample: Sample, limits: Limits) -> bool:
-    """Whether an answer is within the limits. An answer of one token has no TPOT and cannot exceed its limit."""
+    """Return whether an answer is within the limits. An answer of one token has no TPOT and cannot exceed its limit."""
     if sample.error is not None:
         return False
     pairs = zip((ttft(sample), tpot(sample), e2e(sample)), limits.of_class(sample.slo_class), strict=True)
@@ -88,21 +87,21 @@ def attains(sample: Sample, limits: Limits) -> bool:
 
 
 def attainment(samples: Sequence[Sample], limits: Limits) -> float:
-    """The share of all requests, failed ones included, that are within the limits; 1 where there were none."""
+    """Return the fraction of all requests, failed ones included, within the limits; 1 without requests."""
     if not samples:
         return 1.0
     return sum(attains(sample, limits) for sample in samples) / len(samples)
 
 
 def ended_within(samples: Sequence[Sample], seconds: float) -> float:
-    """The share of all requests, whatever their class, whose last token came in time; 1 where there were none."""
+    """Return the fraction of all requests of any class whose E2E latency is at most `seconds`; 1 without requests."""
     if not samples:
         return 1.0
     return sum(sample.error is None and e2e(sample) <= seconds for sample in samples) / len(samples)
 
 
 def satisfaction(sample: Sample, limit: float) -> float:
-    """`1 - (TTFT / limit)**2`, and 0 from the limit on, or for a failed request."""
+    """Return `1 - (TTFT / limit)**2`; 0 beyond the limit or for a failed request."""
     first = ttft(sample)
     if sample.error is not None or first is None:
         return 0.0
@@ -110,7 +109,7 @@ def satisfaction(sample: Sample, limit: float) -> float:
 
 
 def mean_satisfaction(samples: Sequence[Sample], limit: float) -> float:
-    """1 where there were no requests."""
+    """Return the mean satisfaction; 1 without requests."""
     return sum(satisfaction(sample, limit) for sample in samples) / len(samples) if samples else 1.0
 
 
@@ -122,14 +121,13 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def trained_until(jobs: Sequence[JobSample], time: float) -> int:
-    """Tokens of the optimizer steps that were reported up to `time`."""
+    """Return the tokens of the optimizer steps that were reported up to `time`."""
     return sum(tokens for job in jobs for at, tokens in job.trained if at <= time)
 
 
 def peak_speed(jobs: Sequence[JobSample], lead: float) -> float | None:
-    """Fine-tuning tokens a second before the arrival window, in the second half of `lead`: between the first and the
-    last step that was reported there. None with fewer than three.
-    """
+    """Return fine-tuning tokens per second without requests: before the arrival window, in the second half of `lead`,
+    between the first and the last step reported there. None with fewer than three steps."""
     steps = sorted(step for job in jobs for step in job.trained if lead / 2 <= step[0] <= lead)
     if len(steps) < 3 or steps[-1][0] <= steps[0][0]:
         return None

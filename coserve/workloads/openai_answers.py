@@ -1,4 +1,5 @@
-"""What servers with OpenAI's API send: chunks of a completion, lists of models, and errors in their several forms."""
+"""Parses what servers with OpenAI's API send: chunks of a completion, lists of models, and errors in their several
+forms."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 
 
 class Counts(msgspec.Struct):
-    """Of a request's tokens, so far or at its end."""
+    """Token counts of a request, so far or at its end."""
 
     prompt_tokens: _Count = 0
     completion_tokens: _Count = 0
@@ -52,14 +53,15 @@ class Chunk(msgspec.Struct):
 
 
 class _Error(msgspec.Struct):
-    """The code may be a name, a status or missing."""
+    """An error's code and message. The code may be a name, a status or missing."""
 
     code: str | int | None = None
     message: str | None = None
 
 
 class _ErrorBody(_Error):
-    """As OpenAI, coserve and vLLM send it; older versions of vLLM have code and message beside `"object": "error"`."""
+    """An error body, as OpenAI, coserve and vLLM send it. Older versions of vLLM put code and message next to
+    `"object": "error"`."""
 
     error: _Error | None = None
 
@@ -76,7 +78,7 @@ _CHUNK = msgspec.json.Decoder(Chunk)
 
 
 def read_chunk(event: Event) -> Chunk:
-    """Raises the error that came in the chunk's place, `InternalError` for anything else."""
+    """Parse a chunk. Raises the error that came in its place, `InternalError` for anything else."""
     if event.event == "error":
         raise _stream_error(event.data)
     try:
@@ -91,13 +93,13 @@ def read_chunk(event: Event) -> Chunk:
 
 
 def read_models(content: bytes) -> list[str]:
-    """The names in a list of models. Raises one of `JSON_ERRORS`."""
+    """Return the names in a list of models. Raises one of `JSON_ERRORS`."""
     return [model.id for model in msgspec.json.decode(content, type=_Models).data]
 
 
 async def check(response: aiohttp.ClientResponse) -> None:
-    """Raises the error that the body's code names if that has the response's status, else the one that the status
-    stands for."""
+    """Raise for a failed response: the error that the body's code names if its status matches, else the status's
+    error."""
     if response.status < 300:
         return
     content = await response.read()
@@ -116,7 +118,7 @@ def _no_chunk(data: str) -> InternalError:
 
 
 def _stream_error(data: str) -> CoserveError:
-    """The error at the end of a stream: the one that its code names, else `InternalError`."""
+    """Return the error at the end of a stream: the one that its code names, else `InternalError`."""
     found = _error_in(data.encode())
     if str(found.code) in BY_CODE:
         return error_from_code(str(found.code), found.message or "the stream ended with an error")
@@ -124,7 +126,7 @@ def _stream_error(data: str) -> CoserveError:
 
 
 def _error_in(content: bytes) -> _Error:
-    """Without code and message for a body of another form."""
+    """Return the error in a body; without code and message if the body has another form."""
     try:
         body = msgspec.json.decode(content, type=_ErrorBody)
     except JSON_ERRORS:

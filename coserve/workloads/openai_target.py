@@ -1,4 +1,4 @@
-"""Any server with OpenAI's `/v1/completions` as the target of a replay: coserve, vLLM, SGLang and others."""
+"""A replay target for any server with OpenAI's `/v1/completions`: coserve, vLLM, SGLang and others."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from coserve.workloads.replay import JobUpdate, Usage
 from coserve.workloads.trace import FinetuneArrival, PromptArrival
 
 MODELS_WAIT = 30.0
-"""Seconds that a server has to list its models."""
+"""Timeout in seconds of listing a server's models."""
 END_WAIT = 1.0
-"""Seconds that a server has to end an answer's stream after the stop mark; then the connection is closed."""
+"""Seconds that a server has to end a stream after the stop mark; then the connection is closed."""
 DONE = "[DONE]"
-"""The stop mark."""
+"""OpenAI's stop mark of a stream."""
 
 
 class OpenAITarget:
-    """Sends prompts as streamed completions; `model` is the adapter's name (with `prefix`), or `model` for the base.
+    """Sends prompts as streamed completions. The model is the adapter's name (with `prefix`), or `model` for the base.
 
-    Every chunk's tokens are counted by the server's running usage where it sends one (`continuous_usage_stats`), else a
-    chunk counts as one token and the usage at the end corrects the sum. `url` may end with `/v1`, as the base URL of
-    OpenAI's clients does. Open it as `async with`.
+    A chunk's tokens come from the server's running usage if it sends one (`continuous_usage_stats`); else a chunk
+    counts as one token and the final usage corrects the sum. `url` may end with `/v1`, as the base URL of OpenAI's
+    clients does. Open it as `async with`.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class OpenAITarget:
         return self._session
 
     def served_name(self, adapter: str) -> str:
-        """The adapter's name on the server."""
+        """Return the adapter's name on the server."""
         return self._prefix + adapter
 
     def body(self, arrival: PromptArrival) -> dict[str, object]:
-        """The request's JSON. The seed goes with it only where tokens are sampled."""
+        """Return the request's JSON. It has the seed only if tokens are sampled."""
         body: dict[str, object] = {
             "model": self.model if arrival.adapter is None else self.served_name(arrival.adapter),
             "prompt": arrival.prompt,
@@ -93,7 +93,7 @@ class OpenAITarget:
         return body | ({"seed": arrival.seed} if self._temperature > 0 else {})
 
     async def generate(self, arrival: PromptArrival) -> AsyncIterator[int | Usage]:
-        """Raises the error that the status stands for, `Unreachable` for a broken connection."""
+        """Stream an answer. Raises the error that the status stands for, `Unreachable` for a broken connection."""
         content = msgspec.json.encode(self.body(arrival))
         headers = {"Content-Type": "application/json"}
         counted, counts, reason, ended = 0, None, None, False
@@ -110,7 +110,7 @@ class OpenAITarget:
                     new = _new_tokens(chunk, counted)
                     counted += new
                     yield new
-                if ended:  # the caller has the whole answer now
+                if ended:  # the answer is complete
                     yield 0 if counts is None else Usage(counts.prompt_tokens, counts.completion_tokens, reason)
                     await _read_on(response)
         except aiohttp.ClientError as error:
@@ -119,7 +119,7 @@ class OpenAITarget:
             raise Unreachable("the stream broke off before its end", sent=True)
 
     async def probe(self, at: float) -> Snapshot:
-        """The gauges of `/metrics`. Raises `Unreachable` where there is none, and as `read_snapshot`."""
+        """Return the gauges of `/metrics`. Raises `Unreachable` if there is no such page, and as `read_snapshot`."""
         try:
             async with self._http.get(f"{self._url}/metrics") as response:
                 if response.status != 200:
@@ -129,7 +129,7 @@ class OpenAITarget:
             raise Unreachable(f"/metrics: {error}") from error
 
     async def models(self) -> list[str]:
-        """The names of `/v1/models`: the base first, as far as servers keep to it. Raises as `generate`."""
+        """Return the names of `/v1/models`; most servers list the base first. Raises as `generate`."""
         timeout = aiohttp.ClientTimeout(total=self._models_wait)
         none = f"no OpenAI-style server answers at {self._url}"
         try:
@@ -138,7 +138,7 @@ class OpenAITarget:
                 return read_models(await response.read())
         except TimeoutError as error:
             raise Unreachable(f"{none}: no list of models within {self._models_wait:g} s") from error
-        except (aiohttp.ClientError, *JSON_ERRORS, AdapterNotFound) as error:  # 404: another kind of server
+        except (aiohttp.ClientError, *JSON_ERRORS, AdapterNotFound) as error:  # 404: not an OpenAI-style server
             raise Unreachable(f"{none}: {error}") from error
 
     async def submit(self, arrival: FinetuneArrival) -> str:
@@ -146,10 +146,10 @@ class OpenAITarget:
 
     async def watch(self, job: str) -> AsyncIterator[JobUpdate]:
         raise InvalidRequest("an OpenAI-style server has no fine-tuning jobs", field="server")
-        yield  # an async generator
+        yield  # makes this an async generator
 
     async def cancel(self, job: str) -> None:
-        """There are no jobs."""
+        """Do nothing: such a server has no jobs."""
 
 
 def _new_tokens(chunk: Chunk, counted: int) -> int:
@@ -162,7 +162,7 @@ def _new_tokens(chunk: Chunk, counted: int) -> int:
 
 
 async def _read_on(response: aiohttp.ClientResponse) -> None:
-    """To the end of a stream after its stop mark, so that the connection can be used again."""
+    """Read a stream to its end after the stop mark, so that the connection can be reused."""
     with suppress(aiohttp.ClientError, TimeoutError):
         async with asyncio.timeout(END_WAIT):
             async for _ in response.content.iter_any():

@@ -1,4 +1,4 @@
-"""From settings to the workload they name: a trace of ours, a recording of another format, or a synthetic one."""
+"""Opens the workload that the settings name: a coserve trace, a recording in another format, or a synthetic one."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ BESIDE_A_TRACE = {
     "slo_batch_tpot",
     "slos",
 }
-"""The settings that do not change what is sent: they may be given with a trace that has settings of its own."""
+"""Settings that do not change what is sent. They may be combined with a coserve trace, which has its own settings."""
 FILTERS = ("trace_model", "trace_start", "trace_speed", "trace_rate", "duration")
-"""The settings that choose requests of a recording."""
+"""Settings that select requests of a recording."""
 
 
 def open_workload(given: Mapping[str, object]) -> Trace:
-    """The workload of the settings that were given (`scenario.given_settings`); files are read when it is iterated.
+    """Return the workload for the settings that were given (`scenario.given_settings`). Files are read at iteration.
 
-    Raises `InvalidRequest` for settings that contradict each other, `MalformedRow` for a file of no known format.
+    Raises `InvalidRequest` for settings that contradict each other, `MalformedRow` for a file of unknown format.
     """
     scenario = make_scenario(given)
     if scenario.trace is not None and trace_format(scenario) is TraceFormat.COSERVE:
@@ -43,16 +43,15 @@ def open_workload(given: Mapping[str, object]) -> Trace:
 
 
 def unused(given: Mapping[str, object]) -> dict[str, str]:
-    """The settings that change nothing, each with what it needs (`unused.unused_settings`); those beside a trace of
-    ours are `open_workload`'s to refuse. Raises as `open_workload`.
-    """
+    """Return the given settings without effect, each with what it needs (`unused.unused_settings`). Settings that
+    conflict with a coserve trace are refused by `open_workload` instead. Raises as `open_workload`."""
     scenario = make_scenario(given)
     found = trace_format(scenario)
     return {} if found is TraceFormat.COSERVE else unused_settings(given, scenario, found)
 
 
 def check_requests(trace: Trace, given: Mapping[str, object]) -> None:
-    """Raises `InvalidRequest` if the workload of `given` has no request, and what reading it raises."""
+    """Raise `InvalidRequest` if the workload of `given` has no request; also raises what reading it raises."""
     if any(isinstance(arrival, PromptArrival) for arrival in trace.arrivals):
         return
     scenario = make_scenario(given)
@@ -68,7 +67,7 @@ def check_requests(trace: Trace, given: Mapping[str, object]) -> None:
 
 
 def check_save(path: Path, given: Mapping[str, object]) -> None:
-    """Raises `InvalidRequest` if the trace would replace a recording that the workload of `given` is made of."""
+    """Raise `InvalidRequest` if saving to `path` would replace a recording that the workload of `given` reads."""
     scenario = make_scenario(given)
     recordings = {"prompts": scenario.prompts}
     if trace_format(scenario) is not TraceFormat.COSERVE:
@@ -83,7 +82,7 @@ def _value_text(value: object) -> str:
 
 
 def _elsewhere(scenario: Scenario) -> str:
-    """Where the recording's first request is, if not in the part that is played."""
+    """Return a text that tells where the recording's first request is, if it is outside the selected window."""
     first = first_request(scenario)
     begin = scenario.trace_start
     if first is None or begin <= first < begin + scenario.duration * scenario.trace_speed:
@@ -99,7 +98,7 @@ def _with_limits(trace: Trace, given: Mapping[str, object]) -> Trace:
 
 
 def _without_folders(scenario: Scenario) -> Scenario:
-    """As it is saved: where the files lie is nobody else's business."""
+    """Return the scenario to save, without the folders of its files, which are private."""
     return dataclasses.replace(
         scenario,
         trace=scenario.trace and Path(scenario.trace).name,

@@ -14,13 +14,13 @@ from coserve.core.types import Wire
 
 class Shape(StrEnum):
     DISTINCT = "distinct"
-    """Each request for another adapter than the last ones: round robin."""
+    """Round robin over the adapters."""
     UNIFORM = "uniform"
     """Every adapter equally likely."""
     SKEWED = "skewed"
-    """The i-th adapter `exponent` times as likely as the next one; Punica calls 1.5 so "Zipf-1.5" (section 6.1)."""
+    """The i-th adapter is `exponent` times as likely as the next one. Punica calls 1.5 "Zipf-1.5" (section 6.1)."""
     POWER_LAW = "power_law"
-    """The i-th adapter's likelihood falls as `i ** -exponent` (S-LoRA, section 6.2); 0 is uniform."""
+    """The i-th adapter's probability is proportional to `i ** -exponent` (S-LoRA, section 6.2); 0 is uniform."""
     IDENTICAL = "identical"
     """All requests for one adapter."""
 
@@ -36,7 +36,7 @@ class Popularity(Wire, frozen=True):
 
 
 def shares(popularity: Popularity, adapters: int) -> list[float]:
-    """The long-run share of each adapter; they add up to 1 and never rise."""
+    """Return the long-run fraction of requests per adapter, in descending order; the sum is 1."""
     match popularity.shape:
         case Shape.DISTINCT | Shape.UNIFORM:
             weights = [1.0] * adapters
@@ -51,7 +51,7 @@ def shares(popularity: Popularity, adapters: int) -> list[float]:
 
 
 def choices(popularity: Popularity, adapters: int, rng: random.Random) -> Iterator[int]:
-    """Endless indices of adapters, 0 the most popular. `adapters` is at least 1."""
+    """Yield endless indices of adapters, 0 the most popular. `adapters` is at least 1."""
     if popularity.shape is Shape.DISTINCT:
         return itertools.cycle(range(adapters))
     limits = list(itertools.accumulate(shares(popularity, adapters)))

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Preset:
-    """`settings`: texts by name, as a TOML file or the command line has them. `source`: where they are from."""
+    """A preset. `settings`: values as text by name, as in a TOML file or on the command line. `source`: paper and
+    section."""
 
     source: str
     settings: Mapping[str, str]

@@ -1,5 +1,5 @@
-"""Recorded arrivals and contents as the source of a workload: formats told apart, windows cut, rates changed, tokens
-counted."""
+"""Recorded arrivals and contents as the source of a workload: detects formats, selects windows, resamples rates, counts
+tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from coserve.workloads.formats.sharegpt import read_sharegpt
 from coserve.workloads.scenario import Scenario, TraceFormat
 
 BEGINNING = 4096
-"""Bytes of a file that tell its format: a file may be one line."""
+"""Bytes of a file that are read to detect its format; a file may be one line."""
 
 
 class Content(NamedTuple):
@@ -33,8 +33,8 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """`recorded`: makes the recorded arrivals; None: the scenario's process. `conversations`: makes contents; None:
-    none."""
+    """Factories of recorded data. `recorded` makes the arrivals (None: the scenario's process); `conversations` makes
+    the contents (None: none recorded)."""
 
     recorded: Callable[[], Iterator[Recorded]] | None = None
     conversations: Callable[[], Iterator[Content]] | None = None
@@ -44,14 +44,15 @@ class Source:
         return self.recorded is not None or self.conversations is not None
 
     def contents(self) -> Iterator[Content] | None:
-        """Endless: the file begins again after its end. Raises `MalformedRow` if it has nothing to use."""
+        """Yield contents endlessly, restarting the file at its end. Raises `MalformedRow` if it has none that are
+        usable."""
         return None if self.conversations is None else _endless(self.conversations)
 
 
 def open_source(scenario: Scenario) -> Source:
-    """The files that the scenario names; they are read when the workload is made.
+    """Open the files that the scenario names; they are read when the workload is made.
 
-    Raises `InvalidRequest` or `MalformedRow` for a missing file or one of no known format.
+    Raises `InvalidRequest` for a missing file, `MalformedRow` for one of unknown format.
     """
     conversations = None if scenario.prompts is None else Path(scenario.prompts)
     read, found = _reader(scenario), trace_format(scenario)
@@ -66,8 +67,8 @@ def open_source(scenario: Scenario) -> Source:
 
 
 def first_request(scenario: Scenario) -> float | None:
-    """Seconds from the recording's beginning to its first request, whatever part is played; None: there is no request,
-    or no recording.
+    """Return seconds from the recording's beginning to its first request, regardless of the selected window; None
+    without a recording or request.
 
     Raises `InvalidRequest` or `MalformedRow` as the workload does.
     """
@@ -76,7 +77,7 @@ def first_request(scenario: Scenario) -> float | None:
 
 
 def _reader(scenario: Scenario) -> Callable[[], Iterator[Recorded]] | None:
-    """Reads the recorded arrivals; None: the trace has none."""
+    """Return a function that reads the recorded arrivals; None if the trace has none."""
     match trace_format(scenario):
         case TraceFormat.BURSTGPT:
             return partial(read_burstgpt, Path(str(scenario.trace)), scenario.trace_model)
@@ -86,14 +87,14 @@ def _reader(scenario: Scenario) -> Callable[[], Iterator[Recorded]] | None:
 
 
 def trace_format(scenario: Scenario) -> TraceFormat | None:
-    """Of the trace file; None: there is none. Raises as `format_of`."""
+    """Return the format of the trace file; None without one. Raises as `format_of`."""
     if scenario.trace is None:
         return None
     return format_of(Path(scenario.trace)) if scenario.trace_format is TraceFormat.AUTO else scenario.trace_format
 
 
 def format_of(path: Path) -> TraceFormat:
-    """By the file's beginning. Raises `MalformedRow`, `InvalidRequest` for no file."""
+    """Detect a file's format by its beginning. Raises `MalformedRow`, `InvalidRequest` for a missing file."""
     try:
         with path.open("rb") as file:
             start = file.read(BEGINNING).removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")[0]
@@ -116,10 +117,10 @@ def format_of(path: Path) -> TraceFormat:
 
 
 def _window(scenario: Scenario, read: Callable[[], Iterator[Recorded]]) -> Iterator[Recorded]:
-    """The recording's part that is played, its times from 0 up to the duration, at the wanted rate.
+    """Yield the selected window of the recording, with times from 0 to the duration, at the wanted rate.
 
-    The rate is reached by leaving out or repeating requests at random, in order (as FlexLLM's recipe does), so that
-    bursts stay bursts; the file is read twice for it.
+    The rate is reached by dropping or repeating requests at random, in order (FlexLLM's recipe), so that bursts remain
+    bursts. The file is read twice for it.
     """
     rate = scenario.trace_rate
     if rate is None:
@@ -140,8 +141,8 @@ def _cut(scenario: Scenario, records: Iterator[Recorded]) -> Iterator[Recorded]:
 
 
 def _resampled(records: Iterator[Recorded], have: int, want: int, rng: random.Random) -> Iterator[Recorded]:
-    """`want` of the `have` records: each as often as all, and a uniform choice of them once more (Knuth's algorithm
-    S)."""
+    """Yield `want` records out of `have`: each record floor(want / have) times, and a uniform random subset once more
+    (Knuth's algorithm S)."""
     each, more = divmod(want, have) if have else (0, 0)
     for seen, record in enumerate(records):
         extra = rng.random() * (have - seen) < more

@@ -1,8 +1,8 @@
-"""Send a trace to a daemon and record when everything happened.
+"""Sends a trace to a daemon and records when everything happens.
 
-Open loop: each arrival is sent at its time, whether or not earlier ones were answered, so a slow server gets the same
-load as a fast one. Latencies count from the time an arrival was due, not from when it was sent; `Sample.sent` shows the
-difference.
+The load is open-loop: each arrival is sent at its time, whether or not earlier ones were answered, so a slow server
+gets the same load as a fast one. Latencies count from the time an arrival was due, not from when it was sent;
+`Sample.sent` shows the difference.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from coserve.workloads.scenario import Scenario
 from coserve.workloads.trace import FinetuneArrival, PromptArrival, Trace
 
 REQUEST_TIMEOUT = 600.0
-"""Seconds."""
+"""Default timeout of a request in seconds."""
 MESSAGE_LENGTH = 300
-"""Characters of an error message that are kept."""
+"""Maximum characters kept of an error message."""
 
 
 @dataclass(frozen=True)
@@ -35,31 +35,29 @@ class JobUpdate:
 
 
 class Usage(NamedTuple):
-    """What the server counted of a request, in tokens."""
+    """The server's token counts of a request."""
 
     prompt_tokens: int
     output_tokens: int
     finish_reason: str | None = None
-    """Why the answer ended; None: the server did not say."""
+    """Reason for the answer's end; None: the server did not say."""
 
 
 class Target(Protocol):
-    """The server as seen by a replay. Every method may raise `CoserveError` or `OSError`; both are recorded as
+    """The server that a replay sends to. Every method may raise `CoserveError` or `OSError`; both are recorded as
     errors."""
 
     def generate(self, arrival: PromptArrival) -> AsyncIterator[int | Usage]:
-        """Stream a generation: the number of new tokens of each chunk, as it arrives, and at the end the server's count
-        if it has one, which then is the number of the answer's tokens. The answer is complete with what comes last.
-        """
+        """Stream a generation: the number of new tokens of each chunk as it arrives, then, if the server counts, a
+        `Usage` that overrides their sum. The answer is complete at the last item."""
         ...
 
     async def submit(self, arrival: FinetuneArrival) -> str:
-        """Start a job; returns its id."""
+        """Start a job and return its id."""
         ...
 
     def watch(self, job: str) -> AsyncIterator[JobUpdate]:
-        """Stream the updates of a job until it ends. Raises the error with which it failed, also for one that is
-        paused."""
+        """Stream the updates of a job until it ends. Raises the error with which it failed or was paused."""
         ...
 
     async def cancel(self, job: str) -> None: ...
@@ -69,35 +67,35 @@ class Rest(StrEnum):
     """What to do with jobs that still run when the last prompt is answered."""
 
     DRAIN = "drain"
-    """Wait for them; they count to their end."""
+    """Wait for them; their whole time is measured."""
     CANCEL = "cancel"
     LEAVE = "leave"
     """Leave them running."""
 
 
 class Sample(Wire, frozen=True):
-    """One generation. Times in seconds since the replay began."""
+    """Result of one generation. Times in seconds since the replay began."""
 
     index: int
     adapter: str | None
     due: float
     sent: float
     times: tuple[float, ...]
-    """When each chunk with tokens arrived."""
+    """Arrival time of each chunk with tokens."""
     tokens: int
     finished: float
-    """When the last of the answer arrived."""
+    """Arrival time of the answer's last item."""
     error: str | None = None
     """Error code; `finished` is then the time of the error."""
     message: str | None = None
-    """The error's own words."""
+    """The error's message."""
     prompt_tokens: int | None = None
     """None: the server did not say."""
     slo_class: SloClass | None = None
 
 
 class JobSample(Wire, frozen=True):
-    """One fine-tuning job. Times in seconds since the replay began."""
+    """Result of one fine-tuning job. Times in seconds since the replay began."""
 
     index: int
     adapter: str
@@ -105,20 +103,20 @@ class JobSample(Wire, frozen=True):
     due: float
     sent: float
     job: str | None
-    """None: it was not accepted."""
+    """Id of the job; None: it was not accepted."""
     trained: tuple[tuple[float, int], ...]
-    """Time at which each optimizer step was reported, and its tokens."""
+    """For each optimizer step: the time it was reported, and its tokens."""
     state: JobState | None
-    """The last one reported."""
+    """The last reported state."""
     error: str | None = None
     message: str | None = None
 
 
 class ReplayResult(Wire, frozen=True):
-    """All samples. `duration`: from the start to the last answer, or to the end of the last job if jobs were awaited,
-    or to the interruption.
+    """All samples of a replay. `duration`: seconds from the start to the last answer, to the end of the last job if
+    jobs were awaited, or to the interruption.
 
-    `snapshots`: the server's gauges over time, if it was asked for them.
+    `snapshots`: the server's gauges over time, if requested.
     """
 
     scenario: Scenario
@@ -127,11 +125,11 @@ class ReplayResult(Wire, frozen=True):
     jobs: tuple[JobSample, ...]
     snapshots: tuple[Snapshot, ...] = ()
     interrupted: bool = False
-    """It was cancelled: requests and jobs that had not ended are missing."""
+    """The replay was cancelled: unfinished requests and jobs are missing."""
 
 
 Probe = Callable[[float], Awaitable[Snapshot]]
-"""Asks the server for its gauges; gets the time."""
+"""Reads the server's gauges; the argument is the time."""
 Observer = Callable[[Sample | JobSample], None]
 
 
@@ -146,7 +144,7 @@ async def replay(
     probe_interval: float = 1.0,
     on_interrupt: Callable[[ReplayResult], None] = lambda _: None,
 ) -> ReplayResult:
-    """Send every arrival at its time, and wait for the answers. A replay that is cancelled gives what it has to
+    """Send every arrival at its time, and wait for the answers. A replay that is cancelled passes its results so far to
     `on_interrupt`.
 
     A generation that takes longer than `request_timeout` seconds is abandoned (error `timeout`). `observe` is called
@@ -162,7 +160,7 @@ async def replay(
 
 
 async def _send(trace: Trace, recorder: _Recorder, rest: Rest, probe: Probe | None, probe_interval: float) -> float:
-    """The replay; its duration in seconds."""
+    """Run the replay and return its duration in seconds."""
     async with asyncio.TaskGroup() as watching:
         probing = watching.create_task(recorder.probe(probe, probe_interval)) if probe is not None else None
         async with asyncio.TaskGroup() as sending:
@@ -188,7 +186,7 @@ async def _send(trace: Trace, recorder: _Recorder, rest: Rest, probe: Probe | No
 
 @dataclass
 class _Watched:
-    """A job so far."""
+    """State of a job so far."""
 
     arrival: FinetuneArrival
     sent: float
@@ -276,7 +274,7 @@ class _Recorder:
             self._complete(watched)
             return
         watch = watching.create_task(self._watch(watched, watched.job))
-        # A callback, since a task that is cancelled before its first step never runs.
+        # A done callback, since a task that is cancelled before its first step never runs its body.
         watch.add_done_callback(lambda _: self._complete(watched))
         self.watches.append(watch)
 
@@ -294,7 +292,7 @@ class _Recorder:
         self.observe(self.jobs[-1])
 
     async def probe(self, ask: Probe, interval: float) -> None:
-        """Gauges that cannot be had are missing, no more."""
+        """Read gauges every `interval` seconds; those that cannot be read are left out."""
         while True:
             with suppress(CoserveError, OSError):
                 self.snapshots.append(await ask(self.now()))
@@ -325,13 +323,13 @@ class _Recorder:
                 continue
             try:
                 await self.target.cancel(sample.job)
-            except (CoserveError, OSError):  # it ended in the meantime, or nobody answers
+            except (CoserveError, OSError):  # it has ended in the meantime, or no server answers
                 continue
 
 
 def _wrong_length(arrival: PromptArrival, tokens: int, usage: Usage | None) -> tuple[str | None, str | None]:
-    """Code and message for a whole answer that is not what was asked for. Only the server can tell how many tokens are
-    missing."""
+    """Return code and message for a complete answer of a wrong length. How many tokens are missing only the server can
+    tell."""
     if not tokens:
         return "no_tokens", "the answer has no tokens"
     if usage is None or usage.output_tokens >= arrival.max_tokens:
@@ -341,7 +339,7 @@ def _wrong_length(arrival: PromptArrival, tokens: int, usage: Usage | None) -> t
 
 
 def _failure(failure: CoserveError | OSError) -> tuple[str, str]:
-    """Code and message, which is one line of printable characters."""
+    """Return code and message; the message is one line of printable characters."""
     if isinstance(failure, CoserveError):
         code, text = failure.code, str(failure)
     elif isinstance(failure, TimeoutError):

@@ -1,9 +1,9 @@
 """The settings of a workload, declared once: options of `coserve bench`, keys of its TOML file, first line of a trace.
 
-Order: command line, then the TOML file of `--workload`, then the preset, then the defaults below, which are the
-synthetic workload of the ETS paper (section 5.2.1, table 5.1): a prompt every 0.1 s, and every 20 s up to 512 rows to
-fine-tune on, all for one of 32 adapters of rank 32. The paper's fine-tuning request is one row; here the rows of one
-burst that are for the same adapter are one job.
+Precedence: command line, then the TOML file of `--workload`, then the preset, then the defaults below. The defaults are
+the synthetic workload of the ETS paper (section 5.2.1, table 5.1): a prompt every 0.1 s, and every 20 s up to 512 rows
+to fine-tune on, all for one of 32 adapters of LoRA rank 32. The paper's fine-tuning request is one row; here the rows
+of one burst for the same adapter form one job.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from coserve.workloads.presets import PRESETS
 
 class Finetuning(StrEnum):
     BURSTS = "bursts"
-    """Every `finetune_period` up to `finetune_rows` rows come, as the ETS paper has it."""
+    """Every `finetune_period` seconds up to `finetune_rows` rows arrive, as in the ETS paper."""
     ALWAYS = "always"
-    """`finetune_jobs` jobs come at the start, enough of them to train to the end."""
+    """`finetune_jobs` jobs arrive at the start, enough to keep training until the end."""
     OFF = "off"
 
 
 class TraceFormat(StrEnum):
     AUTO = "auto"
-    """By the file's beginning."""
+    """Detect the format by the file's beginning."""
     COSERVE = "coserve"
     BURSTGPT = "burstgpt"
     MOONCAKE = "mooncake"
@@ -51,12 +51,12 @@ SECTIONS = {
     "finetune": "Fine-tuning",
     "batch_share": "Classes and limits of a good answer",
 }
-"""Where a section of the settings begins, and its title."""
+"""Maps the first setting of each section to the section's title."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Settings of a workload. Times in seconds, rates in requests a second, lengths in tokens."""
+    """Settings of a workload. Times in seconds, rates in requests per second, lengths in tokens."""
 
     preset: str | None = option(
         None, f"start from a workload of a paper, whose other settings the options change: {', '.join(PRESETS)}"
@@ -161,7 +161,7 @@ class Scenario:
             raise InvalidRequest("expected uniform or lognormal, got texts", field="output_lengths")
         if self.preset is not None and self.preset not in PRESETS:
             raise InvalidRequest(f"expected one of {', '.join(PRESETS)}, got {self.preset!r}", field="preset")
-        _ = self.arrivals, self.distribution  # their values are checked when they are made
+        _ = self.arrivals, self.distribution  # their values are checked on construction
 
     @property
     def arrivals(self) -> Arrivals:
@@ -174,7 +174,7 @@ class Scenario:
 
     @property
     def training(self) -> TrainingSettings:
-        """Of every job."""
+        """Return the training settings of every job."""
         return TrainingSettings(
             steps=self.steps,
             epochs=None if self.steps is not None else self.epochs,
@@ -186,7 +186,7 @@ class Scenario:
 
     @property
     def adapter_names(self) -> list[str]:
-        """The most popular one first."""
+        """Return the adapters' names, the most popular one first."""
         return [self._adapter_name(i) for i in range(self.adapters)]
 
     def _adapter_name(self, adapter: int) -> str:
@@ -197,18 +197,18 @@ class Scenario:
 
     @property
     def window(self) -> tuple[float, float]:
-        """Beginning and end of the arrival window, in seconds after the start."""
+        """Return beginning and end of the arrival window, in seconds after the start."""
         return self.lead, self.lead + self.duration
 
 
 def sections() -> dict[str, list[str]]:
-    """Titles of the sections, with the names of their settings."""
+    """Return section titles with their settings' names."""
     return grouped(Scenario, SECTIONS)
 
 
 def given_settings(given: Mapping[str, object], file: Path | None = None) -> dict[str, object]:
-    """The settings that the TOML file has and the command line (`given`, without what was left out), which goes before
-    it.
+    """Merge the settings of the TOML file and the command line (`given`, only options that were given); the command
+    line takes precedence.
 
     Raises `ConfigError` for an unknown key or a value of the wrong type.
     """
@@ -216,7 +216,8 @@ def given_settings(given: Mapping[str, object], file: Path | None = None) -> dic
 
 
 def make_scenario(given: Mapping[str, object]) -> Scenario:
-    """`given` over its preset's settings over the defaults. Raises `InvalidRequest` for a value that cannot be."""
+    """Build the scenario; `given` overrides its preset, which overrides the defaults. Raises `InvalidRequest` for an
+    invalid value."""
     preset = given.get("preset")
     known = PRESETS.get(str(preset))
     base = {} if known is None else known.settings

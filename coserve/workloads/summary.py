@@ -1,7 +1,7 @@
-"""The numbers of a run. Pure.
+"""Summary statistics of a run. Pure.
 
-Goodput is the answers a second within every limit, as `vllm bench serve` has it. Inference latency (mean E2E), SLO
-attainment and fine-tuning tokens a second as in the ETS paper (section 5.2.3, table 5.2).
+Goodput is the number of answers per second within every limit, as in `vllm bench serve`. Inference latency (mean E2E),
+SLO attainment and fine-tuning tokens per second are those of the ETS paper (section 5.2.3, table 5.2).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from coserve.workloads.metrics import (
 from coserve.workloads.replay import JobSample, ReplayResult, Sample
 
 SHORTEST = 1e-9
-"""Seconds that a rate is divided by at least."""
+"""Minimum denominator of a rate, in seconds."""
 CLASSES: tuple[SloClass, ...] = ("interactive", "batch")
 
 
 class Group(Wire, frozen=True, kw_only=True):
-    """Some of the requests."""
+    """Statistics of a subset of the requests."""
 
     requests: int
     completed: int
@@ -62,7 +62,7 @@ class ClassSummary(Group, frozen=True, kw_only=True):
 
 
 class Queue(Wire, frozen=True):
-    """Gauges of the server over the run; None: it has no such gauge."""
+    """Statistics of the server's gauges over the run; None: it has no such gauge."""
 
     waiting_mean: float | None
     waiting_most: float | None
@@ -70,13 +70,12 @@ class Queue(Wire, frozen=True):
     running_most: float | None
     cache_most: float | None
     memory_most: dict[str, float]
-    """Bytes."""
+    """Peak GPU memory in bytes by component."""
 
 
 class Summary(Wire, frozen=True):
-    """Rates of requests and their tokens are per second from the beginning of the arrival window to the end of the last
-    request; a `Spread` is None where there was nothing to measure.
-    """
+    """All statistics of a run. Rates of requests and their tokens are per second from the beginning of the arrival
+    window to the end of the last request. A `Spread` is None without measurements."""
 
     duration: float
     requests: int
@@ -84,12 +83,12 @@ class Summary(Wire, frozen=True):
     errors: dict[str, int]
     request_throughput: float
     prompt_tokens: int | None
-    """Of the answered requests, as the server counted them; None where it did not for one of them."""
+    """Prompt tokens of the answered requests, counted by the server; None if a count is missing."""
     output_tokens: int
     output_throughput: float
     limits: Limits
     attainment: float
-    """Share of all requests within every limit, 0 to 1. Without a limit it is the share answered (`has_limits`)."""
+    """Fraction of all requests within every limit, 0 to 1; without limits, the fraction answered (`has_limits`)."""
     goodput: float
     satisfaction: float
     """S-LoRA's user satisfaction, the mean over all requests, 0 to 1."""
@@ -98,54 +97,54 @@ class Summary(Wire, frozen=True):
     itl: Spread | None
     e2e: Spread | None
     lag: Spread | None
-    """How late the replay sent requests; large values mean that the load was not the intended one."""
+    """How late the replay sent requests; large values mean that the load was not as intended."""
     slo_attainment: dict[str, float]
-    """E2E limit in seconds -> share of all requests within it, 0 to 1."""
+    """Maps an E2E limit in seconds to the fraction of all requests within it, 0 to 1."""
     adapters: tuple[AdapterSummary, ...]
-    """Those with the lowest attainment first."""
+    """Statistics per adapter, lowest attainment first."""
     queue: Queue | None
-    """None: the server was not asked."""
+    """None: gauges were not requested."""
     jobs: int
     jobs_succeeded: int
     job_errors: dict[str, int]
     finetune_tokens: int
     finetune_throughput: float
-    """Tokens a second of `duration`."""
+    """Fine-tuning tokens per second over `duration`."""
     finetune_window_throughput: float
-    """Tokens a second of the steps that were reported inside the arrival window."""
+    """Fine-tuning tokens per second of the steps reported inside the arrival window."""
     finetune_peak: float | None
-    """Tokens a second of fine-tuning alone: given, or measured before the arrival window."""
+    """Fine-tuning tokens per second without requests: given, or measured before the arrival window."""
     finetune_share: float | None
-    """Of its peak, inside the arrival window."""
+    """`finetune_window_throughput` as a fraction of `finetune_peak`."""
     classes: tuple[ClassSummary, ...] = ()
-    """Of which requests were sent."""
+    """Statistics of each class that was sent."""
     error_messages: dict[str, str] = {}
-    """The first message of each code in `errors`."""
+    """The first message per code in `errors`."""
     job_error_messages: dict[str, str] = {}
 
     @property
     def has_limits(self) -> bool:
-        """Whether a limit applies to a class that was sent: without one, attainment and goodput say nothing."""
+        """Return whether a class that was sent has limits. Without any, attainment and goodput are meaningless."""
         return any(self.limits_of(each.slo_class) for each in self.classes)
 
     def limits_of(self, slo_class: SloClass) -> dict[str, float]:
-        """The limits of a class in seconds, by the name of their latency."""
+        """Return the limits of a class in seconds, by name of the latency."""
         pairs = zip(("TTFT", "TPOT", "E2E"), self.limits.of_class(slo_class), strict=True)
         return {name: limit for name, limit in pairs if limit is not None}
 
     def class_attainment(self, slo_class: SloClass) -> float | None:
-        """None: no request of the class was sent, or it has no limits."""
+        """Return the attainment of a class; None if no request of it was sent, or it has no limits."""
         found = [each.attainment for each in self.classes if each.slo_class == slo_class]
         return found[0] if found and self.limits_of(slo_class) else None
 
     @property
     def shed(self) -> int:
-        """Requests that were answered with 429: they count as missed, too."""
+        """Return the number of requests answered with 429; they also count as missed."""
         return sum(self.errors.get(error.code, 0) for error in (Overloaded, QueueFull))
 
     @property
     def worst_attainment(self) -> float:
-        """Of the adapters."""
+        """Return the lowest attainment of an adapter."""
         return self.adapters[0].attainment if self.adapters else 1.0
 
 
@@ -156,9 +155,8 @@ def summarise(
     limits: Limits | None = None,
     peak: float | None = None,
 ) -> Summary:
-    """The numbers of a run. `slos`: E2E limits in seconds, `limits`: those of a good answer; None: the scenario's.
-    `peak`: fine-tuning tokens a second alone; None: as measured before the arrival window.
-    """
+    """Summarise a run. `slos`: E2E limits in seconds, `limits`: limits of a good answer; None: the scenario's. `peak`:
+    fine-tuning tokens per second without requests; None: as measured before the arrival window."""
     slos = run.scenario.slos if slos is None else slos
     limits = Limits.of(run.scenario) if limits is None else limits
     good = [sample for sample in run.samples if sample.error is None]
@@ -205,7 +203,8 @@ def summarise(
 
 
 def _request_seconds(run: ReplayResult) -> float:
-    """From the beginning of the arrival window, or a request before it, to the end of the last request."""
+    """Return seconds from the beginning of the arrival window, or an earlier request, to the end of the last
+    request."""
     begin = min([run.scenario.window[0], *(sample.due for sample in run.samples)])
     return max([SHORTEST, *(sample.finished - begin for sample in run.samples)])
 
@@ -249,7 +248,7 @@ def _classes(samples: Sequence[Sample], limits: Limits) -> tuple[ClassSummary, .
 
 
 def _first_messages(samples: Iterable[Sample | JobSample]) -> dict[str, str]:
-    """By error code."""
+    """Return the first message per error code."""
     found: dict[str, str] = {}
     for sample in samples:
         if sample.error is not None and sample.message:

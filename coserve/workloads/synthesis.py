@@ -1,4 +1,4 @@
-"""Makes the arrivals of a scenario, one after another: none is kept in memory."""
+"""Generates the arrivals of a scenario one at a time; none is kept in memory."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from coserve.workloads.trace import Arrival, FinetuneArrival, PromptArrival, Rep
 def make_trace(
     scenario: Scenario, prompts: Sequence[str], rows: Sequence[dict[str, Any]], source: Source | None = None
 ) -> Trace:
-    """The trace of `scenario.seed`: prompts and rows are drawn with replacement. `source`: recorded arrivals, or
+    """Return the trace for `scenario.seed`. Prompts and rows are drawn with replacement. `source`: recorded arrivals or
     contents.
 
-    Prompts, adapters, arrivals and fine-tuning draw from random streams of their own: a change to one leaves the others
-    as they were. Raises `InvalidRequest` or `EmptyCorpus` where there is nothing to draw from.
+    Prompts, adapters, arrivals and fine-tuning have separate random streams, so changing one leaves the others
+    unchanged. Raises `InvalidRequest` or `EmptyCorpus` if there is nothing to draw from.
     """
     source = source or Source()
     if scenario.prompt_lengths is Lengths.TEXTS and not prompts and not source.has_contents:
@@ -48,7 +48,7 @@ def make_trace(
 
 
 def _check_requests(scenario: Scenario, source: Source) -> None:
-    """Raises `InvalidRequest` for more than can be made."""
+    """Raise `InvalidRequest` for too many requests."""
     if source.recorded is None:
         check_total(scenario.arrivals.most_expected(scenario.duration), MAX_REQUESTS, "requests", "duration")
     elif scenario.trace_rate is not None:
@@ -56,7 +56,7 @@ def _check_requests(scenario: Scenario, source: Source) -> None:
 
 
 def _check_rows(scenario: Scenario) -> None:
-    """Raises `InvalidRequest` for more than can be made."""
+    """Raise `InvalidRequest` for too many fine-tuning rows."""
     if scenario.finetune is Finetuning.BURSTS:
         check_total(_burst_count(scenario) * scenario.finetune_rows, MAX_TRAINING_ROWS, "rows", "finetune_period")
     else:
@@ -85,7 +85,7 @@ def _prompts(scenario: Scenario, prompts: Sequence[str], source: Source) -> Iter
 
 
 def _classes(scenario: Scenario) -> Iterator[SloClass | None]:
-    """Endless; None without a share of the class batch."""
+    """Yield classes endlessly; None if no request is to be of the class batch."""
     rng = random.Random(f"{scenario.seed}/classes")
     while True:
         batch = rng.random() < scenario.batch_share
@@ -93,7 +93,7 @@ def _classes(scenario: Scenario) -> Iterator[SloClass | None]:
 
 
 def _drawn(scenario: Scenario, prompts: Sequence[str], rng: random.Random) -> Content:
-    """A prompt and the length of its answer, from the scenario's distributions."""
+    """Draw a prompt and an answer's length from the scenario's distributions."""
     s = scenario
     prompt: str | tuple[int, ...]
     if s.prompt_lengths is Lengths.TEXTS:
@@ -107,7 +107,7 @@ def _drawn(scenario: Scenario, prompts: Sequence[str], rng: random.Random) -> Co
 
 
 def _requests(scenario: Scenario, source: Source) -> Iterator[tuple[float, int, Recorded | None]]:
-    """Times, adapters and records of requests, by time."""
+    """Yield time, adapter and record of each request, by time."""
     if source.recorded is not None:
         return (
             (record.at, adapter, record)
@@ -126,7 +126,7 @@ def _of_adapter(scenario: Scenario, adapter: int, share: float) -> Iterator[tupl
 
 
 def _adapters(scenario: Scenario) -> Iterator[int]:
-    """Endless adapters, drawn by popularity; 0 where there is none."""
+    """Return endless adapters, drawn by popularity; only 0 if the scenario has none."""
     if not scenario.adapters:
         return itertools.repeat(0)
     return choices(scenario.distribution, scenario.adapters, random.Random(f"{scenario.seed}/adapters"))
@@ -141,8 +141,7 @@ def _burst_count(scenario: Scenario) -> int:
 
 
 def _bursts(scenario: Scenario, rows: Sequence[dict[str, Any]]) -> Iterator[FinetuneArrival]:
-    """Every `finetune_period` from the start until the end of the arrival window; a burst's rows of one adapter are one
-    job."""
+    """Yield jobs every `finetune_period` until the arrival window ends; a burst's rows of one adapter form one job."""
     rng = random.Random(f"{scenario.seed}/finetune")
     adapter = choices(scenario.distribution, scenario.adapters, rng)
     names, index = scenario.adapter_names, itertools.count()
@@ -156,7 +155,7 @@ def _bursts(scenario: Scenario, rows: Sequence[dict[str, Any]]) -> Iterator[Fine
 
 
 def _jobs(scenario: Scenario, rows: Sequence[dict[str, Any]]) -> Iterator[FinetuneArrival]:
-    """`finetune_jobs` jobs at the start, the adapters in turn."""
+    """Yield `finetune_jobs` jobs at the start, for the adapters in turn."""
     rng = random.Random(f"{scenario.seed}/finetune")
     names = scenario.adapter_names
     for i in range(scenario.finetune_jobs):

@@ -31,20 +31,20 @@ from coserve.workloads.trace import FinetuneArrival, PromptArrival
 T = TypeVar("T")
 
 NO_RETRIES = RetryPolicy(attempts=1)
-"""For the client of a replay: a refusal is a result, and retries would change the load."""
+"""Retry policy of a replay's client: a refusal is a result, and retries would change the load."""
 CLEAN_UP_ATTEMPTS = 6
 SUBMISSION_WAIT = 30.0
-"""Seconds that `clean_up` waits for the answers to submissions under way."""
+"""Seconds that `clean_up` waits for answers to pending submissions."""
 PREPARED_AT_ONCE = 64
-"""Adapters that are made at a time: the daemon's queue of jobs is bounded."""
+"""Adapters created concurrently: the daemon's queue of jobs is bounded."""
 SEED_ROW = {"text": "A first row, so that the adapter exists."}
 
 
 class DaemonTarget:
-    """Sends a trace's arrivals with `client`; every job continues its adapter, which `prepare` makes first.
+    """Sends a trace's arrivals with `client`. Every job continues its adapter, which `prepare` creates first.
 
-    `prefix` of the adapters' names on the daemon, so that a replay has adapters of its own; `clean_up` deletes them.
-    With `completions`, prompts are sent through it, as to any OpenAI-style server.
+    `prefix` is put before the adapters' names on the daemon, so that a replay has its own adapters; `clean_up` deletes
+    them. `completions`: send prompts through this target, as to any OpenAI-style server.
     """
 
     def __init__(
@@ -62,28 +62,29 @@ class DaemonTarget:
         self._jobs: dict[str, AsyncJobHandle] = {}
         self._touched: set[str] = set()
         self._submissions: dict[asyncio.Task[AsyncJobHandle], str] = {}
-        """Those under way, with the adapter's name. A caller that is cancelled leaves its submission to `clean_up`."""
+        """Pending submissions with their adapter's name. A caller that is cancelled leaves its submission to
+        `clean_up`."""
         self._unsure: set[str] = set()
-        """Adapters of jobs that the daemon may still have."""
+        """Adapters of jobs that may still exist on the daemon."""
 
     @property
     def made(self) -> list[str]:
-        """The adapters that `prepare` created or began to create, by name."""
+        """Return the names of the adapters that `prepare` created or began to create."""
         return sorted(self._touched)
 
     def served_name(self, adapter: str) -> str:
-        """The adapter's name on the daemon."""
+        """Return the adapter's name on the daemon."""
         return self._prefix + adapter
 
     async def prepare(self, names: Iterable[str] = ()) -> int:
-        """Create the scenario's adapters, and those of other `names`, that the daemon lacks; returns how many.
+        """Create the adapters of the scenario and of `names` that the daemon lacks; return their number.
 
-        Raises `CoserveError` leaves of the client, and `InvalidRequest` for an existing adapter of another rank or a
-        name that, with the prefix, none can have.
+        Raises the client's `CoserveError` leaves, and `InvalidRequest` for an existing adapter of another LoRA rank or
+        a name that is invalid with the prefix.
         """
         ranks = {name: self._scenario.rank_of(i) for i, name in enumerate(self._scenario.adapter_names)}
         ranks |= {name: self._scenario.rank_of(i) for i, name in enumerate(names) if name not in ranks}
-        usable = is_name if self._prefix else is_adapter_ref  # a version can be used, not made
+        usable = is_name if self._prefix else is_adapter_ref  # an adapter version can be used, but not created
         for name in map(self.served_name, ranks):
             if not usable(name):
                 raise InvalidRequest(f"expected {NAME_RULE}, got {name[:80]!r}", field="prefix")
@@ -96,7 +97,7 @@ class DaemonTarget:
         tasks = [asyncio.ensure_future(ensure(name, rank)) for name, rank in ranks.items()]
         try:
             return sum(await asyncio.gather(*tasks))
-        finally:  # after a failure the others end too: none may be made during `clean_up`
+        finally:  # after a failure the others are cancelled too: none may be created during `clean_up`
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -138,15 +139,15 @@ class DaemonTarget:
                     yield Usage(chunk.usage.prompt_tokens, chunk.usage.completion_tokens, chunk.finish_reason)
 
     async def probe(self, at: float) -> Snapshot:
-        """The gauges of `/metrics`."""
+        """Return the gauges of `/metrics`."""
         return read_snapshot(await self._client.metrics(), at)
 
     async def submit(self, arrival: FinetuneArrival) -> str:
         return (await self._submitted(self.served_name(arrival.adapter), self.start(arrival))).id
 
     async def _submitted(self, name: str, submission: Coroutine[Any, Any, AsyncJobHandle]) -> AsyncJobHandle:
-        """The job of a submission, which goes on if the caller is cancelled: the daemon may have accepted it
-        already."""
+        """Return the job of a submission. If the caller is cancelled, the submission continues, since the daemon may
+        already have accepted it."""
         task = asyncio.ensure_future(submission)
         self._submissions[task] = name
         task.add_done_callback(self._answered)
@@ -178,15 +179,14 @@ class DaemonTarget:
                     _check_going_on(await self._jobs[job].refresh())
 
     def seen(self, event: JobEvent) -> None:
-        """Hook for showing the progress of jobs."""
+        """Called with each event of a job; override it to show progress."""
 
     async def cancel(self, job: str) -> None:
         await self._jobs[job].cancel()
 
     async def clean_up(self) -> list[str]:
-        """Cancel this target's running jobs and delete the adapters that `prepare` created; returns the names of those
-        that could not be deleted, or whose job may still run.
-        """
+        """Cancel this target's running jobs and delete the adapters that `prepare` created. Return the names of those
+        that could not be deleted, or whose job may still run."""
         if self._submissions:
             _, late = await asyncio.wait(set(self._submissions), timeout=self._submission_wait)
             for submission in late:
@@ -217,8 +217,7 @@ class DaemonTarget:
 
 
 async def _patiently(call: Callable[[], Awaitable[T]], limit: asyncio.Semaphore) -> T:
-    """Make a call of a clean-up, again where the adapter or the daemon is busy. `limit`: of all that are made at a
-    time."""
+    """Make a call of a clean-up; retry while the adapter or the daemon is busy. `limit` bounds concurrent calls."""
     async with limit:
         for attempt in range(CLEAN_UP_ATTEMPTS - 1):
             try:
@@ -231,13 +230,13 @@ async def _patiently(call: Callable[[], Awaitable[T]], limit: asyncio.Semaphore)
 
 
 def _passes(error: CoserveError) -> bool:
-    """Whether the call may succeed soon: not where nobody listens."""
+    """Return whether the call may succeed soon; False if no daemon listens."""
     if isinstance(error, Unreachable):
         return error.sent
     return isinstance(error, AdapterBusy) or error.status in (429, 503)
 
 
 def _check_going_on(job: Job) -> None:
-    """Raises the error with which a job failed or the daemon paused it, `JobError` for one that somebody paused."""
+    """Raise the error with which a job failed or the daemon paused it, `JobError` if a user paused it."""
     if job.state in (JobState.PAUSED, JobState.FAILED):
         raise JobError("the job was paused") if job.error is None else job_error(job.error)

@@ -1,14 +1,14 @@
-"""A workload as a sequence of arrivals, and the file that keeps one: JSON lines, read and written in constant memory.
+"""A workload as a sequence of arrivals, and its file: JSON lines, read and written in constant memory.
 
 The first line is `{"type":"workload","version":1,"scenario":{...}}` with the settings that made the trace. Then comes
-one line an arrival, ordered by `at`, the seconds after the start, and by `index` among the prompts and among the jobs:
+one line per arrival, ordered by `at`, the seconds after the start. `index` counts prompts and jobs separately:
 
     {"type":"prompt","at":0.1,"index":0,"adapter":"load-03","prompt":"Act as ...","max_tokens":32,"seed":7}
     {"type":"prompt","at":0.2,"index":1,"adapter":null,"prompt":[512,2048,77],"max_tokens":9,"seed":8}
     {"type":"finetune","at":20.0,"index":0,"adapter":"load-03","rows":[{"text":"..."}]}
 
 `prompt` is a text or token ids; `adapter` null is the base; an answer has exactly `max_tokens` tokens. A prompt may
-have a `slo_class`, "interactive" or "batch". A value that no server can take is refused when the trace is read.
+have a `slo_class`, "interactive" or "batch". A value that no server accepts is refused when the trace is read.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from coserve.workloads.scenario import Scenario
 T = TypeVar("T")
 VERSION = 1
 Time = Annotated[float, Meta(ge=0, le=2 * MAX_SECONDS)]
-"""Of a lead and a window."""
+"""Seconds after the start; the limit covers a lead and a window."""
 
 
 class PromptArrival(Wire, frozen=True, tag="prompt", omit_defaults=True):
-    """A generation request that comes at `at`."""
+    """A generation request that arrives at `at`."""
 
     at: Time
     index: int
@@ -51,7 +51,7 @@ class PromptArrival(Wire, frozen=True, tag="prompt", omit_defaults=True):
 
 
 class FinetuneArrival(Wire, frozen=True, tag="finetune"):
-    """A fine-tuning job that comes at `at`."""
+    """A fine-tuning job that arrives at `at`."""
 
     at: Time
     index: int
@@ -72,7 +72,7 @@ _RAW = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 @dataclass(frozen=True)
 class Trace:
-    """All arrivals of a workload, by time. `arrivals` can be iterated again and again; it need not be in memory."""
+    """All arrivals of a workload, by time. `arrivals` can be iterated repeatedly and need not be in memory."""
 
     scenario: Scenario
     arrivals: Iterable[Arrival]
@@ -88,7 +88,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Repeatable:
-    """Arrivals that are made anew each time."""
+    """An iterable that generates the arrivals anew at each iteration."""
 
     make: Callable[[], Iterator[Arrival]]
 
@@ -98,7 +98,7 @@ class Repeatable:
 
 @dataclass(frozen=True)
 class Totals:
-    """What a trace holds in all. `adapters`: those of its requests and jobs, in order of their names."""
+    """Totals of a trace. `adapters`: names of the adapters of its requests and jobs, sorted."""
 
     prompts: int
     jobs: int
@@ -106,7 +106,7 @@ class Totals:
 
 
 def count(trace: Trace) -> Totals:
-    """Read a trace once, in constant memory. Raises what reading it raises."""
+    """Count a trace's content in one iteration with constant memory. Raises what reading it raises."""
     prompts = jobs = 0
     adapters = set[str]()
     for arrival in trace.arrivals:
@@ -118,10 +118,10 @@ def count(trace: Trace) -> Totals:
 
 
 def save_trace(trace: Trace, path: Path) -> None:
-    """The file is complete or not there: what was at `path` is replaced at the end, and stays after a failure. So
-    `path` may be the file that `trace` is read from.
+    """Save a trace. The file at `path` is replaced only at the end, and kept after a failure, so `path` may be the file
+    that `trace` is read from.
 
-    Raises `InvalidRequest` where nothing can be written, and what reading the trace raises.
+    Raises `InvalidRequest` if the file cannot be written, and what reading the trace raises.
     """
     encode = msgspec.json.Encoder().encode
     try:
@@ -135,7 +135,8 @@ def save_trace(trace: Trace, path: Path) -> None:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file beside `path` that takes its place once it is complete. A pipe or a device is written to as it is."""
+    """Open a temporary file in the folder of `path` that replaces it once complete. A pipe or a device is written
+    directly."""
     target = path.resolve()
     if target.exists() and not target.is_file():
         with target.open("wb") as file:
@@ -152,10 +153,10 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def load_trace(path: Path) -> Trace:
-    """A trace whose arrivals are read from the file when they are iterated.
+    """Return a trace whose arrivals are read from the file at iteration.
 
-    Raises `MalformedRow` (with the file and the line) for a wrong first line, and so does the iteration for any other
-    line that `save_trace` does not write; `InvalidRequest` for no file.
+    Raises `MalformedRow` (with file and line) for a wrong first line, `InvalidRequest` for a missing file. The
+    iteration raises `MalformedRow` for any other line that `save_trace` does not write.
     """
     with naming(path):
         number, first = next(read_lines(path), (1, b""))
@@ -186,7 +187,7 @@ def _arrivals(path: Path) -> Iterator[Arrival]:
     before, last = 0.0, dict[type[Arrival], int]()
     lines = read_lines(path)
     with naming(path):
-        next(lines, None)  # the settings
+        next(lines, None)  # skip the settings
         for number, line in lines:
             arrival = _decode(line, decoder, number)
             if arrival.at < before:
@@ -205,12 +206,12 @@ def _decode(line: bytes, decoder: msgspec.json.Decoder[T], number: int) -> T:
         raise MalformedRow(str(explain(error, _plain(line), PromptArrival)), line=number) from error
     except JSON_ERRORS as error:
         raise not_json(error, number) from error
-    except InvalidRequest as error:  # a scenario that cannot be
+    except InvalidRequest as error:  # the settings are invalid
         raise MalformedRow(str(error), line=number) from error
 
 
 def _plain(line: bytes) -> object:
-    """The values of a line; None if they cannot be had, as of a number that is too large."""
+    """Return a line's JSON value; None if it cannot be decoded, as with a too large number."""
     try:
         return msgspec.json.decode(line)
     except JSON_ERRORS:

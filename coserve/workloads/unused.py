@@ -1,4 +1,4 @@
-"""Settings of a workload that have no effect beside the others. Pure."""
+"""Settings of a workload that have no effect in combination with the others. Pure."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Rule(NamedTuple):
 
 
 def all_rules(scenario: Scenario, trace: TraceFormat | None) -> list[Rule]:
-    """Of every setting that depends on others."""
+    """Return a rule for every setting that depends on others."""
     rules = [*_arrival_rules(scenario, trace), *_content_rules(scenario, trace)]
     return [*rules, *_job_rules(scenario), *_class_rules(scenario)]
 
 
 def unused_settings(given: Iterable[str], scenario: Scenario, trace: TraceFormat | None) -> dict[str, str]:
-    """The settings among `given` that change nothing, each with what it needs. `trace`: the format of the scenario's
-    trace file."""
+    """Return the settings in `given` without effect, each with what it needs. `trace`: format of the scenario's trace
+    file."""
     rules = all_rules(scenario, trace)
     found: dict[str, str] = {}
     for name in given:

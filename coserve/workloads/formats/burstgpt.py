@@ -3,8 +3,8 @@
     Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
     5,ChatGPT,472,18,490,Conversation log
 
-Other columns (`Session ID`, `Elapsed time`) are not read. Rows without response tokens are requests that failed; they
-are left out.
+Other columns (`Session ID`, `Elapsed time`) are ignored. Rows without response tokens are failed requests; they are
+skipped.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ TIME, MODEL, PROMPT, OUTPUT = "Timestamp", "Model", "Request tokens", "Response 
 
 
 def read_burstgpt(path: Path, model: str | None = None) -> Iterator[Recorded]:
-    """The requests of `model` (None: of all models). Raises `MalformedRow` with the line, `InvalidRequest` for no
-    file."""
+    """Yield the requests of `model` (None: of all models). Raises `MalformedRow` with the line, `InvalidRequest` for a
+    missing file."""
     try:
         with naming(path), path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file)

@@ -1,4 +1,4 @@
-"""Reads the objects of a JSON file one after another: of an array of any length, or one object a line."""
+"""Reads the objects of a JSON file one at a time: from an array of any length, or one object per line."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from coserve.workloads.formats.lines import naming, not_json, not_utf8, unreadab
 
 CHUNK = 1 << 18
 MAX_OBJECT = 1 << 24
-"""Characters of the longest object. It bounds the memory that a file can take."""
+"""Maximum characters of an object. It bounds the memory that a file can take."""
 _MARGIN = 16
-"""An error nearer than this to the end of what was read may be due to the end: the next characters decide."""
+"""Characters. An error nearer than this to the end of the buffer may be due to truncation, so more is read first."""
 
 
 def read_objects(
     path: Path, *, chunk: int = CHUNK, max_object: int = MAX_OBJECT
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects, each with the number of the line at which it begins. `chunk` characters are read at a time; an
-    object has about `max_object` at most.
+    """Yield each object with the number of its first line. The file is read `chunk` characters at a time; `max_object`
+    is the approximate maximum of an object's characters.
 
-    Raises `MalformedRow` (with the line) for anything but objects, `InvalidRequest` for no file.
+    Raises `MalformedRow` (with the line) for anything but objects, `InvalidRequest` for a missing file.
     """
     try:
         with naming(path), path.open(encoding="utf-8-sig") as file:
@@ -37,7 +37,7 @@ def read_objects(
 
 
 class _Reader:
-    """`text` is the part of the file that is in memory, `position` the next character of it."""
+    """A JSON file with a buffer. `text` is the part in memory, `position` the index of the next character in it."""
 
     def __init__(self, file: TextIO, chunk: int, max_object: int) -> None:
         self._file, self._decoder = file, json.JSONDecoder()
@@ -88,7 +88,7 @@ class _Reader:
                 return line, value
 
     def _next(self) -> str:
-        """The next character that is no white space; empty at the end of the file."""
+        """Return the next character that is not white space; empty at the end of the file."""
         while True:
             while self.position < len(self.text) and self.text[self.position].isspace():
                 self.position += 1
@@ -98,7 +98,8 @@ class _Reader:
                 return ""
 
     def _more(self) -> bool:
-        """Read more, at least as much as is kept; forget what was decoded. False at the end of the file."""
+        """Read at least as many characters as are kept, and drop the decoded ones. Return False at the end of the
+        file."""
         new = self._file.read(max(self._chunk, len(self.text) - self.position))
         self._line = self.line_at(self.position)
         self.text, self.position = self.text[self.position :] + new, 0

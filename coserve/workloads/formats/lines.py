@@ -1,4 +1,4 @@
-"""Files of one record a line, and what a record of a recorded trace says."""
+"""Reading of line-based files, and the record of a recorded trace."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import msgspec
 from coserve.core.errors import InvalidRequest, MalformedRow
 
 JSON_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What reading JSON raises."""
+"""Exceptions that reading JSON can raise."""
 MAX_LINE = 1 << 26
-"""Bytes of the longest line. It bounds the memory that a file can take."""
+"""Maximum bytes of a line. It bounds the memory that a file can take."""
 
 
 MAX_TOKENS = 1 << 22
-"""Of a prompt or an answer of a recording."""
+"""Maximum tokens of a recorded prompt or answer."""
 
 
 class Recorded(NamedTuple):
-    """A recorded request: seconds after the recording's beginning, lengths in tokens, and the prompt's blocks
-    (Mooncake)."""
+    """A recorded request: seconds since the recording's beginning, lengths in tokens, and the hashes of the prompt's
+    blocks (Mooncake)."""
 
     at: float
     prompt_tokens: int
@@ -33,10 +33,10 @@ class Recorded(NamedTuple):
 
 
 def read_lines(path: Path, max_line: int = MAX_LINE) -> Iterator[tuple[int, bytes]]:
-    """Numbers, from 1, and contents of the lines that are not blank, without their ends.
+    """Yield number (from 1) and content of each line that is not blank, without its line end.
 
-    A byte order mark at the beginning is left out. Raises `InvalidRequest` for no file, `MalformedRow` for a line of
-    more than `max_line` bytes.
+    A byte order mark at the beginning is skipped. Raises `InvalidRequest` for a missing file, `MalformedRow` for a line
+    of more than `max_line` bytes.
     """
     try:
         with path.open("rb") as file:
@@ -55,7 +55,7 @@ def read_lines(path: Path, max_line: int = MAX_LINE) -> Iterator[tuple[int, byte
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Put the file's name, without its folder, into each `MalformedRow`."""
+    """Add the file's name, without its folder, to each `MalformedRow` raised in the block."""
     try:
         yield
     except MalformedRow as error:
@@ -66,8 +66,8 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def not_utf8(path: Path, error: UnicodeDecodeError) -> MalformedRow:
-    """The error for a file with bytes that are no UTF-8, with the line of the first: a reader of text is ahead of what
-    it returned."""
+    """Return the error for a file that is not UTF-8, with the line of its first invalid byte. The file is read again,
+    since a text reader is ahead of what it returned."""
     decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
     with path.open("rb") as file:
         while chunk := file.read(1 << 18):
@@ -81,7 +81,7 @@ def not_utf8(path: Path, error: UnicodeDecodeError) -> MalformedRow:
 
 
 def not_json(error: Exception, line: int) -> MalformedRow:
-    """The error for one of `JSON_ERRORS`."""
+    """Return the error for one of `JSON_ERRORS`."""
     deep = "expected JSON, got too many brackets inside each other"
     return MalformedRow(deep if isinstance(error, RecursionError) else str(error), line=line)
 
@@ -91,6 +91,6 @@ def unreadable(error: OSError) -> InvalidRequest:
 
 
 def check_order(at: float, before: float, line: int) -> None:
-    """Raises `MalformedRow`."""
+    """Raise `MalformedRow` if times are not ascending."""
     if at < before:
         raise MalformedRow(f"expected times in order, got {at:g} after {before:g}", line=line)

@@ -27,7 +27,7 @@ class _Line(msgspec.Struct):
 
 
 def read_mooncake(path: Path) -> Iterator[Recorded]:
-    """Raises `MalformedRow` with the line, `InvalidRequest` for no file."""
+    """Yield the requests. Raises `MalformedRow` with the line, `InvalidRequest` for a missing file."""
     decoder, before = msgspec.json.Decoder(_Line), 0.0
     with naming(path):
         for number, line in read_lines(path):

@@ -1,9 +1,9 @@
-"""ShareGPT's conversations, without times: a JSON array of objects, as its published file is, or one object a line.
+"""ShareGPT's conversations, without times: a JSON array of objects, as in its published file, or one object per line.
 
     [{"id": "x_0", "conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}]
 
-A conversation's prompt is its first turn and its answer the second, as FlexLLM's recipe and `vllm bench serve` take
-them; conversations that do not begin with a human's turn and an answer are left out.
+The first message is the prompt and the second the answer, as in FlexLLM's recipe and `vllm bench serve`. Conversations
+that do not begin with a human message and an answer are skipped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class _Record(msgspec.Struct):
 
 
 def read_sharegpt(path: Path) -> Iterator[Conversation]:
-    """Raises `MalformedRow` with the file and the line at which a conversation begins, `InvalidRequest` for no file."""
+    """Yield the conversations. Raises `MalformedRow` with the file and the line at which a conversation begins,
+    `InvalidRequest` for a missing file."""
     for line, content in read_objects(path):
         with naming(path):
             turns = _turns(content, line)
@@ -49,7 +50,7 @@ def read_sharegpt(path: Path) -> Iterator[Conversation]:
 def _turns(content: dict[str, Any], line: int) -> list[_Turn]:
     try:
         turns = msgspec.convert(content, _Record).conversations
-        msgspec.json.encode(turns[:2])  # raises for text that UTF-8, and so the tokenizer, cannot hold
+        msgspec.json.encode(turns[:2])  # raises for text without a UTF-8 form, which no tokenizer accepts
     except msgspec.ValidationError as error:
         raise MalformedRow(str(error), line=line) from error
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Conditions on the numbers of a run, such as `slo>=0.99`. Pure."""
+"""Pass/fail conditions on the results of a run, such as `slo>=0.99`. Pure."""
 
 from __future__ import annotations
 
@@ -38,39 +38,39 @@ NUMBERS: dict[str, Callable[[Summary], float | None]] = {
     for name in ("ttft", "tpot", "itl", "e2e", "lag")
     for part in ("mean", "p50", "p90", "p95", "p99")
 }
-"""The numbers that conditions name; None: not measured."""
+"""Values that conditions can name; None: not measured."""
 SHARES = ("slo", "slo_worst", "slo_interactive", "slo_batch", "satisfaction")
-"""Those that are never above 1."""
+"""Values that never exceed 1."""
 COUNTS = ("errors", "shed")
-"""Numbers of requests: with `%` their share of all requests."""
+"""Numbers of requests; with `%`, their fraction of all requests."""
 LIMITED = ("slo", "slo_worst", "goodput")
-"""Those that are measured against limits."""
+"""Values that need latency limits."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """`text`: as it was given. Times in seconds, shares from 0 to 1."""
+    """A parsed condition. `text`: as the user wrote it. Times in seconds, fractions from 0 to 1."""
 
     text: str
     name: str
     relation: str
     bound: float
     of_requests: bool = False
-    """A count is compared as a share of all requests."""
+    """Whether a count is compared as a fraction of all requests."""
 
     def value(self, summary: Summary) -> float | None:
-        """None: not measured."""
+        """Return the measured value; None: not measured."""
         value = NUMBERS[self.name](summary)
         return value / summary.requests if self.of_requests and value is not None else value
 
     def lacks(self, summary: Summary) -> str:
-        """Why a number was not measured, where a setting is missing."""
+        """Return why the value was not measured, if a setting is missing."""
         if self.name in LIMITED and summary.requests and not summary.has_limits:
             return " without a limit such as --slo-ttft"
         return ""
 
     def holds(self, summary: Summary) -> bool:
-        """A number that was not measured meets no condition."""
+        """Return whether the condition holds; False if the value was not measured."""
         value = self.value(summary)
         if value is None:
             return False
@@ -86,7 +86,7 @@ class Condition:
 
 
 def parse_condition(text: str) -> Condition:
-    """`NAME>=NUMBER`, also with `<=`, `>`, `<` and with a unit: `slo>=99%`, `errors<=1%`, `ttft_p99<=250ms`. Raises
+    """Parse `NAME>=NUMBER`, also with `<=`, `>`, `<` and a unit: `slo>=99%`, `errors<=1%`, `ttft_p99<=250ms`. Raises
     `InvalidRequest`."""
     found = _FORM.fullmatch(text)
     if found is None:

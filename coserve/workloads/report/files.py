@@ -1,4 +1,4 @@
-"""The files of a report: JSON, a plot, one page."""
+"""Writes the files of a report: JSON, a plot, an HTML page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from coserve.workloads.summary import Summary
 
 
 class Report(Wire, frozen=True):
-    """The content of the JSON file. `server`: what was measured."""
+    """The content of the JSON file. `server`: the server that was measured."""
 
     summary: Summary
     run: ReplayResult
@@ -35,7 +35,7 @@ class Report(Wire, frozen=True):
 
 
 def check_folder(folder: Path) -> None:
-    """Make the folder of a report. Raises `InvalidRequest` if no file can be written there."""
+    """Create the folder of a report. Raises `InvalidRequest` if no file can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -46,7 +46,8 @@ def check_folder(folder: Path) -> None:
 
 
 def write_report(folder: Path, run: ReplayResult, summary: Summary, server: str = "coserve") -> list[Path]:
-    """`report.json`, `report.png` and `report.html` in `folder`, which is made if need be; the paths."""
+    """Write `report.json`, `report.png` and `report.html` to `folder`, creating it if needed, and return their
+    paths."""
     folder.mkdir(parents=True, exist_ok=True)
     json, plot, html = (folder / f"report.{kind}" for kind in ("json", "png", "html"))
     content = msgspec.json.encode(Report(summary=summary, run=run, server=server))

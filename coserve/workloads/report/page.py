@@ -1,4 +1,4 @@
-"""The report as one HTML page that asks for no other file: pictures and styles are inside."""
+"""The report as one self-contained HTML page: pictures and styles are inline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ Tables = Mapping[str, Sequence[Sequence[str]]]
 
 
 def page(run: ReplayResult, server: str, tables: Tables, picture: bytes) -> str:
-    """`tables`: rows of cells by title, the first row of those with more than two columns being the header."""
+    """Return the HTML. `tables`: rows of cells by title; in tables of more than two columns the first row is the
+    header."""
     text = resources.files("coserve").joinpath("assets/report.html").read_text(encoding="utf-8")
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
     return template.render(
@@ -28,7 +29,7 @@ def page(run: ReplayResult, server: str, tables: Tables, picture: bytes) -> str:
 
 
 def _changed(scenario: Scenario) -> dict[str, str]:
-    """The settings that are not the defaults."""
+    """Return the settings that differ from the defaults."""
     fields = dataclasses.fields(Scenario)
     values = {f.name: getattr(scenario, f.name) for f in fields if getattr(scenario, f.name) != f.default}
     return {

@@ -17,14 +17,13 @@ if TYPE_CHECKING:
 INK = {"ttft": "#2a6f97", "e2e": "#bc4b51", "train": "#5b8e7d"}
 COLUMNS = 3
 MOST_NAMES = 5
-"""Of adapters that fit side by side under a panel."""
+"""Maximum adapter names that fit side by side under a panel."""
 Panel = Callable[["Axes", ReplayResult, Summary], None]
 
 
 def plot_png(run: ReplayResult, summary: Summary) -> bytes:
-    """Latency of each request by arrival, its distribution against the limits, tokens trained, adapters, queue and
-    memory over time; without those panels for which there is nothing to show.
-    """
+    """Plot each request's latency by arrival, the latency distribution against the limits, tokens trained, adapters,
+    queue and memory over time. Panels without data are left out."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -62,7 +61,7 @@ def _by_arrival(axes: Axes, run: ReplayResult, summary: Summary) -> None:
 
 
 def _distribution(axes: Axes, run: ReplayResult, summary: Summary) -> None:
-    """Cumulative distribution of E2E and TTFT over all requests."""
+    """Draw the cumulative distribution of E2E and TTFT over all requests."""
     good = [sample for sample in run.samples if sample.error is None]
     for name, values in (("ttft", [ttft(sample) for sample in good]), ("e2e", [e2e(sample) for sample in good])):
         ordered = sorted(value for value in values if value is not None)
@@ -108,7 +107,7 @@ def _queue(axes: Axes, run: ReplayResult, summary: Summary) -> None:
 
 
 def _memory(axes: Axes, run: ReplayResult, summary: Summary) -> None:
-    """The KV cache's share, and the server's memory on an axis of its own."""
+    """Draw the fraction of the KV cache in use, and the server's memory on a second axis."""
     points = [(each.at, 100 * each.cache) for each in run.snapshots if each.cache is not None]
     if points:
         axes.plot([at for at, _ in points], [value for _, value in points], color=INK["train"], label="KV cache (%)")

@@ -14,7 +14,7 @@ from coserve.workloads.metrics import Spread
 from coserve.workloads.summary import Summary
 
 SHOWN_ADAPTERS = 8
-"""Rows of the table of adapters on a terminal."""
+"""Maximum rows of the table of adapters on a terminal."""
 LATENCY_HEADER = ("", "mean", "p50", "p90", "p95", "p99")
 ADAPTER_HEADER = ("adapter", "answered", "good", "satisfied", "TTFT p50", "TTFT p99", "TPOT p50", "E2E p99")
 CLASS_HEADER = ("class", "answered", "good", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "E2E p99")
@@ -22,7 +22,7 @@ FAILURE_HEADER = ("error", "how often", "first message")
 
 
 def latency_table(summary: Summary) -> Table:
-    """Rows TTFT, TPOT, ITL, E2E; columns mean and percentiles."""
+    """Return rows TTFT, TPOT, ITL, E2E with mean and percentiles as columns."""
     return _table("Latency of the requests", LATENCY_HEADER, latency_rows(summary))
 
 
@@ -44,7 +44,7 @@ def _cells(values: Spread | None) -> list[str]:
 
 
 def duration_text(seconds: float) -> str:
-    """Three significant digits: `12.3 ms`, `1.23 s`."""
+    """Return a duration with three significant digits: `12.3 ms`, `1.23 s`."""
     if not math.isfinite(seconds):
         return "-"
     value, unit = (seconds, "s") if abs(seconds) >= 1 else (seconds * 1000, "ms")
@@ -53,7 +53,7 @@ def duration_text(seconds: float) -> str:
 
 
 def totals_table(summary: Summary) -> Table:
-    """The rows of table 5.2 of the ETS paper, and rates."""
+    """Return the rows of table 5.2 of the ETS paper, and rates."""
     return _table("Totals", None, totals_rows(summary))
 
 
@@ -116,7 +116,7 @@ def _limits_rows(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _only_limits(summary: Summary) -> str:
-    """The limits where all requests have the same ones."""
+    """Return a text with the limits if all requests have the same ones, else an empty text."""
     return _limits_text(summary, summary.classes[0].slo_class) if len(summary.classes) == 1 else ""
 
 
@@ -146,7 +146,7 @@ def _parts(*wanted: tuple[Spread | None, str]) -> Iterator[str]:
 
 
 def failure_rows(summary: Summary) -> Iterator[tuple[str, str, str]]:
-    """Failed requests, then failed jobs: code, how often, the first message."""
+    """Yield code, count and first message of failed requests, then of failed jobs."""
     for code, count in sorted(summary.errors.items()):
         yield code, str(count), summary.error_messages.get(code, "")
     for code, count in sorted(summary.job_errors.items()):
@@ -154,13 +154,13 @@ def failure_rows(summary: Summary) -> Iterator[tuple[str, str, str]]:
 
 
 def failure_lines(summary: Summary) -> Iterator[str]:
-    """`failed: invalid_request 10: prompt: expected ...`, for the terminal."""
+    """Yield texts such as `failed: invalid_request 10: prompt: expected ...`, for the terminal."""
     for code, count, message in failure_rows(summary):
         yield f"failed: {code} {count}{message and f': {message}'}"
 
 
 def adapter_table(summary: Summary) -> Table:
-    """The adapters with the lowest attainment."""
+    """Return the adapters with the lowest attainment."""
     rows = list(adapter_rows(summary))
     left = len(rows) - SHOWN_ADAPTERS
     title = f"Adapters, the worst {SHOWN_ADAPTERS} of {len(rows)}" if left > 0 else "Adapters"
@@ -179,7 +179,7 @@ def adapter_rows(summary: Summary) -> Iterator[tuple[str, ...]]:
 
 
 def _table(title: str, header: tuple[str, ...] | None, rows: Iterator[tuple[str, ...]]) -> Table:
-    """The first column to the left, the others to the right. On a narrow terminal only the first one is wrapped."""
+    """Build a table: first column left-aligned, others right-aligned. On a narrow terminal only the first one wraps."""
     table = Table(
         title=title,
         title_justify="left",
@@ -191,5 +191,5 @@ def _table(title: str, header: tuple[str, ...] | None, rows: Iterator[tuple[str,
     for i, name in enumerate(header or ("", "")):
         table.add_column(name, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))  # names and messages are no markup
+        table.add_row(*map(Text, row))  # names and messages may contain markup characters
     return table
