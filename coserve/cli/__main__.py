@@ -1,4 +1,4 @@
-"""`python -m coserve.cli`."""
+"""Entry point of `python -m coserve.cli`."""
 
 from coserve.cli.app import main
 

@@ -1,4 +1,4 @@
-"""`coserve adapters`."""
+"""The commands `coserve adapters`."""
 
 from __future__ import annotations
 
@@ -100,12 +100,13 @@ def delete_adapter(
 
 
 def asks() -> bool:
-    """Whether somebody is there who can answer a question."""
+    """Return whether a user is present to answer a question."""
     return sys.stdin.isatty()
 
 
 def _confirm(adapter: Adapter) -> None:
-    """Ask before all versions go. Raises `typer.BadParameter` where nobody can answer, and `typer.Exit` for a no."""
+    """Ask before all versions are deleted. Raises `typer.BadParameter` if no user can answer, `typer.Exit` if the
+    answer is no."""
     versions = adapter.versions or [adapter.version]
     what = f"{adapter.ref}, its only version" if len(versions) == 1 else f"all {len(versions)} versions of {adapter.id}"
     if not asks():
@@ -175,7 +176,7 @@ def convert_adapter(
                 break
             try:
                 started = start_distillation(client, done, data)
-            except CoserveError:  # rows that cannot be trained on, above all: what was converted for them goes
+            except CoserveError:  # mostly untrainable rows: delete the adapter that was converted for them
                 client.delete_adapter(done.adapter.ref)
                 raise
             job = follow_job(started, as_json)

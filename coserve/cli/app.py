@@ -1,5 +1,8 @@
-"""The entry point, which handles the commands' errors. A command's module is imported when the command is named, and
-all for help: the engine of `coserve serve` waits for what else is imported."""
+"""The CLI's entry point, which also handles the commands' errors.
+
+A command's module is imported only when the command runs (all of them for help), since every import delays the start of
+the engine in `coserve serve`.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,13 @@ COMMANDS = {
     "jobs": ("jobs", "jobs_app"),
     "adapters": ("adapters", "adapters_app"),
 }
-"""By name: its module and its function, or its group; then those of its own kind of command, where it has one."""
+"""For each command its module and its function or group, then module and name of its command class if it has one."""
 PLAIN = None
-"""typer's `rich_markup_mode`: help is plain text, in which `coserve[bitsandbytes]` is no markup."""
+"""typer's `rich_markup_mode`: help is plain text, so that `coserve[bitsandbytes]` is not parsed as markup."""
 
 
 class _Imported(MutableMapping[str, Any]):
-    """The commands as typer wants them, each made when it is asked for."""
+    """Mapping of commands for typer that imports each command on access."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
@@ -63,7 +66,7 @@ class _Imported(MutableMapping[str, Any]):
 
 
 class CommandGroup(TyperGroup):
-    """Without a command it prints its help, which has the whole first sentence of each command's own."""
+    """Prints its help if no command is given. The help has the whole first sentence of each command's own help."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - click's own types, wherever typer keeps them
         if not args:
@@ -132,8 +135,8 @@ app.callback()(_top)
 
 
 def run(arguments: list[str] | None = None, *, retry: RetryPolicy | None = None) -> int:
-    """The exit status of a command line, the process's own by default. Every error ends with one line, no traceback.
-    `retry`: how often a daemon is asked that does not answer (`RetryPolicy`); None: see `common.RETRY`."""
+    """Run a command line (default: the process's own) and return the exit status. Every error ends with one line, no
+    traceback. `retry`: retry policy for a daemon that does not answer (`RetryPolicy`); None: `common.RETRY`."""
 
     def command() -> object:
         if retry is not None:
@@ -146,5 +149,5 @@ def run(arguments: list[str] | None = None, *, retry: RetryPolicy | None = None)
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     sys.exit(run())

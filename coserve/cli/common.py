@@ -1,4 +1,4 @@
-"""Options and the client that several commands share."""
+"""Options and helpers, such as the client, that several commands share."""
 
 from __future__ import annotations
 
@@ -39,42 +39,42 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON, one object a l
 Limit = Annotated[int, typer.Option(help="most to list", min=1, max=PAGE_LIMIT)]
 
 RETRY = RetryPolicy(attempts=3, first=0.2)
-"""For interactive use: a missing daemon is reported within a second."""
+"""Retry policy for interactive use: a missing daemon is reported within a second."""
 retry = ContextVar("retry", default=RETRY)
-"""Of the command that runs."""
+"""Retry policy of the command that runs."""
 
 
 def connect(url: str, key: str | None) -> Client:
-    """The daemon that --url and --key name."""
+    """Return a client of the daemon that --url and --key name."""
     return Client(url, api_key=key or None, retry=retry.get())
 
 
 def say_more(command: str, limit: int, last: str) -> None:
-    """Print how to list the entries after `last`, on standard error."""
+    """Print on standard error how to list the entries after `last`."""
     print(f"there are more: coserve {command} --limit {limit} --after {last}", file=sys.stderr)
 
 
 def json_text(value: object, terminal: bool) -> str:
-    """One line of JSON, or indented lines for who reads them on a terminal."""
+    """Return JSON on one line, or indented if it goes to a terminal."""
     line = msgspec.json.encode(value)
     return (msgspec.json.format(line, indent=2) if terminal else line).decode()
 
 
 def say_if_starting(client: Client) -> None:
-    """Print that the daemon's engine starts, on standard error, if it does."""
-    with contextlib.suppress(CoserveError):  # what was asked for has been shown
+    """Print on standard error that the daemon's engine is starting, if it is."""
+    with contextlib.suppress(CoserveError):  # the command's own output has already been shown
         health = client.health()
         if health.status == "starting":
             print(starting_line(health.warming), file=sys.stderr)
 
 
 def target_names(text: str) -> tuple[str, ...]:
-    """The names in one value of `--targets`, which commas separate."""
+    """Return the comma-separated names in one value of `--targets`."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def optimizer_named(text: str) -> Optimizer:
-    """The value of `--optimizer`. For another library's name the error says ours."""
+    """Return the value of `--optimizer`. For another library's name the error suggests ours."""
     try:
         return Optimizer(text)
     except ValueError:

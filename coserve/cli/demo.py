@@ -1,4 +1,4 @@
-"""`coserve demo`."""
+"""The command `coserve demo`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`coserve demo`: the whole daemon in two minutes, on its bundled base.
+"""Runs `coserve demo`: the whole daemon in two minutes, on its bundled base.
 
-Starts a daemon in a folder of its own, streams from the base, fine-tunes two adapters of different rank while requests
-keep coming, shows what each adapter changed, and reports the latencies that the requests saw.
+Starts a daemon in a folder of its own, streams from the base, fine-tunes two adapters of different LoRA rank under
+load, shows what each adapter changed, and reports the latencies of the requests.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TRAINING = TrainingSettings(
 REQUESTS_PER_SECOND = 1.5
 SECONDS = 50.0
 BURST = 8
-"""Requests at once to the base and to each adapter, once both are there."""
+"""Simultaneous requests to the base and to each adapter, once both exist."""
 STARTING = (
     "a daemon starts on the bundled base; the first time Python compiles PyTorch and transformers, a minute or more"
 )
@@ -57,14 +57,14 @@ LIMITS = Limits(ttft=2.0, tpot=0.2)
 
 
 def _refusal(log: Path) -> StartupError:
-    """The daemon's last log line is the reason."""
+    """Return the daemon's last log line, which has the reason, as an error."""
     last = log.read_text().strip().rpartition("\n")[2]
     return StartupError(f"the daemon did not start: {last.removeprefix('coserve: ')}")
 
 
 @asynccontextmanager
 async def _daemon(folder: Path, log: Path, console: Console) -> AsyncIterator[str]:
-    """Run a daemon on a free port, and show how long it starts and what it says of it; yields its URL."""
+    """Run a daemon on a free port and show the progress of its start and its output; yield its URL."""
     command = (sys.executable, "-P", "-m", "coserve.cli", "serve", "--port", "0", "--data-dir", str(folder))
     with log.open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=stderr)
@@ -91,7 +91,7 @@ def _rows(name: str) -> tuple[dict[str, Any], ...]:
 
 
 def _trace() -> Trace:
-    """Both jobs at the start, and requests at a constant rate."""
+    """Return the workload: both jobs at the start, and requests at a constant rate."""
     scenario = Scenario(duration=SECONDS, adapters=len(RANKS), slo_ttft=LIMITS.ttft, slo_tpot=LIMITS.tpot)
     jobs = [FinetuneArrival(at=0.0, index=i, adapter=name, rows=_rows(name)) for i, name in enumerate(RANKS)]
     prompts = bundled_prompts()
@@ -110,7 +110,7 @@ def _trace() -> Trace:
 
 
 class _ShownTarget(DaemonTarget):
-    """A target whose jobs create new adapters, each with its rank, and update progress bars."""
+    """A target whose jobs create new adapters, each with its LoRA rank, and update progress bars."""
 
     def __init__(self, client: AsyncClient, scenario: Scenario, bars: Progress) -> None:
         super().__init__(client, scenario)
@@ -178,7 +178,7 @@ def _comparison(before: str, after: dict[str, str]) -> Table:
 
 
 async def _burst(client: AsyncClient, console: Console) -> None:
-    """The base and both adapters answer at once."""
+    """Query the base and both adapters simultaneously."""
     loop = asyncio.get_running_loop()
 
     async def seconds(calls: list[Coroutine[Any, Any, GenerateResponse]]) -> float:
@@ -222,9 +222,9 @@ def _report(console: Console, run: ReplayResult, summary: Summary, folder: Path)
 
 
 async def demo(report: Path) -> None:
-    """Run the demo and leave `report.json`, `report.png` and `daemon.log` in the folder `report`, which exists.
+    """Run the demo and write `report.json`, `report.png` and `daemon.log` to the folder `report`, which exists.
 
-    Raises `StartupError` if the daemon does not start, or any job or request of the demo failed.
+    Raises `StartupError` if the daemon does not start, or if any job or request of the demo failed.
     """
     console = Console()
     with tempfile.TemporaryDirectory(prefix="coserve-demo-") as folder:

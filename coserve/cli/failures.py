@@ -1,4 +1,4 @@
-"""Error messages of the command line: one line, with advice where there is some, and no traceback.
+"""Error messages of the command line: one line, with advice where possible, and no traceback.
 
 `COSERVE_DEBUG=1` shows the traceback.
 """
@@ -21,7 +21,7 @@ DEBUG = "COSERVE_DEBUG"
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
 """Exit statuses: wrong arguments or settings, a command failed, Ctrl-C."""
 UsageError: Any = typer.BadParameter.__base__
-"""click's error for wrong arguments, wherever typer keeps it."""
+"""click's error for wrong arguments, from wherever this version of typer keeps it."""
 
 _EXPECTED = {
     "int_parsing": "a whole number, got {given!r}",
@@ -29,12 +29,12 @@ _EXPECTED = {
     "greater_than_equal": "at least {ge}, got {given}",
     "less_than_equal": "at most {le}, got {given}",
 }
-"""Of pydantic's errors: what they say here."""
+"""Maps types of pydantic's errors to our texts for them."""
 
 
 @contextlib.contextmanager
 def usage_errors(kind: type[CoserveError] = InvalidRequest) -> Iterator[None]:
-    """Errors of this kind end the command with status 2, as wrong arguments do."""
+    """End the command with status 2 for errors of this kind in the block, as for wrong arguments."""
     try:
         yield
     except kind as error:
@@ -42,7 +42,7 @@ def usage_errors(kind: type[CoserveError] = InvalidRequest) -> Iterator[None]:
 
 
 def run_safely(command: Callable[[], object]) -> int:
-    """Run `command`; the exit status, which it may return. Every error becomes one line on standard error."""
+    """Run `command` and return the exit status, which it may return. Every error becomes one line on standard error."""
     _print_any_text()
     try:
         status = command()
@@ -50,7 +50,7 @@ def run_safely(command: Callable[[], object]) -> int:
         return status if isinstance(status, int) else 0
     except SystemExit as leaving:
         return _status(leaving)
-    except (KeyboardInterrupt, typer.Abort):  # at a question, Ctrl-C and Ctrl-D are an `Abort`
+    except (KeyboardInterrupt, typer.Abort):  # at a question, Ctrl-C and Ctrl-D raise `Abort`
         _say("stopped")
         return INTERRUPTED
     except BrokenPipeError:
@@ -63,7 +63,7 @@ def run_safely(command: Callable[[], object]) -> int:
 
 
 def explain(error: BaseException) -> str:
-    """One line for an error; an unexpected one names its type."""
+    """Return one line for an error; for an unexpected one it names the type."""
     match error:
         case UsageError():
             message = _usage(error).removesuffix(".")
@@ -91,7 +91,7 @@ def explain(error: BaseException) -> str:
 
 
 def _usage(error: Any) -> str:  # noqa: ANN401 - click's error, wherever typer keeps it
-    """What is wrong with the arguments: what was expected and what was there, or the option that was meant."""
+    """Return what is wrong with the arguments: the expected and the given value, or the option that was meant."""
     if hasattr(error, "possibilities") and hasattr(error, "option_name"):
         options = [] if error.ctx is None else [text for each in error.ctx.command.params for text in each.opts]
         command = "" if error.ctx is None else str(error.ctx.info_name)
@@ -99,7 +99,7 @@ def _usage(error: Any) -> str:  # noqa: ANN401 - click's error, wherever typer k
     message = str(error.format_message())
     if not hasattr(error.__cause__, "errors"):
         return message
-    found = error.__cause__.errors()[0]  # pydantic's, by which typer reads values
+    found = error.__cause__.errors()[0]  # pydantic's, with which typer parses values
     expected = _EXPECTED.get(found["type"])
     ours = error.message.replace("Value error, ", "")
     if expected is not None:
@@ -108,10 +108,10 @@ def _usage(error: Any) -> str:  # noqa: ANN401 - click's error, wherever typer k
 
 
 def _field_hint(option: str, command: str) -> str:
-    """Where the command's request has a field of that name: the field."""
+    """Return a hint to the request's field of that name, if the command's request has one."""
     if command not in ("finetune", "generate"):
         return ""
-    from coserve.core.schemas import FinetuneRequest, GenerateRequest  # the command has imported them
+    from coserve.core.schemas import FinetuneRequest, GenerateRequest  # the command has already imported them
 
     request = FinetuneRequest if command == "finetune" else GenerateRequest
     found = hint(option.lstrip("-").replace("-", "_"), "", fields_of(request))
@@ -128,7 +128,7 @@ def _field_hint(option: str, command: str) -> str:
 
 
 def _is_interrupt(error: BaseException | None) -> bool:
-    """Whether it was raised because of Ctrl-C, by code that met it in the middle of something."""
+    """Return whether the error was raised because Ctrl-C interrupted other code."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         if isinstance(error, BaseExceptionGroup) and any(map(_is_interrupt, error.exceptions)):
             return True
@@ -149,7 +149,7 @@ def _say(line: str) -> None:
 
 
 def _status(leaving: SystemExit) -> int:
-    """Flush standard output; the exit status of a command that raised `SystemExit`."""
+    """Flush standard output, and return the exit status of a command that raised `SystemExit`."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -158,7 +158,8 @@ def _status(leaving: SystemExit) -> int:
 
 
 def _output_closed() -> int:
-    """The reader closed standard output (`| head -1`): discard further output, also the flush at exit."""
+    """Handle a standard output whose reader has left (`| head -1`): discard further output, including the flush at
+    exit."""
     with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - a device
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
     return FAILED

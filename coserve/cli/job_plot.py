@@ -1,5 +1,5 @@
-"""`coserve jobs plot`: loss, token accuracy (of a DPO job: rewards), learning rate and tokens per second of a job, as a
-figure."""
+"""Draws the figure of `coserve jobs plot`: a job's loss, token accuracy (DPO: rewards), learning rate and tokens per
+second."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
 INK = {"loss": "#2a6f97", "validation": "#bc4b51", "rate": "#e9a23b", "speed": "#2a9d8f", "published": "#6c757d"}
 Values = tuple[int, float | None, float | None]
-"""Step, of training, of validation."""
+"""Step, value in training, value in validation."""
 
 
 def collect_steps(job: Job, events: Iterable[JobEvent]) -> list[StepMetrics]:
-    """The metrics of the steps that `job` has done, each once; of a step that ran twice, after a crash, the last.
+    """Return the metrics of the job's completed steps, each once. For a step that ran twice, after a crash, the later
+    metrics count.
 
-    `events` may be live: they are read as far as the job's last step, or its end.
+    `events` may be live: they are read up to the job's last step, or its end.
     """
     steps: dict[int, StepMetrics] = {}
     if job.step > 0:
@@ -35,7 +36,7 @@ def collect_steps(job: Job, events: Iterable[JobEvent]) -> list[StepMetrics]:
 
 
 def save_plot(path: Path, job: Job, steps: Sequence[StepMetrics]) -> None:
-    """Panels over the optimizer steps. `path` says the format by its suffix."""
+    """Draw panels over the optimizer steps and save them. The suffix of `path` selects the format."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -70,7 +71,7 @@ def save_plot(path: Path, job: Job, steps: Sequence[StepMetrics]) -> None:
 
 
 def plot_title(job: Job) -> str:
-    """The job, how far it went, and which step it has published, if that is not the last one."""
+    """Return a title with the job, its progress, and the published step if that is not the last one."""
     parts = [job.id, job.state.value, f"step {job.step}/{job.total_steps}"]
     parts += ["stopped early"] if job.stopped_early else []
     if job.published_step is not None and job.published_step != job.step:
@@ -79,7 +80,7 @@ def plot_title(job: Job) -> str:
 
 
 def learned_curves(steps: Sequence[StepMetrics]) -> dict[str, list[Values]]:
-    """By label: a DPO job's rewards, another job's token accuracy; nothing that no step has."""
+    """Return the curves by label: rewards for a DPO job, else token accuracy. Curves without values are left out."""
     if any(step.rewards is not None for step in steps):
 
         def of_pairs(value: Callable[[Rewards], float]) -> list[Values]:

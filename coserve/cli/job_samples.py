@@ -1,4 +1,4 @@
-"""The samples of a job, from its events."""
+"""Collects the samples of a job from its events."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from coserve.core.schemas import Job, JobEvent, Sample
 
 
 def collect_samples(job: Job, events: Iterable[JobEvent]) -> Iterator[Sample]:
-    """Those that `job` has, in the order in which they came.
+    """Yield the job's samples, in the order of the events.
 
-    `events` may be live: they are read as far as the samples that the job shows, or its end.
+    `events` may be live: they are read up to the samples that `job` shows, or the job's end.
     """
     left = {(sample.step, sample.prompt) for sample in job.samples}
     if not left:

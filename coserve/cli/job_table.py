@@ -1,4 +1,4 @@
-"""Jobs as lines of text."""
+"""Formats jobs as lines of text."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from coserve.core.schemas import Job, Preparing
 
 HEADERS = ("ID", "ADAPTER", "STATE", "STEP", "LOSS", "AGE", "LEFT")
 LEAST_NAME = 8
-"""Characters of an adapter's name that a narrow terminal leaves."""
+"""Minimum characters of an adapter's name on a narrow terminal."""
 
 
 def age(seconds: float) -> str:
-    """In the largest unit that fits: `5s`, `12m`, `3h`, `9d`."""
+    """Return a duration in the largest unit that fits: `5s`, `12m`, `3h`, `9d`."""
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= size:
             return f"{int(seconds // size)}{unit}"
@@ -25,8 +25,8 @@ def age(seconds: float) -> str:
 def job_table(
     jobs: Sequence[Job], now: float | None = None, *, notes: bool = False, width: int | None = None
 ) -> Iterator[str]:
-    """A header, then one line a job, in columns; with `notes`, a job's notes below it. `width`: long names of adapters
-    are cut so that lines fit into so many characters."""
+    """Yield a header, then one line per job, in columns; with `notes`, a job's notes below it. `width`: characters per
+    line, to which long adapter names are shortened."""
     now = time.time() if now is None else now
     rows = [HEADERS, *(_cells(job, now) for job in jobs)]
     lines = columns(rows)
@@ -40,7 +40,7 @@ def job_table(
 
 
 def _cut(text: str, length: int) -> str:
-    """The text, or its two ends: the version is at the end."""
+    """Shorten a text in its middle, since an adapter's version is at the end."""
     if len(text) <= length:
         return text
     end = text[text.rindex("@") :]
@@ -48,7 +48,7 @@ def _cut(text: str, length: int) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """A line for each row, all columns as wide as their widest cell."""
+    """Yield a line for each row, with columns as wide as their widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -67,7 +67,7 @@ def _cells(job: Job, now: float) -> tuple[str, ...]:
 
 
 def job_notes(job: Job) -> list[str]:
-    """Why it failed or waits, how many are before it, what it learned of, and the daemon's notes to its user."""
+    """Return why the job failed or waits, how many are before it, which tokens it learned, and the daemon's notes."""
     notes = [] if job.error is None else [f"{job.error.code}: {job.error.message}"]
     notes += [] if job.waiting is None else [job.waiting]
     notes += [] if job.queue_position is None else [f"{job.queue_position} ahead"]
@@ -77,7 +77,7 @@ def job_notes(job: Job) -> list[str]:
 
 
 def job_line(job: Job) -> str:
-    """One job on its own."""
+    """Return one job as a line without a header."""
     loss = "" if job.loss is None else f"  loss {job.loss:.3f}"
     if job.metrics is not None:
         loss += "" if job.metrics.valid_loss is None else f"  validation loss {job.metrics.valid_loss:.3f}"
@@ -91,7 +91,7 @@ def job_line(job: Job) -> str:
 
 
 def _best(job: Job) -> str:
-    """With early stopping: which step is published, or would be now; else nothing."""
+    """Return, with early stopping, the step that is published or would be now; else an empty text."""
     metrics = job.metrics
     if metrics is None or metrics.best_step is None or metrics.best_valid_loss is None:
         return ""
@@ -100,13 +100,13 @@ def _best(job: Job) -> str:
 
 
 def preparing_line(preparing: Preparing) -> str:
-    """A corpus that is being tokenised, before its job exists."""
+    """Return a line for a corpus that is being tokenised, before its job exists."""
     rows = _count(preparing.rows, "row")
     return f"preparing {preparing.adapter}: {rows} tokenised ({preparing.progress:.0%})"
 
 
 def chosen_line(job: Job) -> str | None:
-    """What the daemon chose of the training settings; None: nothing."""
+    """Return a line with the training settings that the daemon chose; None if there are none."""
     training, parts = job.training, []
     if "epochs" in job.auto and training.epochs is not None:
         parts.append(f"{training.epochs:g} epochs")
@@ -122,6 +122,6 @@ def _count(number: int, noun: str) -> str:
 
 
 def cut_line(job: Job) -> str | None:
-    """A warning if rows lost a part."""
+    """Return a warning about truncated rows, if there are any."""
     warning = cut_warning(job)
     return None if warning is None else f"warning: {warning}"

@@ -1,4 +1,4 @@
-"""`coserve jobs`."""
+"""The commands `coserve jobs`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ jobs_app = typer.Typer(
 
 
 def follow_job(job: JobHandle, as_json: bool) -> Job:
-    """Wait for its end and show it; the exit status is that of a failure where it has left no adapter."""
+    """Wait for the job's end and show it. Exit with a failure's status if it left no adapter."""
     try:
         ended = job.wait()
     except KeyboardInterrupt:
@@ -55,7 +55,7 @@ def follow_job(job: JobHandle, as_json: bool) -> Job:
 
 
 def print_note(line: str | None) -> None:
-    """On standard error; None: nothing."""
+    """Print a line on standard error; None: nothing."""
     if line is not None:
         print(line, file=sys.stderr)
 

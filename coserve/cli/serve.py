@@ -1,4 +1,4 @@
-"""`coserve serve`: one option per setting of `config.Config`."""
+"""The command `coserve serve`: one option per setting of `config.Config`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`coserve config`: every setting with its value, as a TOML file that `serve --config` reads."""
+"""The command `coserve config`: prints every setting with its value, as a TOML file that `serve --config` reads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def show_config(config: Annotated[Path | None, typer.Option(help="TOML file")] =
 
 
 def toml_lines(config: Config, sources: Mapping[str, str]) -> Iterator[str]:
-    """The lines of a TOML file that loads as `config`; unset settings and secrets are comments."""
+    """Yield the lines of a TOML file that loads as `config`; unset settings and secrets are comments."""
     yield f"# Settings of coserve {__version__}."
     helps = {f.name: f.metadata["help"] for f in dataclasses.fields(Config)}
     choices = {f.name: f.metadata["choices"] for f in dataclasses.fields(Config)}
@@ -58,6 +58,7 @@ def _assignment(name: str, value: object, source: str) -> str:
 
 
 def _toml(value: object) -> str:
-    """JSON strings, numbers, booleans and lists of strings are valid TOML, except for the character DEL."""
+    """Return a value as TOML. JSON strings, numbers, booleans and lists of strings are valid TOML, except for the
+    character DEL."""
     shown = list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
     return json.dumps(shown, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,4 +1,5 @@
-"""The help of `serve`, `warm` and `bench`: settings by section, with types, choices and defaults, in any width."""
+"""Formats the help of `serve`, `warm` and `bench`: settings by section, with types, choices and defaults, in any
+width."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from coserve.config import Config, sections
 from coserve.core.options import item_type, plain_type
 
 WIDEST = 100
-"""Columns beyond which lines of text are hard to read."""
+"""Maximum columns of text; longer lines are hard to read."""
 _TYPES: dict[object, str] = {str: "TEXT", Path: "PATH", int: "N", float: "NUMBER"}
 
 
 def option_line(field: dataclasses.Field[Any], hint: Any) -> str:  # noqa: ANN401 - a type or a union of types
-    """`--fairness auto|drr|fcfs`."""
+    """Return an option with its values, such as `--fairness auto|drr|fcfs`."""
     flag = f"--{field.name.replace('_', '-')}"
     if hint is bool:
         return f"{flag} / --no-{flag[2:]}"
@@ -37,7 +38,7 @@ def option_line(field: dataclasses.Field[Any], hint: Any) -> str:  # noqa: ANN40
 
 
 def default_text(field: dataclasses.Field[Any]) -> str:
-    """The default as text; empty if there is no default or the help text names it."""
+    """Return the default as text; empty if there is none or the help text names it."""
     if field.default is None or field.default == ():
         return ""
     if isinstance(field.default, tuple):
@@ -48,7 +49,7 @@ def default_text(field: dataclasses.Field[Any]) -> str:
 def settings_help(
     width: int, shown: Sequence[str], settings: type[Any], groups: Mapping[str, list[str]]
 ) -> Iterator[str]:
-    """Lines for the settings in `shown`, by section."""
+    """Yield lines for the settings in `shown`, by section."""
     hints = get_type_hints(settings)
     fields = {f.name: f for f in dataclasses.fields(settings)}
     for title, section in groups.items():
@@ -65,7 +66,7 @@ def settings_help(
 
 
 def other_options(width: int, options: Sequence[Any]) -> Iterator[str]:
-    """Lines for options that are no settings."""
+    """Yield lines for options that are not settings."""
     if options:
         yield from ("", "The run:")
     for each in options:
@@ -80,8 +81,8 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 class SettingsCommand(TyperCommand):
-    """A command whose options are the settings of a dataclass, `Config` unless a subclass says otherwise, and
-    others."""
+    """A command whose options are the settings of a dataclass (`Config` unless a subclass names another) and further
+    ones."""
 
     settings: ClassVar[type[Any]] = Config
     groups = staticmethod(sections)

@@ -1,4 +1,4 @@
-"""Commands whose options are the settings of a dataclass (`coserve.core.options`)."""
+"""Makes commands whose options are the settings of a dataclass (`coserve.core.options`)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def settings_command(
     argument: str | None = None,
     settings: type[Any] = Config,
 ) -> Callable[..., None]:
-    """A command with one option for each setting of `names` (None: all) and for each keyword-only parameter of `run`.
+    """Return a command with one option per setting of `names` (None: all) and per keyword-only parameter of `run`.
 
-    `run` gets the settings that were given, and its own parameters. `argument`: the one setting that may be given
-    without its option's name, too.
+    `run` is called with the settings that were given and its own parameters. `argument`: the one setting that may also
+    be given without its option's name.
     """
     hints = get_type_hints(settings)
     own = [p for p in inspect.signature(run, eval_str=True).parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -68,7 +68,7 @@ def _annotation(hint: Any) -> Any:  # noqa: ANN401 - a type or a union of types
 
 
 def _value(settings: type[Any], name: str, hint: object, value: object) -> object:
-    """What typer read, as the setting's type."""
+    """Convert the value that typer read to the setting's type."""
     if isinstance(value, list):
         return tuple(item for text in value for item in cast(tuple[str, ...], parse_setting(settings, name, text)))
     return parse_setting(settings, name, str(value)) if item_type(plain_type(hint)) is not None else value

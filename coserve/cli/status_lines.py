@@ -1,4 +1,4 @@
-"""The daemon's status as lines of text on standard output: how far its start is, where it listens, when it is ready."""
+"""Prints the daemon's status on standard output: progress of its start, its address, and when it is ready."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from coserve.core.health import Status, Warming, warming_line
 
 REPEAT = 10.0
-"""Seconds between two lines of a start."""
+"""Seconds between two lines during a start."""
 
 
 class StatusLines:
-    """Prints a line for each change of status, and one every `REPEAT` seconds of a start."""
+    """Prints a line for each change of status, and one every `REPEAT` seconds during a start."""
 
     def __init__(
         self, host: str, say: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic
@@ -24,7 +24,7 @@ class StatusLines:
         self._repeat_at: float | None = None
 
     def show(self, port: int, status: Status, warming: Warming | None) -> None:
-        """The daemon's status now."""
+        """Print the daemon's status if it is due."""
         before, self._status = self._status, status
         if status == "starting":
             if before != "starting":

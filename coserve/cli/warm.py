@@ -1,4 +1,5 @@
-"""`coserve warm`: fill the caches of compiled kernels before a daemon needs them, as in the build of an image."""
+"""The command `coserve warm`: fills the caches of compiled kernels ahead of a daemon, for example while building an
+image."""
 
 from __future__ import annotations
 
@@ -31,12 +32,13 @@ SETTINGS = (
     "log_format",
     "config",
 )
-"""Those that decide which kernels a daemon needs, or where they are kept."""
+"""Settings that decide which kernels a daemon needs, or where they are stored."""
 
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM, which stops the build of an image, raises `KeyboardInterrupt`: the compiling processes end too."""
+    """Raise `KeyboardInterrupt` for SIGTERM, which stops the build of an image, so that the compiling processes end
+    too."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The progress of `coserve warm` on standard error: a bar on a terminal, a line every few seconds elsewhere."""
+"""Shows the progress of `coserve warm` on standard error: a bar on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from coserve.core.health import Warming, warming_line
 
 COMPILES = "compiling kernels"
 REPEAT = 5.0
-"""Seconds between two lines where standard error is not a terminal."""
+"""Seconds between two lines if standard error is not a terminal."""
 
 
 class WarmProgress:
-    """`show` is called with the parts of the work that are done and with how many there are, on any thread."""
+    """Progress display. `show` is called, on any thread, with the number of finished warm-up tasks and their total."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console or Console(stderr=True), clock
         self._lock = threading.Lock()
         self._began = clock()
         self._first: tuple[float, int] | None = None
-        """When the first report came, and what was done already."""
+        """Time of the first report, and the tasks that were already done then."""
         self._printed: float | None = None
         self.done = self.total = 0
         self._bar = Progress(
@@ -65,7 +65,7 @@ class WarmProgress:
                 self._console.print(line, highlight=False, soft_wrap=True)
 
     def _left(self, now: float) -> float | None:
-        """Seconds for the rest at the pace so far; None before anything was compiled."""
+        """Return the estimated seconds left at the pace so far; None before anything was compiled."""
         assert self._first is not None
         since, before = self._first
         if self.done == before:
@@ -77,5 +77,5 @@ class WarmProgress:
         return self.done == self.total
 
     def summary(self) -> str:
-        """The result in one line."""
+        """Return the result in one line."""
         return f"warm: {self.done} of {self.total} in {self._clock() - self._began:.0f} s"

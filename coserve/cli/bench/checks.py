@@ -1,5 +1,4 @@
-"""Options of `coserve bench` that have no effect: on the command line they are errors, in a TOML file they are
-named."""
+"""Checks for options of `coserve bench` without effect: an error on the command line, a warning in a TOML file."""
 
 from __future__ import annotations
 
@@ -14,9 +13,9 @@ from coserve.workloads.replay import Rest
 
 
 def check_settings(settings: Mapping[str, object], given: Collection[str], file: Path | None) -> None:
-    """`settings` of the workload; `given`: the names of those on the command line, the others are from `file`.
+    """Check the workload's settings. `given`: names of those from the command line; the others are from `file`.
 
-    Raises `InvalidRequest` for a setting of the command line without effect, prints a line for those of the file.
+    Raises `InvalidRequest` for a command-line setting without effect, prints a line for each of the file.
     """
     found = unused(settings)
     _refuse([f"--{name.replace('_', '-')} has no effect: {needs}" for name, needs in found.items() if name in given])
@@ -28,7 +27,7 @@ def check_settings(settings: Mapping[str, object], given: Collection[str], file:
 def check_options(
     *, run: bool, conditions: bool, server: ServerKind, route: Route, model: str | None, rest: Rest
 ) -> None:
-    """Raises `InvalidRequest` for an option of the run without effect."""
+    """Raise `InvalidRequest` for an option of the run without effect."""
     any_server = server is ServerKind.OPENAI
     idle = {
         "--fail-under has no effect with --no-run": conditions and not run,

@@ -1,4 +1,5 @@
-"""`coserve bench`: one option per setting of `workloads.scenario.Scenario`, and those of the run itself."""
+"""The command `coserve bench`: one option per setting of `workloads.scenario.Scenario`, and options of the run
+itself."""
 
 from __future__ import annotations
 
@@ -132,7 +133,7 @@ def _bench(
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """A run that SIGTERM has cancelled ends the command as Ctrl-C does."""
+    """End the command as Ctrl-C does if SIGTERM has cancelled its run."""
     try:
         yield
     except asyncio.CancelledError:
@@ -140,7 +141,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def _run(trace: Trace, rest: Rest, server: Server, report: Callable[[ReplayResult], None]) -> ReplayResult:
-    """Run it; of a run that is interrupted, `report` gets what it has measured, once it has cleaned up."""
+    """Run the benchmark. If it is interrupted, call `report` with the results so far, once it has cleaned up."""
     measured: list[ReplayResult] = []
     try:
         return asyncio.run(run_until_terminated(trace, rest, server, measured.append))
@@ -152,7 +153,8 @@ def _run(trace: Trace, rest: Rest, server: Server, report: Callable[[ReplayResul
 
 
 def _key_for(server: ServerKind, key: str | None) -> str | None:
-    """COSERVE_API_KEY is sent to coserve only: another server gets `--key`, or OPENAI_API_KEY."""
+    """Return the API key for a server. COSERVE_API_KEY is sent to coserve only: another server gets `--key`, or
+    OPENAI_API_KEY."""
     if server is ServerKind.OPENAI and key == os.environ.get("COSERVE_API_KEY"):
         key = os.environ.get("OPENAI_API_KEY")
     return key or None
@@ -172,7 +174,7 @@ def _print_report(folder: Path, run: ReplayResult, summary: Summary, server: str
 
 
 def _all_hold(conditions: list[Condition], summary: Summary) -> bool:
-    """Print what each condition came to, on standard error."""
+    """Print the result of each condition on standard error, and return whether all hold."""
     for condition in conditions:
         value = condition.value(summary)
         found = f"not measured{condition.lacks(summary)}" if value is None else f"{value:.6g}"

@@ -1,4 +1,4 @@
-"""A benchmark's progress on standard error: a status line on a terminal, a line every few seconds elsewhere."""
+"""Shows a benchmark's progress on standard error: a status line on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from coserve.workloads.scenario import Scenario
 from coserve.workloads.trace import FinetuneArrival, PromptArrival
 
 REDRAW, REPEAT = 0.25, 5.0
-"""Seconds between two lines on a terminal, and elsewhere."""
+"""Seconds between two updates on a terminal, and elsewhere."""
 RECENT = 50
-"""The latest answers and training steps, whose latency and speed are shown."""
+"""Number of latest answers and training steps whose latency and speed are averaged."""
 
 
 class BenchProgress:
-    """Counts a replay's requests and responses. `prompts`: requests of the whole workload."""
+    """Counts a replay's requests and responses. `prompts`: total requests of the workload."""
 
     def __init__(self, scenario: Scenario, prompts: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._start = clock, 0.0
@@ -35,7 +35,7 @@ class BenchProgress:
         self._steps: deque[tuple[float, int]] = deque(maxlen=RECENT)
 
     def begin(self) -> None:
-        """The first arrival is due now."""
+        """Mark the start: the first arrival is due now."""
         self.preparing, self._start = False, self._clock()
 
     def observe(self, sample: Sample | JobSample) -> None:
@@ -47,7 +47,7 @@ class BenchProgress:
                 self._first.append(first)
 
     def trained(self, tokens: int) -> None:
-        """An optimizer step was reported."""
+        """Count the tokens of a reported optimizer step."""
         self.tokens += tokens
         self._steps.append((self._clock(), tokens))
 

@@ -1,4 +1,4 @@
-"""Runs a workload against a server, and leaves nothing of it behind."""
+"""Runs a workload against a server, and cleans up after it."""
 
 from __future__ import annotations
 
@@ -28,20 +28,19 @@ from coserve.workloads.trace import PromptArrival, Repeatable, Totals, Trace, co
 class ServerKind(StrEnum):
     COSERVE = "coserve"
     OPENAI = "openai"
-    """Any server with `/v1/completions`; it gets the prompts alone."""
+    """Any server with `/v1/completions`; it gets the prompts but no jobs."""
 
 
 class Route(StrEnum):
     GENERATE = "generate"
     COMPLETIONS = "completions"
-    """As any OpenAI-style server."""
+    """Use `/v1/completions`, as on any OpenAI-style server."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """Where a workload is sent. `model`: the base's name (None: the first of `/v1/models`); `prefix`: of the adapters'
-    names (None: a random one on coserve, so that the run has adapters of its own; none elsewhere).
-    """
+    """The server that gets a workload. `model`: the base's name (None: the first of `/v1/models`); `prefix`: put before
+    the adapters' names (None: a random one on coserve, so that the run has its own adapters; none elsewhere)."""
 
     url: str
     key: str | None = None
@@ -50,17 +49,17 @@ class Server:
     model: str | None = None
     prefix: str | None = None
     metrics_interval: float = 1.0
-    """Seconds between two looks at `/metrics`; 0: none."""
+    """Seconds between two reads of `/metrics`; 0: never."""
 
 
 OnInterrupt = Callable[[ReplayResult], None]
-"""Called with what a run that is interrupted has measured, before it cleans up."""
+"""Called with the results so far of an interrupted run, before it cleans up."""
 
 
 async def run_until_terminated(
     trace: Trace, rest: Rest, server: Server, on_interrupt: OnInterrupt = lambda _: None
 ) -> ReplayResult:
-    """`run_bench`, cancelled by SIGTERM as by Ctrl-C, so that it cleans up; another SIGTERM ends that too."""
+    """Run `run_bench`; SIGTERM cancels it like Ctrl-C, so that it cleans up. Another SIGTERM ends the clean-up too."""
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()
@@ -74,9 +73,9 @@ async def run_until_terminated(
 async def run_bench(
     trace: Trace, rest: Rest, server: Server, on_interrupt: OnInterrupt = lambda _: None
 ) -> ReplayResult:
-    """Replay a trace; the adapters that were made for it are deleted at the end, unless `rest` leaves everything.
+    """Replay a trace, then delete the adapters that were created for it, unless `rest` leaves everything.
 
-    Raises what reading the trace raises before anything is sent.
+    Raises what reading the trace raises, before anything is sent.
     """
     totals = count(trace)
     _tell_of_few_files(totals)
@@ -87,7 +86,7 @@ async def run_bench(
 
 
 def _tell_of_few_files(totals: Totals) -> None:
-    """Each request at a time takes a connection."""
+    """Warn if there may be too few files: each simultaneous request needs a connection."""
     files, most = allow_more_files(), most_connections()
     if most and totals.prompts > most:
         print(
@@ -99,7 +98,8 @@ def _tell_of_few_files(totals: Totals) -> None:
 
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Print the SDK's first warning, about rows that were cut, as a line of text; the other jobs' are like it."""
+    """Print the SDK's first warning, about truncated rows, as a line of text; other jobs' warnings are alike and
+    suppressed."""
     said, plain = False, warnings.showwarning
 
     def show(
@@ -159,7 +159,7 @@ async def _on_coserve(
         target = DaemonTarget(client, trace.scenario, prefix=prefix, completions=completions)
         progress = BenchProgress(trace.scenario, totals.prompts)
         try:
-            # The connections of `completions` are closed before the clean-up opens others.
+            # Close the connections of `completions` before the clean-up opens others.
             async with completions or nullcontext(), shown(progress):
                 await target.prepare(totals.adapters)
                 return await _replay(trace, target, target.probe, rest, server, progress, on_interrupt)

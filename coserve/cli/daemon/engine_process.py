@@ -1,4 +1,4 @@
-"""Starts and stops the engine: one process, or one for each rank."""
+"""Starts and stops the engine: one process, or one per tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from coserve.core.stream_link import api_end
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT = 60.0
-"""Seconds that the engine has to save checkpoints."""
+"""Seconds that the engine has to save checkpoints when it is stopped."""
 
 
 class EngineProcess:
@@ -43,10 +43,11 @@ class EngineProcess:
         report: Callable[[EngineWarming], None] = lambda _: None,
         spawned: Callable[[], None] = lambda: None,
     ) -> EngineProcess:
-        """Start the engine and wait until it is ready; `report` gets the progress of the warm-up that it waits for.
-        `spawned` is called once its processes run and have their settings.
+        """Start the engine and wait until it is ready. `report` gets the progress of its warm-up. `spawned` is called
+        once its processes run and have their settings.
 
-        Raises `EngineDied`, or the `StartupError` that it names."""
+        Raises `EngineDied`, or the `StartupError` that the engine names.
+        """
         began = time.monotonic()
         ours, theirs = socket.socketpair()
         processes = RankGroup() if config.tp > 1 else OneProcess()
@@ -78,29 +79,29 @@ class EngineProcess:
 
     @property
     def process(self) -> asyncio.subprocess.Process:
-        """Its process; of several, the one that has the link."""
+        """The engine's process; with several, that of rank 0, which has the link."""
         return self._processes.leader
 
     @property
     def ranks(self) -> RankGroup | None:
-        """Its processes, where there are several."""
+        """The engine's processes if there are several."""
         return self._processes if isinstance(self._processes, RankGroup) else None
 
     @property
     def loss(self) -> str | None:
-        """Why it was ended, where it hung or lost one of its processes."""
+        """Why the engine was killed, if it hung or lost a process."""
         return self._hung or self._processes.loss
 
     async def wait(self) -> int:
         return await self._processes.wait()
 
     def end(self, loss: str) -> None:
-        """Kill it, as it hangs."""
+        """Kill the engine because it hangs."""
         self._hung = loss
         signal_child(self.process, signal.SIGKILL)  # other ranks end with it
 
     async def stop(self) -> None:
-        """Ask for a clean end (the engine saves checkpoints); kill what does not end in time."""
+        """Ask the engine to stop cleanly (it saves checkpoints); kill it after a timeout."""
         self._processes.stop()
         if self.process.returncode is None:
             self.link.send(Shutdown())
@@ -142,7 +143,7 @@ async def _receive_ready(
 async def _receive_end_of_start(
     link: Link[ToEngine, FromEngine], report: Callable[[EngineWarming], None]
 ) -> FromEngine:
-    """The first message that is no progress."""
+    """Return the first message that is not progress."""
     while isinstance(message := await link.receive(), EngineWarming):
         report(message)
     return message

@@ -1,5 +1,5 @@
-"""Starts engines, the first one ahead: it imports torch while the API process imports its own modules and opens the
-registry."""
+"""Starts engines. The first start is early: the engine imports torch while the API process imports its own modules and
+opens the registry."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from coserve.core.link import EngineWarming
 
 
 class EngineStarts:
-    """`start` is for the supervisor. Call `close` in the end, also after an error."""
+    """Starts engines for the supervisor. Call `close` at the end, also after an error."""
 
     def __init__(self, config: Config, report: Callable[[EngineWarming], None]) -> None:
         """`report`: see `EngineProcess.start`."""
@@ -23,10 +23,10 @@ class EngineStarts:
         self._first: asyncio.Task[EngineProcess] | None = None
 
     async def begin(self) -> None:
-        """Start the first engine. Returns once its process runs. What it raises later, `start` raises.
+        """Start the first engine. Return once its process runs. Later errors are raised by `start`.
 
-        Call it under the data folder's lock. It may be before recovery: an engine alone touches nothing there that
-        recovery does, and has no jobs yet. Several ranks meet in the staging folder, which recovery empties: they are
+        Call it under the data folder's lock. It may run before recovery: a single engine touches nothing there that
+        recovery does, and has no jobs yet. Several ranks use the staging folder, which recovery empties, so they are
         not started here.
         """
         if self._config.tp > 1:
@@ -40,12 +40,12 @@ class EngineStarts:
             waiting.cancel()
 
     async def start(self) -> EngineProcess:
-        """An engine that is ready: the first one, or a new one. Raises as `EngineProcess.start`."""
+        """Return a ready engine: the first one, or a new one. Raises as `EngineProcess.start`."""
         first, self._first = self._first, None
         return await (EngineProcess.start(self._config, self._report) if first is None else first)
 
     async def close(self) -> None:
-        """End the first engine if nobody asked for it."""
+        """End the first engine if `start` has not returned it."""
         if self._first is None:
             return
         self._first.cancel()

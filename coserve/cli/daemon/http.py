@@ -1,4 +1,5 @@
-"""The API process's own part of the daemon: tokenizer, registry and HTTP. Its imports take as long as its work."""
+"""The API process's part of the daemon: tokenizer, registry and HTTP. It is a module of its own because its imports
+take as long as its work."""
 
 from __future__ import annotations
 
@@ -30,13 +31,13 @@ T = TypeVar("T")
 
 
 async def open_service(config: Config, folder: DataFolder, engine: EngineClient, stack: AsyncExitStack) -> Service:
-    """The service over a data folder whose lock is held, after recovery; `stack` closes it. Raises a `StartupError`
+    """Open the service over a data folder that is locked and recovered; `stack` closes it. Raises a `StartupError`
     leaf."""
     tokenizer = await _in_daemon_thread(lambda: _load_tokenizer(config))
     registry = RegistryThread(lambda: Registry(folder.database), reserve=Reserve(folder.reserve))
     stack.push_async_callback(registry.close)
     service = Service(config, folder, registry, tokenizer, engine)
-    stack.push_async_callback(service.close)  # after the engine: its last messages are recorded
+    stack.push_async_callback(service.close)  # closed after the engine, whose last messages it records
     await service.open()
     warming = asyncio.create_task(service.texts.read_template())
     stack.push_async_callback(_cancelled, warming)
@@ -44,7 +45,7 @@ async def open_service(config: Config, folder: DataFolder, engine: EngineClient,
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:
-    """End a task that may still run."""
+    """Cancel a task that may still run, and wait for it."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -57,16 +58,16 @@ async def serve_http(service: Service, config: Config, sock: socket.socket, stac
     stack.push_async_callback(runner.cleanup)
     freeze_and_collect_young()
     await web.SockSite(runner, sock).start()
-    sock.listen(WAITING_CONNECTIONS)  # asyncio has set it to the number that it accepts in one turn of the event loop
+    sock.listen(WAITING_CONNECTIONS)  # asyncio has set it to the connections that it accepts per loop iteration
 
 
 async def _in_daemon_thread(work: Callable[[], T]) -> T:
-    """The result of `work`, run in a thread that the end of the process does not wait for: it may download for
-    minutes."""
+    """Run `work` in a daemon thread and return its result. The process can exit without waiting for it: a download may
+    take minutes."""
     found: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
-        found.set_running_or_notify_cancel()  # from now on it takes a result, also one that nobody waits for
+        found.set_running_or_notify_cancel()  # from now on a result can be set, also if the waiter was cancelled
         try:
             found.set_result(work())
         except BaseException as error:  # noqa: BLE001  # the waiting end raises it

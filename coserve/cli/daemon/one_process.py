@@ -1,4 +1,4 @@
-"""The process of an engine that is one: started, watched and ended as the processes of a `RankGroup` are."""
+"""The process of an engine without tensor parallelism. It has the interface of a `RankGroup`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ log = logging.getLogger(__name__)
 
 
 class OneProcess:
-    """A process that is stopped for `SILENCE` seconds, as by SIGSTOP, is lost: it is ended, and the supervisor starts
-    another."""
+    """Starts, watches and ends one engine process. If the process is stopped for `SILENCE` seconds, as by SIGSTOP, it
+    is killed and the supervisor starts another."""
 
     refusal: CoserveError | None = None
-    """It tells on its link why it cannot start."""
+    """Always None: this process reports on its link why it cannot start."""
 
     def __init__(self) -> None:
         self.loss: str | None = None
-        """That it was stopped; None: it was not."""
+        """Set if it was killed because it was stopped; else None."""
         self.lost = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self, config: Config, link: socket.socket) -> None:
-        """`link`: the engine's end of the link to the API process. After an error, call `kill`."""
+        """Start the process. `link`: the engine's end of the link to the API process. After an error, call `kill`."""
         self._process = await start_child("coserve.engine.process", link, stdin=asyncio.subprocess.PIPE)
         self._watching = asyncio.create_task(self._watch(self._process))
         assert self._process.stdin is not None
@@ -43,21 +43,21 @@ class OneProcess:
         return self._process
 
     async def wait(self) -> int:
-        """Wait until it has ended; its exit status."""
+        """Wait until the process has ended, and return its exit status."""
         return await self.leader.wait()
 
     def stop(self) -> None:
-        """It was, or will be, asked to end, and may."""
+        """Do nothing: the process may end at any time."""
 
     async def kill(self) -> None:
-        """End it if it still runs, and wait for it."""
+        """Kill the process if it still runs, and wait for it."""
         if self._process is not None and self._watching is not None:
             self._watching.cancel()
             signal_child(self._process, signal.SIGKILL)
             await self._process.wait()
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        looks = 0  # and not seconds: while the daemon was stopped itself, too, the engine may go on
+        looks = 0  # counted instead of seconds: if the daemon itself was stopped too, the engine may go on
         while looks * HEARTBEAT < SILENCE:
             await asyncio.sleep(HEARTBEAT)
             looks = looks + 1 if is_stopped(process.pid) else 0

@@ -1,7 +1,7 @@
-"""The processes of one engine under tensor parallelism: started together, watched together, ended together.
+"""The processes of one engine under tensor parallelism: started, watched and ended together.
 
-A rank that ends, reports a fault or falls silent takes all others with it: they cannot go on without it. Its death is
-told as the engine's (`loss`); the supervisor starts all of them again.
+A rank that ends, reports a fault or falls silent ends all others, since they cannot continue without it. Its death is
+reported as the engine's (`loss`), and the supervisor starts all of them again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from coserve.state.folder import DataFolder
 log = logging.getLogger(__name__)
 
 CONSEQUENCE = 0.5
-"""Seconds in which the death of another rank is told instead of a fault: its collectives fail on all ranks."""
+"""Seconds. A fault may only be the consequence of another rank's death, which makes collectives fail on all ranks. A
+death within this time is reported instead of the fault."""
 
 
 @dataclass(eq=False)
@@ -57,18 +58,18 @@ class _Rank:
     watched: WatchedRank
     lost: bool = False
     exiting: asyncio.Task[None] | None = None
-    """Ends with the process."""
+    """Task that ends with the process."""
 
     def end(self) -> None:
         signal_child(self.process, signal.SIGKILL)
 
 
 class RankGroup:
-    """All ranks. Rank 0's process has the link to the API process, besides."""
+    """All ranks of an engine. Rank 0's process also has the link to the API process."""
 
     def __init__(self) -> None:
         self.loss: str | None = None
-        """Which rank was lost, and how; None: none."""
+        """Which rank was lost, and how; None if none was."""
         self.refusal: CoserveError | None = None
         """Why a rank cannot start with these settings."""
         self.lost = asyncio.Event()
@@ -136,7 +137,7 @@ class RankGroup:
         return self._ranks[0].process
 
     def states(self) -> tuple[RankInfo, ...]:
-        """What `/health` says of each rank."""
+        """Return the state of each rank for `/health`."""
         done = self._ranks[0].watched.done if self._ranks else 0
         return tuple(
             RankInfo(
@@ -149,16 +150,16 @@ class RankGroup:
         )
 
     async def wait(self) -> int:
-        """Wait until all ranks have ended; the exit status of rank 0."""
+        """Wait until all ranks have ended, and return the exit status of rank 0."""
         statuses = await asyncio.gather(*(rank.process.wait() for rank in self._ranks))
         return statuses[0]
 
     def stop(self) -> None:
-        """From now on ranks may end: rank 0 was, or will be, asked to."""
+        """Allow ranks to end from now on: rank 0 was, or will be, asked to."""
         self._stopping = True
 
     async def kill(self) -> None:
-        """End what still runs, and wait for it."""
+        """Kill the processes that still run, and wait for them."""
         self._stopping = True
         ended = [
             rank.exiting for rank in self._ranks if rank.exiting is not None and rank.process.returncode is not None
@@ -180,7 +181,7 @@ class RankGroup:
     # ---- watching
 
     async def _listen(self, rank: _Rank) -> None:
-        with contextlib.suppress(EngineUnavailable):  # it has ended
+        with contextlib.suppress(EngineUnavailable):  # the rank has ended
             while True:
                 report = await rank.reports.receive()
                 rank.watched.looks = 0
@@ -199,7 +200,7 @@ class RankGroup:
     async def _await_exit(self, rank: _Rank, listening: asyncio.Task[None]) -> None:
         status = await rank.process.wait()
         if status >= 0:
-            await asyncio.wait({listening})  # its last report
+            await asyncio.wait({listening})  # wait for the rank's last report
         if status or not self._stopping:
             self._lose(rank, how_ended(status))
 
@@ -215,7 +216,7 @@ class RankGroup:
                 self._lose(self._ranks[watched.number], how)
 
     def _lose(self, rank: _Rank, how: str) -> None:
-        """The first loss ends all ranks; what follows from it is not told."""
+        """End all ranks after the first loss. Later losses are its consequences and are not reported."""
         if self.loss is not None:
             return
         rank.lost = True
@@ -227,7 +228,7 @@ class RankGroup:
 
 
 def _shared_memory(size: int) -> IO[bytes]:
-    """A file of zeros without a name, in memory where the system has such."""
+    """Open an unnamed file of zeros, in memory if the system supports it."""
     if sys.platform == "linux":
         file: IO[bytes] = os.fdopen(os.memfd_create("ranks"), "w+b")
     else:

@@ -1,4 +1,4 @@
-"""When a rank counts as lost, from what it reports. No IO."""
+"""Decides from the ranks' reports when a rank is lost. No IO."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from coserve.core.ranks import HANG, HEARTBEAT, LOADING, SILENCE, START_SILENCE,
 
 @dataclass(eq=False)
 class WatchedRank:
-    """What is known of a rank. `look` is called every `HEARTBEAT` seconds."""
+    """State of a rank. `look` is called every `HEARTBEAT` seconds."""
 
     number: int
     ready: bool = False
     done: int = 0
-    """Commands that it has finished, by its last heartbeat."""
+    """Commands that the rank has finished, by its last heartbeat."""
     begun: int = 0
-    """Collectives that it has begun, by its last heartbeat."""
+    """Collectives that the rank has begun, by its last heartbeat."""
     late: float = 0.0
     """See `Heartbeat`."""
     without_loads: int = 1 << 30
-    """Heartbeats since it last loaded or compiled code."""
+    """Heartbeats since the rank last loaded or compiled code."""
     stopped: bool = False
-    """Its process does not run, as after SIGSTOP: a rank that starts may be silent for long only while it does."""
+    """Whether its process is stopped, as after SIGSTOP. A starting rank may be silent for long, but not while
+    stopped."""
     looks: int = 0
-    """Since its last report. Looks are counted and not seconds: while the daemon was stopped itself, no rank was
-    silent."""
+    """Looks since the rank's last report. Looks are counted instead of seconds, since silence while the daemon itself
+    was stopped does not count."""
 
     @property
     def silent(self) -> float:
-        """Seconds since its last report."""
+        """Seconds since the rank's last report."""
         return self.looks * HEARTBEAT
 
     @property
     def loads(self) -> bool:
-        """Whether the others may wait for it, as it loads or compiles code."""
+        """Whether the others may wait for this rank because it loads or compiles code."""
         return self.without_loads * HEARTBEAT < LOADING
 
     def received(self, heartbeat: Heartbeat) -> None:
@@ -47,12 +48,12 @@ class WatchedRank:
 
 
 def find_loss(ranks: Sequence[WatchedRank]) -> tuple[WatchedRank, str] | None:
-    """The rank that is lost, and how; None: all live.
+    """Return the rank that is lost, and how; None: all live.
 
-    A rank is lost if its heartbeats stop, however far behind the others it is while they come. If a command hangs, all
-    ranks may wait for the one that does not take part in a collective: it has begun fewer than the others, or is
-    furthest behind; where none is, as in a step that is a CUDA graph, it is not known which. While
-    a rank loads or compiles code, the others may wait for that.
+    A rank is lost if its heartbeats stop, but not merely for being behind the others. If a command hangs, all ranks may
+    wait for the one that does not take part in a collective: it has begun fewer collectives than the others, or is
+    furthest behind. If none is (as in a step that is a CUDA graph), the culprit is unknown. A rank that loads or
+    compiles code may keep the others waiting, so no rank counts as hung meanwhile.
     """
     for rank in ranks:
         limit = SILENCE if rank.ready or rank.stopped else START_SILENCE

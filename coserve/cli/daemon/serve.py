@@ -1,7 +1,7 @@
-"""The daemon: startup, serve, shutdown. One API process (this one) and one engine process.
+"""The daemon: startup, serving, shutdown. It has one API process (this one) and one engine process.
 
-The API process holds the socket, the tokenizer and the registry; it never touches the GPU. An engine that dies, while
-it starts or later, is started again (`cli/daemon/supervisor.py`): its requests get a clear error, its jobs go on from
+The API process holds the socket, the tokenizer and the registry; it never touches the GPU. An engine that dies, at its
+start or later, is started again (`cli/daemon/supervisor.py`): its requests get a clear error, its jobs continue from
 their last checkpoints.
 """
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, opened before anything expensive starts. Raises `PortInUse`."""
+    """Return a listening socket, opened before anything expensive starts. Raises `PortInUse`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -66,9 +66,9 @@ class _Serving:
 
 @asynccontextmanager
 async def _serving(config: Config) -> AsyncIterator[_Serving]:
-    """Startup and shutdown.
+    """Start the daemon, and shut it down at the end of the block.
 
-    HTTP is answered from here on: until the first engine is there, `/health` says `starting` and why it takes long.
+    HTTP is answered inside the block: until the first engine is ready, `/health` says `starting` and its progress.
     """
     config = dataclasses.replace(config, max_connections=connection_limit(config.max_connections))
     folder = DataFolder(config.data_dir)
@@ -76,7 +76,7 @@ async def _serving(config: Config) -> AsyncIterator[_Serving]:
     check_trackers(config.tracker)
     async with contextlib.AsyncExitStack() as stack:
         sock = stack.enter_context(contextlib.closing(bind(config.host, config.port)))
-        os.umask(0o077)  # files of the daemon and its processes are for its user alone: corpora, adapters, logs
+        os.umask(0o077)  # files of all processes are private to their user: corpora, adapters, logs
         stack.enter_context(folder.lock())
         folder.restrict_access()
         port = sock.getsockname()[1]
@@ -96,7 +96,7 @@ async def _serving(config: Config) -> AsyncIterator[_Serving]:
         engines = EngineStarts(config, engine.starting)
         stack.push_async_callback(engines.close)
         await engines.begin()
-        from coserve.cli.daemon.http import open_service, serve_http  # takes a second, which the engine uses, too
+        from coserve.cli.daemon.http import open_service, serve_http  # takes a second; the engine starts meanwhile
 
         service = await open_service(config, folder, engine, stack)
         supervisor = Supervisor(engines.start, service)
@@ -115,7 +115,7 @@ async def _end(task: asyncio.Task[None]) -> None:
 async def serve(config: Config, *, report: Callable[[int, Status, Warming | None], None]) -> None:
     """Run until SIGINT or SIGTERM. `report` gets the port, the status and the progress of the warm-up at each change.
 
-    Raises a `StartupError` leaf when the daemon cannot start, or when its engine cannot stay alive.
+    Raises a `StartupError` leaf when the daemon cannot start, or when its engine dies repeatedly.
     """
     began, signals = time.monotonic(), StopSignals()
     stopping = asyncio.create_task(signals.wait())

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class StopSignals:
-    """SIGINT and SIGTERM: the first asks for an orderly stop, the second stops at once."""
+    """Handles SIGINT and SIGTERM: the first asks for an orderly stop, the second stops at once."""
 
     def __init__(self) -> None:
         self._came = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Warnings at the start of a command that runs a base: variables that set nothing, and settings without effect."""
+"""Warnings at the start of a command that runs a base: unknown environment variables, and settings without effect."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from coserve.core.hints import variable_hint
 from coserve.queues.policies.choice import POLICIES
 
 OTHER_VARIABLES = ("COSERVE_URL", "COSERVE_DEBUG", "COSERVE_FAILPOINTS")
-"""Variables that are read elsewhere."""
+"""Variables that other code reads."""
 KUBERNETES = re.compile(r"COSERVE_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
-"""Variables that Kubernetes sets for a Service called coserve, or coserve-something."""
+"""Variables that Kubernetes sets for a Service named coserve, or coserve-something."""
 KUBERNETES_PORT = re.compile(r"COSERVE_(\w+_)?PORT")
-"""The same, where the value is an address such as `tcp://10.0.0.1:80`."""
+"""Kubernetes' variable for the port, whose value is an address such as `tcp://10.0.0.1:80`."""
 POLICIES_OF = {
     setting: tuple(name for name, policy in POLICIES.items() if setting in policy.settings)
     for setting in dict.fromkeys(setting for policy in POLICIES.values() for setting in policy.settings)
 }
-"""Settings that only some policies read."""
+"""Maps each setting that only some policies read to the names of these policies."""
 OF_A_GPU = ("memory_fraction", "compile", "pinned_memory_bytes")
 """Settings without effect on a CPU."""
 
 
 def start_warnings(config: Config, given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> list[str]:
-    """A line for each unknown variable and for each setting that was given and does less than its value says.
+    """Return a line for each unknown variable and for each given setting that does less than its value says.
 
-    `config`: what `load_config` made of `given` and `environ`.
+    `config`: the result of `load_config` for `given` and `environ`.
     """
     return [*unknown_variables(environ), *_without_effect(config, setting_sources(given, environ))]
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """A line for each `COSERVE_` variable that is no setting, but for those that Kubernetes sets."""
+    """Return a line for each `COSERVE_` variable that is not a setting, except those that Kubernetes sets."""
     settings = [f.name for f in dataclasses.fields(Config)]
     known = {f"COSERVE_{name.upper()}" for name in settings} | set(OTHER_VARIABLES)
     return [

@@ -34,24 +34,24 @@ class RunningEngine(Protocol):
     def ready(self) -> EngineReady: ...
     @property
     def ranks(self) -> EngineRanks | None:
-        """Its processes, where there are several."""
+        """The engine's processes if there are several."""
         ...
 
     @property
     def loss(self) -> str | None:
-        """Why it was ended, where it hung or lost one of its processes."""
+        """Why the engine was killed, if it hung or lost a process."""
         ...
 
     async def wait(self) -> int:
-        """Wait until it has ended; its exit status."""
+        """Wait until the engine has ended, and return its exit status."""
         ...
 
     def end(self, loss: str) -> None:
-        """Kill it, as it hangs."""
+        """Kill the engine because it hangs."""
         ...
 
     async def stop(self) -> None:
-        """Ask a running engine to end and wait for it; then close the link."""
+        """Ask the engine to end, wait for it, then close the link."""
         ...
 
 
@@ -62,12 +62,12 @@ class EngineOwner(Protocol):
         self, link: Link[ToEngine, FromEngine], ready: EngineReady, ranks: EngineRanks | None = None
     ) -> None: ...
     async def disconnected(self) -> Exception | None:
-        """Wait until the attached engine's messages are no longer read. The error that ended this; None if the link
-        closed."""
+        """Wait until the attached engine's messages are no longer read. Return the error that ended this; None if the
+        link closed."""
         ...
 
     async def engine_hung(self) -> str:
-        """Wait until the attached engine hangs: it has work and says nothing. Returns what to tell of it."""
+        """Wait until the attached engine hangs: it has work but sends nothing. Return a description."""
         ...
 
     def engine_lost(self) -> None: ...
@@ -76,9 +76,9 @@ class EngineOwner(Protocol):
 
 @dataclass(frozen=True)
 class Restarts:
-    """When to start an engine again. It dies early while it starts, or within `early` seconds of service. After the
-    n-th early death in a row there is a pause of `first` * 2^(n-1) seconds; after the `most`-th the daemon gives up. An
-    engine that served longer is started again at once."""
+    """Back-off of engine restarts. A death is early at startup or within `early` seconds of service. After the n-th
+    consecutive early death the pause is `first` * 2^(n-1) seconds; after the `most`-th the daemon gives up. An engine
+    that served longer is restarted at once."""
 
     early: float = 10.0
     first: float = 0.5
@@ -89,8 +89,8 @@ class Restarts:
 
 
 class Supervisor:
-    """`start` returns a ready engine. It raises `EngineDied`, or a `StartupError` where another start would fail
-    too."""
+    """Keeps an engine running. `start` returns a ready engine; it raises `EngineDied`, or a `StartupError` if a restart
+    would fail too."""
 
     def __init__(
         self,
@@ -106,9 +106,9 @@ class Supervisor:
         """Set once an engine is attached."""
 
     async def run(self) -> None:
-        """Keep an engine alive until cancelled; stop it then.
+        """Keep an engine alive until cancelled; then stop it.
 
-        Raises `StartupError` where the engine refuses to start, or dies early again and again.
+        Raises `StartupError` if the engine refuses to start, or dies early repeatedly.
         """
         deaths = 0
         while True:
@@ -153,7 +153,7 @@ class Supervisor:
             unreadable = disconnected.result() if disconnected.done() else None
             if hung.done() and not (ended.done() or disconnected.done()):
                 engine.end(hung.result())
-                self._service.engine_lost()  # its requests need not wait until the process is gone
+                self._service.engine_lost()  # fail its requests now, before the process is gone
         finally:
             for task in tasks:
                 task.cancel()
@@ -164,7 +164,7 @@ class Supervisor:
 
 
 def how_ended(status: int) -> str:
-    """An exit status in words."""
+    """Return an exit status in words."""
     if status >= 0:
         return f"ended with status {status}"
     try:
@@ -182,9 +182,9 @@ class _EngineExit:
     served: float = 0.0
     started: bool = False
     unreadable: Exception | None = None
-    """Why its messages could not be read any more, where that is why it was stopped."""
+    """The error in reading its messages, if it was stopped for that."""
     loss: str | None = None
-    """How it hung, or which of its processes was lost, where that is why it was stopped."""
+    """How it hung, or which process was lost, if it was stopped for that."""
 
     @property
     def text(self) -> str:

@@ -1,4 +1,4 @@
-"""`coserve finetune`."""
+"""The command `coserve finetune`."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def finetune(
 
 
 def _show_preparing(preparing: Preparing) -> None:
-    """On a terminal, in a line that is written again and again."""
+    """Show the progress of tokenising on a terminal, in one line that is overwritten."""
     if sys.stderr.isatty():
         end = "\n" if preparing.progress == 1 else ""
         print(f"\r{preparing_line(preparing)}", end=end, file=sys.stderr, flush=True)

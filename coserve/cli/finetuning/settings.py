@@ -1,4 +1,4 @@
-"""The fields of `coserve finetune`'s request, from its options and from `--set FIELD=VALUE`."""
+"""Builds the fields of `coserve finetune`'s request from its options and from `--set FIELD=VALUE`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ARGUMENTS = {
     "data": "give the rows as the argument FILE",
     "path": "give the rows as the argument FILE",
 }
-"""Fields of the request that are no settings, with what to do instead."""
+"""Fields of the request that `--set` refuses, with what to do instead."""
 OPTIONS = {
     "columns": "--columns",
     "continue_from": "--continue-from",
@@ -39,14 +39,14 @@ OPTIONS = {
     "training.sample_steps": "--sample-steps",
     "training.sample_max_tokens": "--sample-max-tokens",
 }
-"""Fields that have an option of their own."""
+"""Fields with an option of their own."""
 
 _Path = tuple[str, ...]
-"""Names of a field and of those that it is in, outermost first."""
+"""Path of a nested field: names from the outermost object to the field."""
 
 
 def request_settings(options: Mapping[str, object], assignments: Iterable[str]) -> dict[str, Any]:
-    """The fields of a `FinetuneRequest`, as JSON has them.
+    """Return the fields of a `FinetuneRequest` in JSON's form.
 
     `options`: values by the fields of `OPTIONS`, None: not given. `assignments`: texts `FIELD=VALUE`, whose value is
     JSON or a text. Raises `typer.BadParameter` for fields that the request does not have or that have two values.
@@ -70,7 +70,7 @@ def request_settings(options: Mapping[str, object], assignments: Iterable[str]) 
 
 
 def column_names(texts: Iterable[str]) -> dict[str, str]:
-    """The columns by field in values of `--columns`, each `FIELD=COLUMN,...`. Raises `typer.BadParameter`."""
+    """Return columns by field from values of `--columns`, each `FIELD=COLUMN,...`. Raises `typer.BadParameter`."""
     names = {}
     for text in ",".join(texts).split(","):
         field, equals, column = text.partition("=")
@@ -85,7 +85,7 @@ def _path(field: str) -> _Path:
 
 
 def _add(given: dict[_Path, tuple[Any, str]], path: _Path, value: object, origin: str) -> None:
-    """Add the value, or each field of an object. Raises `typer.BadParameter` if it has another value already."""
+    """Add the value, or each field of an object. Raises `typer.BadParameter` if the field already has another value."""
     for leaf, own in _leaves(path, value):
         for other, (found, first) in given.items():
             shared = min(len(leaf), len(other))
@@ -96,7 +96,7 @@ def _add(given: dict[_Path, tuple[Any, str]], path: _Path, value: object, origin
 
 
 def _leaves(path: _Path, value: object) -> Iterator[tuple[_Path, object]]:
-    """The fields of an object, those of objects within it included."""
+    """Yield path and value of an object's fields, those of nested objects included."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from _leaves((*path, name), inner)
@@ -105,7 +105,7 @@ def _leaves(path: _Path, value: object) -> Iterator[tuple[_Path, object]]:
 
 
 def _nested(values: Mapping[_Path, Any]) -> dict[str, Any]:
-    """The inverse of `_leaves`."""
+    """Nest the fields again: the inverse of `_leaves`."""
     root: dict[str, Any] = {}
     for (*parents, name), value in values.items():
         inside = root
@@ -116,7 +116,7 @@ def _nested(values: Mapping[_Path, Any]) -> dict[str, Any]:
 
 
 def _value(path: _Path, text: str) -> object:
-    """What `text` is as JSON, or itself: if it is no JSON, or if the field takes only texts."""
+    """Parse `text` as JSON. Return it unchanged if it is not JSON, or if the field accepts only texts."""
     try:
         value: object = msgspec.json.decode(text)
     except msgspec.DecodeError:
@@ -133,7 +133,7 @@ def _fits(values: Mapping[_Path, object]) -> bool:
 
 
 def _check(settings: dict[str, Any]) -> None:
-    """Raises `typer.BadParameter` with what the API would say."""
+    """Raise `typer.BadParameter` with the error that the API would give."""
     try:
         _converted(settings)
     except msgspec.ValidationError as error:

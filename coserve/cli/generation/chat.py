@@ -1,4 +1,4 @@
-"""`coserve chat`: a conversation at the terminal."""
+"""The command `coserve chat`: a conversation at the terminal."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def chat(
 
 
 class Conversation:
-    """The messages so far, and where the next one goes."""
+    """The messages so far, and the destination of the next one."""
 
     def __init__(self, client: Client, adapter: str | None, system: str | None, options: GenerateOptions) -> None:
         self._client, self._adapter, self._options = client, adapter, options
@@ -66,7 +66,7 @@ class Conversation:
         self._turns: list[dict[str, str]] = []
 
     def take(self, line: str) -> None:
-        """Obey a command, or answer a message. Raises `CoserveError`; the message is then no part of the
+        """Execute a command, or answer a message. Raises `CoserveError`; the message is then not kept in the
         conversation."""
         command, _, rest = line.strip().partition(" ")
         if command == "/system":
@@ -93,9 +93,9 @@ class Conversation:
 
 
 def _converse(conversation: Conversation) -> None:
-    """Read lines from the terminal until Ctrl-D. An error of the daemon ends one answer."""
+    """Read lines from the terminal until Ctrl-D. An error of the daemon ends only the current answer."""
     with suppress(ImportError):
-        importlib.import_module("readline")  # `input` edits lines with it
+        importlib.import_module("readline")  # gives `input` line editing
     print(COMMANDS, file=sys.stderr)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""`coserve generate`."""
+"""The command `coserve generate`."""
 
 from __future__ import annotations
 
@@ -59,5 +59,5 @@ def generate(
 
 
 def _without_line_end(text: str) -> str:
-    """`echo` and editors end a text with a line end that is no part of the prompt."""
+    """Remove one line end, which `echo` and editors append to a text and which is not part of the prompt."""
     return text.removesuffix("\n")

@@ -1,4 +1,4 @@
-"""The options that `coserve generate` and `coserve chat` share."""
+"""Options that `coserve generate` and `coserve chat` share."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def generate_options(
     seed: int | None,
     slo_class: str | None,
 ) -> GenerateOptions:
-    """What was given, for the client. Raises `typer.BadParameter` for an unknown class."""
+    """Return the given options for the client. Raises `typer.BadParameter` for an unknown class."""
     options: GenerateOptions = {"max_tokens": max_tokens, "temperature": temperature}
     if top_p is not None:
         options["top_p"] = top_p
@@ -56,7 +56,8 @@ def generate_options(
 
 @contextmanager
 def connected(url: str, key: str | None, wait: bool) -> Iterator[Client]:
-    """The daemon, with `wait` once it is ready; without, an error of one that starts names --wait."""
+    """Yield a client of the daemon. `wait`: wait until it is ready; otherwise the error of a starting daemon names
+    --wait."""
     with connect(url, key) as client:
         if wait:
             say_if_starting(client)

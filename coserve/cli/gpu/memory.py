@@ -1,4 +1,4 @@
-"""`coserve memory`: where the bytes of a daemon's GPU are."""
+"""The command `coserve memory`: GPU memory of a daemon by component."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ USES = {
     "others": "other processes",
     "free": "free",
 }
-"""Fields of `MemoryUse`, which are the whole device, and what they are."""
+"""Maps fields of `MemoryUse`, which add up to the whole device, to their descriptions."""
 
 
 def memory(as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
@@ -58,7 +58,7 @@ def memory(as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> 
 
 
 def use_table(use: MemoryUse) -> Table:
-    """The uses, whose sum is the device."""
+    """Return a table of the components, which add up to the device's memory."""
     table = Table(title="GPU memory: MiB", title_justify="left")
     table.add_column("use")
     table.add_column("MiB", justify="right")
@@ -74,7 +74,7 @@ def use_table(use: MemoryUse) -> Table:
 
 
 def job_table(use: MemoryUse) -> Table:
-    """The jobs that have started. Activations are there for one of them at a time."""
+    """Return a table of the jobs that have started. Only one job has activations at a time."""
     table = Table(title="Jobs: MiB", title_justify="left")
     table.add_column("job")
     for name in ("adapter", "gradients", "optimizer", "activations", "tokens"):
@@ -87,11 +87,11 @@ def job_table(use: MemoryUse) -> Table:
 
 
 def _recomputed(job: JobUse) -> str:
-    """Layers that are computed again: as a whole, and after a plus sign but for attention."""
+    """Return the number of fully recomputed layers and, after a plus sign, of those recomputed except for attention."""
     partly = f"+{job.partly_recomputed_layers}" if job.partly_recomputed_layers else ""
     return f"{job.recomputed_layers}{partly} of {job.layers}"
 
 
 def mib(size: int) -> str:
-    """Bytes in MiB."""
+    """Return bytes as a text in MiB."""
     return f"{size / MIB:,.0f}"

@@ -1,4 +1,4 @@
-"""`coserve profile`: GPU memory by component, for inference, LoRA and full fine-tuning."""
+"""The command `coserve profile`: GPU memory by component, for inference, LoRA and full fine-tuning."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALL = "all"
 
 
 OF_PRESETS = ("ranks", "targets", "full", "batches", "lengths", "dtype", "recompute", "trust_remote_code")
-"""Options that a preset says."""
+"""Options that a preset sets."""
 
 
 def profile(
@@ -133,7 +133,7 @@ def _targets(text: str) -> tuple[str, ...] | None:
 
 
 def _numbers(text: str, field: str) -> tuple[int, ...]:
-    """Raises `InvalidRequest` for anything but whole numbers."""
+    """Parse comma-separated numbers. Raises `InvalidRequest` for anything but whole numbers."""
     try:
         return tuple(dict.fromkeys(int(part) for part in text.split(",") if part.strip()))
     except ValueError as error:
