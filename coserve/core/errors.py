@@ -12,23 +12,23 @@ CoserveError
 │   ├── HeadersTooLarge 431          ├── AdapterTooLarge 422   it leaves no page of the KV pool
 │   ├── NonFiniteLogits 422          the adapter (or the base) computes NaN or infinity for this prompt
 │   ├── JobTooLarge 422              it never fits into the GPU's memory
-│   ├── IdempotencyMismatch 422      another request has used the key before
+│   ├── IdempotencyMismatch 422      a different request has used the key
 ├── CorpusError 422                  a row is wrong (`line`)
 │   ├── MalformedRow                 ├── NoTargets             ├── EmptyCorpus
 │   ├── UnreadableCorpus             its file or folder is damaged, missing, or takes too much memory
 ├── AdapterError 422                 an adapter's files are wrong
 │   ├── UnsupportedAdapter           ├── CorruptAdapter        ├── UnsafeAdapter
 │   ├── BaseMismatch                 ├── ShapeMismatch
-├── CapacityError                    right, but not now
+├── CapacityError                    a valid request that cannot be served now
 │   ├── QueueFull 429                ├── EngineUnavailable 503 ├── HelperLost 503
-│   ├── RequestOutOfMemory 503       one request alone finds too little memory
+│   ├── RequestOutOfMemory 503       a single request does not fit into the free memory
 │   ├── TooManyConnections 503       ├── Unreachable 503       raised by the SDK: no daemon answers
 │   ├── StorageError                 a file could not be read or written now; its content may be valid
 │   │   ├── StorageFull 507          ├── StorageFailed 500     ├── StorageBusy 503
 ├── JobError                         a job ended badly (never an HTTP response; status 500)
 │   ├── NonFiniteLoss                ├── JobOutOfMemory        ├── CheckpointUnreadable
-│   ├── EngineCrashed                paused: its engine died again and again
-├── InternalError 500                our own fault; the body says nothing more
+│   ├── EngineCrashed                the job is paused: the engine died repeatedly
+├── InternalError 500                a bug of coserve; the body has no details
 └── StartupError                     the daemon refuses to start (exit status 2)
     ├── ConfigError                  ├── UnsupportedBase       ├── PortInUse
     └── DataFolderInUse

@@ -45,7 +45,7 @@ class ToolCall(_Struct, frozen=True):
 
 
 class ChatMessage(_Struct, frozen=True):
-    """One turn of a conversation. `developer` means `system`; null counts as absent."""
+    """One message of a chat. `developer` means `system`; null counts as absent."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Meta(max_length=MAX_MESSAGES)] | None = None

@@ -64,7 +64,7 @@ class Target(Protocol):
 
 
 class Rest(StrEnum):
-    """What to do with jobs that still run when the last prompt is answered."""
+    """Action on jobs that still run when the last prompt is answered."""
 
     DRAIN = "drain"
     """Wait for them; their whole time is measured."""

@@ -13,8 +13,8 @@ from coserve.core.types import TrainingRequest, Wire
 
 
 class ImportRequest(Wire, frozen=True, omit_defaults=True):
-    """`POST /adapters`: as a JSON body with `path`, or as multipart/form-data with a part `settings` (this, as JSON,
-    without `path`) and then one part `file` for each of adapter_config.json and adapter_model.safetensors.
+    """Body of `POST /adapters`: JSON with `path`, or multipart/form-data with a part `settings` (this schema as JSON,
+    without `path`) followed by a part `file` for each of adapter_config.json and adapter_model.safetensors.
     """
 
     name: AdapterName

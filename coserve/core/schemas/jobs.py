@@ -42,11 +42,11 @@ OnConflict = Literal["wait", "fork", "refuse"]
 
 
 class FinetuneRequest(Wire, frozen=True, omit_defaults=True):
-    """`POST /finetune`: as a JSON body with `data` or `path`, or as multipart/form-data with a part `settings` (this,
-    as JSON, without both) and then a part `file` (a corpus as `path` takes it). A header `Idempotency-Key` makes the
-    request safe to repeat.
+    """Body of `POST /finetune`: JSON with `data` or `path`, or multipart/form-data with a part `settings` (this schema
+    as JSON, without `data` and `path`) followed by a part `file` (a corpus in a format of `path`). A header
+    `Idempotency-Key` makes the request safe to repeat.
 
-    The answer comes once the whole corpus is tokenised; with `Accept: text/event-stream` events say how far it is.
+    The answer comes once the whole corpus is tokenised; with `Accept: text/event-stream`, events report the progress.
     """
 
     adapter: AdapterName
@@ -61,7 +61,7 @@ class FinetuneRequest(Wire, frozen=True, omit_defaults=True):
     continue_from: AdapterRefText | None = None
     """Adapter to continue instead of a new one; `lora` must then be left out."""
     on_conflict: OnConflict = "wait"
-    """What to do if an unfinished job trains `adapter` too. `wait`: a job whose `continue_from` is `adapter` without a
+    """Behaviour if an unfinished job trains `adapter` too. `wait`: a job whose `continue_from` is `adapter` without a
     version waits for the earlier job and continues from the version that it publishes, or from the current one if it
     fails or is cancelled; other jobs start at once. `fork`: start at once, from the current version. `refuse`: 409."""
     teacher: AdapterRefText | None = None
