@@ -1,4 +1,4 @@
-"""A job that has a place in the engine, and the coroutine that runs it: see `engine.run_job`."""
+"""A job that has a place in the engine, and the state of the coroutine that runs it (`engine.run_job`)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from coserve.core.types import AdapterRef, JobSpec
 
 T = TypeVar("T")
 Awaited = tuple[Future[Any], ...]
-"""What a job's coroutine is suspended for: one of them is to be done."""
+"""Futures that a job's coroutine waits for; it resumes once one of them is done."""
 Running = Coroutine[Awaited, None, None]
 Ending = JobPaused | JobCancelled | JobFailed
 
 
 class Stopped(Exception):
-    """The job is to end, or the engine is: see `ActiveJob.stops`."""
+    """Raised in the coroutine when the job or the engine is to end: see `ActiveJob.stops`."""
 
 
 @coroutine
@@ -30,7 +30,7 @@ def _suspended(futures: Awaited) -> Generator[Awaited, None, None]:
 
 @dataclass(frozen=True)
 class Samples:
-    """Of a snapshot of the job."""
+    """Samples being generated from a snapshot of the job."""
 
     snapshot: AdapterRef
     done: Future[None] = field(default_factory=Future)
@@ -40,24 +40,24 @@ class ActiveJob:
     """A job that is starting, training or ending. Its coroutine is resumed on the event loop, between two ticks."""
 
     def __init__(self, spec: JobSpec, run: Callable[[ActiveJob], Running]) -> None:
-        """`run` is called at the first `resume`."""
+        """`run` makes the coroutine, which starts at the first `resume`."""
         self.spec = spec
         self.loaded = False
         """Whether the trainer has loaded it."""
         self.turn: Future[None] | None = None
-        """Done at the end of a micro-batch; None: it does not train."""
+        """Done when the micro-batch that it waits for ends; None: it does not train."""
         self.samples: Samples | None = None
-        """Those that are being generated; the job trains on until the next ones are due."""
+        """Samples being generated. The job trains on until the next ones are due."""
         self.trouble: str | None = None
-        """Why the disk refused its adapter; None: it did not."""
+        """Why the disk refused to write its adapter; None: it did not."""
         self.treatment: Treatment | None = None
-        """How its micro-batches are computed; None: as planned."""
+        """Recompute plan of its micro-batches; None: as configured."""
         self.end: Ending | JobSucceeded | None = None
         """The message that ends the job, sent when its coroutine has ended."""
         self.resumes = False
-        """Whether it was resumed before its pause had ended."""
+        """Whether it was resumed while it was still pausing, so that it goes back into the queue."""
         self.closing = False
-        """Whether the engine ends."""
+        """Whether the engine is ending."""
         self._running, self._awaited = run(self), tuple[Future[Any], ...]()
 
     @property
@@ -66,21 +66,21 @@ class ActiveJob:
 
     @property
     def ready(self) -> bool:
-        """What the coroutine is suspended for is done."""
+        """Whether one of the awaited futures is done."""
         return any(future.done() for future in self._awaited)
 
     @property
     def waits_for_samples(self) -> bool:
-        """Nothing but its samples is missing for its next turn."""
+        """Whether it could train but for its samples."""
         return self.samples is not None and self._awaited == (self.samples.done,)
 
     def ends(self, end: Ending) -> None:
-        """It is to end so, unless it was cancelled or has failed already."""
+        """Set how the job ends, unless it was cancelled or has failed already."""
         if not isinstance(self.end, JobCancelled | JobFailed):
             self.end, self.resumes = end, False
 
     def resume(self) -> bool:
-        """Run the coroutine until it is suspended again. False: it has ended."""
+        """Run the coroutine until it suspends again. Returns False if it has ended."""
         self._awaited = ()  # an error in one of them would keep the frames that it has passed
         try:
             self._awaited = self._running.send(None)
@@ -89,7 +89,7 @@ class ActiveJob:
         return True
 
     def run_to_end(self) -> None:
-        """Block until the coroutine has ended. The job stops."""
+        """Stop the job, and block until its coroutine has ended."""
         self.closing = True
         while self.resume():
             wait(self._awaited, return_when=FIRST_COMPLETED)
@@ -97,15 +97,15 @@ class ActiveJob:
     # ---- for the coroutine
 
     async def until(self, *futures: Future[Any]) -> None:
-        """Suspend the coroutine until one of them is done. Raises `Stopped`."""
+        """Suspend the coroutine until one of the futures is done. Raises `Stopped`."""
         while not self.stops and not any(future.done() for future in futures):
             await _suspended(futures)
         if self.stops:
             raise Stopped
 
     async def result(self, future: Future[T]) -> T:
-        """The future's result. The job may stop meanwhile. Raises what the future raises, and `Stopped` if the engine
-        has cancelled it."""
+        """Wait for the future's result, even if the job stops meanwhile. Raises the future's error, and `Stopped` if
+        the engine has cancelled it."""
         try:
             while not future.done():
                 await _suspended((future,))

@@ -1,4 +1,4 @@
-"""The GPU's memory as it is now: what admission may use of it, and where its bytes are, for /health."""
+"""The GPU's current memory: how much admission may use, and a breakdown for /health."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coserve.memory.allocator import Reading
 
 
 class GraphSizes(Protocol):
-    """`memory.graph_bytes.GraphBytes`."""
+    """The interface of `memory.graph_bytes.GraphBytes`."""
 
     @property
     def size(self) -> int: ...
@@ -24,7 +24,7 @@ class GraphSizes(Protocol):
 
 @dataclass(frozen=True)
 class Fixed:
-    """What does not change while the engine lives. Bytes."""
+    """Sizes in bytes that stay constant while the engine runs."""
 
     held: int
     """Allocated before the first request: the base, the page pool and other buffers."""
@@ -33,17 +33,17 @@ class Fixed:
     page: int
     """One page."""
     step: int
-    """Temporaries of a generation step, at most."""
+    """Upper bound of a generation step's temporaries."""
     graphs: int
-    """A bound for CUDA graphs, until they are captured."""
+    """Estimate for CUDA graphs, used until they are captured."""
     context: int
-    """The CUDA context and libraries of a usual process, at most."""
+    """Upper bound for the CUDA context and libraries of a typical process."""
     planned: int
-    """What torch should never need more than; 0 without a plan."""
+    """Upper bound of torch's memory according to the plan; 0 without a plan."""
 
 
 class DeviceMemory:
-    """Implements `ports.AdmitsJobs`, and reads the device for it."""
+    """Implements `ports.AdmitsJobs` with readings of the device."""
 
     def __init__(
         self,
@@ -55,22 +55,22 @@ class DeviceMemory:
         clock: Callable[[], float] = time.monotonic,
         taken_elsewhere: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`graphs_done` is called with the size of all graphs, whenever none is missing and it has grown. `clock` gives
-        seconds. `taken_elsewhere`: the most bytes that others than a rank's allocator have taken since the start on a
-        GPU of another rank."""
+        """`graphs_done` is called with the size of all graphs whenever none is missing and it has grown. `clock`
+        returns seconds. `taken_elsewhere`: on other ranks' GPUs, the most bytes that were taken since the start outside
+        of the rank's allocator."""
         self._admission, self._fixed, self._read, self._graphs = admission, fixed, read, graphs
         self._graphs_done, self._reported_graphs, self._clock = graphs_done, 0, clock
         self._taken_elsewhere = taken_elsewhere
         self.planned = fixed.planned
-        """Bytes that torch should never need more than; 0 without a plan."""
+        """Upper bound of torch's memory according to the plan; 0 without a plan."""
         self._asked: str | None = None
         self._own = read().outside
-        """The least that was there outside of the allocator: our context and libraries, and what others had at the
-        start."""
+        """Lowest reading outside of torch's allocator: our context and libraries, and other processes at the start."""
         self.refresh()
 
     def refresh(self) -> Reading:
-        """Read the device. What other processes hold is not there for jobs; what torch's allocator has cached is."""
+        """Read the device and update admission. Memory of other processes is not available to jobs; memory that torch's
+        allocator caches is."""
         reading = self._read()
         self._own = min(self._own, reading.outside)
         fixed, graphs = self._fixed, self._graphs
@@ -94,7 +94,7 @@ class DeviceMemory:
         return self._admission.shared_tokens
 
     def admit(self, spec: JobSpec) -> Start | Hold:
-        """See `MemoryAdmission.admit`. The device is read when a job is first asked for."""
+        """See `MemoryAdmission.admit`. The device is read when a job first asks."""
         if self._asked != spec.id:
             self._asked = spec.id
             self.refresh()
@@ -113,7 +113,7 @@ class DeviceMemory:
         self._admission.compiled(costs)
 
     def use(self, adapter_pages: int) -> MemoryUse:
-        """Reads the device."""
+        """The memory breakdown for /health. Reads the device."""
         now, fixed, admission = self.refresh(), self._fixed, self._admission
         each = admission.each
         beyond = max(0, now.allocated - fixed.held)

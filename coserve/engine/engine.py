@@ -1,8 +1,8 @@
-"""The tick: collect, propose, decide, commit or train, hand the results out.
+"""The engine's tick: collect, propose, decide, commit or train, send results.
 
-The engine knows neither HTTP nor text nor the registry. Requests and jobs come in as messages over a `Link`, tokens and
-the events of jobs go out the same way. All state changes happen on the event loop between two ticks, so that a
-generation step or a fine-tuning slice never sees its batch change.
+The engine knows neither HTTP nor text nor the registry. Requests and jobs arrive as messages over a `Link`; tokens and
+job events leave the same way. All state changes happen on the event loop between two ticks, so the batch never changes
+during a generation step or a fine-tuning slice.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ from coserve.state.failpoints import failpoint
 log = logging.getLogger(__name__)
 
 PREPARATION = 0.5
-"""Seconds: longer than a piece of `Generates.prepare`."""
+"""Least seconds to the next timer for which `Generates.prepare` may run; longer than a piece of its work."""
 
 
 async def _yield_to_loop() -> None:
-    """Let the link deliver what has come in: a frame takes a read, a wake-up and a decode."""
+    """Let the link deliver what has arrived: a frame takes a read, a wake-up and a decode."""
     for _ in range(3):
         await asyncio.sleep(0)
 
 
 @dataclass(frozen=True)
 class JobPlaces:
-    """`max_active` jobs take turns. `threads` run what may take long for them; None: two for each. `memory`: the GPU's,
-    where jobs are admitted by it, looked at every `memory_poll` seconds while one waits for it."""
+    """Limits and resources for jobs: `max_active` jobs alternate. `threads` run their long work; None: two threads for
+    each. `memory`: admits jobs by the GPU's memory, polled every `memory_poll` seconds while a job waits for it."""
 
     max_active: int = 1
     threads: Executor | None = None
@@ -75,9 +75,9 @@ class JobPlaces:
 
 
 class Engine:
-    """One base, one GPU, one loop.
+    """The engine of one base, on one GPU (or one rank group) and one event loop.
 
-    `clock` gives seconds; `pace` runs after each step (the simulation spends the step's virtual time in it).
+    `clock` returns seconds; `pace` runs after each step (a simulation lets the step's virtual time pass in it).
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class Engine:
         pace: Callable[[], Awaitable[None]] = _yield_to_loop,
         garbage: GarbageCollection | None = None,
     ) -> None:
-        """`marks`: whether slices and steps are only launched, and their ends are events; `attainment`: share of
-        answers that are to be in time. `garbage` is collected while no request runs; None: by the interpreter."""
+        """`marks`: how slices and steps signal their ends; `attainment`: fraction of answers that must be in time.
+        `garbage` is collected while no request runs; None: the interpreter collects it."""
         self._generator, self._scheduler, self._adapters = generator, generator.scheduler, adapters
         self._policy, self._link, self._clock, self._pace = policy, link, clock, pace
         self._memory_poll, self._garbage = jobs.memory_poll, garbage or GarbageCollection.none()
@@ -120,20 +120,20 @@ class Engine:
         parts = generator, adapters, self._jobs, self._views, self._stalls
         self._reports = Reports(link, clock, parts, jobs.memory)
         self._measured: float | None = None
-        """When the last step or slice ended: what follows is part of the next one's time. None: the engine waited
+        """When the last step or slice ended: the time from then on counts for the next one. None: the engine has waited
         since."""
         self._step = LaunchedStep()
-        """The last one."""
+        """The last launched step."""
 
     async def run(self) -> None:
-        """Tick until `Shutdown` comes or the API process is gone. Raises what only a new process mends: `EngineFault`,
-        and any error outside of the work of one request or one job."""
+        """Tick until `Shutdown` comes or the API process is gone. Raises what requires a new process: `EngineFault`,
+        and any error outside of a single request's or job's work."""
         self._loop = asyncio.get_running_loop()
         inbox = asyncio.create_task(self._inbox.run())
         inbox.add_done_callback(lambda _: self._changed.set())
         try:
             while not (self._stopping or inbox.done()):
-                self._changed.clear()  # what came until now, the policy sees now
+                self._changed.clear()  # the policy sees everything up to here
                 with self._stalls.during("gc"):
                     self._garbage.while_busy()
                 with self._stalls.during("jobs"):
@@ -171,14 +171,14 @@ class Engine:
         collected = max(now, self._step.expected) if launched else None
         view = self._views.view(plan, now, in_flight=self._flight.view(), collected=collected)
         decision = self._policy.decide(view, now)
-        # Where slices are only launched, their launches before a step are no part of its time.
+        # With overlap, launches of slices before a step are no part of its time.
         if self._measured is None or not (launched or self._flight.takes_turns):
             self._measured = now
         match decision:
             case Serve():
                 await self._serve(decision, plan, view.costs)
             case Train() if launched and self._flight.takes_turns:
-                # Its tokens need not wait for the slice. When they are there, the policy decides again.
+                # The launched step's tokens need not wait for the slice. Once they are out, the policy decides again.
                 await self._collect()
             case Wait() if launched and self._step.done is None:
                 await self._collect()
@@ -196,7 +196,7 @@ class Engine:
                 await self._idle.sleep(None if until is None else until - now)
 
     def _idle_until(self, until: float | None, now: float) -> bool:
-        """Nobody waits for an adapter to be read, and no timer fires soon."""
+        """Whether no request is in the batch or waits for its adapter, and no timer fires soon."""
         return not (self._scheduler.loading or self._scheduler) and (until is None or until - now > PREPARATION)
 
     def _prepare(self) -> bool:
@@ -230,15 +230,15 @@ class Engine:
         await self._accept(ran, began, collected or self._step)
 
     async def _collect(self) -> None:
-        """Wait for the step in flight."""
+        """Wait for the step in flight, and send its tokens."""
         began = self._clock()
         with self._stalls.during("decode"):
             ran = self._generator.collect()
         await self._accept(ran, began, self._step)
 
     async def _accept(self, ran: Ran, began: float, step: LaunchedStep) -> None:
-        """What the generator has collected. The time since the last work was measured is that of its steps: those that
-        overlap the host's work begin when the one before them ends."""
+        """Account for and send what the generator collected. The time since the last measurement belongs to its steps:
+        steps that overlap the host's work begin when their predecessor ends."""
         await self._pace()
         now, shape = self._clock(), ran.computed
         seconds = 0.0 if shape is None and self._generator.in_flight else now - began  # a launch counts with its step
@@ -253,7 +253,7 @@ class Engine:
 
     async def _train(self, decision: Train) -> None:
         if not (self._scheduler or self._scheduler.queue):
-            self._prepare()  # else a job would keep graphs from being captured
+            self._prepare()  # otherwise a job would prevent graph captures
             self._measured = self._clock()
         assert self._measured is not None, "it decided to train"
         began, job = (self._measured if self._flight.takes_turns else self._clock()), decision.job
@@ -263,7 +263,7 @@ class Engine:
             shared_tokens = self._views.slices.tokens_within(decision.max_micro_step) if begins else None
             most = decision.micro_steps
             if most is not None and not self._views.slices.knows(kind):
-                most = 1  # others tell little about it, and requests would wait for all of them
+                most = 1  # other kinds are poor predictors, and requests would wait for all of them
             suspended = self._jobs.advance(job, most, shared_tokens)
         micro_steps = self._jobs.micro_steps_done
         tokens = self._jobs.slice_tokens if suspended else tokens  # the job itself may have failed

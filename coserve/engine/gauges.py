@@ -1,4 +1,4 @@
-"""What the engine reports of itself, about once a second."""
+"""The engine's statistics, sent about once a second."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 
 STATS_INTERVAL = 1.0
 LOGGED_BACKLOG = 8 << 20
-"""Bytes that the API process has not read, from which on they are logged."""
+"""Bytes of unread messages to the API process from which on a warning is logged."""
 
 
 class Reports:
-    """Sends gauges."""
+    """Sends `EngineStats` messages."""
 
     def __init__(
         self,
@@ -34,10 +34,10 @@ class Reports:
         self._unread = ThrottledLog(log, "the API process does not read what the engine sends", clock)
         self._due = 0.0
         self.serve_seconds = self.train_seconds = 0.0
-        """In generation steps and in slices."""
+        """Total seconds in generation steps and in slices."""
 
     def send(self, now: float, *, force: bool = False) -> None:
-        """Send them if they are due; `force`: in any case."""
+        """Send the statistics if they are due; `force`: in any case."""
         if now < self._due and not force:
             return
         self._due = now + STATS_INTERVAL
@@ -59,7 +59,7 @@ def engine_stats(
     memory: DeviceMemory | None,
     backlog: int,
 ) -> EngineStats:
-    """`seconds` in generation steps and in slices."""
+    """Build the statistics. `seconds`: in generation steps and in slices."""
     allocator, scheduler = generator.allocator(), generator.scheduler
     first, running = scheduler.queue.first_arrival, scheduler.started
     return EngineStats(

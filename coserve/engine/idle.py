@@ -1,4 +1,4 @@
-"""What the engine does without work: it collects garbage, then sleeps."""
+"""Idle behaviour of the engine: collect garbage, then sleep."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from coserve.engine.stalls import SLEEP, Stalls
 
 
 class Idle:
-    """`changed` is set by each event that the engine must react to."""
+    """Sleeps while there is no work. `changed` is set by each event that the engine must react to."""
 
     def __init__(self, changed: asyncio.Event, garbage: GarbageCollection, stalls: Stalls) -> None:
         self._changed, self._garbage, self._stalls = changed, garbage, stalls

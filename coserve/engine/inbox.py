@@ -17,7 +17,7 @@ MESSAGES_AT_ONCE = 0.005
 
 
 class Inbox:
-    """`handle` is called with each message, then `changed` is set. `clock` returns seconds."""
+    """Passes each message to `handle`, then sets `changed`. `clock` returns seconds."""
 
     def __init__(
         self,
@@ -29,16 +29,16 @@ class Inbox:
     ) -> None:
         self._link, self._handle, self._changed, self._stalls, self._clock = link, handle, changed, stalls, clock
         self._seconds = 0.0
-        """Spent since a step could last begin."""
+        """Seconds spent on messages since a step could last begin."""
         self._resumed = asyncio.Event()
 
     def step_can_begin(self) -> None:
-        """The engine can begin a step now. Afterwards messages are handled again."""
+        """Signal that the engine can begin a step now; message handling then resumes."""
         self._seconds = 0.0
         self._resumed.set()
 
     async def run(self) -> None:
-        """Returns when the API process is gone. Raises what `handle` raises."""
+        """Handle messages until the API process is gone. Raises what `handle` raises."""
         while True:
             try:
                 message = await self._link.receive()

@@ -1,4 +1,4 @@
-"""Jobs in line and the memory for them: whether one may start, and what its record is told."""
+"""Memory admission of queued jobs: whether one may start, and the messages about it."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from coserve.engine.ports import AdmitsJobs, Trains
 
 
 class JobAdmission:
-    """`memory` None: there is memory for every job."""
+    """Admits jobs by memory, and tracks memory being freed. `memory` None: every job is admitted."""
 
     def __init__(self, memory: AdmitsJobs | None, trainer: Trains, send: Callable[[FromEngine], None]) -> None:
         self._memory, self._trainer, self._send = memory or AdmitsAll(), trainer, send
         self._held: dict[str, Cause] = {}
-        """Jobs in line that were told that they wait for memory, and why."""
+        """Queued jobs that were told that they wait for memory, and why."""
         self._leaving: dict[str, Future[Any] | None] = {}
-        """Jobs whose memory is not free yet, and their last work on a thread."""
+        """Jobs whose memory is not yet free, and their cancelled work on a thread."""
 
     @property
     def held(self) -> bool:
-        """Whether a job waits."""
+        """Whether a queued job waits for memory."""
         return bool(self._held)
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """For /health."""
+        """Notes for /health."""
         held = (f"jobs: {len(self._held)} in line wait for memory",) if self._held else ()
         return (*held, *self._memory.troubles)
 
     def admit(self, spec: JobSpec) -> Start | None:
-        """None: the job waits, and was told why, unless it is for its own former memory. Raises `JobTooLarge`,
-        `InvalidRequest`."""
+        """Admit a job. None: it waits, and was told why, unless it waits for its own earlier memory. Raises
+        `JobTooLarge`, `InvalidRequest`."""
         self._memory.compiled(self._trainer.layer_costs)
         self._release_freed()
         if spec.id in self._leaving:
@@ -51,12 +51,12 @@ class JobAdmission:
         return None
 
     def left_line(self, job: str) -> None:
-        """The job waits no more: it ended, or was paused."""
+        """Forget a queued job that ended or was paused."""
         self._held.pop(job, None)
 
     def release(self, job: str, cancelled: Future[Any] | None = None) -> None:
-        """The job has started, and ended or was paused. Others may have its memory once that is free: once its
-        `cancelled` work on a thread has ended, and the pass that it has left."""
+        """Give back the memory of a job that had started and now ended or was paused. It becomes available once the
+        job's `cancelled` work on a thread and the pass that it has left have ended."""
         self._leaving[job] = cancelled
 
     def _release_freed(self) -> None:
@@ -66,14 +66,14 @@ class JobAdmission:
                 self._memory.release(job)
 
     def changes(self) -> list[tuple[str, Start]]:
-        """Jobs that train otherwise from now on. The trainer is told how many tokens jobs may share."""
+        """Return jobs whose recompute plan changes. Also tells the trainer how many tokens jobs may share."""
         self._memory.compiled(self._trainer.layer_costs)
         self._release_freed()
         self._trainer.limit_shared(self._memory.shared_tokens)
         return [(job, found) for job, found in self._memory.changes() if job not in self._leaving]
 
     def limit(self, active: ActiveJob, found: Start) -> None:
-        """The job's micro-batches are computed so from now on."""
+        """Apply a recompute plan to the job from now on."""
         active.treatment = found.treatment
         if found.note is not None:
             self._send(JobNote(id=active.spec.id, message=found.note, kept=True))

@@ -1,4 +1,4 @@
-"""The jobs of an engine that wait for a place."""
+"""The queue of jobs that wait for a place in the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class JobLine:
     """First come, first served."""
 
     def __init__(self, withdrawn: Callable[[str], None]) -> None:
-        """`withdrawn` is told of jobs that leave without a place."""
+        """`withdrawn` is called with jobs that leave without a place."""
         self._withdrawn = withdrawn
         self._jobs: deque[JobSpec] = deque()
 
@@ -26,7 +26,7 @@ class JobLine:
         self._jobs.remove(spec)
 
     def withdraw(self, job: str) -> JobSpec | None:
-        """Take out a job that ends or is paused; None if it is not in line."""
+        """Remove a job that ends or is paused; None if it is not queued."""
         found = next((spec for spec in self._jobs if spec.id == job), None)
         if found is not None:
             self._jobs.remove(found)

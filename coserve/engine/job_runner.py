@@ -1,7 +1,7 @@
-"""The jobs of one engine: active ones, one in line, paused ones. What becomes of them is told over the link.
+"""The jobs of one engine: active, queued and paused. Changes are reported over the link.
 
-Each active job is a coroutine (`engine.run_job`), resumed before a tick decides. Whatever a job's own work raises ends
-that job alone; only an `EngineFault` ends the engine.
+Each active job is a coroutine (`engine.run_job`), resumed before a tick decides. An error in a job's own work ends only
+that job; only an `EngineFault` ends the engine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from coserve.state.retries import FOR_EVER, Retries
 
 
 class JobRunner:
-    """At most `max_active` jobs take turns; further ones wait, first come, first served."""
+    """Runs up to `max_active` jobs alternately; further ones wait, first come, first served."""
 
     def __init__(
         self,
@@ -33,36 +33,35 @@ class JobRunner:
         changed: Callable[[], None],
         memory: AdmitsJobs | None = None,
     ) -> None:
-        """`threads` run what may take long: two for each active job. `changed` is called, on any thread, when something
-        of that is done.
-        `memory`: admits jobs by it; None: all."""
+        """`threads` run long work: two for each active job. `changed` is called, on any thread, when such work is done.
+        `memory`: admits jobs; None: all are admitted."""
         self._memory = JobAdmission(memory, trainer, send)
         self._trainer, self._send, self._max_active, self._threads = trainer, send, max_active, threads
         self._starts = Retries(FOR_EVER, changed=changed)
         self._services = JobServices(trainer, self._memory, threads, self._starts, send, changed, self._pass_ended)
         self._turns = JobQueue()
         self._active: dict[str, ActiveJob] = {}
-        """Jobs that have a place: those that start or end, too."""
+        """Jobs with a place, including those that start or end."""
         self._pass: Future[None] | None = None
         """Done when no micro-batch is suspended any more; None: nobody waits for that."""
         self._pending = JobLine(self._memory.left_line)
         self._paused: dict[str, JobSpec] = {}
-        self.slice_tokens = 0  # of the last slice's micro-batch; 0: no job of it is left
+        self.slice_tokens = 0  # tokens of the last slice's micro-batch; 0: none of its jobs is left
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """Starts and publications of jobs that are being tried again, and jobs that train in smaller parts."""
+        """Notes on starts and publications that are being retried, and on jobs that train with less memory."""
         refused = ((job, active.trouble) for job, active in self._active.items() if active.trouble is not None)
         ends = (f"end of job {job}: {why}; it is tried again" for job, why in refused)
         return (*self._memory.troubles, *self._starts.notes, *ends, *self._trainer.notes)
 
     @property
     def wait_for_memory(self) -> bool:
-        """Whether a job in line waits for memory."""
+        """Whether a queued job waits for memory."""
         return self._memory.held
 
     def __len__(self) -> int:
-        """Jobs that are active or in line."""
+        """Number of jobs that are active or queued."""
         return len(self._active) + len(self._pending)
 
     def ready(self) -> tuple[str, ...]:
@@ -70,8 +69,8 @@ class JobRunner:
         return self._turns.ready()
 
     def in_training(self, job: str) -> bool:
-        """Whether the job has begun to train, has neither ended nor been paused, and does not wait for samples, which
-        only generation makes. It may wait for a thread."""
+        """Whether the job has begun to train, has neither ended nor been paused, and does not wait for samples (which
+        only generation makes). It may wait for a thread."""
         active = self._active.get(job)
         if active is None or not active.loaded or active.end is not None or self._trainer.finished(job):
             return False
@@ -82,29 +81,29 @@ class JobRunner:
         return self._trainer.next_micro_step(job)
 
     def micro_batch_tokens(self, job: str) -> int:
-        """Of an active job's micro-batch under way, or of its next one, as far as known; 0: unknown."""
+        """Tokens of an active job's current micro-batch, or of its next one as far as known; 0: unknown."""
         return self._trainer.micro_batch_tokens(job)
 
     @property
     def batches(self) -> TrainingBatches:
-        """Training forwards so far."""
+        """Counts of training forwards so far."""
         return self._trainer.batches
 
     @property
     def micro_steps_done(self) -> int:
-        """Of the last slice."""
+        """Micro-steps done in the last slice."""
         return self._trainer.micro_steps_done
 
     def place(self, spec: JobSpec, *, paused: bool) -> None:
-        """A job that was submitted, or goes on after a restart."""
+        """Add a job that was submitted, or that continues after a restart."""
         if paused:
             self._paused[spec.id] = spec
         else:
             self._pending.add(spec)
 
     def activate(self) -> None:
-        """Before a tick decides: resume each job whose micro-batch has ended, or whose thread is done, and start jobs
-        in line while there are places for them."""
+        """Resume each job whose micro-batch or thread is done, and start queued jobs while there are places. Call it
+        before a tick decides."""
         while True:
             if self._pass is not None and not self._suspended:
                 self._pass.set_result(None)
@@ -114,14 +113,14 @@ class JobRunner:
                 self._resume(job)
             while len(self._active) < self._max_active and (spec := self._pending.first()) is not None:
                 if not self._admit(spec):
-                    break  # nor do later ones start: a large job would wait for ever
+                    break  # later ones wait too, or a large job would starve
             for job, found in self._memory.changes():
                 self._memory.limit(self._active[job], found)
             if not resumed:
                 return
 
     def _admit(self, spec: JobSpec) -> bool:
-        """Start the job, or end it where it never fits. False: it waits for memory."""
+        """Start the job, or fail it if it can never fit. Returns False if it waits for memory."""
         try:
             found = self._memory.admit(spec)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
@@ -138,8 +137,8 @@ class JobRunner:
         return found is not None
 
     def advance(self, job: str, micro_steps: int | None, shared_tokens: int | None = None) -> bool:
-        """Train an active job, and those that share its batch. Whether it is still under way; otherwise all have had
-        their turn."""
+        """Train an active job and those that share its batch. Returns whether the micro-batch is still under way;
+        otherwise its jobs move to the end of the order."""
         try:
             messages = self._trainer.advance(job, micro_steps, self._turns.ready(), shared_tokens)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
@@ -150,7 +149,7 @@ class JobRunner:
                 self._end(message.id, message)
             else:
                 self._send(message)
-        trained = [each for each in self._trainer.trained if each in self._turns]  # one that has failed is not
+        trained = [each for each in self._trainer.trained if each in self._turns]  # without failed ones
         self.slice_tokens = next((self._trainer.micro_batch_tokens(each) for each in trained), 0)
         if any(map(self._trainer.mid_batch, trained)):
             self._turns.put_first(trained)
@@ -159,7 +158,7 @@ class JobRunner:
             self._turns.rotate(each)
             turn = self._active[each].turn
             assert turn is not None, f"job {each} was given a turn that it does not wait for"
-            turn.set_result(None)  # it is resumed later: what comes next is no part of the slice, nor of its time
+            turn.set_result(None)  # resumed later: its next work does not count as the slice's time
         return False
 
     def pause(self, job: str) -> None:
@@ -176,7 +175,7 @@ class JobRunner:
             self._active[job].resumes = isinstance(self._active[job].end, JobPaused)
 
     def snapshot_done(self, job: str, ref: AdapterRef) -> None:
-        """The samples of the job's snapshot are there, or will not come. May be told more than once."""
+        """The samples of the job's snapshot are complete, or will not come. May be called more than once."""
         active = self._active.get(job)
         samples = None if active is None else active.samples
         if samples is not None and samples.snapshot == ref and not samples.done.done():
@@ -189,17 +188,17 @@ class JobRunner:
             self._send(JobCancelled(id=job))
 
     def close(self) -> None:
-        """Nothing new begins on a thread."""
+        """Begin no further work on threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def checkpoint(self) -> None:
-        """After `close`, at the end of the engine: wait for what is being written, and save all active jobs."""
+        """Wait for running writes, and save all active jobs. Call it after `close`, when the engine ends."""
         for active in tuple(self._active.values()):
             active.run_to_end()
             self._retire(active)
 
     def _resume(self, job: str) -> None:
-        """Run the job's coroutine on, and give the job its turns, or none."""
+        """Resume the job's coroutine, and update whether the job can train."""
         active = self._active[job]
         goes_on = active.resume()
         trains = goes_on and active.turn is not None and not active.turn.done()
@@ -211,7 +210,7 @@ class JobRunner:
             self._retire(active)
 
     def _end(self, job: str, end: JobPaused | JobCancelled | JobFailed) -> None:
-        """The job trains no more. It ends at once, or as soon as nothing of it writes files."""
+        """End the job's training. It ends at once, or as soon as none of its files is being written."""
         self._active[job].ends(end)
         self._resume(job)
 
@@ -225,7 +224,7 @@ class JobRunner:
         return self._pass
 
     def _retire(self, active: ActiveJob) -> None:
-        """The job's coroutine has ended: others may have its place."""
+        """Free the place of a job whose coroutine has ended."""
         job, end = active.spec.id, active.end
         del self._active[job]
         if active.resumes:

@@ -1,4 +1,4 @@
-"""The parts of an engine over a loaded base, as every rank makes them."""
+"""Construction of an engine's components over a loaded base, the same on every rank."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ log = logging.getLogger(__name__)
 
 EXACT_THREADS = 2
 PINNED_SHARE = 0.5
-"""Of the memory that the daemon may use, for the state of jobs: pinned memory is never swapped."""
+"""Fraction of the daemon's usable host memory for job state: pinned memory is never swapped."""
 SWITCH_INTERVAL = 2e-5
-"""Seconds after which a thread gives the interpreter to another. A step frees it and takes it back with every
-operation: at Python's 5 ms, beside a thread that compiles or reads an adapter, it would wait so long a thousand
+"""Seconds after which a thread releases the GIL to another. A step releases and reacquires it with every operation:
+with Python's default of 5 ms, next to a thread that compiles or reads an adapter, it would wait that long a thousand
 times."""
 
 
 def set_up_threads(config: Config) -> None:
-    """Those of this process; ranks share the cores."""
+    """Set this process's thread count and switch interval; ranks share the cores."""
     torch.set_num_threads(config.threads or max(1, default_threads() // config.tp))
     sys.setswitchinterval(SWITCH_INTERVAL)
 
 
 def default_threads() -> int:
-    """All cores but one, two at most: with more, torch's CPU kernels round a row differently in different batches."""
+    """All cores but one, at most two: with more, torch's CPU kernels round a row differently in different batches."""
     return min(EXACT_THREADS, max(1, usable_cores() - 1))
 
 
@@ -80,7 +80,7 @@ class PoolSize:
 
 
 class EngineParts:
-    """Makes the parts as the settings say."""
+    """Makes an engine's components from the settings."""
 
     def __init__(self, base: Base, config: Config) -> None:
         self.base, self.config, self.folder = base, config, DataFolder(config.data_dir)
@@ -89,24 +89,24 @@ class EngineParts:
         self.step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
 
     def read_adapter(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
-        """This rank's part of an adapter: see `adapter_store.store.Load`."""
+        """Read this rank's shard of an adapter: see `adapter_store.store.Load`."""
         path = self.folder.adapter(ref)
         if not path.is_dir():
             raise AdapterNotFound(f"no adapter {str(ref)!r}", field="adapter")
         spec, dtype = self.base.spec, self.base.dtype
-        if self.base.sharding is None and self.base.device.type == "cuda":  # as the store keeps it
+        if self.base.sharding is None and self.base.device.type == "cuda":  # in the store's format
             return load_packed(path, spec, dtype=dtype, digests=digests, pinned=True)
         return self.base.shard(load_adapter(path, spec, device="cpu", dtype=dtype, digests=digests))
 
     def pool_size(self) -> PoolSize:
-        """The page pool: as set, or what the memory plan leaves."""
+        """The page pool's size: as configured, or what the memory plan leaves."""
         base, config = self.base, self.config
         if config.kv_tokens is not None:
             return PoolSize(config.kv_tokens)
         if base.device.type != "cuda":
             return PoolSize(CPU_TOKENS)
         if self.lora_backend.capturable and self.lora_backend.groups_inputs and config.compile != "off":
-            share_inputs(base)  # as `make_start` will: what is measured is what runs
+            share_inputs(base)  # as `make_start` does, so that the measured model is the one that runs
         plan = plan_memory(base, self._conditions, fraction=config.memory_fraction, path=self._profile_path)
         note = plan.note(config.page_tokens)
         log.info("%s", note)
@@ -120,7 +120,7 @@ class EngineParts:
         return Conditions(self.lora_backend, config.recompute, config.batch_requests, config.page_tokens, work)
 
     def memory_model(self, pool: PoolSize) -> MemoryModel | None:
-        """What predicts the memory of jobs; None without a plan."""
+        """The model that predicts the memory of jobs; None without a plan."""
         config, plan = self.config, pool.plan
         if plan is None:
             return None
@@ -135,7 +135,7 @@ class EngineParts:
         )
 
     def device_memory(self, pool: PoolSize, taken_elsewhere: Callable[[], int] = lambda: 0) -> DeviceMemory | None:
-        """The GPU's memory, by which jobs are admitted; None without a plan. Call it once the page pool is allocated.
+        """The GPU's memory, for the admission of jobs; None without a plan. Call it after the page pool is allocated.
         `taken_elsewhere`: see `DeviceMemory`."""
         model, plan, base, config = self.memory_model(pool), pool.plan, self.base, self.config
         if model is None or plan is None:
@@ -156,21 +156,21 @@ class EngineParts:
         )
 
     def _read_device(self) -> Reading:
-        with contained(self.base.device):  # a GPU that has failed is no fault of the job that asks for memory
+        with contained(self.base.device):  # a failed GPU must not fail the job that asks
             return read_device(self.base.device)
 
     def _keep_graphs(self, size: int) -> None:
-        """On a thread: a disk may be slow."""
+        """Save the graphs' size on a thread, as a disk may be slow."""
         if (path := self._profile_path) is not None:
             Thread(target=keep_graph_bytes, args=(self.base, self._conditions, path, size), daemon=True).start()
 
     @property
     def _profile_path(self) -> Path | None:
-        """Under tensor parallelism the profile is measured at each start: all ranks run its forwards, or none."""
+        """Path of the memory profile. None with tensor parallelism: then it is measured at each start, on all ranks."""
         return self.folder.memory if self.config.tp == 1 else None
 
     def make_start(self, kv: KvCache, caches: Caches | None = None) -> ExecutorStart:
-        """How steps run: see `generate.execution.start.make_start`. `caches`: what was measured ahead."""
+        """Choose the step executor: see `generate.execution.start.make_start`. `caches`: earlier measurements."""
         config = self.config
         return make_start(
             self.base,
@@ -188,9 +188,8 @@ class EngineParts:
         caches: Caches | None = None,
         stream: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> CompiledLayers:
-        """The layers that training runs once they are compiled. Ranks that share a base do this at the same time.
-        Raises `UnsupportedBase` and, of ranks, `FailedTogether`, on all of them: the message says why there are
-        none."""
+        """The layers that training runs once they are compiled. Tensor-parallel ranks call this together. Raises, on
+        all ranks, `UnsupportedBase` or `FailedTogether`, with a message on why there are none."""
         base, config = self.base, self.config
         if base.device.type != "cuda":
             raise UnsupportedBase("there is no GPU")
@@ -210,7 +209,8 @@ class EngineParts:
         compiled: CompiledLayers | None = None,
         kind: Callable[[Base, AdapterStore, DataFolder, TrainerSettings], Trainer] = Trainer,
     ) -> Trainer:
-        """`training`: slices run beside generation; `compiled`: see `TrainerSettings`."""
+        """Make the trainer. `training`: the stream for slices that overlap generation; `compiled`: see
+        `TrainerSettings`."""
         config = self.config
         settings = TrainerSettings(
             limits=BatchLimits(config.micro_batch_tokens, config.micro_batch_rows),
@@ -225,8 +225,8 @@ class EngineParts:
         return kind(self.base, store, self.folder, settings)
 
     def _layer_graphs(self, compiled: CompiledLayers | None, captures: torch.cuda.Stream | None) -> LayerGraphs | None:
-        """None: layers run without. `captures`: the stream that graphs are captured on; None: training has the default
-        stream."""
+        """CUDA graphs for compiled training layers; None: layers run without. `captures`: the capture stream; None:
+        training uses the default stream."""
         device = self.base.device
         if compiled is None or device.type != "cuda":
             return None

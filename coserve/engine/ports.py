@@ -1,4 +1,4 @@
-"""Protocols that the engine's generator, trainer and adapter store implement."""
+"""Protocols of the engine's generator, trainer and adapter store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from coserve.memory.allocator import AllocatorStats
 
 
 class Generates(Protocol):
-    """What the engine needs of `generate.Generator`."""
+    """The part of `generate.Generator` that the engine needs."""
 
     @property
     def scheduler(self) -> Scheduler: ...
@@ -41,7 +41,7 @@ class Generates(Protocol):
     def troubles(self) -> tuple[str, ...]: ...
     @property
     def in_flight(self) -> bool:
-        """A step was launched whose tokens have not been collected."""
+        """Whether a step was launched whose tokens have not been collected."""
         ...
 
     def allocator(self) -> AllocatorStats: ...
@@ -53,7 +53,7 @@ class Generates(Protocol):
 
 
 class StoresAdapters(Protocol):
-    """What the engine needs of `adapter_store.AdapterStore`."""
+    """The part of `adapter_store.AdapterStore` that the engine needs."""
 
     @property
     def troubles(self) -> tuple[str, ...]: ...
@@ -65,7 +65,7 @@ class StoresAdapters(Protocol):
 
 
 class Trains(Protocol):
-    """What the engine needs of `finetune.Trainer`."""
+    """The part of `finetune.Trainer` that the engine needs."""
 
     def load(self, spec: JobSpec, cancellation: Cancellation) -> Callable[[], JobStarted]: ...
     def preparation(self, job: str) -> Callable[[Cancellation], None] | None: ...
@@ -84,12 +84,12 @@ class Trains(Protocol):
     def mid_batch(self, job: str) -> bool: ...
     def next_micro_step(self, job: str) -> MicroStep: ...
     def micro_batch_tokens(self, job: str) -> int:
-        """Of its micro-batch under way, or of the last one; 0: it had none."""
+        """Tokens of its current micro-batch, or of the last one; 0: it had none."""
         ...
 
     @property
     def micro_steps_done(self) -> int:
-        """Of the last slice."""
+        """Micro-steps done in the last slice."""
         ...
 
     def finished(self, job: str) -> bool: ...
@@ -109,14 +109,14 @@ class Trains(Protocol):
 
 
 class AdmitsJobs(Protocol):
-    """What the engine needs of `admission.memory`."""
+    """The part of `admission.memory` that the engine needs."""
 
     @property
     def troubles(self) -> tuple[str, ...]: ...
     @property
     def shared_tokens(self) -> int | None:
-        """Most tokens of a forward that several jobs share, so that it fits beside what all of them keep; None: as
-        set."""
+        """Most tokens of a forward that several jobs share, so that it fits next to their state; None: as
+        configured."""
         ...
 
     def admit(self, spec: JobSpec) -> Start | Hold: ...

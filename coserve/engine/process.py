@@ -1,7 +1,7 @@
 """The engine process: `python -m coserve.engine.process FD [PLACE]`.
 
-Started by `cli/daemon/engine_process.py` with the settings as JSON on standard input and one end of a socket pair as
-file descriptor FD. Its only other connections are to its warm-up's process and, under tensor parallelism (`PLACE`: a
+`cli/daemon/engine_process.py` starts it with the settings as JSON on standard input and one end of a socket pair as
+file descriptor FD. Its only other connections are to its warm-up's process and, with tensor parallelism (`PLACE`: a
 `RankPlace` as JSON), to the other ranks. It ends with its parent.
 """
 

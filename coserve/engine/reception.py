@@ -1,4 +1,4 @@
-"""Requests that arrive: they are queued, or refused with the time after which to try again."""
+"""Reception of requests: each is queued, or refused with a time after which to retry."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from coserve.queues.request import Request, State
 from coserve.queues.shedding import QueueSpeed, retry_after
 
 FIRST_TOKEN_STEPS = 2
-"""Steps with prompts from a request's admission to its first token: the one in flight, and its own."""
+"""Steps with prompts between a request's admission and its first token: the one in flight, and its own."""
 
 
 class Reception:
-    """Puts requests into the queue. Refuses those that it has no place for, and those whose first token would come too
-    late: when they arrive, by the wait that is predicted then, or once no admission could be in time any more. A
-    request that finds a place when it arrives is never refused for being late: below capacity all do. All requests of a
-    call are refused together, and none once one of them has left the queue."""
+    """Puts requests into the queue, or refuses them. A request is refused if the queue has no place, or if its first
+    token would be late: on arrival, by its predicted wait, or later, once no admission could be in time. A request that
+    finds a place in the batch on arrival is never refused as late; below capacity all do. All choices of a call are
+    refused together, and none once one of them has left the queue."""
 
     def __init__(self, scheduler: Scheduler, views: Views, send: Callable[[Sequence[RequestFailed]], None]) -> None:
         self._scheduler, self._views, self._send = scheduler, views, send
         self._speed = QueueSpeed()
         self._deadlines: list[tuple[float, str]] = []
-        """When the first tokens of requests that wait for a place must come, and their ids: a heap. Some have ended
-        since."""
+        """Heap of (latest admission time of queued requests, request id). Some of them have ended since."""
         self._cancelled: list[str] = []
-        """Requests that leave the queue before anybody looks at it: many take little longer than one."""
+        """Queued requests to cancel together before the queue is next used: many cost little more than one."""
 
     def enqueue(self, message: Generate, now: float) -> None:
         self._cancel_all()
@@ -54,17 +53,16 @@ class Reception:
             self._refuse([displaced.id], QueueFull(why, retry_after=queue.retry_after(now)))
 
     def cancel(self, id: str) -> None:
-        """A client left, whose request waits in the queue. It leaves it with the next call of `enqueue` or
-        `refuse_late`."""
+        """Cancel a queued request whose client has left. It leaves the queue at the next `enqueue` or `refuse_late`."""
         self._cancelled.append(id)
 
     def admitted(self, count: int, now: float) -> None:
-        """So many requests have left the queue, for the batch or to have their adapters read."""
+        """`count` requests have left the queue, for the batch or to have their adapters read."""
         full = self._scheduler.places <= 0
         self._speed.admitted(count, now, others_wait=full and len(self._scheduler.queue) > 0)
 
     def refuse_late(self, now: float) -> None:
-        """Before each decision: requests in the queue that would be late if they were admitted now."""
+        """Refuse queued requests that would be late even if admitted now. Call it before each decision."""
         self._cancel_all()
         late = list[Request]()
         while self._deadlines and self._deadlines[0][0] < now + self._first_token_seconds:
@@ -78,9 +76,8 @@ class Reception:
             self._refuse([each.id for each in late], error)
 
     def _late(self, request: Request, leaving: Collection[str], now: float) -> float:
-        """By how many seconds the first token of a request that was just queued will be late; 0: it will not, or is not
-        to be refused for it.
-        `leaving`: requests that would leave the queue for it."""
+        """Seconds by which a newly queued request's first token is predicted to be late; 0: it is not, or must not be
+        refused for it. `leaving`: requests that would leave the queue for it."""
         due = self._due(request)
         if due == math.inf or self._has_begun(request.message.choices):
             return 0.0
@@ -97,8 +94,8 @@ class Reception:
         return 0.0
 
     def _due(self, request: Request) -> float:
-        """When a request's first token would have to come if one step computed its prompt; infinite where it is not to
-        be refused for being late."""
+        """Deadline of a request's first token, moved earlier for each further step that its prompt needs; infinite if
+        it must not be refused as late."""
         slo, sampling = request.message.slo, request.sampling
         tokens = request.max_tokens if sampling.ignore_eos else max(sampling.min_tokens, self._scheduler.lengths.mean)
         answer = min(request.decodes, max(0.0, tokens - 1)) * self._views.decode_seconds
@@ -107,11 +104,11 @@ class Reception:
 
     @property
     def _first_token_seconds(self) -> float:
-        """From a request's admission to its first token, at most."""
+        """Upper bound of the time from a request's admission to its first token."""
         return max(self._views.step_seconds, FIRST_TOKEN_STEPS * self._views.prompt_step_seconds)
 
     def _has_begun(self, choices: Iterable[str]) -> bool:
-        """Answers that have begun are not thrown away for a late one."""
+        """Whether one of the call's choices has left the queue: begun answers are not discarded for a late one."""
         found = map(self._scheduler.requests.get, choices)
         return any(request is None or request.state is not State.QUEUED for request in found)
 

@@ -1,8 +1,8 @@
-"""One job from its start to its end, as a coroutine: see `run_job`.
+"""One job from start to end, as a coroutine: see `run_job`.
 
-It is suspended in two ways: for a micro-batch, which the policy grants slice by slice (`ActiveJob.turn`), and for work
-on a thread. A start, the preparation of a large optimizer step and all writing of files run on threads; everything else
-happens on the event loop, between two ticks.
+It suspends for two things: a micro-batch, which the policy runs slice by slice (`ActiveJob.turn`), and work on a
+thread. Starts, the preparation of large optimizer steps and all file writes run on threads; everything else happens on
+the event loop, between two ticks.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Commit = Callable[[], FromEngine | None]
-"""The result of a thread's work. Called on the event loop, it commits the work and returns the message to send."""
+"""The result of a thread's work. Calling it on the event loop commits the work and returns the message to send."""
 
 
 @dataclass(frozen=True)
 class JobServices:
-    """What the coroutines of all jobs of an engine use."""
+    """Services shared by the coroutines of an engine's jobs."""
 
     trainer: Trains
     memory: JobAdmission
@@ -45,14 +45,14 @@ class JobServices:
     changed: Callable[[], None]
     """Wakes the engine; called on any thread."""
     pass_ended: Callable[[], Future[None] | None]
-    """Done when the micro-batch that is suspended has ended; None: none is."""
+    """Returns a future that is done when the suspended micro-batch has ended; None: none is suspended."""
 
 
 async def run_job(job: ActiveJob, services: JobServices) -> None:
-    """Start the job, train it, publish its adapter; set `job.end`. Whatever its own work raises ends it alone.
+    """Start the job, train it, publish its adapter; set `job.end`. Errors in its own work end only this job.
 
-    It trains on while a checkpoint of it is written. It ends when none of its files is being written any more; a pause,
-    and the engine's end, save its last finished optimizer step first. Raises `EngineFault` alone.
+    It continues to train while its checkpoints are written. It ends only when none of its files is being written. A
+    pause, and the engine's end, first save its last finished optimizer step. Raises only `EngineFault`.
     """
     one = _Run(job, services)
     try:
@@ -70,18 +70,18 @@ async def run_job(job: ActiveJob, services: JobServices) -> None:
 
 
 class _Run:
-    """The parts of `run_job`, and what they share."""
+    """The stages of `run_job`, and their shared state."""
 
     def __init__(self, job: ActiveJob, services: JobServices) -> None:
         self._job, self._id, self._services, self._trainer = job, job.spec.id, services, services.trainer
         self._write: Future[Commit] | None = None
-        """A checkpoint that is being written while the job trains, or a snapshot that is being copied."""
+        """A checkpoint being written, or a snapshot being copied, while the job trains."""
         self._cancelled: Future[Any] | None = None
-        """Work that nobody waits for any more, which may hold memory until its thread has ended it."""
+        """Cancelled work that may hold memory until its thread has ended."""
 
     async def start(self) -> None:
-        """Load the job. A start that finds no memory is tried again: at once where some could be freed, and a single
-        time after the micro-batch that is suspended, which may hold some."""
+        """Load the job. A start that runs out of memory is retried: at once if some could be freed; otherwise once,
+        after the suspended micro-batch has ended, which may hold memory."""
         waited = False
         while True:
             try:
@@ -105,7 +105,7 @@ class _Run:
         return self._services.starts.run_blocking(f"start of job {self._id}", load, cancellation.wait)
 
     async def train(self) -> None:
-        """Micro-batches, and what is due between two of them, until nothing is left but the publication."""
+        """Run micro-batches, and the work due between them, until only the publication is left."""
         while True:
             if self._trainer.snapshot_due(self._id):
                 await self._written_and_sampled()
@@ -121,8 +121,7 @@ class _Run:
             await self._micro_batch()
 
     async def publish(self) -> JobSucceeded:
-        """Publish the finished job. Where the disk refuses it, the job keeps its place and its memory, and tries
-        again."""
+        """Publish the finished job. If the disk refuses, the job keeps its place and its memory, and retries."""
         for delay in FOR_EVER.delays():
             message = (await self._job.result(self._submit(self._trainer.publication(self._id))))()
             if isinstance(message, JobSucceeded):
@@ -137,8 +136,7 @@ class _Run:
         raise Stopped
 
     async def stop(self) -> None:
-        """Wait for what is being written, and save a job that goes on later. Nothing is kept of its activations
-        meanwhile."""
+        """Wait for running writes, and save a job that will continue later. Its activations are freed first."""
         job = self._job
         job.turn = None
         if job.loaded and job.end is not None:
@@ -160,7 +158,7 @@ class _Run:
             await self._save()
 
     def free(self) -> None:
-        """The job's memory."""
+        """Free the job's memory."""
         self._services.memory.release(self._id, self._cancelled)
         if not self._job.loaded:
             return
@@ -169,17 +167,17 @@ class _Run:
             self._trainer.drop(self._id)
         except EngineFault:
             raise
-        except Exception:  # it is out of the trainer's books all the same
+        except Exception:  # the trainer has removed it anyway
             log.exception("job %s: internal error while it was dropped", self._id)
 
     async def _save(self) -> None:
-        """If it fails, the steps since the last checkpoint are lost, not the job."""
+        """Save a checkpoint. If this fails, the steps since the last one are lost, but not the job."""
         with tolerated(self._id):
             if (save := self._trainer.checkpoint(self._id)) is not None:
                 self._services.send(save() if self._job.closing else await self._job.result(self._submit(save)))
 
     async def _micro_batch(self) -> None:
-        """Wait for the end of a micro-batch, and take up meanwhile what has been written."""
+        """Wait for the end of a micro-batch, and meanwhile process a finished write."""
         turn = self._job.turn = Future()
         while not turn.done():
             await self._job.until(turn, *(() if self._write is None else (self._write,)))
@@ -187,7 +185,7 @@ class _Run:
                 await self._written()
 
     async def _written(self) -> None:
-        """Wait for what is being written."""
+        """Wait for the running write, if any, and send its message."""
         if self._write is None:
             return
         await self._job.until(self._write)
@@ -209,7 +207,7 @@ class _Run:
         return write
 
     def _begin_checkpoint(self) -> Future[Commit] | None:
-        """Write a checkpoint; on a full disk it is skipped. None if there is nothing to write."""
+        """Begin a checkpoint; on a full disk it is skipped. None if there is nothing to write."""
         save = self._trainer.checkpoint(self._id)
         if save is None:
             return None
@@ -225,7 +223,8 @@ class _Run:
         return self._submit(work)
 
     async def _cancellable(self, work: Callable[[Cancellation], T]) -> T:
-        """The result of work on a thread, which writes no files: if the job stops, nobody waits for it."""
+        """Return the result of work on a thread that writes no files. If the job stops, the work is cancelled and not
+        waited for."""
         cancellation = Cancellation()
         future = self._submit(partial(work, cancellation))
         try:
@@ -260,8 +259,8 @@ class _Run:
 
 @contextmanager
 def tolerated(job: str) -> Iterator[None]:
-    """For a checkpoint at a pause or at the engine's end: if it fails, the steps since the last one are lost, not the
-    job."""
+    """Context for a checkpoint at a pause or at the engine's end: if it fails, the steps since the last one are lost,
+    but not the job."""
     try:
         yield
     except EngineFault:
@@ -273,7 +272,7 @@ def tolerated(job: str) -> Iterator[None]:
 
 
 def job_failed(job: str, error: Exception) -> JobFailed:
-    """The message of a job that `error` ends. Re-raises an `EngineFault`."""
+    """The message of a job that ends with `error`. Re-raises an `EngineFault`."""
     if isinstance(error, EngineFault):
         raise error
     if not isinstance(error, CoserveError):

@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 STEP_TOKENS = {"cpu": 512, "cuda": 2048}
-"""Default of the setting `step_tokens`, by type of device."""
+"""Default of the setting `step_tokens`, by device type."""

@@ -1,7 +1,7 @@
 """Measures how long the engine cannot begin a generation step, by cause. Pure: no torch, no IO.
 
-A stall is the time between two moments at which a step can begin, without the time that the engine slept for lack of
-work. It counts only if a request waited or ran at its beginning or end. All of it counts for the cause that took most.
+A stall is the time between two moments at which a step can begin, excluding sleep for lack of work. It counts only if a
+request waited or ran at its beginning or end. The whole stall is attributed to its longest cause.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from coserve.core.logs.throttled import ThrottledLog
 log = logging.getLogger(__name__)
 
 LOOP = "loop"
-"""Everything without a cause of its own: the policy, reports, callbacks of the event loop."""
+"""Everything without its own cause: the policy, reports, event-loop callbacks."""
 SLEEP = "sleep"
-"""Waiting for an event. Not part of a stall."""
+"""Waiting for an event; not part of a stall."""
 LOGGED = 0.1
-"""Stalls of this many seconds and more are logged."""
+"""Stalls of at least this many seconds are logged."""
 
 
 class Stalls:
-    """`clock` returns seconds. Not thread-safe. Sections may nest: time counts for the innermost one.
+    """Attributes time to causes. `clock` returns seconds. Not thread-safe. Sections may nest: time counts for the
+    innermost.
 
     A section may stay open over an `await` only on the task that calls `step_can_begin`.
     """
@@ -36,14 +37,14 @@ class Stalls:
         self._since: float | None = None
         """Time up to here is counted; None before the first call."""
         self._seconds_by_cause: dict[str, float] = {}
-        """Of the current stall."""
+        """Seconds by cause in the current stall."""
         self._had_requests = False
         self._counts: dict[str, list[int]] = {}
         self._seconds: dict[str, float] = {}
         self._logs: dict[str, ThrottledLog] = {}
 
     def step_can_begin(self, *, has_requests: bool) -> None:
-        """Ends a stall and begins the next one. `has_requests`: a request waits or runs."""
+        """End a stall and begin the next. `has_requests`: a request waits or runs."""
         cause = self._switch(LOOP)
         assert cause == LOOP, f"expected no open section, got {cause}"
         self._seconds_by_cause.pop(SLEEP, None)
@@ -52,7 +53,7 @@ class Stalls:
         self._seconds_by_cause, self._had_requests = {}, has_requests
 
     def during(self, cause: str) -> _Section:
-        """A context manager: time inside counts for `cause`."""
+        """Return a context manager: time inside counts for `cause`."""
         section = self._sections.get(cause)
         if section is None:
             section = self._sections[cause] = _Section(self._switch, cause)
@@ -66,7 +67,7 @@ class Stalls:
         )
 
     def _switch(self, cause: str) -> str:
-        """Count the time since the last call for the cause until now, which is returned; `cause` follows it."""
+        """Count the time since the last call for the previous cause, which is returned; then continue with `cause`."""
         now, before = self._clock(), self._cause
         if self._since is not None:
             self._seconds_by_cause[before] = self._seconds_by_cause.get(before, 0.0) + now - self._since

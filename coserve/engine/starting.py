@@ -1,4 +1,4 @@
-"""An engine that starts says how far it is, and hears its end: it may wait for kernels for minutes."""
+"""Start of an engine: progress reports, and reaction to a shutdown, as kernels may take minutes to compile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class EndedAtStart(Exception):
 
 
 async def until_shutdown(start: Coroutine[Any, Any, T], link: Link[FromEngine, ToEngine]) -> T:
-    """The result of `start`, which is cancelled when `Shutdown` comes. The API process sends nothing else before
+    """Return the result of `start`, which is cancelled when `Shutdown` comes. The API process sends nothing else before
     `EngineReady`.
 
     Raises `EndedAtStart`, and what `start` raises.
@@ -44,11 +44,11 @@ async def until_shutdown(start: Coroutine[Any, Any, T], link: Link[FromEngine, T
 
 
 LOADING, CAPTURING = 10, 40
-"""Units of progress of what follows the compilations, as `warmup.parts.Part.weight`."""
+"""Progress units of the work after the compilations; comparable with `warmup.parts.Part.weight`."""
 
 
 class StartProgress:
-    """Tells the API process what a start does and how far it is, in units."""
+    """Sends a start's current activity and progress, in units, to the API process."""
 
     def __init__(
         self, send: Callable[[EngineWarming], None], compiling: int, clock: Callable[[], float] = time.monotonic
@@ -65,7 +65,7 @@ class StartProgress:
         self._tell(what, self._compiling)
 
     def captures(self, done: int, total: int) -> None:
-        """So many graphs are there, of so many."""
+        """`done` of `total` graphs are captured."""
         self._tell("capturing CUDA graphs", self._compiling + LOADING + CAPTURING * done // total)
 
     def _tell(self, what: str, done: int) -> None:
@@ -75,7 +75,7 @@ class StartProgress:
                 log.info("%s took %.1f s", self._what, now - self._began)
             self._what, self._began = what, now
         if self._first is None:
-            self._first = now, done  # what the caches hold took no time
+            self._first = now, done  # cached work took no time
         began, before = self._first
         left = round((now - began) * (total - done) / (done - before), 1) if done > before else None
         self._send(EngineWarming(what=what, done=done, total=total, seconds_left=left))

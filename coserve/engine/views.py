@@ -1,4 +1,4 @@
-"""What the policy sees, and what the engine remembers for it. Pure: no torch, no IO, no clock."""
+"""The policy's view of the engine, and the statistics behind it. Pure: no torch, no IO, no clock."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from coserve.queues.turns import Turns
 
 NOTHING = InFlight()
 PROMPT_STEPS, PROMPT_STEP = 64, 0.9
-"""So many of the latest steps with prompts say how long one takes: this share of them does not exceed it."""
+"""Number of latest steps with prompts, and the quantile of their times, that say how long one takes."""
 _KINDS = {
     (kind, beside): tuple((each, where) for each in (kind, *STEP_KINDS) for where in (beside, not beside))
     for kind in STEP_KINDS
     for beside in (False, True)
 }
-"""Kinds of measured steps by which one of a kind, beside training or not, is predicted, the best first."""
+"""For a step kind, overlapped with training or not: kinds of measured steps that predict it, best first."""
 FORGET: dict[StepKind, tuple[int, int]] = {"decode": (200, 1000), "prefill": (40, 200)}
-"""After so many steps of a kind in a row without training beside them, first what is known of the errors of their time
-beside training is forgotten, then that time itself, so that it is measured anew."""
+"""Steps of a kind in a row without overlap after which the errors of overlapped ones, and then their times, are
+forgotten, so that they are measured anew."""
 
 
 class ReadyJobs(Protocol):
-    """What a view needs of the `JobRunner`."""
+    """The part of `JobRunner` that views need."""
 
     def ready(self) -> tuple[str, ...]: ...
     def next_micro_step(self, job: str) -> MicroStep: ...
@@ -41,26 +41,26 @@ class ReadyJobs(Protocol):
 
 
 class Views:
-    """What steps and slices are expected to take, and what else a policy may know of the past."""
+    """Predicted times of steps and slices, and the rest of the past that a policy may see."""
 
     def __init__(self, jobs: ReadyJobs, *, attainment: float = ATTAINMENT, beside: bool = True) -> None:
-        """`attainment`: share of answers that are to be in time; `beside`: steps may run beside training, so what they
-        take then is predicted, too."""
+        """`attainment`: fraction of answers that must be in time; `beside`: steps may overlap training, so their times
+        with overlap are predicted too."""
         self._jobs = jobs
         self._steps, self.slices, self.turns = Predictors(STEP_FEATURES, attainment), Slices(attainment), Turns()
         self._beside = beside
         self._in_turn = Counter[StepKind]()
-        """Steps of a kind in a row that no training ran beside, while jobs could train."""
+        """For each kind, steps in a row without overlap while jobs could train."""
         self._step_counts = dict[tuple[StepKind, bool], StepCounts]()
         self._trials = Trials()
         self._prompt_steps = SlidingQuantile(PROMPT_STEPS)
         self.decode_seconds = 0.0
-        """Mean of a decode step, when a view was last made."""
+        """Mean of a decode step, as of the last view."""
         self.step_seconds = 0.0
-        """Expected of the next generation step, when a view was last made."""
+        """Expected time of the next generation step, as of the last view."""
 
     def step_took(self, shape: StepShape, seconds: float, *, overlapped: bool = False) -> None:
-        """A generation step was measured; `overlapped`: while the device computed training."""
+        """Add a measured generation step; `overlapped`: the device computed training meanwhile."""
         self._steps.add((shape.kind, overlapped), shape.features, seconds)
         if shape.prefill:
             self._prompt_steps.add(seconds)
@@ -76,7 +76,7 @@ class Views:
             self._forget(shape.kind)
 
     def _forget(self, kind: StepKind) -> None:
-        """What is known of such steps beside training, if that is long ago."""
+        """Forget the times of overlapped steps of this kind if they are old."""
         (margin, all_of_it), steps, own = FORGET[kind], self._in_turn[kind], (kind, True)
         if steps == all_of_it:
             self._steps.forget(own)
@@ -86,27 +86,27 @@ class Views:
 
     @property
     def step_counts(self) -> tuple[StepCounts, ...]:
-        """Of the steps that were measured."""
+        """Counts and seconds of the measured steps."""
         return tuple(self._step_counts.values())
 
     @property
     def train_speed_beside(self) -> float:
-        """Training's speed beside a decode step, as a share of its speed alone; 1 until it is measured."""
+        """Training's speed while overlapped with decode steps, as a fraction of its speed without; 1 until measured."""
         speed = self.slices.beside["decode"]
         return speed.share if speed.measured else 1.0
 
     @property
     def prompt_step_seconds(self) -> float:
-        """Seconds that 90% of the latest steps with prompts did not exceed; 0: there were none."""
+        """The 90% quantile of the latest steps with prompts, in seconds; 0: there were none."""
         return self._prompt_steps.at(PROMPT_STEP)
 
     def view(self, plan: Plan, now: float, *, in_flight: InFlight = NOTHING, collected: float | None = None) -> View:
-        """Of the next step, as it is planned. `collected`: when the tokens of a step come that was launched; None:
-        there is none."""
+        """Build the view for the planned step. `collected`: when the tokens of the launched step are expected; None: no
+        step is in flight."""
         jobs = self._jobs.ready()
         self.slices.ready(jobs, now)
         if in_flight.slices and jobs and self._jobs.next_micro_step(jobs[0]) is MicroStep.RESULT:
-            jobs = ()  # its micro-batch is suspended: no other job can begin one
+            jobs = ()  # its micro-batch is suspended, so no other job can begin one
         return View(
             waiting=plan.waiting,
             queued=plan.queued,
@@ -122,7 +122,7 @@ class Views:
         )
 
     def _costs(self, plan: Plan, jobs: tuple[str, ...], *, overlapped: bool) -> Costs:
-        """`overlapped`: the next step runs beside training."""
+        """Predict costs. `overlapped`: the next step overlaps training."""
         micro_step = 0.0
         if jobs:
             job = jobs[0]

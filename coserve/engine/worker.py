@@ -1,4 +1,4 @@
-"""The engine: load the base, build its parts, run the tick. `engine/process.py` is the process's entry."""
+"""The engine: load the base, build its components, run the tick. `engine/process.py` is the process's entry."""
 
 from __future__ import annotations
 
@@ -67,17 +67,18 @@ def build_engine(
     training: TrainingStream | None = None,
     progress: StartProgress | None = None,
 ) -> tuple[Engine, EngineReady]:
-    """The engine over a loaded base, with all that its first requests and jobs need, and the message that says it is
+    """Build the engine over a loaded base, with all that its first requests and jobs need, and the message that it is
     ready.
 
-    `garbage`: see `Engine`; `task`: what was compiled for it; `followers`: the other ranks, which have loaded their
-    bases or are about to; `training`: where slices run beside generation; None: they take turns with it."""
+    `garbage`: see `Engine`; `task`: the warm-up that has compiled for it; `followers`: the other ranks, which have
+    loaded their bases or are about to; `training`: the stream for slices that overlap generation; None: slices and
+    steps alternate."""
     assert (training is None) != config.trains_concurrently, (
         "expected a stream for training where it runs beside generation"
     )
     progress = progress or StartProgress(lambda _: None, 0)
     parts = EngineParts(base, config)
-    limit = config.adapter_memory_bytes  # each rank has its part of every adapter
+    limit = config.adapter_memory_bytes  # each rank has its shard of every adapter
     budget = HostBudget(config.max_adapters_resident, None if limit is None else limit // config.tp)
     read: Load = parts.read_adapter
     mirror: CopyMirror | None = None
@@ -138,7 +139,7 @@ def build_engine(
 
 
 def _notes(base: Base, generator: Generator, parts: EngineParts) -> tuple[str, ...]:
-    """What a user should know of how this engine runs; shown in /health."""
+    """Notes for the operator on how this engine runs; shown in /health."""
     config, notes = parts.config, generator.notes
     if config.batch_requests > parts.step_tokens:
         most = f"at most {parts.step_tokens} requests run at once"
@@ -159,7 +160,7 @@ def _notes(base: Base, generator: Generator, parts: EngineParts) -> tuple[str, .
 
 @dataclass(frozen=True)
 class _Given:
-    """What an engine's process begins with."""
+    """Inputs of an engine's process."""
 
     config: Config
     warm_up: StartedWarmUp | None
@@ -205,8 +206,8 @@ async def _run(given: _Given, fd: int) -> None:
 async def _start(
     given: _Given, link: Link[FromEngine, ToEngine], followers: Followers | None
 ) -> tuple[Engine, EngineReady]:
-    """Load the base while other processes compile what is missing; when they have ended, and given back their memory,
-    build the engine. Raises `StartupError`."""
+    """Load the base while other processes compile what is missing. When they have ended and freed their memory, build
+    the engine. Raises `StartupError`."""
     config, warm_up, rank = given.config, given.warm_up, given.rank
     progress = StartProgress(link.send, 0 if warm_up is None else units(config.tp))
     compiling = None if warm_up is None else asyncio.create_task(follow(warm_up.socket, progress.compiles))
@@ -235,18 +236,18 @@ async def _start(
         progress=progress,
     )
     if own_stream is not None:
-        torch.cuda.synchronize(base.device)  # memory that was freed meanwhile may be another stream's
+        torch.cuda.synchronize(base.device)  # freed memory may still be in use on another stream
     return engine, msgspec.structs.replace(ready, notes=ready.notes + notes)
 
 
 def serve(config: Config, fd: int, warm_up: StartedWarmUp | None, rank: OwnRank | None) -> None:
-    """Run the engine until it stops. `fd`: the link's socket; `warm_up`: the warm-up's process, if there is one;
-    `rank`: of this process, where there are several."""
+    """Run the engine until it stops. `fd`: the link's socket; `warm_up`: the warm-up's process, if any; `rank`: this
+    process's rank, with tensor parallelism."""
     set_up_logging("engine", config.logs)
     disable_progress_bar()
     set_up_threads(config)
     prepare_environment(config.resolved(device="cpu" if config.device == "cpu" else "cuda"))
-    compilations = watch_compilations(logging.WARNING)  # steps wait for each of them
+    compilations = watch_compilations(logging.WARNING)  # steps wait for each compilation
     if rank is not None:
         rank.monitor.progress.watch_kernels(lambda: compilations.loads)
         rank.monitor.progress.watch_compiler(watch_layers())
@@ -255,9 +256,9 @@ def serve(config: Config, fd: int, warm_up: StartedWarmUp | None, rank: OwnRank 
 
 
 def run_to_exit(work: Coroutine[None, None, None]) -> None:
-    """Run `work`, then end the process: with status 1 and a line in the log if `work` raised.
+    """Run `work`, then end the process, with status 1 and a log line if `work` raised.
 
-    It waits for no thread: one may still compile, which cannot be stopped and is not needed.
+    It does not wait for threads: one may still compile, which cannot be stopped and is not needed.
     """
     try:
         asyncio.run(work)

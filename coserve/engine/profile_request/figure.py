@@ -1,4 +1,4 @@
-"""A profile as a figure: the ETS paper's figure 4.1, one panel for each series."""
+"""A profile as a figure, like the ETS paper's figure 4.1: one panel for each series."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from coserve.engine.profile_request.table import source_text
 INK = {"weights": "#8d99ae", "no_grad": "#2a6f97", "act": "#e9a23b", "backward": "#bc4b51"}
 GIB = 1 << 30
 WIDEST = 4
-"""Panels side by side."""
+"""Most panels side by side."""
 
 
 def save_figure(path: Path, report: ProfileReport) -> None:
-    """Stacked components over rows. Series without points are left out."""
+    """Draw stacked components over the number of rows. Series without points are left out."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

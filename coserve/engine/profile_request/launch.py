@@ -1,4 +1,4 @@
-"""Runs a profile in a process of its own: commands import no torch."""
+"""Runs a profile in its own process, as commands import no torch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ERRORS: dict[str, type[CoserveError]] = {
 
 
 def run_profile(request: ProfileRequest, progress: Callable[[Step], None]) -> ProfileReport:
-    """Blocks until the profile is complete. An exception of `progress` ends the process and is raised.
+    """Run the profile; blocks until it is complete. An exception of `progress` ends the process and is raised.
 
     Raises:
-        UnsupportedBase, InvalidRequest: as of the base and its adapters.
+        UnsupportedBase, InvalidRequest: errors about the base and its adapters.
         StartupError: the process died.
     """
     ours, theirs = socket.socketpair()

@@ -1,4 +1,4 @@
-"""Least squares lines through the sizes of one series, and their errors."""
+"""Least-squares lines through the sizes of one series, and their errors."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from coserve.core.types import Wire
 
 
 class Line(Wire, frozen=True):
-    """Bytes as a function of rows: `fixed + per_row * rows`."""
+    """Bytes as a linear function of rows: `fixed + per_row * rows`."""
 
     fixed: float
     per_row: float
     per_token: float
-    """`per_row` over the tokens of a row."""
+    """`per_row` divided by the tokens of a row."""
     r2: float
-    """Coefficient of determination; 1 where all sizes gave the same number."""
+    """Coefficient of determination; 1 if all sizes gave the same number."""
     worst_error: float | None
-    """Largest |line - reading| / reading over the sizes whose reading is above 0; None: there is none."""
+    """Largest |line - reading| / reading over the sizes with a reading above 0; None if there is none."""
 
     def at(self, rows: int) -> float:
         return self.fixed + self.per_row * rows
 
 
 def fit_line(samples: Sequence[tuple[int, int]], tokens: int) -> Line | None:
-    """The line through (rows, bytes) for rows of `tokens` tokens; None for fewer than two different sizes."""
+    """Fit a line through (rows, bytes), for rows of `tokens` tokens; None for fewer than two distinct sizes."""
     n = len(samples)
     if len({rows for rows, _ in samples}) < 2:
         return None

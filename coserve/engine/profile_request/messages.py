@@ -1,4 +1,4 @@
-"""Lines that the profile's process sends."""
+"""Messages that the profile's process sends, one JSON object a line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Finished(Wire, frozen=True, tag="finished"):
 
 
 class Failed(Wire, frozen=True, tag="failed"):
-    """`code`: of the error's class."""
+    """The profile failed. `code`: of the error's class."""
 
     code: str
     message: str

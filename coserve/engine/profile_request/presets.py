@@ -26,9 +26,9 @@ class Preset(StrEnum):
 
 
 def preset_request(preset: Preset) -> ProfileRequest:
-    """`figure-4.1` of the ETS paper (section 4.2.3): GPT-2 XL, rows of 11 tokens, batches of 3 to 1000, LoRA of rank 32
-    on `c_attn` and `c_proj`, as transformers and PEFT run it. The paper does not name the dtype: float32 is what its
-    versions load."""
+    """Return the request of `figure-4.1` of the ETS paper (section 4.2.3): GPT-2 XL, rows of 11 tokens, batches of 3 to
+    1000, LoRA of rank 32 on `c_attn` and `c_proj`, run by transformers and PEFT. The paper does not name the dtype: its
+    versions load float32."""
     assert preset is Preset.FIGURE_4_1
     return ProfileRequest(
         model="gpt2-xl",

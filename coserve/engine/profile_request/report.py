@@ -13,20 +13,20 @@ COMPONENTS = ("weights", "no_grad", "act", "backward")
 
 
 class Readings(Wire, frozen=True):
-    """Bytes in tensors; each peak is of one pass alone and includes `weights`."""
+    """Bytes in tensors. Each peak is measured separately and includes `weights`."""
 
     weights: int
     """(1): the weights of the base and of the adapter."""
     no_grad: int
     """(2): the peak of a forward without gradients."""
     forward: int | None = None
-    """(3): the peak of a forward that keeps what the backward needs; None for inference."""
+    """(3): the peak of a forward that keeps activations for the backward; None for inference."""
     forward_backward: int | None = None
     """(4): the peak of forward and backward."""
 
 
 class Components(Wire, frozen=True):
-    """Bytes. Their sum is the last reading."""
+    """Memory components in bytes. They add up to the last reading."""
 
     weights: int
     no_grad: int
@@ -47,7 +47,7 @@ def components_of(readings: Readings) -> Components:
 
 
 class Point(Wire, frozen=True):
-    """One size."""
+    """Readings at one batch size."""
 
     batch: int
     readings: Readings
@@ -62,23 +62,23 @@ class Series(Wire, frozen=True):
     length: int
     points: tuple[Point, ...]
     lines: dict[str, Line]
-    """By component, and of the `total`; over the points. Components that no point has are left out."""
+    """Fitted lines by component, and for the `total`. Components without points are left out."""
     ended: str | None = None
     """Why sizes are missing."""
     optimizer: int = 0
-    """Bytes that a job keeps between batches besides its weights: master weights, moments and gradient sums. The paper
-    leaves them out; so do the readings."""
+    """Bytes that a job keeps between batches besides its weights: master weights, moments and gradient sums. Like the
+    paper, the readings leave them out."""
     workspace: int = 0
-    """Bytes that libraries keep from the first pass on (cuBLAS), which the readings leave out."""
+    """Bytes that libraries such as cuBLAS keep from the first run on; the readings leave them out."""
     kv_per_token: int = 0
-    """Bytes of a token's keys and values in pages, which readings of the backend coserve leave out."""
+    """Bytes of a token's keys and values in pages; the readings of the backend coserve leave them out."""
 
 
 class ProfileReport(Wire, frozen=True):
-    """The JSON of `--out`."""
+    """The JSON that `--out` writes."""
 
     measured: bool
-    """False: predicted through fake tensors, without a GPU."""
+    """False: predicted with fake tensors, without a GPU."""
     how: str
     device: str
     model: str
@@ -92,7 +92,7 @@ class ProfileReport(Wire, frozen=True):
 
 
 def lines_of(points: Sequence[Point], length: int) -> dict[str, Line]:
-    """`Series.lines`."""
+    """Fit `Series.lines`."""
     found = {}
     for name in (*COMPONENTS[1:], "total"):
         values = [(point.batch, getattr(point.components, name)) for point in points]

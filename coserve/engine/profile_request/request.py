@@ -1,4 +1,4 @@
-"""What to profile: a model, the workloads and the sizes. No torch."""
+"""The request of a profile: a model, workloads and sizes. No torch."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from coserve.core.types import DEFAULT_RANK, Wire
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_TOKENS = 1 << 24
-"""Of one batch."""
+"""Most tokens of one batch."""
 
 
 class Backend(StrEnum):
-    """Whose forward and backward run."""
+    """The implementation whose forward and backward run."""
 
     COSERVE = "coserve"
-    """The daemon's: packed rows, paged KV, our LoRA kernels, a backward layer by layer."""
+    """The daemon's: packed rows, paged KV, our LoRA kernels, backward layer by layer."""
     PEFT = "peft"
-    """The ETS paper's: the model of transformers alone, or in a PEFT model, on a rectangular batch."""
+    """The ETS paper's: a transformers model, bare or wrapped by PEFT, on a rectangular batch."""
 
 
 class Kind(StrEnum):
     INFERENCE = "inference"
     LORA = "lora"
     FULL = "full"
-    """All weights are trained. Profiled only: coserve trains adapters."""
+    """All weights are trained. For profiles only: coserve trains adapters."""
 
 
 class Workload(Wire, frozen=True):
-    """`rank` and `targets` are of LoRA; `targets` None: all linear sites."""
+    """A workload. `rank` and `targets` apply to LoRA; `targets` None: all linear sites."""
 
     kind: Kind
     rank: int | None = None
@@ -45,11 +45,10 @@ class Workload(Wire, frozen=True):
 
 
 class ProfileRequest(Wire, frozen=True):
-    """What `coserve profile` asks its process for.
+    """The request that `coserve profile` sends to its process.
 
-    `model`: as of `coserve serve`; only its config is read. `config`: what config.json would hold, instead of the
-    model's own.
-    `predict`: fake tensors even where there is a GPU.
+    `model`: as for `coserve serve`; only its config is read. `config`: replaces the content of the model's config.json.
+    `predict`: use fake tensors even if there is a GPU.
     """
 
     model: str
@@ -62,7 +61,7 @@ class ProfileRequest(Wire, frozen=True):
     backends: tuple[Backend, ...] = (Backend.COSERVE,)
     dtype: str = "bfloat16"
     recompute: bool = False
-    """As the setting of `coserve serve`; only the backend coserve has it."""
+    """See the setting of `coserve serve`; only the backend coserve supports it."""
     predict: bool = False
     trust_remote_code: bool = False
 
@@ -70,7 +69,7 @@ class ProfileRequest(Wire, frozen=True):
 def make_workloads(
     ranks: Sequence[int] = (DEFAULT_RANK,), targets: Sequence[Sequence[str] | None] = (None,), *, full: bool = True
 ) -> tuple[Workload, ...]:
-    """Inference, LoRA of each rank on each set of targets, and full fine-tuning.
+    """Return inference, LoRA of each rank on each set of targets, and full fine-tuning.
 
     Raises `InvalidRequest` for a rank out of range, and for an empty set of targets.
     """
@@ -90,7 +89,7 @@ def make_workloads(
 
 
 def check_request(request: ProfileRequest) -> None:
-    """Raises `InvalidRequest` for sizes that are no sizes, and for an unknown dtype."""
+    """Raise `InvalidRequest` for sizes out of range and for an unknown dtype."""
     for field, values in (("batches", request.batches), ("lengths", request.lengths)):
         if not values:
             raise InvalidRequest("expected at least one number, got none", field=field)

@@ -12,7 +12,7 @@ COLUMNS = (*COMPONENTS, "total")
 
 
 def source_text(report: ProfileReport) -> str:
-    """The base, and whether the numbers were measured, in one line."""
+    """The base, and whether the numbers were measured, on one line."""
     kind = f"measured on {report.device}" if report.measured else "PREDICTED, not measured"
     size = report.parameters / 1e6
     count = f"{size / 1e3:.2f} billion" if size >= 1e3 else f"{size:.1f} million"
@@ -20,8 +20,8 @@ def source_text(report: ProfileReport) -> str:
 
 
 def series_table(series: Series) -> Table:
-    """One line for each size: the components and their sum, in MiB. Below, the line through each column, and its
-    errors."""
+    """Build a table with one row for each size: the components and their sum, in MiB. Below, the line fitted to each
+    column, and its errors."""
     title = f"{series.backend}, {series.workload.name}, {series.length} tokens a row: MiB"
     table = Table(title=title, title_justify="left")
     for name in ("rows", *(f"M_{name}" for name in COMPONENTS), "total"):
@@ -49,11 +49,11 @@ _LINE_ROWS = {
     "R²": lambda line: f"{line.r2:.5f}",
     "worst error": _error,
 }
-"""Rows below a table: how they show a line."""
+"""Rows below a table, with the cell that each shows of a fitted line."""
 
 
 def notes(series: Series) -> list[str]:
-    """Why sizes are missing, and what the readings leave out."""
+    """Notes on why sizes are missing, and on memory that the readings leave out."""
     kept = [("optimizer and gradient sums", series.optimizer), ("library workspaces", series.workspace)]
     besides = [f"{name} {mib(size)} MiB" for name, size in kept if size]
     if series.kv_per_token:

@@ -1,4 +1,5 @@
-"""The daemon's passes: a generation step over prompts, and a micro-batch of fine-tuning, suspended layer by layer."""
+"""The daemon's forward and backward for profiles: a generation step over prompts, and a fine-tuning micro-batch that is
+suspended layer by layer."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ PAGE_TOKENS = 16
 
 @dataclass(frozen=True)
 class SeamBackends:
-    """What runs the base's seams on the device."""
+    """Implementations of the base's replaceable operations on the device."""
 
     lora: LoraBackend
     training_attention: Callable[[Sequence[int]], Attention]
@@ -42,7 +43,7 @@ class SeamBackends:
 
 
 class CoserveTrial:
-    """Implements `Trial` for a base that is loaded as the daemon loads it."""
+    """Implements `Trial` for a base loaded as the daemon loads it."""
 
     def __init__(self, base: Base, meter: MemoryMeter, backends: SeamBackends) -> None:
         """Raises `UnsupportedBase` for a base that cannot be trained layer by layer."""
@@ -51,7 +52,7 @@ class CoserveTrial:
         if backends.lora.groups_inputs:
             share_inputs(base)
         if base.device.type == "cuda":
-            # Of the products that have checked the base: readings leave them out.
+            # Workspaces of the GEMMs that checked the base: readings leave them out.
             torch._C._cuda_clearCublasWorkspaces()
         self._loaded = settled(meter)
         self._kv = page_layout(base.kv_shapes, PAGE_TOKENS, base.dtype).page_bytes // PAGE_TOKENS
@@ -97,7 +98,7 @@ class CoserveTrial:
 
 
 class _Case:
-    """A generation step over `batch` prompts of `length` tokens; the KV pages are allocated before."""
+    """A generation step over `batch` prompts of `length` tokens. The KV pages are allocated in advance."""
 
     def __init__(self, base: Base, backends: SeamBackends, batch: int, length: int) -> None:
         self._base, self._backends = base, backends
@@ -126,7 +127,8 @@ class _Case:
 
 
 class _LoraCase(_Case):
-    """The same step with one adapter, and a micro-batch that trains it: all tokens but a row's first are targets."""
+    """The same step with one adapter, and a micro-batch that trains it: all tokens but the first of each row are
+    targets."""
 
     def __init__(
         self,
@@ -165,8 +167,8 @@ class _LoraCase(_Case):
 
 
 class _FullCase(_Case):
-    """The same step, and the model's own forward over packed rows with every weight trained: one graph, all logits,
-    their sum."""
+    """The same step, and the model's own forward over packed rows with all weights trained: one autograd graph over the
+    sum of all logits."""
 
     def train(self) -> Iterator[None]:
         base = self._base

@@ -1,7 +1,6 @@
-"""What torch holds in memory at a time, by counting the storages that live: CUDA's statistics for tensors without a
-GPU.
+"""Memory held by torch over time, counted from live storages: a stand-in for CUDA's statistics without a GPU.
 
-torch has a tracker too (`torch.distributed._tools.mem_tracker`); its peak cannot be reset, and it needs a module's
+torch has a tracker too (`torch.distributed._tools.mem_tracker`), but its peak cannot be reset, and it needs module
 hooks. `tests/profiling` compares the two.
 """
 
@@ -16,20 +15,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 BLOCK = 512
-"""Bytes; CUDA's allocator gives multiples of it."""
+"""Granularity of CUDA's allocator, in bytes."""
 
 
 def rounded(size: int) -> int:
-    """Bytes that CUDA's allocator counts for `size`, where it cuts a larger block."""
+    """Bytes that CUDA's allocator counts for `size`, when it splits a larger block."""
     return -(-size // BLOCK) * BLOCK
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """`finetune.memory_profiling.MemoryMeter` of what is made inside `with`: load the model inside, too. What was made
-    before counts once an op returns a view of it."""
+    """A `finetune.memory_profiling.MemoryMeter` of tensors made inside `with`; load the model inside, too. Earlier
+    tensors count once an op returns a view of them."""
 
     def __init__(self, workspace: Callable[[str, Sequence[Any]], int] = lambda op, args: 0) -> None:
-        """`workspace`: bytes that a GPU's kernel of an op takes while it runs, by the op's name and arguments."""
+        """`workspace`: returns the temporary bytes of an op's GPU kernel, given the op's name and arguments."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._workspace = workspace
         self._live = self._peak = 0

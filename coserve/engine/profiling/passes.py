@@ -1,4 +1,4 @@
-"""What is read: passes of one workload over batches of chosen sizes. The ETS paper, section 4.2.2."""
+"""Memory readings (ETS paper, section 4.2.2): forward and backward of one workload over batches of chosen sizes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from coserve.finetune.memory_profiling import MemoryMeter, gc_disabled
 
 
 class Case(Protocol):
-    """Passes over one batch, whose inputs and KV pages are allocated already."""
+    """Forward and backward over one batch, whose inputs and KV pages are allocated already."""
 
     def no_grad(self) -> None:
-        """A forward without gradients. Keeps nothing."""
+        """Run a forward without gradients. Keeps nothing."""
         ...
 
     def train(self) -> Iterator[None]:
-        """Yields after the forward, ends after the backward. Keeps nothing beyond."""
+        """Yield after the forward, end after the backward. Keeps nothing afterwards."""
         ...
 
 
@@ -32,12 +32,12 @@ class Passes:
     """A workload that is ready to run."""
 
     case: Callable[[int, int], Case]
-    """Makes the passes over so many rows of so many tokens."""
+    """Makes the case of a batch, given its rows and the tokens of a row."""
     trains: bool
     weights: int
     """Bytes of the base and of the adapter: reading (1)."""
     optimizer: int = 0
-    """Bytes that a job keeps besides."""
+    """Further bytes that a job keeps."""
     kv_per_token: int = 0
 
 
@@ -45,20 +45,20 @@ class Trial(Protocol):
     """A backend with its model loaded."""
 
     def workload(self, workload: Workload) -> AbstractContextManager[Passes]:
-        """The workload's adapter and optimizer, while inside. Raises `InvalidRequest` for targets that the base does
-        not have."""
+        """Context in which the workload's adapter and optimizer exist. Raises `InvalidRequest` for targets that the
+        base does not have."""
         ...
 
 
 def settled(meter: MemoryMeter) -> int:
-    """Bytes that are held now, garbage not counted."""
+    """Bytes held now, after garbage collection."""
     gc.collect()
     return meter.now()
 
 
 @gc_disabled()
 def read(passes: Passes, meter: MemoryMeter, batch: int, length: int) -> Readings:
-    """The four readings at one size. Between them the meter's peak is reset."""
+    """Take the four readings at one size. The meter's peak is reset between them."""
     case = passes.case(batch, length)
     before = meter.now()
 
@@ -72,7 +72,7 @@ def read(passes: Passes, meter: MemoryMeter, batch: int, length: int) -> Reading
         return Readings(weights=passes.weights, no_grad=no_grad)
     steps = case.train()
     forward = peak(lambda: next(steps))
-    # The peak is not reset here: reading (4) is of the whole sequence.
+    # The peak is not reset here: reading (4) covers forward and backward.
     for _ in steps:
         pass
     return Readings(
@@ -93,11 +93,11 @@ def read_points(
     *,
     warm_up: bool,
 ) -> tuple[list[Point], str | None, int]:
-    """The points of ascending `batches`, why some are missing, and the bytes that libraries keep from the first pass
-    on.
+    """Return the points of ascending `batches`, why some are missing, and the bytes that libraries keep from the first
+    run on.
 
-    `begin` is called with each size before it is read, `free` between sizes: it empties caches. `warm_up`: the first
-    size runs once before it is read: kernels compile, libraries allocate. Memory that runs out ends the series.
+    `begin` is called with each size before it is read, `free` between sizes to empty caches. `warm_up`: run the first
+    size once before it is read, so that kernels compile and libraries allocate. Running out of memory ends the series.
     """
     points: list[Point] = []
     before, workspace = meter.now(), 0
@@ -117,7 +117,7 @@ def read_points(
 
 
 def _fits(passes: Passes, meter: MemoryMeter, batch: int, length: int) -> Readings | None:
-    """The readings, or None if memory ran out: the error, which holds what was allocated, ends here."""
+    """The readings, or None if memory ran out. The error, whose traceback holds tensors, ends here."""
     try:
         return read(passes, meter, batch, length)
     except torch.OutOfMemoryError:

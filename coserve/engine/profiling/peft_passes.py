@@ -1,7 +1,7 @@
-"""The ETS paper's passes: a model of transformers, alone or in a PEFT model, on a rectangular batch.
+"""The ETS paper's forward and backward: a transformers model, bare or wrapped by PEFT, on a rectangular batch.
 
-`with torch.no_grad(): model(batch)`, `logits = model(batch)` and `logits.sum().backward()`, as its section 4.2.2 has
-them. The model is in eval mode, as `from_pretrained` leaves it.
+`with torch.no_grad(): model(batch)`, `logits = model(batch)` and `logits.sum().backward()`, as in section 4.2.2. The
+model is in eval mode, as `from_pretrained` leaves it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from coserve.model.fake import is_fake
 
 
 class PeftTrial:
-    """Implements `Trial` for a model of transformers."""
+    """Implements `Trial` for a transformers model."""
 
     def __init__(self, model: PreTrainedModel, meter: MemoryMeter) -> None:
         self._model, self._meter = model.eval().requires_grad_(False), meter
@@ -50,7 +50,7 @@ class PeftTrial:
 
 @contextmanager
 def _adapted(model: PreTrainedModel, workload: Workload) -> Iterator[nn.Module]:
-    """The model in a PEFT model. Raises `ConfigError` without PEFT, `InvalidRequest` for targets that PEFT does not
+    """Wrap the model with PEFT. Raises `ConfigError` without PEFT, `InvalidRequest` for targets that PEFT does not
     find."""
     try:
         from peft import LoraConfig, get_peft_model
@@ -60,12 +60,12 @@ def _adapted(model: PreTrainedModel, workload: Workload) -> Iterator[nn.Module]:
     targets = "all-linear" if workload.targets is None else list(workload.targets)
     fake = is_fake(next(model.parameters()))
     with warnings.catch_warnings(), unset_fake_temporarily():
-        warnings.simplefilter("ignore")  # that Conv1D stores its weight transposed
+        warnings.simplefilter("ignore")  # PEFT warns that Conv1D stores its weight transposed
         try:
             adapted = get_peft_model(model, LoraConfig(r=workload.rank, target_modules=targets), low_cpu_mem_usage=fake)
         except ValueError as error:
             raise InvalidRequest(str(error).split(". ")[0], field="targets") from error
-    if fake:  # the adapter was made without memory, as PEFT cannot move fake parameters
+    if fake:  # PEFT cannot move fake parameters, so the adapter is on meta
         for module in adapted.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if parameter.device.type == "meta":

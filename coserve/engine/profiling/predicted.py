@@ -1,8 +1,8 @@
-"""Stand-ins that let the daemon's forward and backward run on fake tensors, and take the memory that they take on a
+"""Stand-ins with which the daemon's forward and backward run on fake tensors and count the memory that they take on a
 GPU.
 
-The tensors are fake ones of the CPU: torch without CUDA cannot differentiate fake ones of a GPU. So whatever is chosen
-by device is chosen here as on a GPU.
+The fake tensors are on the CPU, because torch without CUDA cannot differentiate fake GPU tensors. So choices that
+depend on the device are made here as on a GPU.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from coserve.memory.kv import KvCache
 
 @contextmanager
 def fake_tensors() -> Iterator[LiveBytes]:
-    """Inside, tensors are fake, kernels are not launched, and the meter counts as a GPU's allocator does.
+    """Context in which tensors are fake and kernels are not launched; the meter counts like a GPU's allocator.
 
-    Raises `UnsupportedBase` for a model whose shapes depend on values, as a mixture of experts' may.
+    Raises `UnsupportedBase` for a model whose shapes depend on values, such as some mixtures of experts.
     """
     meter = LiveBytes(workspace_bytes)
     with warnings.catch_warnings(), launch_nothing(), FakeTensorMode(allow_non_fake_inputs=True), meter:
@@ -52,8 +52,8 @@ def fake_tensors() -> Iterator[LiveBytes]:
 
 
 class FlashAttention:
-    """`PackedAttention` as on a GPU: torch's kernel for packed sequences in 16 bits, one sequence after another
-    elsewhere."""
+    """`PackedAttention` as on a GPU: torch's kernel for packed sequences in 16 bits, otherwise one sequence after
+    another."""
 
     def __init__(self, bounds: Sequence[int]) -> None:
         self._plain, self._sequences = PackedAttention(bounds), len(bounds) - 1
@@ -73,10 +73,10 @@ class FlashAttention:
 
 
 class FakeSegmentedBackend(SegmentedBackend):
-    """`segmented` for fake adapters: their tables are made of real tensors, whose contents the host reads."""
+    """The `segmented` backend for fake adapters: its tables are real tensors, whose contents the host reads."""
 
     def refuse_adapters(self, adapters: Adapters) -> None:
-        """Nothing is launched, so any device will do."""
+        """Accept any device, as nothing is launched."""
 
     def prepare(self, segments: Segments, adapters: Adapters, groups: Sequence[SiteGroup]) -> SegmentedLora:
         with unset_fake_temporarily():

@@ -1,4 +1,4 @@
-"""Profiles a model: on a GPU measured, without one predicted through fake tensors."""
+"""Profiles a model: measured on a GPU, or predicted with fake tensors without one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PREDICTED = "fake tensors: lifetimes of storages, and the workspaces of known ke
 
 @dataclass(frozen=True)
 class _Where:
-    """The device, or its stand-in."""
+    """The device or its stand-in, with its meter."""
 
     device: torch.device
     meter: MemoryMeter
@@ -49,7 +49,7 @@ class _Where:
 
 
 def profile(request: ProfileRequest, progress: Callable[[Step], None]) -> ProfileReport:
-    """Blocks until all series are read. Nothing else may use the process's GPU meanwhile.
+    """Run the profile; blocks until all series are read. Nothing else may use the process's GPU meanwhile.
 
     Raises:
         InvalidRequest: sizes, targets or a length that do not fit.
@@ -102,7 +102,7 @@ def _series(
     where: _Where,
     begin: Callable[[str, int], None],
 ) -> Iterator[Series]:
-    """One series for each length."""
+    """Yield one series for each length."""
     try:
         with trial.workload(workload) as passes:
             for length in request.lengths:
@@ -163,7 +163,7 @@ def _trial(backend: Backend, model: PreTrainedModel, request: ProfileRequest, wh
 
 
 def _random_model(config: PretrainedConfig, request: ProfileRequest, device: torch.device) -> PreTrainedModel:
-    """The config's own classes with random weights: memory does not depend on values."""
+    """Build the config's model class with random weights: memory does not depend on values."""
     try:
         with device:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -177,7 +177,7 @@ def _random_model(config: PretrainedConfig, request: ProfileRequest, device: tor
 
 
 def _config(request: ProfileRequest) -> PretrainedConfig:
-    """Raises `UnsupportedBase`."""
+    """Read the model's config. Raises `UnsupportedBase`."""
     with tempfile.TemporaryDirectory() as folder:
         path = request.model
         if request.config is not None:
@@ -191,7 +191,7 @@ def _config(request: ProfileRequest) -> PretrainedConfig:
             config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=request.trust_remote_code)
         except CoserveError:
             raise
-        except Exception as error:  # of whatever kind: classes of their own check configs
+        except Exception as error:  # any kind: config classes have their own checks
             raise UnsupportedBase(f"{request.model}: transformers cannot read its config.json: {error}") from error
     return config
 

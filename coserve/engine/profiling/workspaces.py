@@ -1,4 +1,4 @@
-"""Memory that a GPU's kernels take while they run, which no tensor of the program shows. From torch's own sources."""
+"""Temporary memory of GPU kernels, which no tensor of the program shows. Taken from torch's sources."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 PRODUCTS = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::bmm": (0, 1)}
-"""The factors among an op's arguments."""
+"""Positions of the factors among an op's arguments."""
 PACKED_BACKWARD = "aten::_flash_attention_backward"
 RECTANGULAR_BACKWARD = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
-"""Stands for a GPU's: flash attention in 16 bits, memory-efficient attention in 32."""
+"""Stand-in for the GPU's backward: flash attention in 16 bits, memory-efficient attention in 32."""
 QUERY_BLOCK = 128
-"""Flash attention's backward rounds the queries of each sequence up to a multiple."""
+"""Flash attention's backward rounds each sequence's queries up to a multiple of this."""
 
 
 def workspace_bytes(op: str, args: Sequence[Any]) -> int:
@@ -36,7 +36,8 @@ def workspace_bytes(op: str, args: Sequence[Any]) -> int:
 
 
 def _copied(factor: Tensor) -> int:
-    """cuBLAS reads matrices whose rows or columns are dense; torch copies others, such as the gradient of a sum."""
+    """Bytes of a factor that torch copies. cuBLAS reads matrices with dense rows or columns; others, such as the
+    gradient of a sum, are copied."""
     rows, columns = factor.stride()[-2:]
     height, width = factor.shape[-2:]
     dense = (columns == 1 and rows >= max(1, width)) or (rows == 1 and columns >= max(1, height))
@@ -44,7 +45,8 @@ def _copied(factor: Tensor) -> int:
 
 
 def _flash_backward(queries: int, heads: int, kv_heads: int, keys: int, width: int, itemsize: int) -> int:
-    """fp32 sums of dQ and of the softmax's rows; where query heads share keys, dK and dV of each query head."""
+    """Bytes of the fp32 sums of dQ and of the softmax's rows, and, if query heads share keys, of dK and dV for each
+    query head."""
     wide = -(-width // (32 if width <= 128 else 64)) * (32 if width <= 128 else 64)
     sums = 4 * queries * heads * (wide + 1)
     return sums + (2 * keys * heads * width * itemsize if heads != kv_heads else 0)

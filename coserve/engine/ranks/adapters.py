@@ -1,4 +1,4 @@
-"""Adapters on all ranks: each rank reads its own part of the files, and loads it into the same pages."""
+"""Adapters on all ranks: each rank reads its own shard of the files, and loads it into the same pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coserve.model.lora import LoraWeights
 
 
 class FollowersCopies:
-    """Implements `CopyMirror`: followers load and drop copies as rank 0 does."""
+    """Implements `CopyMirror`: followers load and drop copies in step with rank 0."""
 
     def __init__(self, followers: Followers) -> None:
         self._followers = followers
@@ -28,14 +28,14 @@ class FollowersCopies:
 
 
 def load_on_all(load: Load, followers: Followers) -> Load:
-    """`load` on rank 0, once every follower has a host copy of its own. Raises what any of them raised."""
+    """Wrap `load` so that it returns once every follower has its own host copy too. Raises any rank's error."""
 
     def everywhere(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
         answers = followers.ask(ReadAdapter(adapter=ref, digests=digests))
         try:
             weights = load(ref, digests)
         finally:
-            answers.settle()  # nobody is told to drop a copy that is still being read
+            answers.settle()  # so that no copy is dropped while it is being read
         answers.wait()
         return weights
 

@@ -1,4 +1,4 @@
-"""Messages between two ranks over a connected socket, by blocking calls: 4 bytes of length (big endian), one msgpack
+"""Blocking message channel between two ranks over a connected socket: a 4-byte length (big endian), then one msgpack
 message."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class PeerLost(Exception):
 
 
 class Channel(Generic[OutT, InT]):
-    """One end. Any thread may send; one thread receives."""
+    """One end of a channel. Any thread may send; one thread receives."""
 
     def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[InT]) -> None:
         sock.setblocking(True)
@@ -27,19 +27,19 @@ class Channel(Generic[OutT, InT]):
         self._encoder, self._sending = msgspec.msgpack.Encoder(), threading.Lock()
 
     def send(self, message: OutT) -> None:
-        """One write. Waits where the other end reads too slowly. Raises `PeerLost`."""
+        """Send a message in one write. Blocks while the other end reads too slowly. Raises `PeerLost`."""
         with self._sending:
             self.send_frame(frame(self._encoder, message))
 
     def send_frame(self, data: bytes) -> None:
-        """As `send`, of a message that `frame` made; not for two threads at once. Raises `PeerLost`."""
+        """Send a message that `frame` encoded. Not thread-safe. Raises `PeerLost`."""
         try:
             self._socket.sendall(data)
         except OSError as error:
             raise PeerLost from error
 
     def receive(self) -> InT:
-        """The next message. Raises `PeerLost`."""
+        """Receive the next message. Raises `PeerLost`."""
         try:
             size = int.from_bytes(self._exactly(4), "big")
             return self._decoder.decode(self._exactly(size))
@@ -47,7 +47,7 @@ class Channel(Generic[OutT, InT]):
             raise PeerLost from error
 
     def close(self) -> None:
-        """On the thread that receives."""
+        """Close the channel; call it on the receiving thread."""
         self._reader.close()
         self._socket.close()
 
@@ -59,6 +59,6 @@ class Channel(Generic[OutT, InT]):
 
 
 def frame(encoder: msgspec.msgpack.Encoder, message: object) -> bytes:
-    """A message as it is sent."""
+    """Encode a message with its length prefix."""
     body = encoder.encode(message)
     return len(body).to_bytes(4, "big") + body

@@ -1,8 +1,8 @@
-"""What rank 0 tells the ranks that follow it, and what they answer.
+"""Commands that rank 0 sends to the followers (all other ranks), and their answers.
 
-Followers execute commands in the order in which they were sent. So the pages, the adapters and the jobs of a follower
-have the same contents as those of rank 0 whenever both have executed the same commands. Who holds which page, which
-request waits and what runs next is known on rank 0 only.
+Followers execute commands in the order in which they were sent. So a follower's pages, adapters and jobs equal those of
+rank 0 whenever both have executed the same commands. Only rank 0 knows which request holds which page, what waits, and
+what runs next.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from coserve.generate.execution.interface import StepInput
 
 
 class Command(Struct, frozen=True, tag=True):
-    """Base of the commands that are not answered."""
+    """Base of commands without an answer."""
 
 
 class Question(Struct, frozen=True, tag=True, kw_only=True):
-    """Base of the commands that each follower answers with an `Answer`, mostly from a thread: later commands do not
-    wait."""
+    """Base of commands that each follower answers with an `Answer`, usually from a thread, without delaying later
+    commands."""
 
     number: int = 0
     """Set by `Followers.ask`."""
@@ -31,11 +31,11 @@ class Question(Struct, frozen=True, tag=True, kw_only=True):
 
 
 class MeasurePool(Question, frozen=True, kw_only=True):
-    """Answer with the tokens that the page pool of this rank could hold."""
+    """Answer with the tokens that this rank's page pool could hold."""
 
 
 class BuildEngine(Question, frozen=True, kw_only=True):
-    """Make the page pool, of `tokens` tokens on every rank, and what runs steps and jobs."""
+    """Make the page pool, of `tokens` tokens on every rank, the executor and the trainer."""
 
     tokens: int
 
@@ -47,9 +47,9 @@ class Launch(Command, frozen=True):
     """Run a step: see `StepExecutor.launch`."""
 
     step: StepInput
-    """Page tables without their first pages: see `page_tables`."""
+    """The step, with page tables reduced to their new pages: see `page_tables`."""
     kept: list[int]
-    """For each sequence, how many pages its table begins with as in its last step."""
+    """For each sequence, how many leading pages are unchanged since its last step."""
 
 
 class Forget(Command, frozen=True):
@@ -66,21 +66,21 @@ class Prepare(Command, frozen=True):
 
 
 class ReadAdapter(Question, frozen=True, kw_only=True):
-    """Read this rank's part of an adapter's files into host memory."""
+    """Read this rank's shard of an adapter's files into host memory."""
 
     adapter: AdapterRef
     digests: AdapterDigests | None
 
 
 class DropAdapterCopy(Command, frozen=True):
-    """The host copy is not needed any more."""
+    """Drop the host copy."""
 
     adapter: AdapterRef
 
 
 class LoadIntoPages(Command, frozen=True):
-    """Move the contents of pages (`moved`: from, to), then copy the adapter's host copy into `pages` pages from `first`
-    on."""
+    """Move the contents of pages (`moved`: from, to), then copy the adapter's host copy into `pages` pages starting at
+    `first`."""
 
     adapter: AdapterRef
     first: int
@@ -89,7 +89,7 @@ class LoadIntoPages(Command, frozen=True):
 
 
 class EvictAdapter(Command, frozen=True):
-    """The adapter has lost its pages."""
+    """Drop the adapter's pages."""
 
     adapter: AdapterRef
 
@@ -98,14 +98,14 @@ class EvictAdapter(Command, frozen=True):
 
 
 class LoadJob(Question, frozen=True, kw_only=True):
-    """Load a job as its last checkpoint left it. Answer with the step that it goes on from. Later commands name the
+    """Load a job from its last checkpoint. Answer with the step that it continues from. Later commands refer to this
     load by its `number`; the first of them commits it."""
 
     spec: JobSpec
 
 
 class DropJob(Command, frozen=True):
-    """See `Trainer.drop`. The load may not have ended, or not have been committed."""
+    """See `Trainer.drop`. The load may still be running, or not be committed."""
 
     load: int
 
@@ -117,16 +117,17 @@ class PrepareJob(Question, frozen=True, kw_only=True):
 
 
 class AdvanceJob(Question, frozen=True, kw_only=True):
-    """Answer with the `Outcome` of `Trainer.attempt`, of which `value` is the position. Later commands do wait."""
+    """Answer with the `Outcome` of `Trainer.attempt`, with the position as `value`. Later commands wait for this
+    one."""
 
     load: int
     micro_steps: int | None
     treatment: Treatment | None
-    """See `Trainer.limit`; None: as set."""
+    """See `Trainer.limit`; None: as configured."""
 
 
 class AbandonJob(Command, frozen=True):
-    """See `Trainer.abandon`, or `Trainer.retry`."""
+    """See `Trainer.abandon`; with `how`, `Trainer.retry`."""
 
     load: int
     how: Retry | None = None
@@ -137,7 +138,7 @@ class ReleaseMemory(Command, frozen=True):
 
 
 class ReadDevice(Question, frozen=True, kw_only=True):
-    """Answer with the bytes of this rank's GPU that others than its allocator have taken since its first answer."""
+    """Answer with the bytes of this rank's GPU taken outside of its allocator since its first answer."""
 
 
 class GatherJob(Command, frozen=True):
@@ -148,8 +149,8 @@ class GatherJob(Command, frozen=True):
 
 
 class CopySnapshot(Question, frozen=True, kw_only=True):
-    """Keep this rank's part of what was gathered last in host memory, as that of `adapter`. Answer with 1, or 0: there
-    is no memory."""
+    """Keep this rank's shard of the last gathered weights in host memory, as `adapter`. Answer with 1, or with 0 if
+    there is no memory."""
 
     load: int
     adapter: AdapterRef
@@ -159,7 +160,7 @@ class CopySnapshot(Question, frozen=True, kw_only=True):
 
 
 class Stop(Command, frozen=True):
-    """The engine ends."""
+    """End the follower: the engine ends."""
 
 
 AnyQuestion = MeasurePool | BuildEngine | ReadDevice | ReadAdapter | LoadJob | PrepareJob | AdvanceJob | CopySnapshot
@@ -180,11 +181,11 @@ AnyCommand = (
 
 
 ENGINE_FAULT = "engine_fault"
-"""Code of an `EngineFault` of the rank that answers."""
+"""Answer code: the answering rank had an `EngineFault`."""
 
 
 class Answer(Struct, frozen=True):
-    """What came of a question. `code`: of a `CoserveError`, or `ENGINE_FAULT`; empty where it succeeded."""
+    """The answer to a question. `code`: of a `CoserveError`, or `ENGINE_FAULT`; empty on success."""
 
     number: int
     value: int = 0

@@ -1,4 +1,4 @@
-"""Steps on all ranks: rank 0 sends a step's input, then runs it as the others do."""
+"""Steps on all ranks: rank 0 sends a step's input to the followers, then runs it too."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class RankedStep:
         return self.local.overlaps
 
     def collect(self) -> StepResult:
-        """See `StepInFlight`. Raises `EngineFault` alone: after a step that ended early here, the ranks' collectives
-        would not belong together any more."""
+        """See `StepInFlight`. Raises only `EngineFault`: after a step that failed here, the ranks' collectives would no
+        longer match."""
         with self.followers.busy("collect"):
             try:
                 return self.local.collect()
@@ -42,13 +42,13 @@ class RankedStep:
 
 
 class RankedExecutor:
-    """Implements `StepExecutor` over that of rank 0. Results are those of rank 0."""
+    """Implements `StepExecutor` on top of rank 0's executor. Results are those of rank 0."""
 
     def __init__(self, local: StepExecutor, followers: Followers) -> None:
         self._local, self._followers, self._tables = local, followers, PageTables()
 
     def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> Sequence[StepInFlight]:
-        """See `StepExecutor`. Raises `EngineFault` alone."""
+        """See `StepExecutor`. Raises only `EngineFault`."""
         with self._followers.together(self._tables.pack(step)):
             try:
                 return [RankedStep(launched, self._followers) for launched in self._local.launch(step, adapters)]
@@ -72,6 +72,6 @@ class RankedExecutor:
         return self._local.troubles
 
     def prepare(self) -> bool:
-        """See `StepExecutor`. What is left to do depends on the steps so far, so it is the same on all ranks."""
+        """See `StepExecutor`. The remaining work depends only on past steps, so it is the same on all ranks."""
         with self._followers.together(Prepare()):
             return self._local.prepare()

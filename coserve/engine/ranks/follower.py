@@ -1,4 +1,4 @@
-"""A rank that follows: it executes the commands of rank 0, in order, and has nothing to decide."""
+"""A follower rank: it executes the commands of rank 0, in order, and decides nothing."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ Commands = Channel[Answer, AnyCommand]
 
 @dataclass(frozen=True)
 class FollowerParts:
-    """What executes commands."""
+    """The components that execute commands."""
 
     kv: KvCache
     executor: StepExecutor
     trainer: Trainer
     read: Load
-    """A host copy of this rank's part of an adapter."""
+    """Reads this rank's shard of an adapter into host memory."""
 
 
 class Follower:
-    """`run` executes commands until `Stop`, or until rank 0 is gone."""
+    """Executes commands until `Stop`, or until rank 0 is gone."""
 
     def __init__(
         self,
@@ -80,9 +80,9 @@ class Follower:
         start_thread: Callable[[], None] = lambda: None,
         outside: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`measure_pool`: tokens that the page pool could hold; `build`: makes the parts, with a pool of so many
-        tokens. `jobs`: most that are loaded at once. `start_thread` is called first on each thread that reads adapters
-        or loads jobs. `outside`: bytes of the GPU that are taken, but not by this process's allocator."""
+        """`measure_pool`: returns the tokens that the page pool could hold; `build`: makes the components, given the
+        pool's tokens. `jobs`: most jobs loaded at once. `start_thread` is called first on each thread that reads
+        adapters or loads jobs. `outside`: returns the bytes of the GPU taken outside of this process's allocator."""
         self._commands, self._measure_pool, self._build = commands, measure_pool, build
         self._progress, self._outside = progress, outside
         self._least_outside: int | None = None
@@ -90,16 +90,16 @@ class Follower:
         self._readers = ThreadPoolExecutor(READERS, "adapters", start_thread)
         self._threads = ThreadPoolExecutor(2 * jobs, "jobs", start_thread)
         self._host = dict[AdapterRef, LoraWeights]()
-        """Adapters' host copies."""
+        """Host copies of adapters."""
         self._in_pages = dict[AdapterRef, LoraWeights]()
-        """Adapters' copies in pages."""
+        """Adapters in pages."""
         self._tables = PageTables()
         self._in_flight: list[StepInFlight] = []
         self._loads = dict[int, _JobLoad]()
-        """By their question's number."""
+        """Job loads by the number of their `LoadJob`."""
 
     def run(self) -> None:
-        """Raises `PeerLost`, and whatever a command raises: the ranks cannot go on then."""
+        """Execute commands. Raises `PeerLost`, and any command's error: the ranks cannot continue then."""
         for number in itertools.count(1):
             command = self._commands.receive()
             if isinstance(command, Stop):
@@ -129,7 +129,7 @@ class Follower:
             case ReleaseMemory():
                 self._parts.trainer.release_memory()
             case GatherJob(load, weights_only):
-                with suppress(FailedTogether):  # rank 0 tells of it
+                with suppress(FailedTogether):  # rank 0 reports it
                     self._parts.trainer.gather(self._job(load), weights_only=weights_only)
             case CopySnapshot():
                 self._copy_snapshot(command)
@@ -172,12 +172,12 @@ class Follower:
 
     @torch.no_grad()
     def _launch(self, step: StepInput) -> None:
-        """As `Generator.step`: what is in flight is collected after the launch, then what does not overlap. The results
-        are those of rank 0, which needs them."""
+        """Launch a step in the order of `Generator.run`: collect the step in flight after the launch, then what does
+        not overlap. Results are dropped; rank 0 has them."""
         parts = self._parts
         for own in step.sequences:
             written = -(-own.run.position // parts.kv.page_tokens)
-            parts.kv.clear(own.run.pages[written:])  # rank 0 did so when it allocated them
+            parts.kv.clear(own.run.pages[written:])  # as rank 0 did when it allocated them
         launched = parts.executor.launch(step, [self._in_pages[ref] for ref in step.adapters])
         for before in self._in_flight:
             before.collect()
@@ -237,7 +237,7 @@ class Follower:
     # ---- threads
 
     def _answer(self, number: int, threads: ThreadPoolExecutor, work: Callable[[], int]) -> None:
-        """Answer with what `work` returns on a thread, or with the error that it raises."""
+        """Run `work` on a thread, and answer with its result or its error."""
 
         def run() -> None:
             try:
@@ -246,7 +246,7 @@ class Follower:
                 answer = Answer(number, code=error.code, message=error.message)
             except EngineFault as fault:  # rank 0 ends the engine
                 answer = Answer(number, code=ENGINE_FAULT, message=str(fault))
-            except Exception as error:  # noqa: BLE001 - rank 0 tells what it means
+            except Exception as error:  # noqa: BLE001 - rank 0 handles it
                 code = RequestOutOfMemory.code if out_of_memory(error) else InternalError.code
                 answer = Answer(number, code=code, message=f"{type(error).__name__}: {error}")
             self._commands.send(answer)
@@ -263,12 +263,12 @@ class _JobLoad:
         self._begun = False
 
     def run(self) -> int:
-        """On a thread. Returns the step that the job goes on from."""
+        """Load the job, on a thread. Returns the step that it continues from."""
         self._loaded = loaded = self._trainer.load(self._spec, self._cancellation)
         return loaded.started.resumed_from
 
     def begin(self) -> str:
-        """After `run`: commit the load, unless it is committed. Returns the job's id."""
+        """Commit the load unless it is committed; `run` must have ended. Returns the job's id."""
         if self._loaded is not None:
             self._loaded.commit()
             self._loaded, self._begun = None, True

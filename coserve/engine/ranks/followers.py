@@ -1,4 +1,4 @@
-"""Rank 0's end of the command channels: one to each follower."""
+"""Rank 0's side of the command channels, one to each follower."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ log = logging.getLogger(__name__)
 
 
 class RankLost(EngineFault):
-    """A follower is gone. The daemon ends this process, too."""
+    """A follower is gone. The daemon ends this process too."""
 
 
 class Answers:
-    """The answers to one question, one of each follower."""
+    """The answers to one question, one from each follower."""
 
     def __init__(self, number: int, ranks: Sequence[int]) -> None:
-        """`number`: the question's."""
+        """`number`: the question's number; `ranks`: the followers."""
         self.number = number
         self._missing, self._found = set(ranks), dict[int, Answer]()
         self._future = Future[list[Answer]]()
 
     def add(self, rank: int, answer: Answer) -> bool:
-        """Whether it was the last one that was missing."""
+        """Add a rank's answer. Returns whether all are now there."""
         self._found[rank] = answer
         self._missing.discard(rank)
         if not self._missing:
@@ -46,17 +46,17 @@ class Answers:
 
     @property
     def complete(self) -> bool:
-        """All of them are there, or never will be: `wait` does not block."""
+        """Whether all answers are there, or never will be: then `wait` does not block."""
         return self._future.done()
 
     def settle(self) -> list[Answer]:
-        """Wait for all of them, whatever they say; by rank. Raises `RankLost`."""
+        """Wait for all answers, including errors; return them by rank. Raises `RankLost`."""
         return self._future.result()
 
     def wait(self) -> list[int]:
-        """The values, by rank. Not on the event loop of a running engine.
+        """Wait for all answers and return their values, by rank. Not for the event loop of a running engine.
 
-        Raises the first follower's error, as rank 0's own would be; `EngineFault`; `RankLost`.
+        Raises the first follower's error as if it were rank 0's own, `EngineFault`, or `RankLost`.
         """
         answers = self._future.result()
         for answer in answers:
@@ -68,11 +68,10 @@ class Answers:
 
 
 class Followers:
-    """All followers. Commands reach each of them in the order of the calls of `send` and `ask`; any thread may call
-    these."""
+    """All followers. Each receives commands in the order of the calls of `send` and `ask`, which are thread-safe."""
 
     def __init__(self, sockets: Sequence[socket.socket], progress: Progress) -> None:
-        """`progress`: that of rank 0."""
+        """`progress`: rank 0's."""
         self._progress = progress
         decoder = msgspec.msgpack.Decoder(Answer)
         self._channels = {rank: Channel[AnyCommand, Answer](sock, decoder) for rank, sock in enumerate(sockets, 1)}
@@ -81,22 +80,22 @@ class Followers:
         self._lost: RankLost | None = None
         self._closed = False
         self._sent = 0
-        """Commands so far."""
+        """Commands sent so far."""
         for rank, channel in self._channels.items():
             threading.Thread(target=self._receive, args=(rank, channel), name=f"rank-{rank}", daemon=True).start()
 
     @property
     def size(self) -> int:
-        """All ranks, this one included."""
+        """Number of ranks, this one included."""
         return 1 + len(self._channels)
 
     def send(self, command: AnyCommand) -> None:
-        """Raises `RankLost`."""
+        """Send a command to all followers. Raises `RankLost`."""
         with self._lock:
             self._send(command)
 
     def ask(self, question: AnyQuestion) -> Answers:
-        """Raises `RankLost`."""
+        """Send a question to all followers. Raises `RankLost`."""
         with self._lock:
             number = self._sent + 1
             answers = Answers(number, [*self._channels])
@@ -106,24 +105,24 @@ class Followers:
 
     @contextmanager
     def asked(self, question: AnyQuestion) -> Iterator[Answers]:
-        """As `together`, of a question: execute it and wait for the others' answers inside."""
+        """Like `together`, for a question: inside, execute it here and wait for the followers' answers."""
         answers = self.ask(question)
         with self.busy(type(question).__name__):
             yield answers
 
     @contextmanager
     def together(self, command: AnyCommand) -> Iterator[None]:
-        """Send a command, then execute it here, too: inside. Not for two threads at once. Raises `RankLost`."""
+        """Send a command; execute it on rank 0 inside the context. Not thread-safe. Raises `RankLost`."""
         self.send(command)
         with self.busy(type(command).__name__):
             yield
 
     def busy(self, kind: str) -> AbstractContextManager[None]:
-        """Around what rank 0 does for the last command; `kind` as in `Progress.command`."""
+        """Context for rank 0's own execution of the last command; `kind` as in `Progress.command`."""
         return self._progress.command(self._sent, kind)
 
     def close(self) -> None:
-        """The engine ends: followers end, too."""
+        """End all followers with the engine."""
         with self._lock:
             if not self._closed and self._lost is None:
                 self._closed = True
@@ -149,7 +148,7 @@ class Followers:
                 with self._lock:
                     if self._asked[answer.number].add(rank, answer):
                         del self._asked[answer.number]
-        except Exception as error:  # an answer that cannot be read is as bad as none
+        except Exception as error:  # an unreadable answer counts as none
             if not isinstance(error, PeerLost):
                 log.exception("rank %d: its answers cannot be read", rank)
             with self._lock:

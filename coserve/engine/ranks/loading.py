@@ -1,4 +1,4 @@
-"""Signs that a process compiles or loads code: a command may take long then, the first of its kind above all."""
+"""Detects that a process compiles or loads code, so that a command, especially the first of its kind, may take long."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 COMPILERS = ("triton.compiler", "importlib")
-"""Packages that are on the stack of a thread that compiles a kernel, loads it from disk, or imports a module."""
+"""Packages on the stack of a thread that compiles a Triton kernel, loads it from disk, or imports a module."""
 IO = Path("/proc/self/io")
 
 
 def compiles(thread: int | None) -> bool:
-    """Whether the thread of this number compiles or loads a Triton kernel, or imports a module. Frames that are on the
-    stack while compiled code merely runs, those of torch.compile, say nothing: see `compilations.watch_layers`."""
+    """Return whether the given thread compiles or loads a Triton kernel, or imports a module. torch.compile is not
+    detected here, as its frames are also on the stack while compiled code runs: see `compilations.watch_layers`."""
     frame = None if thread is None else sys._current_frames().get(thread)
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith(COMPILERS):
@@ -22,7 +22,7 @@ def compiles(thread: int | None) -> bool:
 
 
 def loaded(io: Path = IO) -> int:
-    """A number that grows while modules are imported or files, such as libraries, are read from disk."""
+    """A counter that grows while modules are imported or files, such as libraries, are read from disk."""
     try:
         counters = dict(line.split(": ", 1) for line in io.read_text().splitlines())
         read = int(counters["read_bytes"])

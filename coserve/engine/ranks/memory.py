@@ -1,4 +1,4 @@
-"""Memory of the other ranks' GPUs, for admission on rank 0."""
+"""Memory readings of the other ranks' GPUs, for admission on rank 0."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from coserve.engine.ranks.followers import Answers, Followers
 
 
 class FollowersMemory:
-    """Asks for it without waiting: a follower answers once it has executed what it was sent before."""
+    """Polls the followers' memory without waiting: each answers once it has executed earlier commands."""
 
     def __init__(self, followers: Followers) -> None:
         self._followers, self._taken = followers, 0
         self._asked: Answers | None = None
 
     def taken(self) -> int:
-        """The most bytes that others than a rank's allocator have taken on its GPU since the start, as the last answers
-        say; asks again. Raises `RankLost`."""
+        """Return the last answers, and ask again: the most bytes that any rank's GPU has lost since the start outside
+        of that rank's allocator. Raises `RankLost`."""
         if self._asked is not None and self._asked.complete:
             self._taken, self._asked = max(self._asked.wait()), None
         if self._asked is None:

@@ -15,7 +15,7 @@ from coserve.engine.ranks.progress import Progress
 
 
 class Monitor:
-    """Sends heartbeats from a thread of its own until the process ends."""
+    """Sends heartbeats from its own thread until the process ends."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.progress = Progress()
@@ -23,12 +23,12 @@ class Monitor:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def report(self, report: RankReport) -> None:
-        """On any thread. Nothing happens if the daemon is gone: this process ends with it."""
+        """Send a report; on any thread. Ignored if the daemon is gone, because this process then ends too."""
         with self._lock, contextlib.suppress(OSError):
             self._socket.sendall(frame(self._encoder, report))
 
     def ready(self, device: str) -> None:
-        """The rank has started; `device`: cpu or cuda."""
+        """Report that the rank has started; `device`: cpu or cuda."""
         self.progress.ready(device)
         self.report(RankReady())
 

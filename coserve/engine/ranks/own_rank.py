@@ -1,4 +1,4 @@
-"""What a process knows of its rank, from the start on. Imports no torch."""
+"""This process's rank and its sockets, available before torch is imported."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from coserve.engine.ranks.monitor import Monitor
 
 
 class OwnRank:
-    """This process's rank: heartbeats begin at once."""
+    """This process's rank. Heartbeats begin at construction."""
 
     def __init__(self, place: RankPlace) -> None:
         self.place, self.monitor = place, Monitor(socket.socket(fileno=place.monitor))
         self.commands = [socket.socket(fileno=fd) for fd in place.commands]
-        """One for each follower, or the one to rank 0."""
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # ranks are of one host: nothing listens elsewhere
+        """On rank 0 one socket for each follower; on a follower the one to rank 0."""
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # all ranks are on one host: listen only there
             os.environ[name] = "lo"
 
 
 def own_rank(arguments: list[str]) -> OwnRank | None:
-    """The rank in a process's arguments, after the file descriptor of its first socket; None: the engine is this
-    process alone."""
+    """Parse the rank from a process's arguments, after its first socket's file descriptor; None without tensor
+    parallelism."""
     return OwnRank(place_from_json(arguments[1])) if len(arguments) > 1 else None

@@ -1,5 +1,4 @@
-"""Page tables between ranks: a step sends what is new in them. Whole tables of long contexts would take longer than the
-step."""
+"""Page tables between ranks, sent as differences: whole tables of long contexts would take longer than the step."""
 
 from __future__ import annotations
 
@@ -11,25 +10,25 @@ from coserve.kernels.attention.interface import TokenRun
 
 
 class PageTables:
-    """Each sequence's table in its last step; the same on both ends if they see the same steps and ends of
+    """Each sequence's page table in its last step. Both ends agree as long as they see the same steps and ends of
     sequences."""
 
     def __init__(self) -> None:
         self._last = dict[int, tuple[int, ...]]()
 
     def pack(self, step: StepInput) -> Launch:
-        """On rank 0."""
+        """Reduce a step's page tables to new pages; on rank 0."""
         kept, sequences = list[int](), list[SequenceInput]()
         for own in step.sequences:
             pages, last = own.run.pages, self._last.get(own.sequence, ())
-            same = len(last) if pages[: len(last)] == last else 0  # pages that moved: all of it
+            same = len(last) if pages[: len(last)] == last else 0  # if pages moved, resend the whole table
             self._last[own.sequence] = pages
             kept.append(same)
             sequences.append(_with_pages(own, pages[same:]))
         return Launch(StepInput(step.adapters, sequences), kept)
 
     def unpack(self, launch: Launch) -> StepInput:
-        """On the ranks that follow."""
+        """Restore a step's page tables; on followers."""
         sequences = list[SequenceInput]()
         for own, kept in zip(launch.step.sequences, launch.kept, strict=True):
             pages = self._last.get(own.sequence, ())[:kept] + own.run.pages
@@ -38,7 +37,7 @@ class PageTables:
         return StepInput(launch.step.adapters, sequences)
 
     def forget(self, sequence: int) -> None:
-        """The sequence has ended."""
+        """Drop the table of a sequence that has ended."""
         self._last.pop(sequence, None)
 
 

@@ -1,6 +1,6 @@
-"""The process of a rank that follows: `python -m coserve.engine.ranks.process FD PLACE`.
+"""A follower's process: `python -m coserve.engine.ranks.process FD PLACE`.
 
-Started by `cli/daemon/rank_group.py` with the settings as JSON on standard input. `FD`: its socket to the daemon;
+`cli/daemon/rank_group.py` starts it with the settings as JSON on standard input. `FD`: its socket to the daemon;
 `PLACE`: a `RankPlace` as JSON. It ends with its parent.
 """
 

@@ -1,4 +1,4 @@
-"""How far a rank is with the commands of rank 0, and whether it still makes progress."""
+"""A rank's progress through the commands of rank 0, and detection of a rank that hangs."""
 
 from __future__ import annotations
 
@@ -12,45 +12,46 @@ from coserve.core.ranks import FIRST, HEARTBEAT, LEAST, START, Heartbeat
 from coserve.engine.ranks.loading import compiles, loaded
 
 MARGIN = 4
-"""A command is expected to pause this many times as long as the longest earlier one of its kind: sizes differ."""
+"""Factor on the longest earlier pause of a command's kind, giving its timeout: sizes differ."""
 
 
 @dataclass(frozen=True)
 class _Running:
-    """A command that is being executed."""
+    """A command being executed."""
 
     number: int
     kind: str
     thread: int
-    """`threading.get_ident` of the thread that executes it."""
+    """`threading.get_ident` of the executing thread."""
 
 
 class Progress:
-    """Changed by the thread that executes commands, read by the one that sends heartbeats.
+    """Progress of a rank, written by the thread that executes commands, read by the heartbeat thread.
 
-    Time is counted in heartbeats: while the process itself was stopped, no command was late.
+    Time is counted in heartbeats, so that a stopped process does not make commands late.
     """
 
     def __init__(self) -> None:
         self._done = 0
         self._running: _Running | None = None
         self._device: str | None = None
-        """None while the rank starts."""
+        """cpu or cuda; None while the rank starts."""
         self._known = set[str]()
-        """Kinds of which a command has ended since the rank was ready."""
+        """Kinds of commands that have ended once since the rank was ready."""
         self._collectives: Callable[[], int] = lambda: 0
         self._kernels: Callable[[], int] = lambda: 0
         self._compiles: Callable[[], bool] = lambda: False
         self._signs = self._loaded = 0
         self._watched: _Running | None = None
         self._quiet = 0
-        """Heartbeats without progress of the command that was `_watched`."""
+        """Heartbeats without progress in the watched command."""
         self._longest = Counter[str]()
-        """By kind: the longest such pause that ended."""
+        """Longest such pause, in heartbeats, that ended, by kind."""
 
     @contextmanager
     def command(self, number: int, kind: str) -> Iterator[None]:
-        """Around the execution of a command. `kind`: commands of one kind are expected to take about equally long."""
+        """Context for the execution of a command. `kind`: commands of one kind are expected to take about equally
+        long."""
         running = _Running(number, kind, threading.get_ident())
         self._running, self._done = running, max(self._done, number - 1)  # commands are executed in order
         try:
@@ -61,23 +62,23 @@ class Progress:
             self._running, self._done = None, number
 
     def watch_collectives(self, begun: Callable[[], int]) -> None:
-        """How many have begun: a command makes progress while the number grows."""
+        """Set the counter of collectives begun; while it grows, a command makes progress."""
         self._collectives = begun
 
     def watch_kernels(self, loaded: Callable[[], int]) -> None:
-        """How many were loaded: as `watch_collectives`."""
+        """Set the counter of loaded kernels; while it grows, a command makes progress."""
         self._kernels = loaded
 
     def watch_compiler(self, compiles: Callable[[], bool]) -> None:
-        """Whether layers are being compiled, which is progress however long it takes."""
+        """Set the check whether layers are being compiled, which counts as progress however long it takes."""
         self._compiles = compiles
 
     def ready(self, device: str) -> None:
-        """The rank has started; `device`: cpu or cuda."""
+        """Mark the rank as started; `device`: cpu or cuda."""
         self._device = device
 
     def heartbeat(self) -> Heartbeat:
-        """Every `HEARTBEAT` seconds."""
+        """Return the next heartbeat. Called every `HEARTBEAT` seconds."""
         running, begun = self._running, self._collectives()
         signs, loads = begun + self._kernels(), self._loads(running)
         if running is not None and running is self._watched and signs == self._signs and not loads:
@@ -91,8 +92,8 @@ class Progress:
         return Heartbeat(self._done, begun, late, loads)
 
     def _loads(self, running: _Running | None) -> bool:
-        """Whether it compiles or loads code. The stack and the disk are looked at in the first command of a kind
-        alone."""
+        """Whether the command compiles or loads code. Stack and disk are checked only in the first command of a
+        kind."""
         if self._compiles():
             return True
         if running is None or running.kind in self._known:

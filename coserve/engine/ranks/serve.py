@@ -1,4 +1,4 @@
-"""A follower's life: load the base, make the parts, execute commands."""
+"""A follower's process from start to end: load the base, make the components, execute commands."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 
 
 def load_ranked_base(config: Config, rank: OwnRank | None) -> Base:
-    """This rank's part of the base; all of it where there is one rank. Raises as `load_base`, and `ConfigError`: too
-    few GPUs."""
+    """Load this rank's shard of the base, or all of it if there is one rank. Raises like `load_base`, and `ConfigError`
+    for too few GPUs."""
     device, mesh = config.device, None
     if rank is not None:
         place = rank.place
@@ -72,18 +72,18 @@ def load_ranked_base(config: Config, rank: OwnRank | None) -> Base:
 
 
 def _collectives(mesh: Mesh) -> int:
-    """Those that have begun."""
+    """Number of collectives begun."""
     return sum([*mesh.traffic.calls.values()])
 
 
 def follow(config: Config, rank: OwnRank, warm_up: WarmUpTask | None) -> None:
-    """Execute the commands of rank 0 until the engine ends, then end the process. `warm_up`: that of rank 0, which has
-    ended before rank 0 sends `BuildEngine`; None: there is none."""
+    """Execute the commands of rank 0 until the engine ends, then end the process. `warm_up`: rank 0's warm-up, which
+    has ended before rank 0 sends `BuildEngine`; None: there is none."""
     place, monitor = rank.place, rank.monitor
     set_up_logging(f"rank-{place.rank}", config.logs)
     disable_progress_bar()
     set_up_threads(config)
-    compilations = watch_compilations(logging.WARNING)  # all ranks wait for each of them
+    compilations = watch_compilations(logging.WARNING)  # all ranks wait for each compilation
     monitor.progress.watch_kernels(lambda: compilations.loads)
     monitor.progress.watch_compiler(watch_layers())
     try:
@@ -97,7 +97,7 @@ def follow(config: Config, rank: OwnRank, warm_up: WarmUpTask | None) -> None:
         _exit_now(1)
     except PeerLost:
         log.error("rank 0 is gone")
-        time.sleep(SILENCE)  # the daemon, which ends this process, tells of rank 0 first
+        time.sleep(SILENCE)  # let the daemon, which ends this process, report rank 0 first
         _exit_now(1)
     except BaseException as error:  # the other ranks cannot go on without this one
         log.critical("rank %d ends: %s", place.rank, type(error).__name__, exc_info=error)
@@ -136,14 +136,14 @@ def _make_follower(base: Base, config: Config, rank: OwnRank, warm_up: WarmUpTas
 
 
 def _use(device: torch.device) -> None:
-    """CUDA's current device is each thread's own, and the first GPU at first: that of rank 0."""
+    """Set CUDA's current device, which is per thread and defaults to the first GPU, rank 0's."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 async def watched(work: Coroutine[None, None, None], monitor: Monitor) -> None:
-    """Run rank 0; tell the daemon why it ended, which ends this process. Raises what `work` raises, should it not do
-    so."""
+    """Run rank 0, and report to the daemon why it ended; the daemon then ends this process. Raises what `work` raises
+    if it does not."""
     try:
         await work
     except Exception as error:
@@ -155,13 +155,13 @@ async def watched(work: Coroutine[None, None, None], monitor: Monitor) -> None:
 
 
 def _text(error: BaseException) -> str:
-    """Of our own errors the message, of others the type."""
+    """The message of our own errors, the type of others."""
     if not isinstance(error, EngineFault):
         return type(error).__name__
     return str(error) if error.__cause__ is None else f"{error} ({type(error.__cause__).__name__})"
 
 
 def _exit_now(status: int) -> NoReturn:
-    """Threads are not waited for."""
+    """Exit without waiting for threads."""
     logging.shutdown()
     os._exit(status)

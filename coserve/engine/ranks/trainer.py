@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class RankedTrainer(Trainer):
-    """The trainer of rank 0. It tells the other ranks what it does; checkpoints and adapters are written here alone."""
+    """Rank 0's trainer. It sends its operations to the followers. Only rank 0 writes checkpoints and adapters."""
 
     def __init__(
         self, base: Base, store: AdapterStore, folder: DataFolder, settings: TrainerSettings, *, followers: Followers
@@ -53,15 +53,15 @@ class RankedTrainer(Trainer):
         super().__init__(base, store, folder, settings)
         self._followers = followers
         self._loads = dict[str, int]()
-        """Numbers of the jobs' loads on the other ranks."""
+        """Number of each job's `LoadJob` command."""
 
     def load(self, spec: JobSpec, cancellation: Cancellation) -> LoadedJob:
-        """See `Trainer.load`. Raises what any rank raised, and `EngineFault` unless all go on from one step. Where the
-        load has ended and is not committed, `cancellation` frees the memory of the other ranks."""
+        """See `Trainer.load`. Raises any rank's error, and `EngineFault` unless all ranks continue from the same step.
+        If the load has ended and is not committed, `cancellation` frees the followers' memory."""
         answers = self._followers.ask(LoadJob(spec=spec))
 
         def forget() -> None:
-            with suppress(RankLost):  # the engine ends, and must be able to
+            with suppress(RankLost):  # the engine is ending anyway
                 self._followers.send(DropJob(answers.number))
 
         try:
@@ -90,7 +90,7 @@ class RankedTrainer(Trainer):
             return None
 
         def on_all(cancellation: Cancellation) -> None:
-            with cancellation.postponed():  # else the job may be dropped first, and followers would not know it
+            with cancellation.postponed():  # otherwise the job may be dropped before the question is sent
                 answers = self._followers.ask(PrepareJob(load=self._loads[job]))
             try:
                 prepare(cancellation)
@@ -103,8 +103,8 @@ class RankedTrainer(Trainer):
     def advance(
         self, job: str, micro_steps: int | None, others: Sequence[str] = (), shared_tokens: int | None = None
     ) -> list[FromEngine]:
-        """See `Trainer.advance`; each job trains alone. An error of any rank ends the job alone, or begins its
-        optimizer step again on all ranks, with less memory or without graphs. Raises `EngineFault` alone."""
+        """See `Trainer.advance`; jobs never share a batch. An error on any rank ends only the job, or restarts its
+        optimizer step on all ranks with less memory or without graphs. Raises only `EngineFault`."""
         treatment = self._jobs[job].loop.planned_memory
         command = AdvanceJob(load=self._loads[job], micro_steps=micro_steps, treatment=treatment)
         with self._followers.asked(command) as answers:
@@ -122,14 +122,13 @@ class RankedTrainer(Trainer):
         return [] if own.metrics is None else [JobProgress(id=job, metrics=own.metrics)]
 
     def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
-        """See `Trainer.checkpoint`. Raises `JobOutOfMemory` where any rank finds too little, and `FailedTogether`."""
+        """See `Trainer.checkpoint`. Raises `JobOutOfMemory` if any rank has too little memory, and `FailedTogether`."""
         with gathered(job):
             return super().checkpoint(job)
 
     def publication(self, job: str) -> Callable[[], Callable[[], JobSucceeded | JobWaiting]]:
-        """See `Trainer.publication`. Followers read the files that rank 0 wrote; `JobWaiting` also where one of them
-        cannot now. Where any rank has no host memory for its copy, none keeps one: the first request reads the
-        files."""
+        """See `Trainer.publication`. Followers read the files that rank 0 wrote; `JobWaiting` also if one of them
+        cannot now. If any rank lacks host memory for its copy, none keeps one: the first request reads the files."""
         with gathered(job):
             write = super().publication(job)
         ref = self._jobs[job].loop.result
@@ -141,7 +140,7 @@ class RankedTrainer(Trainer):
             try:
                 self._followers.ask(ReadAdapter(adapter=ref, digests=None)).wait()
             except StorageError as error:
-                drop()  # of those that could
+                drop()  # the copies of ranks that succeeded
                 waiting = waiting_for_disk(job, error)
                 return lambda: waiting
             except RequestOutOfMemory as error:
@@ -164,21 +163,21 @@ class RankedTrainer(Trainer):
         return run
 
     def snapshot(self, job: str) -> Callable[[], Callable[[], JobSnapshot | JobNote]]:
-        """See `Trainer.snapshot`. Each rank copies its part of what all of them gathered; `JobNote` where one of them
-        has no memory for it."""
+        """See `Trainer.snapshot`. Each rank copies its shard of the gathered weights; `JobNote` if one of them has no
+        memory."""
         with gathered(job):
             own = self._begin_snapshot(job)
         answers = self._followers.ask(CopySnapshot(load=self._loads[job], adapter=own.ref))
 
         def drop() -> None:
-            self._followers.send(DropAdapterCopy(own.ref))  # of those that have one
+            self._followers.send(DropAdapterCopy(own.ref))  # on ranks that have one
 
         def run() -> Callable[[], JobSnapshot | JobNote]:
             try:
                 try:
                     publish = own.copy()
                 finally:
-                    answers.settle()  # nobody is told to drop a copy that is being made
+                    answers.settle()  # so that no copy is dropped while it is being made
                 copied = all(answers.wait())
             except Exception:
                 drop()
@@ -200,7 +199,7 @@ class RankedTrainer(Trainer):
         return super().release_memory()
 
     def abandon(self, job: str, *, finish_update: bool = False) -> None:
-        """See `Trainer.abandon`. Ranks have no updates in slices: none is ever suspended in one."""
+        """See `Trainer.abandon`. With several ranks, an update is one slice, so a job is never suspended in one."""
         self._followers.send(AbandonJob(self._loads[job]))
         super().abandon(job, finish_update=finish_update)
 
@@ -215,7 +214,8 @@ class RankedTrainer(Trainer):
 
 @contextmanager
 def gathered(job: str) -> Iterator[None]:
-    """Around what may gather a job's state from all ranks. An error that all of them have had is the job's alone."""
+    """Context for operations that may gather a job's state from all ranks. Errors that all ranks share concern only the
+    job; others become `EngineFault`."""
     try:
         yield
     except Exception as error:

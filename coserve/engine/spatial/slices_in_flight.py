@@ -1,4 +1,5 @@
-"""Training slices that are only launched: their end is an event, and generation steps run beside or between them."""
+"""Training slices that are only launched: their ends are events, and generation steps overlap them or run between
+them."""
 
 from __future__ import annotations
 
@@ -16,18 +17,18 @@ from coserve.queues.policy import InFlight, Train
 from coserve.queues.shapes import StepKind
 
 Mark = Callable[[], Future[None]]
-"""The future is done, on any thread, once the device has computed all that its stream was given before the call. Its
-exception is the device's failure. Futures are done in the order of the calls."""
+"""Returns a future that is done, on any thread, once the device has finished the work queued on the stream before the
+call. Its exception is a device failure. Futures complete in call order."""
 Between = Callable[[], AbstractContextManager[object]]
-"""The device computes what generation launches inside after all training that was launched before, and before what is
-launched later."""
+"""Context that orders generation launched inside after all training launched before, and before all training launched
+later."""
 
 
 @dataclass(frozen=True)
 class Marks:
-    """How the ends of work are noted. `training`: slices are only launched, and run beside generation, or `between` its
-    steps; None: a slice has ended when the trainer returns. `steps`: of generation's stream, where the ends of steps
-    are events, too; None: the engine waits for them."""
+    """How ends of device work are signalled. `training`: slices are only launched, and overlap generation or run
+    `between` its steps; None: a slice has ended when the trainer returns. `steps`: marks of generation's stream, if
+    ends of steps are events too; None: the engine waits for steps."""
 
     training: Mark | None = None
     between: Between = nullcontext
@@ -35,13 +36,13 @@ class Marks:
 
 
 TURNS = Marks()
-"""Slices and steps take turns."""
+"""Marks without overlap: slices and steps alternate."""
 
 
 @dataclass(frozen=True)
 class EndedSlice:
-    """`tokens`: of its micro-batch; `seconds`: from its launch, or the end of the work before, to its own end, `at`;
-    `beside`: those in which a generation step ran beside it."""
+    """A slice that has ended. `tokens`: of its micro-batch; `seconds`: from its launch, or from the end of the work
+    before it, to its own end, `at`; `beside`: seconds of it that overlapped a generation step."""
 
     decision: Train
     kind: MicroStep
@@ -51,7 +52,7 @@ class EndedSlice:
     at: float
     beside: float = 0.0
     beside_kind: StepKind | None = None
-    """Of the steps beside it; None: there were none, or of both kinds."""
+    """Kind of the overlapped steps; None: there were none, or both kinds."""
 
 
 @dataclass(frozen=True)
@@ -64,22 +65,22 @@ class _Slice:
 
 @dataclass
 class _End:
-    """When some work ended; None: not yet. Apart from the work, so that what waits for it does not keep all work before
-    in memory."""
+    """When some work ended; None: not yet. Separate from the work, so that waiting for it does not keep all earlier
+    work in memory."""
 
     at: float | None = None
 
 
 @dataclass
 class _Work:
-    """What training's stream was given: a slice, or a step between two (None)."""
+    """Work on training's stream: a slice, or a step between two slices (`slice` is None)."""
 
     slice: _Slice | None
     began: float
     seconds: float
-    """As predicted."""
+    """Predicted duration."""
     expected: float
-    """When it will have ended, as predicted."""
+    """Predicted time of its end."""
     done: Future[None]
     end: _End = field(default_factory=_End)
 
@@ -90,45 +91,45 @@ class _Work:
 
 @dataclass
 class LaunchedStep:
-    """A generation step. `between` slices: it begins when `after`, the work before it, has ended (None: there is
-    none)."""
+    """A launched generation step. `between` slices: it begins when the work before it, `after`, has ended (None: there
+    is none)."""
 
     between: bool = False
     after: _End | None = None
     expected: float = 0.0
-    """When it will have ended, as predicted; 0: not known."""
+    """Predicted time of its end; 0: unknown."""
     done: Future[None] | None = None
-    """None: its end is no event."""
+    """Done at its end; None: its end is no event."""
     kind: StepKind = "decode"
     began: float = 0.0
     end: _End = field(default_factory=_End)
-    """When its end came, if that is an event."""
+    """When it ended, if its end is an event."""
 
     @property
     def ended(self) -> bool:
-        """Its end was an event, and has come."""
+        """Whether its end is an event that has come."""
         return self.done is not None and self.done.done()
 
 
 class SlicesInFlight:
-    """Slices end in the order of their launch. Used on the event loop; ends are noted on any thread."""
+    """All launched slices, which end in launch order. Used on the event loop; ends are noted on any thread."""
 
     def __init__(self, marks: Marks, clock: Callable[[], float], changed: Callable[[], None]) -> None:
-        """`clock` gives seconds; `changed` is called, on any thread, when a slice or a step has ended."""
+        """`clock` returns seconds; `changed` is called, on any thread, when a slice or a step has ended."""
         self._mark, self._between, self._mark_step = marks.training, marks.between, marks.steps
         self._clock, self._changed = clock, changed
         self._works: deque[_Work] = deque()
         self._since_step, self._until = False, 0.0
         self._last_end, self._last_slice = 0.0, (0.0, 0.0)
-        """Of the last work that `take_ended` removed its end, of the last slice its begin and end."""
+        """End of the last work that `take_ended` removed; begin and end of the last such slice."""
         self._beside: deque[LaunchedStep] = deque()
-        """Steps that ran beside slices, as far as slices may end that ran beside them."""
+        """Steps that overlap slices whose end has not been taken."""
         self._last_step: LaunchedStep | None = None
-        """The last one that was launched beside slices, or while there were none."""
+        """The last step launched without `between`."""
 
     @property
     def takes_turns(self) -> bool:
-        """A slice has ended when its launch returns."""
+        """Whether slices and steps alternate: a slice has ended when its launch returns."""
         return self._mark is None
 
     def view(self) -> InFlight:
@@ -137,9 +138,10 @@ class SlicesInFlight:
     def launched(
         self, decision: Train, kind: MicroStep, micro_steps: int, tokens: int, began: float, seconds: float = 0.0
     ) -> None:
-        """A slice was launched: `micro_steps` micro-steps that began with one of this kind, in a micro-batch of
-        `tokens` tokens, and take `seconds` as predicted."""
-        # The device was idle for results, which take the host little time: the next slice need not wait for a step.
+        """Record a launched slice: `micro_steps` micro-steps, the first of this kind, in a micro-batch of `tokens`
+        tokens, predicted to take `seconds`."""
+        # A slice that reads results takes the host little time, while the device was idle: the next one need not wait
+        # for a step.
         self._since_step = self._since_step or kind is not MicroStep.RESULT
         if self._mark is None:
             return
@@ -150,7 +152,7 @@ class SlicesInFlight:
 
     @contextmanager
     def step(self, began: float, seconds: float, *, between: bool, kind: StepKind = "decode") -> Iterator[LaunchedStep]:
-        """A generation step is launched inside, which takes `seconds` as predicted."""
+        """Context in which a generation step is launched that is predicted to take `seconds`."""
         self._since_step = False
         step = LaunchedStep(kind=kind)
         if self._mark_step is None:
@@ -187,7 +189,7 @@ class SlicesInFlight:
         return since if ended is None else max(since, ended)
 
     def overlapped(self, step: LaunchedStep, since: float) -> bool:
-        """Whether the device computed training beside a step that was launched at `since` and has just been
+        """Whether the device computed training during a step that was launched at `since` and has just been
         collected."""
         if step.between:
             return False
@@ -195,8 +197,8 @@ class SlicesInFlight:
         return any(began < stop and end > since for began, end in self._computed())
 
     def _computed(self) -> Iterator[tuple[float, float]]:
-        """From when until when the device computed slices: the last one that `take_ended` returned, and those since;
-        infinity: it still does."""
+        """Yield (begin, end) of slices on the device: the last that `take_ended` returned, and those since; an infinite
+        end: still running."""
         yield self._last_slice
         before = self._last_end
         for work in self._works:
@@ -204,11 +206,11 @@ class SlicesInFlight:
             if work.slice is not None:
                 yield began, end
             if work.ended is None:
-                return  # what comes after it has not begun
+                return  # later work has not begun
             before = end
 
     def take_ended(self) -> list[EndedSlice]:
-        """Those that have ended since the last call. Raises `EngineFault` if the device has failed."""
+        """Return the slices that have ended since the last call. Raises `EngineFault` if the device has failed."""
         found = []
         while self._works and (end := self._works[0].ended) is not None:
             ended = self._works.popleft()
@@ -225,8 +227,8 @@ class SlicesInFlight:
         return found
 
     def _beside_in(self, began: float, end: float) -> tuple[float, StepKind | None]:
-        """Seconds of a slice in which a step ran beside it, and the steps' kind; later slices begin at its end. Steps
-        follow one another."""
+        """Seconds of a slice that overlapped steps, and the steps' kind. Later slices begin at its end. Steps do not
+        overlap each other."""
         while self._beside and (ended := self._beside[0].end.at) is not None and ended <= began:
             self._beside.popleft()
         found, free, kinds = 0.0, began, set[StepKind]()

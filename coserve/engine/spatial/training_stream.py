@@ -1,5 +1,5 @@
-"""A stream for training beside generation: on a part of the GPU that it has to itself (`--policy spatial`), or on all
-of it with a low priority (`overlap`)."""
+"""A CUDA stream for training that runs concurrently with generation: on its own multiprocessors (`--policy spatial`),
+or on all of them with low priority (`overlap`)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from coserve.kernels.gpu.device import count_multiprocessors
 from coserve.kernels.gpu.partition import part_sizes, split_multiprocessors
 
 TRAINING, GENERATION = -1, -5
-"""Priorities of streams: a lower number is a higher one, 0 the lowest; torch takes the nearest that there is. Not the
-lowest for training: torch gives out its 32 streams of a priority in turn, and copies of jobs have the lowest."""
+"""Stream priorities: a lower number is a higher priority, 0 the lowest; torch uses the nearest available. Training does
+not get the lowest, because copies of jobs have it, and torch hands out its 32 streams of a priority in rotation."""
 
 
 @dataclass(frozen=True)
 class TrainingStream:
-    """`enter` makes it the calling thread's current stream; `mark`: see `Mark`; `note`: for an operator; `between`: see
-    `Between`;
-    `mark_step`: marks of generation's stream, where the engine does not wait for its steps; `captures`: a stream like
-    it, of the same multiprocessors and priority, for captures of CUDA graphs: on the first one other threads load
-    jobs."""
+    """Training's stream. `enter` makes it the calling thread's current stream; `mark`: see `Mark`; `note`: for the
+    operator; `between`: see `Between`; `mark_step`: marks of generation's stream, if the engine does not wait for its
+    steps; `captures`: a stream with the same multiprocessors and priority for CUDA graph captures, because other
+    threads load jobs on the first one."""
 
     enter: Callable[[], AbstractContextManager[object]]
     mark: Mark
@@ -39,7 +38,7 @@ class TrainingStream:
 
 
 class StreamMarks:
-    """Marks of a CUDA stream. A thread waits for them, one after another: nobody polls."""
+    """Marks of a CUDA stream. A thread waits for them one after another, without polling."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream, self._thread = stream, ThreadPoolExecutor(1, "training-stream")
@@ -52,15 +51,15 @@ class StreamMarks:
 
 
 def prepare_environment(config: Config) -> None:
-    """Before CUDA is used. By default streams share eight connections to the GPU; in one connection, kernels of one
-    stream wait for those of another."""
+    """Set CUDA's environment; call it before CUDA is used. By default streams share eight connections to the GPU, and
+    kernels of different streams on one connection wait for each other."""
     if config.trains_concurrently:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def make_training_stream(config: Config, device: torch.device) -> TrainingStream | None:
-    """None: the policy takes turns. Otherwise generation's stream is the calling thread's current one from now on.
-    Between loading the base and anything else. Raises `StartupError` where the GPU cannot be shared so."""
+    """Make training's stream, and make generation's stream current; None if the policy alternates on one stream. Call
+    it after loading the base and before anything else. Raises `StartupError` if the GPU cannot be shared so."""
     if not config.trains_concurrently:
         return None
     if config.policy_class.stream == "priority":
@@ -78,7 +77,7 @@ def make_training_stream(config: Config, device: torch.device) -> TrainingStream
 
 
 def stream_of_low_priority(training: torch.cuda.Stream, generation: torch.cuda.Stream) -> TrainingStream:
-    """`training` for slices, beside `generation` for steps, whose ends are events, too."""
+    """Use `training` for slices, overlapped with steps on `generation`, whose ends are events too."""
 
     @contextmanager
     def between() -> Iterator[None]:
@@ -97,8 +96,8 @@ def stream_of_low_priority(training: torch.cuda.Stream, generation: torch.cuda.S
 
 
 def priority_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Training's and generation's: where blocks of both wait for a multiprocessor, generation's go first (CUDA C++
-    Programming Guide, "Stream Priorities"). Raises `StartupError` for a device without priorities."""
+    """Return training's and generation's streams. When blocks of both wait for a multiprocessor, generation's go first
+    (CUDA C++ Programming Guide, "Stream Priorities"). Raises `StartupError` for a device without priorities."""
     if device.type != "cuda":
         raise StartupError(f"policy: 'overlap' needs an NVIDIA GPU, and the base is on {device.type}")
     training, generation = (torch.cuda.Stream(device, priority=each) for each in (TRAINING, GENERATION))  # type: ignore[no-untyped-call]
@@ -109,9 +108,9 @@ def priority_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cud
 
 
 def sm_count_setter(config: Config, device: torch.device) -> Callable[[bool], None]:
-    """For a process that compiles kernels ahead of the engine. Under `policy=spatial` training and generation have a
-    part of the GPU's SMs each, and kernels are chosen by how many. Returns a function: call it with True before kernels
-    of training are compiled, with False before those of generation."""
+    """Return a function that sets the SM count for kernel selection, for a process that compiles kernels ahead of the
+    engine. With `policy=spatial`, training and generation each have some of the GPU's SMs. Call it with True before
+    compiling training kernels, with False before compiling generation kernels."""
     if config.policy_class.stream != "partition" or device.type != "cuda":
         return lambda trains: None
     training, generation = part_sizes(device, config.training_sm_share)

@@ -1,4 +1,4 @@
-"""What the compiling processes of a start have measured, and left in the cache folder."""
+"""Measurements that a start's compiling processes have left in the cache folder."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from coserve.model.gemm_choice import GemmChoice, load_gemms
 
 
 class Caches:
-    """Reads it, for this base and these settings."""
+    """Reads cached measurements for this base and these settings."""
 
     def __init__(self, task: WarmUpTask) -> None:
         self._folder, self._shape = Path(task.folder) / GEMM_FOLDER, task.shape
 
     def path(self, part: str) -> Path:
-        """The file with what a part measured."""
+        """Path of the file with a warm-up task's measurements."""
         return self._folder / f"{self._shape}-{part}.json"
 
     def gemms(self, stacked: Sequence[StackedWeights], device: torch.device) -> GemmChoice | None:
-        """The fastest GEMM kernels; None: they were not measured."""
+        """The fastest GEMM kernels; None if they were not measured."""
         return load_gemms(map(self.path, GEMMS), stacked, device)
 
     def layer_costs(self) -> TrainingCosts | None:
-        """The memory of compiled training layers; None: it was not measured."""
+        """Memory of compiled training layers; None if it was not measured."""
         return load_layer_costs(self.path(TRAINING_LAYERS))
 
     def level_costs(self) -> TrainingCosts | None:
-        """That, with the memory and the times of layers that keep less; None: they were not measured."""
+        """The same, plus memory and times of layers that keep less; None if they were not measured."""
         return load_layer_costs(self.path(TRAINING_LEVELS))

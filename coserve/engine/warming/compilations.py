@@ -1,4 +1,4 @@
-"""A listener for the Triton kernels that this process compiles, or loads from a cache."""
+"""Listeners for the Triton kernels and layers that this process compiles, or loads from a cache."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ log = logging.getLogger(__name__)
 
 
 class Compilations:
-    """Triton's compilation listener. Kernels that are loaded from a cache count as `loads` alone."""
+    """A Triton compilation listener. Kernels loaded from a cache count only in `loads`."""
 
     def __init__(self, level: int = logging.DEBUG) -> None:
-        """`level`: of the log line for each kernel that is compiled for the first time."""
+        """`level`: log level of the first compilation of each kernel."""
         self._level = level
         self.kernels: list[str] = []
         """Names of the compiled kernels, in order."""
@@ -28,7 +28,7 @@ class Compilations:
 
     @contextmanager
     def expected(self) -> Iterator[None]:
-        """Kernels that are compiled inside, on any thread, are no surprise: their log lines are for debugging."""
+        """Context in which compilations, on any thread, are expected and logged only for debugging."""
         level, self._level = self._level, logging.DEBUG
         try:
             yield
@@ -51,20 +51,20 @@ class Compilations:
         self.add(name, seconds)
 
     def add(self, name: str, seconds: float) -> None:
-        """A kernel was compiled, by another process as well."""
+        """Add a compiled kernel, possibly compiled by another process."""
         self.kernels.append(name)
         self.seconds += seconds
 
 
 def _constants(src: Any) -> str:  # noqa: ANN401 - Triton's own type
-    """Names and values of the arguments that a kernel was compiled for."""
+    """Names and values of the constants that a kernel was compiled for."""
     names = getattr(getattr(src, "fn", None), "arg_names", ())
     values = {names[at[0]]: value for at, value in getattr(src, "constants", {}).items() if at[0] < len(names)}
     return " ".join(f"{name}={value}" for name, value in values.items()) or "its arguments"
 
 
 def watch_compilations(level: int = logging.DEBUG) -> Compilations:
-    """Listen from now on. Hears nothing of an interpreter, or of a Triton without listeners."""
+    """Install a listener. It hears nothing in interpreter mode, or from a Triton without listeners."""
     found = Compilations(level)
     if not interpreted():
         with suppress(ImportError):
@@ -75,7 +75,7 @@ def watch_compilations(level: int = logging.DEBUG) -> Compilations:
 
 
 def watch_layers() -> Callable[[], bool]:
-    """Listen to torch.compile from now on: whether it compiles something in this process, on any thread."""
+    """Listen to torch.compile; return a function that says whether this process is compiling, on any thread."""
     compiling = False
 
     def changed(now: bool) -> None:

@@ -1,5 +1,4 @@
-"""Makes a rank ready before it serves: layers are compiled or loaded, graphs captured, and kernels that graphs do not
-hold loaded."""
+"""Makes a rank ready to serve: compiles or loads layers, captures graphs, and loads the kernels outside of graphs."""
 
 from __future__ import annotations
 
@@ -32,13 +31,13 @@ NOT_LOADED = "kernels could not be loaded ahead (see the log): the first step of
 
 @dataclass(frozen=True)
 class Compiled:
-    """How steps and the layers of jobs run."""
+    """The executor of steps, and the layers of jobs."""
 
     executor: StepExecutor
     layers: CompiledLayers | None
-    """Of training; None: operation by operation."""
+    """Compiled layers of training; None: training runs operation by operation."""
     notes: tuple[str, ...]
-    """For the operator."""
+    """Notes for the operator."""
 
 
 def make_compiled(
@@ -48,12 +47,13 @@ def make_compiled(
     training: TrainingStream | None = None,
     captured: Callable[[int, int], None] = lambda done, total: None,
 ) -> Compiled:
-    """Ranks that share a base do this at the same time. `task`: what was compiled ahead; `training`: see
-    `build_engine`; `captured`: is told how many graphs are there, and how many there will be."""
+    """Make the executor and the training layers. Tensor-parallel ranks call this together. `task`: the warm-up that has
+    compiled ahead; `training`: see `build_engine`; `captured` is called with the number of graphs captured and in
+    total."""
     base, caches = parts.base, None if task is None else Caches(task)
     start = parts.make_start(kv, caches)
     layers, notes = make_training_layers(parts, caches, training)
-    # Ranks that share a base would have to run the same: theirs load kernels when they need them.
+    # Ranks that share a base would have to run the same steps, so they load kernels when they need them.
     runner = None if task is None or base.sharding is not None else make_part_runner(base, parts.config, task)
     if runner is not None and (compiled := start.compiled) is not None:
         stream = torch.cuda.Stream(base.device)  # type: ignore[no-untyped-call]
@@ -61,7 +61,7 @@ def make_compiled(
     if start.graphs is not None:
         torch.cuda.empty_cache()
         _capture(start.graphs, captured)
-    if runner is not None:  # at last: the memory that it takes stays for the first slices
+    if runner is not None:  # last: the memory that it takes stays for the first slices
         notes += _loaded("training", runner.run_micro_batches, nullcontext() if training is None else training.enter())
     return Compiled(start.executor, layers, start.notes + notes)
 
@@ -72,14 +72,14 @@ def _run_steps(runner: PartRunner, compiled: CompiledSteps) -> None:
 
 
 def _loaded(what: str, run: Callable[[], None], stream: AbstractContextManager[object]) -> tuple[str, ...]:
-    """Run something of each kind on the stream that such work has: a process loads a kernel at its first launch, and
-    libraries make their handles. Returns a note for the operator where that failed."""
+    """Run one of each kind of work on its stream: a process loads a kernel at its first launch, and libraries create
+    their handles. Returns a note for the operator if that failed."""
     began = time.monotonic()
     try:
         with stream:
             run()
             torch.cuda.current_stream().synchronize()
-    except Exception:  # the first ones load their kernels
+    except Exception:  # the first steps will load their kernels
         log.exception("the kernels of %s could not be loaded ahead", what)
         return (f"{what}: {NOT_LOADED}",)
     log.info("kernels of %s loaded in %.1f s", what, time.monotonic() - began)
@@ -88,7 +88,7 @@ def _loaded(what: str, run: Callable[[], None], stream: AbstractContextManager[o
 
 @torch.no_grad()
 def _capture(graphs: GraphExecutor, captured: Callable[[int, int], None]) -> None:
-    """The graphs of steps without adapters, and with adapters of the default rank."""
+    """Capture the graphs of steps without adapters, and with adapters of the default LoRA rank."""
     began, most = time.monotonic(), 1
     while graphs.prepare((DEFAULT_RANK,)):
         most = max(most, graphs.missing)

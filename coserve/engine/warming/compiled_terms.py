@@ -14,16 +14,16 @@ from coserve.model.lora import LoraBatch
 from coserve.model.parallel.lora import Strategy
 
 DIVISOR = 16
-"""Of numbers that Triton specializes kernels on."""
+"""Triton specializes kernels on whether numbers are divisible by this."""
 
 
 def differ(base: Base, backend: LoraBackend) -> bool:
     """Whether training compiles other LoRA kernels in compiled layers than in the base's own.
 
-    True for fully sharded adapters: the base's own layers get their gradients from autograd. True, too, where sites
-    share an input (as q, k and v do) and 16 does not divide the size of an output: Triton compiles a kernel anew for
-    whether 16 divides the row stride, and the gradients of these outputs are columns of one tensor in compiled layers,
-    a tensor each elsewhere. The base's inputs are shared already.
+    True for fully sharded adapters: the base's own layers get their gradients from autograd. Also true where sites
+    share an input (such as q, k and v) and 16 does not divide the size of an output. Triton recompiles a kernel
+    depending on whether 16 divides the row stride, and the gradients of these outputs are columns of one tensor in
+    compiled layers, but separate tensors elsewhere. The base's sites must share inputs already (`share_inputs`).
     """
     if not backend.groups_inputs:
         return False
@@ -44,8 +44,8 @@ class CompiledTerms:
 
     @torch.no_grad()
     def launch(self, tokens: int) -> None:
-        """Forward and backward of a micro-batch of `tokens` tokens; the forward also as layers run it that keep nothing
-        for their backward."""
+        """Run forward and backward of a micro-batch of `tokens` tokens, and a forward that keeps nothing for the
+        backward."""
         base = self._base
         batch = LoraBatch(Segments((0, tokens), (0,)), (self._weights,), self._backend)
         lora = base.prepare(batch).lora

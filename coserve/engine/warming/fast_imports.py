@@ -1,4 +1,4 @@
-"""Makes the imports of torch, transformers and our own modules take less time at a process's start."""
+"""Speeds up the imports of torch, transformers and our own modules at a process's start."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from contextlib import contextmanager
 from importlib import metadata
 
 UNUSED = ("scipy", "torchvision", "click", "rich")
-"""Installed or not, transformers gets none of these while it is imported: its losses of image models take half a second
-to import the first two, and httpx, which fetches from the hub, has a command line of its own with the others."""
+"""Packages hidden from transformers while it is imported. Its image losses take half a second to import the first two,
+and httpx, which fetches from the hub, has a command line that imports the others."""
 
 
 @contextmanager
 def fast_imports() -> Iterator[None]:
-    """Around the imports of a process: no automatic collection, none visits later what they made, which stays; and
-    packages that transformers would import, and we do not use, count as not installed."""
-    # Two seconds, and not only at the first import of transformers: modules that it imports later look for it, too.
-    sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]  # Python's way to say that there is none
+    """Context for a process's imports. Garbage collection is off inside, and never visits the imported objects later.
+    Packages that transformers would import but that are not used here count as not installed."""
+    # Saves two seconds. It stays hidden, because modules that transformers imports later look for it, too.
+    sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]  # None marks it as missing
     hidden = [name for name in UNUSED if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     everything, metadata.packages_distributions = metadata.packages_distributions, _LazyDistributions
@@ -30,15 +30,15 @@ def fast_imports() -> Iterator[None]:
         gc.enable()
         metadata.packages_distributions = everything
         checks = sys.modules.get("transformers.utils.import_utils")
-        for name in hidden:  # the code of a model may import it, or ask transformers for it
+        for name in hidden:  # a model's code may import it, or ask transformers for it
             sys.modules.pop(name, None)
             forget = getattr(getattr(checks, f"is_{name}_available", None), "cache_clear", lambda: None)
             forget()
 
 
 class _LazyDistributions(dict[str, list[str]]):
-    """`metadata.packages_distributions()`, which reads the list of files of everything that is installed, when a
-    package is looked up whose distribution has another name."""
+    """A lazy `metadata.packages_distributions()`. The full one reads the file lists of all installed packages; here
+    that happens only for a package whose distribution has another name."""
 
     _everything = staticmethod(metadata.packages_distributions)
 

@@ -1,4 +1,4 @@
-"""The engine's end of a warm-up's process."""
+"""The engine's end of the warm-up process's socket."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ DIED = "warm-up: its process died; what is missing is compiled in the engine's p
 
 
 async def follow(sock: socket.socket, told: Callable[[str, int], None]) -> tuple[str, ...]:
-    """Returns once the process has ended, and with it all that used the GPU: notes for the operator. `told`: what it
-    does, and the units that are done. Cancelled, it ends the process."""
+    """Follow the warm-up's process until it has ended, and with it all processes that used the GPU. Returns notes for
+    the operator. `told` is called with the current activity and the finished units. On cancellation, the process
+    ends."""
     reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 20)
     last: Progress | None = None
     try:

@@ -1,5 +1,4 @@
-"""What the memory plan of jobs chooses by, measured by a warm-up's worker: the memory and the times of compiled layers
-of training."""
+"""Measurements for the memory plan of jobs, taken by a warm-up worker: memory and times of compiled training layers."""
 
 from __future__ import annotations
 
@@ -27,22 +26,22 @@ from coserve.model.training.compiled_layers import CompiledLayers
 log = logging.getLogger(__name__)
 
 MEASURED_TOKENS = 2048
-"""Of the largest micro-batch that compiled layers are measured with: their memory is a line."""
+"""Tokens of the largest micro-batch measured with compiled layers: their memory is linear in tokens."""
 
 
 def measure_layers(layers: CompiledLayers, base: Base, conditions: Conditions, caches: Caches) -> None:
-    """Keep the memory that training takes through layers that keep all. Raises `torch.OutOfMemoryError`."""
+    """Measure and save the memory of training through layers that keep everything. Raises `torch.OutOfMemoryError`."""
     path = caches.path(TRAINING_LAYERS)
     path.parent.mkdir(parents=True, exist_ok=True)
     save_layer_costs(path, _profiler(base, conditions, layers).costs(_tokens(conditions)))
 
 
 def measure_levels(layers: CompiledLayers, base: Base, conditions: Conditions, caches: Caches) -> None:
-    """After `measure_layers`: compile the layers that keep less, and keep their memory and the times of all. Nothing is
-    kept where the base cannot have them, which the engine tells when it loads them.
+    """Compile the layers that keep less, and save their memory and the times of all layers. Call it after
+    `measure_layers`. Nothing is saved if the base cannot have such layers; the engine reports that when it loads them.
 
     Raises:
-        UnsupportedBase: they cannot be measured: jobs go on with layers that keep all or run their forward again.
+        UnsupportedBase: they cannot be measured; jobs then use layers that keep everything or rerun their forward.
         torch.OutOfMemoryError: memory ran out.
     """
     costs, tokens = caches.layer_costs(), _tokens(conditions)

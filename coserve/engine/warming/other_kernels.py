@@ -1,4 +1,4 @@
-"""Kernels of a warm-up that neither steps nor micro-batches of usual jobs launch."""
+"""Warm-up kernels that neither steps nor micro-batches of ordinary jobs launch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from coserve.model.parallel.symmetric import launch_sums
 
 
 def launch_other_kernels(base: Base) -> None:
-    """To be called inside `compile_only`, where kernels are compiled and not launched."""
+    """Launch them; call it inside `compile_only`, in which kernels are compiled and not launched."""
     _divergence(base)
     if base.sharding is not None and base.device.type == "cuda":
-        for rank in range(base.sharding.mesh.size):  # every rank has kernels of its own
+        for rank in range(base.sharding.mesh.size):  # each rank has its own kernels
             launch_sums(rank, base.sharding.mesh.size, base.device)
 
 
 def _divergence(base: Base) -> None:
-    """The loss of a job with a teacher."""
+    """Run the loss of a job with a teacher."""
     local = base.sharding
     width = base.spec.vocab if local is None else local.vocabulary.local * local.mesh.size
     logits = torch.zeros(1, width, dtype=base.dtype, device=base.device)[:, : base.spec.vocab]

@@ -1,4 +1,4 @@
-"""Runs the parts of a warm-up in a worker: the engine's own code with many sizes, so that every kernel is compiled."""
+"""Runs the tasks of a warm-up in a worker: the engine's own code at many sizes, so that every kernel is compiled."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ TARGETS = (
     ("gate_proj", "up_proj", "down_proj"),
     ("c_attn",),
 )
-"""Target modules that adapters often have, besides all of them."""
+"""Target modules that adapters often have, besides all modules."""
 SOME = 4
-"""One of so many mixes is run with adapters of some modules."""
+"""One in this many mixes is also run with adapters of some modules only."""
 Adapter = tuple[AdapterRef, LoraWeights]
 
 
 class PartRunner:
-    """Runs parts over a base of few layers."""
+    """Runs warm-up tasks over a base with few layers."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class PartRunner:
         self._ranks = 1 if base.sharding is None else base.sharding.mesh.size
 
     def run(self, name: str) -> Iterator[tuple[int, int]]:
-        """Run a part of `warmup.parts.all_parts`. Yields (done, total) after each piece of its work."""
+        """Run a task of `warmup.parts.all_parts`. Yields (done, total) after each piece of its work."""
         kind, _, which = name.partition("-")
         if name in (TRAINING_LAYERS, TRAINING_LEVELS):
             return self._training_layers(levels=name == TRAINING_LEVELS)
@@ -126,8 +126,8 @@ class PartRunner:
         raise AssertionError(f"expected a part of a warm-up, got {name!r}")
 
     def run_steps(self, executor: Callable[[KvCache], StepExecutor] | None = None, *, decodes: bool = True) -> None:
-        """Run a few steps of each kind. `executor` makes the step executor; None: eager steps. Without `decodes`,
-        prompts only."""
+        """Run a few steps of each kind. `executor` makes the step executor; None: eager steps. `decodes` False: prompts
+        only."""
         steps = self._eager if executor is None else executor(self._kv)
         adapters = self._copies(DEFAULT_RANK, self._base.spec.default_targets)
         for mix in first_steps(self._max_running, self._step_tokens, self._base.spec.context, decodes=decodes):
@@ -137,16 +137,16 @@ class PartRunner:
             self._sampled(steps)
 
     def run_micro_batches(self) -> None:
-        """Run a few micro-batches of a job with an adapter of `DEFAULT_RANK`, and their updates, on the current
-        stream."""
+        """Run a few micro-batches of a job with an adapter of LoRA rank `DEFAULT_RANK`, and their updates, on the
+        current stream."""
         profiler = MemoryProfiler(self._base, NoMeter(), self._conditions, rank=DEFAULT_RANK)
         for tokens in first_micro_batches(self._conditions.work.micro_batch_tokens):
             profiler.micro_batch(tokens)
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:
-        """Inside, kernels are compiled and not launched, those of backward passes too: autograd's own threads know
-        nothing of it."""
+        """Context in which kernels are compiled and not launched, also in backward passes: autograd's own threads,
+        which would ignore it, are off."""
         with (
             compile_only(self._processes, self._on_compiled),
             torch.autograd.set_multithreading_enabled(False),
@@ -165,14 +165,14 @@ class PartRunner:
         self._sampled(self._eager)
 
     def _sampled(self, executor: StepExecutor) -> None:
-        """Steps with every kind of sampling."""
+        """Run steps with every kind of sampling."""
         for params in SAMPLED:
             for tokens in ((1,), (1,) * min(5, self._max_running), (8,)):
                 self._step(executor, Mix(tokens, 0), (), params)
 
     def _adapters(self, rank: int) -> Iterator[tuple[int, int]]:
-        """Adapters of all target modules in all mixes; of some modules, which differ only in how many sites share a
-        launch, in some."""
+        """Run all mixes with adapters of all target modules, and some mixes with adapters of some modules, which differ
+        only in how many sites share a launch."""
         every, *others = self._adapter_sets(rank)
         some = self._first_mixes[:: SOME if rank == DEFAULT_RANK else 2 * SOME]
         steps = [*product([*self._first_mixes, *self._rare_mixes], [every]), *product(some, others)]
@@ -183,14 +183,14 @@ class PartRunner:
                     self._step(self._eager, mix, adapters[:count])
 
     def _adapter_sets(self, rank: int) -> list[list[Adapter]]:
-        """Adapters of this rank: first with all target modules, then with some of them."""
+        """Adapters of this LoRA rank: first with all target modules, then with some of them."""
         names = self._base.spec.default_targets
         targets = [names, *(one for one in TARGETS if set(one) <= set(names) and set(one) != set(names))]
         return [self._copies(rank, one) for one in targets]
 
     def _copies(self, rank: int, targets: Sequence[str]) -> list[Adapter]:
-        """One adapter under as many ids as sequences can run: kernels depend on how many adapters a step has, not on
-        weights."""
+        """Return one adapter under as many ids as sequences can run: kernels depend on the number of adapters in a
+        step, not on weights."""
         settings, base = LoraSettings(r=rank, targets=tuple(targets)), self._base
         weights = base.shard(new_adapter(settings, base.spec, seed=0, dtype=base.dtype, device=base.device))
         self._number += 1
@@ -203,7 +203,7 @@ class PartRunner:
         adapters: Sequence[Adapter],
         params: SamplingParams | None = None,
     ) -> None:
-        """Run a step and drop its results, which mean nothing: its sequences share pages."""
+        """Run a step and drop its results, which are meaningless because its sequences share pages."""
         refs, sequences = tuple(ref for ref, _ in adapters), list[SequenceInput]()
         for place, tokens in enumerate(mix.tokens):
             self._number += 1
@@ -222,7 +222,7 @@ class PartRunner:
     # ---- training
 
     def _profile(self) -> Iterator[tuple[int, int]]:
-        """Run what memory profiling runs."""
+        """Run the work of memory profiling."""
         self._stacked()
         profiler, work = self._profiler(DEFAULT_RANK), self._conditions.work
         steps = [(profiler.step, size) for size in (WARM_UP_TOKENS, *profiled_sizes(work.step_tokens))]
@@ -231,8 +231,8 @@ class PartRunner:
         yield from self._compile_training([*steps, *batches, *others])
 
     def _training(self, rank: int, bd_blocks: int = 1) -> Iterator[tuple[int, int]]:
-        """`bd_blocks`: two for each GPU that shares the base, so that its part of an adapter is block-diagonal. Nothing
-        happens where the base cannot have such adapters."""
+        """Run micro-batches. `bd_blocks`: two for each GPU that shares the base, so that its shard of an adapter is
+        block-diagonal. Does nothing if the base cannot have such adapters."""
         settings = LoraSettings(r=rank, bd_blocks=bd_blocks)
         try:
             resolve_targets(settings, self._base.spec)
@@ -250,13 +250,13 @@ class PartRunner:
         with self._compiling():
             for done, (run, size) in enumerate(work):
                 yield done, len(work)
-                with suppress(NonFiniteLoss):  # kernels that were not launched wrote nothing
+                with suppress(NonFiniteLoss):  # the kernels were not launched
                     run(size)
                 if self._on_gpu:
-                    torch.cuda.empty_cache()  # the next size would find no block that fits
+                    torch.cuda.empty_cache()  # otherwise no cached block fits the next size
 
     def _profiler(self, rank: int, bd_blocks: int = 1) -> MemoryProfiler:
-        """For compilations."""
+        """A profiler for compilations, without its own warm-up."""
         meter = CudaMemoryMeter(self._base.device) if self._on_gpu else NoMeter()
         given = self._base, meter, self._conditions
         return MemoryProfiler(*given, rank=rank, bd_blocks=bd_blocks, warm_up=False)
@@ -270,7 +270,7 @@ class PartRunner:
         return FusedBase(self._base, compiled=False, gemms=GemmChoice()).stacked
 
     def _other_gpu(self) -> Iterator[tuple[int, int]]:
-        """What inductor compiles for this GPU. Triton's kernels are those of the first."""
+        """Compile what inductor needs for this GPU. Triton kernels are shared with the first GPU."""
         kinds = [(rank, decodes) for rank in (0, DEFAULT_RANK) for decodes in (True, False)]
         for done, (rank, decodes) in enumerate(kinds):
             for _ in self._graphs(rank, decodes=decodes):
@@ -291,7 +291,7 @@ class PartRunner:
             measure(layers, self._base, self._conditions, self._caches)
 
     def _compiled_layers(self) -> CompiledLayers | None:
-        """Those of training; None: the engine says why there are none."""
+        """Compile the training layers; None if there are none, for a reason that the engine reports."""
         if self._on_gpu and self._conditions.lora_backend.groups_inputs:
             with suppress(UnsupportedBase):
                 layers = CompiledLayers(self._base, LayerCut(self._base))
@@ -303,19 +303,19 @@ class PartRunner:
         yield 0, 2
         stacked, choice = self._stacked(), GemmChoice()
         if self._on_gpu:
-            with self._compiling():  # measured one by one, they would be compiled one by one
+            with self._compiling():  # compiles in parallel what is measured one by one below
                 run_gemms(stacked, self._base.device, (rows,))
             choice = measure_gemms(gemm_cases(stacked), self._base.device, (rows,))
         save_gemms(self._caches.path(part), choice, stacked, (rows,))
 
     def _slot_kernels(self, rank: int) -> Iterator[tuple[int, int]]:
-        """Run what `_graphs` runs before its captures, without compiled layers."""
+        """Run the steps that precede the captures in `_graphs`, without compiled layers."""
         executor = self._executor(FusedBase(self._base, compiled=False, gemms=GemmChoice()))
         for done in self._slot_steps(executor, self._first_mixes, rank):
             yield done, len(self._first_mixes)
 
     def _executor(self, fused: FusedBase) -> GraphExecutor:
-        """None of its steps captures."""
+        """Make an executor that never captures."""
         return GraphExecutor(
             fused,
             self._kv,
@@ -326,7 +326,8 @@ class PartRunner:
         )
 
     def _slot_steps(self, executor: GraphExecutor, mixes: Sequence[Mix], rank: int) -> Iterator[int]:
-        """Run steps without graphs; `rank`: of their adapters, 0: none. Yields how many of the `mixes` are done."""
+        """Run steps without graphs. `rank`: LoRA rank of their adapters; 0: no adapters. Yields how many `mixes` are
+        done."""
         adapters = self._adapter_sets(rank)[0] if rank else []
         with self._compiling():
             for done, mix in enumerate(mixes):
@@ -335,7 +336,7 @@ class PartRunner:
                     self._step(executor, mix, adapters[:count])
 
     def _graphs(self, rank: int, *, decodes: bool) -> Iterator[tuple[int, int]]:
-        """Run decode steps, or all others, without graphs; then capture the graphs."""
+        """Run decode steps, or all other steps, without graphs; then capture their graphs."""
         stacked = self._stacked()
         fused = self._fused(self._caches.gemms(stacked, self._base.device) or GemmChoice())
         fused.check()
@@ -358,7 +359,7 @@ def make_part_runner(
     processes: Executor | None = None,
     on_compiled: OnCompiled = ignore_compiled,
 ) -> PartRunner:
-    """A runner for these settings. `processes`, `on_compiled`: see `PartRunner`."""
+    """Make a runner for these settings. `processes`, `on_compiled`: see `PartRunner`."""
     lora_backend = choose_backend(config.lora_backend, base.device, base.dtype)
     step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
     work = Work(step_tokens, config.micro_batch_tokens, config.max_active_jobs)

@@ -1,4 +1,4 @@
-"""A worker of a warm-up: `python -m coserve.engine.warming.process FD`. FD is one end of a socket pair (see
+"""A warm-up worker's process: `python -m coserve.engine.warming.process FD`. FD is one end of a socket pair (see
 `worker.work`)."""
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from coserve.core.processes import obey_parent
 from coserve.engine.warming.fast_imports import fast_imports
 
 NICENESS = 10
-"""The engine and the API process go first where there are too few processor cores."""
+"""Niceness: the engine and the API process go first when cores are scarce."""
 
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""torch then counts GPUs by NVML where it can: an import that asks for them does not initialise CUDA, before processes
-are forked."""
+"""Makes torch count GPUs by NVML if possible, so that imports that count them do not initialise CUDA before the
+fork."""
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as sock:
         work(sock)
     logging.shutdown()
-    os._exit(0)  # what the interpreter would tidy up takes seconds
+    os._exit(0)  # the interpreter's own cleanup takes seconds
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ TILE, DENSE = PREFILL_TILE_ROWS, 2048
 CONTEXTS = (0, 700)
 """Tokens already in the KV cache."""
 SHORT_PROMPTS, SHORT = (8, 12, 16, 24, 32, 48, 64), DECODE_ROWS[1] - 4
-"""Numbers of short prompts in a step, and their tokens: each has a tile of its own in the decode kernels."""
+"""Numbers of short prompts in a step, and tokens of each: each prompt has its own tile in the decode kernels."""
 DECODES_WITH_PREFILL = (1, 3, 9, 17)
 """Sequences that decode in a step with prefill."""
 RARE = (
@@ -96,8 +96,9 @@ RARE = (
     (200, 1, 64),
     (200, 5, 200),
 )
-"""Sequences that decode, prompts beside them, and each prompt's tokens. With as many adapters as `adapter_counts` says,
-and with the other mixes, nearly every step has all its LoRA kernels (`tests/kernels/test_serving_sizes.py`)."""
+"""Rare steps: sequences that decode, prompts in the same step, and tokens of each prompt. Together with the other
+mixes, and the adapters of `adapter_counts`, they cover the LoRA kernels of nearly every step
+(`tests/kernels/test_serving_sizes.py`)."""
 
 SAMPLED = (
     SamplingParams(temperature=0.8),
@@ -111,7 +112,7 @@ SAMPLED = (
 
 @dataclass(frozen=True)
 class Mix:
-    """A generation step: `tokens` of each sequence, of which the first is at `position`."""
+    """A generation step: the `tokens` of each sequence, beginning at `position`."""
 
     tokens: tuple[int, ...]
     position: int
@@ -123,8 +124,8 @@ class Mix:
 
 
 def step_mixes(max_running: int, step_tokens: int, context: int) -> list[Mix]:
-    """Steps of at most `max_running` sequences, `step_tokens` tokens and `context` positions: decodes, prefill of one
-    prompt, of four and of many short ones, and mixes of both."""
+    """Steps of at most `max_running` sequences, `step_tokens` tokens and `context` positions: decodes, prefill of one,
+    four and many short prompts, and mixes of both."""
     decodes = [(1,) * n for n in DECODES if n <= max_running]
     prompts = [tokens for tokens in (*PROMPTS, step_tokens) if tokens <= step_tokens]
     single = [(tokens,) for tokens in prompts]
@@ -146,15 +147,15 @@ def step_mixes(max_running: int, step_tokens: int, context: int) -> list[Mix]:
 
 
 def rare_mixes(max_running: int, step_tokens: int, context: int) -> list[Mix]:
-    """Steps with many decodes beside prompts, each at position 0: they need LoRA kernels that no step of `step_mixes`
-    needs, and are rare."""
+    """Rare steps with many decodes next to prompts, at position 0: they need LoRA kernels that no step of `step_mixes`
+    needs."""
     found = [(*(1,) * decodes, *(tokens,) * prompts) for decodes, prompts, tokens in RARE]
     return [Mix(mix, 0) for mix in found if len(mix) <= max_running and sum(mix) <= step_tokens and max(mix) <= context]
 
 
 def first_steps(max_running: int, step_tokens: int, context: int, *, decodes: bool) -> list[Mix]:
-    """A few steps of each kind, at position 0. A prompt longer than `context` becomes several. Without `decodes`,
-    prompts only."""
+    """A few steps of each kind, at position 0. A prompt longer than `context` becomes several. `decodes` False: prompts
+    only."""
     prompts = (17,), (512,), (step_tokens,)
     steps = ((1,), (1,) * 4, (1,) * 16, (1,) * max_running, (1, 160), *prompts) if decodes else prompts
     split = [
@@ -164,21 +165,21 @@ def first_steps(max_running: int, step_tokens: int, context: int, *, decodes: bo
 
 
 def adapter_counts(mix: Mix, adapters: int) -> list[int]:
-    """Numbers of adapters to run a step with, of `adapters` at hand: one, a quarter, half, and one for each
-    sequence."""
+    """Numbers of adapters to run a step with, at most `adapters`: one, a quarter and half of the sequences, and one for
+    each."""
     most = min(len(mix.tokens), adapters)
     return sorted({min(1, most), -(-most // 4), -(-most // 2), most})
 
 
 def first_micro_batches(most: int) -> list[int]:
-    """Tokens of a few micro-batches of up to `most` tokens: a full one, and sizes that no vector divides, as rows of
-    text have."""
+    """Tokens of a few micro-batches of up to `most` tokens: a full one, and sizes not divisible by vector widths, as
+    real texts have."""
     return sorted({max(1, size) for size in (min(most, 512) - 3, most - 3, most)})
 
 
 def micro_batch_sizes(most: int) -> list[int]:
-    """Tokens of micro-batches that need nearly every training kernel there is for up to `most` tokens: kernels depend
-    on the number of tiles, up to `DENSE` tokens on each."""
+    """Tokens of micro-batches that need nearly every training kernel for up to `most` tokens: kernels depend on the
+    number of tiles, up to `DENSE` tokens on each."""
     dense = range(TILE, min(most, DENSE) + 1, TILE)
     sparse = range(DENSE, most + 1, 8 * TILE)
     return sorted(size for size in {1, 2, 16, most - 3, most, *dense, *sparse} if 0 < size <= most)

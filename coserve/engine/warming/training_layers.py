@@ -1,4 +1,4 @@
-"""The compiled layers of training as every rank makes them."""
+"""Creation of the compiled training layers, the same on every rank."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 
 FULLY_SHARDED = "training: with lora_sharding slora, layers of jobs without bd_blocks run without CUDA graphs"
 EXPECTED = (FailedTogether, UnsupportedBase)
-"""Errors that say why by themselves."""
+"""Errors whose message is a sufficient reason."""
 
 
 def make_training_layers(
     parts: EngineParts, caches: Caches | None, training: TrainingStream | None = None
 ) -> tuple[CompiledLayers | None, tuple[str, ...]]:
-    """The layers of training, compiled or loaded from the caches, and notes for the operator. Ranks that share a base
-    do this at the same time, and all of them have some or none has: an error that is one rank's alone ends it."""
+    """Return the training layers, compiled or loaded from the caches, and notes for the operator. Tensor-parallel ranks
+    call this together, and all of them have layers or none has; an error on only one rank ends it."""
     base = parts.base
     if base.device.type == "cpu":
         return None, ()
@@ -33,7 +33,7 @@ def make_training_layers(
     try:
         layers = parts.training_layers(caches, nullcontext if training is None else training.enter)
         layers.compile()
-    except Exception as error:  # whatever a compiler raises that does not work
+    except Exception as error:  # a failing compiler may raise anything
         if base.sharding is not None and not isinstance(error, EXPECTED):
             raise
         return None, (_told("training: layers run operation by operation", error),)
@@ -47,8 +47,8 @@ def make_training_layers(
 
 
 def compile_levels(layers: CompiledLayers, caches: Caches) -> tuple[str, ...]:
-    """Load the layers that keep less, where they were measured. Returns a note for the operator where there are none:
-    jobs go on without."""
+    """Load the layers that keep less, if they were measured. Returns a note for the operator if there are none; jobs
+    then run without them."""
     try:
         costs = caches.level_costs()
         if costs is None:

@@ -1,5 +1,5 @@
-"""A worker of a warm-up: loads the engine's base with few layers and random weights, and runs parts. `process` is its
-entry."""
+"""A warm-up worker: loads the engine's base with few layers and random weights, and runs tasks. `process` is its entry
+point."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ log = logging.getLogger(__name__)
 
 THREADS = 1
 MAX_REASON = 300
-"""Characters of a failure's reason: a report must fit into the buffer of its reader."""
+"""Most characters of a failure's reason: a report must fit its reader's buffer."""
 TRAINING = ("training-", "blocks-")
-"""How the names of parts with training kernels begin."""
+"""Name prefixes of tasks with training kernels."""
 
 
 @contextmanager
 def use_gpu(config: Config, number: int) -> Iterator[str]:
-    """Makes a GPU the current one, and gives the base's device. Raises `ConfigError`: there are fewer."""
+    """Context that makes a GPU current, and yields the base's device. Raises `ConfigError` if there are fewer GPUs."""
     if number == 0 or config.device == "cpu" or not torch.cuda.is_available():
         yield config.device
         return
@@ -50,8 +50,8 @@ def use_gpu(config: Config, number: int) -> Iterator[str]:
 
 
 def load_few_layers(config: Config, rank: int, device: str) -> Base:
-    """The engine's base with few layers and random weights; under tensor parallelism a rank's part of it, without the
-    other ranks."""
+    """Load the engine's base with few layers and random weights; with tensor parallelism a rank's shard of it, without
+    the other ranks."""
     return load_base(
         config.model,
         device=device,
@@ -64,7 +64,7 @@ def load_few_layers(config: Config, rank: int, device: str) -> Base:
 
 
 def work(sock: socket.socket) -> None:
-    """Read the `WarmUpTask`, then names of parts as JSON lines; run each, and write `PartReport` lines. Until the other
+    """Read the `WarmUpTask`, then names of tasks as JSON lines; run each, and write `PartReport` lines, until the other
     end closes."""
     with sock.makefile("rb") as lines, suppress(ConnectionError):
         if not (line := lines.readline()):
@@ -86,7 +86,7 @@ class _Worker:
     def __init__(self, config: Config, task: WarmUpTask, send: Callable[[PartReport], None]) -> None:
         self._config, self._task, self._send = config, task, send
         self._runners = dict[int, PartRunner]()
-        """By the number of the GPU."""
+        """Runners by GPU number."""
         self._on_gpu = config.device != "cpu" and not interpreted()
         self._processes = start_compile_pool(task.workers) if self._on_gpu else None  # before CUDA is used
         self._compiled, self._progress = watch_compilations(), PartReport(0, 1)
@@ -97,12 +97,12 @@ class _Worker:
             self._processes.shutdown(cancel_futures=True)
 
     def run(self, part: str) -> None:
-        """Run it and report its end, whatever that is."""
+        """Run a task and report its end, whatever it is."""
         began, kernels, seconds = time.monotonic(), len(self._compiled.kernels), self._compiled.seconds
         self._progress = PartReport(0, 1)
         try:
             self._run(part)
-        except BrokenProcessPool:  # it died, most likely as the machine ran out of memory; this worker is replaced
+        except BrokenProcessPool:  # most likely the machine ran out of memory; this worker is replaced
             self._send(PartReport(0, 1, "memory", "a process that compiles died"))
         except CoserveError as error:
             self._send(PartReport(0, 1, "unsupported", error.message[:MAX_REASON]))
@@ -132,10 +132,10 @@ class _Worker:
                 self._send(self._progress)
             if self._on_gpu:
                 log.info("%s: at most %.2f GiB", part, torch.cuda.max_memory_reserved() / (1 << 30))
-                torch.cuda.empty_cache()  # else a worker keeps what its largest part took
+                torch.cuda.empty_cache()  # otherwise a worker keeps its largest task's memory
                 torch.cuda.reset_peak_memory_stats()
 
     def _count(self, name: str, seconds: float) -> None:
-        """A process has compiled a kernel."""
+        """Record a kernel that a process has compiled."""
         self._compiled.add(name, seconds)
-        self._send(self._progress)  # it is no process that hangs
+        self._send(self._progress)  # shows that the worker does not hang

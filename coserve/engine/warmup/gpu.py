@@ -1,4 +1,4 @@
-"""The GPU's description from the CUDA driver, read without torch: it is part of the cache key."""
+"""Description of the GPU from the CUDA driver, read without torch: part of the cache key."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 MAJOR, MINOR = 75, 76
 """CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of the CUDA driver API."""
 CONTEXT_BYTES = 1 << 30
-"""About what a process takes of the GPU's memory besides torch's tensors: CUDA context, libraries, kernels."""
+"""Approximate GPU memory of a process besides torch's tensors: CUDA context, libraries, kernels."""
 
 
 @dataclass(frozen=True)
 class Gpu:
     name: str
     capability: str
-    """As in "9.0"."""
+    """Compute capability, such as "9.0"."""
     driver: int
-    """The CUDA version that the driver supports, from `cuDriverGetVersion`."""
+    """CUDA version that the driver supports, from `cuDriverGetVersion`."""
     memory_bytes: int
 
 

@@ -1,4 +1,4 @@
-"""The keys of compiled kernels: everything that they depend on, and the cache folder that follows from it."""
+"""Cache keys of compiled kernels: everything that they depend on, and the cache folder derived from it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from coserve.config import Config
 from coserve.engine.warmup.gpu import Gpu
 
 CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-"""Environment variables that set the compilers' cache folders, and our names of those folders."""
+"""Environment variables of the compilers' cache folders, and our names for those folders."""
 ASSEMBLER = "TRITON_PTXAS_PATH"
-"""Environment variable with the assembler that Triton runs, whose version is part of the key of each kernel."""
+"""Environment variable of the assembler that Triton runs; its version is part of each kernel's key."""
 GEMM_FOLDER = "gemms"
-"""Our folder for what was measured: choices of GEMM kernels, the memory of compiled training layers."""
+"""Folder for measurements: choices of GEMM kernels, memory of compiled training layers."""
 LIBRARIES = ("torch", "triton", "transformers")
 SOURCES = (
     "admission",
@@ -34,7 +34,7 @@ SOURCES = (
     "memory",
     "model",
 )
-"""Our packages and modules whose code decides what is compiled, or what the costs mean that are measured with it."""
+"""Our packages and modules that determine what is compiled, or the meaning of measured costs."""
 SHAPE_SETTINGS = (
     "dtype",
     "lora_backend",
@@ -57,8 +57,8 @@ def cache_root(config: Config) -> Path:
 
 
 def key_fields(gpu: Gpu, root: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Everything that a compiled kernel depends on; a cache with other fields is never read. `root`: of `cache_root`,
-    as Triton's files name others by their absolute paths: it would compile all kernels of a moved folder again."""
+    """Everything that a compiled kernel depends on; a cache with other fields is never read. `root`, from `cache_root`,
+    is included because Triton's files contain absolute paths: it would recompile all kernels of a moved folder."""
     fields = {
         "python": platform.python_version(),
         **{name: _version(name) for name in LIBRARIES},
@@ -70,7 +70,7 @@ def key_fields(gpu: Gpu, root: Path, environ: Mapping[str, str] = os.environ) ->
         **{name: environ[name] for name in CACHES if name in environ},
     }
     assembler = environ.get(ASSEMBLER)
-    if assembler is not None and assembler != _assembler().get(ASSEMBLER):  # the user's own, not what we have set
+    if assembler is not None and assembler != _assembler().get(ASSEMBLER):  # set by the user, not by us
         fields[ASSEMBLER] = assembler
     return fields
 
@@ -86,19 +86,18 @@ def cache_folder(root: Path, fields: Mapping[str, str]) -> Path:
 
 
 def compiler_environment(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that put the compilers' caches into `folder`, and that of the assembler, without those that the
-    user has set.
+    """Variables that put the compilers' caches into `folder` and set the assembler, except those that the user has set.
 
-    All processes must have them before they compile. Inductor sets torch's own assembler in a process that compiles a
-    layer, but not in one that loads it from disk: the kernels that the first one compiles later would then have keys
-    that the second never asks for.
+    All processes need them before they compile. Inductor sets torch's own assembler in a process that compiles a layer,
+    but not in one that loads it from disk. Kernels that the first compiles later would then have keys that the second
+    never asks for.
     """
     wanted = {name: str(folder / own) for name, own in CACHES.items()} | _assembler()
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
 def _assembler() -> dict[str, str]:
-    """Triton's own, which a process runs that has not used inductor; empty where Triton has none."""
+    """Triton's own assembler, the default of a process that has not used inductor; empty if Triton has none."""
     triton = find_spec("triton")
     if triton is None or triton.origin is None:
         return {}
@@ -107,8 +106,8 @@ def _assembler() -> dict[str, str]:
 
 
 def shape_key(config: Config) -> str:
-    """SHA-256 (hex) of the base's config.json (of its name, if it is not a folder), of `SHAPE_SETTINGS`, and of those
-    that the policy adds."""
+    """SHA-256 (hex) of the base's config.json (its name if it is not a folder), of `SHAPE_SETTINGS`, and of the
+    policy's kernel settings."""
     described = Path(config.model) / "config.json"
     content = described.read_bytes() if described.is_file() else b""
     settings = {name: str(getattr(config, name)) for name in SHAPE_SETTINGS} | {

@@ -1,5 +1,4 @@
-"""Plans a warm-up and begins it: in a process of an engine that starts, or by itself (`coserve warm`). Imports no
-torch."""
+"""Plans and starts a warm-up: in the process of a starting engine, or separately (`coserve warm`). Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,20 +24,20 @@ from coserve.engine.warmup.warm_up import warm_up
 MODULE = "coserve.engine.warmup.warm_up"
 MAX_WORKERS = 12
 CORES_A_WORKER = 3
-"""A worker keeps one busy itself, and has others compile for it."""
+"""Cores per worker: it keeps one busy itself, and its compile processes use the rest."""
 WORKER_LAYERS = 2
-"""About as many layers as the base of a worker has (`model.truncate`)."""
+"""Approximate number of layers of a worker's base (`model.truncate`)."""
 WORK_BYTES = 2 << 30
-"""About what a worker's steps and micro-batches take."""
+"""Approximate GPU memory of a worker's steps and micro-batches."""
 UNKNOWN_BYTES = 2 << 30
-"""Taken for a worker's base where nothing is known of it."""
+"""Assumed GPU memory of a worker's base when its size is unknown."""
 CAPTURABLE = ("auto", "segmented")
 """Values of `lora_backend` with which an engine on a GPU compiles layers and captures graphs."""
 
 
 @dataclass(frozen=True)
 class StartedWarmUp:
-    """A warm-up's process. `socket`: `Progress` lines come from it, and closing it ends the process. `concurrent`: the
+    """A warm-up's process. `socket`: it sends `Progress` lines, and closing it ends the process. `concurrent`: the
     engine may load its base meanwhile."""
 
     task: WarmUpTask
@@ -50,8 +49,8 @@ class StartedWarmUp:
 def plan_warm_up(
     config: Config, gpu: Gpu, *, beside: int | None = 0, cores: int | None = None
 ) -> tuple[WarmUpTask, bool]:
-    """How to warm up for these settings, and whether a worker fits into the GPU's memory beside so many bytes (None:
-    unknown). If not, nothing else may use the GPU meanwhile."""
+    """Plan the warm-up, and return whether a worker fits into the GPU's memory next to `beside` bytes (None: unknown).
+    If not, nothing else may use the GPU during the warm-up."""
     root = cache_root(config)
     fields = key_fields(gpu, root)
     memory = int(gpu.memory_bytes * config.memory_fraction)
@@ -71,8 +70,8 @@ def plan_warm_up(
 
 
 def base_bytes(config: Config, layers: int | None = None) -> int | None:
-    """Estimated GPU memory of the base, of so many layers and an embedding that is also its head; None: of all, and
-    each rank's part. None where it is unknown: the base is no folder, or describes itself otherwise."""
+    """Estimate the GPU memory of a base with `layers` layers and tied embeddings; `layers` None: of a rank's shard of
+    the whole base. None if unknown: the base is no folder, or its config has other keys."""
     if config.model == "bundled":
         return 0  # some MB
     try:
@@ -102,8 +101,8 @@ def start_warm_up(config: Config) -> StartedWarmUp | None:
 
 
 def use_caches(config: Config) -> WarmUpTask | None:
-    """Make this process, a rank that follows, use the caches that the warm-up of rank 0 fills. None if there is nothing
-    to warm up."""
+    """Make this process, a follower rank, use the caches that rank 0's warm-up fills. None if there is nothing to warm
+    up."""
     gpu = _gpu(config)
     if gpu is None:
         return None
@@ -113,19 +112,19 @@ def use_caches(config: Config) -> WarmUpTask | None:
 
 
 def _gpu(config: Config) -> Gpu | None:
-    """The GPU to compile for; None: nothing is compiled."""
+    """The GPU to compile for; None if nothing is compiled."""
     wanted = config.device != "cpu" and config.compile != "off" and config.lora_backend in CAPTURABLE
     return find_gpu() if wanted else None
 
 
 def compile_ahead(config: Config, progress: Callable[[int, int], None]) -> None:
-    """Compile every kernel that an engine with these settings can use, and keep them in the cache folder.
+    """Compile every kernel that an engine with these settings can use, and keep them in the cache folder. Blocks.
 
-    `progress` is called with (done, total) units; at the end they are equal. Blocks. An exception of `progress` ends
-    the processes and is raised.
+    `progress` is called with (done, total) units, which are equal at the end. An exception of `progress` ends the
+    processes and is raised.
 
     Raises:
-        StartupError: there is no GPU, or a part failed.
+        StartupError: there is no GPU, or a task failed.
     """
     gpu = find_gpu() if config.device != "cpu" else None
     if gpu is None:

@@ -1,4 +1,4 @@
-"""The lock of a cache folder: one warm-up at a time uses it. Daemons that share the folder take turns."""
+"""The lock of a cache folder: only one warm-up uses it at a time; daemons that share it wait for each other."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import IO
 log = logging.getLogger(__name__)
 
 AGAIN = 0.5
-"""Seconds between two tries."""
+"""Seconds between two attempts."""
 
 
 @asynccontextmanager
 async def cache_lock(folder: Path, waits: Callable[[], None]) -> AsyncIterator[None]:
-    """An exclusive flock on the folder's file `lock` inside the block; the kernel frees it when the process ends.
-    `waits` is called if another process holds it. Where the file system has no locks, everyone gets it, with a warning
-    in the log."""
+    """Context that holds an exclusive flock on the folder's file `lock`; the kernel frees it when the process ends.
+    `waits` is called if another process holds it. On a file system without locks, everyone proceeds, with a warning in
+    the log."""
     with _opened(folder) as file:
         told = False
         while file is not None:

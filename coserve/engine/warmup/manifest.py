@@ -1,7 +1,6 @@
-"""The manifest of a cache folder: which parts are complete, and the checksums of the files that were there then.
+"""The manifest of a cache folder: which tasks are complete, and the checksums of the files at that time.
 
-A manifest that cannot be read, was written on another machine or by other versions, or whose files are damaged counts
-as empty.
+A manifest counts as empty if it is unreadable, comes from another machine or other versions, or has damaged files.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ class Manifest(msgspec.Struct, frozen=True):
     fields: dict[str, str]
     """`key.key_fields` of the machine that compiled."""
     parts: dict[str, list[str]] = {}
-    """Complete parts, by shape (`key.shape_key`)."""
+    """Complete tasks, by shape (`key.shape_key`)."""
     files: dict[str, tuple[int, int]] = {}
     """Size and CRC-32 of each file."""
 
 
 def load(folder: Path, fields: Mapping[str, str]) -> Manifest:
-    """The folder's manifest; an empty one if there is none with these `fields`, or if a file of it is not as it was.
-    Further files do no harm."""
+    """Load the folder's manifest; an empty one if there is none with these `fields`, or if a listed file has changed.
+    Unlisted files are ignored."""
     try:
         found = msgspec.json.decode(_path(folder).read_bytes(), type=Manifest)
         if found.fields == dict(fields) and all(_read(folder / name) == known for name, known in found.files.items()):
@@ -51,8 +50,8 @@ def clear(folder: Path) -> None:
 
 
 def save(folder: Path, manifest: Manifest, shape: str, complete: Collection[str]) -> None:
-    """Replace the folder's manifest atomically by one with these parts of a shape, and with the files that are there
-    now. Raises `OSError`."""
+    """Replace the folder's manifest atomically, with these complete tasks of a shape and the files present now. Raises
+    `OSError`."""
     files = {str(path.relative_to(folder)): found for path in _files(folder) if (found := _read(path)) is not None}
     parts = {**manifest.parts, shape: sorted(complete)}
     temporary = folder / f"manifest.{os.getpid()}.tmp"
@@ -61,7 +60,7 @@ def save(folder: Path, manifest: Manifest, shape: str, complete: Collection[str]
 
 
 def _read(path: Path) -> tuple[int, int] | None:
-    """Size and CRC-32 of a file; None: there is none."""
+    """Size and CRC-32 of a file; None if it does not exist."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""JSON lines that the processes of a warm-up exchange."""
+"""JSON messages, one a line, between the processes of a warm-up."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Literal
 import msgspec
 
 FailureKind = Literal["memory", "unsupported", "error"]
-"""Why a part failed: the GPU's memory is full; this base cannot be compiled; any other error."""
+"""Why a task failed: the GPU's memory is full; this base cannot be compiled; any other error."""
 
 
 class WarmUpTask(msgspec.Struct, frozen=True):
-    """What is to be compiled, and where it is kept."""
+    """A warm-up's task: what to compile, and where to keep it."""
 
     config: str
     """The settings, from `config_to_json`."""
@@ -22,11 +22,11 @@ class WarmUpTask(msgspec.Struct, frozen=True):
     shape: str
     """`key.shape_key` of the settings."""
     workers: int
-    """Maximum number of processes that use the GPU."""
+    """Most processes that use the GPU at once."""
 
 
 class PartReport(msgspec.Struct, frozen=True):
-    """A worker's progress in its part. The part ends with `done == total`, or with a `failure`."""
+    """A worker's progress in its task, which ends with `done == total`, or with a `failure`."""
 
     done: int
     total: int
@@ -35,13 +35,13 @@ class PartReport(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """Progress of a warm-up, in units of `parts.Part.weight`; for the engine and the command line."""
+    """Progress of a warm-up, in units of `parts.Part.weight`, for the engine and the command line."""
 
     done: int
     total: int
     notes: list[str] = []
     """Failures, for the operator."""
     waiting: bool = False
-    """Another process holds the cache folder."""
+    """Whether another process holds the cache folder."""
     ended: bool = False
-    """All parts are complete or have failed, and no process uses the GPU any more."""
+    """Whether all tasks are complete or have failed, and no process uses the GPU any more."""

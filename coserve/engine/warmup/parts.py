@@ -1,4 +1,4 @@
-"""The parts of a warm-up: what each one compiles, their order, and which ones go before."""
+"""The tasks of a warm-up: what each one compiles, their order, and their dependencies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from coserve.core.types import DEFAULT_RANK
 
 RANKS = (16, 32, 64, 128, 256)
-"""Ranks that kernels are compiled for: a step uses the next one from its largest rank up. As
+"""LoRA ranks that kernels are compiled for; a step uses the next from its largest rank up. The same as
 `graph_sizes.LORA_RANKS`."""
 GEMM_ROWS = (1, 16, 32, 64)
 """Row counts that GEMM kernels are measured for: 1 (GEMV), and those of `kernels.gemm.skinny.ROWS`."""
@@ -16,33 +16,33 @@ LAYERS = "layers"
 TRAINING_LAYERS = "training-layers"
 """The compiled layers of training, forward and backward."""
 TRAINING_LEVELS = "training-levels"
-"""The compiled layers of training that keep less, for jobs whose memory is short."""
+"""The compiled training layers that keep less, for jobs that are short of memory."""
 GEMMS = tuple(f"gemms-{rows}" for rows in GEMM_ROWS)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A unit of work that one worker does, such as all decode graphs of one rank. Its name is a kind, and a number or a
+    """A warm-up task for one worker, such as all decode graphs of one LoRA rank. Its name is a kind, and a number or a
     word."""
 
     name: str
     weight: int
     """Expected duration, in units of progress."""
     after: frozenset[str] = frozenset()
-    """Names of parts that end before it starts: it uses what they compiled or measured."""
+    """Names of tasks that must end first, because it uses what they compiled or measured."""
 
 
 def gpu_of(part: str) -> int:
-    """The number of the GPU that a part runs on."""
+    """The number of the GPU that a task runs on."""
     kind, _, number = part.partition("-")
     return int(number) if kind == "gpu" else 0
 
 
 def all_parts(ranks: int = 1) -> tuple[Part, ...]:
-    """Every part, in the order in which they start. `ranks`: GPUs that share the base; inductor's code names its
-    device, so a part for each further one compiles the layers there."""
+    """Every task, in start order. `ranks`: GPUs that share the base. Inductor's code names its device, so a task for
+    each further GPU compiles the layers there."""
     compiled = frozenset({LAYERS, *GEMMS})
-    kernels = f"kernels-{DEFAULT_RANK}"  # of graphs, while the layers are compiled
+    kernels = f"kernels-{DEFAULT_RANK}"  # kernels of graphs, while the layers are compiled
     return (
         Part(LAYERS, 12),
         *(Part(name, 4) for name in GEMMS),
@@ -71,35 +71,35 @@ def _of_rank(rank: int, compiled: frozenset[str]) -> tuple[Part, ...]:
 
 
 def units(ranks: int) -> int:
-    """Weight of all parts."""
+    """Total weight of all tasks."""
     return sum(part.weight for part in all_parts(ranks))
 
 
 class PartSchedule:
-    """State of all parts: waiting, running, complete or failed. Pure: no clock, no processes."""
+    """State of all tasks: waiting, running, complete or failed. Pure: no clock, no processes."""
 
     def __init__(self, parts: Iterable[Part], complete: Collection[str] = ()) -> None:
-        """`complete`: names of parts that are on disk already."""
+        """`complete`: names of tasks that are on disk already."""
         self._parts = {part.name: part for part in parts}
         self._units = {name: self._parts[name].weight for name in complete if name in self._parts}
-        """Units of progress of each part that is not waiting."""
+        """Progress units of each task that is not waiting."""
         self.complete = set(self._units)
         self._running = set[str]()
         self.failed = dict[str, str]()
-        """The reason by part. A part that fails at every start is also complete."""
+        """Failure reasons by task. A task that fails at every start is also in `complete`."""
 
     @property
     def ended(self) -> bool:
-        """Every part is complete or has failed."""
+        """Whether every task is complete or has failed."""
         return self.complete | self.failed.keys() == self._parts.keys()
 
     @property
     def progress(self) -> tuple[int, int]:
-        """(done, total) units; equal if and only if every part is complete or has failed."""
+        """(done, total) units; equal if and only if every task is complete or has failed."""
         return sum(self._units.values()), sum(part.weight for part in self._parts.values())
 
     def next(self) -> str | None:
-        """Mark the first part that can start now as running, and return its name; None if none can."""
+        """Mark the first task that can start now as running, and return its name; None if none can."""
         ended = self.complete | self.failed.keys()
         for name, part in self._parts.items():
             if name not in ended | self._running and part.after & self._parts.keys() <= ended:
@@ -108,12 +108,13 @@ class PartSchedule:
         return None
 
     def advance(self, name: str, done: int, total: int) -> None:
-        """A running part has done `done` of `total` of its work. Its last unit counts only when it finishes."""
+        """Update a running task's progress: `done` of `total`. Its last unit counts only when it finishes."""
         weight = self._parts[name].weight
         self._units[name] = max(self._units.get(name, 0), min(weight - 1, weight * done // max(total, 1)))
 
     def finish(self, name: str, why: str | None = None, *, for_good: bool = False) -> None:
-        """A running part is complete, or has failed: `why`; `for_good`: it would again at the next start."""
+        """End a running task: complete, or failed with the reason `why`; `for_good`: it would fail at the next start
+        too."""
         self._running.remove(name)
         self._units[name] = self._parts[name].weight
         if why is None or for_good:
@@ -122,5 +123,5 @@ class PartSchedule:
             self.failed[name] = why
 
     def put_back(self, name: str) -> None:
-        """A running part waits again, to be run from its beginning."""
+        """Return a running task to waiting, to be run from its beginning."""
         self._running.remove(name)

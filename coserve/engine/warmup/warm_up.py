@@ -1,8 +1,8 @@
-"""A warm-up: check what the cache folder holds, compile what is missing, keep the manifest.
+"""A warm-up: check the cache folder, compile what is missing, update the manifest.
 
-`python -m coserve.engine.warmup.warm_up FD`, with the `WarmUpTask` as JSON on standard input, is the process of an
-engine that starts. FD is one end of a socket pair: the process writes `Progress` lines to it, and ends when the other
-end closes. It imports no torch, and would keep the engine's imports waiting if it were a thread there.
+`python -m coserve.engine.warmup.warm_up FD`, with the `WarmUpTask` as JSON on standard input, is the warm-up process of
+a starting engine. FD is one end of a socket pair: the process writes `Progress` lines to it, and ends when the other
+end closes. It imports no torch. As a thread of the engine it would delay the engine's imports.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ async def compile_parts(
     report_timeout: float = REPORT_TIMEOUT,
 ) -> None:
     """Complete all `parts`. `report` is called after each change; the last progress has `ended`. A folder whose
-    manifest is empty, or has a file that is not as it was, is cleared, and everything compiled again. Where another
-    process holds the folder, this one waits."""
+    manifest is empty or lists a changed file is cleared, and everything is compiled again. Waits while another process
+    holds the folder."""
     folder = Path(task.folder)
 
     async def found() -> tuple[manifest.Manifest, PartSchedule]:
@@ -76,7 +76,7 @@ async def compile_parts(
                     lambda: report(_progress(schedule)),
                     report_timeout=report_timeout,
                 )
-            finally:  # also if it is stopped: the next start goes on from there
+            finally:  # also if it is stopped, so that the next start continues from there
                 try:
                     manifest.save(folder, known, task.shape, schedule.complete)
                 except OSError as error:

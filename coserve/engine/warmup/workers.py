@@ -1,4 +1,4 @@
-"""Runs the parts of a warm-up in worker processes. A part that fails, hangs or crashes is reported, not raised."""
+"""Runs the tasks of a warm-up in worker processes. A task that fails, hangs or crashes is reported, not raised."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ log = logging.getLogger(__name__)
 
 MODULE = "coserve.engine.warming.process"
 REPORT_TIMEOUT = 180.0
-"""Seconds without a report after which a worker counts as hung: it reports nothing while one layer compiles."""
+"""Seconds without a report after which a worker counts as hung; it reports nothing while one layer compiles."""
 END_TIMEOUT = 5.0
-"""Seconds that a worker without a part has to end."""
+"""Seconds that an idle worker has to end."""
 DIED = PartReport(0, 1, "memory", "its process died")
-"""Most likely killed, as the machine ran out of memory."""
+"""Most likely killed because the machine ran out of memory."""
 
 
 class Worker(Protocol):
-    """A process that runs one part at a time."""
+    """A process that runs one task at a time."""
 
     async def run(self, part: str) -> None: ...
     async def report(self) -> PartReport:
-        """The next one; `DIED` if the process has ended, or wrote what is no report."""
+        """Return the next report; `DIED` if the process has ended or its output is invalid."""
         ...
 
     async def close(self) -> None:
-        """End the process and wait for that: its GPU memory is free then."""
+        """End the process and wait for it, so that its GPU memory is free."""
         ...
 
 
@@ -53,7 +53,7 @@ class ProcessWorker:
 
     @classmethod
     async def start(cls, task: WarmUpTask, environment: Mapping[str, str], module: str = MODULE) -> ProcessWorker:
-        """Raises `OSError`."""
+        """Start the process. Raises `OSError`."""
         ours, theirs = socket.socketpair()
         reader, writer = await asyncio.open_connection(sock=ours)
         try:
@@ -79,7 +79,7 @@ class ProcessWorker:
 
     async def close(self) -> None:
         self._writer.close()
-        if self._idle:  # it ends by itself, and waits for the processes that it has started
+        if self._idle:  # it ends by itself, after its child processes
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(END_TIMEOUT):
                     await self._process.wait()
@@ -95,8 +95,8 @@ async def run_parts(
     *,
     report_timeout: float = REPORT_TIMEOUT,
 ) -> None:
-    """Run all parts of the schedule that are not complete in up to `workers` processes. `changed` is called after each
-    change. Returns once every part is complete or has failed, and every process has ended."""
+    """Run all incomplete tasks of the schedule in up to `workers` processes. `changed` is called after each change.
+    Returns once every task is complete or has failed, and every process has ended."""
     pool = _Pool(schedule, start_worker, changed, report_timeout, left=workers)
     tasks = [asyncio.create_task(pool.work()) for _ in range(workers)]
     try:
@@ -119,12 +119,12 @@ class _Pool:
         self._schedule, self._start_worker, self._report_timeout = schedule, start_worker, report_timeout
         self._told, self._left = changed, left
         self._repeated = set[str]()
-        """Parts that ran out of memory once."""
+        """Tasks that ran out of memory once."""
         self._changed = asyncio.Condition()
 
     async def work(self) -> None:
-        """Run parts in one process, which is replaced after a failure. A part that ran out of memory is repeated once,
-        and this process is not replaced then if there are others: the machine cannot hold as many."""
+        """Run tasks in one process, which is replaced after a failure. A task that ran out of memory is repeated once;
+        then this process is not replaced if there are others, as the machine cannot hold as many."""
         worker: Worker | None = None
         try:
             while (part := await self._next()) is not None:
@@ -157,14 +157,14 @@ class _Pool:
                 await worker.close()
 
     async def _next(self) -> str | None:
-        """Waits until a part may start; None once all have ended."""
+        """Wait until a task may start, and return its name; None once all have ended."""
         async with self._changed:
             while (part := self._schedule.next()) is None and not self._schedule.ended:
                 await self._changed.wait()
             return part
 
     async def _result(self, worker: Worker, part: str) -> PartReport:
-        """The part's last report."""
+        """Return the task's last report."""
         while True:
             try:
                 async with asyncio.timeout(self._report_timeout):

@@ -47,8 +47,7 @@ def negative_log_likelihood_(logits: Tensor, labels_K: Tensor, found_K2: Tensor,
 def divergence_(
     logits: Tensor, teacher: Tensor, labels_K: Tensor, found_K2: Tensor, shard: VocabularyShard | None
 ) -> None:
-    """Like `negative_log_likelihood_`, with the Kullback-Leibler divergence from the teacher's distribution to the
-    student's as the loss: 0 where they are equal.
+    """Like `negative_log_likelihood_`, with KL(teacher || student) as the loss: 0 where the distributions are equal.
 
     Both logits are (K, V), or (K, S) with a `shard`, whose shards are gathered.
     """
