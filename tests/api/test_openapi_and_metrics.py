@@ -68,9 +68,9 @@ async def test_fields_are_described_by_what_stands_below_them(api: Api) -> None:
     _, document = await api.call("GET", "/openapi.json")
     schemas = document["components"]["schemas"]
     for name in ("TrainingRequest", "TrainingSettings"):
-        assert schemas[name]["properties"]["max_grad_norm"]["description"] == "0 switches clipping off."
+        assert schemas[name]["properties"]["max_grad_norm"]["description"] == "0: no clipping."
     assert schemas["FinetuneRequest"]["properties"]["continue_from"]["description"].startswith(
-        "Go on from this adapter"
+        "Adapter to continue instead of a new one"
     )
     assert "description" not in schemas["TrainingRequest"]["properties"]["seed"]
 
