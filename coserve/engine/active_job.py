@@ -81,7 +81,7 @@ class ActiveJob:
 
     def resume(self) -> bool:
         """Run the coroutine until it suspends again. Returns False if it has ended."""
-        self._awaited = ()  # an error in one of them would keep the frames that it has passed
+        self._awaited = ()  # a failed future's traceback would keep its frames alive
         try:
             self._awaited = self._running.send(None)
         except StopIteration:
@@ -113,4 +113,4 @@ class ActiveJob:
                 raise Stopped
             return future.result()
         finally:
-            del future  # its error would keep this frame, which keeps it
+            del future  # breaks the cycle of this frame and the error's traceback

@@ -78,7 +78,7 @@ class DeviceMemory:
         more = max(0, self._taken_elsewhere() - (reading.outside - self._own))
         available = reading.free + reading.reserved - more - fixed.held - size - fixed.step
         self._admission.available(available, self._clock())
-        if graphs.complete and graphs.size > self._reported_graphs:  # later ones are of other ranks
+        if graphs.complete and graphs.size > self._reported_graphs:  # later graphs: other LoRA ranks
             self._reported_graphs = graphs.size
             self._graphs_done(graphs.size)
         return reading

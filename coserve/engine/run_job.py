@@ -235,7 +235,7 @@ class _Run:
             self._cancelled = future
             raise
         finally:
-            del future  # its error would keep this frame, which keeps it
+            del future  # breaks the cycle of this frame and the error's traceback
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
         future = self._services.threads.submit(work)

@@ -274,12 +274,12 @@ class Generator:
         self.scheduler.changed()
 
     def _lower_memory(self, shares: Sequence[Share], error: Exception) -> None:
-        """React to an out-of-memory of these shares: lower the step budget, or end a request of which one token does
-        not fit."""
+        """React to an out-of-memory of these shares: lower the step budget, or end a request if not even one token
+        fits."""
         tokens, numbers = sum(share.tokens for share in shares), memory_numbers(error, self._base.device)
         if tokens == 1:
             request = shares[0].request
-            if self._failed_alone != request.number:  # tried once more: memory may be there again
+            if self._failed_alone != request.number:  # retry once: memory may be free again
                 self._failed_alone = request.number
                 return
             message = f"not enough memory for one token after {request.computed} others ({numbers}); try again later"
@@ -321,7 +321,7 @@ class Generator:
     def _abort(self, request: Request, error: Exception) -> RequestFailed:
         """End a request whose step raised. Raises `EngineFault` if its pages cannot be freed."""
         try:
-            if self._runs(request):  # else it ended in the step, and its last message is lost
+            if self._runs(request):  # otherwise it ended in the step, and its last message is lost
                 self.scheduler.disown(request)
                 self._end(request)
         except Exception as broken:

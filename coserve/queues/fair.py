@@ -156,7 +156,7 @@ class DeficitRoundRobin(Generic[T]):
         if turns:
             self._turns += turns - 1
             self._continue_after(last.flow)
-        elif not last.flow.items:  # it stood last, in the middle of its turn
+        elif not last.flow.items:  # it was last in the round, in the middle of its turn
             self._round.pop()
             del self._flows[last.flow.key]
         self._mid_turn = bool(last.flow.items)

@@ -26,6 +26,6 @@ def loaded(io: Path = IO) -> int:
     try:
         counters = dict(line.split(": ", 1) for line in io.read_text().splitlines())
         read = int(counters["read_bytes"])
-    except (OSError, ValueError, KeyError):  # another system than Linux
+    except (OSError, ValueError, KeyError):  # not Linux
         read = 0
     return read + len(sys.modules)

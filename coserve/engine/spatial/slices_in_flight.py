@@ -138,8 +138,8 @@ class SlicesInFlight:
     def launched(
         self, decision: Train, kind: MicroStep, micro_steps: int, tokens: int, began: float, seconds: float = 0.0
     ) -> None:
-        """Record a launched slice: `micro_steps` micro-steps, the first of this kind, in a micro-batch of `tokens`
-        tokens, predicted to take `seconds`."""
+        """Record a launched slice: `micro_steps` micro-steps, beginning with one of `kind`, in a micro-batch of
+        `tokens` tokens, predicted to take `seconds`."""
         # A slice that reads results takes the host little time, while the device was idle: the next one need not wait
         # for a step.
         self._since_step = self._since_step or kind is not MicroStep.RESULT

@@ -64,8 +64,8 @@ def load_few_layers(config: Config, rank: int, device: str) -> Base:
 
 
 def work(sock: socket.socket) -> None:
-    """Read the `WarmUpTask`, then names of tasks as JSON lines; run each, and write `PartReport` lines, until the other
-    end closes."""
+    """Read the `WarmUpTask`, then names of parts (`warmup.parts`) as JSON lines; run each, and write `PartReport`
+    lines, until the other end closes."""
     with sock.makefile("rb") as lines, suppress(ConnectionError):
         if not (line := lines.readline()):
             return

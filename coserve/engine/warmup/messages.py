@@ -11,7 +11,7 @@ FailureKind = Literal["memory", "unsupported", "error"]
 
 
 class WarmUpTask(msgspec.Struct, frozen=True):
-    """A warm-up's task: what to compile, and where to keep it."""
+    """Description of a whole warm-up: what to compile, and where to keep it."""
 
     config: str
     """The settings, from `config_to_json`."""

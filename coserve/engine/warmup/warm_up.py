@@ -34,7 +34,7 @@ Report = Callable[[Progress], None]
 
 
 async def warm_up(task: WarmUpTask, report: Report) -> None:
-    """Compile all that the task needs; see `compile_parts`."""
+    """Run the warm-up that `task` describes; see `compile_parts`."""
     parts = all_parts(config_from_json(task.config.encode()).tp)
     start_worker = partial(ProcessWorker.start, task, compiler_environment(Path(task.folder)))
     await compile_parts(task, parts, start_worker, report)

@@ -131,7 +131,7 @@ class CapturePass:
             if out_of_memory(error):
                 raise
             self._stop(str(error))
-            error.with_traceback(None)  # it would hold this pass, and with it the pool
+            error.with_traceback(None)  # the traceback would keep this pass, and so the pool, alive
             raise CaptureFailed(f"layers could not be captured: {error}") from error
 
 

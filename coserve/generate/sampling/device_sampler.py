@@ -88,7 +88,7 @@ class History:
     def forget(self, sequence: int) -> None:
         place = self._rows.pop(sequence, None)
         if place is not None:
-            self._counted.pop(sequence, None)  # none if memory ran out before it was counted
+            self._counted.pop(sequence, None)  # missing if memory ran out before it was counted
             self._free.append(place)
 
     def empty(self, rows: int) -> Tensor:

@@ -98,7 +98,7 @@ def latest_start(
         ],
         default=math.inf,
     )
-    tokens = 0  # of the prompts so far
+    tokens = 0  # prompt tokens so far
     for each in view.waiting:
         tokens += each.pending
         steps = -(-tokens // step_tokens)

@@ -57,7 +57,7 @@ class MixedGraphs:
         if found is None and fit and self._capture_after is not None:
             self._missed[fit[0], footprint] += 1
             if self._missed[fit[0], footprint] >= self._capture_after:
-                if not self._graphs:  # the largest first, without adapters: fewer kernels
+                if not self._graphs:  # largest first, for its memory; without adapters: fewer kernels
                     self._capture_at_once(self._capacities[-1], NO_ADAPTERS)
                 found = self._graphs.get((fit[0], footprint)) or self._capture_at_once(fit[0], footprint)
         return found
