@@ -89,7 +89,7 @@ class EngineParts:
         self.step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
 
     def read_adapter(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
-        """Read this rank's shard of an adapter: see `adapter_store.store.Load`."""
+        """Read this rank's shard of an adapter: see `lora.store.store.Load`."""
         path = self.folder.adapter(ref)
         if not path.is_dir():
             raise AdapterNotFound(f"no adapter {str(ref)!r}", field="adapter")

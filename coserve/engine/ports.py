@@ -53,7 +53,7 @@ class Generates(Protocol):
 
 
 class StoresAdapters(Protocol):
-    """The part of `adapter_store.AdapterStore` that the engine needs."""
+    """The part of `lora.store.store.AdapterStore` that the engine needs."""
 
     @property
     def troubles(self) -> tuple[str, ...]: ...

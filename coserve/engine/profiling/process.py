@@ -1,7 +1,7 @@
 """The profile's process: `python -m coserve.engine.profiling.process FD`, with a `ProfileRequest` as JSON on standard
 input.
 
-FD is one end of a socket pair, to which the process writes `profiling.messages`, one JSON object a line.
+FD is one end of a socket pair, to which the process writes `profile_request.messages`, one JSON object a line.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Learns a base's `TrainingCosts` from the memory of micro-batches, measured phase by phase.
 
-Adapters at all sites, and at one site group at a time, show what each group makes a layer keep (M_act in
-`memory-profiling.md`), and what the backward still needs once the last group is freed.
+Adapters at all sites, and at one site group at a time, show what each group makes a layer keep (M_act in the ETS paper,
+section 4.2.2), and what the backward still needs once the last group is freed.
 """
 
 from __future__ import annotations
