@@ -1,7 +1,7 @@
 """Memory held by torch over time, counted from live storages: a stand-in for CUDA's statistics without a GPU.
 
 torch has a tracker too (`torch.distributed._tools.mem_tracker`), but its peak cannot be reset, and it needs module
-hooks. `tests/profiling` compares the two.
+hooks. `tests/engine/profiling` compares the two.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ PLANS: Mapping[str, Plan] = {
     "starcoder2": _STARCODER2,
     "vaultgemma": _LLAMA,
 }
-"""Plans by the config's `model_type`. Each is tested: `tests/parallel/test_families.py`."""
+"""Plans by the config's `model_type`. Each is tested: `tests/model/parallel/test_families.py`."""
 
 
 @dataclass(frozen=True)

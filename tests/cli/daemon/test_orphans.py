@@ -14,9 +14,10 @@ import pytest
 
 from tests.support.daemon_process import DaemonProcess
 
+MODULE = "tests.cli.daemon.test_orphans"
 STARTS = {
-    "start_child": "asyncio.run(start_child('tests.daemon.test_orphans', theirs, stdin=asyncio.subprocess.DEVNULL))",
-    "spawn_child": "spawn_child('tests.daemon.test_orphans', theirs, b'')",
+    "start_child": f"asyncio.run(start_child({MODULE!r}, theirs, stdin=asyncio.subprocess.DEVNULL))",
+    "spawn_child": f"spawn_child({MODULE!r}, theirs, b'')",
 }
 SCRIPT = """
 import asyncio, socket, sys, time
