@@ -18,6 +18,7 @@ from coserve.kernels.lora import block_sparse
 from coserve.kernels.lora.backend import make_backend
 from coserve.kernels.lora.block_sparse import BlockSparseBackend
 from coserve.kernels.lora.interface import LoraBackend
+from coserve.kernels.lora.kept_weights import KeptWeights
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
 
@@ -70,13 +71,14 @@ def stk_call(layer: Layer, segments: Segments, block: int) -> Call:
     """`sdd` and `dsd` alone: tokens already sorted and padded, weights concatenated, nothing added to y."""
     ready = []
     for site in layer.pairs:
-        ranks = tuple(pair.rank for pair in present(site))
-        ranks = tuple(ranks[slot] for slot in segments.runs)
-        topology = block_sparse.topology_of(segments, ranks, block, DEVICE)
-        own = [site[slot] for slot in topology.slots]
-        a, b = block_sparse.concatenate([pair for pair in own if pair is not None], block)
-        x = nn.functional.pad(layer.x, (0, 0, 0, 1)).index_select(0, topology.sources)
-        ready.append((x, a, b, topology))
+        own = {slot: pair for slot in segments.runs if (pair := site[slot]) is not None}
+        kept, adapters = KeptWeights(block), [{"": pair} for pair in own.values()]
+        rows = kept.place(adapters)
+        assert rows is not None, "expected no limit"
+        runs, ranks = [segments.runs[slot] for slot in own], [pair.rank for pair in own.values()]
+        topology = block_sparse.topology_of(runs, [each.first for each in rows], ranks, kept.capacity, block, DEVICE)
+        a, b = kept.operands("", adapters, list(own.values()))
+        ready.append((layer.x.index_select(0, topology.sources), a, b, topology))
 
     def call() -> None:
         for x, a, b, topology in ready:

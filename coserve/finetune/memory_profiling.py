@@ -93,6 +93,7 @@ def plan_memory(
     least = -(-work.step_tokens // page_tokens)
     graphs = None if path is None else load_graph_bytes(graphs_path(path), key)
     size = GRAPHS if graphs is None else round(SPARE_GRAPHS * graphs)
+    size += conditions.lora_backend.kept_bytes
     return make_plan(GpuMemory(total, free), fraction, profile, work, page_bytes=page_bytes, least=least, graphs=size)
 
 

@@ -46,6 +46,7 @@ class MemoryPlan:
     training: int
     jobs: int
     graphs: int
+    """For CUDA graphs, and for weights that the LoRA backend keeps across steps."""
     costs: TrainingCosts
     """Training costs of adapters with other ranks and sites than the profiled one."""
     error: float
@@ -73,7 +74,8 @@ def _gib(size: float) -> str:
 def make_plan(
     gpu: GpuMemory, fraction: float, profile: Profile, work: Work, *, page_bytes: int, least: int, graphs: int = GRAPHS
 ) -> MemoryPlan:
-    """Plan a pool of at least `least` pages within `fraction` of the GPU's memory. `graphs`: bytes for CUDA graphs.
+    """Plan a pool of at least `least` pages within `fraction` of the GPU's memory. `graphs`: see
+    `MemoryPlan`.
 
     Raises:
         ConfigError: too little is left. It names the setting to change: `micro_batch_tokens` if only training does not

@@ -49,8 +49,9 @@ class LoraBatch:
 class KeptLora:
     """Cache of prepared terms of training batches, reused by later batches of the same adapters.
 
-    The terms hold tables of addresses, which do not change. Call `forget` when an adapter is gone, as the cache keeps
-    its adapters alive.
+    The terms hold tables of addresses, which do not change. Terms that hold copies of weights notice when an optimizer
+    changes them; only the last ones are kept, in memory that the plan sets aside for training. Call `forget` when an
+    adapter is gone, as the cache keeps its adapters alive.
     """
 
     def __init__(self, most: int = 16) -> None:
@@ -71,7 +72,7 @@ class KeptLora:
         reusable = lora.for_batch(batch.segments)  # a fresh one, without this batch's own state
         if reusable is None:
             return
-        if len(self._found) >= self._most:
+        if len(self._found) >= self._most or reusable.holds_weights:
             self._found.clear()
         self._found[self._key(batch, grouped)] = batch.adapters, reusable
 

@@ -49,11 +49,14 @@ class EagerExecutor:
     adapter."""
 
     def __init__(self, base: RunsBase, kv: KvCache, lora_backend: LoraBackend) -> None:
-        self._base, self._kv, self._lora_backend = base, kv, lora_backend
+        self._base, self._kv, self._lora_backend = base, kv, lora_backend.keeping()
+        self._seen: dict[AdapterRef, LoraWeights] = {}
+        """GPU copies of adapters that ran, of which the backend may keep copies."""
 
     def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> list[EagerStep]:
         """See `StepExecutor`."""
         groups = by_adapter(step.sequences)
+        self._seen.update(zip(step.adapters, adapters, strict=True))
         parts = [[group] for group in groups] if self._lora_backend.one_adapter_a_step else [groups]
         return [self._step(pack(part), adapters) for part in parts]
 
@@ -61,7 +64,10 @@ class EagerExecutor:
         """See `StepExecutor`. No state is kept between steps."""
 
     def evicted(self, adapter: AdapterRef) -> None:
-        """See `StepExecutor`. No addresses are kept between steps."""
+        """See `StepExecutor`."""
+        weights = self._seen.pop(adapter, None)
+        if weights is not None:
+            self._lora_backend.forget(weights.sites)
 
     @property
     def troubles(self) -> tuple[str, ...]:

@@ -213,6 +213,7 @@ class GraphExecutor:
     def evicted(self, adapter: AdapterRef) -> None:
         """See `StepExecutor`."""
         self._adapter_slots.free(adapter)
+        self._eager.evicted(adapter)
 
     @property
     def troubles(self) -> tuple[str, ...]:

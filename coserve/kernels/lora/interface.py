@@ -100,6 +100,11 @@ class PreparedLora(ABC):
         return None
 
     @property
+    def holds_weights(self) -> bool:
+        """Whether it holds copies of weights, which take as much memory as its adapters."""
+        return False
+
+    @property
     def structure(self) -> Hashable | None:
         """Key of a training batch's launches: batches with equal keys differ only in addresses and contents of tables.
 
@@ -157,12 +162,22 @@ class LoraBackend(ABC):
     """Whether sites that read one input train faster together (`PreparedLora.linear_group`) than one by one."""
     one_adapter_a_step: bool = False
     """Whether generation runs one forward per adapter instead of one for all."""
+    kept_bytes: int = 0
+    """Most bytes of device memory that `keeping` keeps across steps."""
 
     def __repr__(self) -> str:
         return self.name
 
     def refuse_unusable(self, device: torch.device, dtype: torch.dtype) -> None:  # noqa: B027 - most run anywhere
         """Raise `ConfigError` if the backend cannot run on `device`, or would silently be wrong in `dtype`."""
+
+    def keeping(self) -> LoraBackend:
+        """Return a backend for the generation steps of one stream. It may keep copies of adapters until `forget`, so
+        their tensors must not change before."""
+        return self
+
+    def forget(self, adapter: Mapping[str, LoraPair]) -> None:  # noqa: B027 - most keep nothing
+        """The adapter's memory will be reused: drop all copies of it."""
 
     @abstractmethod
     def prepare(self, segments: Segments, adapters: Adapters, groups: Sequence[SiteGroup]) -> PreparedLora:

@@ -38,6 +38,8 @@ def prepare_lora(
 
     Without fully sharded pairs, this is `backend.prepare`.
     """
+    if not shards:
+        return backend.prepare(segments, adapters, groups)
     local, sharded = list[dict[str, LoraPair]](), list[dict[str, LoraPair]]()
     for index, adapter in enumerate(adapters):
         present = index in segments.runs
