@@ -6,7 +6,7 @@ import operator
 from collections import abc
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -15,6 +15,7 @@ from coserve.client.transport import Upload
 from coserve.core.errors import InvalidRequest
 from coserve.core.hints import fields_of, hint
 from coserve.core.names import ADAPTER_FILES
+from coserve.core.sampling import SamplingOptions
 from coserve.core.schemas import ChatMessage, FinetuneRequest, GenerateRequest, ImportRequest, Job, OnConflict, RowField
 from coserve.core.types import LoraSettings, SloClass, TrainingRequest
 from coserve.core.validation import explain
@@ -29,7 +30,7 @@ Messages = Iterable[ChatMessage | Mapping[str, object]]
 Prompt = str | Sequence[int]
 
 
-class GenerateOptions(TypedDict, total=False):
+class GenerateOptions(SamplingOptions, total=False):
     """Generation options: the other fields of `coserve.core.schemas.GenerateRequest`, with its defaults. Times in
     seconds."""
 
@@ -37,19 +38,9 @@ class GenerateOptions(TypedDict, total=False):
     chat_template_kwargs: dict[str, Any] | None
     n: int
     max_tokens: int | None
-    min_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
     stop: str | list[str]
     include_stop_str_in_output: bool
     stop_token_ids: list[int]
-    ignore_eos: bool
-    logit_bias: dict[int, float]
     logprobs: int
     prompt_logprobs: int
     return_prompt_ids: bool
@@ -63,12 +54,15 @@ class GenerateOptions(TypedDict, total=False):
     slo_e2e: float
 
 
+GENERATE_OPTIONS = GenerateOptions.__optional_keys__
+
+
 def generate_request(
     prompt: Prompt | None, messages: Messages | None, adapter: str | None, stream: bool, options: GenerateOptions
 ) -> GenerateRequest:
     """Build the request. Raises `TypeError` for an unknown option, with a suggestion, and `InvalidRequest` for a wrong
     prompt or message."""
-    for name in options.keys() - GenerateOptions.__annotations__.keys():
+    for name in options.keys() - GENERATE_OPTIONS:
         meant = hint(name, "", fields_of(GenerateRequest))
         raise TypeError(f"unexpected keyword argument {name!r}{meant}")
     if messages is not None and not isinstance(messages, Iterable):

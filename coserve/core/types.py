@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from coserve.core.limits import MAX_MESSAGES, MAX_NAMES, BlockNames, ModuleName, ModuleNames, Text
 from coserve.core.messages import ChatMessage
+from coserve.core.sampling import SamplingFields
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,24 +73,14 @@ class BaseSpec(Wire, frozen=True):
     """NAME or OWNER/NAME on the hub; None: the base is bundled or was read from a folder."""
 
 
-class SamplingParams(Wire, frozen=True):
+class SamplingParams(SamplingFields, frozen=True, kw_only=True):
     """How to sample tokens. `seed` is always set when the engine gets it.
 
     Stop strings are handled in the API process, which has the text; the engine knows only `stop_token_ids`.
     """
 
     max_tokens: int = 128
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logit_bias: dict[int, float] = {}
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     """Like `logprobs`, for the prompt's tokens. `max_tokens` may then be 0, which scores the prompt and generates

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from typing import get_type_hints
 
 import pytest
 
 import coserve
 import coserve.client
 from coserve.client import AsyncClient, AsyncJobHandle, Client, GenerateOptions, JobHandle
+from coserve.core.sampling import SamplingFields, SamplingOptions
 from coserve.core.schemas import GenerateRequest
 
 
@@ -73,7 +75,8 @@ def test_both_faces_take_the_same_arguments(face: type, implementation: type) ->
 
 def test_options_are_the_fields_of_a_request() -> None:
     given_apart = {"prompt", "messages", "adapter", "stream"}
-    assert set(GenerateOptions.__annotations__) == set(GenerateRequest.__struct_fields__) - given_apart
+    assert GenerateOptions.__optional_keys__ == set(GenerateRequest.__struct_fields__) - given_apart
+    assert get_type_hints(SamplingOptions) == get_type_hints(SamplingFields)
 
 
 @pytest.mark.parametrize(

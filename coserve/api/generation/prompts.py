@@ -8,6 +8,7 @@ from coserve.api.generation.async_tokenizer import AsyncTokenizer, check_tokens
 from coserve.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong
 from coserve.core.limits import MAX_PROMPT_LOGPROBS
 from coserve.core.messages import Chat, characters
+from coserve.core.sampling import SamplingFields
 from coserve.core.schemas import GenerateRequest
 from coserve.core.types import BaseSpec, SamplingParams
 
@@ -93,18 +94,9 @@ def sampling_params(
     """Return the sampling parameters of choice `index`. `max_new_tokens`: how many tokens fit after the prompt;
     `stop_token_ids`: as from `stop_tokens`."""
     return SamplingParams(
+        **{name: getattr(request, name) for name in SamplingFields.__struct_fields__},
         max_tokens=max_new_tokens if request.max_tokens is None else request.max_tokens,
-        min_tokens=request.min_tokens,
-        temperature=request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty,
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
         stop_token_ids=tuple(stop_token_ids),
-        ignore_eos=request.ignore_eos,
-        logit_bias=request.logit_bias,
         logprobs=request.logprobs,
         prompt_logprobs=request.prompt_logprobs if index == 0 else None,
         seed=seed + index,

@@ -1,11 +1,11 @@
-"""Drops unknown fields with empty or default values from JSON bodies, since clients of other servers send them."""
+"""Drops fields of JSON bodies that ask for nothing, since clients of other servers send them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
 
-from msgspec.inspect import ListType, StructType, Type, type_info
+from msgspec.inspect import AnyType, ListType, NoneType, StructType, Type, type_info
 
 from coserve.core.errors import InvalidRequest
 from coserve.core.validation import members
@@ -29,7 +29,7 @@ def refuse_unless_neutral(name: str, value: object, defaults: tuple[object, ...]
 
 
 def drop_empty(value: object, type: type) -> None:
-    """Remove unknown fields with empty values, at every level, in place.
+    """Remove unknown fields with empty values, and nulls of fields that have another default, at every level, in place.
 
     `value`: a decoded JSON body. Lists longer than the type allows are left as they are: decoding refuses them.
     """
@@ -38,10 +38,11 @@ def drop_empty(value: object, type: type) -> None:
 
 @dataclass(frozen=True)
 class _Levels:
-    """The structs nested in a type. `fields`: by field of a struct, the levels below it; `items`: the levels below each
-    entry of a list."""
+    """The structs nested in a type. `fields`: by field of a struct, the levels below it; `not_null`: optional fields
+    that do not accept null; `items`: the levels below each entry of a list."""
 
     fields: dict[str, _Levels | None] | None
+    not_null: frozenset[str]
     items: _Levels | None
     most: int | None
     """Most entries that the list may have."""
@@ -54,21 +55,27 @@ def _levels(type: type) -> _Levels | None:
 
 def _levels_of(info: Type) -> _Levels | None:
     fields: dict[str, _Levels | None] | None = None
-    items, most = None, None
+    not_null, items, most = frozenset[str](), None, None
     for leaf in members(info):
         if isinstance(leaf, StructType):
             fields = {field.encode_name: _levels_of(field.type) for field in leaf.fields}
+            not_null = frozenset(
+                field.encode_name
+                for field in leaf.fields
+                if not field.required and not any(isinstance(each, NoneType | AnyType) for each in members(field.type))
+            )
         elif isinstance(leaf, ListType) and (inner := _levels_of(leaf.item_type)) is not None:
             items, most = inner, leaf.max_length
-    return None if fields is None and items is None else _Levels(fields, items, most)
+    return None if fields is None and items is None else _Levels(fields, not_null, items, most)
 
 
 def _drop(value: object, levels: _Levels | None) -> None:
     if levels is None:
         return
     if isinstance(value, dict) and levels.fields is not None:
-        for name in [name for name in value if name not in levels.fields and is_empty(value[name])]:
-            del value[name]
+        for name in [name for name in value if name not in levels.fields or name in levels.not_null]:
+            if value[name] is None or (name not in levels.fields and is_empty(value[name])):
+                del value[name]
         for name, inner in levels.fields.items():
             if inner is not None and name in value:
                 _drop(value[name], inner)

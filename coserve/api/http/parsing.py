@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,14 +37,13 @@ def decode_last(content: bytes, type: type[T]) -> T:
 
 
 def decode_dialect(content: bytes, type: type[T]) -> T:
-    """Decode like `decode_last`, for clients of other servers: an unknown field with an empty value is ignored.
+    """Decode like `decode_last`, for clients of other servers: an unknown field with an empty value and a null for an
+    optional field are ignored.
 
     Such clients send back fields that they received, and write `null`, `[]`, `{}` or `""` for what they leave out.
     """
-    try:
-        return decode_last(content, type)
-    except UnknownField:
-        pass
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return msgspec.json.decode(content, type=type)
     value: object = _decoded(content, lambda: msgspec.json.decode(content), type)
     drop_empty(value, type)
     try:

@@ -139,7 +139,7 @@ async def completion_events(
     offsets: dict[int, int] = {}
     async for number, chunk in chunks:
         counter.add(number, chunk)
-        index = number * (body.n or 1) + chunk.index
+        index = number * body.n + chunk.index
         before = "" if index in offsets else echoes[number]
         entries: list[LogprobEntry] = [*(chunk.prompt_logprobs or []), *(chunk.logprobs or [])]
         logprobs: CompletionLogprobs | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from coserve.api.http.body_types import is_empty, refuse_unless_neutral
 from coserve.api.openai.schemas import (
@@ -18,7 +18,7 @@ from coserve.core.errors import AdapterNotFound, EmptyPrompt, InvalidRequest
 from coserve.core.limits import MAX_SEED, TokenId
 from coserve.core.messages import ChatMessage, TemplateOptions, Tools
 from coserve.core.names import is_adapter_ref
-from coserve.core.schemas import GenerateRequest
+from coserve.core.schemas import GenerateRequest, GenerationFields
 from coserve.core.types import BaseSpec, SloClass
 
 DEFAULT_TOKENS = 16
@@ -52,8 +52,6 @@ NEUTRAL_IN_CHATS: dict[str, tuple[object, ...]] = {
     "continue_final_message": (False,),
 }
 
-T = TypeVar("T")
-
 
 class Named(Protocol):
     @property
@@ -74,15 +72,14 @@ def completion_requests(body: CompletionRequest, spec: BaseSpec, max_queue: int)
     `EmptyPrompt`, `AdapterNotFound`."""
     _check(body, NEUTRAL | NEUTRAL_IN_COMPLETIONS)
     prompts = _prompts(body.prompt)
-    choices, most = len(prompts) * (body.n or 1), min(MAX_SEQUENCES, max_queue)
+    choices, most = len(prompts) * body.n, min(MAX_SEQUENCES, max_queue)
     if choices > most:
         why = "" if most == MAX_SEQUENCES else " (the daemon's max_queue)"
         raise InvalidRequest(f"expected at most {most} choices of all prompts{why}, got {choices}", field="n")
-    echo = body.echo or False
-    if body.max_tokens == 0 and not echo:
+    if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("expected at least 1 (0 needs echo), got 0", field="max_tokens")
-    scored = echo and (body.logprobs is not None or body.max_tokens == 0)
-    if scored and body.stream and (body.n or 1) > 1:
+    scored = body.echo and (body.logprobs is not None or body.max_tokens == 0)
+    if scored and body.stream and body.n > 1:
         raise InvalidRequest(f"expected 1 with echo, logprobs and stream, got {body.n}", field="n")
     max_tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     prompt_logprobs = (body.logprobs or 0) if scored else None
@@ -94,7 +91,7 @@ def completion_requests(body: CompletionRequest, spec: BaseSpec, max_queue: int)
             prompt=prompt,
             logprobs=body.logprobs,
             prompt_logprobs=prompt_logprobs,
-            add_special_tokens=_or(body.add_special_tokens, True),
+            add_special_tokens=body.add_special_tokens,
         )
         for prompt in prompts
     ]
@@ -120,7 +117,7 @@ def _check(body: SharedParams, neutral: dict[str, tuple[object, ...]]) -> None:
     """Raise `InvalidRequest` for features that are not implemented, by name."""
     for name, defaults in neutral.items():
         refuse_unless_neutral(name, getattr(body, name), defaults)
-    if not is_empty(body.best_of) and body.best_of != (body.n or 1):
+    if not is_empty(body.best_of) and body.best_of != body.n:
         raise InvalidRequest("best_of is not supported: expected it left out or equal to n", field="best_of")
     options = body.stream_options or StreamOptions()
     if (options.include_usage or options.continuous_usage_stats) and not body.stream:
@@ -146,10 +143,6 @@ def _prompts(prompt: str | list[str | TokenId | list[TokenId]]) -> list[str | li
     return found
 
 
-def _or(value: T | None, default: T) -> T:
-    return default if value is None else value
-
-
 def _request(
     body: SharedParams,
     spec: BaseSpec,
@@ -164,37 +157,20 @@ def _request(
     add_special_tokens: bool = True,
 ) -> GenerateRequest:
     counted = body.stream_options is not None and body.stream_options.continuous_usage_stats
+    shared = {name: getattr(body, name) for name in GenerationFields.__struct_fields__}
+    shared["top_k"] = max(0, body.top_k)
+    shared["slo_class"] = body.slo_class or _CLASSES.get(body.service_tier or "auto")
     return GenerateRequest(
         prompt=prompt,
         messages=messages,
         tools=tools,
         chat_template_kwargs=chat_template_kwargs,
         adapter=adapter_of(body.model, spec),
-        stream=body.stream or False,
-        n=_or(body.n, 1),
         max_tokens=max_tokens,
-        min_tokens=_or(body.min_tokens, 0),
-        temperature=_or(body.temperature, 1.0),
-        top_k=max(0, body.top_k or 0),
-        top_p=_or(body.top_p, 1.0),
-        min_p=_or(body.min_p, 0.0),
-        repetition_penalty=_or(body.repetition_penalty, 1.0),
-        presence_penalty=_or(body.presence_penalty, 0.0),
-        frequency_penalty=_or(body.frequency_penalty, 0.0),
-        stop=body.stop,
-        include_stop_str_in_output=body.include_stop_str_in_output or False,
-        stop_token_ids=_or(body.stop_token_ids, []),
-        ignore_eos=body.ignore_eos or False,
-        logit_bias=_or(body.logit_bias, {}),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         return_prompt_ids=bool(body.return_token_ids or counted),
         add_special_tokens=add_special_tokens,
-        skip_special_tokens=_or(body.skip_special_tokens, True),
         seed=None if body.seed is None or body.seed == -1 else body.seed & MAX_SEED,
-        cache_salt=body.cache_salt or "",
-        slo_class=body.slo_class or _CLASSES.get(body.service_tier or "auto"),
-        slo_ttft=body.slo_ttft,
-        slo_tpot=body.slo_tpot,
-        slo_e2e=body.slo_e2e,
+        **shared,
     )

@@ -1,7 +1,7 @@
 """The requests and responses of the OpenAI endpoints, with vLLM's further parameters.
 
-Clients send `null` for what they leave out, so every optional field takes it. A field that is not here is refused by
-name, unless it asks for nothing: null, `""`, `[]`, `{}`, or an object of nothing but these.
+Clients send `null` for what they leave out: it is accepted for every optional field. A field that is not here is
+refused by name, unless it asks for nothing: null, `""`, `[]`, `{}`, or an object of nothing but these.
 """
 
 from __future__ import annotations
@@ -15,28 +15,16 @@ from coserve.core.limits import (
     MAX_MESSAGES,
     MAX_TOKENS,
     MAX_TOP_K,
-    CacheSalt,
-    Choices,
-    LogitBias,
     LogprobCount,
-    MinP,
-    Penalty,
     PositiveTokenCount,
-    RepetitionPenalty,
-    Seconds,
-    StopText,
-    StopTexts,
-    StopTokenIds,
-    Temperature,
     Text,
     TokenCount,
     TokenId,
     TokenIds,
-    TopP,
 )
 from coserve.core.messages import ChatMessage, TemplateOptions, Tools
-from coserve.core.schemas import Finish, Usage
-from coserve.core.types import SloClass, Wire
+from coserve.core.schemas import Finish, GenerationFields, Usage
+from coserve.core.types import Wire
 
 MAX_PROMPTS = 1024
 MAX_SEQUENCES = 1024
@@ -59,45 +47,21 @@ class StreamOptions(Wire, frozen=True):
     """Changes nothing."""
 
 
-class SharedParams(Wire, frozen=True):
-    """Fields of both completions and chats. The fields from `user` to `prompt_cache_retention` are accepted and
-    ignored; later fields accept only empty and default values.
+class SharedParams(GenerationFields, frozen=True):
+    """Fields of both completions and chats; null stands for a field's default. The fields from `user` to
+    `prompt_cache_retention` are accepted and ignored; later fields accept only empty and default values.
     """
 
     model: ModelName | None = None
     """The base's name (or null), `adapter` or `adapter@version`."""
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Choices | None = None
-    """Choices of each prompt; choice i uses `seed + i`."""
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     """null or -1: a random seed. Of any other value, only the lowest 62 bits count."""
-    stop: StopText | StopTexts | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: LogitBias | None = None
-
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOP_K)] | None = None
-    """-1 or 0: off."""
-    min_p: MinP | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    stop_token_ids: StopTokenIds | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: TokenCount | None = None
-    skip_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOP_K)] = 0
+    """Sample from this many of the most likely tokens. -1 or 0: off."""
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     """Log-probabilities name tokens as `token_id:123`."""
-    cache_salt: CacheSalt | None = None
-    """Only requests with the same salt share prefixes in the cache."""
-    slo_class: SloClass | None = None
-    slo_ttft: Seconds | None = None
-    slo_tpot: Seconds | None = None
-    slo_e2e: Seconds | None = None
-
     service_tier: ServiceTier | None = None
     """flex: `slo_class` batch; priority: `slo_class` interactive; others: none."""
     user: Any = None
@@ -127,10 +91,10 @@ class CompletionRequest(SharedParams, frozen=True, kw_only=True):
     """A text, token ids, or a list of texts or of token ids. Nothing is added to token ids."""
     max_tokens: TokenCount | None = None
     """null: 16. 0, with `echo`: the prompt is scored, nothing generated."""
-    echo: bool | None = None
+    echo: bool = False
     """The prompt comes before the text, with its log-probabilities if `logprobs` are asked for."""
     logprobs: LogprobCount | None = None
-    add_special_tokens: bool | None = None
+    add_special_tokens: bool = True
     """false: a text gets no BOS, for prompts that a chat template rendered."""
     suffix: Any = None
 
@@ -149,7 +113,7 @@ class ChatRequest(SharedParams, frozen=True, kw_only=True):
     """null: as many as fit."""
     max_tokens: PositiveTokenCount | None = None
     """Older name of `max_completion_tokens`."""
-    logprobs: bool | None = None
+    logprobs: bool = False
     top_logprobs: LogprobCount | None = None
     add_special_tokens: Any = None
     parallel_tool_calls: Any = None

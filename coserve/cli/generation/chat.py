@@ -11,43 +11,27 @@ import typer
 
 from coserve.cli.common import DEFAULT_URL, Key, Url
 from coserve.cli.failures import explain
-from coserve.cli.generation.options import (
-    AdapterName,
-    MaxTokens,
-    Seed,
-    Stop,
-    Temperature,
-    TopK,
-    TopP,
-    Wait,
-    connected,
-    generate_options,
-)
+from coserve.cli.generation.options import AdapterName, Wait, connected, with_generation_options
 from coserve.client import Client, GenerateOptions
 from coserve.core.errors import CoserveError
 
 COMMANDS = "/system TEXT sets the system message (without a text: none), /reset forgets the conversation, Ctrl-D leaves"
 
 
-def chat(
+def _chat(
     adapter: AdapterName = None,
     system: Annotated[str | None, typer.Option(help="system message")] = None,
-    max_tokens: MaxTokens = 1024,
-    temperature: Temperature = 1.0,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    stop: Stop = None,
-    seed: Seed = None,
     wait: Wait = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
+    *,
+    options: GenerateOptions,
 ) -> None:
     """Chat with the base or an adapter; each line is a message, and the conversation so far goes with it.
 
     /system TEXT sets the system message, /reset forgets the conversation. Ctrl-C ends an answer, whose beginning stays
     in the conversation; Ctrl-D leaves. Lines may come from a file or a pipe, too.
     """
-    options = generate_options(max_tokens, temperature, top_p, top_k, stop, seed, None)
     with connected(url, key, wait) as client:
         conversation = Conversation(client, adapter, system, options)
         if sys.stdin.isatty():
@@ -55,6 +39,9 @@ def chat(
         else:
             for line in sys.stdin:
                 conversation.take(line.rstrip("\n"))
+
+
+chat = with_generation_options(_chat, max_tokens=1024)
 
 
 class Conversation:

@@ -8,45 +8,27 @@ from typing import Annotated, Any
 import typer
 
 from coserve.cli.common import DEFAULT_URL, Key, Url
-from coserve.cli.generation.options import (
-    AdapterName,
-    MaxTokens,
-    Seed,
-    SloClassName,
-    Stop,
-    Temperature,
-    TopK,
-    TopP,
-    Wait,
-    connected,
-    generate_options,
-)
+from coserve.cli.generation.options import AdapterName, Wait, connected, with_generation_options
+from coserve.client import GenerateOptions
 
 
-def generate(
+def _generate(
     prompt: Annotated[
         str, typer.Argument(help="text to continue; '-' reads standard input, without its last line's end")
     ],
     adapter: AdapterName = None,
     chat: Annotated[bool, typer.Option(help="send the prompt as a user's message, through the chat template")] = False,
     system: Annotated[str | None, typer.Option(help="system message before the prompt; implies --chat")] = None,
-    max_tokens: MaxTokens = 128,
-    temperature: Temperature = 1.0,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    stop: Stop = None,
-    seed: Seed = None,
-    slo_class: SloClassName = None,
     wait: Wait = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
+    *,
+    options: GenerateOptions,
 ) -> None:
     """Stream one generation to standard output.
 
-    POST /generate has further settings (penalties, min-p, logprobs, n, logit bias, token ids, whole conversations,
-    ...).
+    POST /generate has further settings (logprobs, n, logit bias, token ids, whole conversations, ...).
     """
-    options = generate_options(max_tokens, temperature, top_p, top_k, stop, seed, slo_class)
     text = _without_line_end(sys.stdin.read()) if prompt == "-" else prompt
     source: dict[str, Any] = {"prompt": text}
     if chat or system is not None:
@@ -56,6 +38,9 @@ def generate(
         for chunk in client.stream(adapter=adapter, **source, **options):
             print(chunk.text, end="", flush=True)
     print()
+
+
+generate = with_generation_options(_generate)
 
 
 def _without_line_end(text: str) -> str:

@@ -2,56 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_type_hints
 
 import typer
+from msgspec import structs
 
+from coserve.api.http.field_docs import field_docs
 from coserve.cli.common import connect, say_if_starting
 from coserve.client import Client, GenerateOptions
 from coserve.core.errors import EngineUnavailable
-from coserve.core.types import SloClass
+from coserve.core.sampling import SamplingFields
+from coserve.core.schemas import GenerateRequest
 
-CLASSES: dict[str, SloClass] = {name: name for name in get_args(SloClass)}
+OPTIONS = (
+    "max_tokens",
+    *(name for name in SamplingFields.__struct_fields__ if name != "logit_bias"),
+    "stop",
+    "seed",
+    "slo_class",
+)
+"""Fields of a request that are options of the commands."""
+TYPES = {"max_tokens": int, "stop": list[str], "slo_class": str}
+"""Types of options that differ from their fields'."""
 
 AdapterName = Annotated[str | None, typer.Option(help="NAME or NAME@VERSION", show_default="the base")]
-MaxTokens = Annotated[int, typer.Option(help="most tokens to generate")]
-Temperature = Annotated[float, typer.Option(help="0: always the likeliest token")]
-TopP = Annotated[float | None, typer.Option(help="choose among the likeliest tokens of this total probability")]
-TopK = Annotated[int | None, typer.Option(help="choose among so many of the likeliest tokens; 0: all")]
-Stop = Annotated[list[str] | None, typer.Option(help="end before this text; may be repeated")]
-Seed = Annotated[int | None, typer.Option(help="the same seed gives the same text")]
-SloClassName = Annotated[
-    str | None, typer.Option(help="latency targets and order: interactive or batch", show_default="interactive")
-]
 Wait = Annotated[bool, typer.Option("--wait", help="wait until the daemon is ready")]
 
 
-def generate_options(
-    max_tokens: int,
-    temperature: float,
-    top_p: float | None,
-    top_k: int | None,
-    stop: list[str] | None,
-    seed: int | None,
-    slo_class: str | None,
-) -> GenerateOptions:
-    """Return the given options for the client. Raises `typer.BadParameter` for an unknown class."""
-    options: GenerateOptions = {"max_tokens": max_tokens, "temperature": temperature}
-    if top_p is not None:
-        options["top_p"] = top_p
-    if top_k is not None:
-        options["top_k"] = top_k
-    if stop:
-        options["stop"] = stop
-    if seed is not None:
-        options["seed"] = seed
-    if slo_class is not None:
-        if slo_class not in CLASSES:
-            raise typer.BadParameter(f"--slo-class: expected {' or '.join(CLASSES)}, got {slo_class!r}")
-        options["slo_class"] = CLASSES[slo_class]
-    return options
+def with_generation_options(command: Callable[..., None], **defaults: object) -> Callable[..., None]:
+    """Return the command with an option for each of `OPTIONS`. It gets their values as `options`
+    (`GenerateOptions`). `defaults`: replace the fields' own."""
+    own = [each for each in inspect.signature(command, eval_str=True).parameters.values() if each.name != "options"]
+    hints, texts = get_type_hints(GenerateOptions), field_docs(GenerateRequest)
+    fields = {field.name: field for field in structs.fields(GenerateRequest)}
+
+    def option(name: str) -> inspect.Parameter:
+        kind: Any = TYPES.get(name, hints[name])
+        default = typer.Option(defaults.get(name, fields[name].default), help=texts[name])
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind | None)
+
+    def run(**given: Any) -> None:  # noqa: ANN401 - what typer has read
+        options = {name: given.pop(name) for name in OPTIONS}
+        command(options={name: value for name, value in options.items() if value not in (None, [])}, **given)
+
+    parameters = [*(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own), *map(option, OPTIONS)]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    run.__doc__ = command.__doc__
+    return run
 
 
 @contextmanager

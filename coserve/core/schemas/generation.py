@@ -10,29 +10,46 @@ from coserve.core.limits import (
     MAX_MESSAGES,
     CacheSalt,
     Choices,
-    LogitBias,
     LogprobCount,
-    MinP,
-    Penalty,
-    RepetitionPenalty,
     Seconds,
     Seed,
     StopText,
     StopTexts,
     StopTokenIds,
-    Temperature,
     Text,
     TokenCount,
     TokenIds,
-    TopK,
-    TopP,
 )
 from coserve.core.messages import ChatMessage, TemplateOptions, Tools
 from coserve.core.names import AdapterRefText
+from coserve.core.sampling import SamplingFields
 from coserve.core.types import SloClass, Wire
 
 
-class GenerateRequest(Wire, frozen=True, omit_defaults=True):
+class GenerationFields(SamplingFields, frozen=True, kw_only=True, omit_defaults=True):
+    """Fields with the same name and meaning here and in OpenAI's dialect."""
+
+    n: Choices = 1
+    """Choices per prompt; choice i uses `seed + i`."""
+    stream: bool = False
+    stop: StopText | StopTexts | None = None
+    """Strings that end the choice. They are not part of its text."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string in the text."""
+    stop_token_ids: StopTokenIds = []
+    """Token ids that end the choice."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    cache_salt: CacheSalt = ""
+    """Only requests with the same salt share prefixes in the KV cache."""
+    slo_class: SloClass | None = None
+    """Class whose latency targets in the daemon's settings apply; None: `interactive`."""
+    slo_ttft: Seconds | None = None
+    slo_tpot: Seconds | None = None
+    slo_e2e: Seconds | None = None
+
+
+class GenerateRequest(GenerationFields, frozen=True, omit_defaults=True):
     """Body of `POST /generate`. Exactly one of `prompt` (text or token ids) and `messages` is required."""
 
     prompt: Text | TokenIds | None = None
@@ -44,29 +61,9 @@ class GenerateRequest(Wire, frozen=True, omit_defaults=True):
     """Variables for the base's chat template, with `messages` only, such as Qwen3's `enable_thinking`."""
     adapter: AdapterRefText | None = None
     """None: the base itself."""
-    stream: bool = False
-    n: Choices = 1
-    """Number of choices; choice i uses `seed + i`."""
     max_tokens: TokenCount | None = 128
     """Maximum tokens per choice, at most the base's context. Generation also ends where the context does. None: as many
     as fit. 0: score the prompt only, with `prompt_logprobs`."""
-    min_tokens: TokenCount = 0
-    temperature: Temperature = 1.0
-    """0: greedy."""
-    top_k: TopK = 0
-    """0: off."""
-    top_p: TopP = 1.0
-    min_p: MinP = 0.0
-    repetition_penalty: RepetitionPenalty = 1.0
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    stop: StopText | StopTexts | None = None
-    """Strings that end the choice. They are not part of its text."""
-    include_stop_str_in_output: bool = False
-    """Keep the stop string in the text."""
-    stop_token_ids: StopTokenIds = []
-    ignore_eos: bool = False
-    logit_bias: LogitBias = {}
     logprobs: LogprobCount | None = None
     """Number of most likely tokens returned with each token's log-probability; None: no log-probabilities."""
     prompt_logprobs: LogprobCount | None = None
@@ -75,17 +72,8 @@ class GenerateRequest(Wire, frozen=True, omit_defaults=True):
     add_special_tokens: bool = True
     """Add the special tokens that the base expects at the beginning of a text, such as BOS. False: the prompt already
     has them, as a rendered chat does."""
-    skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
     seed: Seed | None = None
-    """None: random; the response reports it."""
-    cache_salt: CacheSalt = ""
-    """Only requests with the same salt share prefixes in the KV cache."""
-    slo_class: SloClass | None = None
-    """Class whose latency targets in the daemon's settings apply; None: `interactive`."""
-    slo_ttft: Seconds | None = None
-    slo_tpot: Seconds | None = None
-    slo_e2e: Seconds | None = None
+    """The same seed gives the same tokens. None: random; the response reports it."""
 
 
 class Logprob(Wire, frozen=True):
