@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import threading
 import warnings
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
+from functools import update_wrapper, wraps
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
 from coserve.client.asynchronous import AsyncClient
 from coserve.client.caller import CLOSED
 from coserve.client.handles import AsyncJobHandle
-from coserve.client.options import GenerateOptions, Messages, Prompt, cut_warning, rows_of
+from coserve.client.options import cut_warning, rows_of
 from coserve.client.retry import RetryPolicy
 from coserve.client.transport import Transport
 from coserve.core.errors import InvalidRequest
-from coserve.core.health import Health
-from coserve.core.schemas import (
-    Adapter,
-    AdapterList,
-    ConvertedAdapter,
-    DeletedAdapter,
-    DeletedJob,
-    Distillation,
-    GenerateChunk,
-    GenerateResponse,
-    Job,
-    JobEvent,
-    JobList,
-    OnConflict,
-    Preparing,
-    RowField,
-)
-from coserve.core.types import LoraSettings, TrainingRequest
+from coserve.core.schemas import Job, Preparing
 
+A = TypeVar("A")
+P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -151,56 +136,67 @@ async def _finish(closing: Callable[[], Coroutine[Any, Any, None]]) -> None:
     await loop.shutdown_asyncgens()
 
 
-def _texts_of(asynchronous: type) -> Callable[[type[T]], type[T]]:
-    """Return a class decorator that copies missing docstrings from the asynchronous class, for `help`."""
+class _Blocking(Generic[A]):
+    """Base of classes whose methods run those of an asynchronous object."""
 
-    def copied(kind: type[T]) -> type[T]:
-        for name, method in vars(kind).items():
-            if inspect.isfunction(method) and not name.startswith("_") and method.__doc__ is None:
-                method.__doc__ = getattr(asynchronous, name).__doc__
-        return kind
+    def __init__(self, portal: _Portal, asynchronous: A) -> None:
+        self._portal, self._asynchronous = portal, asynchronous
+
+
+def _call(method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[_Blocking[A], P], T]:
+    """Return the blocking form of a method, with its arguments and docstring."""
+
+    @wraps(method)
+    def called(self: _Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._portal.call(method(self._asynchronous, *args, **kwargs))
+
+    return called
+
+
+def _iterate(
+    method: Callable[Concatenate[A, P], AsyncGenerator[T, None]],
+) -> Callable[Concatenate[_Blocking[A], P], Generator[T, None, None]]:
+    """Return the blocking form of an asynchronous generator, with its arguments and docstring."""
+
+    @wraps(method)
+    def called(self: _Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:
+        return self._portal.iterate(method(self._asynchronous, *args, **kwargs))
+
+    return called
+
+
+def _like(
+    method: Callable[Concatenate[A, P], object],
+) -> Callable[[Callable[Concatenate[S, ...], T]], Callable[Concatenate[S, P], T]]:
+    """Return a decorator that gives a function the arguments and the docstring of `method`."""
+
+    def copied(function: Callable[Concatenate[S, ...], T]) -> Callable[Concatenate[S, P], T]:
+        return cast("Callable[Concatenate[S, P], T]", update_wrapper(function, method))
 
     return copied
 
 
-@_texts_of(AsyncJobHandle)
-class JobHandle:
+class JobHandle(_Blocking[AsyncJobHandle]):
     """A handle to one job; see `AsyncJobHandle`."""
 
-    def __init__(self, portal: _Portal, handle: AsyncJobHandle) -> None:
-        self._portal, self._handle = portal, handle
+    refresh = _call(AsyncJobHandle.refresh)
+    pause = _call(AsyncJobHandle.pause)
+    resume = _call(AsyncJobHandle.resume)
+    cancel = _call(AsyncJobHandle.cancel)
+    delete = _call(AsyncJobHandle.delete)
+    events = _iterate(AsyncJobHandle.events)
+    wait = _call(AsyncJobHandle.wait)
 
     def __repr__(self) -> str:
-        return repr(self._handle).replace(type(self._handle).__name__, type(self).__name__)
+        return repr(self._asynchronous).replace(type(self._asynchronous).__name__, type(self).__name__)
 
     @property
     def id(self) -> str:
-        return self._handle.id
+        return self._asynchronous.id
 
     @property
     def info(self) -> Job:
-        return self._handle.info
-
-    def refresh(self) -> Job:
-        return self._portal.call(self._handle.refresh())
-
-    def pause(self) -> Job:
-        return self._portal.call(self._handle.pause())
-
-    def resume(self) -> Job:
-        return self._portal.call(self._handle.resume())
-
-    def cancel(self) -> Job:
-        return self._portal.call(self._handle.cancel())
-
-    def delete(self) -> DeletedJob:
-        return self._portal.call(self._handle.delete())
-
-    def events(self, after: int = 0) -> Generator[JobEvent, None, None]:
-        return self._portal.iterate(self._handle.events(after))
-
-    def wait(self, *, progress: bool | None = None, timeout: float | None = None, check: bool = True) -> Job:
-        return self._portal.call(self._handle.wait(progress=progress, timeout=timeout, check=check))
+        return self._asynchronous.info
 
 
 class _QuietClient(AsyncClient):
@@ -211,8 +207,7 @@ class _QuietClient(AsyncClient):
         pass
 
 
-@_texts_of(AsyncClient)
-class Client:
+class Client(_Blocking[AsyncClient]):
     """A client of a daemon, with the methods of `AsyncClient`. Close it, or use it as `with Client() as client`."""
 
     def __init__(
@@ -224,10 +219,8 @@ class Client:
         read_timeout: float = 300.0,
         transport: Transport | None = None,
     ) -> None:
-        self._client = _QuietClient(
-            base_url, api_key=api_key, retry=retry, read_timeout=read_timeout, transport=transport
-        )
-        self._portal = _Portal(self._client.close)
+        client = _QuietClient(base_url, api_key=api_key, retry=retry, read_timeout=read_timeout, transport=transport)
+        super().__init__(_Portal(client.close), client)
 
     def __enter__(self) -> Self:
         return self
@@ -237,116 +230,44 @@ class Client:
     ) -> None:
         self.close()
 
+    @_like(AsyncClient.close)
     def close(self) -> None:
         self._portal.close()
 
-    def generate(
-        self,
-        prompt: Prompt | None = None,
-        *,
-        messages: Messages | None = None,
-        adapter: str | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> GenerateResponse:
-        return self._portal.call(self._client.generate(prompt, messages=messages, adapter=adapter, **options))
-
-    def stream(
-        self,
-        prompt: Prompt | None = None,
-        *,
-        messages: Messages | None = None,
-        adapter: str | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> Generator[GenerateChunk, None, None]:
-        return self._portal.iterate(self._client.stream(prompt, messages=messages, adapter=adapter, **options))
-
+    @_like(AsyncClient.finetune)
     def finetune(
         self,
         adapter: str,
         data: Iterable[Mapping[str, Any]] | Path | str | None = None,
         *,
-        file: Path | str | bytes | None = None,
-        path: str | None = None,
-        continue_from: str | None = None,
-        teacher: str | None = None,
-        lora: LoraSettings | Mapping[str, Any] | None = None,
-        training: TrainingRequest | Mapping[str, Any] | None = None,
-        metadata: Mapping[str, str] | None = None,
-        on_conflict: OnConflict = "wait",
-        columns: Mapping[RowField, str] | None = None,
-        idempotency_key: str | None = None,
         on_preparing: Callable[[Preparing], None] | None = None,
+        **settings: Any,  # noqa: ANN401 - the rest of the method's arguments
     ) -> JobHandle:
-        def work(show: Callable[[Preparing], None]) -> Coroutine[Any, Any, AsyncJobHandle]:
-            return self._client.finetune(
-                adapter,
-                rows,
-                file=file,
-                path=path,
-                continue_from=continue_from,
-                teacher=teacher,
-                lora=lora,
-                training=training,
-                metadata=metadata,
-                on_conflict=on_conflict,
-                columns=columns,
-                idempotency_key=idempotency_key,
-                on_preparing=show,
-            )
-
         # Read the rows on this thread, since the iterable may use the client, as `on_preparing` may.
         rows = data if data is None or isinstance(data, str | Path) else rows_of(data)
-        handle = self._portal.call_and_show(work, on_preparing or (lambda _: None))
+        handle = self._portal.call_and_show(
+            lambda show: self._asynchronous.finetune(adapter, rows, on_preparing=show, **settings),
+            on_preparing or (lambda _: None),
+        )
         if (warning := cut_warning(handle.info)) is not None:
             warnings.warn(warning, stacklevel=2)
         return JobHandle(self._portal, handle)
 
+    @_like(AsyncClient.job)
     def job(self, id: str) -> JobHandle:
-        return JobHandle(self._portal, self._portal.call(self._client.job(id)))
+        return JobHandle(self._portal, self._portal.call(self._asynchronous.job(id)))
 
-    def jobs(self, *, after: str | None = None, limit: int | None = None) -> JobList:
-        return self._portal.call(self._client.jobs(after=after, limit=limit))
-
-    def adapters(self, *, after: str | None = None, limit: int | None = None) -> AdapterList:
-        return self._portal.call(self._client.adapters(after=after, limit=limit))
-
-    def adapter(self, ref: str) -> Adapter:
-        return self._portal.call(self._client.adapter(ref))
-
-    def import_adapter(self, name: str, folder: Path | str | None = None, *, path: str | None = None) -> Adapter:
-        return self._portal.call(self._client.import_adapter(name, folder, path=path))
-
-    def download_adapter(self, ref: str, folder: Path | str) -> Path:
-        return self._portal.call(self._client.download_adapter(ref, folder))
-
-    def delete_adapter(self, ref: str) -> DeletedAdapter:
-        return self._portal.call(self._client.delete_adapter(ref))
-
-    def rollback_adapter(self, name: str, version: int) -> Adapter:
-        return self._portal.call(self._client.rollback_adapter(name, version))
-
-    def convert_adapter(
-        self,
-        ref: str,
-        bd_blocks: int,
-        *,
-        rank: int | None = None,
-        max_error: float | None = None,
-        name: str | None = None,
-        distill: Distillation | None = None,
-    ) -> ConvertedAdapter:
-        return self._portal.call(
-            self._client.convert_adapter(ref, bd_blocks, rank=rank, max_error=max_error, name=name, distill=distill)
-        )
-
-    def health(self) -> Health:
-        return self._portal.call(self._client.health())
-
-    def wait_ready(self, *, timeout: float | None = 600.0) -> Health:
-        return self._portal.call(self._client.wait_ready(timeout=timeout))
-
-    def metrics(self) -> str:
-        return self._portal.call(self._client.metrics())
-
-    def openapi(self) -> dict[str, Any]:
-        return self._portal.call(self._client.openapi())
+    generate = _call(AsyncClient.generate)
+    stream = _iterate(AsyncClient.stream)
+    jobs = _call(AsyncClient.jobs)
+    adapters = _call(AsyncClient.adapters)
+    adapter = _call(AsyncClient.adapter)
+    import_adapter = _call(AsyncClient.import_adapter)
+    download_adapter = _call(AsyncClient.download_adapter)
+    delete_adapter = _call(AsyncClient.delete_adapter)
+    rollback_adapter = _call(AsyncClient.rollback_adapter)
+    convert_adapter = _call(AsyncClient.convert_adapter)
+    health = _call(AsyncClient.health)
+    wait_ready = _call(AsyncClient.wait_ready)
+    metrics = _call(AsyncClient.metrics)
+    openapi = _call(AsyncClient.openapi)
