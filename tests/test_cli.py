@@ -29,7 +29,6 @@ COMMANDS = [
     "generate",
     "jobs",
     "memory",
-    "profile",
     "serve",
     "warm",
 ]

@@ -34,7 +34,7 @@ LAYERS = (
 """Rooms import those of earlier layers only."""
 ENGINE_SIDE = {"kernels", "model", "memory", "lora", "generate", "finetune", "engine"}
 """What only the engine process imports. No other room imports one of these, or torch, when it is imported."""
-API_SIDE = {"lora.files", "engine.warmup", "engine.profile_request"}
+API_SIDE = {"lora.files", "engine.warmup"}
 """Their folders that other processes import, too: no torch in them."""
 
 

@@ -45,7 +45,6 @@ from coserve.admission.shapes import lora_shapes
 from coserve.admission.treatment import JobMemory, Option, job_memory
 from coserve.core.gpu_memory import Line, MemoryModel, TrainingCosts
 from coserve.core.types import JobSpec, LoraSettings, MicroStep, TrainingSettings
-from coserve.engine.profiling import predicted
 from coserve.finetune.init import zero_adapter
 from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryMeter, MemoryProfiler
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
@@ -66,6 +65,7 @@ from coserve.model.groups import share_inputs
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
+from tests.support import predicted_memory as predicted
 
 RANKS = (8, 16, 32, 64, 128)
 PAGE_TOKENS, ROW = 16, 512

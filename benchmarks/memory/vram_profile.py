@@ -5,6 +5,7 @@
         takes this one in)
     python -m benchmarks.memory.vram_profile --tiny --out /tmp/tried               (a small shape, predicted where \
         there is no GPU)
+    python -m benchmarks.memory.vram_profile --model MODEL --ranks 8 32            (tables of another base)
 
 As in its section 4.2: batches of 3 to 1000, LoRA of rank 32 on `c_attn` and `c_proj`, as transformers and PEFT run it
 in float32; besides, the same in bfloat16, and as the daemon runs it. Random weights of the true shape..
@@ -21,16 +22,23 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.console import Console
 
 from benchmarks.common.options import RESULTS, check_tiny, make_parser
 from benchmarks.common.provenance import command, commit
 from benchmarks.common.summary import entry, update_summary
-from coserve.engine.profile_request.figure import save_figure
-from coserve.engine.profile_request.messages import Step
-from coserve.engine.profile_request.presets import Preset, preset_request
-from coserve.engine.profile_request.report import ProfileReport
-from coserve.engine.profile_request.request import Backend, Kind, ProfileRequest
-from coserve.engine.profiling.run import profile
+from benchmarks.memory.profile.figure import save_figure
+from benchmarks.memory.profile.report import ProfileReport
+from benchmarks.memory.profile.request import (
+    DTYPES,
+    Backend,
+    Kind,
+    ProfileRequest,
+    figure_4_1,
+    make_workloads,
+)
+from benchmarks.memory.profile.run import Step, profile
+from benchmarks.memory.profile.table import notes, series_table, source_text
 
 NAME = "vram_profile.json"
 FIGURE = Path("docs/figures/figure_4_1.png")
@@ -49,9 +57,9 @@ TINY: dict[str, object] = {
 
 def requests(*, tiny: bool) -> list[ProfileRequest]:
     """The paper's profile, the same in bfloat16, and the daemon's."""
-    paper = preset_request(Preset.FIGURE_4_1)
+    paper = figure_4_1()
     if tiny:
-        assert paper.config is not None, "the preset has a config"
+        assert paper.config is not None, "a shape"
         paper = msgspec.structs.replace(paper, config=paper.config | TINY, batches=(1, 4, 16))
     half = msgspec.structs.replace(paper, dtype="bfloat16")
     return [paper, half, msgspec.structs.replace(half, backends=(Backend.COSERVE,))]
@@ -129,12 +137,41 @@ def draw(path: Path, reports: Sequence[ProfileReport]) -> None:
         save_figure(beside if number else path, report)
 
 
+def show(request: ProfileRequest) -> None:
+    """Prints the tables of a profile."""
+    report = profile(request, lambda step: print(f"{step.done + 1}/{step.total}  {step.text}", flush=True))
+    console = Console()
+    console.print(source_text(report), highlight=False, soft_wrap=True)
+    for series in report.series:
+        console.print(series_table(series), *notes(series), sep="\n", highlight=False)
+
+
 def main() -> None:
     parser = make_parser(__doc__, tiny="a small shape, to try the script")
     parser.add_argument(
         "--plot", nargs="*", type=Path, help="take in the result named, draw, put the keys in summary.json, and stop"
     )
+    parser.add_argument("--model", help="print tables of this base: a folder, or 'bundled'; only its config is read")
+    parser.add_argument("--ranks", nargs="*", type=int, default=[16], help="ranks of LoRA")
+    parser.add_argument("--targets", nargs="*", help="linear modules to adapt; default: all")
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 2, 4, 8], help="rows of a batch")
+    parser.add_argument("--lengths", nargs="*", type=int, default=[512], help="tokens of a row")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--backend", choices=[*Backend], default=Backend.COSERVE, help="whose passes run")
+    parser.add_argument("--predict", action="store_true", help="predict with fake tensors although there is a GPU")
     given = parser.parse_args()
+    if given.model is not None:
+        request = ProfileRequest(
+            model=given.model,
+            workloads=make_workloads(given.ranks, (given.targets,)),
+            batches=tuple(sorted(given.batches)),
+            lengths=tuple(given.lengths),
+            backends=(Backend(given.backend),),
+            dtype=given.dtype,
+            predict=given.predict,
+        )
+        show(request)
+        return
     if given.plot is not None:
         for file in given.plot:
             shutil.copyfile(file, RESULTS / NAME)

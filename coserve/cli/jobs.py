@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated
@@ -25,13 +26,12 @@ from coserve.cli.common import (
 )
 from coserve.cli.failures import FAILED, usage_errors
 from coserve.cli.job_plot import collect_steps, save_plot
-from coserve.cli.job_samples import collect_samples
 from coserve.cli.job_table import cut_line, job_line, job_notes, job_table, preparing_line
 from coserve.client import JobHandle
 from coserve.client.progress import sample_lines
 from coserve.core.errors import InvalidRequest, WrongJobState
 from coserve.core.limits import PAGE_SIZE
-from coserve.core.schemas import Job
+from coserve.core.schemas import Job, JobEvent, Sample
 from coserve.core.types import JobState
 
 jobs_app = typer.Typer(
@@ -109,7 +109,7 @@ def show_samples(id: str, as_json: AsJson = False, url: Url = DEFAULT_URL, key: 
     with connect(url, key) as client:
         job = client.job(id)
         with closing(job.events()) as events:
-            for sample in collect_samples(job.info, events):
+            for sample in _collect_samples(job.info, events):
                 print(msgspec.json.encode(sample).decode() if as_json else "\n".join(sample_lines(sample)))
 
 
@@ -169,3 +169,19 @@ def delete_jobs(ids: list[str], url: Url = DEFAULT_URL, key: Key = None) -> None
 
 def print_job(job: Job, as_json: bool) -> None:
     print(msgspec.json.encode(job).decode() if as_json else job_line(job))
+
+
+def _collect_samples(job: Job, events: Iterable[JobEvent]) -> Iterator[Sample]:
+    """Yield the job's samples, in the order of the events.
+
+    `events` may be live: they are read up to the samples that `job` shows, or the job's end.
+    """
+    left = {(sample.step, sample.prompt) for sample in job.samples}
+    if not left:
+        return
+    for event in events:
+        if event.sample is not None:
+            yield event.sample
+            left.discard((event.sample.step, event.sample.prompt))
+        if not left and not job.state.terminal:
+            return

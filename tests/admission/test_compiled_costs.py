@@ -16,8 +16,6 @@ from coserve.admission.micro_batch import ROWS, MicroBatchShape, lora_layers, mi
 from coserve.admission.shapes import lora_shapes
 from coserve.core.gpu_memory import Kept, LayerTime, TrainingCosts
 from coserve.core.types import LoraSettings
-from coserve.engine.profiling import predicted
-from coserve.engine.profiling.live_bytes import LiveBytes
 from coserve.finetune.costs.training_costs import Phases, measure_levels
 from coserve.finetune.memory_profiling import Conditions, MemoryProfiler
 from coserve.kernels.attention.packed import PackedAttention
@@ -28,6 +26,8 @@ from coserve.model.layers import LayerCut
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.running_pass import RunningPass
 from coserve.model.training.trace import interpreted
+from tests.support import predicted_memory as predicted
+from tests.support.live_bytes import LiveBytes
 
 BACKEND, TOKENS = predicted.FakeSegmentedBackend(), 192
 CONFIG = LlamaConfig(

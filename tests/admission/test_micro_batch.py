@@ -16,8 +16,6 @@ from coserve.admission.micro_batch import ROWS, MicroBatchBytes, MicroBatchShape
 from coserve.admission.shapes import SiteShape, job_state, lora_shapes, role_of
 from coserve.core.gpu_memory import TrainingCosts
 from coserve.core.types import BaseSpec, LoraSettings, TrainingSettings
-from coserve.engine.profiling import predicted
-from coserve.engine.profiling.live_bytes import LiveBytes
 from coserve.finetune.init import zero_adapter
 from coserve.finetune.memory_profiling import Conditions, MemoryProfiler
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
@@ -28,7 +26,9 @@ from coserve.memory.plan import Work
 from coserve.model.base import Base, wrap_base
 from coserve.model.groups import share_inputs
 from coserve.model.lora import LoraBatch
+from tests.support import predicted_memory as predicted
 from tests.support.examples import examples
+from tests.support.live_bytes import LiveBytes
 
 BACKEND = predicted.FakeSegmentedBackend()
 TOKENS = 512

@@ -6,7 +6,6 @@ import pytest
 from torch import Tensor
 
 from coserve.core.gpu_memory import Kept
-from coserve.engine.profiling import predicted
 from coserve.finetune.costs.layer_times import REPEATS, LayerTimer
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.kernels.gpu.launcher import launch_nothing
@@ -14,6 +13,7 @@ from coserve.model.layers import LayerCut
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.running_pass import RunningPass
 from coserve.model.training.trace import interpreted
+from tests.support import predicted_memory as predicted
 from tests.support.finetuning import tiny_base
 from tests.support.layer_graphs import RepeatingRecorder
 

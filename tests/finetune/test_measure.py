@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from coserve.core.types import DEFAULT_RANK, LoraSettings
-from coserve.engine.profiling.live_bytes import LiveBytes
 from coserve.finetune.init import zero_adapter
 from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryProfiler, plan_memory
 from coserve.kernels.gpu.capture import gc_paused
@@ -20,6 +19,7 @@ from coserve.memory.plan import GIB, Work
 from coserve.memory.profile import fit, load_profile
 from coserve.model.base import Base, wrap_base
 from tests.support.examples import sample
+from tests.support.live_bytes import LiveBytes
 from tests.support.lora_backends import GROUPED, SEGMENTED
 from tests.support.tiny_models import tiny_model
 

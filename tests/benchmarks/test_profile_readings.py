@@ -13,19 +13,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM
 
-from coserve.engine.profile_request.report import Readings
-from coserve.engine.profile_request.request import Kind, Workload
-from coserve.engine.profiling.coserve_passes import CoserveTrial, SeamBackends
-from coserve.engine.profiling.live_bytes import LiveBytes
-from coserve.engine.profiling.passes import Passes, read, read_points
-from coserve.engine.profiling.peft_passes import PeftTrial
-from coserve.engine.profiling.predicted import fake_tensors
-from coserve.engine.profiling.workspaces import workspace_bytes
+from benchmarks.memory.profile.coserve_passes import CoserveTrial, SeamBackends
+from benchmarks.memory.profile.passes import Passes, read, read_points
+from benchmarks.memory.profile.peft_passes import PeftTrial
+from benchmarks.memory.profile.report import Readings
+from benchmarks.memory.profile.request import Kind, Workload
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.memory.kv import KvCache
 from coserve.model.base import wrap_base
+from tests.support.live_bytes import LiveBytes
 from tests.support.lora_backends import GROUPED
+from tests.support.predicted_memory import fake_tensors
 from tests.support.tiny_models import tiny_model
+from tests.support.workspaces import workspace_bytes
 
 T, D, H, O = 256, 128, 512, 384
 """Multiples of 128: fp32 tensors of them fill whole blocks of the allocator."""

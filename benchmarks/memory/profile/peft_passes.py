@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel
 
+from benchmarks.memory.profile.passes import Passes, settled
+from benchmarks.memory.profile.request import Kind, Workload
 from coserve.core.errors import ConfigError, InvalidRequest
-from coserve.engine.profile_request.request import Kind, Workload
-from coserve.engine.profiling.passes import Passes, settled
 from coserve.finetune.memory_profiling import MemoryMeter
 from coserve.model.fake import is_fake
 

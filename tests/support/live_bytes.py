@@ -1,7 +1,7 @@
 """Memory held by torch over time, counted from live storages: a stand-in for CUDA's statistics without a GPU.
 
 torch has a tracker too (`torch.distributed._tools.mem_tracker`), but its peak cannot be reset, and it needs module
-hooks. `tests/engine/profiling` compares the two.
+hooks. `tests/benchmarks/test_profile_readings.py` compares the two.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self._live = self._peak = 0
         self._seen: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - torch's own signature
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
             if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()) not in self._seen:

@@ -3,20 +3,15 @@ measured."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import msgspec
 import pytest
 import torch
 
+from benchmarks.memory.profile.report import ProfileReport, Series
+from benchmarks.memory.profile.request import Backend, Kind, ProfileRequest, make_workloads
+from benchmarks.memory.profile.run import Step, profile
 from coserve.core.errors import InvalidRequest, UnsupportedBase
-from coserve.engine.profile_request.launch import run_profile
-from coserve.engine.profile_request.messages import Step
-from coserve.engine.profile_request.report import ProfileReport, Series
-from coserve.engine.profile_request.request import Backend, Kind, ProfileRequest, make_workloads
-from coserve.engine.profiling.predicted import fake_tensors
-from coserve.engine.profiling.run import profile
+from tests.support.predicted_memory import fake_tensors
 from tests.support.tiny_models import FAMILIES, tiny_model
 
 GPT2: dict[str, object] = {
@@ -169,21 +164,6 @@ def test_a_base_that_is_not_served_is_not_profiled(config: dict[str, object], me
         profile(request(config, (1,)), quiet)
 
 
-@pytest.mark.slow
-def test_a_process_of_its_own(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    asked = request(None, (1, 2), model=str(tmp_path), workloads=make_workloads(full=False)[:1])
-    steps: list[Step] = []
-    report = run_profile(asked, steps.append)
-    assert [step.text for step in steps] == [
-        "coserve, inference, 16 tokens a row, 1 rows",
-        "coserve, inference, 16 tokens a row, 2 rows",
-    ]
-    assert len(report.series[0].points) == 2
-    with pytest.raises(InvalidRequest, match="at most the base's 128 tokens"):
-        run_profile(msgspec.structs.replace(asked, lengths=(4096,)), quiet)
-
-
 GPU_SHAPE = LLAMA | {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -200,7 +180,7 @@ GPU_SHAPE = LLAMA | {
 def test_predictions_are_within_a_few_percent_of_measurements(backend: Backend) -> None:
     asked = request(GPU_SHAPE, (8, 32), lengths=(512,), backends=(backend,), predict=False)
     predicted = profile(msgspec.structs.replace(asked, predict=True), quiet)
-    measured = run_profile(asked, quiet)  # a process of its own holds nothing else
+    measured = profile(asked, quiet)
     assert measured.measured and not predicted.measured
     for guess, truth in zip(predicted.series, measured.series, strict=True):
         for expected, found in zip(guess.points, truth.points, strict=True):

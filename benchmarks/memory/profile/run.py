@@ -16,15 +16,13 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from benchmarks.memory.profile.coserve_passes import CoserveTrial, SeamBackends
+from benchmarks.memory.profile.passes import Trial, read_points
+from benchmarks.memory.profile.peft_passes import PeftTrial
+from benchmarks.memory.profile.report import ProfileReport, Series, lines_of
+from benchmarks.memory.profile.request import Backend, ProfileRequest, Workload, check_request
 from coserve.core.errors import CoserveError, InvalidRequest, UnsupportedBase
 from coserve.data.pretrained.source import BUNDLED
-from coserve.engine.profile_request.messages import Step
-from coserve.engine.profile_request.report import ProfileReport, Series, lines_of
-from coserve.engine.profile_request.request import Backend, ProfileRequest, Workload, check_request
-from coserve.engine.profiling import predicted
-from coserve.engine.profiling.coserve_passes import CoserveTrial, SeamBackends
-from coserve.engine.profiling.passes import Trial, read_points
-from coserve.engine.profiling.peft_passes import PeftTrial
 from coserve.finetune.memory_profiling import CudaMemoryMeter, MemoryMeter
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.backend import choose_backend
@@ -32,10 +30,20 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import wrap_base
 from coserve.model.faults import out_of_memory
 from coserve.model.settings import refuse_settings
+from tests.support import predicted_memory as predicted
 
 PACKAGES = ("torch", "triton", "transformers", "peft")
 MEASURED = "torch's allocator: peak of allocated bytes, read for each pass alone, random weights"
 PREDICTED = "fake tensors: lifetimes of storages, and the workspaces of known kernels; no GPU ran anything"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One of `total` sizes begins."""
+
+    done: int
+    total: int
+    text: str
 
 
 @dataclass(frozen=True)

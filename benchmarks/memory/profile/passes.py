@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
-from coserve.engine.profile_request.report import Point, Readings, components_of
-from coserve.engine.profile_request.request import Workload
+from benchmarks.memory.profile.report import Point, Readings, components_of
+from benchmarks.memory.profile.request import Workload
 from coserve.finetune.memory_profiling import MemoryMeter, gc_disabled
 
 

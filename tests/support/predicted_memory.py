@@ -23,8 +23,6 @@ from torch._subclasses.fake_tensor import (
 )
 
 from coserve.core.errors import UnsupportedBase
-from coserve.engine.profiling.live_bytes import LiveBytes
-from coserve.engine.profiling.workspaces import workspace_bytes
 from coserve.kernels.attention.interface import Attention, AttentionParams, TokenRun
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.attention.triton_paged.step import FusedPagedAttention
@@ -34,6 +32,8 @@ from coserve.kernels.lora.segmented.backend import SegmentedBackend, SegmentedLo
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import SiteGroup
 from coserve.memory.kv import KvCache
+from tests.support.live_bytes import LiveBytes
+from tests.support.workspaces import workspace_bytes
 
 
 @contextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coserve.engine.profile_request.report import COMPONENTS, ProfileReport
-from coserve.engine.profile_request.table import source_text
+from benchmarks.memory.profile.report import COMPONENTS, ProfileReport
+from benchmarks.memory.profile.table import source_text
 
 INK = {"weights": "#8d99ae", "no_grad": "#2a6f97", "act": "#e9a23b", "backward": "#bc4b51"}
 GIB = 1 << 30

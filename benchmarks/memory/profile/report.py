@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from benchmarks.memory.profile.lines import Line, fit_line
+from benchmarks.memory.profile.request import Backend, Workload
 from coserve.core.types import Wire
-from coserve.engine.profile_request.lines import Line, fit_line
-from coserve.engine.profile_request.request import Backend, Workload
 
 COMPONENTS = ("weights", "no_grad", "act", "backward")
 """M_weights, M_no_grad, M_act and M_backward."""

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.engine.profile_request.lines import fit_line
-from coserve.engine.profile_request.report import Components, Point, Readings, components_of, lines_of
+from benchmarks.memory.profile.lines import fit_line
+from benchmarks.memory.profile.report import Components, Point, Readings, components_of, lines_of
 
 
 @given(fixed=st.integers(0, 1 << 34), slope=st.integers(0, 1 << 24), length=st.integers(1, 512))

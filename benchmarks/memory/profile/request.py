@@ -9,6 +9,19 @@ from coserve.core.errors import InvalidRequest
 from coserve.core.limits import MAX_RANK
 from coserve.core.types import DEFAULT_RANK, Wire
 
+GPT2_XL: dict[str, object] = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "n_embd": 1600,
+    "n_layer": 48,
+    "n_head": 25,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+    "bos_token_id": 50256,
+    "eos_token_id": 50256,
+}
+"""The shape of GPT-2 XL (1.56 billion parameters)."""
+FIGURE_4_1_BATCHES = (3, 10, 20, 30, 40, 50, 60, 70, 80, 100, 200, 500, 1000)
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_TOKENS = 1 << 24
 """Most tokens of one batch."""
@@ -45,7 +58,7 @@ class Workload(Wire, frozen=True):
 
 
 class ProfileRequest(Wire, frozen=True):
-    """The request that `coserve profile` sends to its process.
+    """What is profiled.
 
     `model`: as for `coserve serve`; only its config is read. `config`: replaces the content of the model's config.json.
     `predict`: use fake tensors even if there is a GPU.
@@ -86,6 +99,21 @@ def make_workloads(
         for rank in ranks
     ]
     return (Workload(kind=Kind.INFERENCE), *lora, *([Workload(kind=Kind.FULL)] if full else []))
+
+
+def figure_4_1() -> ProfileRequest:
+    """Return the request of figure 4.1 of the ETS paper (section 4.2.3): GPT-2 XL, rows of 11 tokens, batches of 3 to
+    1000, LoRA of rank 32 on `c_attn` and `c_proj`, run by transformers and PEFT. The paper does not name the dtype: its
+    versions load float32."""
+    return ProfileRequest(
+        model="gpt2-xl",
+        config=GPT2_XL,
+        workloads=make_workloads((32,), (("c_attn", "c_proj"),)),
+        batches=FIGURE_4_1_BATCHES,
+        lengths=(11,),
+        backends=(Backend.PEFT,),
+        dtype="float32",
+    )
 
 
 def check_request(request: ProfileRequest) -> None:

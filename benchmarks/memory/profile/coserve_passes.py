@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from benchmarks.memory.profile.passes import Passes, settled
+from benchmarks.memory.profile.request import Kind, Workload
 from coserve.core.types import LoraSettings, TrainingSettings
-from coserve.engine.profile_request.request import Kind, Workload
-from coserve.engine.profiling.passes import Passes, settled
 from coserve.finetune.init import new_adapter
 from coserve.finetune.lora_tensors import named_tensors
 from coserve.finetune.memory_profiling import MemoryMeter

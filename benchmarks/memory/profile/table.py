@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from coserve.engine.profile_request.lines import Line
-from coserve.engine.profile_request.report import COMPONENTS, ProfileReport, Series
+from benchmarks.memory.profile.lines import Line
+from benchmarks.memory.profile.report import COMPONENTS, ProfileReport, Series
 
 MIB = 1 << 20
 COLUMNS = (*COMPONENTS, "total")

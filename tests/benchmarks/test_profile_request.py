@@ -5,16 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from coserve.core.errors import InvalidRequest
-from coserve.engine.profile_request.presets import Preset, preset_request
-from coserve.engine.profile_request.request import (
+from benchmarks.memory.profile.request import (
     Backend,
     Kind,
     ProfileRequest,
     Workload,
     check_request,
+    figure_4_1,
     make_workloads,
 )
+from coserve.core.errors import InvalidRequest
 
 
 def request(**changes: object) -> ProfileRequest:
@@ -63,9 +63,9 @@ def test_what_is_no_size_is_refused(changes: dict[str, object], message: str) ->
     assert str(error.value) == message
 
 
-def test_the_papers_figure_is_a_preset() -> None:
+def test_the_papers_figure() -> None:
     """Section 4.2.3: GPT-2 XL, 11 tokens, batches of 3 to 1000, rank 32 on c_attn and c_proj."""
-    found = preset_request(Preset.FIGURE_4_1)
+    found = figure_4_1()
     check_request(found)
     assert found.config is not None
     assert [found.config[name] for name in ("n_embd", "n_layer", "n_head")] == [1600, 48, 25]
