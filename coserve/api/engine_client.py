@@ -12,8 +12,7 @@ import msgspec
 from coserve.core.errors import EngineUnavailable
 from coserve.core.gpu_memory import MemoryModel, PoolShape
 from coserve.core.health import EngineRanks, RankInfo, Status, Warming, starting_line
-from coserve.core.link import EngineReady, EngineStats, EngineWarming, FromEngine, Link, ToEngine
-from coserve.core.stream_link import ALIVE
+from coserve.core.link import ALIVE, EngineReady, EngineStats, EngineWarming, FromEngine, Link, ToEngine
 from coserve.core.types import AdapterRef, BaseSpec
 
 SILENCE = 2 * ALIVE

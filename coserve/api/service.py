@@ -41,6 +41,7 @@ from coserve.core.link import (
     JobPaused,
     JobSnapshot,
     Link,
+    PeerLost,
     RequestFailed,
     ToEngine,
     Tokens,
@@ -198,7 +199,7 @@ class Service:
         try:
             while True:
                 self._dispatch(await link.receive())
-        except EngineUnavailable:
+        except PeerLost:
             log.info("the link to the engine closed")
             if (ranks := self.engine.ranks) is not None:  # how rank 0's process ended is known a little later
                 with contextlib.suppress(TimeoutError):

@@ -1,7 +1,7 @@
 """Messages between the API process and the engine, and the channel for them.
 
 A `Link` is one end of a duplex channel of messages. `local_pair` joins two ends in one process; for two processes see
-`stream_link`.
+`channel`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from coserve.core.errors import EngineUnavailable
 from coserve.core.gpu_memory import MemoryModel, MemoryUse, PoolShape
 from coserve.core.logprobs import PackedLogprobs
 from coserve.core.step_metrics import StepMetrics
 from coserve.core.types import AdapterDigests, AdapterRef, BaseSpec, FinishReason, JobSpec, SamplingParams, Slo
 
+ALIVE = 10.0
+"""Maximum seconds between two messages of an engine that has work, unless a single step or slice takes longer."""
 MAX_PROMPT_LOGPROBS = 256
 """Maximum prompt tokens with log-probabilities per `Tokens` message. The API process handles a message without yielding
 to its event loop."""
@@ -351,9 +352,12 @@ Out_contra = TypeVar("Out_contra", contravariant=True)
 In_co = TypeVar("In_co", covariant=True)
 
 
+class PeerLost(ConnectionError):
+    """The other end of a link or channel is closed, or its process has ended."""
+
+
 class Link(Protocol[Out_contra, In_co]):
-    """One end of a link. `send` never blocks and keeps the order. `receive` raises `EngineUnavailable` when the peer is
-    gone."""
+    """One end of a link. `send` never blocks and keeps the order. `receive` raises `PeerLost` when the peer is gone."""
 
     @property
     def backlog(self) -> int:
@@ -392,7 +396,7 @@ class LocalLink(Generic[OutT, InT]):
         message = await self._inbox.get()
         if message is None:
             self._inbox.put_nowait(None)
-            raise EngineUnavailable("the other end of the link closed")
+            raise PeerLost("the other end of the link closed")
         return message
 
     async def close(self) -> None:

@@ -55,16 +55,12 @@ async def start_child(
         )
 
 
-def spawn_child(module: str, end: socket.socket, stdin: bytes) -> subprocess.Popen[bytes]:
-    """Start a child as `start_child` does, without an event loop. `stdin`: the whole content of its standard input."""
+def spawn_child(module: str, end: socket.socket) -> subprocess.Popen[bytes]:
+    """Start a child as `start_child` does, without an event loop."""
     with _stop_signals_blocked():
-        process = subprocess.Popen(  # noqa: S603 - our own module
-            _command(module, end), stdin=subprocess.PIPE, pass_fds=(end.fileno(),), env=child_environment()
+        return subprocess.Popen(  # noqa: S603 - our own module
+            _command(module, end), stdin=subprocess.DEVNULL, pass_fds=(end.fileno(),), env=child_environment()
         )
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin:
-        process.stdin.write(stdin)
-    return process
 
 
 def signal_child(process: asyncio.subprocess.Process, number: signal.Signals) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from coserve.core.garbage import GarbageCollection
 from coserve.core.link import (
+    ALIVE,
     Admitted,
     CancelJob,
     CancelRequest,
@@ -32,7 +33,6 @@ from coserve.core.link import (
     StartJob,
     ToEngine,
 )
-from coserve.core.stream_link import ALIVE
 from coserve.core.types import MicroStep
 from coserve.engine.device_memory import DeviceMemory
 from coserve.engine.gauges import STATS_INTERVAL, Reports

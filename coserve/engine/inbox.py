@@ -6,8 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from coserve.core.errors import EngineUnavailable
-from coserve.core.link import FromEngine, Link, ToEngine
+from coserve.core.link import FromEngine, Link, PeerLost, ToEngine
 from coserve.engine.stalls import Stalls
 
 log = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ class Inbox:
         while True:
             try:
                 message = await self._link.receive()
-            except EngineUnavailable:
+            except PeerLost:
                 log.info("the API process is gone")
                 return
             began = self._clock()

@@ -9,8 +9,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from coserve.core.errors import EngineUnavailable
-from coserve.core.link import EngineWarming, FromEngine, Link, Shutdown, ToEngine
+from coserve.core.link import EngineWarming, FromEngine, Link, PeerLost, Shutdown, ToEngine
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ async def until_shutdown(start: Coroutine[Any, Any, T], link: Link[FromEngine, T
         await asyncio.wait({starting, receiving}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             return starting.result()
-        with suppress(EngineUnavailable):
+        with suppress(PeerLost):
             message = receiving.result()
             assert isinstance(message, Shutdown), f"expected no message before the engine is ready, got {message}"
         raise EndedAtStart

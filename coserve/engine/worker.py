@@ -18,12 +18,12 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from coserve.config import Config
+from coserve.core.channel import engine_end
 from coserve.core.errors import StartupError
 from coserve.core.garbage import GarbageCollection, freeze_and_disable
 from coserve.core.link import EngineReady, EngineRefused, EngineStopped, FromEngine, Link, ToEngine
 from coserve.core.logs.format import log_event
 from coserve.core.logs.setup import set_up_logging
-from coserve.core.stream_link import engine_end
 from coserve.engine.engine import Engine, JobPlaces
 from coserve.engine.parts import EXACT_THREADS, EngineParts, set_up_threads
 from coserve.engine.ranks.adapters import FollowersCopies, load_on_all

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from coserve.api.generation.merge import CHUNKS, merge_streams
 from coserve.api.generation.turns import Turns
+from coserve.core.channel import api_end, engine_end
 from coserve.core.link import Admitted, FromEngine
 from coserve.core.logprobs import PackedLogprobs
 from coserve.core.schemas import GenerateChunk
-from coserve.core.stream_link import api_end, engine_end
 from coserve.core.types import TokenLogprob
 
 

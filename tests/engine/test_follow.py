@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from coserve.config import Config, config_from_json
+from coserve.core.channel import Channel, frame
 from coserve.engine.warming.follow import COMPILES, DIED, WAITS, follow
 from coserve.engine.warmup import launch
 from coserve.engine.warmup.gpu import CONTEXT_BYTES, Gpu
@@ -21,6 +22,7 @@ from coserve.engine.warmup.messages import Progress, WarmUpTask
 from coserve.kernels.lora.backend import BACKENDS, make_backend
 from tests.support.model_folder import make_model_folder
 
+ENCODER = msgspec.msgpack.Encoder()
 GPU = Gpu("H200", "9.0", 12090, 140 << 30)
 
 
@@ -29,14 +31,14 @@ async def test_progress_is_told_until_the_process_has_ended() -> None:
     following = asyncio.create_task(follow(ours, lambda what, done: told.append((what, done))))
     with theirs:
         for progress in (Progress(0, 9, waiting=True), Progress(3, 9), Progress(9, 9, ["a failed"], ended=True)):
-            theirs.sendall(msgspec.json.encode(progress) + b"\n")
+            theirs.sendall(frame(ENCODER, progress))
         await asyncio.sleep(0.05)
         assert not following.done(), "what used the GPU may not have ended"
     assert await following == ("a failed",)
     assert told == [(WAITS, 0), (COMPILES, 3)]
 
 
-@pytest.mark.parametrize("last", [b"", b'{"done": 3', b"x" * (3 << 20), msgspec.json.encode(Progress(3, 9)) + b"\n"])
+@pytest.mark.parametrize("last", [b"", b"\0\0\0\2\xc1\xc1", b"x" * (3 << 20), frame(ENCODER, Progress(3, 9))])
 async def test_a_process_that_dies_is_told_and_waited_for_no_longer(last: bytes) -> None:
     ours, theirs = socket.socketpair()
 
@@ -62,10 +64,10 @@ async def test_a_start_that_is_given_up_ends_the_process() -> None:
 
 
 def test_all_ranks_use_the_caches_of_one_warm_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    spawned = list[WarmUpTask]()
+    spawned = list[Channel[Progress, WarmUpTask]]()
 
-    def spawn(module: str, end: socket.socket, stdin: bytes) -> None:
-        spawned.append(msgspec.json.decode(stdin, type=WarmUpTask))
+    def spawn(module: str, end: socket.socket) -> None:
+        spawned.append(Channel(end.dup(), msgspec.msgpack.Decoder(WarmUpTask)))
 
     monkeypatch.setattr(launch, "find_gpu", lambda: GPU)
     monkeypatch.setattr(launch, "spawn_child", spawn)
@@ -78,7 +80,9 @@ def test_all_ranks_use_the_caches_of_one_warm_up(monkeypatch: pytest.MonkeyPatch
     started.socket.close()
     leads = {name: os.environ.pop(name) for name in CACHES}
     found = use_caches(config)
-    assert found is not None and (found.folder, found.shape) == (spawned[0].folder, spawned[0].shape)
+    with closing(spawned[0]) as channel:
+        task = channel.receive()
+    assert found is not None and (found.folder, found.shape) == (task.folder, task.shape)
     assert {name: os.environ[name] for name in CACHES} == leads
     assert use_caches(Config(model="bundled", data_dir=tmp_path, tp=2, compile="off")) is None
     assert launch.start_warm_up(Config(model="bundled", tp=2, device="cpu")) is None

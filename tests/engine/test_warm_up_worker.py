@@ -6,6 +6,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, suppress
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,9 @@ import pytest
 import torch
 
 from coserve.config import Config, config_to_json
+from coserve.core.channel import Channel, frame
 from coserve.core.errors import UnsupportedBase
+from coserve.core.link import PeerLost
 from coserve.engine.warming import worker
 from coserve.engine.warmup.messages import PartReport, WarmUpTask
 
@@ -31,22 +34,20 @@ def open_worker(folder: Path) -> tuple[socket.socket, socket.socket]:
     ours, theirs = socket.socketpair()
     task = WarmUpTask(config_to_json(Config(device="cpu")).decode(), str(folder), {}, "shape", 1)
     for message in (task, "gpu0-nothing", "gpu0-nothing"):
-        ours.sendall(msgspec.json.encode(message) + b"\n")
+        ours.sendall(frame(msgspec.msgpack.Encoder(), message))
     return ours, theirs
 
 
-def reports(folder: Path) -> list[bytes]:
-    """What a worker sends of its two parts, a line each."""
+def reports(folder: Path) -> list[PartReport]:
+    """What a worker sends of its two parts."""
     ours, theirs = open_worker(folder)
     ours.shutdown(socket.SHUT_WR)
-    with theirs:
-        worker.work(theirs)
-    with ours, ours.makefile("rb") as lines:
-        return list(lines)
-
-
-def failure(line: bytes) -> str | None:
-    return msgspec.json.decode(line, type=PartReport).failure
+    worker.work(theirs)
+    found, channel = list[PartReport](), Channel[str, PartReport](ours, msgspec.msgpack.Decoder(PartReport))
+    with closing(channel), suppress(PeerLost):
+        while True:
+            found.append(channel.receive())
+    return found
 
 
 def fail_with(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +60,7 @@ def fail_with(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_part_that_cannot_be_run_is_reported(tmp_path: Path) -> None:
-    assert [failure(line) for line in reports(tmp_path)] == ["error", "error"]
+    assert [one.failure for one in reports(tmp_path)] == ["error", "error"]
 
 
 @pytest.mark.parametrize(
@@ -77,13 +78,13 @@ def test_a_part_without_memory_is_reported_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     fail_with(error, monkeypatch)
-    assert [failure(line) for line in reports(tmp_path)] == ["memory", "memory"]
+    assert [one.failure for one in reports(tmp_path)] == ["memory", "memory"]
 
 
 @pytest.mark.parametrize("error", [ValueError("x" * 100_000), UnsupportedBase("x" * 100_000)])
 def test_a_long_reason_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     fail_with(error, monkeypatch)
-    assert [len(line) < 2000 and b"xxx" in line for line in reports(tmp_path)] == [True, True]
+    assert [len(one.reason) < 2000 and "xxx" in one.reason for one in reports(tmp_path)] == [True, True]
 
 
 def test_each_compiled_kernel_is_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,15 +104,13 @@ def test_each_compiled_kernel_is_a_sign_of_life(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(worker, "gpu_of", lambda name: 0)
     monkeypatch.setattr(worker, "load_few_layers", lambda *_: Base())
     monkeypatch.setattr(worker, "make_part_runner", lambda *given: Runner(given[-1]))
-    found = [msgspec.json.decode(line, type=PartReport) for line in reports(tmp_path)]
-    assert [(one.done, one.total) for one in found] == [(2, 3), (2, 3), (1, 1)] * 2
+    assert [(one.done, one.total) for one in reports(tmp_path)] == [(2, 3), (2, 3), (1, 1)] * 2
 
 
 def test_a_report_that_nobody_reads_ends_the_worker(tmp_path: Path) -> None:
     ours, theirs = open_worker(tmp_path)
     ours.close()
-    with theirs:
-        worker.work(theirs)
+    worker.work(theirs)
 
 
 def test_an_end_that_closed_with_unread_reports_ends_the_worker(
@@ -126,5 +125,4 @@ def test_an_end_that_closed_with_unread_reports_ends_the_worker(
         raise ValueError(name)
 
     monkeypatch.setattr(worker, "gpu_of", run)
-    with theirs:
-        worker.work(theirs)
+    worker.work(theirs)

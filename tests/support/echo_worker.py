@@ -6,24 +6,29 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from contextlib import suppress
 
 import msgspec
 
+from coserve.core.channel import Channel
+from coserve.core.link import PeerLost
 from coserve.core.processes import obey_parent
 from coserve.engine.warmup.messages import PartReport, WarmUpTask
 
 
 def main() -> None:
     obey_parent()
-    with socket.socket(fileno=int(sys.argv[1])) as sock, sock.makefile("rwb") as lines:
-        task = msgspec.json.decode(lines.readline(), type=WarmUpTask)
-        for line in lines:
-            name = msgspec.json.decode(line, type=str)
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    channel = Channel[PartReport, WarmUpTask | str](sock, msgspec.msgpack.Decoder(WarmUpTask | str))
+    with suppress(PeerLost):
+        task = channel.receive()
+        assert isinstance(task, WarmUpTask)
+        while name := channel.receive():
             if name == "die":
                 os._exit(3)
-            report = PartReport(1, 1, reason=f"{task.shape} {name} {os.getpid()} {os.environ.get('ECHO')}")
-            lines.write(b"a warning\n" if name == "odd" else msgspec.json.encode(report) + b"\n")
-            lines.flush()
+            if name == "odd":
+                sock.sendall(b"a warning\n")
+            channel.send(PartReport(1, 1, reason=f"{task.shape} {name} {os.getpid()} {os.environ.get('ECHO')}"))
 
 
 if __name__ == "__main__":

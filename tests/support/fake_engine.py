@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 from safetensors.numpy import save_file
 
-from coserve.core.errors import EngineUnavailable
 from coserve.core.gpu_memory import MemoryModel, MemoryUse, PoolShape
 from coserve.core.link import (
     Admitted,
@@ -33,6 +32,7 @@ from coserve.core.link import (
     JobSucceeded,
     LocalLink,
     PauseJob,
+    PeerLost,
     RequestFailed,
     ResumeJob,
     Shutdown,
@@ -153,7 +153,7 @@ class FakeEngine:
         await self.link.close()
 
     async def _run(self) -> None:
-        with suppress(EngineUnavailable):
+        with suppress(PeerLost):
             while True:
                 message = await self.link.receive()
                 self.told.append(message)

@@ -9,7 +9,7 @@ from typing import Self
 
 import msgspec
 
-from coserve.engine.ranks.channel import Channel
+from coserve.core.channel import Channel
 from coserve.engine.ranks.commands import Answer, AnyCommand, BuildEngine, MeasurePool
 from coserve.engine.ranks.follower import Follower, FollowerParts
 from coserve.engine.ranks.followers import Followers

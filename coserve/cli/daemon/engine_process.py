@@ -14,14 +14,11 @@ from coserve.cli.daemon.one_process import OneProcess
 from coserve.cli.daemon.rank_group import RankGroup
 from coserve.cli.daemon.supervisor import EngineDied
 from coserve.config import Config
-from coserve.core.errors import (
-    EngineUnavailable,
-    error_from_code,
-)
-from coserve.core.link import EngineReady, EngineRefused, EngineWarming, FromEngine, Link, Shutdown, ToEngine
+from coserve.core.channel import api_end
+from coserve.core.errors import error_from_code
+from coserve.core.link import EngineReady, EngineRefused, EngineWarming, FromEngine, Link, PeerLost, Shutdown, ToEngine
 from coserve.core.logs.format import log_event
 from coserve.core.processes import signal_child
-from coserve.core.stream_link import api_end
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +119,7 @@ async def _receive_ready(
     try:
         await asyncio.wait({receiving, lost}, return_when=asyncio.FIRST_COMPLETED)
         message = None if processes.loss is not None else await receiving
-    except EngineUnavailable:
+    except PeerLost:
         message = None
     finally:
         receiving.cancel()

@@ -24,8 +24,10 @@ import msgspec
 from coserve.cli.daemon.rank_watch import WatchedRank, find_loss
 from coserve.cli.daemon.supervisor import how_ended
 from coserve.config import Config, config_to_json
-from coserve.core.errors import CoserveError, EngineUnavailable, error_from_code
+from coserve.core.channel import AsyncChannel
+from coserve.core.errors import CoserveError, error_from_code
 from coserve.core.health import RankInfo
+from coserve.core.link import PeerLost
 from coserve.core.logs.format import log_event
 from coserve.core.processes import is_stopped, signal_child, start_child
 from coserve.core.ranks import (
@@ -40,7 +42,6 @@ from coserve.core.ranks import (
     board_bytes,
     place_to_json,
 )
-from coserve.core.stream_link import StreamLink
 from coserve.state.folder import DataFolder
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ death within this time is reported instead of the fault."""
 class _Rank:
     number: int
     process: asyncio.subprocess.Process
-    reports: StreamLink[Never, RankReport]
+    reports: AsyncChannel[Never, RankReport]
     watched: WatchedRank
     lost: bool = False
     exiting: asyncio.Task[None] | None = None
@@ -114,8 +115,7 @@ class RankGroup:
         commands: list[socket.socket],
         board: IO[bytes],
     ) -> None:
-        reader, writer = await asyncio.open_connection(sock=ours)
-        reports = StreamLink[Never, RankReport](reader, writer, msgspec.msgpack.Decoder(RankReport))
+        reports = await AsyncChannel[Never, RankReport].open(ours, msgspec.msgpack.Decoder(RankReport))
         leads = place.rank == 0
         module = "coserve.engine.process" if leads else "coserve.engine.ranks.process"
         end = link if leads else theirs
@@ -181,7 +181,7 @@ class RankGroup:
     # ---- watching
 
     async def _listen(self, rank: _Rank) -> None:
-        with contextlib.suppress(EngineUnavailable):  # the rank has ended
+        with contextlib.suppress(PeerLost):  # the rank has ended
             while True:
                 report = await rank.reports.receive()
                 rank.watched.looks = 0

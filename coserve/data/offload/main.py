@@ -6,17 +6,19 @@ It ends when the other end closes. It never imports torch and gets no secrets.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import resource
 import socket
 import sys
 import time
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
+from coserve.core.channel import Channel
 from coserve.core.errors import CoserveError, InternalError
+from coserve.core.link import PeerLost
 from coserve.core.logs.setup import LogSettings, set_up_logging
 from coserve.core.processes import obey_parent
 from coserve.data.offload.protocol import Call, Reply, Task, TaskContext, failure_of, find
@@ -29,29 +31,17 @@ log = logging.getLogger(__name__)
 class _Replies:
     """Sends replies. `progress` sends a heartbeat at most once in `heartbeat` seconds."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._last = file, time.monotonic()
+    def __init__(self, channel: Channel[Reply, Call]) -> None:
+        self._channel, self._last = channel, time.monotonic()
         self.heartbeat = 0.0
 
     def progress(self) -> None:
         if time.monotonic() - self._last >= self.heartbeat:
             self.send(Reply(working=True))
 
-    def send(self, reply: Reply, result: bytes = b"") -> None:
+    def send(self, reply: Reply) -> None:
         self._last = time.monotonic()
-        header = msgspec.msgpack.encode(reply)
-        self._file.write(len(header).to_bytes(4, "big") + header)
-        self._file.write(result)
-        self._file.flush()
-
-
-def _read_call(file: BinaryIO) -> tuple[Call, bytes] | None:
-    """The next call and its body; None at the end."""
-    size = file.read(4)
-    if len(size) < 4:
-        return None
-    call = msgspec.msgpack.decode(file.read(int.from_bytes(size, "big")), type=Call)
-    return call, file.read(call.size)
+        self._channel.send(reply)
 
 
 def _peak_memory() -> int:
@@ -66,33 +56,32 @@ def _peak_memory() -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
-def _run(context: TaskContext, call: Call, body: bytes) -> tuple[Reply, bytes]:
+def _run(context: TaskContext, call: Call) -> Reply:
     task: Task = find(call.task)
     try:
-        result = task(context, call.arguments, body)
+        result = task(context, call.arguments, call.body)
     except CoserveError as error:
-        return Reply(failure=failure_of(error), memory=_peak_memory()), b""
+        return Reply(failure=failure_of(error), memory=_peak_memory())
     except Exception:
         log.exception("task %s failed", call.task)
-        return Reply(failure=failure_of(InternalError("internal error")), memory=_peak_memory()), b""
-    return Reply(memory=_peak_memory(), size=len(result)), result
+        return Reply(failure=failure_of(InternalError("internal error")), memory=_peak_memory())
+    return Reply(memory=_peak_memory(), result=result)
 
 
 def main() -> None:
     set_up_logging("helper", LogSettings(level=sys.argv[2], format=sys.argv[3]))
     obey_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a process that hits one of its own limits writes no core dump
-    with socket.socket(fileno=int(sys.argv[1])) as sock, sock.makefile("rb") as calls, sock.makefile("wb") as file:
-        replies = _Replies(file)
-        first = _read_call(calls)
-        if first is None:
-            return
-        context = TaskContext(Tokenizer.from_state(first[1], sandbox.limits), replies.progress)
-        while (found := _read_call(calls)) is not None:
-            replies.heartbeat = found[0].heartbeat
+    channel = Channel[Reply, Call](socket.socket(fileno=int(sys.argv[1])), msgspec.msgpack.Decoder(Call))
+    replies = _Replies(channel)
+    with contextlib.suppress(PeerLost):
+        context = TaskContext(Tokenizer.from_state(channel.receive().body, sandbox.limits), replies.progress)
+        while True:
+            call = channel.receive()
+            replies.heartbeat = call.heartbeat
             replies.send(Reply(working=True))  # from here on, another process must not run the task
-            replies.send(*_run(context, *found))
-            del found
+            replies.send(_run(context, call))
+            del call
 
 
 if __name__ == "__main__":

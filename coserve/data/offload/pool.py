@@ -7,23 +7,21 @@ block the event loop. A process does not, and it can be killed when its client l
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
-import socket
 from collections.abc import Callable
 from functools import cached_property
 
 import msgspec
 
 from coserve.core.cancellation import uncancelled
+from coserve.core.channel import WorkerProcess
 from coserve.core.errors import CoserveError, HelperLost, InvalidRequest
+from coserve.core.link import PeerLost
 from coserve.core.logs.setup import LogSettings
-from coserve.core.processes import signal_child, start_child
 from coserve.data.offload.protocol import Call, Reply, Task, error_of, name_of
 from coserve.data.pretrained.sandbox import TOO_LONG
 
-CHUNK = 256 << 10
-"""Bytes written or read per event-loop iteration."""
+REPLIES = msgspec.msgpack.Decoder(Reply)
 SILENCE = 120.0
 """Seconds without a heartbeat after which a process counts as stuck."""
 HEARTBEATS = 120
@@ -43,92 +41,45 @@ class NotBegun(Exception):
 class HelperProcess:
     """One helper process. It handles one call at a time."""
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        self._process, self._reader, self._writer = process, reader, writer
+    def __init__(self, process: WorkerProcess[Call, Reply]) -> None:
+        self._process = process
         self.memory = 0
 
     @classmethod
-    async def start(cls, setup: bytes, log: LogSettings, silence: float) -> HelperProcess:
-        """Start a process. `setup`: the tokenizer's state. Raises `ConnectionError` if it dies, `TimeoutError` if it
-        does not read."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            reader, writer = await asyncio.open_connection(sock=ours, limit=CHUNK)
-            try:
-                process = await start_child(
-                    "coserve.data.offload.main",
-                    theirs,
-                    log.level,
-                    log.format,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    environment=ONE_THREAD,
-                )
-            except BaseException:
-                writer.close()
-                raise
-        helper = cls(process, reader, writer)
-        try:
-            async with asyncio.timeout(silence):
-                await helper._send("", b"", setup, silence)
-        except BaseException:
-            await uncancelled(asyncio.create_task(helper.end()))
-            raise
-        return helper
+    async def start(cls, setup: bytes, log: LogSettings) -> HelperProcess:
+        """Start a process. `setup`: the tokenizer's state."""
+        process = await WorkerProcess[Call, Reply].start(
+            "coserve.data.offload.main", REPLIES, log.level, log.format, environment=ONE_THREAD
+        )
+        process.channel.send(Call("", b"", setup, 0.0))
+        return cls(process)
 
     @property
     def alive(self) -> bool:
-        return not self._reader.at_eof()
+        return self._process.alive
 
     async def call(self, task: str, arguments: bytes, body: bytes | bytearray, silence: float) -> bytes:
         """Return the task's result. `silence`: seconds without a heartbeat after which the process counts as stuck.
 
-        Raises what the task raised, `TimeoutError` for a stuck process, `ConnectionError` and `IncompleteReadError` for
-        one that died during the task, `NotBegun` for one that died before it.
+        Raises what the task raised, `TimeoutError` for a stuck process, `PeerLost` for one that died during the task,
+        `NotBegun` for one that died before it.
         """
+        self._process.channel.send(Call(task, arguments, bytes(body), silence / HEARTBEATS))
         try:
-            async with asyncio.timeout(silence):
-                await self._send(task, arguments, body, silence)
-            reply = await self._reply(silence)  # the first reply says that the task begins
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            reply = await self._process.receive(silence)  # the first reply says that the task begins
+        except PeerLost as error:
             raise NotBegun from error
         while reply.working:
-            reply = await self._reply(silence)
+            reply = await self._process.receive(silence)
         self.memory = reply.memory
         if reply.failure is not None:
             raise error_of(reply.failure)
-        return await self._read(reply.size, silence)
-
-    async def _send(self, task: str, arguments: bytes, body: bytes | bytearray, silence: float) -> None:
-        header = msgspec.msgpack.encode(Call(task, arguments, len(body), silence / HEARTBEATS))
-        self._writer.write(len(header).to_bytes(4, "big") + header)
-        with memoryview(body) as view:
-            for start in range(0, len(body), CHUNK):
-                self._writer.write(bytes(view[start : start + CHUNK]))
-                await self._writer.drain()
-
-    async def _reply(self, silence: float) -> Reply:
-        async with asyncio.timeout(silence):
-            size = int.from_bytes(await self._reader.readexactly(4), "big")
-            return msgspec.msgpack.decode(await self._reader.readexactly(size), type=Reply)
-
-    async def _read(self, size: int, silence: float) -> bytes:
-        chunks = []
-        while size:
-            async with asyncio.timeout(silence):
-                chunks.append(await self._reader.readexactly(min(size, CHUNK)))
-            size -= len(chunks[-1])
-        return b"".join(chunks)
+        return reply.result
 
     async def end(self) -> int:
         """Kill the process and wait for its end. Returns its exit status: minus the number of the first signal that
         ended it."""
-        signal_child(self._process, signal.SIGKILL)
-        self._writer.close()
-        with contextlib.suppress(ConnectionError):
-            await self._writer.wait_closed()
-        return await self._process.wait()
+        return await self._process.end()
 
 
 class HelperPool:
@@ -172,7 +123,7 @@ class HelperPool:
                     return await self._call(helper or await self._start(), task, encoded, body)
                 except TimeoutError:
                     raise InvalidRequest(f"expected input that is read within {self.silence:.0f} s") from None
-                except (asyncio.IncompleteReadError, ConnectionError):
+                except PeerLost:
                     raise HelperLost("the process that read this request ended before it was done; try again") from None
                 except NotBegun:
                     if new:
@@ -188,7 +139,7 @@ class HelperPool:
         except CoserveError:  # raised by the task
             done = True
             raise
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except PeerLost:
             if await uncancelled(self._end(helper)) == -signal.SIGXCPU:
                 raise InvalidRequest(TOO_LONG, field="messages") from None
             raise
@@ -199,7 +150,7 @@ class HelperPool:
                 await uncancelled(self._end(helper))
 
     async def _start(self) -> HelperProcess:
-        return await HelperProcess.start(await asyncio.to_thread(lambda: self._setup), self._log, self.silence)
+        return await HelperProcess.start(await asyncio.to_thread(lambda: self._setup), self._log)
 
     def _idle_helper(self) -> HelperProcess | None:
         """Return an idle process that is still alive, if any."""

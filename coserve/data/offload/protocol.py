@@ -1,4 +1,4 @@
-"""Messages between the API process and a helper process: a header, then raw bytes, over a socket pair."""
+"""Messages between the API process and a helper process."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Task = Callable[[TaskContext, bytes, bytes], bytes]
 
 
 class Call(msgspec.Struct, frozen=True):
-    """Run a task. `size` bytes of body follow."""
+    """Run a task."""
 
     task: str
     arguments: bytes
-    size: int
+    body: bytes
     heartbeat: float
     """Seconds between two heartbeats."""
 
@@ -46,14 +46,13 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """`size` bytes of result follow, unless it is only a heartbeat (`working`). The first heartbeat says that the task
-    begins."""
+    """The task's end, or only a heartbeat (`working`). The first heartbeat says that the task begins."""
 
     working: bool = False
     failure: Failure | None = None
     memory: int = 0
     """Peak resident memory of the process so far, in bytes."""
-    size: int = 0
+    result: bytes = b""
 
 
 def name_of(function: Callable[..., object]) -> str:

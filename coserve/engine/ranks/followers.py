@@ -12,8 +12,9 @@ from contextlib import AbstractContextManager, contextmanager
 
 import msgspec
 
+from coserve.core.channel import Channel, frame
 from coserve.core.errors import EngineFault, error_from_code
-from coserve.engine.ranks.channel import Channel, PeerLost, frame
+from coserve.core.link import PeerLost
 from coserve.engine.ranks.commands import ENGINE_FAULT, Answer, AnyCommand, AnyQuestion, Stop
 from coserve.engine.ranks.progress import Progress
 

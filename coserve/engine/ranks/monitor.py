@@ -9,8 +9,9 @@ import time
 
 import msgspec
 
+from coserve.core.channel import Channel
+from coserve.core.link import PeerLost
 from coserve.core.ranks import HEARTBEAT, RankReady, RankReport
-from coserve.engine.ranks.channel import frame
 from coserve.engine.ranks.progress import Progress
 
 
@@ -19,13 +20,13 @@ class Monitor:
 
     def __init__(self, sock: socket.socket) -> None:
         self.progress = Progress()
-        self._socket, self._encoder, self._lock = sock, msgspec.msgpack.Encoder(), threading.Lock()
+        self._reports = Channel[RankReport, None](sock, msgspec.msgpack.Decoder(None))
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def report(self, report: RankReport) -> None:
         """Send a report; on any thread. Ignored if the daemon is gone, because this process then ends too."""
-        with self._lock, contextlib.suppress(OSError):
-            self._socket.sendall(frame(self._encoder, report))
+        with contextlib.suppress(PeerLost):
+            self._reports.send(report)
 
     def ready(self, device: str) -> None:
         """Report that the rank has started; `device`: cpu or cuda."""

@@ -15,14 +15,15 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from coserve.config import Config
+from coserve.core.channel import Channel
 from coserve.core.errors import ConfigError, EngineFault, StartupError
 from coserve.core.garbage import freeze_heap
+from coserve.core.link import PeerLost
 from coserve.core.logs.format import log_event
 from coserve.core.logs.setup import set_up_logging
 from coserve.core.ranks import JOIN_SECONDS, SILENCE, RankFailed, RankRefused
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.parts import EngineParts, set_up_threads
-from coserve.engine.ranks.channel import Channel, PeerLost
 from coserve.engine.ranks.commands import Answer, AnyCommand
 from coserve.engine.ranks.follower import Follower, FollowerParts
 from coserve.engine.ranks.followers import RankLost

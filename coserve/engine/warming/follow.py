@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 from collections.abc import Callable
 
 import msgspec
 
-from coserve.engine.warmup.messages import Progress
+from coserve.core.channel import AsyncChannel
+from coserve.core.link import PeerLost
+from coserve.engine.warmup.messages import Progress, WarmUpTask
 
 log = logging.getLogger(__name__)
 
@@ -22,17 +23,17 @@ async def follow(sock: socket.socket, told: Callable[[str, int], None]) -> tuple
     """Follow the warm-up's process until it has ended, and with it all processes that used the GPU. Returns notes for
     the operator. `told` is called with the current activity and the finished units. On cancellation, the process
     ends."""
-    reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 20)
+    channel = await AsyncChannel[WarmUpTask, Progress].open(sock, msgspec.msgpack.Decoder(Progress))
     last: Progress | None = None
     try:
-        while line := await reader.readline():
-            last = msgspec.json.decode(line, type=Progress)
+        while True:
+            last = await channel.receive()
             if not last.ended:
                 told(WAITS if last.waiting else COMPILES, last.done)
-    except (ConnectionError, ValueError):  # it was killed while it wrote
-        last = None
+    except PeerLost:
+        pass
     finally:
-        writer.close()
+        await channel.close()
     if last is None or not last.ended:
         log.error("%s", DIED)
         return (DIED,)

@@ -8,14 +8,16 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 import msgspec
 import torch
 from transformers.utils.logging import disable_progress_bar
 
 from coserve.config import Config, config_from_json
+from coserve.core.channel import Channel
 from coserve.core.errors import ConfigError, CoserveError
+from coserve.core.link import PeerLost
 from coserve.core.logs.setup import set_up_logging
 from coserve.engine.spatial.training_stream import sm_count_setter
 from coserve.engine.warming.compilations import watch_compilations
@@ -64,20 +66,20 @@ def load_few_layers(config: Config, rank: int, device: str) -> Base:
 
 
 def work(sock: socket.socket) -> None:
-    """Read the `WarmUpTask`, then names of parts (`warmup.parts`) as JSON lines; run each, and write `PartReport`
-    lines, until the other end closes."""
-    with sock.makefile("rb") as lines, suppress(ConnectionError):
-        if not (line := lines.readline()):
-            return
-        task = msgspec.json.decode(line, type=WarmUpTask)
+    """Receive the `WarmUpTask`, then names of parts (`warmup.parts`); run each, and send `PartReport`s, until the other
+    end closes."""
+    channel = Channel[PartReport, WarmUpTask | str](sock, msgspec.msgpack.Decoder(WarmUpTask | str))
+    with closing(channel), suppress(PeerLost):
+        task = channel.receive()
+        assert isinstance(task, WarmUpTask), "expected the task first"
         config = config_from_json(task.config.encode())
         set_up_logging("warm", config.logs)
         disable_progress_bar()
         torch.set_num_threads(THREADS)
-        worker = _Worker(config, task, lambda report: sock.sendall(msgspec.json.encode(report) + b"\n"))
+        worker = _Worker(config, task, channel.send)
         try:
-            for line in lines:
-                worker.run(msgspec.json.decode(line, type=str))
+            while isinstance(part := channel.receive(), str):
+                worker.run(part)
         finally:
             worker.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from coserve.config import Config, config_to_json
+from coserve.core.channel import frame
 from coserve.core.errors import StartupError
 from coserve.core.processes import spawn_child, usable_cores
 from coserve.engine.warmup.gpu import CONTEXT_BYTES, Gpu, find_gpu
@@ -37,7 +39,7 @@ CAPTURABLE = ("auto", "segmented")
 
 @dataclass(frozen=True)
 class StartedWarmUp:
-    """A warm-up's process. `socket`: it sends `Progress` lines, and closing it ends the process. `concurrent`: the
+    """A warm-up's process. `socket`: it sends `Progress`, and closing it ends the process. `concurrent`: the
     engine may load its base meanwhile."""
 
     task: WarmUpTask
@@ -95,7 +97,9 @@ def start_warm_up(config: Config) -> StartedWarmUp | None:
     task, concurrent = plan_warm_up(config, gpu, beside=None if base is None else CONTEXT_BYTES + base)
     ours, theirs = socket.socketpair()
     with theirs:
-        process = spawn_child(MODULE, theirs, msgspec.json.encode(task))
+        process = spawn_child(MODULE, theirs)
+    with contextlib.suppress(OSError):  # it has ended: `follow` notices
+        ours.sendall(frame(msgspec.msgpack.Encoder(), task))
     os.environ.update(compiler_environment(Path(task.folder)))
     return StartedWarmUp(task, concurrent, ours, process)
 

@@ -1,4 +1,4 @@
-"""JSON messages, one a line, between the processes of a warm-up."""
+"""Messages between the processes of a warm-up."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
 """A warm-up: check the cache folder, compile what is missing, update the manifest.
 
-`python -m coserve.engine.warmup.warm_up FD`, with the `WarmUpTask` as JSON on standard input, is the warm-up process of
-a starting engine. FD is one end of a socket pair: the process writes `Progress` lines to it, and ends when the other
-end closes. It imports no torch. As a thread of the engine it would delay the engine's imports.
+`python -m coserve.engine.warmup.warm_up FD` is the warm-up process of a starting engine. FD is one end of a channel:
+the process receives a `WarmUpTask`, sends `Progress`, and ends when the other end closes. It imports no torch. As a
+thread of the engine it would delay the engine's imports.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import sys
@@ -19,6 +18,8 @@ from pathlib import Path
 import msgspec
 
 from coserve.config import config_from_json
+from coserve.core.channel import AsyncChannel
+from coserve.core.link import PeerLost
 from coserve.core.logs.setup import set_up_logging
 from coserve.core.processes import obey_parent
 from coserve.engine.warmup import manifest
@@ -93,28 +94,30 @@ def _progress(schedule: PartSchedule, *, waiting: bool = False, ended: bool = Fa
     return Progress(done, total, notes, waiting=waiting, ended=ended)
 
 
-async def serve(task: WarmUpTask, sock: socket.socket) -> None:
-    """Warm up until all is done or the other end of `sock` closes."""
-    reader, writer = await asyncio.open_connection(sock=sock)
-    working = asyncio.create_task(warm_up(task, lambda progress: writer.write(msgspec.json.encode(progress) + b"\n")))
-    parent_gone = asyncio.create_task(reader.read())
-    await asyncio.wait({working, parent_gone}, return_when=asyncio.FIRST_COMPLETED)
-    parent_gone.cancel()
-    if not working.done():
-        working.cancel()
-        await asyncio.wait({working})
-    else:
-        working.result()
-    writer.close()
-    with contextlib.suppress(ConnectionError):
-        await writer.wait_closed()  # so that all lines are sent
+async def serve(sock: socket.socket) -> None:
+    """Receive a task and warm up until all is done or the other end of `sock` closes."""
+    channel = await AsyncChannel[Progress, WarmUpTask].open(sock, msgspec.msgpack.Decoder(WarmUpTask))
+    try:
+        task = await channel.receive()
+        set_up_logging("warm", config_from_json(task.config.encode()).logs)
+        working = asyncio.create_task(warm_up(task, channel.send))
+        parent_gone = asyncio.create_task(channel.receive())
+        await asyncio.wait({working, parent_gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            working.cancel()
+        parent_gone.cancel()
+        await asyncio.wait({working, parent_gone})
+        if not working.cancelled():
+            working.result()
+    except PeerLost:  # before the task came
+        pass
+    finally:
+        await channel.close()  # so that all messages are sent
 
 
 def main() -> None:
     obey_parent()
-    task = msgspec.json.decode(sys.stdin.buffer.read(), type=WarmUpTask)
-    set_up_logging("warm", config_from_json(task.config.encode()).logs)
-    asyncio.run(serve(task, socket.socket(fileno=int(sys.argv[1]))))
+    asyncio.run(serve(socket.socket(fileno=int(sys.argv[1]))))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import signal
-import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -14,7 +11,8 @@ from typing import Protocol
 
 import msgspec
 
-from coserve.core.processes import signal_child, start_child
+from coserve.core.channel import WorkerProcess
+from coserve.core.link import PeerLost
 from coserve.engine.warmup.messages import PartReport, WarmUpTask
 from coserve.engine.warmup.parts import PartSchedule
 
@@ -43,48 +41,33 @@ class Worker(Protocol):
 
 
 class ProcessWorker:
-    """Implements `Worker`: JSON lines over a socket pair."""
+    """Implements `Worker`."""
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        self._process, self._reader, self._writer = process, reader, writer
-        self._idle = True
+    def __init__(self, process: WorkerProcess[WarmUpTask | str, PartReport]) -> None:
+        self._process, self._idle = process, True
 
     @classmethod
     async def start(cls, task: WarmUpTask, environment: Mapping[str, str], module: str = MODULE) -> ProcessWorker:
         """Start the process. Raises `OSError`."""
-        ours, theirs = socket.socketpair()
-        reader, writer = await asyncio.open_connection(sock=ours)
-        try:
-            with theirs:
-                process = await start_child(module, theirs, stdin=asyncio.subprocess.DEVNULL, environment=environment)
-        except BaseException:
-            writer.close()
-            raise
-        writer.write(msgspec.json.encode(task) + b"\n")
-        return cls(process, reader, writer)
+        decoder = msgspec.msgpack.Decoder(PartReport)
+        process = await WorkerProcess[WarmUpTask | str, PartReport].start(module, decoder, environment=environment)
+        process.channel.send(task)
+        return cls(process)
 
     async def run(self, part: str) -> None:
         self._idle = False
-        self._writer.write(msgspec.json.encode(part) + b"\n")
+        self._process.channel.send(part)
 
     async def report(self) -> PartReport:
         try:
-            found = msgspec.json.decode(await self._reader.readline(), type=PartReport)
-        except (ConnectionError, ValueError):
+            found = await self._process.receive()
+        except PeerLost:
             return DIED
         self._idle = found.failure is None and found.done >= found.total
         return found
 
     async def close(self) -> None:
-        self._writer.close()
-        if self._idle:  # it ends by itself, after its child processes
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(END_TIMEOUT):
-                    await self._process.wait()
-        signal_child(self._process, signal.SIGKILL)
-        await self._process.wait()
+        await self._process.end(END_TIMEOUT if self._idle else 0.0)  # an idle one ends its child processes first
 
 
 async def run_parts(

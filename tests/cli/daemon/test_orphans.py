@@ -17,7 +17,7 @@ from tests.support.daemon_process import DaemonProcess
 MODULE = "tests.cli.daemon.test_orphans"
 STARTS = {
     "start_child": f"asyncio.run(start_child({MODULE!r}, theirs, stdin=asyncio.subprocess.DEVNULL))",
-    "spawn_child": f"spawn_child({MODULE!r}, theirs, b'')",
+    "spawn_child": f"spawn_child({MODULE!r}, theirs)",
 }
 SCRIPT = """
 import asyncio, socket, sys, time

@@ -6,12 +6,15 @@ import asyncio
 import os
 import signal
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from coserve.config import Config, config_to_json
+from coserve.core.channel import AsyncChannel, Channel
+from coserve.core.link import PeerLost
 from coserve.core.processes import spawn_child
 from coserve.engine.warmup import warm_up
 from coserve.engine.warmup.launch import MODULE
@@ -71,12 +74,17 @@ async def test_the_process_of_an_engine_reports_until_all_has_ended(
         await warm_up.compile_parts(task, (Part("a", 1), Part("b", 1)), lambda: start(tmp_path), report)
 
     monkeypatch.setattr(warm_up, "warm_up", work)
+    monkeypatch.setattr(warm_up, "set_up_logging", lambda *_: None)
     ours, theirs = socket.socketpair()
-    reader, writer = await asyncio.open_connection(sock=ours)
+    channel = await AsyncChannel[WarmUpTask, Progress].open(ours, msgspec.msgpack.Decoder(Progress))
+    channel.send(WarmUpTask(config_to_json(Config()).decode(), str(tmp_path / "cache"), {}, "8b", 1))
+    told = list[Progress]()
     async with asyncio.timeout(60):
-        await warm_up.serve(WarmUpTask("{}", str(tmp_path / "cache"), {}, "8b", 1), theirs)
-        told = [msgspec.json.decode(line, type=Progress) for line in (await reader.read()).splitlines()]
-    writer.close()
+        await warm_up.serve(theirs)
+        with suppress(PeerLost):
+            while True:
+                told.append(await channel.receive())
+    await channel.close()
     assert [(one.done, one.ended) for one in (told[0], told[-1])] == [(0, False), (2, True)]
 
 
@@ -85,8 +93,9 @@ def test_it_ends_with_the_engine(tmp_path: Path) -> None:
     task = WarmUpTask(config_to_json(config).decode(), str(tmp_path), {}, "8b", 1)
     ours, theirs = socket.socketpair()
     with theirs:
-        process = spawn_child(MODULE, theirs, msgspec.json.encode(task))
-    with ours.makefile("rb") as lines:
-        assert msgspec.json.decode(lines.readline(), type=Progress).done == 0
-    ours.close()
+        process = spawn_child(MODULE, theirs)
+    channel = Channel[WarmUpTask, Progress](ours, msgspec.msgpack.Decoder(Progress))
+    channel.send(task)
+    assert channel.receive().done == 0
+    channel.close()
     assert process.wait(60) == 0
