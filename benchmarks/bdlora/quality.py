@@ -51,10 +51,11 @@ from coserve.finetune.init import new_adapter
 from coserve.finetune.job import TrainingJob
 from coserve.finetune.job_checkpoint import JobCheckpoints
 from coserve.finetune.loop import TrainingLoop
+from coserve.finetune.losses.loss import Loss
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.passes.training_pass import TrainingPass
-from coserve.finetune.session import Loss, SliceTimer, TrainingSession
+from coserve.finetune.session import SliceTimer, TrainingSession
 from coserve.kernels.lora.backend import choose_backend
 from coserve.lora.files.bdlora import blocks_at, packed_shapes
 from coserve.lora.files.targets import resolve_targets
@@ -188,14 +189,13 @@ def run_job(
     optimizer = AdapterOptimizer(start, base.spec, training, base.dtype, device)
     session = TrainingSession(
         optimizer,
-        Loss(),
         seed=training.seed,
         dropout=start.settings.dropout,
         neftune_alpha=None,
         device=device,
         timer=timer,
     )
-    loop = TrainingLoop(spec, corpus, plan, session)
+    loop = TrainingLoop(spec, corpus, plan, session, Loss())
     job = TrainingJob(loop, JobCheckpoints(DataFolder(Path()), base.spec, loop, keep=1))  # none is saved
     runner, backend = MicroBatchRunner(base, recompute=False), choose_backend("auto", device, base.dtype)
     found: list[StepMetrics] = []

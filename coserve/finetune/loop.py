@@ -7,15 +7,19 @@ from collections.abc import Sequence
 from zlib import crc32
 
 import msgspec
+import torch
+from torch import Tensor
 
 from coserve.admission.treatment import Treatment
 from coserve.core.errors import NonFiniteLoss
 from coserve.core.step_metrics import Rewards, StepMetrics
 from coserve.core.types import AdapterRef, JobSpec
+from coserve.data.corpus.batch import Batch, corpus_batch
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.lr_schedule import learning_rate
 from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.losses.formulas import perplexity
+from coserve.finetune.losses.loss import Loss
 from coserve.finetune.memory_limits import MemoryLimits, MicroBatches
 from coserve.finetune.progress import TrainingProgress
 from coserve.finetune.session import FinishUpdate, TrainingSession, suspended
@@ -27,8 +31,8 @@ class TrainingLoop:
     """Optimizer steps, evaluations and early stopping of one job. `progress` is up to date whenever `run` is suspended,
     except during an update of the weights."""
 
-    def __init__(self, spec: JobSpec, corpus: Corpus, plan: BatchPlan, session: TrainingSession) -> None:
-        self.spec, self.plan, self.session = spec, plan, session
+    def __init__(self, spec: JobSpec, corpus: Corpus, plan: BatchPlan, session: TrainingSession, loss: Loss) -> None:
+        self.spec, self.plan, self.session, self._loss = spec, plan, session, loss
         self.progress = TrainingProgress()
         self._corpus = corpus
         self._validation_rows = plan.validation()
@@ -91,7 +95,7 @@ class TrainingLoop:
         Cheap if the step is prepared (`BatchPlan.prepared`).
         """
         treatment = self._limits.treatment if self._next is None else self._treatment
-        if self.progress.pending is not None or self.finished or treatment.recomputes or not self.session.loss.shares:
+        if self.progress.pending is not None or self.finished or treatment.recomputes or not self._loss.shares:
             return None
         return self._next or self._limits.cut(self.plan.step(self.progress.step).micro_batches)[0]
 
@@ -106,7 +110,7 @@ class TrainingLoop:
         while not self.finished:
             if self.progress.pending is None:
                 self.session.timer.restart()
-                if self.session.loss.teacher is not None and self._validation_rows and self.progress.step == 0:
+                if self._loss.teacher is not None and self._validation_rows and self.progress.step == 0:
                     await self._evaluate_start()
                 await self._optimizer_step()
                 if self._evaluation_is_due():
@@ -120,18 +124,19 @@ class TrainingLoop:
         step, session = self.progress.step, self.session
         batches = self.plan.step(step)
         session.optimizer.zero_grad()
-        summed = session.zero_sums()
+        summed = self._zero_sums()
         tokens = targets = denominator = 0
         for micro, rows in enumerate(self._cut(batches.micro_batches)):
             if micro:
                 self._next = rows
                 await session.next_micro_batch()
                 self._next = None
-            self._rows_in_progress, size, draw = rows, self.size(rows), (step << 32) | micro
-            summed += await session.forward_backward(self._corpus, rows, size, self._treatment, draw=draw)
-            tokens += size
-            targets += self._targets(rows)
-            denominator += self._denominator(rows)
+            self._rows_in_progress, batch = rows, corpus_batch(self._corpus, rows)
+            draw = (step << 32) | micro
+            summed += (await session.forward_backward(batch, self._loss, self._treatment, draw=draw)).sums
+            tokens += batch.tokens
+            targets += batch.targets
+            denominator += self._denominator(batch)
         norm, sums = await session.divide_grads(denominator, summed)
         loss, accuracy, *rewards = _means(sums, denominator, targets)
         self._check_finite(loss, "loss")
@@ -207,14 +212,14 @@ class TrainingLoop:
     async def _validation(self) -> list[float]:
         """Return means over the validation rows: loss, token accuracy, and with a DPO loss three more."""
         session, targets, denominator = self.session, 0, 0
-        summed = session.zero_sums()
+        summed = self._zero_sums()
         for micro, rows in enumerate(self._cut(self._validation_rows)):
             if micro:
                 await session.next_micro_batch()
-            self._rows_in_progress = rows
-            summed += await session.forward(self._corpus, rows, self.size(rows), self._treatment)
-            targets += self._targets(rows)
-            denominator += self._denominator(rows)
+            self._rows_in_progress, batch = rows, corpus_batch(self._corpus, rows)
+            summed += (await session.forward(batch, self._loss, self._treatment)).sums
+            targets += batch.targets
+            denominator += self._denominator(batch)
         self._rows_in_progress = None
         means = _means(await session.read(summed), denominator, targets)
         self._check_finite(means[0], "validation loss")
@@ -227,7 +232,7 @@ class TrainingLoop:
 
     def _perplexity(self, loss: float) -> float | None:
         """Perplexity of a loss; None if the loss is no likelihood."""
-        return perplexity(loss) if self.session.loss.shares else None
+        return perplexity(loss) if self._loss.shares else None
 
     def _finish_step(self) -> StepMetrics:
         """Return the pending metrics, now complete, and update early stopping."""
@@ -254,13 +259,12 @@ class TrainingLoop:
                 advice = f"continue_from names {self.spec.init_from}: its weights are too large"
             raise NonFiniteLoss(f"the {name} is not finite {when}; {advice}")
 
-    def _denominator(self, rows: Sequence[int]) -> int:
-        """Denominator of these rows' mean loss: their target tokens, or their pairs."""
-        return self._targets(rows) if self.session.loss.beta is None else len(rows)
+    def _denominator(self, batch: Batch) -> int:
+        """Denominator of the batch's mean loss: its target tokens, or its pairs."""
+        return batch.targets if self._loss.beta is None else batch.rows
 
-    def _targets(self, rows: Sequence[int]) -> int:
-        """Target tokens of these rows."""
-        return sum(int(self._corpus.row(row)[1].sum()) for row in rows)
+    def _zero_sums(self) -> Tensor:
+        return torch.zeros(self._loss.sums, dtype=torch.float64, device=self.session.device)
 
 
 def _means(sums: Sequence[float], denominator: int, targets: int) -> list[float]:

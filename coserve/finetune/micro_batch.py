@@ -25,7 +25,7 @@ from torch import Tensor
 from coserve.admission.micro_batch import TEACHER_SHARE
 from coserve.core.gpu_memory import Kept
 from coserve.core.types import MicroStep
-from coserve.data.corpus.tokenized import Corpus
+from coserve.data.corpus.batch import Batch
 from coserve.finetune.embedding_noise import EmbeddingNoise, add_noise
 from coserve.finetune.layers.compiled import CompiledLayerPass, levels_of, takes
 from coserve.finetune.layers.eager import EagerLayerPass
@@ -36,9 +36,12 @@ from coserve.finetune.losses.chunked import (
     Divergence,
     Likelihood,
     Preference,
+    SoftTargets,
     TargetChunk,
+    TokenFunction,
     target_chunks,
 )
+from coserve.finetune.losses.loss import Loss, TokenLoss
 from coserve.finetune.packed_rows import PackedRows
 from coserve.kernels.attention.interface import Attention
 from coserve.kernels.attention.packed import PackedAttention
@@ -62,13 +65,10 @@ MicroSteps = Generator[MicroStep, None, Tensor]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A job's request to compute rows with its adapter."""
+    """A session's request to compute rows with its adapter."""
 
-    corpus: Corpus
-    rows: tuple[int, ...]
-    """Indices into the corpus."""
-    tokens: int
-    """Total tokens of the rows."""
+    batch: Batch
+    loss: Loss
     weights: LoraWeights
     trainable: LayerTensors
     grads: LayerTensors
@@ -77,11 +77,6 @@ class MicroBatch:
     """Forward and backward; False: an evaluation."""
     dropout: DropoutSpec | None = None
     noise: EmbeddingNoise | None = None
-    teacher: LoraWeights | None = None
-    beta: float | None = None
-    """Beta of a DPO loss; None: another loss."""
-    reference: LoraWeights | None = None
-    """Reference adapter of a DPO loss; None: the base."""
     recomputed: int = 0
     """`Treatment.recomputed`."""
     partly: int = 0
@@ -127,6 +122,7 @@ class MicroBatchRunner:
         teacher: LoraBatch | None = None,
         beta: float | None = None,
         reference: LoraBatch | None = None,
+        tokens: TokenLoss | None = None,
         recomputed: int = 0,
         partly: int = 0,
         for_compiled: bool = False,
@@ -137,7 +133,8 @@ class MicroBatchRunner:
 
         The loss is the targets' NLL. With a `teacher` (one job only) it is the divergence from the teacher's
         distributions at the targets. With `beta` it is the DPO loss of the rows, which are pairs of one job, relative
-        to `reference` (None: the base); the sums are then those of `losses.chunked.Preference` (fp64, (1, 5)).
+        to `reference` (None: the base); the sums are then those of `losses.chunked.Preference` (fp64, (1, 5)). With
+        `tokens` it is this loss of one job; the log-probabilities follow the sums (`losses.chunked.TokenFunction`).
 
         `trainable[i]`: tensors of `lora` at layer i's sites, of all jobs, requiring gradients. `grads`: fp32, same
         shapes; the pairs' `MainGrads` if they have any. The sums are not divided by the number of targets, so
@@ -153,7 +150,7 @@ class MicroBatchRunner:
         inputs = self._embed(rows)
         recomputed = layers if self._recompute else recomputed
         levels = levels_of(layers, first, recomputed, partly)
-        loss = yield from self._loss(rows, inputs, teacher, beta, reference, levels, MicroStep.FORWARD)
+        loss = yield from self._loss(rows, inputs, teacher, beta, reference, tokens, levels, MicroStep.FORWARD)
         if any(noises):
             add_noise(inputs.h_1TD, rows, noises)
         context, h_1TD = self._base.prepare(lora), inputs.h_1TD
@@ -186,10 +183,11 @@ class MicroBatchRunner:
         teacher: LoraBatch | None = None,
         beta: float | None = None,
         reference: LoraBatch | None = None,
+        tokens: TokenLoss | None = None,
     ) -> MicroSteps:
         """Return what `forward_backward` returns, without gradients."""
         inputs, levels = self._embed(rows), (Kept.ALL,) * len(self._base.layers)
-        loss = yield from self._loss(rows, inputs, teacher, beta, reference, levels, MicroStep.EVALUATE)
+        loss = yield from self._loss(rows, inputs, teacher, beta, reference, tokens, levels, MicroStep.EVALUATE)
         h_1TD = yield from self._hidden(inputs, lora, levels, MicroStep.EVALUATE_HEAD, in_pool=True)
         for number, chunk in enumerate(self._target_chunks(rows, loss)):
             if number:
@@ -204,6 +202,7 @@ class MicroBatchRunner:
         teacher: LoraBatch | None,
         beta: float | None,
         reference: LoraBatch | None,
+        tokens: TokenLoss | None,
         levels: Sequence[Kept],
         then: MicroStep,
     ) -> Generator[MicroStep, None, ChunkedLoss]:
@@ -228,6 +227,8 @@ class MicroBatchRunner:
                 self._head(h_1TD, inputs, chunk, likelihood, None)
                 yield MicroStep.EVALUATE_HEAD if number < len(chunks) else then
             return Preference(rows, likelihood.finish(None), beta, shard)
+        if tokens is not None:
+            return (SoftTargets if rows.labels_K.ndim > 1 else TokenFunction)(rows, tokens, shard)
         return Likelihood(rows, rows.job_targets, shard)
 
     def _hidden(
@@ -266,8 +267,8 @@ class MicroBatchRunner:
         return self._cut.embed(rows.tokens_T, rows.positions_T, self._attention(rows.bounds))
 
     def _target_chunks(self, rows: PackedRows, loss: ChunkedLoss) -> list[TargetChunk]:
-        taught = isinstance(loss, Divergence)
-        return target_chunks(rows, max(4, self.targets_at_once // TEACHER_SHARE) if taught else self.targets_at_once)
+        wide = isinstance(loss, Divergence | SoftTargets)  # several logits of each target at once, or gathered ones
+        return target_chunks(rows, max(4, self.targets_at_once // TEACHER_SHARE) if wide else self.targets_at_once)
 
     def _head(
         self, h_1TD: Tensor, inputs: LayerInputs, chunk: TargetChunk, loss: ChunkedLoss, gradient_1TD: Tensor | None

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from coserve.core.errors import InvalidRequest
+from coserve.data.corpus.batch import Batch, Example, Floats, corpus_batch
 from coserve.data.corpus.tokenized import Corpus
 
 ALIGNED = 16
@@ -21,10 +23,19 @@ ALIGNED = 16
 
 
 @dataclass(frozen=True)
+class TargetValues:
+    """Numbers that token losses read of each target, fp32: see `Example`."""
+
+    weights_K: Tensor | None = None  # noqa: N815
+    sampled_K: Tensor | None = None  # noqa: N815
+    advantages_K: Tensor | None = None  # noqa: N815
+
+
+@dataclass(frozen=True)
 class PackedRows:
-    """A packed batch. Token t of `keep_K` predicts `labels_K`, both in token order. All tensors are int64. Sequence i
-    is `bounds[i]:bounds[i + 1]`: a row, or half of a pair. The rows of each job are contiguous. Padding tokens, which
-    belong to no job, form one last sequence."""
+    """A packed batch. Token t of `keep_K` predicts `labels_K` (K), or one of several candidates (K, C), in token order.
+    These tensors are int64. Sequence i is `bounds[i]:bounds[i + 1]`: a row, or half of a pair. The rows of each job are
+    contiguous. Padding tokens, which belong to no job, form one last sequence."""
 
     tokens_T: Tensor  # noqa: N815
     positions_T: Tensor  # noqa: N815
@@ -37,6 +48,7 @@ class PackedRows:
     """For pairs: targets of each sequence (Q). A pair's two sequences are adjacent."""
     sequences_T: Tensor | None = None  # noqa: N815
     """For pairs: the sequence index of each token."""
+    values: TargetValues = TargetValues()
 
     @property
     def tokens(self) -> int:
@@ -63,49 +75,66 @@ class PackedRows:
 
 
 def pack_rows(corpus: Corpus, rows: Sequence[int], device: torch.device) -> PackedRows:
-    """Concatenate rows of the corpus, given by index; attention treats each as its own sequence."""
-    return pack_jobs([(corpus, rows)], device)
+    """Pack rows of the corpus, given by index."""
+    return pack_jobs([corpus_batch(corpus, rows)], device)
 
 
-def pack_jobs(jobs: Sequence[tuple[Corpus, Sequence[int]]], device: torch.device, tokens_in_all: int = 0) -> PackedRows:
-    """Like `pack_rows`, for several jobs: each job's corpus and row indices. Padded to `tokens_in_all`."""
-    own = [[part for row in rows for part in corpus.sequences(row)] for corpus, rows in jobs]
-    parts = [part for job in own for part in job]
-    sequences = np.repeat(np.arange(len(parts)), [len(part) for part, _ in parts])
-    missing = max(0, tokens_in_all - len(sequences))
-    positions = [np.arange(len(part)) for part, _ in parts]
-    if missing:  # may exceed the model's positions, so all padding is at position 0
-        parts.append((np.zeros(missing, np.int32), np.zeros(missing, np.bool_)))
-        positions.append(np.zeros(missing, np.int64))
-    tokens = np.concatenate([tokens for tokens, _ in parts]).astype(np.int64)
-    targets = np.flatnonzero(np.concatenate([target for _, target in parts]))
-    lengths = [len(part) for part, _ in parts]
-    position = np.concatenate(positions)
-    assert not (position[targets] == 0).any(), "a sequence's first token is never a target"
-    paired = all(corpus.splits is not None for corpus, _ in jobs)
-    arrays = [tokens, position, targets - 1, tokens[targets]]
+def pack_jobs(batches: Sequence[Batch], device: torch.device, tokens_in_all: int = 0) -> PackedRows:
+    """Concatenate the examples of each job's batch; attention treats each as its own sequence. Padded to
+    `tokens_in_all`."""
+    examples = [example for batch in batches for example in batch.examples]
+    lengths = [len(example.tokens_N) for example in examples]
+    missing = max(0, tokens_in_all - sum(lengths))
+    starts = (0, *np.cumsum(lengths).tolist())
+    arrays = [
+        np.pad(np.concatenate([example.tokens_N for example in examples]).astype(np.int64), (0, missing)),
+        np.pad(np.concatenate([np.arange(length) for length in lengths]), (0, missing)),  # padding: at position 0
+        np.concatenate([start + example.after_K for start, example in zip(starts, examples, strict=False)]),
+        _labels(examples),
+    ]
+    paired = all(batch.pairs for batch in batches)
     if paired:
-        arrays.append(np.pad(sequences, (0, missing)))
+        arrays.append(np.pad(np.repeat(np.arange(len(examples)), lengths), (0, missing)))
     moved = _moved(arrays, device)
     return PackedRows(
         tokens_T=moved[0],
         positions_T=moved[1],
-        bounds=(0, *np.cumsum(lengths).tolist()),
+        bounds=(*starts, starts[-1] + missing) if missing else starts,
         keep_K=moved[2],
         labels_K=moved[3],
-        jobs=tuple((sum(len(row) for row, _ in job), sum(int(target.sum()) for _, target in job)) for job in own),
-        sequence_targets=tuple(int(target.sum()) for job in own for _, target in job) if paired else (),
+        jobs=tuple((batch.tokens, batch.targets) for batch in batches),
+        sequence_targets=tuple(len(example.after_K) for example in examples) if paired else (),
         sequences_T=moved[4] if paired else None,
+        values=TargetValues(
+            _values([example.weights_K for example in examples], device),
+            _values([example.sampled_K for example in examples], device),
+            _values([example.advantages_K for example in examples], device),
+        ),
     )
+
+
+def _labels(examples: Sequence[Example]) -> NDArray[np.int64]:
+    shapes = {example.labels_K.shape[1:] for example in examples}
+    if len(shapes) > 1:
+        raise InvalidRequest("expected equally many candidates for the targets of all rows")
+    return np.concatenate([example.labels_K for example in examples])
+
+
+def _values(given: Sequence[Floats | None], device: torch.device) -> Tensor | None:
+    found = [values for values in given if values is not None]
+    if len(found) < len(given):
+        return None
+    host = torch.from_numpy(np.concatenate(found))
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def _moved(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list[Tensor]:
     """Copy the arrays to the device at once. The host memory is pinned, so this does not wait for a GPU; torch keeps it
     until the copy has ended. Each array is aligned to `ALIGNED` elements, since Triton recompiles a kernel for
     unaligned tensors."""
-    starts = [0, *accumulate(-(-len(array) // ALIGNED) * ALIGNED for array in arrays)]
+    starts = [0, *accumulate(-(-array.size // ALIGNED) * ALIGNED for array in arrays)]
     host = torch.zeros(starts[-1], dtype=torch.int64, pin_memory=device.type == "cuda")
     for start, array in zip(starts, arrays, strict=False):
-        host[start : start + len(array)] = torch.from_numpy(array)
+        host[start : start + array.size] = torch.from_numpy(array.reshape(-1))
     whole = host.to(device, non_blocking=True)
-    return [whole[start : start + len(array)] for start, array in zip(starts, arrays, strict=False)]
+    return [whole[start : start + array.size].view(array.shape) for start, array in zip(starts, arrays, strict=False)]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from types import coroutine
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,9 @@ from torch import Tensor
 from coserve.admission.optimizers import BEST, WEIGHTS, StateKind
 from coserve.core.step_metrics import StepMetrics
 from coserve.core.types import MicroStep
-from coserve.data.corpus.tokenized import Corpus
+from coserve.data.corpus.batch import Batch
 from coserve.finetune.embedding_noise import EmbeddingNoise
+from coserve.finetune.losses.loss import Loss
 from coserve.finetune.memory_limits import StepTreatment
 from coserve.finetune.micro_batch import MicroBatch
 from coserve.finetune.optimizer import AdapterOptimizer
@@ -38,8 +39,9 @@ Event = MicroBatch | MicroStep | Boundary | StepMetrics
 """The event that a training coroutine suspends with: a micro-batch to compute, its own micro-step of this kind, a
 `Boundary`, or the metrics of a finished optimizer step."""
 Training = Coroutine[Event, Tensor | None, None]
-"""A training coroutine. A `MicroBatch` is answered with its sums, fp64 (2), or (5) for DPO: see
+"""A training coroutine. A `MicroBatch` is answered with its row of the result of
 `MicroBatchRunner.forward_backward`."""
+AS_CONFIGURED = StepTreatment(0, 0, False)
 
 
 @coroutine
@@ -81,27 +83,13 @@ class SliceTimer:
         return self._before + (0.0 if self._began is None else self._clock() - self._began)
 
 
-@dataclass(frozen=True)
-class Loss:
-    """The loss that a forward sums over its targets: their negative log-likelihood, unless a field is set."""
+class Computed(NamedTuple):
+    """The result of a forward, on the device (fp64)."""
 
-    teacher: LoraWeights | None = None
-    """Use the divergence from this adapter's distributions: this rank's shard, in the base's dtype."""
-    beta: float | None = None
-    """Use the DPO loss of pairs of rows, with this beta."""
-    reference: LoraWeights | None = None
-    """Reference adapter of a DPO loss, in the same form as `teacher`; None: the base."""
-
-    @property
-    def shares(self) -> bool:
-        """Whether a forward may include rows of other sessions."""
-        return self.teacher is None and self.beta is None
-
-    @property
-    def sums(self) -> int:
-        """Number of sums of a forward: the loss and correct predictions, and for DPO three more
-        (`losses.chunked.Preference`)."""
-        return 2 if self.beta is None else 5
+    sums: Tensor
+    """The loss, and how many targets were predicted; for DPO also the sums of rewards (`Loss.sums`)."""
+    log_probs: Tensor
+    """With a token loss: the log-probability (nats) of each target, or of each of its candidates, flat."""
 
 
 class TrainingSession:
@@ -110,7 +98,6 @@ class TrainingSession:
     def __init__(
         self,
         optimizer: AdapterOptimizer,
-        loss: Loss,
         *,
         seed: int,
         dropout: float,
@@ -123,7 +110,7 @@ class TrainingSession:
         """`check_peers` is called before results of collectives are committed; it raises if another rank has failed.
         `overlapped`: slices are only launched; device results are read in a separate micro-step
         (`MicroStep.RESULT`)."""
-        self.optimizer, self.loss, self.timer, self.device = optimizer, loss, timer, device
+        self.optimizer, self.timer, self.device = optimizer, timer, device
         self._seed, self._dropout, self._alpha = seed, dropout, neftune_alpha
         self._check_peers, self._overlapped = check_peers, overlapped
         self._updating = False
@@ -132,18 +119,18 @@ class TrainingSession:
     # ---- verbs
 
     async def forward_backward(
-        self, corpus: Corpus, rows: tuple[int, ...], tokens: int, how: StepTreatment, *, draw: int
-    ) -> Tensor:
-        """Add the gradients of these rows' summed loss to the sums; return the loss sums (fp64, (`loss.sums`)). Dropout
-        and noise are functions of the seed and of `draw` (64 bits)."""
+        self, batch: Batch, loss: Loss, how: StepTreatment = AS_CONFIGURED, *, draw: int = 0
+    ) -> Computed:
+        """Add the gradients of the batch's summed loss to the sums. Dropout and noise are functions of the seed and of
+        `draw` (64 bits)."""
         seed, p, alpha = (self._seed << 96) | draw, self._dropout, self._alpha
         dropout = DropoutSpec(p, seed) if p > 0 else None
         noise = None if alpha is None else EmbeddingNoise(alpha, seed)
-        return await self._computed(corpus, rows, tokens, how, learns=True, dropout=dropout, noise=noise)
+        return await self._computed(batch, loss, how, learns=True, dropout=dropout, noise=noise)
 
-    async def forward(self, corpus: Corpus, rows: tuple[int, ...], tokens: int, how: StepTreatment) -> Tensor:
+    async def forward(self, batch: Batch, loss: Loss, how: StepTreatment = AS_CONFIGURED) -> Computed:
         """Like `forward_backward`, without gradients, dropout and noise."""
-        return await self._computed(corpus, rows, tokens, how, learns=False)
+        return await self._computed(batch, loss, how, learns=False)
 
     async def divide_grads(self, denominator: int, sums: Tensor) -> tuple[float, list[float]]:
         """Divide the gradient sums by `denominator`. Returns their norm and the values of `sums`, in the step's only
@@ -183,39 +170,31 @@ class TrainingSession:
 
     async def _computed(
         self,
-        corpus: Corpus,
-        rows: tuple[int, ...],
-        tokens: int,
+        batch: Batch,
+        loss: Loss,
         how: StepTreatment,
         *,
         learns: bool,
         dropout: DropoutSpec | None = None,
         noise: EmbeddingNoise | None = None,
-    ) -> Tensor:
-        sums = await suspended(
+    ) -> Computed:
+        found = await suspended(
             MicroBatch(
-                corpus,
-                rows,
-                tokens,
+                batch,
+                loss,
                 self.optimizer.weights(),
                 self.optimizer.trainable,
                 self.optimizer.grads,
                 learns=learns,
                 dropout=dropout,
                 noise=noise,
-                teacher=self.loss.teacher,
-                beta=self.loss.beta,
-                reference=self.loss.reference,
                 recomputed=how.recomputed,
                 partly=how.partly,
                 for_compiled=how.compiled,
             )
         )
-        assert sums is not None, "expected the micro-batch's sums"
-        return sums
-
-    def zero_sums(self) -> Tensor:
-        return torch.zeros(self.loss.sums, dtype=torch.float64, device=self.device)
+        assert found is not None, "expected the micro-batch's result"
+        return Computed(found[: loss.sums], found[loss.sums :])
 
     # ---- its state
 

@@ -31,6 +31,7 @@ from coserve.finetune.layers.compiled import uncompiled
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.loop import TrainingLoop
 from coserve.finetune.lora_tensors import cast, cast_learning
+from coserve.finetune.losses.loss import Loss
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.outcome import PEER_FAILED, Outcome, Retry
@@ -38,7 +39,7 @@ from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.passes.passes import TrainingPasses
 from coserve.finetune.passes.training_pass import TrainingPass
 from coserve.finetune.publication import Published, Snapshot, publication, snapshot
-from coserve.finetune.session import Loss, SliceTimer, TrainingSession
+from coserve.finetune.session import SliceTimer, TrainingSession
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.lora.store.store import AdapterStore
 from coserve.model.base import Base
@@ -355,7 +356,6 @@ class Trainer:
         )
         session = TrainingSession(
             optimizer,
-            self._loss(spec, start),
             seed=spec.training.seed,
             dropout=spec.lora.dropout,
             neftune_alpha=spec.training.neftune_alpha,
@@ -364,7 +364,7 @@ class Trainer:
             check_peers=self._guard.check,
             overlapped=self._overlapped,
         )
-        loop = TrainingLoop(spec, corpus, plan, session)
+        loop = TrainingLoop(spec, corpus, plan, session, self._loss(spec, start))
         check()
         checkpoints = JobCheckpoints(self._folder, base.spec, loop, keep=self._settings.keep_checkpoints)
         checkpoints.resume()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from coserve.data.corpus.batch import corpus_batch
 from coserve.finetune.losses.chunked import Likelihood, target_chunks
 from coserve.finetune.packed_rows import PackedRows, pack_jobs, pack_rows
 from tests.support.finetuning import random_corpus
@@ -15,7 +16,8 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("size", [1, 4, 100])
 def test_sums_of_several_jobs_in_chunks_that_cut_them(size: int) -> None:
-    rows = pack_jobs([(random_corpus(1), [0, 3]), (random_corpus(2), [1]), (random_corpus(3), [2, 4, 0])], CPU)
+    jobs = [(random_corpus(1), [0, 3]), (random_corpus(2), [1]), (random_corpus(3), [2, 4, 0])]
+    rows = pack_jobs([corpus_batch(*job) for job in jobs], CPU)
     logits = torch.randn(rows.targets, 40, generator=torch.Generator().manual_seed(0)).requires_grad_()
     losses = functional.cross_entropy(logits, rows.labels_K % 40, reduction="none")
     (gradient,) = torch.autograd.grad(losses.sum(), logits)

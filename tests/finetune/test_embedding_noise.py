@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from coserve.core.types import LoraSettings, TrainingSettings
+from coserve.data.corpus.batch import corpus_batch
 from coserve.finetune.embedding_noise import EmbeddingNoise, add_noise
 from coserve.finetune.init import new_adapter
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
@@ -38,7 +39,8 @@ def test_each_sequence_has_noise_by_its_own_length() -> None:
 
 def test_a_jobs_noise_is_the_same_in_company() -> None:
     one, other = random_corpus(0), random_corpus(1)
-    rows = pack_jobs([(other, (0, 1)), (one, (2, 0, 3)), (other, (4,))], CPU)
+    jobs = [(other, (0, 1)), (one, (2, 0, 3)), (other, (4,))]
+    rows = pack_jobs([corpus_batch(*job) for job in jobs], CPU)
     first, last = rows.token_bounds[1:3]
     h_1TD = torch.zeros(1, rows.tokens, 32)
     add_noise(h_1TD, rows, (None, NOISE, None))

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from coserve.core.step_metrics import StepMetrics
 from coserve.core.types import MicroStep
-from coserve.finetune.memory_limits import StepTreatment
+from coserve.data.corpus.batch import corpus_batch
+from coserve.finetune.losses.loss import Loss
 from coserve.finetune.micro_batch import MicroBatch, MicroBatchRunner, run_to_end
-from coserve.finetune.packed_rows import pack_rows
-from coserve.finetune.session import Boundary, Event, FinishUpdate, Loss, SliceTimer, Training, TrainingSession
+from coserve.finetune.packed_rows import pack_jobs
+from coserve.finetune.session import Boundary, Event, FinishUpdate, SliceTimer, Training, TrainingSession
 from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base
 from coserve.model.lora import LoraBatch
@@ -21,7 +22,6 @@ from tests.support.finetuning import CPU, random_corpus, started, tiny_base
 from tests.support.lora_backends import GROUPED
 
 CORPUS = random_corpus()
-AS_PLANNED = StepTreatment(0, 0, False)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,6 @@ def base() -> Base:
 def session_on(base: Base, *, overlapped: bool = False) -> TrainingSession:
     return TrainingSession(
         started(base),
-        Loss(),
         seed=1,
         dropout=0.0,
         neftune_alpha=None,
@@ -40,10 +39,6 @@ def session_on(base: Base, *, overlapped: bool = False) -> TrainingSession:
         timer=SliceTimer(lambda: 0.0),
         overlapped=overlapped,
     )
-
-
-def size(rows: tuple[int, ...]) -> int:
-    return sum(len(CORPUS.row(row)[0]) for row in rows)
 
 
 def drive(base: Base, training: Training) -> list[str]:
@@ -58,7 +53,7 @@ def drive(base: Base, training: Training) -> list[str]:
         events.append(type(event).__name__ if isinstance(event, MicroBatch) else event.name)
         answer = None
         if isinstance(event, MicroBatch):
-            rows = pack_rows(event.corpus, event.rows, CPU)
+            rows = pack_jobs([event.batch], CPU)
             lora = LoraBatch(Segments((0, rows.tokens), (0,)), (event.weights,), GROUPED)
             steps = (
                 runner.forward_backward(rows, lora, event.trainable, event.grads)
@@ -82,11 +77,11 @@ def test_gradients_of_micro_batches_add_up_until_a_step(base: Base, overlapped: 
 
         async def train(session: TrainingSession = session, parts: tuple[tuple[int, ...], ...] = parts) -> None:
             session.optimizer.zero_grad()
-            sums = session.zero_sums()
+            sums = torch.zeros(2, dtype=torch.float64)
             for number, rows in enumerate(parts):
-                sums += await session.forward_backward(CORPUS, rows, size(rows), AS_PLANNED, draw=number)
+                sums += (await session.forward_backward(corpus_batch(CORPUS, rows), Loss(), draw=number)).sums
                 await session.next_micro_batch()
-            (held, _) = await session.read(await session.forward(CORPUS, (3,), size((3,)), AS_PLANNED))
+            (held, _) = await session.read((await session.forward(corpus_batch(CORPUS, (3,)), Loss())).sums)
             norm, (loss, _) = await session.divide_grads(10, sums)
             await session.optim_step(0.01, norm)
             numbers.append((held, norm, loss))

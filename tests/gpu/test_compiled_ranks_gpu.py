@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from coserve.core.types import TrainingSettings
+from coserve.data.corpus.batch import corpus_batch
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
@@ -74,7 +75,7 @@ def _train(mesh: Mesh, folder: str, strategy: str, kind: Kind, layers: str, dtyp
     losses, norms, kept, calls = list[float](), list[float](), KeptLora(), dict[str, int]()
     tokens = sum(CORPUS.lengths)
     for _ in range(STEPS):
-        rows = pack_jobs([(CORPUS, range(4))], base.device, runner.padded_size(int(tokens)))
+        rows = pack_jobs([corpus_batch(CORPUS, range(4))], base.device, runner.padded_size(int(tokens)))
         segments = Segments(rows.segment_bounds, (0,))
         lora = LoraBatch(segments, (optimizer.weights(),), SEGMENTED, kept=kept)
         mesh.traffic.clear()

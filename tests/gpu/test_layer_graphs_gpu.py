@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from coserve.core.types import LoraSettings, TrainingSettings
+from coserve.data.corpus.batch import corpus_batch
 from coserve.finetune.init import new_adapter
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
@@ -49,7 +50,7 @@ def gradients(
     for own, _ in jobs:
         own.zero_grad()
     tokens = sum(len(part) for _, rows in jobs for row in rows for part, _ in CORPUS.sequences(row))
-    packed = pack_jobs([(CORPUS, rows) for _, rows in jobs], DEVICE, runner.padded_size(tokens))
+    packed = pack_jobs([corpus_batch(CORPUS, rows) for _, rows in jobs], DEVICE, runner.padded_size(tokens))
     segments = Segments(packed.segment_bounds, tuple(range(len(jobs))))
     lora = LoraBatch(segments, tuple(own.weights() for own, _ in jobs), SEGMENTED)
     trainable, grads = (

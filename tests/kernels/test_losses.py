@@ -27,6 +27,10 @@ DIVERGENCES = {
     "kernel": partial(launch.divergence_, **SMALL),
     "torch": lambda *given: formulas.divergence_(*given, None),
 }
+SOFT = {
+    "kernel": partial(launch.soft_cross_entropy_, **SMALL),
+    "torch": lambda *given: formulas.soft_cross_entropy_(*given, None),
+}
 by = pytest.mark.parametrize("by", ["kernel", "torch"])
 
 
@@ -75,6 +79,26 @@ def test_divergences_and_their_gradients(by: str, dtype: torch.dtype, rows: int,
         return functional.kl_div(logits.log_softmax(-1), taught, reduction="none", log_target=True).sum(1)
 
     check(DIVERGENCES[by], losses_of, random_logits(rows, vocab, dtype), labels, teacher)
+
+
+@by
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("rows", "vocab", "candidates"), [(1, 1, 1), (3, 40, 5), (9, 101, 20)])
+def test_soft_cross_entropies_and_their_gradients(
+    by: str, dtype: torch.dtype, rows: int, vocab: int, candidates: int
+) -> None:
+    """Weights have either sign, and a candidate may be listed twice."""
+    logits, labels = random_logits(rows, vocab, dtype), labels_of(rows * candidates, vocab).view(rows, candidates)
+    weights = torch.randn(rows, candidates, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    exact = logits.detach().double().requires_grad_()
+    losses = -exact.log_softmax(-1).gather(1, labels)
+    (gradient,) = torch.autograd.grad((weights * losses).sum(), exact)
+    found = torch.full((rows, candidates + 1), math.nan, dtype=torch.float64, device=DEVICE)
+    SOFT[by](logits, labels, weights, found)
+    torch.testing.assert_close(found[:, :-1], losses.detach(), rtol=1e-5, atol=1e-5)
+    assert found[:, -1].tolist() == (exact.gather(1, labels[:, :1])[:, 0] == exact.amax(1)).double().tolist()
+    bound = TOLERANCES[dtype] * max(1.0, float(weights.abs().sum(1).max()))
+    torch.testing.assert_close(logits.double(), gradient, rtol=TOLERANCES[dtype], atol=bound)
 
 
 @by

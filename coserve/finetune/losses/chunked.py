@@ -1,7 +1,7 @@
 """The loss of a micro-batch and its count of correct predictions, computed from target logits chunk by chunk: the
 logits of all targets are never in memory at once.
 
-Letters: T packed tokens, D hidden, V vocabulary, K targets, J jobs, Q sequences.
+Letters: T packed tokens, D hidden, V vocabulary, K targets, C candidates of a target, J jobs, Q sequences.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from coserve.finetune.losses.formulas import divergence_, negative_log_likelihood_, preference
+from coserve.finetune.losses.formulas import (
+    divergence_,
+    negative_log_likelihood_,
+    preference,
+    soft_cross_entropy_,
+)
+from coserve.finetune.losses.loss import TokenLoss
 from coserve.finetune.packed_rows import PackedRows
 from coserve.model.parallel.vocabulary import VocabularyShard
 
@@ -106,6 +112,49 @@ class Preference(Likelihood):
             assert self._sequences_T is not None, "expected rows of pairs"
             gradient_1TD *= slopes_P2.view(-1).float()[self._sequences_T, None]
         return torch.cat((sums[:1], found_Q2[:, 1].sum(0, keepdim=True), sums[1:]))[None]
+
+
+class TokenFunction(Likelihood):
+    """A loss that is a function of each target's log-probability. Result: fp64 (1, 2 + K): as in `Likelihood`, then the
+    log-probabilities.
+
+    As in `Preference`, the derivative with respect to a target's log-probability scales the gradient of its state.
+    """
+
+    def __init__(self, rows: PackedRows, loss: TokenLoss, shard: VocabularyShard | None) -> None:
+        super().__init__(rows, rows.job_targets, shard)
+        self._rows, self._loss = rows, loss
+
+    def finish(self, gradient_1TD: Tensor | None) -> Tensor:
+        with torch.enable_grad():
+            p_K = (-self._found_K2[:, :-1].view_as(self._rows.labels_K)).requires_grad_()
+            loss = self._loss(p_K, self._rows.values).sum()
+        if gradient_1TD is not None:
+            self._scale(gradient_1TD, torch.autograd.grad(loss, p_K)[0])
+        return torch.cat((loss.detach()[None], self._found_K2[:, -1].sum(0, keepdim=True), p_K.detach().view(-1)))[None]
+
+    def _scale(self, gradient_1TD: Tensor, slopes_K: Tensor) -> None:
+        """Turn the gradient of the summed NLL into that of the loss. `slopes_K`: derivatives of the loss."""
+        factors_T = gradient_1TD.new_zeros(gradient_1TD.shape[1], dtype=torch.float32)
+        factors_T[self._rows.keep_K] = -slopes_K.float()
+        gradient_1TD *= factors_T[:, None]
+
+
+class SoftTargets(TokenFunction):
+    """`TokenFunction` for cross-entropy with several candidates of each target. Result: fp64 (1, 2 + K * C)."""
+
+    def __init__(self, rows: PackedRows, loss: TokenLoss, shard: VocabularyShard | None) -> None:
+        super().__init__(rows, loss, shard)
+        candidates = rows.labels_K.shape[1]
+        self._found_K2 = torch.empty(rows.targets, candidates + 1, dtype=torch.float64, device=rows.keep_K.device)
+
+    def add(self, logits: Tensor, chunk: TargetChunk) -> None:
+        weights_KC = self._rows.values.weights_K
+        assert weights_KC is not None, "expected a checked batch"
+        soft_cross_entropy_(logits, chunk.labels_K, chunk.of(weights_KC), chunk.of(self._found_K2), self._shard)
+
+    def _scale(self, gradient_1TD: Tensor, slopes_K: Tensor) -> None:
+        """Nothing: the gradients of the logits were weighted already."""
 
 
 def _unfilled(rows: PackedRows) -> Tensor:

@@ -1,7 +1,8 @@
 """Losses of targets, in nats, from a chunk of logits. The logits become gradients in place: autograd would keep several
 fp32 tensors of their size. They may be this rank's vocabulary shard.
 
-Letters: K tokens whose next token is a target, V vocabulary, S vocabulary entries of a rank, P pairs.
+Letters: K tokens whose next token is a target, C candidates of a target, V vocabulary, S vocabulary entries of a rank,
+P pairs.
 """
 
 from __future__ import annotations
@@ -41,6 +42,29 @@ def negative_log_likelihood_(logits: Tensor, labels_K: Tensor, found_K2: Tensor,
         labels_K1 = labels_K[:, None]
         found_K2[:, 0] = -shares_KV.gather(1, labels_K1)[:, 0]
         shares_KV.exp_().scatter_add_(1, labels_K1, torch.full_like(labels_K1, -1, dtype=shares_KV.dtype))
+        logits.copy_(shares_KV)
+
+
+def soft_cross_entropy_(
+    logits: Tensor, labels_KC: Tensor, weights_KC: Tensor, found_KC: Tensor, shard: VocabularyShard | None
+) -> None:
+    """Write each candidate's negative log-likelihood into the first C columns of `found_KC` (fp64, (K, C + 1)), and 1
+    into the last if the first candidate has the largest logit of its row. The logits become the gradient of the sum of
+    `weights_KC` (fp32) times these values.
+
+    `logits`: (K, V), or (K, S) with a `shard`, whose shards are gathered.
+    """
+    if shard is not None:
+        whole_KV = shard.gather(logits)
+        soft_cross_entropy_(whole_KV, labels_KC, weights_KC, found_KC, None)
+        shard.take_(logits, whole_KV)
+    elif launches(logits):
+        launch.soft_cross_entropy_(logits, labels_KC, weights_KC, found_KC)
+    else:
+        found_KC[:, -1] = _predicted(logits, labels_KC[:, 0])
+        shares_KV = logits.float().log_softmax(-1)
+        found_KC[:, :-1] = -shares_KV.gather(1, labels_KC)
+        shares_KV.exp_().mul_(weights_KC.sum(1, keepdim=True)).scatter_add_(1, labels_KC, -weights_KC)
         logits.copy_(shares_KV)
 
 

@@ -126,8 +126,8 @@ class TrainingPass:
         if self._asked:
             micro_batches = [micro_batch for _, micro_batch in self._asked]
             self.rows, self.tokens = (
-                sum(len(one.rows) for one in micro_batches),
-                sum(one.tokens for one in micro_batches),
+                sum(one.batch.rows for one in micro_batches),
+                sum(one.batch.tokens for one in micro_batches),
             )
             self.learns = micro_batches[0].learns
             for job, _ in self._asked:
@@ -164,19 +164,23 @@ def _compute(
 ) -> MicroSteps:
     """Forward and backward of all micro-batches, or the evaluation of one: see `MicroBatchRunner`."""
     first = micro_batches[0]
-    tokens = sum(each.tokens for each in micro_batches)
-    graphed = first.learns and all(each.dropout is None and each.teacher is None for each in micro_batches)
+    loss, tokens = first.loss, sum(each.batch.tokens for each in micro_batches)
+    graphed = first.learns and all(each.dropout is None and each.loss.teacher is None for each in micro_batches)
     in_all = runner.padded_size(tokens) if graphed else tokens
-    rows = pack_jobs([(each.corpus, each.rows) for each in micro_batches], device, in_all)
+    rows = pack_jobs([each.batch for each in micro_batches], device, in_all)
     segments = Segments(rows.segment_bounds, tuple(range(len(micro_batches))))
     dropout = dropout_of(rows.token_bounds, [each.dropout for each in micro_batches])
     lora = LoraBatch(segments, tuple([each.weights for each in micro_batches]), lora_backend, dropout, kept)
     teacher, reference = (
         None if weights is None else LoraBatch(segments, (weights,), lora_backend)
-        for weights in (first.teacher, first.reference)
+        for weights in (loss.teacher, loss.reference)
     )
     if not first.learns:
-        return (yield from runner.evaluate(rows, lora, teacher=teacher, beta=first.beta, reference=reference))
+        return (
+            yield from runner.evaluate(
+                rows, lora, teacher=teacher, beta=loss.beta, reference=reference, tokens=loss.tokens
+            )
+        )
     trainable, grads = (
         [[tensor for each in layer for tensor in each] for layer in zip(*by_job, strict=True)]
         for by_job in ([each.trainable for each in micro_batches], [each.grads for each in micro_batches])
@@ -188,8 +192,9 @@ def _compute(
             trainable,
             grads,
             teacher=teacher,
-            beta=first.beta,
+            beta=loss.beta,
             reference=reference,
+            tokens=loss.tokens,
             recomputed=first.recomputed,
             partly=first.partly,
             for_compiled=all(each.for_compiled for each in micro_batches),

@@ -61,6 +61,39 @@ def likelihood(logits_ptr, labels_ptr, found_ptr, stride, V, BLOCK: tl.constexpr
 
 
 @triton.jit
+def soft_cross_entropy(logits_ptr, labels_ptr, weights_ptr, found_ptr, stride, V, C, BLOCK: tl.constexpr):
+    """Grid (rows). logits: (K, V), any float dtype; labels: (K, C), int64; weights: (K, C), fp32; found: (K, C + 1),
+    fp64."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride
+    labels_ptr += row * C
+    weights_ptr += row * C
+    found_ptr += row * (C + 1)
+    columns = tl.arange(0, BLOCK)
+    largest, total = tl.full([BLOCK], LOWEST, tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, V, BLOCK):
+        v = start + columns
+        x = tl.load(logits_ptr + v, mask=v < V, other=-float("inf")).to(tl.float32)
+        largest, total = _add(largest, total, x)
+    top, log_total = _join(largest, total)
+    first = tl.load(logits_ptr + tl.load(labels_ptr)).to(tl.float32)
+    tl.store(found_ptr + C, (first == top).to(tl.float64))
+    weight = tl.zeros([], tl.float32)
+    for c in range(C):
+        at_label = tl.load(logits_ptr + tl.load(labels_ptr + c)).to(tl.float32)
+        tl.store(found_ptr + c, (log_total - (at_label - top)).to(tl.float64))
+        weight += tl.load(weights_ptr + c)
+    tl.debug_barrier()  # all threads have read the labels' logits
+    for start in range(0, V, BLOCK):
+        v = start + columns
+        x = tl.load(logits_ptr + v, mask=v < V, other=-float("inf")).to(tl.float32)
+        gradient = weight * tl.exp(x - top - log_total)
+        for c in range(C):
+            gradient -= tl.where(v == tl.load(labels_ptr + c), tl.load(weights_ptr + c), 0.0)
+        tl.store(logits_ptr + v, gradient.to(logits_ptr.dtype.element_ty), mask=v < V)
+
+
+@triton.jit
 def divergence(logits_ptr, teacher_ptr, labels_ptr, found_ptr, stride, teacher_stride, V, BLOCK: tl.constexpr):
     """Grid (rows). As `likelihood`; teacher: (K, V), any float dtype."""
     row = tl.program_id(0).to(tl.int64)

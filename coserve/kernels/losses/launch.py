@@ -1,6 +1,6 @@
 """Launches of the loss kernels. Gradients overwrite logits, so nothing of their size is allocated.
 
-Letters: K targets, V vocabulary.
+Letters: K targets, C candidates of a target, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ BLOCK = 2048
 WARPS = 8
 
 _likelihood, _divergence = Launcher(kernels.likelihood), Launcher(kernels.divergence)
+_soft_cross_entropy = Launcher(kernels.soft_cross_entropy)
 
 
 def negative_log_likelihood_(
@@ -30,6 +31,33 @@ def negative_log_likelihood_(
         (logits_KV.shape[0], 1, 1),
         (logits_KV, labels_K, found_K2),
         (logits_KV.stride(0), logits_KV.shape[1]),
+        BLOCK=block,
+        num_warps=warps,
+    )
+
+
+def soft_cross_entropy_(
+    logits_KV: Tensor,
+    labels_KC: Tensor,
+    weights_KC: Tensor,
+    found_KC: Tensor,
+    *,
+    block: int = BLOCK,
+    warps: int = WARPS,
+) -> None:
+    """Write each candidate's -log softmax(logits)[label] (nats) into the first C columns of `found_KC` (fp64,
+    (K, C + 1)), and into the last 1 where the first candidate has the row's largest logit, else 0.
+
+    The logits become the gradient of the sum of `weights_KC` (fp32) times these values. `labels_KC`: int64.
+    """
+    rows, candidates = labels_KC.shape
+    assert logits_KV.stride(1) == 1 and rows == logits_KV.shape[0], "expected the logits of a row side by side"
+    assert weights_KC.shape == labels_KC.shape and found_KC.shape == (rows, candidates + 1)
+    assert labels_KC.is_contiguous() and weights_KC.is_contiguous() and found_KC.is_contiguous()
+    _soft_cross_entropy(
+        (rows, 1, 1),
+        (logits_KV, labels_KC, weights_KC, found_KC),
+        (logits_KV.stride(0), logits_KV.shape[1], candidates),
         BLOCK=block,
         num_warps=warps,
     )

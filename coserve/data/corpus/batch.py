@@ -1,0 +1,88 @@
+"""Rows that a session computes at once, from a corpus or from a client: tokens, and what to predict after them. No
+torch.
+
+Letters: N tokens, K targets (tokens to predict), C candidates of a target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from coserve.core.errors import InvalidRequest
+from coserve.data.corpus.tokenized import Corpus
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A sequence of N tokens, which attend only to each other, and its K targets."""
+
+    tokens_N: npt.NDArray[np.int32]  # noqa: N815
+    after_K: Ints  # noqa: N815
+    """Index of the token after which each target is predicted, ascending."""
+    labels_K: Ints  # noqa: N815
+    """The target tokens (K), or several candidates for each (K, C)."""
+    weights_K: Floats | None = None  # noqa: N815
+    """Shape of `labels_K`; any sign. Read by `CrossEntropy`."""
+    sampled_K: Floats | None = None  # noqa: N815
+    """Log-probability (nats) with which each label was sampled. Like `advantages_K`, read by the policy-gradient
+    losses."""
+    advantages_K: Floats | None = None  # noqa: N815
+
+    def check(self, vocab: int) -> None:
+        """Raise `InvalidRequest` unless shapes fit together and tokens are below `vocab`."""
+        tokens, after, labels = self.tokens_N, self.after_K, self.labels_K
+        if not (tokens.ndim == 1 and len(tokens) and after.shape == labels.shape[:1] and labels.ndim <= 2):
+            raise InvalidRequest("expected tokens, and a label (or a row of candidates) for each target")
+        if after.size and not (after[0] >= 0 and after[-1] < len(tokens) and np.all(np.diff(after) > 0)):
+            raise InvalidRequest(f"expected targets in ascending order after some of the {len(tokens)} tokens")
+        for name, ids in (("tokens", tokens), ("labels", labels)):
+            if ids.size and not (ids.min() >= 0 and ids.max() < vocab):
+                raise InvalidRequest(f"expected {name} from 0 to {vocab - 1}, got {ids.min()} to {ids.max()}")
+        for name, values, shape in (
+            ("weights", self.weights_K, labels.shape),
+            ("sampled", self.sampled_K, after.shape),
+            ("advantages", self.advantages_K, after.shape),
+        ):
+            if values is not None and (values.shape != shape or not np.isfinite(values).all()):
+                raise InvalidRequest(f"expected finite {name} of shape {shape}, got {values.shape}")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Examples to compute together."""
+
+    examples: tuple[Example, ...]
+    pairs: bool = False
+    """Whether each two examples are a pair: a prompt with the chosen answer, then with the rejected one."""
+
+    @property
+    def rows(self) -> int:
+        """Number of examples, or of pairs."""
+        return len(self.examples) // (2 if self.pairs else 1)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(one.tokens_N) for one in self.examples)
+
+    @property
+    def targets(self) -> int:
+        return sum(len(one.after_K) for one in self.examples)
+
+
+def corpus_batch(corpus: Corpus, rows: Sequence[int]) -> Batch:
+    """Make a batch of rows of the corpus, given by index."""
+    sequences = [sequence for row in rows for sequence in corpus.sequences(row)]
+    return Batch(tuple([_example(*sequence) for sequence in sequences]), pairs=corpus.splits is not None)
+
+
+def _example(tokens_N: npt.NDArray[np.int32], target_N: npt.NDArray[np.uint8]) -> Example:
+    targets_K = np.flatnonzero(target_N)
+    assert not targets_K.size or targets_K[0] > 0, "a sequence's first token is never a target"
+    return Example(tokens_N, targets_K - 1, tokens_N[targets_K].astype(np.int64))

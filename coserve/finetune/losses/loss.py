@@ -1,0 +1,120 @@
+"""The losses that a session computes. Each is summed over its targets.
+
+Letters: K targets, C candidates of a target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from coserve.core.errors import InvalidRequest
+from coserve.data.corpus.batch import Batch
+from coserve.finetune.packed_rows import TargetValues
+from coserve.model.lora import LoraWeights
+
+
+class TokenLoss(Protocol):
+    """A loss that is a function of each target's log-probability p (nats) and of the numbers given with it."""
+
+    reads: ClassVar[tuple[str, ...]]
+    """The fields of `Example` and `TargetValues` that it reads."""
+
+    def __call__(self, p_K: Tensor, values: TargetValues) -> Tensor:
+        """Return each target's loss (K), differentiable."""
+        ...
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """-w p. Candidates (K, C) make it the cross-entropy of soft targets. A client computes any other loss L by weights
+    of -dL/dp."""
+
+    reads: ClassVar[tuple[str, ...]] = ("weights_K",)
+
+    def __call__(self, p_K: Tensor, values: TargetValues) -> Tensor:
+        return -_given(values.weights_K) * p_K
+
+
+@dataclass(frozen=True)
+class ImportanceSampling:
+    """-r A with the ratio r = exp(p - q) of the probabilities now and at sampling, and the advantage A."""
+
+    reads: ClassVar[tuple[str, ...]] = ("sampled_K", "advantages_K")
+
+    def __call__(self, p_K: Tensor, values: TargetValues) -> Tensor:
+        return -_ratio(p_K, values) * _given(values.advantages_K)
+
+
+@dataclass(frozen=True)
+class Ppo:
+    """-min(r A, clip(r, low, high) A) (Schulman et al. 2017); `low` and `high` bound the ratio itself."""
+
+    reads: ClassVar[tuple[str, ...]] = ("sampled_K", "advantages_K")
+    low: float = 0.8
+    high: float = 1.2
+
+    def __call__(self, p_K: Tensor, values: TargetValues) -> Tensor:
+        ratio_K, advantages_K = _ratio(p_K, values), _given(values.advantages_K)
+        return -torch.minimum(ratio_K * advantages_K, ratio_K.clamp(self.low, self.high) * advantages_K)
+
+
+@dataclass(frozen=True)
+class Cispo:
+    """-clip(r, low, high) p A, without a gradient through the clipped ratio (MiniMax-M1, arXiv 2506.13585). A positive
+    `low` can let the policy run away from the sampler."""
+
+    reads: ClassVar[tuple[str, ...]] = ("sampled_K", "advantages_K")
+    low: float = 0.0
+    high: float = 4.0
+
+    def __call__(self, p_K: Tensor, values: TargetValues) -> Tensor:
+        return -_ratio(p_K, values).clamp(self.low, self.high).detach() * p_K * _given(values.advantages_K)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The negative log-likelihood of the targets, unless a field is set."""
+
+    teacher: LoraWeights | None = None
+    """Use the divergence from this adapter's distributions: this rank's shard, in the base's dtype."""
+    beta: float | None = None
+    """Use the DPO loss of pairs of rows, with this beta."""
+    reference: LoraWeights | None = None
+    """Reference adapter of a DPO loss, in the same form as `teacher`; None: the base."""
+    tokens: TokenLoss | None = None
+    """Use this function of the targets' log-probabilities."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether a forward may include rows of other sessions."""
+        return self.teacher is None and self.beta is None and self.tokens is None
+
+    @property
+    def sums(self) -> int:
+        """Number of sums of a forward: the loss and correct predictions, and for DPO three more
+        (`losses.chunked.Preference`)."""
+        return 2 if self.beta is None else 5
+
+    def check(self, batch: Batch, vocab: int) -> None:
+        """Raise `InvalidRequest` unless a token loss can be computed on `batch`, whose rows come from a client."""
+        reads = () if self.tokens is None else self.tokens.reads
+        for example in batch.examples:
+            example.check(vocab)
+            missing = [name.removesuffix("_K") for name in reads if getattr(example, name) is None]
+            if missing:
+                raise InvalidRequest(f"expected {' and '.join(missing)} of each target")
+            if example.labels_K.ndim > 1 and not isinstance(self.tokens, CrossEntropy):
+                raise InvalidRequest("expected one label for each target: only cross-entropy takes several")
+
+
+def _given(values: Tensor | None) -> Tensor:
+    assert values is not None, "expected a checked batch"
+    return values
+
+
+def _ratio(p_K: Tensor, values: TargetValues) -> Tensor:
+    return (p_K - _given(values.sampled_K)).exp()
