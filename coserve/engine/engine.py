@@ -65,13 +65,16 @@ async def _yield_to_loop() -> None:
 
 @dataclass(frozen=True)
 class JobPlaces:
-    """Limits and resources for jobs: `max_active` jobs alternate. `threads` run their long work; None: two threads for
-    each. `memory`: admits jobs by the GPU's memory, polled every `memory_poll` seconds while a job waits for it."""
+    """Limits and resources for jobs: up to `max_active` have a place. They alternate; with `first_come` the one that
+    came first trains, and others only while it cannot, or in its batches. `threads` run their long work; None: two
+    threads for each. `memory`: admits jobs by the GPU's memory, polled every `memory_poll` seconds while a job waits
+    for it."""
 
     max_active: int = 1
     threads: Executor | None = None
     memory: DeviceMemory | None = None
     memory_poll: float = STATS_INTERVAL
+    first_come: bool = False
 
 
 class Engine:
@@ -111,6 +114,7 @@ class Engine:
             threads=jobs.threads or ThreadPoolExecutor(2 * jobs.max_active, "jobs"),
             changed=self._change_from_a_thread,
             memory=jobs.memory,
+            first_come=jobs.first_come,
         )
         self._flight = SlicesInFlight(marks, clock, self._change_from_a_thread)
         adapters.notify(self._changed.set)

@@ -21,7 +21,7 @@ from coserve.state.retries import FOR_EVER, Retries
 
 
 class JobRunner:
-    """Runs up to `max_active` jobs alternately; further ones wait, first come, first served."""
+    """Runs up to `max_active` jobs, alternately or one after another; further ones wait, first come, first served."""
 
     def __init__(
         self,
@@ -32,14 +32,15 @@ class JobRunner:
         threads: Executor,
         changed: Callable[[], None],
         memory: AdmitsJobs | None = None,
+        first_come: bool = False,
     ) -> None:
-        """`threads` run long work: two for each active job. `changed` is called, on any thread, when such work is done.
-        `memory`: admits jobs; None: all are admitted."""
+        """`threads` run long work: two for each active job. `first_come`: see `JobPlaces`. `changed` is called, on any
+        thread, when such work is done. `memory`: admits jobs; None: all are admitted."""
         self._memory = JobAdmission(memory, trainer, send)
         self._trainer, self._send, self._max_active, self._threads = trainer, send, max_active, threads
         self._starts = Retries(FOR_EVER, changed=changed)
         self._services = JobServices(trainer, self._memory, threads, self._starts, send, changed, self._pass_ended)
-        self._turns = JobQueue()
+        self._turns = JobQueue((lambda job: [*self._active].index(job)) if first_come else None)
         self._active: dict[str, ActiveJob] = {}
         """Jobs with a place, including those that start or end."""
         self._pass: Future[None] | None = None
@@ -138,7 +139,7 @@ class JobRunner:
 
     def advance(self, job: str, micro_steps: int | None, shared_tokens: int | None = None) -> bool:
         """Train an active job and those that share its batch. Returns whether the micro-batch is still under way;
-        otherwise its jobs move to the end of the order."""
+        otherwise its jobs have had their turn."""
         try:
             messages = self._trainer.advance(job, micro_steps, self._turns.ready(), shared_tokens)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone

@@ -122,6 +122,7 @@ def build_engine(
         jobs=JobPlaces(
             config.max_active_jobs,
             memory=parts.device_memory(pool, (lambda: 0) if followers is None else FollowersMemory(followers).taken),
+            first_come=config.policy_class.in_batches,
         ),
         marks=TURNS if training is None else Marks(training.mark, training.between, training.mark_step),
         attainment=config.slo_attainment,

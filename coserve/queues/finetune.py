@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class JobQueue:
-    """Round robin among the ready jobs. `rotate` is called when a job's micro-batch ends, `put_first` when it is
-    suspended. So at most one micro-batch is suspended at a time: the first job's, which the jobs behind it may share.
+    """The ready jobs, in the order in which they train. `rotate` is called when a job's micro-batch ends, `put_first`
+    when it is suspended. So at most one micro-batch is suspended at a time: the first job's, which the jobs behind it
+    may share.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: Callable[[str], int] | None = None) -> None:
+        """None: round robin. `number`: a job's place in a fixed order; a job trains while it is the first ready one."""
+        self._number = number
         self._ready: dict[str, None] = {}  # an ordered set
+        self._suspended: tuple[str, ...] = ()
+        """The jobs that `put_first` moved, until one of them rotates."""
         self._order: tuple[str, ...] | None = None
         """Cached `ready()`; None after a change."""
 
@@ -22,10 +27,14 @@ class JobQueue:
         return job in self._ready
 
     def add(self, job: str) -> None:
-        """Append a job."""
+        """Append a job, or insert it at its place of a fixed order."""
         assert job not in self, job
         self._ready[job] = None
         self._order = None
+        if self._number is not None:
+            others = [each for each in self._ready if each not in self._suspended]
+            first = [each for each in self._suspended if each in self._ready]
+            self._ready = dict.fromkeys((*first, *sorted(others, key=self._number)))
 
     def remove(self, job: str) -> None:
         """Remove a job that ended or was paused."""
@@ -34,13 +43,14 @@ class JobQueue:
         self._order = None
 
     def rotate(self, job: str) -> None:
-        """Move a job behind all others."""
+        """Move a job behind all others, or back to its place of a fixed order."""
+        self._suspended = tuple(each for each in self._suspended if each != job)
         self.remove(job)
         self.add(job)
 
     def put_first(self, jobs: Sequence[str]) -> None:
         """Move jobs ahead of all others, in this order."""
-        first = tuple(jobs)
+        first = self._suspended = tuple(jobs)
         if self.ready()[: len(first)] != first:
             self._ready = dict.fromkeys((*first, *self._ready))
             self._order = None

@@ -1,4 +1,5 @@
-"""The fine-tuning queue: round robin at micro-batch boundaries, while jobs are added and removed."""
+"""The fine-tuning queue: round robin at micro-batch boundaries, or a fixed order, while jobs are added and
+removed."""
 
 from __future__ import annotations
 
@@ -24,6 +25,21 @@ def test_turns_go_round_and_the_first_keeps_its_place_until_it_rotates() -> None
     assert queue.ready() == ("c", "a", "b"), "behind all others"
     queue.remove("a")
     assert queue.ready() == ("c", "b") and "a" not in queue and len(queue) == 2
+
+
+def test_a_fixed_order_outlasts_turns_and_absences_but_not_a_suspended_batch() -> None:
+    queue = JobQueue("abc".index)
+    for job in ("c", "a", "b"):
+        queue.add(job)
+    assert queue.ready() == ("a", "b", "c")
+    queue.rotate("a")
+    assert queue.ready() == ("a", "b", "c")
+    queue.remove("a")  # its next step is being prepared
+    queue.put_first(("b",))
+    queue.add("a")
+    assert queue.ready() == ("b", "a", "c"), "one micro-batch is suspended at a time"
+    queue.rotate("b")
+    assert queue.ready() == ("a", "b", "c")
 
 
 @given(st.integers(1, 6), st.integers(0, 40))

@@ -21,13 +21,15 @@ JOBS, ROWS, STEPS = 8, 8, 6
 PRICES = Prices(step=0.2, token=0.0, micro_step=0.5, spikes=0.0)
 
 
-def outcome(policy: Policy, *, batch_rows: int | None = BATCH_ROWS, jobs: int = JOBS) -> Outcome:
-    """A request each 0.5 s for 20 s, and `jobs` jobs from the start, which evaluate every third step."""
+def outcome(
+    policy: Policy, *, batch_rows: int | None = BATCH_ROWS, jobs: int = JOBS, evaluate_every: int | None = 3
+) -> Outcome:
+    """A request each 0.5 s for 20 s, and `jobs` jobs from the start, which evaluate every so many steps."""
     script: list[tuple[float, ToEngine]] = [
         (i / 2, Generate(id=f"r{i}", prompt=(1,), sampling=SamplingParams(max_tokens=2), adapter=None, slo=Slo(1, 1)))
         for i in range(40)
     ]
-    plans = {f"j{i}": JobPlan(STEPS, 4, 2, None, rows=ROWS, evaluate_every=3) for i in range(jobs)}
+    plans = {f"j{i}": JobPlan(STEPS, 4, 2, None, rows=ROWS, evaluate_every=evaluate_every) for i in range(jobs)}
     script += [(0.0, StartJob(spec=job_spec(id))) for id in plans]
     return play(
         Scenario(
@@ -53,13 +55,15 @@ def rows(one: FakePass) -> int:
     return sum(own or 0 for own in one.rows.values())
 
 
-def test_a_batch_of_ets_has_32_rows_of_mixed_adapters_and_no_evaluation() -> None:
+def test_a_batch_of_ets_has_32_rows_of_mixed_adapters_that_came_first() -> None:
+    passes = outcome(Ets(8, 2.0), evaluate_every=None).trainer.passes
+    assert sum(rows(one) == BATCH_ROWS for one in passes) >= len(passes) - 2, "the first job begins alone"
+    assert [min(one.rows) for one in passes] == sorted(min(one.rows) for one in passes)
+
+
+def test_evaluations_of_ets_are_in_batches_of_their_own() -> None:
     passes = outcome(Ets(8, 2.0)).trainer.passes
-    training = [one for one in passes if not one.evaluation]
-    full = [one for one in training if rows(one) == BATCH_ROWS]
-    assert len(full) >= 0.75 * len(training)
-    assert all(len(one.rows) == BATCH_ROWS // ROWS for one in full)
-    assert sum(map(rows, training)) == JOBS * STEPS * ROWS
+    assert sum(rows(one) for one in passes if not one.evaluation) == JOBS * STEPS * ROWS
     evaluations = [one for one in passes if one.evaluation]
     assert len(evaluations) == JOBS * STEPS // 3
     assert all(len(one.rows) == 1 for one in evaluations)
@@ -78,7 +82,7 @@ def test_jobs_in_one_batch_advance_alike(policy: Policy) -> None:
     """A batch counts as a turn of each of its jobs."""
     found = outcome(policy, jobs=4)
     assert sum(isinstance(message, JobSucceeded) for _, message in found.messages) == 4
-    if not isinstance(policy, TemporalSharing):  # one job has the turn until it ends
+    if not isinstance(policy, (TemporalSharing, Ets)):  # of these, the first job trains first
         done = dict.fromkeys((f"j{i}" for i in range(4)), 0)
         for _, message in found.messages:
             if isinstance(message, JobProgress):
@@ -96,5 +100,5 @@ def test_slack_shares_no_batch_whose_micro_steps_fit_between_no_tokens() -> None
 
 
 def test_full_batches_take_fewer_turns_than_batches_of_one_job() -> None:
-    together, alone = outcome(Ets(8, 2.0)), outcome(Ets(8, 2.0), batch_rows=None)
+    together, alone = (outcome(Ets(8, 2.0), batch_rows=rows, evaluate_every=None) for rows in (BATCH_ROWS, None))
     assert 2 * len(together.trainer.passes) < len(alone.trainer.passes)

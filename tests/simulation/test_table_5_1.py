@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import mean
 
@@ -93,6 +93,16 @@ def test_ets_keeps_all_requests_within_10_s() -> None:
     """The paper: 6.18 s, 100%, 9,071 tokens/s. The prices are fitted to these."""
     assert 5.9 < ets().latency < 6.5 and ets().in_10_s == 1.0
     assert 8_500 < ets().tokens_per_s < 9_600
+
+
+@pytest.mark.parametrize("policy", [Ets(BATCH, DELAY), TemporalSharing(5, BATCH, DELAY, "batch")])
+def test_fine_tuning_requests_are_first_come_first_served(policy: Policy) -> None:
+    """Algorithm 1: a queue of batches, into which an arrival inserts all batches of its request."""
+    both = scenario(policy, 128)
+    jobs = [(0.0, StartJob(spec=job_spec(id))) for id in ("j0", "j1")]
+    outcome = play(replace(both, script=(*jobs,), plans={id: both.plans[id] for id in ("j0", "j1")}))
+    trained = [message.id for _, message in outcome.messages if isinstance(message, JobProgress)]
+    assert trained == [*["j0"] * 4, *["j1"] * 4]
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ from coserve.queues.policies.overlap import Overlap
 from coserve.queues.policies.slack import Slack
 from coserve.queues.policies.spatial import Spatial
 from coserve.queues.policies.temporal_sharing import TemporalSharing
-from coserve.queues.policy import Costs, Decision, Policy, View, Wait
+from coserve.queues.policy import Costs, Decision, NamedPolicy, Policy, View, Wait
 from tests.support.fake_device import FakeDevice, LaunchingTrainer
 from tests.support.fake_ports import (
     CONTEXT,
@@ -367,7 +367,7 @@ async def _play(scenario: Scenario) -> Outcome:
         policy,
         engine_end,
         clock=loop.time,
-        jobs=JobPlaces(scenario.max_active_jobs, Inline()),
+        jobs=JobPlaces(scenario.max_active_jobs, Inline(), first_come=_first_come(scenario.policy)),
         marks=Marks(None if share is None else device.mark),
         pace=meter.pace,
     )
@@ -378,6 +378,10 @@ async def _play(scenario: Scenario) -> Outcome:
         group.create_task(api.send_script())
         group.create_task(engine.run())
     return outcome
+
+
+def _first_come(policy: Policy) -> bool:
+    return isinstance(policy, NamedPolicy) and policy.in_batches
 
 
 def play(scenario: Scenario) -> Outcome:

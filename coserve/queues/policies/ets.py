@@ -11,7 +11,8 @@ class Ets(NamedPolicy):
 
     Inference goes first. A batch of at most `batch_size` requests is dispatched when that many wait, or when the oldest
     has waited longer than `delay` seconds; it runs to its end. Otherwise a whole micro-batch of fine-tuning runs to its
-    end.
+    end: the next one of the job that came first, as the algorithm's queue holds the batches of fine-tuning requests in
+    order of arrival.
     """
 
     in_batches = True
