@@ -77,7 +77,7 @@ OTHER_WAYS = {
         "gradient_checkpointing* activation_offloading torch_empty_cache_steps"
     ),
     "the base has the daemon's --dtype, and adapters in training are float32": "bf16* fp16* tf32 dtype torch_dtype",
-    "quantised bases are not supported: the base has 16 or 32 bits (the daemon's --dtype)": (
+    "a base is served and trained in 16 or 32 bits (the daemon's --dtype), whatever its files have": (
         "load_in_4bit load_in_8bit bnb_4bit_* quantization_config use_qalora qalora_group_size"
     ),
     "micro-batches are cut to the memory there is, and to training.micro_batch_tokens": (
@@ -187,7 +187,8 @@ NEEDLESS_OPTIONS = {
     "enforce_eager": "--compile off runs without compiled layers and CUDA graphs",
     "max_model_len": "a request may use the base's whole context, and takes pages as it grows",
     "cuda_graph_sizes": "graphs are captured for all sizes up to --max-running and --step-tokens",
-    **dict.fromkeys(("quantization", "kv_cache_dtype"), "the base and the KV cache have 16 or 32 bits (--dtype)"),
+    "quantization": "a quantised base is recognised by its config.json, and dequantised at load",
+    "kv_cache_dtype": "the KV cache has the base's 16 or 32 bits (--dtype)",
 }
 """vLLM's server options without a counterpart, and what to do instead."""
 _ADAMW = (

@@ -147,6 +147,9 @@ def _notes(base: Base, generator: Generator, parts: EngineParts) -> tuple[str, .
         bound = f"{most}, below max_running: a step has no more tokens (step_tokens)"
         log.warning("%s", bound)
         notes += (bound,)
+    if base.note:
+        log.info("%s", base.note)
+        notes += (base.note,)
     if base.spec.context_note:
         log.warning("%s", base.spec.context_note)
         notes += (base.spec.context_note,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
@@ -12,15 +12,19 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from coserve.core.errors import ConfigError, UnsupportedBase
 from coserve.core.names import ADAPTER_CONFIG
 from coserve.core.types import BaseSpec, SiteSpec
+from coserve.data.pretrained.source import fetch_files
 from coserve.kernels.attention.interface import Attention
 from coserve.model import probe, seam
 from coserve.model.context import Context, context_of
 from coserve.model.fingerprint import fingerprint
+from coserve.model.formats.choose import take_format
+from coserve.model.formats.dense import open_folder
+from coserve.model.formats.load import load_dense
 from coserve.model.forward_context import ForwardContext, running
 from coserve.model.lora import LoraBatch, LoraSites, LoraWeights
 from coserve.model.parallel.adapter import AdapterPartition
@@ -57,6 +61,8 @@ class Base:
     sites: LoraSites
     sharding: Sharding | None = None
     """How the base is sharded, if this is one tensor-parallel rank's shard. `spec` describes the whole base."""
+    note: str = ""
+    """For the operator: how the weights were made from the files, if they are not those of the files."""
 
     def forward(
         self,
@@ -174,31 +180,42 @@ def load_base(
         if local and (folder / ADAPTER_CONFIG).exists():
             raise UnsupportedBase(f"{name}: the folder holds an adapter; expected a base model")
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local)
+        form = take_format(config, name)
         refuse_config(config)
         refuse_without_causal_lm(config)
         drop_settings(config, unknown)
         if few_layers:
             truncate_layers(config)
-    seed = DUMMY_SEED if load_format == "dummy" or few_layers else None
-    if mesh is not None and mesh.size > 1:
-        with _loadable(name):
+    drawn, sharded = load_format == "dummy" or few_layers, mesh is not None and mesh.size > 1
+    note = "" if form is None or drawn else f"the base's weights are dequantised from {form.name} at load"
+    if sharded or note:
+        folder = folder if local or drawn else fetch_files(path, ("*.safetensors", "*.json"))
+    if mesh is not None and sharded:
+        with _loadable(name), ExitStack() as stack:
             loaded = load_shard(
-                path,
+                None if drawn else stack.enter_context(open_folder(folder, form, where)),
                 config,
                 mesh,
+                name=name,
                 device=where,
                 dtype=kind,
-                seed=seed,
+                seed=DUMMY_SEED,
                 strategy=Strategy(strategy),
                 trust_remote_code=trust_remote_code,
             )
+            if not drawn:
+                _set_generation(loaded.model, folder)
         # Outside of `_loadable`: collectives raise RuntimeError if another rank has died, which says nothing about the
         # base.
         shard = loaded.share_fingerprint(where)
-        return wrap_base(shard.model, name=name, hub_name=hub_name, shard=shard)
+        return wrap_base(shard.model, name=name, hub_name=hub_name, shard=shard, note=note)
     with _loadable(name):
-        if seed is not None:
+        if drawn:
             model = _random_model(config, where, kind, trust_remote_code=trust_remote_code)
+        elif note:
+            with open_folder(folder, form, where) as tensors:
+                model = load_dense(config, tensors, dtype=kind, device=where, trust_remote_code=trust_remote_code)
+            _set_generation(model, folder)
         else:
             model = AutoModelForCausalLM.from_pretrained(
                 path,
@@ -210,7 +227,12 @@ def load_base(
             )
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedBase(f"{name}: it brings an adapter of its own; expected a base model")
-    return wrap_base(model.to(where), name=name, hub_name=hub_name)
+    return wrap_base(model.to(where), name=name, hub_name=hub_name, note=note)
+
+
+def _set_generation(model: PreTrainedModel, folder: Path) -> None:
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
 
 
 @contextmanager
@@ -247,11 +269,12 @@ def wrap_base(
     hub_name: str | None = None,
     eos_token_ids: Collection[int] | None = None,
     shard: Shard | None = None,
+    note: str = "",
 ) -> Base:
     """Freeze a loaded causal LM, hook its attention and linear sites, and check that its logits stay the same.
 
-    `shard`: the model is one rank's shard of a base. On CPU, families with a mixture of experts group rows by expert,
-    so their bits, but not their values, may depend on the batch.
+    `shard`: the model is one rank's shard of a base. `note`: see `Base`. On CPU, families with a mixture of experts
+    group rows by expert, so their bits, but not their values, may depend on the batch.
 
     Raises:
         UnsupportedBase: a family that the hooks cannot serve, with the reason.
@@ -278,6 +301,7 @@ def wrap_base(
         kv_shapes=seen.kv_shapes,
         sites=LoraSites(modules),
         sharding=None if shard is None else shard.sharding,
+        note=note,
     )
     _check_forward(base, expected)
     return base

@@ -3,15 +3,13 @@ random."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from coserve.data.pretrained.source import fetch_files
 from coserve.model.fingerprint import fingerprint_of
+from coserve.model.formats.dense import Tensors
 from coserve.model.parallel.build import Weights, empty_model, fill_shard
 from coserve.model.parallel.checkpoint import Checkpoint
 from coserve.model.parallel.drawn import DrawnWeights
@@ -44,38 +42,32 @@ class LoadedShard(NamedTuple):
 
 
 def load_shard(
-    path: str,
+    tensors: Tensors | None,
     config: PretrainedConfig,
     mesh: Mesh,
     *,
+    name: str,
     device: torch.device,
     dtype: torch.dtype,
-    seed: int | None,
+    seed: int,
     strategy: Strategy,
     trust_remote_code: bool,
 ) -> LoadedShard:
-    """Load this rank's shard of the base at `path`, a folder or a hub name, without collectives.
+    """Load this rank's shard of the base with these weights, without collectives.
 
-    `seed`: draw the weights from it; None: read them from the files. `strategy`: for dense adapters. Raises
-    `UnsupportedBase` as `refuse_statically`, `fill_shard` and `Checkpoint`.
+    `tensors`: the weights in the base's files; None: draw them from `seed`. `name`: the base's. `strategy`: for dense
+    adapters. Raises `UnsupportedBase` as `refuse_statically`, `fill_shard` and `Checkpoint`.
     """
     model = empty_model(config, dtype, trust_remote_code=trust_remote_code)
     refuse_statically(model)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    with ExitStack() as stack:
-        weights: Weights
-        if seed is None:
-            folder = Path(path) if Path(path).is_dir() else fetch_files(path, _FILES)
-            weights = stack.enter_context(Checkpoint(folder, model.base_model_prefix))
-            if (folder / "generation_config.json").is_file():
-                model.generation_config = GenerationConfig.from_pretrained(folder)
-        else:
-            weights = DrawnWeights(empty_model(config, dtype, trust_remote_code=trust_remote_code), device, seed)
-        sharding = fill_shard(model, weights, mesh, device, strategy)
-        whole = ""
-        if mesh.rank == 0:
-            whole = fingerprint_of(model.config, shapes, lambda name: weights.get(name, shapes[name])[:], dtype)
+    weights: Weights
+    if tensors is not None:
+        weights = Checkpoint(tensors, model.base_model_prefix, name)
+    else:
+        weights = DrawnWeights(empty_model(config, dtype, trust_remote_code=trust_remote_code), device, seed)
+    sharding = fill_shard(model, weights, mesh, device, strategy)
+    whole = ""
+    if mesh.rank == 0:
+        whole = fingerprint_of(model.config, shapes, lambda name: weights.get(name, shapes[name])[:], dtype)
     return LoadedShard(model, sharding, whole)
-
-
-_FILES = ("*.safetensors", "*.json")

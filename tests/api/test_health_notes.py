@@ -129,12 +129,12 @@ async def reported(api: Api, jobs: int) -> None:
             await asyncio.sleep(0)
 
 
-async def test_a_context_that_is_cut_is_told_in_health_and_to_whom_it_refuses(tmp_path: Path) -> None:
+async def test_what_a_base_is_served_with_is_told_in_health_and_to_whom_it_refuses(tmp_path: Path) -> None:
     spec = msgspec.structs.replace(bundled_base().spec, context=64, context_note="longrope: 64 of its 128 tokens")
-    async with serve_real(tmp_path, dataclasses.replace(bundled_base(), spec=spec)) as api:
+    async with serve_real(tmp_path, dataclasses.replace(bundled_base(), spec=spec, note="dequantised")) as api:
         _, health = await api.call("GET", "/health")
         status, refused = await api.call("POST", "/generate", json={"prompt": [5] * 100, "max_tokens": 4})
-    assert "longrope: 64 of its 128 tokens" in health["notes"]
+    assert {"longrope: 64 of its 128 tokens", "dequantised"} <= set(health["notes"])
     assert status == 400
     assert refused["error"]["code"] == "prompt_too_long"
     assert "longrope: 64 of its 128 tokens" in refused["error"]["message"]

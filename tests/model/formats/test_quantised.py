@@ -1,0 +1,130 @@
+"""Checkpoints as quantisers write them are served as the dense model that their definition gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from coserve.core.errors import UnsupportedBase
+from coserve.model.base import Base, load_base
+from coserve.model.parallel.mesh import LoneRank
+from tests.support import quantised
+from tests.support.families import tiny_family
+
+GROUPS = {"symmetric": False, "group_size": 16, "strategy": "group"}
+
+
+def _compressed(layout: str, **weights: object) -> dict[str, object]:
+    scheme = {"targets": ["Linear"], "weights": weights}
+    settings = {"format": layout, "quantization_status": "compressed", "config_groups": {"group_0": scheme}}
+    return {"quant_method": "compressed-tensors"} | settings
+
+
+KINDS: dict[str, tuple[quantised.Quantise, dict[str, object]]] = {
+    "fp8": (quantised.fp8_blocks, {"quant_method": "fp8", "weight_block_size": [24, 20]}),
+    "fbgemm_fp8": (quantised.fp8_rows, {"quant_method": "fbgemm_fp8"}),
+    "compressed-tensors, channel": (quantised.fp8_rows, _compressed("float-quantized", num_bits=8)),
+    "compressed-tensors, tensor": (quantised.fp8_tensor, _compressed("float-quantized", num_bits=8)),
+    "compressed-tensors, packed": (quantised.packed_groups, _compressed("pack-quantized", num_bits=4, **GROUPS)),
+    "compressed-tensors, actorder": (quantised.packed_reordered, _compressed("pack-quantized", num_bits=4)),
+    "awq": (quantised.awq, {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}),
+    "gptq": (quantised.gptq(4, 1, reordered=True), {"quant_method": "gptq", "bits": 4, "desc_act": True}),
+    "gptq, version 2": (
+        quantised.gptq(8, 2, reordered=False),
+        {"quant_method": "gptq", "bits": 8, "checkpoint_format": "gptq_v2"},
+    ),
+}
+
+
+def _load(folder: Path, **settings: object) -> Base:
+    return load_base(str(folder), device="cpu", dtype="auto", **settings)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    tiny_family("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_those_of_the_definition(kind: str, llama: Path, tmp_path: Path) -> None:
+    found, dense = quantised.quantise(llama, tmp_path, *KINDS[kind])
+    base, expected = _load(found), _load(dense)
+    weights = expected.model.state_dict()
+    for name, weight in base.model.state_dict().items():
+        torch.testing.assert_close(weight, weights[name], rtol=1e-6, atol=1e-8)
+    assert base.note == f"the base's weights are dequantised from {kind.split(',')[0]} at load"
+    assert base.model.config.to_dict().get("quantization_config") is None
+    part, whole = (_load(folder, mesh=LoneRank(1, 2)) for folder in (found, dense))
+    weights = whole.model.state_dict()
+    for name, weight in part.model.state_dict().items():
+        torch.testing.assert_close(weight, weights[name], rtol=1e-6, atol=1e-8)
+    assert part.note == base.note
+
+
+def test_mxfp4_experts_are_those_of_transformers(tmp_path: Path) -> None:
+    """gpt-oss's files: `_blocks` and `_scales` in place of a parameter."""
+    model = tiny_family("gpt_oss", hidden_size=64, intermediate_size=32)
+    model.save_pretrained(tmp_path)
+    tensors, drawn = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(0)
+    expected = {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=drawn).to(torch.uint8)
+        scales = torch.randint(118, 124, (experts, outputs, inputs // 32), generator=drawn).to(torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = convert_moe_packed_tensors(blocks, scales).float()
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    base = _load(tmp_path)
+    assert base.note == "the base's weights are dequantised from mxfp4 at load"
+    assert expected
+    for name, weight in expected.items():
+        assert torch.equal(base.model.get_parameter(name), weight)
+
+
+def test_experts_of_their_own_files_are_merged(tmp_path: Path) -> None:
+    """A mixture of experts in FP8 has a weight and a scale for each expert."""
+    tiny_family("qwen3_moe").save_pretrained(tmp_path)
+    found, dense = quantised.quantise(tmp_path, tmp_path, *KINDS["fp8"])
+    assert any(".experts.1." in name for name in load_file(found / "model.safetensors"))
+    base, expected = _load(found), _load(dense)
+    assert base.spec.fingerprint == expected.spec.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"quant_method": "bitsandbytes"}, r"quantised by 'bitsandbytes'; coserve reads awq, .*dequantize\(\)"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq: expected version 'gemm' with 4 bits, got 'gemv'"),
+        ({"quant_method": "gptq", "bits": 3}, "gptq: expected 2, 4 or 8 bits"),
+        (_compressed("nvfp4-pack-quantized", num_bits=4), "compressed-tensors: nvfp4-pack-quantized with 4 bits"),
+        ({"quant_method": "gptq", "bits": 4}, "config says gptq, but no weight is stored so"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(
+    settings: dict[str, object], reason: str, llama: Path, tmp_path: Path
+) -> None:
+    save_file(load_file(llama / "model.safetensors"), tmp_path / "model.safetensors")
+    config = json.loads((llama / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    with pytest.raises(UnsupportedBase, match=reason):
+        _load(tmp_path)
+
+
+@pytest.mark.parametrize("mesh", [None, LoneRank(0, 2)])
+def test_a_weight_without_its_scales_is_refused(llama: Path, tmp_path: Path, mesh: LoneRank | None) -> None:
+    found, _ = quantised.quantise(llama, tmp_path, *KINDS["awq"])
+    tensors = load_file(found / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.scales"]
+    save_file(tensors, found / "model.safetensors")
+    with pytest.raises(UnsupportedBase, match=r"up_proj.weight has no .scales, which awq needs"):
+        _load(found, mesh=mesh)
