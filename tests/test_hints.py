@@ -130,7 +130,7 @@ def test_what_is_like_nothing_gets_no_hint() -> None:
         ("training", "load_best_model_at_end", "training.early_stopping_patience"),
         ("training", "load_in_4bit", "whatever its files have"),
         ("lora", "modules_to_save", "the A and B of linear modules alone"),
-        ("lora", "use_dora", "DoRA and other variants of LoRA are not supported"),
+        ("lora", "layer_replication", "other variants of LoRA are not supported"),
         ("training", "packing", "rows are packed without padding"),
         ("training", "assistant_only_loss", "training.train_on"),
         ("training", "dataloader_num_workers", "--tokenizer-workers"),

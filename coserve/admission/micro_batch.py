@@ -7,7 +7,8 @@ kept. A layer keeps the sum of:
 
 - what the base's own operations keep;
 - the input of each group of sites (q, k and v; gate and up) that the adapter changes, once a group;
-- x Aᵀ of each site, a row of R elements a token.
+- x Aᵀ of each site, a row of R elements a token;
+- the unscaled output of each site of a DoRA adapter.
 
 The peak is what is kept plus the head, or what is kept plus the backward of one layer, whichever is larger. With CUDA
 graphs the two add up, because the head cannot use the graphs' memory pool. A recomputed layer keeps its input only, and
@@ -215,7 +216,7 @@ def _lora_layer(
         if dropout:  # each site has its own input, and a dropout mask
             own = 2.0 * element * sum(site.inputs for site in sites)
         shrinks[index] = float(element * sum(site.rank for site in sites))
-        kept[index] = own + shrinks[index]
+        kept[index] = own + shrinks[index] + element * sum(site.magnitude for site in sites)
     return LoraLayer(
         first=costs.groups[min(groups)],
         kept=sum(kept.values()),

@@ -42,7 +42,7 @@ def served_bytes(settings: LoraSettings, base: BaseSpec, *, ranks: int, fully_sh
     if ranks == 1 and base.device.startswith("cuda"):
         settings = msgspec.structs.replace(settings, bd_blocks=1, targets_bd_a=None, targets_bd_b=None)
     shapes = shapes_at(target_sites(settings, base), settings, base, ranks=ranks, fully_sharded=fully_sharded)
-    return sum(shape.a + shape.b for shape in shapes) * ITEMSIZE[base.dtype]
+    return sum((shape.a + shape.b) * ITEMSIZE[base.dtype] + 4 * shape.magnitude for shape in shapes)
 
 
 def too_large(adapter: str, pages: int, pool: PoolShape, *, field: str | None = None) -> AdapterTooLarge:

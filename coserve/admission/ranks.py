@@ -42,6 +42,9 @@ def _divide(blocks: int, ranks: int) -> bool:
 def check_ranks(settings: LoraSettings, base: BaseSpec, *, ranks: int, field: str) -> None:
     """Raise `InvalidRequest` for an adapter that cannot be trained on `ranks` GPUs. `field`: the request field to
     name."""
+    if settings.use_dora and ranks > 1:
+        field = field.replace("bd_blocks", "use_dora")
+        raise InvalidRequest(f"DoRA trains on one GPU: expected --tp 1, got {ranks}", field=field)
     if blocks_fit(settings, base, ranks):
         return
     blocks = settings.bd_blocks
@@ -58,6 +61,8 @@ def check_ranks(settings: LoraSettings, base: BaseSpec, *, ranks: int, field: st
 def unmet_need(job: JobSpec, base: BaseSpec, *, ranks: int) -> str | None:
     """Return what an accepted job needs that this daemon lacks; None: it can train. `ranks`: GPUs that share the
     base."""
+    if job.lora.use_dora and ranks > 1:
+        return f"needs --tp 1, as DoRA trains on one GPU; this daemon has {ranks}"
     if not blocks_fit(job.lora, base, ranks):
         return f"needs a --tp that its {job.lora.bd_blocks} blocks fit; this daemon has {ranks}"
     try:

@@ -3,7 +3,7 @@ no files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from coserve.admission.optimizers import (
@@ -44,6 +44,13 @@ class SiteShape:
     """Elements of a_RD, as stored on this GPU."""
     b: int
     """Elements of b_OR, as stored on this GPU."""
+    magnitude: int = 0
+    """Elements of DoRA's magnitude; 0: plain LoRA."""
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Elements of each of its tensors."""
+        return (self.a, self.b, self.magnitude) if self.magnitude else (self.a, self.b)
 
 
 def role_of(site: str) -> str:
@@ -75,7 +82,8 @@ def shapes_at(
         (a, b) = (rows * columns for rows, columns in packed_shapes(site, rank, blocks))
         if ranks > 1:
             a, b = _part(name, site, (a, b), max(blocks), ranks, fully_sharded=fully_sharded)
-        found.append(SiteShape(name, site.layer, role_of(name), rank, site.in_features, a, b))
+        magnitude = site.out_features if settings.use_dora else 0
+        found.append(SiteShape(name, site.layer, role_of(name), rank, site.in_features, a, b, magnitude))
     return tuple(sorted(found, key=lambda shape: (shape.layer, shape.name)))
 
 
@@ -109,7 +117,7 @@ class JobState:
 
 
 def job_state(
-    shapes: Iterable[SiteShape],
+    shapes: Collection[SiteShape],
     dtype: str,
     optimizer: Optimizer = Optimizer.ADAMW,
     *,
@@ -124,7 +132,8 @@ def job_state(
     kept = (kind for kind in state_kinds(optimizer, early_stopping=early_stopping) if kind not in paged)
     buffers = BUFFERS * sum(_rounded(row_bytes(kind, min(PIECE, size))) for kind in paged)
     constants = 2 * 4 * CODES if optimizer.eight_bit else ALLOCATION  # without tables: AdamW's step counts
-    frozen = sum(_rounded(part * element) for shape in compared for part in (shape.a, shape.b))
+    frozen = sum(_rounded(part * element) for shape in compared for part in shape.parts)
+    frozen += sum(2 * _rounded(4 * shape.magnitude) for shape in shapes)  # DoRA's scales and norms
     return JobState(
         adapter=_rounded(size * element) + frozen,
         gradients=_rounded(4 * size),
@@ -145,7 +154,7 @@ def pinned_bytes(shapes: Iterable[SiteShape], optimizer: Optimizer, *, early_sto
 
 def _parts(shapes: Iterable[SiteShape]) -> list[int]:
     """Elements of each tensor, in order."""
-    return [part for shape in shapes for part in (shape.a, shape.b)]
+    return [part for shape in shapes for part in shape.parts]
 
 
 def row_bytes(kind: StateKind, size: int) -> int:

@@ -149,9 +149,8 @@ OTHER_WAYS = {
     "coserve trains the A and B of linear modules alone": (
         "modules_to_save trainable_token_indices ensure_weight_tying bias lora_bias target_parameters"
     ),
-    "DoRA and other variants of LoRA are not supported; lora.rslora, lora.bd_blocks and training.lora_plus_ratio are": (
-        "use_dora peft_type velora_config monteclora_config kasa_config arrow_config alora_invocation_tokens "
-        "layer_replication"
+    "other variants of LoRA are not supported; lora.rslora, use_dora, bd_blocks and training.lora_plus_ratio are": (
+        "peft_type velora_config monteclora_config kasa_config arrow_config alora_invocation_tokens layer_replication"
     ),
     "lora.init has the ways to begin": "loftq_config eva_config corda_config lora_ga_config",
     "lora.targets takes whole names of modules, too": "exclude_modules layers_to_transform layers_pattern",

@@ -197,6 +197,8 @@ class LoraRequest(Wire, frozen=True):
     alpha: float | None = None
     """None: `2 * r`."""
     rslora: bool = False
+    use_dora: bool = False
+    """DoRA (https://arxiv.org/abs/2402.09353): also learn the norm of each row of the adapted weight."""
     dropout: float = 0.0
     targets: ModuleNames | None = None
     """Suffixes of module names (`"q_proj"`) or whole names; None: every linear site of the decoder layers."""

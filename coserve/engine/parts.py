@@ -95,8 +95,8 @@ class EngineParts:
             raise AdapterNotFound(f"no adapter {str(ref)!r}", field="adapter")
         spec, dtype = self.base.spec, self.base.dtype
         if self.base.sharding is None and self.base.device.type == "cuda":  # in the store's format
-            return load_packed(path, spec, dtype=dtype, digests=digests, pinned=True)
-        return self.base.shard(load_adapter(path, spec, device="cpu", dtype=dtype, digests=digests))
+            return self.base.served(load_packed(path, spec, dtype=dtype, digests=digests, pinned=True))
+        return self.base.served(load_adapter(path, spec, device="cpu", dtype=dtype, digests=digests))
 
     def pool_size(self) -> PoolSize:
         """The page pool's size: as configured, or what the memory plan leaves."""

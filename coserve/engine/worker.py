@@ -90,7 +90,8 @@ def build_engine(
         pool = replace(pool, tokens=min(pool.tokens, *measured.wait()))
         built = followers.ask(BuildEngine(tokens=pool.tokens))
         read, mirror = load_on_all(read, followers), FollowersCopies(followers)
-    store = AdapterStore(read, budget, pinned=base.device.type == "cuda", mirror=mirror)
+    pinned = base.device.type == "cuda"
+    store = AdapterStore(read, budget, pinned=pinned, mirror=mirror, placed=base.complete_scales)
     kv = KvCache.for_base(base, pool.tokens, config.page_tokens)
     progress.loads("loading compiled layers")
     compiled = make_compiled(parts, kv, task, training, progress.captures)

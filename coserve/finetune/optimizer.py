@@ -32,11 +32,40 @@ PairMakers = Mapping[str, Callable[..., LoraPair]]
 """For each site, a function that makes a pair from two matrices."""
 
 
+RowNorms = Callable[[Mapping[str, LoraPair]], Mapping[str, Tensor]]
+"""Returns the norms that DoRA divides by: `Base.row_norms`."""
+
+
 def _makers(weights: LoraWeights) -> PairMakers:
     return {
         site: partial(type(pair), scaling=pair.scaling, a_blocks=pair.a_blocks, b_blocks=pair.b_blocks)
         for site, pair in weights.sites.items()
     }
+
+
+class DoraScales:
+    """The scales of a DoRA adapter in training: magnitude / norm, where an update of the weights changes both.
+
+    Backwards sum the gradients of the scales, and `to_magnitudes` makes those of the magnitudes from them.
+    """
+
+    def __init__(self, magnitudes: Mapping[str, Tensor], grads: Mapping[str, Tensor], row_norms: RowNorms) -> None:
+        """`magnitudes`: fp32 masters by site; `grads`: their gradient sums. Both change in place."""
+        self._magnitudes, self._grads, self._row_norms = magnitudes, grads, row_norms
+        self.scales = {site: torch.zeros_like(own).requires_grad_() for site, own in magnitudes.items()}
+        self._norms = [torch.ones_like(own) for own in magnitudes.values()]
+
+    @torch.no_grad()
+    def update(self, pairs: Mapping[str, LoraPair]) -> None:
+        """Compute the scales of changed weights. `pairs`: as forwards read them."""
+        found = self._row_norms(pairs)
+        for own, scale, norm in zip(self._magnitudes, self.scales.values(), self._norms, strict=True):
+            norm.copy_(found[own])
+            torch.div(self._magnitudes[own], norm, out=scale)
+
+    def to_magnitudes(self) -> None:
+        """Turn sums of the scales' gradients into those of the magnitudes, whose norms are constants to them."""
+        torch._foreach_div_(list(self._grads.values()), self._norms)
 
 
 class AdapterOptimizer:
@@ -57,12 +86,13 @@ class AdapterOptimizer:
         gathering: Callable[[bool], None] = lambda _: None,
         make_rule: Callable[[Sequence[WeightRange], TrainingSettings], UpdateRule] = make_rule,
         piece: int = PIECE,
+        row_norms: RowNorms | None = None,
     ) -> None:
         """`start`: initial weights of the whole adapter, fp32. `dtype`: of the copies. `device`: None: the device of
         `start`. `partition`: how the adapter is sharded over tensor-parallel ranks. Each rank trains its shard; all of
         them call `divide_grads`, `step` and `snapshot` at the same time. `gathering`: called with `weights_only` when a
         snapshot begins. `make_rule`: makes the update rule for ranges of the weights. `piece`: most weights in a piece
-        of paged moments."""
+        of paged moments. `row_norms`: for DoRA adapters."""
         optimizer = training.optimizer
         assert partition is None or not (optimizer.eight_bit or optimizer.paged), "such moments cannot be gathered"
         self._settings, self._training = start.settings, training
@@ -71,9 +101,11 @@ class AdapterOptimizer:
         self._part_pairs, self._whole_pairs = _makers(part), _makers(start)
         self._sites = sorted(start.sites, key=lambda site: (base.sites[site].layer, site))
         whole, found = dict(named_tensors(start)), dict(named_tensors(part))
-        names = [f"{site}.{kind}" for site in self._sites for kind in ("a", "b")]
+        kinds = ("a", "b", "m") if start.settings.use_dora else ("a", "b")
+        names = [f"{site}.{kind}" for site in self._sites for kind in kinds]
         if training.lora_plus_ratio is not None:
-            names.sort(key=lambda name: name.endswith(".b"))  # every A, then every B: two ranges, with a rate each
+            # Every A, then the rest, as in PEFT: two ranges, with a rate each.
+            names.sort(key=lambda name: not name.endswith(".a"))
         alignment = aligned(optimizer)
         self.layout = FlatLayout({name: found[name].shape for name in names}, aligned=alignment)
         """Layout of this rank's shard."""
@@ -99,7 +131,7 @@ class AdapterOptimizer:
         self._weights_N, self._copies_N = self.state[0], torch.zeros(size, dtype=dtype, device=device)
         self._grads_N = torch.zeros(size, device=device)
         self._set_weights(found if found[names[0]].device == device else None, whole)
-        self._make_views(base)
+        self._make_views(base, row_norms)
         self._moments = [
             (kind, row_N) for kind, row_N in zip(self.kept, self.state, strict=True) if kind not in (WEIGHTS, BEST)
         ]
@@ -119,23 +151,41 @@ class AdapterOptimizer:
         torch._foreach_copy_(list(views.values()), [source[name].detach() for name in views])
         if part is None:
             self.host.upload(1)
-        self._copies_N.copy_(self._weights_N)
 
-    def _make_views(self, base: BaseSpec) -> None:
+    def _make_copies(self) -> None:
+        """Refresh what forwards read after a change of the weights."""
+        self._copies_N.copy_(self._weights_N)
+        if self._dora is not None:
+            self._dora.update(self._weights.sites)
+
+    def _make_views(self, base: BaseSpec, row_norms: RowNorms | None) -> None:
         """Create views of the flat buffers, as tensors and as adapters."""
         masters, grads = self.layout.views(self._weights_N), self.layout.views(self._grads_N)
         self._masters = self._adapter(masters, self._part_pairs)
         copies = {name: view.requires_grad_() for name, view in self.layout.views(self._copies_N).items()}
         self._part_grads = {site: (grads[f"{site}.a"], grads[f"{site}.b"]) for site in self._sites}
+        self._dora: DoraScales | None = None
+        if self._settings.use_dora:
+            assert row_norms is not None and self._partition is None, "expected the norms of a whole base"
+            of_masters, of_grads = ({site: own[f"{site}.m"] for site in self._sites} for own in (masters, grads))
+            self._dora = DoraScales(of_masters, of_grads, row_norms)
+            copies |= {f"{site}.m": scale for site, scale in self._dora.scales.items()}
         pairs = {
-            site: self._part_pairs[site](copies[f"{site}.a"], copies[f"{site}.b"], main_grads=MainGrads(*own))
+            site: self._part_pairs[site](
+                copies[f"{site}.a"],
+                copies[f"{site}.b"],
+                main_grads=MainGrads(*own, grads.get(f"{site}.m")),
+                scale_O=copies[f"{site}.m"] if self._dora is not None else None,
+            )
             for site, own in self._part_grads.items()
         }
         self._weights = LoraWeights(self._settings, pairs)
+        self._make_copies()
         layers = [[site for site in self._sites if base.sites[site].layer == i] for i in range(base.layers)]
-        parts = [[f"{site}.{part}" for site in sites for part in ("a", "b")] for sites in layers]
+        kinds = ("a", "b") if self._dora is None else ("a", "b", "m")
+        parts = [[f"{site}.{part}" for site in sites for part in kinds] for sites in layers]
         self.trainable = [[copies[name] for name in layer] for layer in parts]
-        """The compute-dtype copies, by layer: the tensors to differentiate with respect to."""
+        """The compute-dtype copies, and DoRA's scales, by layer: the tensors to differentiate with respect to."""
         self.grads = [[grads[name] for name in layer] for layer in parts]
         """fp32 gradient sums, by layer, shaped as `trainable`: micro-batches add to them, an update consumes them."""
         self._grad_list = list(grads.values())
@@ -196,7 +246,10 @@ class AdapterOptimizer:
         return self._adapter(tensors, self._whole_pairs)
 
     def _adapter(self, tensors: Mapping[str, Tensor], make: PairMakers) -> LoraWeights:
-        pairs = {site: make[site](tensors[f"{site}.a"], tensors[f"{site}.b"]) for site in self._sites}
+        pairs = {
+            site: make[site](tensors[f"{site}.a"], tensors[f"{site}.b"], magnitude_O=tensors.get(f"{site}.m"))
+            for site in self._sites
+        }
         return LoraWeights(self._settings, pairs)
 
     def zero_grad(self) -> None:
@@ -229,6 +282,8 @@ class AdapterOptimizer:
         if self._partition is not None:
             self._partition.sum_gradients(self._part_grads)
         self._grads_N.div_(targets)
+        if self._dora is not None:
+            self._dora.to_magnitudes()
         if self._partition is not None:
             return self._partition.norm(self._part_grads)
         return torch.nn.utils.get_total_norm(self._grad_list)
@@ -254,7 +309,7 @@ class AdapterOptimizer:
             if self._paged is not None and done and done % SLICE == 0:
                 yield
             self._rule.update(number, learning_rate)
-        self._copies_N.copy_(self._weights_N)
+        self._make_copies()
         self.zero_grad()
 
     def snapshot(self, *, weights_only: bool = False) -> Callable[[], dict[str, Tensor]]:
@@ -306,7 +361,7 @@ class AdapterOptimizer:
         self.host.upload(len([kind for kind in kinds if kind in self.kept]))
         if self._paged is not None:
             self._paged.exchange()
-        self._copies_N.copy_(self._weights_N)
+        self._make_copies()
         self._rule.set_steps(steps)
         self.has_best = has_best
         self.zero_grad()

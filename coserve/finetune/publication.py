@@ -148,7 +148,7 @@ def snapshot(
 def _served(weights: LoraWeights, base: Base, store: AdapterStore) -> LoraWeights | None:
     """Make a host copy in the form that is served; None if there is no memory for it."""
     try:
-        return store.host_copy(cast(base.shard(weights), base.dtype))
+        return store.host_copy(cast(base.served(weights), base.dtype))
     except Exception as error:
         if not out_of_memory(error):
             raise

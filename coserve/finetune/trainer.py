@@ -345,14 +345,14 @@ class Trainer:
         if int(corpus.tokens.max()) >= base.spec.vocab:
             raise CheckpointUnreadable("the job's corpus has tokens that the base does not know")
         plan = self._make_plan(corpus.lengths, spec.training, self._settings.limits.tokens, check)
-        start = initial_weights(spec, base.spec, self._folder)
+        start = base.with_magnitudes(initial_weights(spec, base.spec, self._folder))
         partition = base.partition(start)
         if partition is not None and not partition.keeps_blocks(start.sites):
             ranks = partition.sharding.mesh.size
             raise InvalidRequest(f"expected bd_blocks that {ranks} GPUs divide, or that divide them", field="bd_blocks")
         gathering = partial(self._gathering, spec.id)
         optimizer = self._settings.make_optimizer(
-            start, base.spec, spec.training, base.dtype, base.device, partition, gathering
+            start, base.spec, spec.training, base.dtype, base.device, partition, gathering, row_norms=base.row_norms
         )
         session = TrainingSession(
             optimizer,
@@ -376,7 +376,7 @@ class Trainer:
         """Build the job's loss. `start`: the job's initial adapter, which a DPO loss may refer to; a resumed job's
         weights have moved on."""
         base, beta = self._base, None if spec.training.loss is None else spec.training.loss.beta
-        reference = cast_learning(base.shard(start), base.dtype, base.device) if has_reference(spec) else None
+        reference = cast_learning(base.served(start), base.dtype, base.device) if has_reference(spec) else None
         return Loss(self._teacher_weights(spec), beta, reference)
 
     def _teacher_weights(self, spec: JobSpec) -> LoraWeights | None:
@@ -385,7 +385,9 @@ class Trainer:
             return None
         base, teacher = self._base, spec.teacher
         weights = published_adapter(teacher.ref, teacher.digests, "teacher", base.spec, self._folder)
-        return cast(base.shard(weights), base.dtype, base.device)
+        if weights.settings.use_dora and base.sharding is not None:
+            raise InvalidRequest("a DoRA teacher on several GPUs is not implemented: expected --tp 1", field="teacher")
+        return cast(base.served(weights), base.dtype, base.device)
 
     @contextmanager
     def _job_errors(self) -> Iterator[None]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib import resources
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from coserve.core.names import ADAPTER_CONFIG
 from coserve.core.types import BaseSpec, SiteSpec
 from coserve.data.pretrained.source import fetch_files
 from coserve.kernels.attention.interface import Attention
+from coserve.kernels.lora.dora import squared_norms
+from coserve.kernels.lora.types import LoraPair
 from coserve.model import probe, seam
 from coserve.model.context import Context, context_of
 from coserve.model.fingerprint import fingerprint
@@ -131,6 +133,75 @@ class Base:
         strategy (`parallel.lora.partition_pair`).
         """
         return None if self.sharding is None else AdapterPartition.of(self.sharding, weights.sites)
+
+    def row_norms(self, sites: Mapping[str, LoraPair]) -> dict[str, Tensor]:
+        """Return the norms of the rows of `W + scaling B A` at these sites, by which DoRA divides: fp32 (O) each.
+
+        The base is not sharded; the pairs are on its device.
+        """
+        return {
+            name: squared_norms(site_weight(self.model.get_submodule(name)), pair).sqrt_()
+            for name, pair in sites.items()
+        }
+
+    def with_magnitudes(self, weights: LoraWeights) -> LoraWeights:
+        """Return a new DoRA adapter with its first magnitudes: the row norms, so that it changes nothing yet. Others,
+        and those that have magnitudes, are returned as they are."""
+        if not weights.settings.use_dora or any(pair.magnitude_O is not None for pair in weights.sites.values()):
+            return weights
+        sites = {}
+        for name, pair in weights.sites.items():
+            norms = self.row_norms({name: pair.to(self.device)})
+            sites[name] = replace(pair, magnitude_O=norms[name].to(pair.a_RD.device))
+        return LoraWeights(weights.settings, sites)
+
+    def served(self, weights: LoraWeights) -> LoraWeights:
+        """Return `shard(weights)` as forwards read it: with DoRA's scales, by the norms of the weights that are served,
+        instead of its magnitudes. Callable on any thread.
+
+        On a sharded base, call `complete_scales` on each copy that forwards read.
+        """
+        found = self.shard(weights)
+        if not weights.settings.use_dora:
+            return found
+        sites = {}
+        with torch.no_grad(), torch.cuda.stream(self._side_stream):  # None: no effect
+            for name, pair in found.sites.items():
+                scale_O = self._scale(name, weights.sites[name].to(self.device, self.dtype))
+                sites[name] = replace(pair, scale_O=scale_O.to(pair.a_RD.device), magnitude_O=None)
+        return LoraWeights(weights.settings, sites)
+
+    def _scale(self, name: str, whole: LoraPair) -> Tensor:
+        """Return this rank's scales at a site, fp32. If a row of the weight lies on several ranks: its part of the
+        scale's inverse square, with the magnitude's sign, as these add up."""
+        magnitude_O, pair, sums = whole.magnitude_O, whole, False
+        assert magnitude_O is not None, "expected a magnitude at each site"
+        if self.sharding is not None:
+            own, rank = self.sharding.sites[name], self.sharding.mesh.rank
+            a_RD, sums = own.inputs.shard(whole.a_RD.T, rank).T, own.sums
+            pair = replace(whole, a_RD=a_RD, b_OR=own.outputs.shard(whole.b_OR, rank))
+            magnitude_O = own.outputs.shard(magnitude_O, rank)
+        squares_O = squared_norms(site_weight(self.model.get_submodule(name)), pair)
+        if sums:
+            return torch.where(magnitude_O == 0, torch.inf, squares_O / (magnitude_O * magnitude_O.abs()))
+        return magnitude_O / squares_O.sqrt()
+
+    def complete_scales(self, weights: LoraWeights) -> None:
+        """Complete the scales of a DoRA adapter from `served` in place, by one collective. All ranks call it at the
+        same time."""
+        if self.sharding is None or not weights.settings.use_dora:
+            return
+        summed = [weights.sites[name].scale_O for name in weights.sites if self.sharding.sites[name].sums]
+        found = [scale_O for scale_O in summed if scale_O is not None]
+        if found:
+            whole = self.sharding.mesh.all_reduce(torch.cat(found))
+            whole = whole.sign() / whole.abs().sqrt()
+            torch._foreach_copy_(found, list(torch.split(whole, [len(scale_O) for scale_O in found])))
+
+    @cached_property
+    def _side_stream(self) -> torch.cuda.Stream | None:
+        """Stream of work beside steps; one, as each stream keeps memory."""
+        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def shard(self, weights: LoraWeights) -> LoraWeights:
         """Return this rank's shard of a whole adapter, or the adapter itself if the base is not sharded."""
@@ -334,9 +405,8 @@ def _spec(
     text = model.config.get_text_config()
     sites = {}
     for site, module in modules.items():
-        weight, shard = module.weight, shard_of(module)
-        assert isinstance(weight, Tensor)
-        out_features, in_features = weight.shape if isinstance(module, nn.Linear) else weight.shape[::-1]
+        shard = shard_of(module)
+        out_features, in_features = site_weight(module).shape
         if shard is not None:
             out_features, in_features = shard.partition.outputs.size, shard.partition.inputs.size
         layer = int(site.removeprefix(f"{path}.").split(".", 1)[0])
@@ -357,6 +427,12 @@ def _spec(
         sites=sites,
         default_targets=tuple(dict.fromkeys(site.rsplit(".", 1)[1] for site in sites)),
     )
+
+
+def site_weight(module: nn.Module) -> Tensor:
+    """Return a linear module's weight (O, D). Conv1D stores it transposed."""
+    assert isinstance(module.weight, Tensor)
+    return module.weight if isinstance(module, nn.Linear) else module.weight.T
 
 
 def _eos(model: PreTrainedModel) -> set[int]:

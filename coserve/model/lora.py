@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from coserve.core.types import LoraSettings
+from coserve.kernels.lora.dora import ScaledLora, with_scales
 from coserve.kernels.lora.interface import LoraBackend, PreparedLora
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup, StackedWeights
@@ -130,6 +131,8 @@ class LoraSites:
         """Hook each module in place: its class, parameters and path stay the same, only `forward` is replaced."""
         self._sites: dict[str, _Site] = {}
         self._shards: dict[str, SiteShard] = {}
+        self.biases: dict[str, Tensor | None] = {n: getattr(module, "bias", None) for n, module in modules.items()}
+        """Each site's bias, this rank's shard."""
         for name, module in modules.items():
             before, shard = getattr(module, SITE, None), shard_of(module)
             # A sharded module's `forward` sums over the ranks, but LoRA terms must be added before the sum.
@@ -175,6 +178,7 @@ class LoraSites:
         if lora is None:
             adapters = [adapter.sites for adapter in batch.adapters]
             lora = prepare_lora(backend, batch.segments, adapters, groups, self._shards)
+            lora = with_scales(lora, batch.segments, adapters, self.biases)
             if kept is not None:
                 kept.put(batch, grouped, lora)
         return ForwardContext(lora, dropout, grouped)
@@ -229,8 +233,13 @@ class _Site:
         y = self.inner(x)
         if not lora.changes(self.group):
             return y
-        x_TD = x.reshape(-1, x.shape[-1])
+        x_TD, y_TO = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
         if dropout is not None:
             x_TD = dropout.apply(x_TD, self.group.names[0], self.shard)
-        (y_TO,) = lora.add(self.group, [y.reshape(-1, y.shape[-1])], x_TD)
+            if isinstance(lora, ScaledLora) and lora.scales(self.group):
+                # PEFT's DoRA scales the base's output for the dropped input, and leaves the rest as it is.
+                dropped_TO = self.inner(x_TD)
+                rest_TO = y_TO - dropped_TO
+                return (rest_TO + lora.add(self.group, [dropped_TO], x_TD)[0]).reshape(y.shape)
+        (y_TO,) = lora.add(self.group, [y_TO], x_TD)
         return y_TO.reshape(y.shape)

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from coserve.admission.treatment import Treatment
@@ -29,6 +30,8 @@ from coserve.state.failpoints import armed
 from tests.support.examples import sample
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base
 from tests.support.lora_backends import GROUPED
+from tests.support.lora_reference import alone, packed
+from tests.support.tiny_models import tiny_model
 
 CORPUS = random_corpus()
 REF = AdapterRef("learned", 1)
@@ -130,6 +133,7 @@ RESUMED = {
     "dropout": {"dropout": 0.3, "weight_decay": 0.1, "lora_plus_ratio": 4.0},
     "neftune": {"neftune_alpha": 5.0, "validation_split": 0.3, "eval_steps": 2},
     "validation": {"validation_split": 0.3, "eval_steps": 2, "early_stopping_patience": 1},
+    "dora": {"use_dora": True, "validation_split": 0.3, "eval_steps": 2, "early_stopping_patience": 1},
     "bd-lora": {"bd_blocks": 2, "validation_split": 0.3, "eval_steps": 2, "early_stopping_patience": 1},
 }
 
@@ -251,6 +255,24 @@ def test_continuing_an_adapter_starts_from_its_files(base: Base, tmp_path: Path)
     torch.testing.assert_close(logits(base, one), logits(base, two))
     fresh = new_adapter(LoraSettings(r=4), base.spec, seed=7, dtype=torch.float32, device="cpu")
     assert (logits(base, fresh) - logits(base, two)).abs().max() > 0.1
+
+
+def test_a_dora_job_publishes_what_peft_computes(base: Base, tmp_path: Path) -> None:
+    """And a job that continues it begins there."""
+    bench = Bench(base, tmp_path)
+    bench.train(bench.place(CORPUS, job_spec(CORPUS, steps=6, use_dora=True, learning_rate=0.05)))
+    onward = job_spec(CORPUS, "job-2", version=2, init_from=REF, learning_rate=1e-9, steps=1)
+    bench.train(bench.place(CORPUS, onward))
+    model = PeftModel.from_pretrained(tiny_model("llama"), str(bench.folder.adapter(REF))).eval()
+    tokens_T = torch.arange(3, 15)
+    for version in (1, 2):
+        served = bench.store.acquire(AdapterRef("learned", version))
+        batch = LoraBatch(Segments((0, 12), (0,)), (served,), GROUPED)
+        torch.testing.assert_close(packed(base, [tokens_T], batch)[0], alone(model, tokens_T), rtol=1e-4, atol=1e-4)
+    learned = load_adapter(bench.folder.adapter(REF), base.spec, device="cpu", dtype=torch.float32)
+    first = base.with_magnitudes(new_adapter(learned.settings, base.spec, seed=0, dtype=torch.float32, device="cpu"))
+    for site, pair in learned.sites.items():
+        assert not torch.equal(pair.magnitude_O, first.sites[site].magnitude_O)
 
 
 def test_continuing_keeps_the_blocks(base: Base, tmp_path: Path) -> None:

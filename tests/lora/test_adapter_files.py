@@ -35,7 +35,7 @@ TOKENS = 11
 
 
 def _logits(base: Base, weights: LoraWeights) -> torch.Tensor:
-    batch = LoraBatch(Segments((0, TOKENS), (0,)), (weights,), GROUPED)
+    batch = LoraBatch(Segments((0, TOKENS), (0,)), (base.served(weights),), GROUPED)
     return packed(base, [tokens_of(TOKENS)], batch)[0]
 
 
@@ -62,6 +62,10 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         {"r": 4, "target_modules": ["q_proj", "k_proj"], "exclude_modules": ["0.self_attn.q_proj"]},
     ),
     "llama-gaussian": ("llama", {"r": 4, "target_modules": ["gate_proj"], "init_lora_weights": "gaussian"}),
+    "gpt2-dora": (
+        "gpt2",
+        {"r": 3, "target_modules": ["c_attn", "c_proj"], "use_dora": True, "use_rslora": True, "fan_in_fan_out": True},
+    ),
     "llama-bd": (
         "llama",
         {

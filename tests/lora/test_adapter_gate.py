@@ -99,7 +99,7 @@ def test_pefts_own_defaults_pass(tmp_path: Path) -> None:
     [
         ("peft_type", "IA3"),
         ("task_type", "SEQ_CLS"),
-        ("use_dora", True),
+        ("use_dora", "yes"),
         ("lora_bias", True),
         ("bias", "all"),
         ("bias", "lora_only"),
@@ -242,7 +242,7 @@ BAD_TENSORS: dict[str, tuple[bytes, type[AdapterError], str]] = {
     "no tensors": (weights({}), CorruptAdapter, "no tensors"),
     "no A": (_without(A), CorruptAdapter, "both"),
     "no B": (_without(B), CorruptAdapter, "both"),
-    "dora": (_with(f"{PREFIX}q_proj.lora_magnitude_vector", ONE), UnsupportedAdapter, "DoRA"),
+    "dora": (_with(f"{PREFIX}q_proj.lora_magnitude_vector", ONE), CorruptAdapter, "with use_dora = false"),
     "bias": (_with(f"{PREFIX}q_proj.lora_B.bias", ONE), UnsupportedAdapter, "bias"),
     "base": (_with(f"{PREFIX}q_proj.base_layer.bias", ONE), UnsupportedAdapter, "base itself"),
     "head": (_with("base_model.model.lm_head.weight", ONE), UnsupportedAdapter, "expected only"),

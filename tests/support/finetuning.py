@@ -105,13 +105,18 @@ def started(
     base: Base, settings: LoraSettings = SETTINGS, training: TrainingSettings | None = None
 ) -> AdapterOptimizer:
     """An adapter whose B is not zero, so that A has gradients too."""
-    weights = new_adapter(settings, base.spec, seed=3, dtype=torch.float32, device="cpu")
+    weights = base.with_magnitudes(new_adapter(settings, base.spec, seed=3, dtype=torch.float32, device="cpu"))
     generator = torch.Generator().manual_seed(5)
     sites = {
-        site: replace(pair, b_OR=torch.randn(pair.b_OR.shape, generator=generator) * 0.1)
+        site: replace(
+            pair,
+            b_OR=torch.randn(pair.b_OR.shape, generator=generator) * 0.1,
+            magnitude_O=None if pair.magnitude_O is None else pair.magnitude_O * 1.3,
+        )
         for site, pair in weights.sites.items()
     }
-    return AdapterOptimizer(LoraWeights(settings, sites), base.spec, training or TrainingSettings(), base.dtype)
+    start = LoraWeights(settings, sites)
+    return AdapterOptimizer(start, base.spec, training or TrainingSettings(), base.dtype, row_norms=base.row_norms)
 
 
 def gradient_sums(optimizer: AdapterOptimizer) -> dict[str, Tensor]:

@@ -47,6 +47,7 @@ class Kind(NamedTuple):
     """Suffixes; empty: every site."""
     uneven: tuple[str, ...] = ()
     """Suffixes of sites whose rank is one less, which no number of ranks divides."""
+    dora: bool = False
 
 
 KINDS = (
@@ -83,8 +84,9 @@ def whole_adapter(spec: BaseSpec, kind: Kind) -> LoraWeights:
         rank = kind.rank - name.endswith(kind.uneven)
         a = torch.randn(rank, site.in_features // a_blocks, generator=generator) * 0.2
         b = torch.randn(site.out_features, rank // b_blocks, generator=generator) * 0.2
-        pairs[name] = LoraPair(a, b, 0.5, a_blocks=a_blocks, b_blocks=b_blocks)
-    return LoraWeights(LoraSettings(r=kind.rank), pairs)
+        magnitude = torch.randn(site.out_features, generator=generator) + 2 if kind.dora else None
+        pairs[name] = LoraPair(a, b, 0.5, a_blocks=a_blocks, b_blocks=b_blocks, magnitude_O=magnitude)
+    return LoraWeights(LoraSettings(r=kind.rank, use_dora=kind.dora), pairs)
 
 
 class Result(NamedTuple):

@@ -64,6 +64,8 @@ class FollowerParts:
     trainer: Trainer
     read: Load
     """Reads this rank's shard of an adapter into host memory."""
+    placed: Callable[[LoraWeights], None] = lambda _: None
+    """As rank 0's store's (`AdapterPages`)."""
 
 
 class Follower:
@@ -195,7 +197,8 @@ class Follower:
     def _load_into_pages(self, command: LoadIntoPages) -> None:
         buffer, span = self._parts.kv.buffer, Span(command.first, command.pages, lambda: None)
         buffer.move(command.moved)
-        self._in_pages[command.adapter] = copied_into(buffer.of(span), self._host[command.adapter])
+        placed = self._in_pages[command.adapter] = copied_into(buffer.of(span), self._host[command.adapter])
+        self._parts.placed(placed)
 
     # ---- jobs
 

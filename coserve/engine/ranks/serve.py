@@ -119,7 +119,9 @@ def _make_follower(base: Base, config: Config, rank: OwnRank, warm_up: WarmUpTas
     def build(tokens: int) -> FollowerParts:
         kv = KvCache.for_base(base, tokens, config.page_tokens)
         compiled = make_compiled(parts, kv, warm_up)  # rank 0 tells the operator
-        made = FollowerParts(kv, compiled.executor, parts.make_trainer(store, compiled=compiled.layers), read)
+        made = FollowerParts(
+            kv, compiled.executor, parts.make_trainer(store, compiled=compiled.layers), read, base.complete_scales
+        )
         freeze_heap()
         rank.monitor.ready(base.device.type)
         return made

@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 
 from coserve.finetune.losses.formulas import divergence_
+from coserve.kernels.lora.segmented.adapter_table import Slots
+from coserve.kernels.lora.segmented.launch_scale import scale_rows
+from coserve.kernels.lora.segmented.plan import DECODE_ROWS, PREFILL_TILE_ROWS
+from coserve.kernels.lora.segmented.tiles import StepTiles
 from coserve.model.base import Base
 from coserve.model.parallel.symmetric import launch_sums
 
@@ -12,9 +16,19 @@ from coserve.model.parallel.symmetric import launch_sums
 def launch_other_kernels(base: Base) -> None:
     """Launch them; call it inside `compile_only`, in which kernels are compiled and not launched."""
     _divergence(base)
+    _scales(base)
     if base.sharding is not None and base.device.type == "cuda":
         for rank in range(base.sharding.mesh.size):  # each rank has its own kernels
             launch_sums(rank, base.sharding.mesh.size, base.device)
+
+
+def _scales(base: Base) -> None:
+    """Scale rows as steps with DoRA adapters do."""
+    y, table = torch.zeros(1, 1, dtype=base.dtype, device=base.device), Slots(1, 1, base.device).table(0, 1)
+    for rows in (*DECODE_ROWS, PREFILL_TILE_ROWS):
+        tiles = StepTiles(rows, 1, 0, 1, base.device).tiles
+        for biased in {bias is not None for bias in base.sites.biases.values()}:
+            scale_rows([y], tiles, table, [y[0] if biased else None])
 
 
 def _divergence(base: Base) -> None:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from coserve.core.types import AdapterRef
 from coserve.generate.execution.footprint import LoraFootprint
@@ -55,8 +56,10 @@ class AdapterSlots:
         slots: int,
         device: torch.device,
         exchanges: Mapping[SiteGroup, Exchange] | None = None,
+        biases: Mapping[str, Tensor | None] | None = None,
     ) -> None:
-        """`exchanges`: collectives of fully sharded pairs (`FusedBase.exchanges`); None: no adapter has such pairs."""
+        """`exchanges`: collectives of fully sharded pairs (`FusedBase.exchanges`); None: no adapter has such pairs.
+        `biases`: of each site (`LoraSites.biases`); None: no adapter is DoRA."""
         self._names = [name for layer in groups for group in layer for name in group.names]
         self._groups = {name: group.index for layer in groups for group in layer for name in group.names}
         self.all_groups = frozenset(self._groups.values())
@@ -66,6 +69,11 @@ class AdapterSlots:
         self.exchanges = exchanges or {}
         self.sharded = PairSlots(groups, slots, device) if self.exchanges else None
         """This GPU's shards of fully sharded pairs."""
+        every = [group for layer in groups for group in layer]
+        self.biases = {} if biases is None else {group: [biases[name] for name in group.names] for group in every}
+        """The biases of each group's sites."""
+        self.scaled = [False] * slots
+        """Whether each slot's adapter is DoRA."""
         self.groups: list[frozenset[int]] = [frozenset()] * slots
         """Site groups that each slot's adapter changes (`LoraFootprint.groups`)."""
         self._slots: OrderedDict[AdapterRef, int] = OrderedDict()  # least recently used first
@@ -89,7 +97,7 @@ class AdapterSlots:
             self.local.clear(slot)
             if self.sharded is not None and self.sharded.ranks[slot]:
                 self.sharded.clear(slot)
-            self.groups[slot] = frozenset()
+            self.groups[slot], self.scaled[slot] = frozenset(), False
             self._free.append(slot)
 
     def footprint(self, segments: Segments) -> LoraFootprint:
@@ -99,7 +107,9 @@ class AdapterSlots:
         sharded = 0 if self.sharded is None else max((self.sharded.ranks[slot] for slot in present), default=0)
         groups = frozenset[int]().union(*(self.groups[slot] for slot in present))
         blocks = -(-max(local, sharded, 1) // RANK_BLOCK)
-        return LoraFootprint(blocks * RANK_BLOCK, groups, local=bool(local or not sharded), sharded=bool(sharded))
+        scaled = any(self.scaled[slot] for slot in present)
+        local_too = bool(local or not sharded)
+        return LoraFootprint(blocks * RANK_BLOCK, groups, local=local_too, sharded=bool(sharded), scaled=scaled)
 
     def _put(self, ref: AdapterRef, weights: LoraWeights, wanted: Mapping[AdapterRef, LoraWeights]) -> None:
         if not self._free:
@@ -116,6 +126,7 @@ class AdapterSlots:
         self.local.put(slot, entries, owner)
         self._slots[ref] = self._free.pop()
         self.groups[slot] = frozenset(self._groups[name] for name in weights.sites)
+        self.scaled[slot] = weights.settings.use_dora
 
 
 def _entries(weights: LoraWeights, names: Sequence[str]) -> tuple[list[TableEntry], object]:

@@ -20,10 +20,13 @@ class LoraFootprint:
     """Whether some pairs are computed by each GPU without communication."""
     sharded: bool = False
     """Whether some pairs are fully sharded (`slora`): they need launches and collectives of their own."""
+    scaled: bool = False
+    """Whether some adapters are DoRA, whose rows are scaled by a launch at each site."""
 
     def covers(self, other: LoraFootprint) -> bool:
         enough = self.max_rank >= other.max_rank and self.groups >= other.groups
-        return enough and self.local >= other.local and self.sharded >= other.sharded
+        kinds = ((self.local, other.local), (self.sharded, other.sharded), (self.scaled, other.scaled))
+        return enough and all(own >= others for own, others in kinds)
 
 
 NO_ADAPTERS = LoraFootprint(0, frozenset())

@@ -124,11 +124,11 @@ def _terms(
     slots: AdapterSlots, footprint: LoraFootprint, local: TilePlan | None, sharded: TilePlan | None, part_items: int
 ) -> PreparedLora:
     """`part_items`: items of `sharded` that this GPU's shard of the LoRA rank covers."""
-    terms = list[PreparedLora]()
+    terms, biases = list[PreparedLora](), slots.biases if footprint.scaled else None
     if local is not None:
-        terms.append(SlotLora(slots.local.tables, local, footprint.groups))
+        terms.append(SlotLora(slots.local.tables, local, footprint.groups, biases))
     if sharded is not None:
         assert slots.sharded is not None, "expected slots of fully sharded pairs"
         cut = sharded_plan(sharded, part_items)
-        terms.append(ShardedSlotLora(slots.sharded.tables, slots.exchanges, cut, footprint.groups))
+        terms.append(ShardedSlotLora(slots.sharded.tables, slots.exchanges, cut, footprint.groups, biases))
     return terms[0] if len(terms) == 1 else CombinedLora(terms)

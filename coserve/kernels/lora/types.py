@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, cast
 
@@ -23,11 +23,12 @@ class MainGrads:
 
     a_RD: Tensor  # noqa: N815
     b_OR: Tensor  # noqa: N815
+    scale_O: Tensor | None = None  # noqa: N815
 
 
 class TableEntry(NamedTuple):
     """A pair as an entry of the kernels' table: addresses of its matrices and of their `MainGrads` (0: none), shape,
-    scaling."""
+    scaling, address of its DoRA scale (0: none)."""
 
     a: int
     b: int
@@ -36,6 +37,7 @@ class TableEntry(NamedTuple):
     shape: int
     """Encoded by `entry_shape`; for a dense pair it is the rank."""
     scaling: float
+    scale: int = 0
 
     @property
     def rank(self) -> int:
@@ -73,6 +75,10 @@ class LoraPair:
     """Blocks of a packed block-diagonal a_RD: (R, D / a_blocks)."""
     b_blocks: int = 1
     """Blocks of a packed block-diagonal b_OR: (O, R / b_blocks)."""
+    scale_O: Tensor | None = None  # noqa: N815
+    """DoRA: the output's factor, fp32 (`kernels.lora.dora`). None: plain LoRA."""
+    magnitude_O: Tensor | None = None  # noqa: N815
+    """DoRA as it is trained and stored: the norms of the adapted weight's rows, fp32. Forwards read `scale_O` only."""
 
     def __post_init__(self) -> None:
         blocks = self.blocks
@@ -90,6 +96,23 @@ class LoraPair:
     def blocks(self) -> int:
         """Number of blocks of the block-diagonal matrix; 1: both are dense."""
         return max(self.a_blocks, self.b_blocks)
+
+    def to(
+        self, device: torch.device | str | None, dtype: torch.dtype | None = None, *, copy: bool = False
+    ) -> LoraPair:
+        """Return the pair on a device, without `main_grads`; its matrices in `dtype`, what is fp32 as it is."""
+
+        def vector(own: Tensor | None) -> Tensor | None:
+            return None if own is None else own.detach().to(device, copy=copy)
+
+        return replace(
+            self,
+            a_RD=self.a_RD.detach().to(device, dtype, copy=copy),
+            b_OR=self.b_OR.detach().to(device, dtype, copy=copy),
+            main_grads=None,
+            scale_O=vector(self.scale_O),
+            magnitude_O=vector(self.magnitude_O),
+        )
 
     def dense(self) -> LoraPair:
         """Return the pair with its packed matrix expanded; differentiable, without `main_grads`."""
@@ -117,7 +140,8 @@ class LoraPair:
             assert all(own.data_ptr() % ALIGNMENT == 0 for own in both), "expected sums at whole vectors"
             sums = both[0].data_ptr(), both[1].data_ptr()
         shape = entry_shape(self.rank, self.a_blocks, self.b_blocks)
-        return TableEntry(self.a_RD.data_ptr(), self.b_OR.data_ptr(), *sums, shape, self.scaling)
+        scale = 0 if self.scale_O is None else self.scale_O.data_ptr()
+        return TableEntry(self.a_RD.data_ptr(), self.b_OR.data_ptr(), *sums, shape, self.scaling, scale)
 
 
 def block_diagonal(packed: Tensor, blocks: int) -> Tensor:

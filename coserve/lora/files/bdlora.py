@@ -78,6 +78,8 @@ def check_blocks(settings: LoraSettings, base: BaseSpec, ranks: Mapping[str, int
             if getattr(settings, field) is not None:
                 raise InvalidRequest(f"{field} needs bd_blocks of 2 or more", field=field)
         return
+    if settings.use_dora:
+        raise InvalidRequest("expected bd_blocks of 1 with use_dora", field="use_dora")
     if base.family in CONV1D_FAMILIES:
         raise InvalidRequest(
             f"BD-LoRA is not implemented for {base.family}: its linear modules are Conv1D, which PEFT's BD-LoRA "

@@ -63,6 +63,8 @@ class AdapterTensors:
     alphas: dict[str, float]
     a: dict[str, TensorEntry]
     b: dict[str, TensorEntry]
+    magnitudes: dict[str, TensorEntry]
+    """Of each site of a DoRA adapter; else empty."""
 
 
 def inspect_adapter(folder: Path, base: BaseSpec, progress: Callable[[], None] = lambda: None) -> AdapterInfo:
@@ -102,8 +104,8 @@ def _alphas_in_order(layout: AdapterTensors) -> tuple[float, ...]:
 def read_layout(
     config: dict[str, object], file: TensorFile, base: BaseSpec, alphas: tuple[float, ...] | None = None
 ) -> AdapterTensors:
-    """Read the settings and sites of an open weights' file. Every tensor must be one of a site's two matrices, of the
-    right shape.
+    """Read the settings and sites of an open weights' file. Every tensor must be one of a site's two matrices, or its
+    DoRA magnitude, of the right shape.
 
     `alphas`: those found when these files were registered (`AdapterDigests.alphas`). The config's patterns are matched
     only if they are None.
@@ -116,7 +118,7 @@ def read_layout(
         raise UnsupportedAdapter(
             f"BD-LoRA is not implemented for the Conv1D modules of {base.family}", field="use_bdlora"
         )
-    matrices: dict[str, dict[str, TensorEntry]] = {"lora_A": {}, "lora_B": {}}
+    matrices: dict[str, dict[str, TensorEntry]] = {"lora_A": {}, "lora_B": {}, _MAGNITUDE: {}}
     for name, entry in file.entries.items():
         site, kind = _site_of(name, base)
         matrices[kind][site] = entry
@@ -126,6 +128,7 @@ def read_layout(
     lonely = next(iter(sorted(a.keys() ^ b.keys())), None)
     if lonely is not None:
         raise CorruptAdapter(f"{lonely}: expected both lora_A and lora_B, got only one of them")
+    magnitudes = _magnitudes(matrices[_MAGNITUDE], a, settings, base)
     _check_blocks(config, sorted(a))
     matching = Matching(config) if alphas is None else Known(config, a, alphas)
     sites, own_alphas = {}, {}
@@ -139,7 +142,25 @@ def read_layout(
         own_alphas[site] = matching.alpha(site)
         sites[site] = _shape(site, rank, own_alphas[site], settings, base, shape, b[site].shape)
     settings = _resolved(settings, config, base, sites, own_alphas, named=matching.named)
-    return AdapterTensors(settings, sites, own_alphas, a, b)
+    return AdapterTensors(settings, sites, own_alphas, a, b, magnitudes)
+
+
+def _magnitudes(
+    found: dict[str, TensorEntry], sites: Collection[str], settings: LoraSettings, base: BaseSpec
+) -> dict[str, TensorEntry]:
+    """Check that a DoRA adapter has a magnitude at each site, and another one none."""
+    if settings.use_dora and settings.bd_blocks > 1:
+        raise UnsupportedAdapter("DoRA with block-diagonal matrices is not implemented", field="use_dora")
+    for site in sorted(found.keys() ^ (set(sites) if settings.use_dora else set())):
+        raise CorruptAdapter(
+            f"{site}: expected {'a' if settings.use_dora else 'no'} {_MAGNITUDE} with use_dora = "
+            f"{str(settings.use_dora).lower()}",
+            field="use_dora",
+        )
+    for site, entry in found.items():
+        if entry.shape != (want := (base.sites[site].out_features,)):
+            raise ShapeMismatch(f"{site}.{_MAGNITUDE}: expected shape {list(want)}, got {list(entry.shape)[:8]}")
+    return found
 
 
 def config_file(settings: LoraSettings, base: BaseSpec, sites: Collection[str], *, field: str | None = None) -> str:
@@ -179,7 +200,8 @@ def adapter_config(settings: LoraSettings, base: BaseSpec, sites: Collection[str
         "init_lora_weights": True,
     }
     blocks = peft_blocks(settings, [site for site in base.sites if site in sites])
-    return config if blocks is None else config | {"use_bdlora": blocks}
+    variants = {"use_bdlora": blocks, "use_dora": settings.use_dora or None}
+    return config | {key: value for key, value in variants.items() if value is not None}
 
 
 def _plain(number: float) -> int | float:
@@ -201,6 +223,7 @@ def _settings(config: dict[str, object]) -> LoraSettings:
         r=config.get("r", 8),  # type: ignore[arg-type]
         alpha=float(config.get("lora_alpha", 8)),  # type: ignore[arg-type]
         rslora=config.get("use_rslora", False) is True,
+        use_dora=config.get("use_dora", False) is True,
         dropout=float(config.get("lora_dropout", 0.0)),  # type: ignore[arg-type]
         targets=tuple(targets) if isinstance(targets, list) else None,
         bd_blocks=count,
@@ -249,8 +272,8 @@ def _targets(names: tuple[str, ...] | None, base: BaseSpec, sites: Collection[st
     return tuple(sites)
 
 
+_MAGNITUDE = "lora_magnitude_vector"
 _KINDS = {
-    "lora_magnitude_vector": "DoRA is not implemented",
     "lora_embedding_A": "adapters of embeddings are not implemented",
     "lora_embedding_B": "adapters of embeddings are not implemented",
     "base_layer": "the file holds weights of the base itself, which is not implemented",
@@ -261,16 +284,18 @@ _KINDS = {
 
 
 def _site_of(name: str, base: BaseSpec) -> tuple[str, str]:
-    """Split a tensor's name into its site and `lora_A` or `lora_B`."""
+    """Split a tensor's name into its site and `lora_A`, `lora_B` or `_MAGNITUDE`."""
     shown = repr(name[:120])
     for part, reason in _KINDS.items():
         if f".{part}" in f".{name}":
             raise UnsupportedAdapter(f"tensor {shown}: {reason}")
     site, _, rest = name.removeprefix(PREFIX).rpartition(".lora_")
-    if not name.startswith(PREFIX) or rest not in ("A.weight", "B.weight"):
-        raise UnsupportedAdapter(f"tensor {shown}: expected only lora_A.weight and lora_B.weight of linear modules")
+    if not name.startswith(PREFIX) or rest not in ("A.weight", "B.weight", "magnitude_vector"):
+        raise UnsupportedAdapter(
+            f"tensor {shown}: expected only lora_A.weight, lora_B.weight and {_MAGNITUDE} of linear modules"
+        )
     if site in base.sites:
-        return site, f"lora_{rest[0]}"
+        return site, f"lora_{rest.removesuffix('.weight')}"
     if site.rsplit(".", 1)[-1] in ("lm_head", "embed_tokens", "wte", "wpe", "embed_out"):
         raise UnsupportedAdapter(f"tensor {shown}: only linear modules of decoder layers can be adapted")
     raise BaseMismatch(f"tensor {shown}: {base.name} has no such module")

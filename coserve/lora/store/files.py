@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -45,19 +44,20 @@ def load_adapter(
     """
     with _opened(folder, base, digests) as (file, tensors, threads):
         found = read_sites(file, tensors, dtype, threads, for_kernels=False, pinned=False)
-    pairs = {name: replace(pair, a_RD=pair.a_RD.to(device), b_OR=pair.b_OR.to(device)) for name, pair in found.items()}
-    return LoraWeights(tensors.settings, pairs)
+    return LoraWeights(tensors.settings, {name: pair.to(device) for name, pair in found.items()})
 
 
 def load_packed(
     folder: Path, base: BaseSpec, *, dtype: torch.dtype, digests: AdapterDigests | None = None, pinned: bool
 ) -> LoraWeights:
-    """Load as `load_adapter` does, straight into host memory in the layout of `packed`."""
+    """Load as `load_adapter` does, straight into host memory in the layout of `packed`; DoRA's in another one, as their
+    scales are to be computed (`Base.served`)."""
     with _opened(folder, base, digests) as (file, tensors, threads):
         dense = all(max(shape.a_blocks, shape.b_blocks) == 1 for shape in tensors.sites.values())
+        dense = dense and not tensors.magnitudes
         found = read_sites(file, tensors, dtype, threads, for_kernels=dense, pinned=pinned and dense)
     weights = LoraWeights(tensors.settings, found)
-    return weights if dense else packed(weights, pinned=pinned)
+    return weights if dense or tensors.magnitudes else packed(weights, pinned=pinned)
 
 
 @contextmanager
@@ -95,5 +95,7 @@ def save_adapter(folder: Path, weights: LoraWeights, base: BaseSpec) -> None:
         assert (pair.a_blocks, pair.b_blocks) == blocks_at(weights.settings, site), f"{site} is not as its settings say"
         tensors[f"{PREFIX}{site}.lora_A.weight"] = pair.a_RD.detach().float().cpu().contiguous()
         tensors[f"{PREFIX}{site}.lora_B.weight"] = pair.b_OR.detach().float().cpu().contiguous()
+        if pair.magnitude_O is not None:
+            tensors[f"{PREFIX}{site}.lora_magnitude_vector"] = pair.magnitude_O.detach().float().cpu().contiguous()
     write_tensors(folder / ADAPTER_WEIGHTS, tensors, {"format": "pt", FINGERPRINT: base.fingerprint})
     (folder / ADAPTER_CONFIG).write_text(config_file(weights.settings, base, weights.sites))

@@ -1,9 +1,9 @@
 """An adapter's matrices back to back in few large blocks of memory, so that few copies move all of them.
 
-Each matrix begins at a cache line of the GPU. For the kernels b_OR's rows are padded to whole vectors of 8; on a CPU
-they are not, as its products would differ in the last bits. An adapter has hundreds of matrices, and a step must not
-wait for work on each of them: views are made on demand, and the kernels' table of addresses is the layout's offsets
-plus one base address.
+Each matrix, and each of DoRA's vectors (fp32), begins at a cache line of the GPU. For the kernels b_OR's rows are
+padded to whole vectors of 8; on a CPU they are not, as its products would differ in the last bits. An adapter has
+hundreds of matrices, and a step must not wait for work on each of them: views are made on demand, and the kernels'
+table of addresses is the layout's offsets plus one base address.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from coserve.memory.buffer import aligned
 from coserve.model.lora import LoraWeights
 
 _EMPTY = torch.empty(0)
+VECTORS = ("scale_O", "magnitude_O")
+"""Fields of a pair that hold DoRA's vectors."""
 BLOCK = 8 << 20
 """Bytes of a block of host memory. torch rounds pinned memory up to a power of two, and CUDA calls of other threads
 wait while it is allocated."""
@@ -42,7 +44,9 @@ class SitePlace:
     a_shape: tuple[int, int]
     b_shape: tuple[int, int]
     like: LoraPair
-    """The pair's other attributes; its matrices are empty."""
+    """The pair's other attributes; its matrices and vectors are empty."""
+    vectors_at: dict[str, int]
+    """Byte offset of each fp32 vector (O) of the pair, by its field."""
 
 
 class PackedLayout:
@@ -64,14 +68,20 @@ class PackedLayout:
             columns = -(-pair.b_OR.shape[1] // vector) * vector
             a_bytes = aligned(pair.a_RD.nbytes)
             b_bytes = aligned(pair.b_OR.shape[0] * columns * self.dtype.itemsize)
-            if at > first and at + a_bytes + b_bytes - first > block:
+            vectors = [field for field in VECTORS if getattr(pair, field) is not None]
+            v_bytes = aligned(4 * pair.b_OR.shape[0])
+            size = a_bytes + b_bytes + len(vectors) * v_bytes
+            if at > first and at + size - first > block:
                 self.bounds.append(at)
                 first = at
             a_at, b_at = ((at + before - first) // self.dtype.itemsize for before in (0, a_bytes))
             shapes = (pair.a_RD.shape[0], pair.a_RD.shape[1]), (pair.b_OR.shape[0], pair.b_OR.shape[1])
-            like = replace(pair, a_RD=_EMPTY, b_OR=_EMPTY, main_grads=None)
-            self.places[name] = SitePlace(len(self.bounds) - 1, a_at, b_at, columns, *shapes, like)
-            at += a_bytes + b_bytes
+            scale, magnitude = (_EMPTY if field in vectors else None for field in VECTORS)
+            like = replace(pair, a_RD=_EMPTY, b_OR=_EMPTY, main_grads=None, scale_O=scale, magnitude_O=magnitude)
+            behind = at - first + a_bytes + b_bytes
+            vectors_at = {field: behind + i * v_bytes for i, field in enumerate(vectors)}
+            self.places[name] = SitePlace(len(self.bounds) - 1, a_at, b_at, columns, *shapes, like, vectors_at)
+            at += size
         self.bounds.append(at)
 
     @property
@@ -89,7 +99,11 @@ class PackedLayout:
         start, (rows, width), (out, rank) = memory.storage_offset(), place.a_shape, place.b_shape
         a_RD = memory.as_strided((rows, width), (width, 1), start + place.a_at)
         b_OR = memory.as_strided((out, rank), (place.columns, 1), start + place.b_at)
-        return replace(place.like, a_RD=a_RD, b_OR=b_OR)
+        if not place.vectors_at:
+            return replace(place.like, a_RD=a_RD, b_OR=b_OR)
+        vectors = {field: piece[at : at + 4 * out].view(torch.float32) for field, at in place.vectors_at.items()}
+        scale, magnitude = (vectors.get(field) for field in VECTORS)
+        return replace(place.like, a_RD=a_RD, b_OR=b_OR, scale_O=scale, magnitude_O=magnitude)
 
     @torch.no_grad()
     def copy(self, name: str, pair: LoraPair, piece: Tensor) -> None:
@@ -99,6 +113,8 @@ class PackedLayout:
         if columns > own.b_OR.shape[1]:
             own.b_OR.as_strided((own.b_OR.shape[0], columns), (columns, 1)).zero_()
         own.b_OR.copy_(pair.b_OR)
+        for field in self.places[name].vectors_at:
+            getattr(own, field).copy_(getattr(pair, field))
 
 
 class PackedSites(Mapping[str, LoraPair]):
@@ -135,7 +151,8 @@ class PackedSites(Mapping[str, LoraPair]):
             else:
                 at = addresses[place.piece]
                 a, b = at + place.a_at * size, at + place.b_at * size
-                found.append(TableEntry(a, b, 0, 0, place.b_shape[1], place.like.scaling))
+                scale = at + place.vectors_at["scale_O"] if "scale_O" in place.vectors_at else 0
+                found.append(TableEntry(a, b, 0, 0, place.b_shape[1], place.like.scaling, scale))
         return found
 
     def lies_as_packed(self, *, pinned: bool) -> bool:

@@ -33,9 +33,16 @@ class AdapterPages:
     `PageBuffer`.
     """
 
-    def __init__(self, buffer: PageBuffer, evicted: Callable[[Entry], None], mirror: CopyMirror | None = None) -> None:
-        """`evicted` is called when an adapter has lost its GPU copy. It must not allocate pages."""
-        self._buffer, self._evicted, self._mirror = buffer, evicted, mirror or NoMirror()
+    def __init__(
+        self,
+        buffer: PageBuffer,
+        evicted: Callable[[Entry], None],
+        mirror: CopyMirror | None = None,
+        placed: Callable[[LoraWeights], None] = lambda _: None,
+    ) -> None:
+        """`evicted` is called when an adapter has lost its GPU copy. It must not allocate pages. `placed` is called
+        with each new GPU copy, after the mirror's."""
+        self._buffer, self._evicted, self._mirror, self._placed = buffer, evicted, mirror or NoMirror(), placed
 
     def pages(self, entry: Entry) -> int:
         """Number of pages that the adapter takes."""
@@ -63,6 +70,7 @@ class AdapterPages:
         span, moved = taken
         entry.gpu = GpuCopy(copied_into(self._buffer.of(span), entry.host), span)
         self._mirror.loaded(entry.ref, span, moved)
+        self._placed(entry.gpu.weights)
         return Activated(entry.gpu.weights, moved)
 
     def deactivate(self, entry: Entry) -> None:

@@ -54,6 +54,7 @@ def _layout(tensors: AdapterTensors, dtype: torch.dtype, vector: int) -> PackedL
             shape.scaling,
             a_blocks=shape.a_blocks,
             b_blocks=shape.b_blocks,
+            magnitude_O=torch.empty(tensors.magnitudes[name].shape, device="meta") if tensors.magnitudes else None,
         )
         for name, shape in tensors.sites.items()
     }
@@ -66,20 +67,25 @@ def _fill(file: TensorFile, tensors: AdapterTensors, layout: PackedLayout, names
     buffers: tuple[memoryview, memoryview] | None = None
     for name in names:
         place, both = layout.places[name], (tensors.a[name], tensors.b[name])
-        if all(_DTYPES[entry.dtype] is layout.dtype for entry in both) and place.columns == place.b_shape[1]:
+        as_stored = all(_DTYPES[entry.dtype] is layout.dtype for entry in both) and place.columns == place.b_shape[1]
+        if as_stored and name not in tensors.magnitudes:
             for entry, at in zip(both, (place.a_at, place.b_at), strict=True):
                 file.read_into(entry, memory[at * size : at * size + entry.end - entry.start])
         else:
             buffers = buffers or (_buffer(tensors.a, names), _buffer(tensors.b, names))
             a_RD, b_OR = (_tensor(file, entry, buffer) for entry, buffer in zip(both, buffers, strict=True))
-            layout.copy(name, replace(place.like, a_RD=a_RD, b_OR=b_OR), piece)
+            pair = replace(place.like, a_RD=a_RD, b_OR=b_OR)
+            if name in tensors.magnitudes:
+                own = _buffer(tensors.magnitudes, [name])
+                pair = replace(pair, magnitude_O=_tensor(file, tensors.magnitudes[name], own))
+            layout.copy(name, pair, piece)
     kind = _KINDS[layout.dtype]
     if all_finite(piece.numpy(), kind):
         return
     for name in names:  # or only the gaps between the matrices are not finite
         pair = layout.pair(name, piece)
-        matrices = pair.a_RD, pair.b_OR
-        if not all(all_finite(matrix.contiguous().view(torch.uint8).numpy(), kind) for matrix in matrices):
+        matrices = [own for own in (pair.a_RD, pair.b_OR, pair.magnitude_O) if own is not None]
+        if not all(bool(torch.isfinite(matrix).all()) for matrix in matrices):
             raise CorruptAdapter(f"{name}: its weights are not finite in {str(layout.dtype).removeprefix('torch.')}")
 
 

@@ -51,12 +51,13 @@ class AdapterStore:
         backoff: Backoff = READ_BACKOFF,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         mirror: CopyMirror | None = None,
+        placed: Callable[[LoraWeights], None] = lambda _: None,
     ) -> None:
         """`pinned`: keep host copies in pinned memory, from which a GPU copies asynchronously. `backoff`: pauses
         between attempts of a read that raises `StorageError`; `sleep` waits for them. `mirror`: repeats all copies
-        elsewhere."""
+        elsewhere. `placed`: see `AdapterPages`."""
         self._load, self._pinned = load, pinned
-        self._mirror = mirror or NoMirror()
+        self._mirror, self._placed = mirror or NoMirror(), placed
         self._entries: dict[AdapterRef, Entry] = {}  # least recently used first
         self._host = HostCopies(budget)
         self._pages: AdapterPages | None = None
@@ -192,7 +193,7 @@ class AdapterStore:
             evicted(entry.ref)
             self._discard_if_unused(entry)
 
-        self._pages = AdapterPages(buffer, lost, self._mirror)
+        self._pages = AdapterPages(buffer, lost, self._mirror, self._placed)
 
     def size(self, ref: AdapterRef) -> int:
         """Bytes of an adapter in memory; 0 if it is not."""

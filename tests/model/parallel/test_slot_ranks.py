@@ -28,15 +28,16 @@ from tests.support.ranks import OneShotMesh, Ranks
 from tests.support.sharded import KINDS, Kind, load, whole_adapter
 from tests.support.shelf import named
 
-ADAPTERS = (*KINDS, Kind(48))
-"""Parts of the last one are whole vectors on two ranks, and more than one block of ranks; those of the first are
-neither."""
+ADAPTERS = (*KINDS, Kind(48), Kind(8, uneven=("v_proj", "down_proj"), dora=True))
+"""Parts of the one of rank 48 are whole vectors on two ranks, and more than one block of ranks; those of the first are
+neither. The last one is fully sharded at some sites."""
 BOUNDS = (0, 5, 6, 9)
-BATCHES = {"fully sharded": (0, -1, 4), "local": (1, -1, 3), "mixed": (4, 3, 1)}
+BATCHES = {"fully sharded": (0, -1, 4), "local": (1, -1, 3), "mixed": (4, 3, 1), "dora": (5, -1, 4)}
 CASES = (
     ("fully sharded", "static decode"),
     ("local", "static decode"),
     *(("mixed", path) for path in ("decode", "static decode", "static prefill")),
+    ("dora", "static decode"),
 )
 
 
@@ -60,7 +61,9 @@ def _lora(slots: AdapterSlots, segments: Segments, path: str) -> PreparedLora:
         return slot_lora(slots, segments)
     decode = path == "static decode"
     footprint = slots.footprint(segments)
-    wider = LoraFootprint(footprint.max_rank + 16, slots.all_groups, footprint.local, footprint.sharded)
+    wider = LoraFootprint(
+        footprint.max_rank + 16, slots.all_groups, footprint.local, footprint.sharded, footprint.scaled
+    )
     static = StaticSlotLora(
         slots, segments.tokens, wider, [TileCapacity(8 if decode else 64, len(segments.adapters))], decode=decode
     )
@@ -69,8 +72,11 @@ def _lora(slots: AdapterSlots, segments: Segments, path: str) -> PreparedLora:
 
 def _placed(base: Base) -> tuple[FusedBase, AdapterSlots, list[int]]:
     fused = FusedBase(base, compiled=False)
-    slots = AdapterSlots(fused.groups, len(ADAPTERS), base.device, fused.exchanges)
-    return fused, slots, slots.place(named([base.shard(whole_adapter(base.spec, kind)) for kind in ADAPTERS]))
+    slots = AdapterSlots(fused.groups, len(ADAPTERS), base.device, fused.exchanges, base.sites.biases)
+    held = [base.served(whole_adapter(base.spec, kind)) for kind in ADAPTERS]
+    for weights in held:
+        base.complete_scales(weights)
+    return fused, slots, slots.place(named(held))
 
 
 def _logits(
@@ -115,7 +121,7 @@ def _tokens(count: int) -> tuple[Tensor, Tensor]:
 
 def _expected(folder: str, bounds: tuple[int, ...], batch: tuple[int, ...]) -> Tensor:
     base = load(folder)
-    adapters = tuple(whole_adapter(base.spec, kind) for kind in ADAPTERS)
+    adapters = tuple(base.served(whole_adapter(base.spec, kind)) for kind in ADAPTERS)
     lora = LoraBatch(Segments(bounds, batch), adapters, GROUPED)
     with torch.no_grad():
         return base.forward(*_tokens(bounds[-1]), PackedAttention(bounds), lora=lora, keep=None)
@@ -134,9 +140,10 @@ def test_steps_by_slots_have_the_logits_of_one_process(ranks: Ranks, folder: str
 
 def test_replicated_adapters_send_nothing(ranks: Ranks, folder: str) -> None:
     expected = _expected(folder, BOUNDS, BATCHES["mixed"])
-    for found in ranks.run(_logits, folder, "nfs", False, [("mixed", "static decode")]):
-        for logits, calls in found.values():
-            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    scaled = _expected(folder, BOUNDS, BATCHES["dora"])
+    for found in ranks.run(_logits, folder, "nfs", False, [("mixed", "static decode"), ("dora", "static decode")]):
+        for (name, _), (logits, calls) in found.items():
+            torch.testing.assert_close(logits, scaled if name == "dora" else expected, rtol=1e-4, atol=1e-4)
             assert calls == _calls(False, False)
 
 

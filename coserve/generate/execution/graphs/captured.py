@@ -85,5 +85,7 @@ def covering_graph(
     if found is not None or not footprint.max_rank:
         return found
     wider = [other for own, other in graphs if own == size and other.covers(footprint)]
-    least = min(wider, key=lambda one: (one.max_rank, len(one.groups), one.local + one.sharded), default=None)
+    least = min(
+        wider, key=lambda one: (one.max_rank, len(one.groups), one.local + one.sharded + one.scaled), default=None
+    )
     return None if least is None else graphs[size, least]

@@ -43,6 +43,8 @@ class SiteTable:
     may change."""
     blocked: bool = True
     """Whether the table may hold block-diagonal pairs: a constant of the kernels, which are leaner without them."""
+    scales: Tensor | None = None
+    """int64 (N, G): addresses of DoRA's scales, fp32; 0: none. None: in tables of one step."""
     storage: Tensor | None = None
     """int32 (N): the device buffer that holds the columns of a `site_table`."""
 
@@ -67,9 +69,10 @@ class SiteTable:
     def columns(self, first: int, count: int) -> SiteTable:
         """Return the columns of `count` neighbouring sites, as a view."""
         part = slice(first, first + count)
-        starts, sums, sizes = (None if own is None else own[:, part] for own in (self.starts, self.sums, self.sizes))
+        given = self.starts, self.sums, self.sizes, self.scales
+        starts, sums, sizes, scales = (None if own is None else own[:, part] for own in given)
         own = self.addresses[:, part], self.ranks[:, part], self.scalings[:, part]
-        return SiteTable(*own, starts, sums, sizes, self.blocked, self.storage)
+        return SiteTable(*own, starts, sums, sizes, self.blocked, scales, self.storage)
 
 
 class Slots:
@@ -85,6 +88,7 @@ class Slots:
         self.addresses = torch.zeros(slots, sites, 2, dtype=torch.int64, device=device)
         self.ranks = torch.zeros(slots, sites, dtype=torch.int32, device=device)
         self.scalings = torch.zeros(slots, sites, dtype=torch.float32, device=device)
+        self.scales = torch.zeros(slots, sites, dtype=torch.int64, device=device)
         self._held: dict[int, object] = {}
 
     def put(self, slot: int, entries: Sequence[TableEntry], owner: object) -> None:
@@ -92,20 +96,23 @@ class Slots:
         the device."""
         assert len(entries) == self.ranks.shape[1], f"expected {self.ranks.shape[1]} sites, got {len(entries)}"
         assert self._blocked or all(entry.shape == entry.rank for entry in entries), "expected dense pairs"
-        a, b, _, _, ranks, scalings = zip(*entries, strict=True)
+        a, b, _, _, ranks, scalings, scales = zip(*entries, strict=True)
         _send(torch.tensor([a, b], dtype=torch.int64).T.contiguous(), self.addresses[slot])
         _send(torch.tensor(ranks, dtype=torch.int32), self.ranks[slot])
         _send(torch.tensor(scalings), self.scalings[slot])
+        _send(torch.tensor(scales, dtype=torch.int64), self.scales[slot])
         self._held[slot] = owner
 
     def clear(self, slot: int) -> None:
         """Empty `slot`: tokens that still name it get no LoRA terms."""
         self.ranks[slot].zero_()
+        self.scales[slot].zero_()
         self._held.pop(slot, None)
 
     def table(self, first: int, count: int) -> SiteTable:
         """Return the columns of `count` neighbouring sites, as a view that reflects later `put`s."""
-        return SiteTable(self.addresses, self.ranks, self.scalings, blocked=self._blocked).columns(first, count)
+        whole = SiteTable(self.addresses, self.ranks, self.scalings, blocked=self._blocked, scales=self.scales)
+        return whole.columns(first, count)
 
 
 def site_table(pairs: Sequence[Sequence[LoraPair | None]], device: torch.device) -> tuple[SiteTable, list[LoraPair]]:
@@ -117,7 +124,7 @@ def site_table(pairs: Sequence[Sequence[LoraPair | None]], device: torch.device)
     slots, sites = len(pairs[0]), len(pairs)
     own = [pair for slot in zip(*pairs, strict=True) for pair in slot]
     entries, kept = table_entries(own)
-    a, b, sum_a, sum_b, shapes_, scalings_ = zip(*entries, strict=True)
+    a, b, sum_a, sum_b, shapes_, scalings_, _ = zip(*entries, strict=True)
     shapes, sizes = torch.tensor(shapes_, dtype=torch.int32), torch.tensor(list(map(_sizes, own)), dtype=torch.int32)
     sizes = sizes.view(slots, sites, 3)
     scalings = torch.tensor(scalings_, dtype=torch.float32)

@@ -12,7 +12,9 @@ from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable
 from coserve.kernels.lora.segmented.launch_decode import decode
 from coserve.kernels.lora.segmented.launch_prefill import prefill_expand, prefill_shrink
+from coserve.kernels.lora.segmented.launch_scale import scale_rows
 from coserve.kernels.lora.segmented.plan import TilePlan
+from coserve.kernels.lora.segmented.slot_lora import Biases
 from coserve.kernels.lora.segmented.tiles import HostTiles
 from coserve.kernels.lora.types import SiteGroup
 
@@ -53,9 +55,12 @@ class ShardedSlotLora(PreparedLora):
         exchanges: Mapping[SiteGroup, Exchange],
         plan: ShardedPlan,
         groups: frozenset[int],
+        biases: Biases | None = None,
     ) -> None:
-        """`groups`: see `SlotLora`. They must be equal on every GPU, as must the numbers of rows, tiles and ranks."""
-        self._tables, self._exchanges, self._plan, self._groups = tables, exchanges, plan, groups
+        """`groups`, `biases`: see `SlotLora`. They must be equal on every GPU, as must the numbers of rows, tiles and
+        ranks."""
+        self._tables, self._exchanges, self._plan = tables, exchanges, plan
+        self._groups, self._biases = groups, biases
 
     def changes(self, group: SiteGroup) -> bool:
         return group.index in self._groups and group in self._exchanges
@@ -65,6 +70,11 @@ class ShardedSlotLora(PreparedLora):
         return list(ys)
 
     def add_(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, overlapped: bool = False) -> None:
+        self._add(group, ys, x_TD, overlapped=overlapped)
+        if self._biases is not None:
+            scale_rows(ys, self._plan.whole.tiles, self._tables[group], self._biases[group])
+
+    def _add(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, overlapped: bool) -> None:
         table, exchange = self._tables[group], self._exchanges[group]
         plan = self._plan_of(exchange)
         if exchange.outputs is not None:
