@@ -12,14 +12,13 @@ import msgspec
 from aiohttp import web
 
 from coserve.api.http.bodies import BodyReader
-from coserve.api.http.connections import Connections
 from coserve.api.http.idle_collection import IdleCollection
 from coserve.api.http.limits import STREAMS_TIMEOUT
 from coserve.api.http.openapi import describe_api
 from coserve.api.http.responses import NATIVE_ERRORS, ErrorFormat
 from coserve.api.http.route import Route
 from coserve.api.http.security import Gate, finish_headers, guard
-from coserve.api.http.server import HttpRunner
+from coserve.api.http.server import CappedRunner, Connections, keep_waiting
 from coserve.api.http.uploads import UploadReader
 from coserve.api.native.handlers import NativeApi
 from coserve.api.native.routes import native_routes
@@ -83,16 +82,21 @@ def make_app(
         default = OPENAI_ERRORS if is_openai(request.path) else NATIVE_ERRORS
         return formats.get(request.match_info.route.name or "", default)
 
-    connections = Connections(config.max_connections, clock)
+    connections = Connections(config.max_connections, config.read_timeout, clock)
     idle = IdleCollection(garbage or GarbageCollection.none())
-    guarded = guard(gate, service.metrics.responded, format_of, no_such_path)
-    app = web.Application(middlewares=[idle.middleware(), guarded, connections.middleware()])
+
+    def check(request: web.Request) -> None:
+        gate.check(request)
+        connections.check(request)
+
+    guarded = guard(check, service.metrics.responded, format_of, no_such_path)
+    app = web.Application(middlewares=[connections.middleware(), idle.middleware(), guarded])
     app[SERVICE], app[ROUTES], app[CONNECTIONS] = service, routes, connections
     for route in routes:
+        resource = app.router.add_resource(route.pattern, name=route.name)
+        resource.add_route(route.method, route.handler, expect_handler=keep_waiting)
         if route.public and route.method == "GET":
-            app.router.add_get(route.pattern, route.handler, name=route.name)  # also adds HEAD, which some probes use
-        else:
-            app.router.add_route(route.method, route.pattern, route.handler, name=route.name)
+            resource.add_route("HEAD", route.handler, expect_handler=keep_waiting)  # some probes use it
     app.on_response_prepare.append(finish_headers)
     app.on_shutdown.append(_end_streams)
     return app
@@ -104,16 +108,15 @@ async def _end_streams(app: web.Application) -> None:
 
 
 def make_runner(app: web.Application, config: Config) -> web.AppRunner:
-    """Make the runner, with limits that aiohttp does not set: deadlines for headers and readers, no decompression, no
-    log floods."""
+    """Make the runner, with limits that aiohttp does not set: a cap on connections, a deadline for headers, no
+    decompression, no log floods."""
     quiet = logging.getLogger("coserve.http")
     quiet.setLevel(
         logging.CRITICAL
     )  # aiohttp logs a traceback for every malformed request; the gate logs our own faults
-    return HttpRunner(
+    return CappedRunner(
         app,
         app[CONNECTIONS],
-        write_timeout=config.read_timeout,
         # The timer runs from the connection's first byte, and restarts after each response: headers must arrive within
         # it.
         keepalive_timeout=config.read_timeout,

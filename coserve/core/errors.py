@@ -9,7 +9,7 @@ CoserveError
 │   ├── MethodNotAllowed 405         ├── RequestTimeout 408
 │   ├── AdapterBusy 409              ├── WrongJobState 409
 │   ├── BodyTooLarge 413             ├── UnsupportedEncoding 415
-│   ├── HeadersTooLarge 431          ├── AdapterTooLarge 422   it leaves no page of the KV pool
+│   ├── AdapterTooLarge 422          it leaves no page of the KV pool
 │   ├── NonFiniteLogits 422          the adapter (or the base) computes NaN or infinity for this prompt
 │   ├── JobTooLarge 422              it never fits into the GPU's memory
 │   ├── IdempotencyMismatch 422      a different request has used the key
@@ -148,11 +148,6 @@ class WrongJobState(RequestError):
 class BodyTooLarge(RequestError):
     status = 413
     code = "body_too_large"
-
-
-class HeadersTooLarge(RequestError):
-    status = 431
-    code = "headers_too_large"
 
 
 class UnsupportedEncoding(RequestError):

@@ -7,21 +7,17 @@ import contextlib
 import errno
 import os
 import resource
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import pytest
 from aiohttp import web
-from aiohttp.abc import AbstractStreamWriter
 
-from coserve.api.http.connections import GRACE, Connections, quiet_accept
 from coserve.api.http.limits import OWN_DESCRIPTORS, RESERVE, connection_limit
-from coserve.api.http.server import HttpConnection, HttpRunner
+from coserve.api.http.server import GRACE, CappedRunner, Connections, quiet_accept
 from coserve.core.link import Generate
 from tests.support.api_server import Api, serve_api
 
@@ -84,7 +80,7 @@ class Gated(web.Response):
 
 async def test_a_connection_whose_answer_is_still_being_made_is_busy() -> None:
     clock, answer = Clock(), Gated()
-    connections = Connections(1, clock)
+    connections = Connections(1, 10.0, clock)
     app = web.Application(middlewares=[connections.middleware()])
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -95,7 +91,7 @@ async def test_a_connection_whose_answer_is_still_being_made_is_busy() -> None:
 
     app.router.add_get("/", handle)
     app.router.add_get("/health", health)
-    runner = HttpRunner(app, connections, write_timeout=10.0, keepalive_timeout=7.0)
+    runner = CappedRunner(app, connections, keepalive_timeout=7.0)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     port = runner.addresses[0][1]
@@ -116,62 +112,6 @@ async def test_a_connection_whose_answer_is_still_being_made_is_busy() -> None:
         await runner.cleanup()
 
 
-class Wire(asyncio.Transport):
-    """A transport with `waiting` bytes that its reader has not taken."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waiting, self.aborted = 0, False
-
-    def get_write_buffer_size(self) -> int:
-        return self.waiting
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        pass
-
-    def is_reading(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        pass
-
-    def abort(self) -> None:
-        self.aborted = True
-
-
-@dataclass
-class Writer:
-    output_size: int = 0
-
-
-async def after_the_deadline(written: int, waiting: int) -> bool:
-    """Whether a reader is let go for which 1000 bytes waited, if so many were written and waited by the deadline."""
-
-    async def handle(request: web.BaseRequest) -> web.StreamResponse:
-        raise AssertionError("no request comes")
-
-    wire, writer = Wire(), Writer(1000)
-    connection = HttpConnection(
-        web.Server(handle), Connections(1), write_timeout=0.0, loop=asyncio.get_running_loop(), keepalive_timeout=7.0
-    )
-    connection.connection_made(wire)
-    connection.writes_with(cast("AbstractStreamWriter", writer))
-    wire.waiting = 1000
-    connection.pause_writing()
-    writer.output_size, wire.waiting = written, waiting
-    for _ in range(2):  # turns of the loop: the deadline of no seconds ends once
-        await asyncio.sleep(0)
-    aborted = wire.aborted
-    connection.connection_lost(None)
-    return aborted
-
-
-async def test_bytes_that_are_added_do_not_count_against_the_reader() -> None:
-    assert await after_the_deadline(written=1000, waiting=1000)
-    assert await after_the_deadline(written=70_000, waiting=70_000)
-    assert not await after_the_deadline(written=70_000, waiting=60_000)
-
-
 async def test_idle_connections_make_room(api: Api, clock: Clock) -> None:
     opened = [await connect(api) for _ in range(LIMIT)]
     for streams in opened:
@@ -183,69 +123,6 @@ async def test_idle_connections_make_room(api: Api, clock: Clock) -> None:
     for reader, _ in opened:
         assert await reader.read() == b""  # closed
     await close(*opened, *newer)
-
-
-async def test_a_connection_whose_request_has_begun_to_come_stays(api: Api, clock: Clock) -> None:
-    """For a little longer; one that never ends its request keeps no place."""
-    opened = [await connect(api) for _ in range(LIMIT)]
-    for streams in opened:
-        assert await ask(streams, "/adapters") == 200
-    clock.now += 2 * GRACE
-    (reader, writer), *others = opened
-    writer.write(b"GET /adapters HTTP/1.1\r\n")
-    newer = [await connect(api) for _ in others]
-    for streams in newer:
-        assert await ask(streams, "/adapters") == 200
-    writer.write(b"Host: localhost\r\n")
-    for other, _ in others:
-        assert await other.read() == b""
-    writer.write(b"\r\n")
-    assert (await reader.readline()).split()[1] == b"200"
-    await reader.readuntil(b"\r\n\r\n")
-    for part in (b"GET /", b"adap", b"ters"):
-        clock.now += GRACE / 2
-        writer.write(part)
-        await asyncio.sleep(0.05)
-    for streams in newer:
-        assert await ask(streams, "/adapters") == 200
-    last = await connect(api)
-    assert await ask(last, "/adapters") == 200
-    while await reader.read(1000):  # the rest of the first answer, then the end
-        pass
-    await close(*opened, *newer, last)
-
-
-class Unread(web.RequestHandler):
-    """A connection whose bytes, if there are any, are still in its socket."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock, self.transport, self.closed = sock, self, False  # type: ignore[assignment]
-
-    def get_extra_info(self, _: str) -> socket.socket:
-        return self.sock
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def force_close(self) -> None:
-        self.closed = True
-
-
-@pytest.mark.parametrize("unread", [False, True])
-async def test_a_connection_with_bytes_that_nobody_has_read_stays(unread: bool) -> None:
-    clock = Clock()
-    connections = Connections(1, clock)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        idle, newer = Unread(ours), Unread(ours)
-        connections.accept(lambda: idle)
-        for _ in range(3):
-            await asyncio.sleep(0)
-        if unread:
-            theirs.send(b"GET")
-        clock.now += 2 * GRACE
-        connections.accept(lambda: newer)
-        assert idle.closed is not unread
 
 
 async def test_who_is_refused_is_told_that_the_connection_closes(api: Api, clock: Clock) -> None:
@@ -280,12 +157,11 @@ async def test_busy_connections_stay_and_health_answers(
     assert await ask(further[0], "/health") == 200
     assert await ask(further[1], "/health/ready") == 200
     assert await ask(further[2], "/adapters") == 503
-    for _ in range(2 * RESERVE):  # half a body keeps no place of the reserve, wherever it is sent
-        for start in (b"POST /generate", b"POST /health", b"GET /health"):
-            reader, writer = half = await connect(api)
-            writer.write(start + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
-            assert (await reader.read()).startswith(b"HTTP/1.1 200" if start.startswith(b"GET") else b"HTTP/1.1 503")
-            await close(half)
+    for start in (b"POST /generate", b"POST /health", b"GET /health"):  # half a body keeps no place of the reserve
+        reader, writer = half = await connect(api)
+        writer.write(start + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200" if start.startswith(b"GET") else b"HTTP/1.1 503")
+        await close(half)
     more = [await connect(api) for _ in range(2 * RESERVE)]
     refused = await asyncio.gather(*(reader.read(12) for reader, _ in more[RESERVE:]))
     assert set(refused) == {b"HTTP/1.1 503"}
@@ -326,7 +202,7 @@ def test_the_limit_is_raised_and_connections_fit_into_it() -> None:
 SERVER = """
 import asyncio, resource, sys, time
 from pathlib import Path
-from coserve.api.http.connections import quiet_accept
+from coserve.api.http.server import quiet_accept
 from coserve.api.http.limits import connection_limit
 from tests.support.api_server import serve_api
 

@@ -99,13 +99,14 @@ def _host(url: str) -> str:
 
 
 def guard(
-    gate: Gate,
+    check: Callable[[web.Request], None],
     count: Callable[[str, int], None],
     format_of: Callable[[web.Request], ErrorFormat],
     no_such_path: Callable[[str], NotFound],
 ) -> Middleware:
-    """Return the middleware. `count` gets the route and status of each response; `format_of` gives a request's error
-    format, `no_such_path` the error for a path without a route."""
+    """Return the middleware. `check` raises for a request that is refused before its body is read; `count` gets the
+    route and status of each response; `format_of` gives a request's error format, `no_such_path` the error for a path
+    without a route."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -113,7 +114,7 @@ def guard(
         error_format = format_of(request)
         try:
             await request.writer.drain()  # earlier responses of this connection that are not read yet
-            gate.check(request)
+            check(request)
             response = await handler(request)
         except CoserveError as error:
             response = _respond(request, error, error_format)

@@ -1,255 +1,172 @@
-"""The server below the routes: limits that aiohttp does not set on a connection.
-
-- A response that the client does not read has a deadline.
-- Bytes that are not HTTP, and headers that are too large, get a fixed response, which names neither the server nor the
-  bytes.
-- `100 Continue` is sent when a handler wants the body: after host, key and size were checked.
-"""
+"""The server below the routes: limits that aiohttp does not set on connections. On the open internet a proxy that takes
+whole requests belongs in front (docs/guide/operate.md)."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
-import os
 import socket
-from contextlib import suppress
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, Final, cast
 
 import msgspec
 from aiohttp import web
-from aiohttp.abc import AbstractStreamWriter
-from aiohttp.http_exceptions import LineTooLong
-from aiohttp.http_parser import RawRequestMessage
-from aiohttp.streams import StreamReader
-from aiohttp.web_protocol import RequestHandler
-from multidict import CIMultiDict, CIMultiDictProxy
+from aiohttp.typedefs import Middleware
 
-from coserve.api.http.connections import CappedRunner, Connections
-from coserve.api.http.json_blocks import JSON
+from coserve.api.http.limits import RESERVE
 from coserve.api.http.responses import NATIVE_ERRORS
-from coserve.core.errors import CoserveError, HeadersTooLarge, InternalError, InvalidRequest
+from coserve.api.http.security import Handler
+from coserve.core.errors import TooManyConnections
+from coserve.core.logs.throttled import ThrottledLog
 
 log = logging.getLogger(__name__)
 
-EXPECTS = web.RequestKey("expects", bool)
-"""Set if the client waits for `100 Continue` before it sends the body."""
-RUNNER_OPTIONS = ("handle_signals", "handler_cancellation", "shutdown_timeout")
-"""Options of the runner; all others are options of its connections."""
-READ_SIZE = 8 << 10
+GRACE: Final = 1.0
+"""Seconds without a request after which a connection may be closed for a new one."""
+PROBES: Final = ("/health", "/health/ready")
+OUT_OF_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+READ_SIZE: Final = 8 << 10
 """Bytes received and parsed per event-loop iteration: parsing chunks of one byte costs some µs each."""
-DISCARDED_READS = 32
-"""Reads of `READ_SIZE` bytes that are discarded from a request that got an error before it was parsed."""
-MIN_READ = 64 << 10
-"""Bytes that a client must read within the deadline, if that many are queued for it."""
+
+
+class Connections:
+    """Counts connections; at most `limit` of them are served. `timeout`: seconds in which a client must take more of a
+    response; `clock` returns seconds."""
+
+    def __init__(self, limit: int, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._timeout, self._clock = limit, timeout, clock
+        self._accepted: set[web.RequestHandler] = set()
+        """Accepted in this event-loop iteration; they have no transport yet."""
+        self._idle: dict[web.RequestHandler, float] = {}
+        """Connections without a request in progress and since when, longest first."""
+        self._busy: set[web.RequestHandler] = set()
+        self._refused = ThrottledLog(log, "connections refused: all are busy; see --max-connections", clock)
+
+    def accept(self, make: Callable[[], web.RequestHandler]) -> asyncio.BaseProtocol:
+        """Return the protocol of a new connection: that of `make`, or one that refuses it."""
+        self._idle = {handler: since for handler, since in self._idle.items() if handler.transport is not None}
+        count = len(self._accepted) + len(self._idle) + len(self._busy)
+        if count >= self._limit and not self._close_idle() and count >= self._limit + RESERVE:
+            self._refused.warn()
+            return _RejectProtocol()
+        handler = make()
+        self._accepted.add(handler)
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, self._made, handler)  # after `connection_made`, also a call_soon
+        return handler
+
+    def _made(self, handler: web.RequestHandler) -> None:
+        self._accepted.discard(handler)
+        if handler not in self._busy:
+            self._idle[handler] = self._clock()
+
+    def _close_idle(self) -> bool:
+        """Close the connection that has been idle longest; False if none may be closed."""
+        for handler, since in self._idle.items():
+            if self._clock() - since < GRACE:
+                return False
+            transport = cast("asyncio.Transport", handler.transport)
+            if transport.get_write_buffer_size() == 0:  # otherwise a response is still being sent
+                del self._idle[handler]
+                handler.force_close()
+                return True
+        return False
+
+    def middleware(self) -> Middleware:
+        """Mark a connection as busy from its request to the end of the response. It stands before all others."""
+
+        @web.middleware
+        async def connections(request: web.Request, handler: Handler) -> web.StreamResponse:
+            connection = request.protocol
+            self._accepted.discard(connection)
+            self._idle.pop(connection, None)
+            self._busy.add(connection)
+            self._set_limits(request.transport)
+            try:
+                response = await handler(request)
+                if len(self._busy) > self._limit:
+                    response.force_close()
+                await response.prepare(request)
+                await response.write_eof()
+            finally:
+                self._busy.discard(connection)
+                self._idle[connection] = self._clock()
+            return response
+
+        return connections
+
+    def _set_limits(self, transport: asyncio.Transport | None) -> None:
+        """Bound what one event-loop iteration reads, and how long a client may take nothing of what is sent to it."""
+        if transport is None:
+            return
+        if hasattr(transport, "max_size"):  # asyncio's own transports
+            transport.max_size = READ_SIZE
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.fileno() >= 0 and hasattr(socket, "TCP_USER_TIMEOUT"):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._timeout))
+
+    def check(self, request: web.Request) -> None:
+        """Raise `TooManyConnections` beyond the limit, but for probes."""
+        if len(self._busy) > self._limit and not (request.path in PROBES and request.method in ("GET", "HEAD")):
+            self._refused.warn()
+            raise TooManyConnections(f"{self._limit} connections are busy already")
+
+
+async def keep_waiting(request: web.Request) -> None:
+    """Handle a request's `Expect` header by sending nothing yet: see `ask_for_body`."""
 
 
 async def ask_for_body(request: web.Request) -> None:
-    """Send `100 Continue` to a client that waits for it. Later calls do nothing."""
-    if request.get(EXPECTS):
-        request[EXPECTS] = False
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # the interim response does not count
+    """Send `100 Continue` to a client that waits for it before it sends the body: host, key and size were checked."""
+    if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
-class _PlainResponse(web.Response):
-    """A response sent outside of the application, where no signal handler removes the `Server` header."""
+class CappedRunner(web.AppRunner):
+    """A runner whose sites accept connections through `Connections`."""
 
-    async def _prepare_headers(self) -> None:
-        await super()._prepare_headers()
-        self.headers.pop("Server", None)
+    def __init__(self, app: web.Application, connections: Connections, **options: Any) -> None:  # noqa: ANN401
+        super().__init__(app, **options)
+        self._connections = connections
+
+    @property
+    def server(self) -> web.Server | None:
+        """Protocol factory for a site's connections."""
+        server = super().server
+        if server is None:
+            return None
+        return cast("web.Server", lambda: self._connections.accept(server))
 
 
-class HttpConnection(RequestHandler):
-    """One connection. `write_timeout`: seconds in which the client must read all that is queued for it, or 64 KiB of
-    it."""
-
-    __slots__ = (
-        "_connections",
-        "_deadline",
-        "_read_target",
-        "_transport",
-        "_write_timeout",
-        "_writer",
-        "_written_before",
-    )
-
-    def __init__(
-        self,
-        server: web.Server,
-        connections: Connections,
-        *,
-        write_timeout: float,
-        **options: Any,  # noqa: ANN401
-    ) -> None:
-        super().__init__(server, **options)
-        self._connections, self._write_timeout = connections, write_timeout
-        self._deadline: asyncio.TimerHandle | None = None
-        self._transport: asyncio.Transport | None = None
-        self._read_target = 0
-        self._writer: AbstractStreamWriter | None = None
-        self._written_before = 0
-
-    def writes_with(self, writer: AbstractStreamWriter) -> None:
-        """Set the writer of the next response, which counts its bytes."""
-        self._written_before, self._writer = self._written(), writer
-
-    def _written(self) -> int:
-        """Bytes of all responses so far."""
-        return self._written_before + (0 if self._writer is None else self._writer.output_size)
-
-    async def finish_response(
-        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
-    ) -> tuple[web.StreamResponse, bool]:
-        """Send a response; aiohttp calls this after the middlewares."""
-        if self._connections.closes(self):
-            resp.force_close()  # tell the client: it would send its next request into a closed connection
-        try:
-            return await super().finish_response(request, resp, start_time)
-        finally:
-            self._connections.response_sent(self)
+class _RejectProtocol(asyncio.Protocol):
+    """Sends a 503 without reading anything, then closes."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport  # aiohttp forgets its own at close, though bytes may still be queued
-        if hasattr(
-            transport, "max_size"
-        ):  # asyncio's own socket transports: what one receives at once is parsed at once
-            transport.max_size = READ_SIZE
-        transport.set_write_buffer_limits(high=0)  # "paused" then means that bytes wait for the reader
-        sock = transport.get_extra_info("socket")
-        if sock is not None and hasattr(socket, "TCP_USER_TIMEOUT"):  # for bytes queued when it is closed
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._write_timeout))
-        super().connection_made(transport)
+        body = msgspec.json.encode(NATIVE_ERRORS.make(TooManyConnections("all connections are busy")))
+        head = (
+            "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 2\r\n"
+            f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        stream = cast("asyncio.Transport", transport)
+        stream.write(head.encode() + body)
+        stream.close()
 
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._connections.received(self)
 
-    def connection_lost(self, exc: BaseException | None) -> None:
-        self._stop_deadline()
-        super().connection_lost(exc)
-        self._connections.lost(self)
+def quiet_accept(clock: Callable[[], float] = time.monotonic) -> Callable[[asyncio.AbstractEventLoop, Any], None]:
+    """Return an exception handler for the event loop that limits the log lines for connections that cannot be accepted
+    for lack of descriptors."""
+    throttled = ThrottledLog(
+        log, "connections cannot be accepted: the machine is out of file descriptors or memory", clock
+    )
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._start_deadline()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._stop_deadline()
-
-    def _start_deadline(self) -> None:
-        assert self._transport is not None, "only a connection that was made can be paused"
-        self._read_target = self._read_by_client() + min(MIN_READ, max(1, self._transport.get_write_buffer_size()))
-        self._deadline = self._loop.call_later(self._write_timeout, self._check_reader)
-
-    def _read_by_client(self) -> int:
-        """Bytes that the client has read so far."""
-        assert self._transport is not None, "only a connection that was made has bytes"
-        return self._written() - self._transport.get_write_buffer_size()
-
-    def _stop_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-    def _check_reader(self) -> None:
-        assert self._transport is not None, "the deadline ends with the connection"
-        if self._read_by_client() < self._read_target:
-            self._transport.abort()
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        of_accept = context.get("message") == "socket.accept() out of system resource"
+        if of_accept and isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES:
+            throttled.warn()
         else:
-            self._start_deadline()
+            loop.default_exception_handler(context)
 
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """Return the response to bytes that are not HTTP. `message` could repeat the bytes, so it is not shown."""
-        if request.writer.output_size > 0:
-            raise ConnectionError("the response has begun: another one cannot be sent")
-        error: CoserveError = InvalidRequest("the request is not valid HTTP")
-        if status >= 500:
-            log.error("a request failed outside of its handler", exc_info=exc)
-            error = InternalError("internal error")
-        elif isinstance(exc, LineTooLong) or "Too many headers" in str(exc):
-            size, count = self.max_field_size, self.max_headers
-            error = HeadersTooLarge(
-                f"expected at most {count} headers, and at most {size} bytes in each and in the request line"
-            )
-        response = _PlainResponse(
-            status=error.status, body=msgspec.json.encode(NATIVE_ERRORS.make(error)), content_type=JSON
-        )
-        response.headers["X-Content-Type-Options"] = "nosniff"
-        response.force_close()
-        self._discard_input()
-        return response
-
-    def _discard_input(self) -> None:
-        """Discard up to some hundred KiB of received bytes: closing a socket with unread bytes resets the connection,
-        and the client would lose the response."""
-        sock = None if self._transport is None else self._transport.get_extra_info("socket")
-        if sock is None or sock.fileno() < 0:
-            return
-        with suppress(OSError):  # nothing left to read
-            for _ in range(DISCARDED_READS):
-                if not os.read(sock.fileno(), READ_SIZE):
-                    return
-
-
-class _HttpServer(web.Server):
-    """aiohttp server that has the request handler of `wrapped`. `options`: arguments of `HttpConnection`."""
-
-    def __init__(self, wrapped: web.Server, connections: Connections, options: dict[str, Any]) -> None:
-        super().__init__(
-            wrapped.request_handler,
-            request_factory=self._without_expect,
-            handler_cancellation=wrapped.handler_cancellation,
-        )
-        self._make_wrapped, self._limits, self._options = wrapped.request_factory, connections, options
-
-    def __call__(self) -> RequestHandler:
-        return HttpConnection(self, self._limits, loop=asyncio.get_running_loop(), **self._options)
-
-    def _without_expect(
-        self,
-        message: RawRequestMessage,
-        payload: StreamReader,
-        protocol: RequestHandler,
-        writer: AbstractStreamWriter,
-        task: asyncio.Task[None],
-    ) -> web.BaseRequest:
-        """Return the request without its `Expect` header, because aiohttp sends `100 Continue` before any middleware
-        runs."""
-        expects = message.headers.get("Expect")
-        if expects is not None:
-            headers = CIMultiDict(message.headers)
-            del headers["Expect"]
-            message = message._replace(headers=CIMultiDictProxy(headers))
-        assert isinstance(protocol, HttpConnection)
-        protocol.writes_with(writer)
-        request = self._make_wrapped(message, payload, protocol, writer, task)
-        if expects is not None and expects.lower() == "100-continue":
-            request[EXPECTS] = True
-        return request
-
-
-class HttpRunner(CappedRunner):
-    """A runner whose connections are `HttpConnection`s."""
-
-    def __init__(
-        self,
-        app: web.Application,
-        connections: Connections,
-        *,
-        write_timeout: float,
-        **options: Any,  # noqa: ANN401
-    ) -> None:
-        super().__init__(app, connections, **options)
-        for_connections = {name: value for name, value in options.items() if name not in RUNNER_OPTIONS}
-        self._options = {**for_connections, "write_timeout": write_timeout}
-
-    async def _make_server(self) -> web.Server:
-        return _HttpServer(await super()._make_server(), self._connections, self._options)
+    return handle

@@ -15,8 +15,8 @@ from aiohttp import web
 
 from coserve.api.app import make_app, make_runner
 from coserve.api.engine_client import EngineClient
-from coserve.api.http.connections import quiet_accept
 from coserve.api.http.limits import WAITING_CONNECTIONS
+from coserve.api.http.server import quiet_accept
 from coserve.api.service import Service
 from coserve.config import Config
 from coserve.core.garbage import GarbageCollection, freeze_and_collect_young
