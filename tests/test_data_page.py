@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from coserve.cli.finetuning.settings import OPTIONS
+from coserve.cli.finetuning.settings import FLAGS
 from coserve.core.types import LoraSettings
 from coserve.data.corpus import rows
 from coserve.data.corpus.jsonl import parse_jsonl
@@ -68,7 +68,7 @@ def test_the_table_of_lora_names_is_complete() -> None:
     assert named == {field.name for field in msgspec.structs.fields(LoraSettings)}
     for line in filter(lambda line: line.startswith("| `"), section.splitlines()):
         names, _, options = (re.findall(r"`([\w-]+)`", cell) for cell in line.split("|")[1:4])
-        assert options == list(dict.fromkeys(OPTIONS.get(f"lora.{name}", "--set") for name in names)), line
+        assert options == list(dict.fromkeys(FLAGS.get(f"lora.{name}", "--set") for name in names)), line
     peft = pytest.importorskip("peft")
     theirs = set(re.findall(r"^\| .*? \| `(\w+)`", section, re.MULTILINE))
     assert theirs <= set(peft.LoraConfig.__dataclass_fields__)

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from transformers import TrainingArguments
 
-from coserve.cli.finetuning.settings import OPTIONS
+from coserve.cli.finetuning.settings import FLAGS
 from coserve.core.types import TrainingRequest
 from tests.support.daemon_process import DaemonProcess
 
@@ -51,7 +51,7 @@ def test_the_defaults_are_these() -> None:
 def test_the_options_are_those_of_the_command_line() -> None:
     for setting, _, options, *_ in table():
         shown = re.findall(r"`(--[\w-]+)`", options)
-        ours = [OPTIONS.get(f"training.{name}", "--set") for name in names(setting)]
+        ours = [FLAGS.get(f"training.{name}", "--set") for name in names(setting)]
         assert shown in (ours, ours[:1]) and set(shown) == set(ours), setting
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -26,11 +28,13 @@ __all__ = [
     "Limit",
     "Url",
     "connect",
+    "field_option",
     "json_text",
     "optimizer_named",
     "say_if_starting",
     "say_more",
     "target_names",
+    "with_options",
 ]
 
 Url = Annotated[str, typer.Option("--url", envvar="COSERVE_URL", help="where the daemon listens")]
@@ -80,3 +84,25 @@ def optimizer_named(text: str) -> Optimizer:
     except ValueError:
         expected = f"expected one of {', '.join(Optimizer)}, got {text!r}"
         raise typer.BadParameter(expected + value_hint("optimizer", text)) from None
+
+
+def field_option(name: str, kind: Any, default: object, text: str) -> inspect.Parameter:  # noqa: ANN401 - any type
+    """Return an option of a request's field, for `with_options`. `text`: the field's docstring."""
+    shown = typer.Option(default, help=text)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=shown, annotation=kind | None)
+
+
+def with_options(command: Callable[..., None], options: Iterable[inspect.Parameter]) -> Callable[..., None]:
+    """Return the command with these options. It gets their values by name as its parameter `options`."""
+    own = [each for each in inspect.signature(command, eval_str=True).parameters.values() if each.name != "options"]
+    added = list(options)
+
+    def run(**given: Any) -> None:  # noqa: ANN401 - what typer has read
+        values = {option.name: given.pop(option.name) for option in added}
+        command(options={name: value for name, value in values.items() if value not in (None, [])}, **given)
+
+    parameters = [*(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own), *added]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    run.__doc__ = command.__doc__
+    return run

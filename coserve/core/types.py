@@ -194,8 +194,9 @@ class LoraRequest(Wire, frozen=True):
     """
 
     r: int = DEFAULT_RANK
+    """LoRA rank of a new adapter."""
     alpha: float | None = None
-    """None: `2 * r`."""
+    """The adapter's scale is `alpha / r`. None: `2 * r`."""
     rslora: bool = False
     use_dora: bool = False
     """DoRA (https://arxiv.org/abs/2402.09353): also learn the norm of each row of the adapted weight."""
@@ -294,6 +295,7 @@ class TrainingRequest(Wire, frozen=True):
     """NEFTune (https://arxiv.org/abs/2310.05914; `neftune_noise_alpha` of transformers): adds uniform noise of at most
     alpha / sqrt(tokens of the row * hidden size) to the embeddings in training. None: no noise."""
     validation_split: float = 0.0
+    """Fraction of the rows that is held back to measure the loss on."""
     early_stopping_patience: int | None = None
     """Evaluations without improvement before the job ends; needs `validation_split`."""
     eval_steps: int = 20
@@ -306,6 +308,7 @@ class TrainingRequest(Wire, frozen=True):
     """Texts, or chats as lists of messages. The adapter in training generates one sample for each, every `sample_steps`
     steps and at the end. Sampling does not affect the training."""
     sample_steps: int = 20
+    """Optimizer steps between two samples."""
     sample_max_tokens: int = 128
     """Maximum tokens of a sample."""
     sample_temperature: float = 0.0

@@ -175,11 +175,6 @@ class Generator:
         request.stop_ids = frozenset((*message.sampling.stop_token_ids, *ends))
         request.keys = self._keys(message) if self._prefix_cache else None
 
-    def adopt(self, executor: StepExecutor) -> None:
-        """Replace the executor. No step may be in flight."""
-        assert not self._in_flight, "expected no step in flight"
-        self._executor = executor
-
     @torch.no_grad()
     def prepare(self) -> bool:
         """Do some tenths of a second of work that a later step would need; False if none is left."""

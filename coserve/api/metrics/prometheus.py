@@ -58,81 +58,63 @@ class Metrics:
 
     def __init__(self, model: Callable[[], str]) -> None:
         """`model` returns the base's name, a label of the metrics under vLLM's names."""
-        self.registry = r = CollectorRegistry(auto_describe=True)
+        self.registry = CollectorRegistry(auto_describe=True)
         self._vllm = CollectorRegistry()
-        self._vllm.register(VllmNames(r, model))
+        self._vllm.register(VllmNames(self.registry, model))
         self.engine = EngineGauges()
-        r.register(self.engine)
-        self._ttft = Histogram(
-            "coserve_time_to_first_token_seconds", "Arrival to first token", buckets=_LATENCY, registry=r
-        )
-        self._itl = Histogram(
-            "coserve_inter_token_latency_seconds", "Between tokens of a sequence", buckets=_LATENCY, registry=r
-        )
-        self._e2e = Histogram(
-            "coserve_e2e_request_latency_seconds", "Arrival to last token", buckets=_LATENCY, registry=r
-        )
-        self._queue = Histogram(
-            "coserve_request_queue_time_seconds", "Arrival to admission", buckets=_LATENCY, registry=r
-        )
-        self._prefill = Histogram(
-            "coserve_request_prefill_time_seconds", "Admission to first token", buckets=_LATENCY, registry=r
-        )
-        self._decode = Histogram(
-            "coserve_request_decode_time_seconds", "First token to last", buckets=_LATENCY, registry=r
-        )
-        self._inference = Histogram(
-            "coserve_request_inference_time_seconds", "Admission to last token", buckets=_LATENCY, registry=r
-        )
-        self._prompt_size = Histogram(
-            "coserve_request_prompt_tokens", "Prompt tokens of an admitted request", buckets=_TOKENS, registry=r
-        )
-        self._output_size = Histogram(
-            "coserve_request_generation_tokens", "Generated tokens of a sequence", buckets=_TOKENS, registry=r
-        )
-        self._prompt = Counter(
-            "coserve_prompt_tokens",
+        self.registry.register(self.engine)
+        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token")
+        self._itl = self._histogram("inter_token_latency_seconds", "Between tokens of a sequence")
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token")
+        self._queue = self._histogram("request_queue_time_seconds", "Arrival to admission")
+        self._prefill = self._histogram("request_prefill_time_seconds", "Admission to first token")
+        self._decode = self._histogram("request_decode_time_seconds", "First token to last")
+        self._inference = self._histogram("request_inference_time_seconds", "Admission to last token")
+        self._prompt_size = self._histogram("request_prompt_tokens", "Prompt tokens of an admitted request", _TOKENS)
+        self._output_size = self._histogram("request_generation_tokens", "Generated tokens of a sequence", _TOKENS)
+        self._prompt = self._counter(
+            "prompt_tokens",
             "Prompt tokens of requests that were admitted: one that gives up while it waits does not count",
-            registry=r,
         )
-        self._generated = Counter("coserve_generation_tokens", "Tokens generated", registry=r)
-        self._finished = Counter(
-            "coserve_requests", "Sequences that ended, by finish_reason", ["finish_reason"], registry=r
-        )
+        self._generated = self._counter("generation_tokens", "Tokens generated")
+        self._finished = self._counter("requests", "Sequences that ended, by finish_reason", "finish_reason")
         for reason in FinishReason:
             self._finished.labels(reason.value)
-        self._refused = Counter("coserve_requests_refused", "Requests refused because the queue was full", registry=r)
-        self._shed = Counter(
-            "coserve_requests_shed", "Requests refused because their first token would have come too late", registry=r
+        self._refused = self._counter("requests_refused", "Requests refused because the queue was full")
+        self._shed = self._counter(
+            "requests_shed", "Requests refused because their first token would have come too late"
         )
-        self._responses = Counter(
-            "coserve_http_answers", "HTTP responses, by route and status", ["route", "status"], registry=r
-        )
-        self._trained = Counter("coserve_train_tokens", "Tokens read by optimizer steps", registry=r)
-        self._steps = Counter("coserve_train_steps", "Optimizer steps", registry=r)
-        self._ended_jobs = Counter("coserve_jobs_ended", "Jobs that ended, by state", ["state"], registry=r)
+        self._responses = self._counter("http_answers", "HTTP responses, by route and status", "route", "status")
+        self._trained = self._counter("train_tokens", "Tokens read by optimizer steps")
+        self._steps = self._counter("train_steps", "Optimizer steps")
+        self._ended_jobs = self._counter("jobs_ended", "Jobs that ended, by state", "state")
         for state in JobState:
             if state.terminal:
                 self._ended_jobs.labels(state.value)
-        self._jobs = Gauge("coserve_jobs", "Unfinished jobs, by state", ["state"], registry=r)
-        self._starts = Gauge("coserve_engine_restarts", "Times that the engine was started again", registry=r)
-        self._ready = Gauge("coserve_ready", "1: /health/ready answers 200", registry=r)
-        self._warmup_done = Gauge(
-            "coserve_warmup_done", "Units of an engine's start that are done: compilations, loads, captures", registry=r
+        self._jobs = self._gauge("jobs", "Unfinished jobs, by state", "state")
+        self._starts = self._gauge("engine_restarts", "Times that the engine was started again")
+        self._ready = self._gauge("ready", "1: /health/ready answers 200")
+        self._warmup_done = self._gauge(
+            "warmup_done", "Units of an engine's start that are done: compilations, loads, captures"
         )
-        self._warmup_total = Gauge("coserve_warmup_total", "Units of an engine's start", registry=r)
-        self._rank_ready = Gauge(
-            "coserve_rank_ready",
+        self._warmup_total = self._gauge("warmup_total", "Units of an engine's start")
+        self._rank_ready = self._gauge(
+            "rank_ready",
             "By rank, with --tp above 1: 1 while its process follows, 0 while it starts or is lost",
-            ["rank"],
-            registry=r,
+            "rank",
         )
-        self._rank_behind = Gauge(
-            "coserve_rank_behind",
-            "By rank: commands that rank 0 has finished and the rank has not",
-            ["rank"],
-            registry=r,
+        self._rank_behind = self._gauge(
+            "rank_behind", "By rank: commands that rank 0 has finished and the rank has not", "rank"
         )
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = _LATENCY) -> Histogram:
+        return Histogram(f"coserve_{name}", text, buckets=buckets, registry=self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"coserve_{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"coserve_{name}", text, labels, registry=self.registry)
 
     # ---- requests
 

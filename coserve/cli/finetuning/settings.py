@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 import typer
 
-from coserve.core.schemas import FinetuneRequest
+from coserve.api.http.field_docs import field_docs
+from coserve.cli.common import field_option
+from coserve.core.schemas import FinetuneRequest, OnConflict
+from coserve.core.types import LoraRequest, TrainingRequest, TrainOn
 from coserve.core.validation import explain
 
 ARGUMENTS = {
@@ -17,44 +21,59 @@ ARGUMENTS = {
     "path": "give the rows as the argument FILE",
 }
 """Fields of the request that `--set` refuses, with what to do instead."""
-OPTIONS = {
-    "columns": "--columns",
-    "continue_from": "--continue-from",
-    "on_conflict": "--on-conflict",
-    "lora.r": "--rank",
-    "lora.alpha": "--alpha",
-    "lora.targets": "--targets",
-    "lora.bd_blocks": "--bd-blocks",
-    "training.epochs": "--epochs",
-    "training.steps": "--steps",
-    "training.learning_rate": "--learning-rate",
-    "training.batch_tokens": "--batch-tokens",
-    "training.validation_split": "--validation-split",
-    "training.train_on": "--train-on",
-    "training.loss": "--dpo-beta",
-    "training.optimizer": "--optimizer",
-    "training.lora_plus_ratio": "--lora-plus-ratio",
-    "training.neftune_alpha": "--neftune-alpha",
-    "training.sample_prompts": "--sample-prompt",
-    "training.sample_steps": "--sample-steps",
-    "training.sample_max_tokens": "--sample-max-tokens",
+OPTIONS: dict[str, tuple[str, Any]] = {
+    "rank": ("lora.r", int),
+    "alpha": ("lora.alpha", float),
+    "bd_blocks": ("lora.bd_blocks", int),
+    "continue_from": ("continue_from", str),
+    "on_conflict": ("on_conflict", OnConflict),
+    "epochs": ("training.epochs", float),
+    "steps": ("training.steps", int),
+    "learning_rate": ("training.learning_rate", float),
+    "batch_tokens": ("training.batch_tokens", int),
+    "validation_split": ("training.validation_split", float),
+    "train_on": ("training.train_on", TrainOn),
+    "lora_plus_ratio": ("training.lora_plus_ratio", float),
+    "neftune_alpha": ("training.neftune_alpha", float),
+    "sample_steps": ("training.sample_steps", int),
+    "sample_max_tokens": ("training.sample_max_tokens", int),
 }
-"""Fields with an option of their own."""
+"""Options that are made from fields of the request, and their types."""
+FIELDS = {name: field for name, (field, _) in OPTIONS.items()} | {
+    "columns": "columns",
+    "targets": "lora.targets",
+    "dpo_beta": "training.loss",
+    "optimizer": "training.optimizer",
+    "sample_prompt": "training.sample_prompts",
+}
+"""The field of each option."""
+FLAGS = {field: f"--{name.replace('_', '-')}" for name, field in FIELDS.items()}
 
 _Path = tuple[str, ...]
 """Path of a nested field: names from the outermost object to the field."""
 
 
+def field_options() -> Iterator[inspect.Parameter]:
+    """Yield the options of `OPTIONS`, with the texts of their fields."""
+    texts, defaults = dict[str, str](), dict[str, object]()
+    for prefix, struct in (("", FinetuneRequest), ("lora.", LoraRequest), ("training.", TrainingRequest)):
+        texts |= {prefix + name: text for name, text in field_docs(struct).items()}
+        defaults |= {prefix + field.name: field.default for field in msgspec.structs.fields(struct)}
+    for name, (field, kind) in OPTIONS.items():
+        shown = "" if defaults[field] is None else f" Default: {defaults[field]}."
+        yield field_option(name, kind, None, texts[field] + shown)
+
+
 def request_settings(options: Mapping[str, object], assignments: Iterable[str]) -> dict[str, Any]:
     """Return the fields of a `FinetuneRequest` in JSON's form.
 
-    `options`: values by the fields of `OPTIONS`, None: not given. `assignments`: texts `FIELD=VALUE`, whose value is
+    `options`: values of `FIELDS`, None: not given. `assignments`: texts `FIELD=VALUE`, whose value is
     JSON or a text. Raises `typer.BadParameter` for fields that the request does not have or that have two values.
     """
     given: dict[_Path, tuple[Any, str]] = {}
-    for field, value in options.items():
+    for name, value in options.items():
         if value is not None:
-            _add(given, _path(field), value, OPTIONS[field])
+            _add(given, _path(FIELDS[name]), value, FLAGS[FIELDS[name]])
     for text in assignments:
         field, equals, shown = text.partition("=")
         path = _path(field)

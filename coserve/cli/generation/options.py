@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, get_type_hints
 
 import typer
 from msgspec import structs
 
 from coserve.api.http.field_docs import field_docs
-from coserve.cli.common import connect, say_if_starting
+from coserve.cli.common import connect, field_option, say_if_starting, with_options
 from coserve.client import Client, GenerateOptions
 from coserve.core.errors import EngineUnavailable
 from coserve.core.sampling import SamplingFields
@@ -35,24 +34,11 @@ Wait = Annotated[bool, typer.Option("--wait", help="wait until the daemon is rea
 def with_generation_options(command: Callable[..., None], **defaults: object) -> Callable[..., None]:
     """Return the command with an option for each of `OPTIONS`. It gets their values as `options`
     (`GenerateOptions`). `defaults`: replace the fields' own."""
-    own = [each for each in inspect.signature(command, eval_str=True).parameters.values() if each.name != "options"]
     hints, texts = get_type_hints(GenerateOptions), field_docs(GenerateRequest)
-    fields = {field.name: field for field in structs.fields(GenerateRequest)}
-
-    def option(name: str) -> inspect.Parameter:
-        kind: Any = TYPES.get(name, hints[name])
-        default = typer.Option(defaults.get(name, fields[name].default), help=texts[name])
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind | None)
-
-    def run(**given: Any) -> None:  # noqa: ANN401 - what typer has read
-        options = {name: given.pop(name) for name in OPTIONS}
-        command(options={name: value for name, value in options.items() if value not in (None, [])}, **given)
-
-    parameters = [*(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own), *map(option, OPTIONS)]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
-    run.__doc__ = command.__doc__
-    return run
+    values = {field.name: field.default for field in structs.fields(GenerateRequest)} | defaults
+    return with_options(
+        command, (field_option(name, TYPES.get(name, hints[name]), values[name], texts[name]) for name in OPTIONS)
+    )
 
 
 @contextmanager
