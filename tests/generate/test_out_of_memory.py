@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from coserve.core.errors import RequestOutOfMemory
@@ -138,6 +138,7 @@ def clean(ahead: bool) -> tuple[Said, int]:
 
 
 @settings(max_examples=examples(12))
+@example(where=[0.875, 0.8125], after=False, ahead=False)
 @given(
     where=st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=2), after=st.booleans(), ahead=st.booleans()
 )
@@ -148,6 +149,9 @@ def test_faults_anywhere_change_no_token(where: list[float], after: bool, ahead:
     said, faults, gen = run(ahead, lambda call: call in at, after=after)
     assert faults.failed
     assert all("memory ran out" in one for one in gen.troubles)  # none: the step had one token, and was tried once more
+    refused = {one for one, lines in said.items() if lines[-1] == ("failed", RequestOutOfMemory.code)}
+    assert len(refused) <= len(at) // 2  # its step of one token failed twice in a row
+    said, expected = ({one: lines for one, lines in each.items() if one not in refused} for each in (said, expected))
     assert rounded(said) == rounded(expected) if ahead else said == expected
 
 

@@ -42,6 +42,8 @@ def test_a_batch_with_kept_tables_has_the_weights_of_its_own_time(rank: int) -> 
 
 def test_it_is_bounded_and_forgets() -> None:
     class Prepared:
+        holds_weights = False
+
         def for_batch(self, segments: Segments) -> Prepared:
             return self
 
