@@ -94,12 +94,12 @@ async def test_requests_render_tools_calls_and_parts(api: Api, path: str) -> Non
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/tokenize"])
 async def test_what_no_process_can_pass_on_is_refused(api: Api, path: str) -> None:
     """Tools so deep that another process could not read them, and integers that MessagePack, which long requests take,
-    does not have."""
+    does not have. `/tokenize` needs no other process: how deep it may be is Python's to say."""
     deep = b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"a": ' + b"[" * 985 + b"]" * 985 + b"}]}"
     number = json.dumps({"messages": [{"role": "user", "content": "x" * 70_000}], "tools": TOOLS}).encode()
     for body in (deep, number):
         status, answer = await api.call("POST", path, data=body, headers={"Content-Type": "application/json"})
-        assert status == 400 or (path == "/tokenize" and body is number), answer
+        assert status in ((200, 400) if path == "/tokenize" else (400,)), answer
 
 
 async def test_tools_may_be_offered_and_not_be_forced(api: Api) -> None:
