@@ -72,6 +72,8 @@ class Load:
     period: float = 20.0
     by_adapter: bool = False
     """A burst's rows are drawn for all adapters, one job each, which mixed batches join; else they are one job."""
+    answers: int | None = None
+    """Tokens of every answer; None: 16 to 64."""
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,15 @@ class Cell:
 def cells(*, tiny: bool) -> list[Cell]:
     """In the order in which they are measured.
 
-    `table`: table 5.2; `mixed`: its load with one job for each adapter of a burst; `figure`: figure 5.2, by the size of
-    fine-tuning requests; `rates`: requests and rows a second together, up to 64 times the table's.
+    `table`: table 5.2; `answers`: its load with answers of 20 tokens, transformers' default length when the paper was
+    written; `mixed`: with one job for each adapter of a burst; `figure`: figure 5.2, by the size of fine-tuning
+    requests; `rates`: requests and rows a second together, up to 64 times the table's.
     """
     if tiny:
         load = Load(4.0, 4.0, 4, 2.0)
         return [
             Cell("table", "table52", load),
+            Cell("answers", "answers20", replace(load, answers=2)),
             Cell("mixed", "mixed", replace(load, by_adapter=True)),
             Cell("figure", "rows8", replace(load, rows=8)),
             Cell("rates", "x2", replace(load, rate=8.0, rows=8)),
@@ -105,6 +109,7 @@ def cells(*, tiny: bool) -> list[Cell]:
     table, shorter = Load(60.0), Load(40.0)
     return [
         Cell("table", "table52", table),
+        Cell("answers", "answers20", replace(table, answers=20)),
         Cell("mixed", "mixed", replace(table, by_adapter=True)),
         *(Cell("figure", f"rows{rows}", replace(shorter, rows=rows)) for rows in (128, 2048, 4096)),
         *(
@@ -129,12 +134,15 @@ class System:
     n: int | None
     backend: str
     targets: tuple[float, float]
+    delay: float | None = None
+    """`inference_delay` in seconds; None: the paper's 5."""
 
     def settings(self, device: str) -> dict[str, object]:
         """Of the daemon. Without a GPU the backend is the one that needs none."""
         backend = self.backend if device == "cuda" else "auto"
         found: dict[str, object] = {"policy": self.policy, "lora_backend": backend}
         found |= {"slo_ttft": self.targets[0], "slo_tpot": self.targets[1]}
+        found |= {} if self.delay is None else {"inference_delay": self.delay}
         return found if self.n is None else found | {"ts_n": self.n}
 
 
@@ -148,9 +156,12 @@ def known_policies(*, gpu: bool) -> tuple[str, ...]:
 
 
 def system(policy: str, backend: str, targets: tuple[float, float]) -> System:
+    """`policy`: a name of `POLICIES`; with `+SECONDS` an inference delay of its own, such as `ets+1`."""
     name = policy if backend == BACKENDS[0] else f"{backend}.{policy}"
+    policy, _, delay = policy.partition("+")
     plain = policy.rstrip("0123456789")
-    return System(name, plain, int(policy.removeprefix(plain)) if plain != policy else None, backend, targets)
+    n = int(policy.removeprefix(plain)) if plain != policy else None
+    return System(name, plain, n, backend, targets, float(delay) if delay else None)
 
 
 def serve_settings(sizes: Sizes, model: Path | str, data: Path, cache: Path) -> dict[str, object]:
@@ -191,6 +202,7 @@ def load_trace_of(load: Load, sizes: Sizes, seed: int = 0) -> Trace:
             "batch_tokens": (sizes.step_rows if load.by_adapter else sizes.batch_rows) * sizes.row_tokens,
             "slos": (1.0, 10.0, 60.0),
         }
+        | ({} if load.answers is None else {"min_tokens": load.answers, "max_tokens": load.answers})
     )
     prompts = make_trace(scenario, bundled_prompts(), ())
     jobs = list(_bursts(scenario, load))

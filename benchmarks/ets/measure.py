@@ -1,6 +1,11 @@
 """Table 5.2 and figure 5.2 of the ETS paper over HTTP, then more load until each policy breaks.
 
     python -m benchmarks.ets.measure --only table --out benchmarks/results              (about 10 minutes on one GPU)
+    python -m benchmarks.ets.measure --only table --systems paper --seconds 20 --budget 350 --out benchmarks/results
+                                                                                          (about 6 minutes on one GPU)
+    python -m benchmarks.ets.measure --only answers --systems paper --seconds 20 --budget 350 --out benchmarks/results
+    python -m benchmarks.ets.measure --only table --systems ets+1,ets+2.5,block_sparse.ets+1 --seconds 20 --out \
+        benchmarks/results
     python -m benchmarks.ets.measure --only table,figure,rates --gpus 6 --out /tmp/ets  (a policy a GPU)
     python -m benchmarks.ets.measure --backends block_sparse --policies ets,ts10,slack --only table --out \
         benchmarks/results
@@ -11,12 +16,13 @@
     python -m benchmarks.ets.measure --tiny --only table --policies ets,slack --out /tmp/tried
 
 GPT-2 medium in bfloat16 with random weights; 32 adapters of rank 32 on `c_attn` and `c_proj`. As in its section 5.2: a
-prompt each
-0.1 s, 512 rows each 20 s; fine-tuning batches of 32 rows, inference batches of at most 64 requests that wait at most 5
-s. The paper does not say how long it ran, its rows' length and its answers': here 60 s of arrivals, 480 tokens, 16 to
-64 tokens. A burst's rows are one job of an adapter that is drawn (`docs/LOG.md`, Scheduling), in the part `mixed` a job
-for each adapter. Every policy gets the same arrivals from a daemon of its own. Each cell is written as soon as it is
-measured, and one that was measured stays: a run with `--skip-measured` goes on where another was cut off.
+prompt each 0.1 s, 512 rows each 20 s; fine-tuning batches of 32 rows, inference batches of at most 64 requests that
+wait at most 5 s. The paper does not say how long it ran, its rows' length and its answers': here 60 s of arrivals, 480
+tokens, 16 to 64 tokens. A burst's rows are one job of an adapter that is drawn (`docs/LOG.md`, Scheduling), in the part
+`mixed` a job for each adapter; in the part `answers` all answers have 20 tokens. Systems are named
+`[block_sparse.]POLICY`; with `+SECONDS` a policy waits so long for an inference batch instead of 5 s. Every policy gets
+the same arrivals from a daemon of its own. Each cell is written as soon as it is measured, and one that was measured
+stays: a run with `--skip-measured` goes on where another was cut off.
 """
 
 from __future__ import annotations
@@ -65,7 +71,14 @@ from coserve.workloads.target import NO_RETRIES, DaemonTarget
 
 SCRIPT = "benchmarks.ets.measure"
 SEED = 0
-PARTS = ("table", "mixed", "figure", "rates")
+PARTS = ("table", "answers", "mixed", "figure", "rates")
+SYSTEMS = {
+    "paper": (
+        *("block_sparse.ets", "block_sparse.ts5", "block_sparse.ts10"),
+        *("overlap", "block_sparse.overlap", "ets", "slack", "block_sparse.ts20"),
+    )
+}
+"""Sets of systems; `paper`: the paper's policies with its kernels, and ours beside them."""
 PATIENCE = 90.0
 """Seconds after which a request is given up; it is then beyond every limit."""
 TARGETS = {"segmented": (0.1, 0.005), "block_sparse": (1.0, 0.1)}
@@ -184,6 +197,12 @@ def parse() -> argparse.Namespace:
         default=None,
         help=f"some of {', '.join(POLICIES)}; default: all, without a GPU all but spatial and overlap",
     )
+    parser.add_argument(
+        "--systems",
+        default=None,
+        help=f"instead of --policies and --backends: names such as overlap,block_sparse.ets+1, or {', '.join(SYSTEMS)}",
+    )
+    parser.add_argument("--seconds", type=float, default=None, help="of arrivals in each cell, instead of 60 or 40")
     parser.add_argument("--backends", default=BACKENDS[0], help=f"some of {', '.join(BACKENDS)}")
     parser.add_argument(
         "--targets",
@@ -209,9 +228,24 @@ def parse() -> argparse.Namespace:
     if options.targets is not None:
         ttft, tpot = (float(part) for part in options.targets.split(","))
         options.targets = ttft, tpot
-    for name, known in (("only", PARTS), ("backends", BACKENDS), ("policies", policies)):
-        gpus.check_names(parser, name, getattr(options, name), known)
+    if options.systems is not None:
+        options.systems = SYSTEMS.get(options.systems) or options.systems.split(",")
+    plain = [policy.partition("+")[0] for _, policy in systems(options)]
+    for name, chosen, known in (
+        ("only", options.only, PARTS),
+        ("backends", [backend for backend, _ in systems(options)], BACKENDS),
+        ("policies", plain, policies),
+    ):
+        gpus.check_names(parser, name, chosen, known)
     return options
+
+
+def systems(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """The backend and the policy of each system."""
+    if options.systems is None:
+        return [(backend, policy) for backend in options.backends for policy in options.policies]
+    sparse = f"{BACKENDS[1]}."
+    return [(BACKENDS[name.startswith(sparse)], name.removeprefix(sparse)) for name in options.systems]
 
 
 def measure_here(options: argparse.Namespace, chosen: Sequence[Cell], scratch: Path) -> None:
@@ -220,8 +254,7 @@ def measure_here(options: argparse.Namespace, chosen: Sequence[Cell], scratch: P
     results = gpus.results_of(options, SCRIPT, FILE, SEED, settings | {"targets_s": options.targets or TARGETS})
     todo = [
         system(policy, backend, options.targets or ((0.5, 0.1) if options.tiny else TARGETS[backend]))
-        for backend in options.backends
-        for policy in options.policies
+        for backend, policy in systems(options)
     ]
     known = gpus.known_keys(options, results)
     deadline = time.monotonic() + options.budget
@@ -243,7 +276,7 @@ def main() -> None:
         return
     allow_more_files()  # beyond what a policy can serve, many requests wait
     chosen = [
-        cell
+        cell if options.seconds is None else replace(cell, load=replace(cell.load, seconds=options.seconds))
         for cell in cells(tiny=options.tiny)
         if cell.part in options.only and (not options.cells or cell.name in options.cells)
     ]
@@ -251,7 +284,9 @@ def main() -> None:
     common += ["--only", ",".join(options.only), "--backends", ",".join(options.backends)]
     common += ["--together", str(options.together)]
     common += ["--targets", ",".join(map(str, options.targets))] if options.targets is not None else []
-    hands = [[*common, "--policies", ",".join(hand)] for hand in gpus.deal(options.policies, options.gpus)]
+    common += ["--seconds", str(options.seconds)] if options.seconds is not None else []
+    dealt = ("--policies", options.policies) if options.systems is None else ("--systems", options.systems)
+    hands = [[*common, dealt[0], ",".join(hand)] for hand in gpus.deal(dealt[1], options.gpus)]
     gpus.measure(options, partial(measure_here, options, chosen), SCRIPT, FILE, hands)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from benchmarks.ets.loads import BACKENDS, POLICIES
 
 FILE = "ets.json"
 FIGURE = Path("docs/figures/ets_figure_5_2.png")
-TABLE = "table52"
+TABLE, ANSWERS = "table52", "answers20"
 HELD = 0.99
 """A policy breaks where fewer of the requests end within 10 s."""
 UNITS = {"latency_mean_s": "s", "in_1s": "share", "in_10s": "share", "in_60s": "share", "finetune_tok_s": "tok/s"}
@@ -27,25 +28,26 @@ Entries = dict[str, tuple[float, str, str | None, Mapping[str, Any]]]
 
 
 def systems_in(rows: Rows, cell: str, backend: str) -> dict[str, Mapping[str, Any]]:
-    """Rows of a cell by policy, in the order of `POLICIES`."""
-    found = {}
-    for policy in POLICIES:
-        name = policy if backend == BACKENDS[0] else f"{backend}.{policy}"
-        if f"{cell}.{name}" in rows:
-            found[policy] = rows[f"{cell}.{name}"]
-    return found
+    """Rows of a cell by policy, in the order of `POLICIES`; those with a delay of their own (`ets+1`) come last."""
+    begin = f"{cell}." if backend == BACKENDS[0] else f"{cell}.{backend}."
+    delayed = sorted(name for key in rows if key.startswith(begin) and "+" in (name := key.removeprefix(begin)))
+    names = [*POLICIES, *(name for name in delayed if name.partition("+")[0] in POLICIES)]
+    return {name: rows[begin + name] for name in names if begin + name in rows}
 
 
 def keys(rows: Rows) -> Entries:
-    """Of table 5.2, of `slack` against the paper's policies, and of the loads that each policy held."""
+    """Of table 5.2 and its load with short answers, of `slack` against the paper's policies, and of the loads that each
+    policy held."""
     found: Entries = {}
-    for backend in BACKENDS:
-        of = systems_in(rows, TABLE, backend)
-        begin = "ets.table52" if backend == BACKENDS[0] else f"ets.table52.{backend}"
+    for cell, backend in product((ANSWERS, TABLE), BACKENDS):
+        of = systems_in(rows, cell, backend)
+        begin = f"ets.{cell}" if backend == BACKENDS[0] else f"ets.{cell}.{backend}"
         for policy, row in of.items():
             for name, unit in UNITS.items():
-                target = TARGETS.get((policy, name)) if backend == BACKENDS[0] else None
+                target = TARGETS.get((policy, name)) if backend == BACKENDS[0] and cell == TABLE else None
                 found[f"{begin}.{policy}.{name}"] = row[name], unit, None if target is None else str(target), row
+        if cell != TABLE:
+            continue
         if backend == BACKENDS[0]:
             found |= against_papers(of)
         for policy, (factor, row) in held(rows, backend).items():

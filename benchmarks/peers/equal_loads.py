@@ -4,6 +4,10 @@
     python -m benchmarks.peers.equal_loads --only coserve --policies slack,overlap --cells r5 --budget 560 --out \
         benchmarks/results
     python -m benchmarks.peers.equal_loads --only vllm+peft --vllm-site /tmp/site --budget 560 --out benchmarks/results
+    python -m benchmarks.peers.equal_loads --only vllm --vllm-site /tmp/site --seconds 20 --budget 560 --out \
+        benchmarks/results
+    python -m benchmarks.peers.equal_loads --only vllm+peft --cells r5,r20 --duties 1,0.5,0.25,0.1 --mps-shares 25,50 \
+        --seconds 20 --vllm-site /tmp/site --budget 560 --out benchmarks/results
     python -m benchmarks.peers.equal_loads --gpus 3 --vllm-site /tmp/site --out /tmp/equal       (all at the same \
         time, a part a GPU)
     python -m benchmarks.peers.equal_loads --publish [FOLDER/equal_loads.json ...]
@@ -16,6 +20,11 @@ clients, and train 8 rows of 512 tokens a step all the time: coserve in jobs of 
 five of them at a time; PEFT one job without checkpoints. Each of `--policies` has a daemon of its own; rows and keys of
 others than slack are named `coserve.POLICY`. Fine-tuning's peak is measured first, alone. The cells `flexllm.*` have
 the arrivals of the preset `flexllm-8b`.
+
+The peer as a strong user runs it: `--duties` are shares of the time in which PEFT computes, `--mps-shares` percentages
+of the GPU's threads that it has under MPS. Rows are named `vllm+peft@mpsSHARE.dDUTY`; the most that PEFT trains while
+99% of the requests are within their limits is `peers.equal_attainment.*`, beside what coserve trains then. `vllm` is
+vLLM alone. Each row has the versions, flags and environment.
 """
 
 from __future__ import annotations
@@ -25,10 +34,12 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -40,10 +51,10 @@ from benchmarks.peers.always import Jobs, always_training
 from benchmarks.peers.client import replay_prompts
 from benchmarks.peers.compare import base_name, gpu_memory, make_adapters, only_prompts, warm_up
 from benchmarks.peers.device_time import Window
-from benchmarks.peers.equal_report import FILE, LOOSE, STRICT, publish, system_of
+from benchmarks.peers.equal_report import FILE, LOOSE, STRICT, peer_system, publish, system_of
 from benchmarks.peers.loads import Cell, chosen_cells, scenario_of
 from benchmarks.peers.processes import Trainer, module, training
-from benchmarks.peers.systems import Place, coserve, vllm
+from benchmarks.peers.systems import Place, coserve, mps, peer_about, vllm
 from benchmarks.serving.http_case import FULL, RANK, SMALL, model_folder
 from coserve.workloads.bundled import bundled_rows
 from coserve.workloads.metrics import Limits, attainment, attains
@@ -54,7 +65,7 @@ from coserve.workloads.trace import load_trace, save_trace
 
 SCRIPT = "benchmarks.peers.equal_loads"
 SEED = 0
-PARTS = ("alone", "coserve", "vllm+peft")
+PARTS = ("alone", "coserve", "vllm", "vllm+peft")
 POLICIES = {"slack", "spatial", "overlap", "overlap-between"}
 """Those under which fine-tuning runs beside requests all the time."""
 PEAK_SECONDS = 20.0
@@ -76,9 +87,11 @@ class EqualLoads:
         tiny: bool,
         budget: float,
         only_cells: Collection[str] = (),
+        seconds: float | None = None,
     ) -> None:
-        """`known`: names of results that are not measured again; `only_cells`: names of cells; empty: all."""
-        self._only_cells = only_cells
+        """`known`: names of results that are not measured again; `only_cells`: names of cells; empty: all. `seconds`:
+        of arrivals in each cell; None: as it has them."""
+        self._only_cells, self._seconds = only_cells, seconds
         self._place, self._results, self._known, self._tiny = place, results, known, tiny
         self._began, self._deadline = time.monotonic(), time.monotonic() + budget
         self._traces = place.scratch / "traces"
@@ -96,9 +109,9 @@ class EqualLoads:
         return path
 
     def cells(self, system: str) -> list[Cell]:
-        kind = "coserve" if system.startswith("coserve.") else system
+        kind = "coserve" if system.startswith("coserve.") else system.partition("@")[0]
         return [
-            cell
+            cell if self._seconds is None else replace(cell, seconds=self._seconds)
             for cell in chosen_cells(kind, tiny=self._tiny)
             if f"{cell.name}.{system}" not in self._known and (not self._only_cells or cell.name in self._only_cells)
         ]
@@ -119,24 +132,50 @@ class EqualLoads:
                     for cell in self.cells(system):
                         await self._measure(url, model, cell, system, jobs, peak)
 
+    def _training_trace(self) -> Path:
+        """A trace with jobs, from which the trainer takes its rows."""
+        path = self._traces / "training.jsonl"
+        save_trace(open_workload(scenario_of(TRAINING, tiny=self._tiny)), path)
+        return path
+
     async def run_vllm(self) -> None:
-        cells = self.cells("vllm+peft")
-        if not cells:
-            return
-        whole = self._traces / "training.jsonl"  # with jobs: the trainer takes its rows from there
-        save_trace(open_workload(scenario_of(TRAINING, tiny=self._tiny)), whole)
-        scenario = load_trace(whole).scenario
-        async with AsyncExitStack() as stack:
-            url = await stack.enter_async_context(vllm(self._place, scenario, memory=self._place.shared_memory))
+        """vLLM alone, with all of the memory."""
+        cells, scenario = self.cells("vllm"), load_trace(self._training_trace()).scenario
+        async with vllm(self._place, scenario, memory=self._place.vllm_memory) as url:
             self.log("vLLM answers")
             await warm_up(url, "base", scenario)
-            options = ["--trace", str(whole), "--model", str(self._place.model)] + ["--plain"] * self._tiny
-            log = self._place.scratch / "trainer.log"
-            trainer = await stack.enter_async_context(training(module("benchmarks.peers.trainer", *options), log, {}))
-            self.log("PEFT trains")
-            peak = await self._peak(trainer, "vllm+peft")
             for cell in cells:
-                await self._measure(url, "base", cell, "vllm+peft", trainer, peak)
+                await self._measure(url, "base", cell, "vllm", about=peer_about(self._place, scenario))
+
+    async def run_vllm_beside_peft(
+        self, duties: Sequence[float], share: int | None, url: str, base: Mapping[str, str]
+    ) -> None:
+        """PEFT with a share of the threads, at each duty cycle, beside a warm vLLM."""
+        whole = self._training_trace()
+        options = ["--trace", str(whole), "--model", str(self._place.model)] + ["--plain"] * self._tiny
+        environment = {**base} | ({} if share is None else {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(share)})
+        about = peer_about(self._place, load_trace(whole).scenario) | {"mps_share": share}
+        log = self._place.scratch / "trainer.log"
+        async with training(module("benchmarks.peers.trainer", *options), log, environment) as trainer:
+            self.log("PEFT trains")
+            peak = await self._peak(trainer, peer_system(share, 1.0))
+            for duty in duties:
+                trainer.set_duty(duty)
+                system = peer_system(share, duty)
+                for cell in self.cells(system):
+                    await self._measure(url, "base", cell, system, trainer, peak, about=about | {"duty": duty})
+
+    async def run_peers(self, duties: Sequence[float], shares: Sequence[int]) -> None:
+        """vLLM beside PEFT: without MPS (no `shares`), or under it with each of them."""
+        scenario = load_trace(self._training_trace()).scenario
+        async with AsyncExitStack() as stack:
+            environment = await stack.enter_async_context(mps(self._place.scratch / "mps")) if shares else {}
+            server = vllm(self._place, scenario, memory=self._place.shared_memory, environment=environment)
+            url = await stack.enter_async_context(server)
+            self.log("vLLM answers")
+            await warm_up(url, "base", scenario)
+            for share in shares or (None,):
+                await self.run_vllm_beside_peft(duties, share, url, environment)
 
     async def _peak(self, trainer: Trainer, system: str) -> float:
         """Tokens a second without requests."""
@@ -160,27 +199,35 @@ class EqualLoads:
         return {"published": sum(start <= at <= start + seconds for at in trainer.published)}
 
     async def _measure(
-        self, url: str, model: str, cell: Cell, system: str, trainer: Trainer | None = None, peak: float | None = None
+        self,
+        url: str,
+        model: str,
+        cell: Cell,
+        system: str,
+        trainer: Trainer | None = None,
+        peak: float | None = None,
+        about: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
+        """`about`: further fields of the row."""
         if time.monotonic() + cell.expected > self._deadline:
             self.log(f"no time is left for {cell.name}.{system}")
             return
-        targets = {} if system == "vllm+peft" else {"slo_ttft": cell.limits[0], "slo_tpot": cell.limits[1]}
+        peer = system.startswith("vllm")
+        targets = {} if peer else {"slo_ttft": cell.limits[0], "slo_tpot": cell.limits[1]}
         clients = 1 if self._tiny else CLIENTS
-        window = None if system == "vllm+peft" else Window(url, cell.seconds)
+        window = None if peer else Window(url, cell.seconds)
         begins = None if window is None else window.begins
         run, start = await replay_prompts(url, model, self.trace(cell), clients, targets, begins)
         counted = {} if window is None else {"device_time": await window.found()}
         if trainer is not None:
             run = msgspec.structs.replace(run, jobs=(trainer.job(start),))
         (self._runs / f"{cell.name}.{system}.json").write_bytes(msgspec.json.encode(run))
-        about = (
-            row(run, cell, peak) | {"system": system, "gpu_memory_gib": await asyncio.to_thread(gpu_memory)} | counted
-        )
+        found = row(run, cell, peak) | {"system": system, "gpu_memory_gib": await asyncio.to_thread(gpu_memory)}
+        found |= counted | dict(about)
         if trainer is not None:
-            about |= self._ends(trainer, start, cell.seconds)
-        self._results.put(f"{cell.name}.{system}", about["in_slo"], "share of requests in the limits", about=about)
-        self.log(f"{cell.name}.{system}: {json.dumps(about)}")
+            found |= self._ends(trainer, start, cell.seconds)
+        self._results.put(f"{cell.name}.{system}", found["in_slo"], "share of requests in the limits", about=found)
+        self.log(f"{cell.name}.{system}: {json.dumps(found)}")
         await asyncio.sleep(1.0)
 
 
@@ -227,6 +274,12 @@ def parse() -> argparse.Namespace:
         gpus="GPUs over which the parts are dealt in turn, measured at the same time",
         scratch="folder of the base, adapters, data, logs and single runs; kept if it is given",
     )
+    parser.add_argument("--seconds", type=float, default=None, help="of arrivals in each cell, instead of 20 to 45")
+    parser.add_argument("--duties", default="1", help="vllm+peft: shares of the time in which PEFT computes")
+    parser.add_argument(
+        "--mps-shares", default="", help="vllm+peft: percentages of the threads under MPS; default: no MPS"
+    )
+    parser.add_argument("--vllm-strong", action="store_true", help="vLLM's settings for LoRA that are off by default")
     parser.add_argument("--vllm-site", type=Path, default=None, help="folder with vLLM and what it needs")
     options = parser.parse_args()
     if options.publish is not None:
@@ -234,6 +287,8 @@ def parse() -> argparse.Namespace:
     check_tiny(parser, options)
     options.only = options.only.split(",")
     options.policies, options.cells = options.policies.split(","), [name for name in options.cells.split(",") if name]
+    options.duties = [float(part) for part in options.duties.split(",")]
+    options.mps_shares = [int(part) for part in options.mps_shares.split(",") if part]
     if options.tiny and set(options.policies) != {"slack"}:
         parser.error("--tiny: expected --policies slack, as the others need a GPU")
     gpus.check_names(parser, "policies", options.policies, sorted(POLICIES))
@@ -249,19 +304,28 @@ def measure_here(options: argparse.Namespace, scratch: Path) -> None:
         root = Path(folder)
         scenario = open_workload(scenario_of(Cell("adapters", 5.0, 1.0, LOOSE), tiny=options.tiny)).scenario
         adapters = make_adapters(root / "adapters", size.config, scenario)
-        place = Place(size, model_folder(root / "model", size), adapters, scratch, options.vllm_site)
+        model = model_folder(root / "model", size)
+        place = Place(size, model, adapters, scratch, options.vllm_site, strong=options.vllm_strong)
         known = gpus.known_keys(options, results)
         benchmark = EqualLoads(
-            place, results, known, tiny=options.tiny, budget=options.budget, only_cells=options.cells
+            place,
+            results,
+            known,
+            tiny=options.tiny,
+            budget=options.budget,
+            only_cells=options.cells,
+            seconds=options.seconds,
         )
-        ours = [part for part in options.only if part != "vllm+peft"]
+        ours = [part for part in options.only if not part.startswith("vllm")]
         for policy in options.policies if ours else ():
             asyncio.run(benchmark.run_coserve(ours, policy))
             ours = [part for part in ours if part != "alone"]  # without training all policies are alike
             if not ours:
                 break
-        if "vllm+peft" in options.only:
+        if "vllm" in options.only:
             asyncio.run(benchmark.run_vllm())
+        if "vllm+peft" in options.only:
+            asyncio.run(benchmark.run_peers(options.duties, options.mps_shares))
 
 
 def main() -> None:
@@ -272,6 +336,9 @@ def main() -> None:
         publish()
         return
     common = ["--policies", ",".join(options.policies), "--cells", ",".join(options.cells)]
+    common += [] if options.seconds is None else ["--seconds", str(options.seconds)]
+    common += ["--duties", ",".join(map(str, options.duties)), "--mps-shares", ",".join(map(str, options.mps_shares))]
+    common += ["--vllm-strong"] * options.vllm_strong
     common += [] if options.vllm_site is None else ["--vllm-site", str(options.vllm_site)]
     hands = [[*common, "--only", ",".join(parts)] for parts in gpus.deal(options.only, options.gpus)]
     gpus.measure(options, partial(measure_here, options), SCRIPT, FILE, hands)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ TARGETS = {
     "coserve.ft_share.min": Target(0.05),
 }
 MAIN = ("r5", "r20")
+ATTAINED = 0.99
+"""Share of the requests within their limits at which training is compared."""
 
 Row = Mapping[str, Any]
 Rows = Mapping[str, Row]
@@ -42,6 +45,30 @@ Entries = dict[str, tuple[float, str, Row]]
 def system_of(policy: str) -> str:
     """The name of coserve under a policy, in rows and keys."""
     return "coserve" if policy == "slack" else f"coserve.{policy}"
+
+
+def peer_system(share: int | None, duty: float) -> str:
+    """The name of vLLM beside PEFT, which has a share of the threads under MPS, and computes for a part of the time."""
+    parts = [*([] if share is None else [f"mps{share}"]), *([] if duty == 1 else [f"d{duty:g}"])]
+    return "vllm+peft" + (f"@{'.'.join(parts)}" if parts else "")
+
+
+def equal_attainment(rows: Rows) -> Entries:
+    """The most that PEFT beside vLLM trains while `ATTAINED` of the requests are within their limits, whatever its
+    share and its duty cycle (0: at none of those measured), and what coserve trains then."""
+    found: Entries = {}
+    for rate, suffix in product(MAIN, ("", ".strict")):
+        kept = "in_slo_strict" if suffix else "in_slo"
+        peers = [row for key, row in rows.items() if key.startswith(f"{rate}.vllm+peft")]
+        coserve = [row for key, row in rows.items() if key.startswith(f"{rate}{suffix}.coserve")]
+        if not peers or not coserve:
+            continue
+        name = f"peers.equal_attainment.{rate}{suffix}"
+        for key, each, attained in ((name, peers, kept), (f"{name}.coserve", coserve, "in_slo")):
+            within = [row for row in each if row[attained] >= ATTAINED]
+            best = max(within or each, key=lambda row: float(row["finetune_tok_s"]))
+            found[key] = best["finetune_tok_s"] if within else 0.0, "tok/s", best
+    return found
 
 
 def ours(rows: Rows) -> list[str]:
@@ -90,7 +117,7 @@ def keys(rows: Rows) -> Entries:
                 found[f"{name}.flexllm.ft_share.{rate}"] = share(row, system, rows), "share of the peak", row
     for system in ours(rows):
         found |= efficiencies(rows, system)
-    return found
+    return found | equal_attainment(rows)
 
 
 def capacity(rows: Rows) -> tuple[float, Row] | None:

@@ -31,7 +31,7 @@ class Cell:
 
 
 def chosen_cells(system: str, *, tiny: bool) -> list[Cell]:
-    """In the order in which they are measured."""
+    """In the order in which they are measured. `system`: without the part of a peer's name from `@` on."""
     main = [Cell(f"r{rate}", float(rate), 45.0, LOOSE) for rate in (5, 20)]
     strict = [replace(cell, name=f"{cell.name}.strict", limits=STRICT) for cell in main]
     others = [
@@ -43,10 +43,11 @@ def chosen_cells(system: str, *, tiny: bool) -> list[Cell]:
     chosen = {
         "alone": alone,
         "coserve": [*main, *strict, *others, *flexllm],
+        "vllm": [*main, *alone],
         "vllm+peft": [*main, *flexllm],
     }[system]
     if tiny:
-        small = {"alone": chosen[:1], "coserve": [chosen[0], chosen[2], chosen[-1]], "vllm+peft": chosen[:1]}[system]
+        small = [chosen[0], chosen[2], chosen[-1]] if system == "coserve" else chosen[:1]
         return [replace(cell, seconds=4.0, rate=2.0) for cell in small]
     return chosen
 

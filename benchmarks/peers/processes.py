@@ -83,6 +83,12 @@ class Trainer:
     steps: list[tuple[float, int]] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     ended: bool = False
+    commands: asyncio.StreamWriter | None = None
+
+    def set_duty(self, duty: float) -> None:
+        """From its next step on, the trainer pauses after each: it computes the share `duty` of the time."""
+        assert self.commands is not None, "expected a trainer in a process of its own"
+        self.commands.write(f"{duty}\n".encode())
 
     async def ready(self) -> None:
         """Until a few steps were reported. Exits if the trainer ends before."""
@@ -113,6 +119,7 @@ async def training(command: Sequence[str], log: Path, environment: Mapping[str, 
     """Run a trainer (`benchmarks.peers.trainer`) until the end of the block; it is ready when the block begins."""
     trainer = Trainer()
     async with running(command, log, environment, piped=True) as process:
+        trainer.commands = process.stdin
         reading = asyncio.create_task(_read(process, trainer))
         try:
             await trainer.ready()

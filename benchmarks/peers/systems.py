@@ -9,7 +9,9 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.peers.processes import module, running, wait_ready
 from benchmarks.serving.http_case import Size
@@ -17,8 +19,10 @@ from benchmarks.serving.http_daemon import import_adapter, serve_arguments
 from coserve.workloads.scenario import Scenario
 
 STAND_INS = Path(__file__).parent / "stand_ins"
+PEERS = ("vllm", "torch", "transformers", "triton", "peft", "flashinfer-python", "flash-attn")
+"""Packages whose versions are told."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that vLLM 0.24 takes for its largest rank."""
+"""The values that vLLM takes for its largest rank."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,9 @@ class Place:
     """Share of the GPU's memory, without a trainer."""
     shared_memory: float = 0.4
     """Beside a trainer."""
+    strong: bool = False
+    """Whether vLLM runs with its settings for LoRA that are off by default: both streams, kernels for each number of
+    active adapters."""
 
 
 def free_port() -> int:
@@ -75,20 +82,58 @@ def policy_settings(name: str) -> dict[str, object]:
 
 
 @contextlib.asynccontextmanager
-async def vllm(place: Place, scenario: Scenario, *, memory: float) -> AsyncIterator[str]:
-    """vLLM's OpenAI server with CUDA graphs and compilation, the prefix cache off; yields its URL."""
+async def vllm(
+    place: Place, scenario: Scenario, *, memory: float, environment: Mapping[str, str] = MappingProxyType({})
+) -> AsyncIterator[str]:
+    """vLLM's OpenAI server with CUDA graphs and compilation, the prefix cache off; yields its URL. `environment`: more
+    of it, as for MPS."""
     port, log = free_port(), place.scratch / "vllm.log"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *vllm_options(place, scenario, port, memory)]
     path = [str(place.site)] if place.site is not None else []
-    environment = {
-        "PYTHONPATH": os.pathsep.join([*path, str(STAND_INS)]),
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    async with running(command, log, environment) as process:
+    own = {"PYTHONPATH": os.pathsep.join([*path, str(STAND_INS)])} | vllm_environment(place)
+    async with running(command, log, own | dict(environment)) as process:
         await wait_ready(url := f"http://127.0.0.1:{port}", process, log)
         yield url
+
+
+def vllm_environment(place: Place) -> dict[str, str]:
+    common = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    return common | ({"VLLM_LORA_ENABLE_DUAL_STREAM": "1"} if place.strong else {})
+
+
+def peer_about(place: Place, scenario: Scenario) -> dict[str, object]:
+    """Versions of the peer's packages, and its flags and environment, for results; without paths."""
+    installed = distributions() if place.site is None else distributions(path=[str(place.site)])
+    found = {each.metadata["Name"]: each.version for each in installed}
+    flags = vllm_options(place, scenario, 0, place.vllm_memory)
+    flags = flags[: flags.index("--lora-modules")] if scenario.adapters else flags
+    return {
+        "versions": {name: found[name] for name in PEERS if name in found},
+        "flags": " ".join(flags).replace(str(place.model), "MODEL"),
+        "environment": vllm_environment(place),
+    }
+
+
+@contextlib.asynccontextmanager
+async def mps(folder: Path) -> AsyncIterator[dict[str, str]]:
+    """NVIDIA's Multi-Process Service, until the end of the block; yields the environment of its clients. Exits where it
+    cannot be started."""
+    await asyncio.to_thread(folder.mkdir, exist_ok=True)
+    environment = {"CUDA_MPS_PIPE_DIRECTORY": str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
+    if await _control_mps(environment, "-d"):
+        raise SystemExit(f"MPS does not start, see {folder}")
+    try:
+        yield environment
+    finally:
+        await _control_mps(environment, command=b"quit\n")
+
+
+async def _control_mps(environment: Mapping[str, str], *options: str, command: bytes = b"") -> int | None:
+    process = await asyncio.create_subprocess_exec(
+        "nvidia-cuda-mps-control", *options, stdin=asyncio.subprocess.PIPE, env=os.environ | dict(environment)
+    )
+    await process.communicate(command)
+    return process.returncode
 
 
 def vllm_options(place: Place, scenario: Scenario, port: int, memory: float) -> list[str]:
@@ -110,8 +155,16 @@ def vllm_options(place: Place, scenario: Scenario, port: int, memory: float) -> 
         "max-lora-rank": rank,
         "uvicorn-log-level": "warning",
     }
+    active = ["--specialize-active-lora"] if place.strong else []
     lora = [f"{name}={place.adapters / name}" for name in scenario.adapter_names]
-    flags = ["--no-enable-prefix-caching", "--disable-uvicorn-access-log", "--enable-lora", "--lora-modules", *lora]
+    flags = [
+        "--no-enable-prefix-caching",
+        "--disable-uvicorn-access-log",
+        "--enable-lora",
+        *active,
+        "--lora-modules",
+        *lora,
+    ]
     return [part for name, value in options.items() for part in (f"--{name}", str(value))] + (
         flags if lora else flags[:2]
     )

@@ -4,8 +4,8 @@ optimizer step.
     python -m benchmarks.peers.trainer --trace trace.jsonl --model FOLDER [--plain] > steps.jsonl
 
 Batches, row lengths, learning rate, rank and rows are those of the trace's fine-tuning jobs. As a careful user runs
-PEFT: each decoder layer compiled, the loss in chunks of 1024 tokens, fused AdamW; `--plain` leaves all that out. Ends
-with its standard input.
+PEFT: each decoder layer compiled, the loss in chunks of 1024 tokens, fused AdamW; `--plain` leaves all that out. A line
+on standard input is a duty cycle: 0.5 pauses after each step for as long as it took. Ends with its standard input.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 CHUNK = 1024
 ROW_TOKENS = 512
 """Of a trace that does not say."""
+DUTY = [1.0]
+"""Share of the time in which it computes; the last one that was asked for."""
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -109,6 +111,7 @@ def train(options: argparse.Namespace) -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=scenario.learning_rate, fused=True if device == "cuda" else None)
     for batch in batches(options.trace, options.model, rows, length):
+        began = time.monotonic()
         ids = torch.tensor(batch, device=device)
         loss = model(input_ids=ids, labels=ids).loss if options.plain else chunked_loss(model, ids)
         loss.backward()
@@ -117,10 +120,13 @@ def train(options: argparse.Namespace) -> None:
         optimizer.zero_grad(set_to_none=True)
         value = float(loss.detach())  # waits for the GPU: the step has ended
         print(json.dumps({"at": time.monotonic(), "tokens": ids.numel(), "loss": round(value, 4)}), flush=True)
+        time.sleep((time.monotonic() - began) * (1 / DUTY[0] - 1))
 
 
-def end_with_standard_input() -> None:
-    sys.stdin.read()  # the parent closes it, also when it is killed
+def follow_standard_input() -> None:
+    """Take duty cycles, and end with the input: the parent closes it, also when it is killed."""
+    for line in sys.stdin:
+        DUTY[0] = float(line)
     os._exit(0)
 
 
@@ -130,7 +136,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="folder with config.json and a tokenizer")
     parser.add_argument("--plain", action="store_true", help="nothing compiled, the loss as transformers computes it")
     options = parser.parse_args()
-    threading.Thread(target=end_with_standard_input, daemon=True).start()
+    threading.Thread(target=follow_standard_input, daemon=True).start()
     train(options)
 
 

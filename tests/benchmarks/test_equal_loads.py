@@ -13,7 +13,7 @@ import pytest
 from benchmarks.peers.client import merged
 from benchmarks.peers.compare import only_prompts
 from benchmarks.peers.device_time import Window, counters_of, device_time, read_counters
-from benchmarks.peers.equal_report import FILE, TARGETS, keys, publish, target_of
+from benchmarks.peers.equal_report import FILE, TARGETS, keys, peer_system, publish, target_of
 from benchmarks.peers.loads import chosen_cells, scenario_of
 from coserve.workloads.opening import open_workload
 from coserve.workloads.replay import ReplayResult, Sample
@@ -61,6 +61,17 @@ def test_efficiency_is_the_share_and_what_is_served_of_the_most() -> None:
     assert found["coserve.ft_share.min"] == 0.04, "strict limits and other recipes are not of the curve"
     assert found["coserve.slo_strict.r5"] == 0.98 and found["coserve.flexllm.ft_share.r5"] == 0.1
     assert found["peers.slo.r5"] == 0.8 and found["peers.slo_strict.r5"] == 0.5 and "peers.slo.r20" not in found
+
+
+def test_training_at_equal_attainment() -> None:
+    """The most among the peer's shares and duty cycles at which 99% of the requests are in time; 0 where none is."""
+    names = [peer_system(*each) for each in ((None, 1.0), (None, 0.5), (50, 1.0), (25, 0.5))]
+    assert names == ["vllm+peft", "vllm+peft@d0.5", "vllm+peft@mps50", "vllm+peft@mps25.d0.5"]
+    points = ((0.2, 0.9), (0.995, 0.3), (0.99, 0.4), (1.0, 0.2))
+    swept = {f"r5.{name}": row(5, *point[:1], 5.0, point[1]) for name, point in zip(names, points, strict=True)}
+    found = {key: value for key, (value, _, _) in keys(ROWS | swept).items() if "equal_attainment" in key}
+    assert found["peers.equal_attainment.r5"] == 4e3 and found["peers.equal_attainment.r5.coserve"] == 9e3
+    assert found["peers.equal_attainment.r5.strict"] == 0.0
 
 
 def test_without_a_capacity_there_is_no_efficiency() -> None:

@@ -49,6 +49,8 @@ def test_the_settings_of_a_policy_are_settings_of_the_daemon() -> None:
         for backend in ("segmented", "block_sparse"):
             Config(**system(policy, backend, (1.0, 0.1)).settings("cuda"))  # type: ignore[arg-type]
     assert system("ts20", "block_sparse", (1.0, 0.1)).settings("cuda")["ts_n"] == 20
+    late = system("ets+2.5", "segmented", (1.0, 0.1))
+    assert (late.name, late.policy, late.settings("cuda")["inference_delay"]) == ("ets+2.5", "ets", 2.5)
 
 
 def row(policy: str, part: str, factor: float, latency: float, in_10s: float, tok_s: float) -> dict[str, Any]:
@@ -75,6 +77,16 @@ def test_keys() -> None:
     assert found["ets.table52.slack_over_ts.finetune"] == 0.99
     assert found["ets.held_load.slack"] == 4.0, "a load beyond one that broke does not count"
     assert found["ets.held_load.ts5"] == 0.0 and "ets.held_load.ets" not in found
+
+
+def test_answers_and_delays_have_keys_of_their_own() -> None:
+    (load,) = (cell.load for cell in cells(tiny=False) if cell.part == "answers")
+    assert {prompt.max_tokens for prompt in load_trace_of(load, PAPER).prompts} == {20}
+    rows = {"table52.ets+1": ROWS["table52.ets"], "answers20.block_sparse.ets": ROWS["table52.ets"]}
+    found = keys(rows)
+    assert (
+        found["ets.table52.ets+1.latency_mean_s"][0] == found["ets.answers20.block_sparse.ets.latency_mean_s"][0] == 3
+    )
 
 
 def test_one_policy_alone_has_no_ratio() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ from benchmarks.peers import trainer
 from benchmarks.peers.compare import Comparison, make_adapters
 from benchmarks.peers.equal_loads import EqualLoads
 from benchmarks.peers.processes import module, training
-from benchmarks.peers.systems import Place, vllm_options
+from benchmarks.peers.systems import Place, mps, peer_about, vllm_options
 from benchmarks.serving.http_case import RANK, SMALL, model_folder
 from coserve.workloads.lengths import Lengths
 from coserve.workloads.opening import open_workload
@@ -117,7 +118,8 @@ def test_vllm_beside_peft_writes_what_coserve_writes(place: Place, tmp_path: Pat
 
 @pytest.mark.slow
 def test_equal_loads_of_vllm_beside_peft(place: Place, tmp_path: Path) -> None:
-    """Requests come from processes of their own, PEFT's peak is measured first, and no targets are sent to vLLM."""
+    """Requests come from processes of their own, PEFT's peak is measured first, and no targets are sent to vLLM. Half
+    of the time PEFT trains less."""
     results = Results(
         tmp_path,
         "equal_loads.json",
@@ -127,9 +129,12 @@ def test_equal_loads_of_vllm_beside_peft(place: Place, tmp_path: Path) -> None:
         revision="x",
         settings={},
     )
-    asyncio.run(EqualLoads(place, results, (), tiny=True, budget=600).run_vllm())
+    asyncio.run(EqualLoads(place, results, (), tiny=True, budget=600).run_peers((0.25, 1.0), ()))
     rows = json.loads((tmp_path / "equal_loads.json").read_text())["rows"]
-    assert set(rows) == {"peak.vllm+peft", "r5.vllm+peft"} and rows["peak.vllm+peft"]["value"] > 0
+    assert set(rows) == {"peak.vllm+peft", "r5.vllm+peft", "r5.vllm+peft@d0.25"}
+    assert rows["peak.vllm+peft"]["value"] > 0
+    assert rows["r5.vllm+peft@d0.25"]["finetune_tok_s"] < rows["r5.vllm+peft"]["finetune_tok_s"]
+    assert rows["r5.vllm+peft"]["duty"] == 1.0 and "--enable-lora" in rows["r5.vllm+peft"]["flags"]
     row, (trace,) = rows["r5.vllm+peft"], (tmp_path / "traces").glob("r5.jsonl")
     prompts = load_trace(trace).prompts
     assert row["requests"] == len(prompts) and row["errors"] == {} and row["finetune_tok_s"] > 0
@@ -172,6 +177,25 @@ def test_vllms_options(place: Place) -> None:
     given = dict(itertools.pairwise(options))
     assert (given["--max-lora-rank"], given["--max-loras"], given["--gpu-memory-utilization"]) == ("16", "2", "0.4")
     assert "--no-enable-prefix-caching" in options and options[-1].startswith("load-01=")
+
+
+def test_strong_settings_are_told_with_the_versions(place: Place) -> None:
+    (place.site / "vllm-0.26.0.dist-info").mkdir()  # type: ignore[operator]
+    (place.site / "vllm-0.26.0.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 0.26.0\n")  # type: ignore[operator]
+    told = peer_about(replace(place, strong=True), small_trace().scenario)
+    assert told["versions"] == {"vllm": "0.26.0"}
+    assert "--specialize-active-lora" in str(told["flags"]) and str(place.scratch) not in str(told["flags"])
+    assert "VLLM_LORA_ENABLE_DUAL_STREAM" in str(told["environment"])
+
+
+async def test_mps_is_started_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    control = tmp_path / "nvidia-cuda-mps-control"
+    control.write_text('#!/bin/sh\necho "$@ $(cat)" >> "$CUDA_MPS_LOG_DIRECTORY/calls"\n')
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    async with mps(tmp_path / "mps") as environment:
+        assert environment["CUDA_MPS_PIPE_DIRECTORY"] == str(tmp_path / "mps")
+    assert (tmp_path / "mps" / "calls").read_text().split() == ["-d", "quit"]
 
 
 def test_a_trace_of_other_ranks_is_refused(tmp_path: Path) -> None:

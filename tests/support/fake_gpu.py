@@ -57,8 +57,16 @@ class OverlappedGenerator(FakeGenerator):
         self._seconds, self._host, self._free_at = seconds, host, 0.0
 
     def run(self, shares: Sequence[Share]) -> Ran:
-        _loop().block(self._host)
+        self.block(self.host_seconds(shares))
         return super().run(shares)
+
+    def host_seconds(self, shares: Sequence[Share]) -> float:
+        """Seconds that the launch of a step takes."""
+        return self._host
+
+    def block(self, seconds: float) -> None:
+        """Block the host."""
+        _loop().block(seconds)
 
     def _compute(self, shape: StepShape, tokens: int) -> Callable[[], None]:
         return self.compute(self._seconds(shape))

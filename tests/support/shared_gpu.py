@@ -157,6 +157,9 @@ class SharingGenerator(OverlappedGenerator):
         work = self.gpu.step(seconds)
         return lambda: self.gpu.wait(work)
 
+    def block(self, seconds: float) -> None:
+        self.gpu.block(seconds)
+
 
 @dataclass
 class SharingTrainer(BlockingTrainer):
