@@ -61,7 +61,7 @@ def equal_attainment(rows: Rows) -> Entries:
         kept = "in_slo_strict" if suffix else "in_slo"
         peers = [row for key, row in rows.items() if key.startswith(f"{rate}.vllm+peft")]
         coserve = [row for key, row in rows.items() if key.startswith(f"{rate}{suffix}.coserve")]
-        if not peers or not coserve:
+        if len(peers) < 2 or not coserve:  # without a sweep it says nothing about the peer's best
             continue
         name = f"peers.equal_attainment.{rate}{suffix}"
         for key, each, attained in ((name, peers, kept), (f"{name}.coserve", coserve, "in_slo")):
