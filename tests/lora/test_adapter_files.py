@@ -13,7 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import BdLoraConfig, PeftModel
+from peft import BdLoraConfig, LoraConfig, PeftModel, get_peft_model
+from transformers import Trainer, TrainingArguments
 
 from coserve.core.errors import BaseMismatch, CorruptAdapter
 from coserve.core.types import AdapterRef, LoraSettings
@@ -238,6 +239,22 @@ def test_random_patterns_give_pefts_logits(ranks: dict[str, int], alphas: dict[s
         )
         got = _logits(base, _load(base, Path(folder)))
     torch.testing.assert_close(got, alone(peft_model, tokens_of(TOKENS)), rtol=1e-4, atol=1e-4)
+
+
+def test_a_trainers_checkpoint_is_an_adapter(tmp_path: Path) -> None:
+    """As transformers' Trainer writes it, with pickles of its own state; its parent says where the adapters are."""
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(tiny_model("llama"), config)
+    arguments = TrainingArguments(str(tmp_path), max_steps=2, save_steps=1, report_to="none", use_cpu=True)
+    rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}] * 2
+    Trainer(model=model, args=arguments, train_dataset=rows).train()
+    folder = tmp_path / "checkpoint-2"
+    assert {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"} <= {p.name for p in folder.iterdir()}
+    base = wrap_base(tiny_model("llama"), name="tiny")
+    got = _logits(base, _load(base, folder))
+    torch.testing.assert_close(got, alone(model.eval(), tokens_of(TOKENS)), rtol=1e-4, atol=1e-4)
+    with pytest.raises(CorruptAdapter, match="such as checkpoint-2"):
+        _load(base, tmp_path)
 
 
 @pytest.mark.parametrize("case", sample(CASES.keys(), *QUICK))

@@ -22,6 +22,7 @@ from coserve.model.lora import LoraBatch, LoraWeights
 from tests.support.lora_backends import BLOCK_SPARSE, GROUPED, NAIVE, REFERENCE, SEGMENTED
 from tests.support.lora_reference import alone, save_peft, tokens_of
 from tests.support.lora_reference import packed as packed_logits
+from tests.support.sharded import Kind, save_base, train
 from tests.support.shelf import named
 from tests.support.tiny_models import tiny_model
 
@@ -86,3 +87,17 @@ def test_slots_scale_the_rows_of_their_adapters(tmp_path: Path) -> None:
     for lora in terms:
         got = fused.forward(torch.cat(SEQUENCES), positions_T, PackedAttention(BOUNDS), lora=lora, keep=None)
         torch.testing.assert_close(got, torch.cat(expected), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [False, True])
+def test_sites_of_one_input_learn_together_what_each_learns_alone(compiled: bool, tmp_path: Path) -> None:
+    """By the segmented kernels, which add to sums of gradients themselves, in compiled layers and in the base's own."""
+    folder, kind = save_base(tmp_path, num_hidden_layers=2), Kind(8, dora=True)
+    expected = train(None, folder, "nfs", kind, dropout=0.0)
+    found = train(None, folder, "nfs", kind, backend="segmented", dropout=0.0, compiled=compiled)
+    assert bool(found.passes) == compiled
+    assert found.losses == pytest.approx(expected.losses, abs=1e-4)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-3)
+    for name, tensor in expected.state.items():
+        torch.testing.assert_close(found.state[name], tensor, rtol=1e-3, atol=1e-4, msg=name)

@@ -165,7 +165,10 @@ def train(
     base = load(folder, mesh, strategy)
     whole = whole_adapter(base.spec, kind)
     settings = TrainingSettings(steps=end, learning_rate=0.02, max_grad_norm=0.05, weight_decay=0.1)
-    optimizer = AdapterOptimizer(whole, base.spec, settings, torch.float32, partition=base.partition(whole))
+    partition = base.partition(whole)
+    optimizer = AdapterOptimizer(
+        whole, base.spec, settings, torch.float32, partition=partition, row_norms=base.row_norms
+    )
     layers, passes = None, list[int]()
     if compiled:
         layers = CompiledLayers(base, LayerCut(base), partial(counted, passes))

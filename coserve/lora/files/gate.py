@@ -7,6 +7,7 @@ it does not know; an adapter read that way would be served wrong silently.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -22,10 +23,18 @@ _MAX_FILES = 1000
 _MAX_BD_NAMES = 1024
 
 
+_TRAINER_STATE = re.compile(r"(optimizer|scheduler|scaler|rng_state(_\d+)?|training_args)\.(pt|pth|bin)")
+"""Files that transformers' Trainer writes beside the adapter of a `checkpoint-500`. They are never opened."""
+
+
 def read_config(folder: Path) -> dict[str, object]:
     """Return the `adapter_config.json` of a folder after checking that the folder holds no unsafe file and each key is
     allowed."""
-    refuse_pickles(folder)
+    names = _safe_names(folder)
+    checkpoints = [name for name in names if re.fullmatch(r"checkpoint-\d+", name)]
+    if checkpoints and ADAPTER_CONFIG not in names:
+        last = max(checkpoints, key=lambda name: int(name.removeprefix("checkpoint-")))
+        raise CorruptAdapter(f"expected a file {ADAPTER_CONFIG}, found checkpoints: import one of them, such as {last}")
     config = read_json(folder, ADAPTER_CONFIG)
     if config.get("peft_type") != "LORA":
         raise UnsupportedAdapter(f"expected peft_type LORA, got {_show(config.get('peft_type'))}", field="peft_type")
@@ -37,8 +46,9 @@ def read_config(folder: Path) -> dict[str, object]:
     return config
 
 
-def refuse_pickles(folder: Path) -> None:
-    """Raise `UnsafeAdapter` if the folder has files that unpickling would execute. They are never opened."""
+def _safe_names(folder: Path) -> list[str]:
+    """Return the names in the folder. Raises `UnsafeAdapter` if there are files that unpickling would execute, besides
+    the state of a trainer. None of them is ever opened."""
     try:
         with disk_errors():
             failpoint("adapter.open")
@@ -48,8 +58,9 @@ def refuse_pickles(folder: Path) -> None:
     if len(names) > _MAX_FILES:
         raise UnsafeAdapter(f"expected at most {_MAX_FILES} files, got {len(names)}")
     for name in names:
-        if name.lower().endswith(PICKLE_SUFFIXES):
+        if name.lower().endswith(PICKLE_SUFFIXES) and not _TRAINER_STATE.fullmatch(name):
             raise UnsafeAdapter(f"{name[:80]!r}: only safetensors weights are accepted; remove this file")
+    return names
 
 
 def _show(value: object) -> str:
@@ -146,7 +157,10 @@ _ALLOWED: dict[str, Callable[[object], bool]] = {
     "lorap_lr_ratio": _any,
     "lorap_emb_lr": _any,
 }
-_CHANGES_BASE = "it changes the base's own weights; convert the adapter to plain LoRA when saving it"
+_CHANGES_BASE = (
+    "it changes the base's own weights; convert the adapter to plain LoRA with PEFT: save_pretrained(..., "
+    "path_initial_model_for_weight_conversion=FOLDER), the adapter as saved before its training"
+)
 _RANKS = "expected a whole number of at least 1"
 _REASONS = {
     "r": _RANKS,
@@ -161,7 +175,8 @@ _REASONS = {
     "use_dora": "expected true, false or null",
     "lora_bias": "LoRA with a bias is not implemented",
     "bias": "adapters that train biases are not implemented",
-    "alora_invocation_tokens": "activated LoRA is not implemented",
+    "alora_invocation_tokens": "activated LoRA is not implemented, and no plain LoRA computes the same: train the "
+    "adapter again without alora_invocation_tokens",
     "modules_to_save": "adapters that replace whole modules are not implemented",
     "trainable_token_indices": "trainable tokens are not implemented",
     "target_parameters": "LoRA on parameters (experts) is not implemented",
@@ -170,7 +185,7 @@ _REASONS = {
     "use_bdlora": "expected nblocks of at least 1, match_strict, and target_modules_bd_a and target_modules_bd_b as "
     f"lists of at most {_MAX_BD_NAMES} names",
     "init_lora_weights": _CHANGES_BASE,
-    "loftq_config": _CHANGES_BASE,
+    "loftq_config": "it changes the base's own weights, and cannot be converted: train the adapter without LoftQ",
     "corda_config": _CHANGES_BASE,
     "lora_ga_config": _CHANGES_BASE,
     "auto_map": "an adapter cannot bring code",
