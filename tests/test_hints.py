@@ -13,6 +13,7 @@ from peft import LoraConfig
 from transformers import TrainingArguments
 
 from coserve.api.http.parsing import decode_json
+from coserve.api.openai.schemas import ChatRequest
 from coserve.client.options import as_struct
 from coserve.config import Config
 from coserve.core.errors import InvalidRequest, UnknownField
@@ -36,6 +37,13 @@ def message(body: dict[str, object], kind: type) -> str:
     with pytest.raises(UnknownField) as refused:
         decode_json(json.dumps(body).encode(), kind)
     return str(refused.value)
+
+
+@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {}}, {"image_url": {}, "type": "image_url"}])
+def test_images_are_refused_by_name(part: dict[str, object]) -> None:
+    chat = {"model": "a", "messages": [{"role": "user", "content": [part]}]}
+    with pytest.raises((InvalidRequest, UnknownField), match="coserve reads text alone, no images"):
+        decode_json(json.dumps(chat).encode(), ChatRequest)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.graph_sizes import graph_rank
 from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.execution.start import INDUCTOR
+from coserve.kernels.attention.interface import KvShape
 from coserve.kernels.gpu.launcher import compile_only
 from coserve.kernels.lora.backend import choose_backend
 from coserve.memory.buffer import page_layout
@@ -379,7 +380,7 @@ class Worker:
             return shape
         head, kv_heads = shape.hidden // shape.heads, max(1, shape.kv_heads // mesh.size)
         layer, ends = shape.parameters()
-        page = page_layout([(kv_heads, head)], PAGE_TOKENS, torch.bfloat16).page_bytes
+        page = page_layout([KvShape(kv_heads, head, head)], PAGE_TOKENS, torch.bfloat16).page_bytes
         a_layer = 2 * layer // mesh.size + page * (KV_TOKENS // PAGE_TOKENS + 1)
         gc.collect()
         torch.cuda.empty_cache()

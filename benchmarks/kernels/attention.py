@@ -179,7 +179,7 @@ def training_part(cache: methods.Cache) -> list[Row]:
         q, k, v = (x.detach().requires_grad_() for x in cache.qkv(bounds[-1]))
         weights = torch.randn(bounds[-1], SHAPE.heads, SHAPE.width, device="cuda", dtype=torch.bfloat16)
         columns = {}
-        for name, takes_it in (("varlen", takes), ("one_by_one", lambda _: False)):
+        for name, takes_it in (("varlen", takes), ("one_by_one", lambda *_: False)):
             attention._varlen_takes = takes_it
             packed = attention.PackedAttention(bounds)
 

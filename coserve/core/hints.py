@@ -71,7 +71,9 @@ OTHER_UNITS = {
     "suffix": ("adapter", "coserve takes the whole name"),
 }
 """Maps another library's name to our field and the difference in unit."""
+_TEXT_ALONE = "coserve reads text alone, no images, audio or video"
 OTHER_WAYS = {
+    _TEXT_ALONE: "image_url image_embeds video_url input_audio audio_url pixel_values",
     # memory, types and devices
     "layers are recomputed as each job's memory asks for (all of them with the daemon's --recompute)": (
         "gradient_checkpointing* activation_offloading torch_empty_cache_steps"
@@ -207,7 +209,11 @@ OTHER_VALUES = {
         "lion8bit": "did you mean 'lion_8bit'?",
         "paged_adamw_32bit": "did you mean 'paged_adamw'?",
         "paged_lion_32bit": "did you mean 'paged_lion'?",
-    }
+    },
+    "type": dict.fromkeys(
+        ("image_url", "image", "input_image", "image_embeds", "video_url", "video", "input_audio", "audio_url"),
+        _TEXT_ALONE,
+    ),
 }
 """For each field: other libraries' values (transformers' `optim`), and what to give instead."""
 UNSUPPORTED = frozenset(

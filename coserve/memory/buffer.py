@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from coserve.kernels.attention.interface import KvShape
 from coserve.memory.pages import PagePool, Span
 
 ALIGNMENT = 128
@@ -29,13 +30,13 @@ class PageLayout:
     values: tuple[int, ...]
 
 
-def page_layout(kv_shapes: Sequence[tuple[int, int]], page_tokens: int, dtype: torch.dtype) -> PageLayout:
-    """The layout of pages of `page_tokens` tokens for layers of `(kv_heads, head_dim)`, which may differ."""
+def page_layout(kv_shapes: Sequence[KvShape], page_tokens: int, dtype: torch.dtype) -> PageLayout:
+    """The layout of pages of `page_tokens` tokens for layers of these shapes, which may differ."""
     at, keys, values = 0, list[int](), list[int]()
-    for heads, width in kv_shapes:
-        for offsets in (keys, values):
+    for shape in kv_shapes:
+        for offsets, width in ((keys, shape.keys), (values, shape.values)):
             offsets.append(at)
-            at += aligned(page_tokens * heads * width * dtype.itemsize)
+            at += aligned(page_tokens * shape.heads * width * dtype.itemsize)
     return PageLayout(at, tuple(keys), tuple(values))
 
 

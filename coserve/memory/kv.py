@@ -18,6 +18,7 @@ from coserve.kernels.attention.backend import (
 )
 from coserve.kernels.attention.interface import (
     Attention,
+    KvShape,
     MixedAttention,
     MixedCapacity,
     Pages,
@@ -34,7 +35,7 @@ class HasKv(Protocol):
     """The attributes of `model.Base` that the cache needs."""
 
     @property
-    def kv_shapes(self) -> list[tuple[int, int]]: ...
+    def kv_shapes(self) -> list[KvShape]: ...
     @property
     def device(self) -> torch.device: ...
     @property
@@ -42,14 +43,14 @@ class HasKv(Protocol):
 
 
 class KvCache:
-    """Keys and values of each layer, `(P + 1, page_tokens, K, D)` with that layer's K and D: views of one buffer.
+    """Keys and values of each layer, `(P + 1, page_tokens, K, D)` with that layer's sizes: views of one buffer.
 
     The last page is never allocated and stays zero: attention reads it where a page table is longer than its sequence.
     """
 
     def __init__(
         self,
-        kv_shapes: Sequence[tuple[int, int]],
+        kv_shapes: Sequence[KvShape],
         *,
         pages: int,
         page_tokens: int,
@@ -64,15 +65,18 @@ class KvCache:
         self._clean = not reads_only_written_slots(device, dtype)
         rows = self.buffer.bytes.view(dtype)
 
-        def views(places: Sequence[int]) -> tuple[torch.Tensor, ...]:
-            """One view per layer, (P + 1, page_tokens, K, D), with the whole page as stride between pages."""
+        def views(places: Sequence[int], sizes: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
+            """One view per layer, (P + 1, page_tokens, *size), with the whole page as stride between pages."""
             found = []
-            for place, (heads, width) in zip(places, kv_shapes, strict=True):
+            for place, (heads, width) in zip(places, sizes, strict=True):
                 first, size = place // dtype.itemsize, page_tokens * heads * width
                 found.append(rows[:, first : first + size].view(pages + 1, page_tokens, heads, width))
             return tuple(found)
 
-        self.views = Pages(views(layout.keys), views(layout.values))
+        self.views = Pages(
+            views(layout.keys, [(shape.heads, shape.keys) for shape in kv_shapes]),
+            views(layout.values, [(shape.heads, shape.values) for shape in kv_shapes]),
+        )
         """Keys and values of each layer."""
 
     @classmethod

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from coserve.core.errors import ConfigError, UnsupportedBase
 from coserve.core.names import ADAPTER_CONFIG
 from coserve.core.types import BaseSpec, SiteSpec
 from coserve.data.pretrained.source import fetch_files
-from coserve.kernels.attention.interface import Attention
+from coserve.kernels.attention.interface import Attention, KvShape
 from coserve.kernels.lora.dora import squared_norms
 from coserve.kernels.lora.types import LoraPair
 from coserve.model import probe, seam
@@ -35,9 +35,10 @@ from coserve.model.parallel.mesh import Mesh
 from coserve.model.parallel.modules import shard_of
 from coserve.model.parallel.sharding import Sharding
 from coserve.model.seam import PaddedAttention, ReferenceAttention
-from coserve.model.settings import drop_settings, refuse_config, refuse_settings, refuse_without_causal_lm
+from coserve.model.settings import drop_settings, refuse_config, refuse_settings
 from coserve.model.sharded import Shard, load_shard
 from coserve.model.truncate import truncate_layers
+from coserve.model.wrappers import drop_other_parts, model_class, random_model
 
 __all__ = ["Attention", "Base", "load_base", "wrap_base"]
 
@@ -58,9 +59,11 @@ class Base:
     device: torch.device
     dtype: torch.dtype
     layers: list[nn.Module]
-    kv_shapes: list[tuple[int, int]]
-    """Key/value heads and head size of each layer."""
+    kv_shapes: list[KvShape]
+    """Sizes of each layer's keys and values."""
     sites: LoraSites
+    tuned: bool = False
+    """Whether attention needs the tokens' positions (`seam.take_over_tuning`)."""
     sharding: Sharding | None = None
     """How the base is sharded, if this is one tensor-parallel rank's shard. `spec` describes the whole base."""
     note: str = ""
@@ -110,12 +113,14 @@ class Base:
 
         `gather=False`: return the logits of this rank's shard of the vocabulary (`Sharding.vocabulary`) instead of all.
         """
+        positions = {"coserve_positions": positions_T} if self.tuned else {}
         logits_1KV: Tensor = self.model(
             input_ids=tokens_T[None],
             position_ids=positions_T[None],
             use_cache=False,
             logits_to_keep=0 if keep is None else keep,
             coserve_attention=attention,
+            **positions,
         ).logits
         if self.sharding is not None and gather:
             return self.sharding.vocabulary.gather(logits_1KV[0])
@@ -253,7 +258,7 @@ def load_base(
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local)
         form = take_format(config, name)
         refuse_config(config)
-        refuse_without_causal_lm(config)
+        kind_of_model = model_class(config)
         drop_settings(config, unknown)
         if few_layers:
             truncate_layers(config)
@@ -282,13 +287,13 @@ def load_base(
         return wrap_base(shard.model, name=name, hub_name=hub_name, shard=shard, note=note)
     with _loadable(name):
         if drawn:
-            model = _random_model(config, where, kind, trust_remote_code=trust_remote_code)
+            model = random_model(config, where, kind, DUMMY_SEED, trust_remote_code=trust_remote_code)
         elif note:
             with open_folder(folder, form, where) as tensors:
                 model = load_dense(config, tensors, dtype=kind, device=where, trust_remote_code=trust_remote_code)
             _set_generation(model, folder)
         else:
-            model = AutoModelForCausalLM.from_pretrained(
+            model = kind_of_model.from_pretrained(
                 path,
                 config=config,
                 dtype=kind,
@@ -298,6 +303,7 @@ def load_base(
             )
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedBase(f"{name}: it brings an adapter of its own; expected a base model")
+    drop_other_parts(model)
     return wrap_base(model.to(where), name=name, hub_name=hub_name, note=note)
 
 
@@ -313,18 +319,6 @@ def _loadable(name: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise UnsupportedBase(f"{name}: transformers cannot load it: {error}") from error
-
-
-def _random_model(
-    config: PretrainedConfig, device: torch.device, dtype: torch.dtype, *, trust_remote_code: bool
-) -> PreTrainedModel:
-    """Build a model of the config's classes on the device, with the weights of their own random initialisation."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
-        torch.manual_seed(DUMMY_SEED)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=trust_remote_code
-        )
-    return model
 
 
 def _device(device: str) -> torch.device:
@@ -356,6 +350,8 @@ def wrap_base(
     context = context_of(model.config, least=2 * max(probe.SEQUENCES))
     expected, linears = probe.eager_forward(model)
     seen = probe.observe(model, context.tokens)
+    for module, chunk in seen.chunks.items():
+        seam.see_chunks(module, chunk)
     path, layers = probe.decoder_layers(model, seen)
     model.set_attn_implementation(seam.NAME)
     modules = {n: m for n, m in linears.items() if n.startswith(f"{path}.")}
@@ -371,6 +367,7 @@ def wrap_base(
         layers=layers,
         kv_shapes=seen.kv_shapes,
         sites=LoraSites(modules),
+        tuned=seam.take_over_tuning([module for module, _ in seen.layers]),
         sharding=None if shard is None else shard.sharding,
         note=note,
     )

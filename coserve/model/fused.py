@@ -40,18 +40,24 @@ RECOMPILES = 64
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    chunked: bool,
 ) -> Tensor:
-    """Run `Attention.attend` of the running context and layer: (H, T, D), (K, T, D) twice -> (T, H, D)."""
+    """Run `Attention.attend` of the running context and layer: (H, T, D), (K, T, D), (K, T, E) -> (T, H, E)."""
     fused = current.context.fused
     assert fused is not None, NOT_FUSED
-    out_THD = fused.attention.attend(current.layer, q, k, v, AttentionParams(scaling, window, softcap, sinks))
+    params = AttentionParams(scaling, window, softcap, sinks, chunked)
+    out_THD = fused.attention.attend(current.layer, q, k, v, params)
     return out_THD.contiguous()
 
 
-def _attend_fake(
-    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
+def _attend_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
     return q.new_empty((q.shape[1], q.shape[0], v.shape[2]))
 
 
@@ -120,7 +126,8 @@ def _linear_add_fake(
 def _register() -> torch.library.Library:
     """Register the ops by hand: `torch.library.custom_op` adds checks on every call that these ops do not need."""
     ops = torch.library.Library("coserve", "FRAGMENT")  # type: ignore[no-untyped-call]
-    attend = "(Tensor q, Tensor k, Tensor v, float scaling, int? window, float? softcap, Tensor? sinks) -> Tensor"
+    params = "float scaling, int? window, float? softcap, Tensor? sinks, bool chunked"
+    attend = f"(Tensor q, Tensor k, Tensor v, {params}) -> Tensor"
     linear = "(Tensor x, Tensor weight, Tensor? bias, int[] sizes, int group) -> Tensor"
     for name, schema, real, fake in (
         ("attend", attend, _attend, _attend_fake),

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.pytorch_utils import Conv1D
 
 from coserve.core.errors import UnsupportedBase
-from coserve.kernels.attention.interface import Attention, AttentionParams
+from coserve.kernels.attention.interface import Attention, AttentionParams, KvShape, Window
 from coserve.model import seam
 from coserve.model.fake import is_fake
 from coserve.model.settings import refuse_config
@@ -57,7 +57,9 @@ class Observed:
     layers: list[tuple[nn.Module, int]] = field(default_factory=list)
     """The attention module and the window (0: none) of each layer, in order of the calls."""
     masks: list[object] = field(default_factory=list)
-    kv_shapes: list[tuple[int, int]] = field(default_factory=list)
+    kv_shapes: list[KvShape] = field(default_factory=list)
+    chunks: dict[nn.Module, int] = field(default_factory=dict)
+    """Size of the chunks within which an attention module sees (`Window.chunked`)."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,17 @@ class _Mask:
     """Replaces a mask; records the rule `(batch, head, query, key) -> visible` that a layer would have used."""
 
     rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    local: int | None
+    """Size of the window or chunk, if the rule has one."""
 
 
-def _probe_mask(*, mask_function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], **_: object) -> _Mask:
-    return _Mask(mask_function)
+def _probe_mask(
+    *,
+    mask_function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    local_size: int | None = None,
+    **_: object,
+) -> _Mask:
+    return _Mask(mask_function, local_size)
 
 
 def _probe_attention(
@@ -85,7 +94,7 @@ def _probe_attention(
     if coserve_observed is not None:
         coserve_observed.layers.append((module, sliding_window or 0))
         coserve_observed.masks.append(attention_mask)
-        coserve_observed.kv_shapes.append((key.shape[1], key.shape[3]))
+        coserve_observed.kv_shapes.append(KvShape(key.shape[1], key.shape[3], value.shape[3]))
     return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -98,7 +107,8 @@ def observe(model: PreTrainedModel, context: int) -> Observed:
 
     Raises:
         UnsupportedBase: attention does not run exactly once per layer, in order, or a layer's mask is anything but
-            causal, or causal within the window that it passes to attention, up to `context` tokens.
+            causal, causal within the window that it passes to attention, or causal within chunks, up to `context`
+            tokens.
     """
     family, seen = model.config.model_type, Observed()
     try:
@@ -113,12 +123,16 @@ def observe(model: PreTrainedModel, context: int) -> Observed:
             f"{family}: expected attention through transformers' interface once in each of {count} layers, "
             f"got calls in layers {indices}"
         )
-    for layer, ((_, window), mask) in enumerate(zip(seen.layers, seen.masks, strict=True)):
-        _check_mask(f"{family}, layer {layer}", mask, window or None, context, model.device)
+    for layer, ((module, tokens), mask) in enumerate(zip(seen.layers, seen.masks, strict=True)):
+        window = Window(tokens) if tokens else None
+        if window is None and isinstance(mask, _Mask) and mask.local is not None and mask.local < context:
+            window = Window(mask.local, chunked=True)
+            seen.chunks[module] = mask.local
+        _check_mask(f"{family}, layer {layer}", mask, window, context, model.device)
     return seen
 
 
-def _check_mask(where: str, mask: object, window: int | None, context: int, device: torch.device) -> None:
+def _check_mask(where: str, mask: object, window: Window | None, context: int, device: torch.device) -> None:
     if not isinstance(mask, _Mask):
         raise UnsupportedBase(f"{where}: the attention mask is not made by transformers' mask interface")
     zero, keys = torch.tensor(0, device=device), torch.arange(context, device=device)
@@ -126,16 +140,17 @@ def _check_mask(where: str, mask: object, window: int | None, context: int, devi
         return
     edges = {0, 1, context // 2, context - 1}
     if window is not None:
-        edges |= {window - 1, window, window + 1, 2 * window}
+        size = window.tokens
+        edges |= {size - 1, size, size + 1, 2 * size}
     for query in sorted(edge for edge in edges if 0 <= edge < context):
-        expected = (keys <= query) & (keys > query - (window or context))
+        expected = (keys <= query) & (keys >= (0 if window is None else window.first(query)))
         try:
             got = mask.rule(zero, zero, torch.tensor(query, device=device), keys)
         except (IndexError, RuntimeError) as error:
             raise UnsupportedBase(f"{where}: the attention mask depends on more than positions") from error
         if not torch.equal(expected, torch.as_tensor(got, device=device).expand(context)):
-            kind = "causal" if window is None else f"causal within {window} tokens"
-            raise UnsupportedBase(f"{where}: expected an attention mask that is {kind}, got another rule")
+            within = "" if window is None else f" within {'chunks of ' * window.chunked}{window.tokens} tokens"
+            raise UnsupportedBase(f"{where}: expected an attention mask that is causal{within}, got another rule")
 
 
 class Reversed:

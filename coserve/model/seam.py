@@ -5,6 +5,9 @@ Shape letters: T packed tokens, H query heads, K key/value heads, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -28,6 +31,10 @@ _HARMLESS = frozenset(
     }
 )
 """Arguments that families pass on to attention and that do not change its result."""
+
+
+CHUNK, TUNED = "coserve_chunk", "coserve_tuned"
+"""Attributes of attention modules, see `see_chunks` and `take_over_tuning`."""
 
 
 class PaddedAttention:
@@ -70,6 +77,7 @@ def _attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
+    coserve_positions: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls in each layer. Raises `UnsupportedBase` for arguments that it does
@@ -88,9 +96,12 @@ def _attention(
         raise UnsupportedBase(f"{family} asks for attention that is not causal")
     if dropout:
         raise UnsupportedBase(f"{family} asks for attention dropout")
-    if value_1KTD.shape != key_1KTD.shape or key_1KTD.shape[-1] != query_1HTD.shape[-1]:
-        sizes = f"{query_1HTD.shape[-1]}, {key_1KTD.shape[-1]} and {value_1KTD.shape[-1]}"
-        raise UnsupportedBase(f"{family}: expected heads of one size for queries, keys and values, got {sizes}")
+    if key_1KTD.shape[-1] != query_1HTD.shape[-1]:
+        sizes = f"{query_1HTD.shape[-1]} and {key_1KTD.shape[-1]}"
+        raise UnsupportedBase(f"{family}: expected heads of one size for queries and keys, got {sizes}")
+    if coserve_positions is not None and hasattr(module, TUNED):
+        query_1HTD = _tuned(module, query_1HTD, coserve_positions)
+    chunk: int | None = getattr(module, CHUNK, None)
     out_THD = coserve_attention.attend(
         -1 if getattr(coserve_attention, "any_layer", False) else layer_of(module),
         query_1HTD[0],
@@ -98,12 +109,36 @@ def _attention(
         value_1KTD[0],
         AttentionParams(
             scaling=query_1HTD.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            window=sliding_window,
+            window=sliding_window if chunk is None else chunk,
             softcap=softcap,
             sinks=s_aux,
+            chunked=chunk is not None,
         ),
     )
     return out_THD.contiguous()[None], None  # some families take a view of it
+
+
+def see_chunks(module: nn.Module, chunk: int) -> None:
+    """Let an attention module see only the tokens of its chunk (`Window.chunked`), as its mask would."""
+    setattr(module, CHUNK, chunk)
+
+
+def take_over_tuning(modules: Iterable[nn.Module]) -> bool:
+    """Scale the queries of Llama 4's layers without rotary positions here, and not in the layers, which take a token's
+    row in the batch for its position. Returns whether there are any; then forwards need `coserve_positions`."""
+    tuned = [
+        one for one in modules if getattr(one, "attn_temperature_tuning", False) and not getattr(one, "use_rope", 1)
+    ]
+    for module in tuned:
+        vars(module).update({"attn_temperature_tuning": False, TUNED: True})
+    return any(hasattr(one, TUNED) for one in modules)
+
+
+def _tuned(module: nn.Module, query_1HTD: Tensor, positions_T: Tensor) -> Tensor:
+    """Compute `Llama4TextAttention`'s scaling of queries, which grows with the position (Nakanishi '25)."""
+    floor, scale = cast("float", module.floor_scale), cast("float", module.attn_scale)
+    scales_T = torch.log1p(torch.floor((positions_T.float() + 1.0) / floor)) * scale + 1.0
+    return (query_1HTD * scales_T[:, None]).to(query_1HTD.dtype)
 
 
 def layer_of(module: nn.Module) -> int:
@@ -131,7 +166,7 @@ class ReferenceAttention:
         v_KTD: Tensor,
         params: AttentionParams,
     ) -> Tensor:
-        scaling, window, softcap, sinks = params
+        scaling, _, softcap, sinks, _ = params
         groups = q_HTD.shape[0] // k_KTD.shape[0]
         k_HTD, v_HTD = k_KTD.repeat_interleave(groups, 0), v_KTD.repeat_interleave(groups, 0)
         outputs = []
@@ -141,8 +176,9 @@ class ReferenceAttention:
             if softcap is not None:
                 scores_HTT = softcap * torch.tanh(scores_HTT / softcap)
             query = torch.arange(end - start, device=q_HTD.device)[:, None]
-            behind = query - query.T
-            seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+            seen = query >= query.T
+            if params.seen is not None:
+                seen = seen & (params.seen.first(query) <= query.T)
             scores_HTT = scores_HTT.masked_fill(~seen, float("-inf"))
             if sinks is not None:
                 sink_HT1 = sinks.float()[:, None, None].expand(-1, end - start, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from coserve.core.errors import UnsupportedBase
 
@@ -61,6 +61,10 @@ def drop_settings(config: PretrainedConfig, names: Iterable[str]) -> None:
 def refuse_config(config: PretrainedConfig) -> None:
     """Raise `UnsupportedBase` for architectures that the config alone rules out."""
     family, text = config.model_type, config.get_text_config()
+    if getattr(text, "index_topk", None):
+        raise UnsupportedBase(f"{family} has sparse attention, whose indexer chooses the keys of each token")
+    if text.model_type in _NOT_IMPLEMENTED:
+        raise UnsupportedBase(f"{family}: {_NOT_IMPLEMENTED[text.model_type]} is not implemented")
     if config.is_encoder_decoder:
         raise UnsupportedBase(f"{family} is an encoder-decoder model; coserve serves decoder-only language models")
     if getattr(text, "num_kv_shared_layers", 0):
@@ -68,28 +72,10 @@ def refuse_config(config: PretrainedConfig) -> None:
         raise UnsupportedBase(
             f"{family}: {shared} have no keys and values of their own but read those of earlier layers"
         )
-    if (
-        getattr(text, "kv_lora_rank", None)
-        and (keys := text.qk_nope_head_dim + text.qk_rope_head_dim) != text.v_head_dim
-    ):
-        sizes = f"heads of {keys} numbers for queries and keys, of {text.v_head_dim} for values"
-        raise UnsupportedBase(f"{family} has multi-head latent attention: {sizes}; expected heads of one size")
 
 
-def refuse_without_causal_lm(config: PretrainedConfig) -> None:
-    """Raise `UnsupportedBase` if transformers has no causal language model for the config, as for vision models."""
-    brings_its_own = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if brings_its_own or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return
-    family = config.model_type
-    parts = sorted(name.removesuffix("_config") for name in config.sub_configs if name != "text_config")
-    if parts:
-        raise UnsupportedBase(
-            f"{family} has parts for more than text ({', '.join(parts)}); coserve serves language models of text alone"
-        )
-    raise UnsupportedBase(f"{family}: transformers has no causal language model of this family")
-
-
+_NOT_IMPLEMENTED = {"kimi_linear": "Kimi's linear attention"}
+"""What a family needs that coserve does not have, where transformers' classes would not show it clearly."""
 _NUMBERS = (bool, int, float)
 """Types of settings that cannot name code."""
 

@@ -33,6 +33,9 @@ class Kind:
     scaling: float = 0.4
     apart: int = 0
     """Elements of other things between a layer's pages."""
+    values: int = 0
+    """Width of a value; 0: that of a key."""
+    chunked: bool = False
 
     def sink_logits(self) -> Tensor | None:
         return torch.linspace(-1, 2, self.heads) if self.sinks else None
@@ -41,7 +44,7 @@ class Kind:
         g = torch.Generator().manual_seed(seed)
         q = torch.randn(tokens, self.heads, self.width, generator=g).transpose(0, 1)
         k = torch.randn(tokens, self.kv_heads, self.width, generator=g).transpose(0, 1)
-        v = torch.randn(tokens, self.kv_heads, self.width, generator=g).transpose(0, 1)
+        v = torch.randn(tokens, self.kv_heads, self.values or self.width, generator=g).transpose(0, 1)
         return q, k, v
 
 
@@ -54,6 +57,9 @@ KINDS = {
     "softcap": Kind(softcap=1.5),
     "sinks": Kind(sinks=True),
     "all": Kind(window=9, softcap=1.5, sinks=True),
+    "chunks": Kind(window=7, chunked=True),
+    "narrow_values": Kind(kv_heads=4, width=12, values=8),
+    "wide_values": Kind(values=20, window=9, sinks=True),
     "pages_apart": Kind(apart=40),
     "pages_apart_by_half_keys": Kind(width=12, apart=6),
 }
@@ -65,6 +71,9 @@ def reference(kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     sinks, heads = kind.sink_logits(), []
     behind = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
     seen = (behind >= 0) if kind.window is None else (behind >= 0) & (behind < kind.window)
+    if kind.chunked and kind.window is not None:
+        at = torch.arange(q.shape[1])
+        seen = (behind >= 0) & (at[:, None] // kind.window == at // kind.window)
     for h in range(kind.heads):
         kv = h // (kind.heads // kind.kv_heads)
         scores = q[h] @ k[kv].T * kind.scaling
@@ -77,15 +86,18 @@ def reference(kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def call(attention: PackedAttention | PagedAttention, kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attention.attend(0, q, k, v, AttentionParams(kind.scaling, kind.window, kind.softcap, kind.sink_logits()))
+    params = AttentionParams(kind.scaling, kind.window, kind.softcap, kind.sink_logits(), kind.chunked)
+    return attention.attend(0, q, k, v, params)
 
 
 class Cache:
     """Pages handed out in an order that is nobody's sequence order."""
 
     def __init__(self, kind: Kind, *, page_tokens: int = 16, pages: int = 64, dtype: torch.dtype = torch.float32):
-        shape = (pages + 1, page_tokens, kind.kv_heads, kind.width)
-        self.pages = Pages(*((spread(torch.zeros(shape, dtype=dtype), kind.apart),) for _ in range(2)))
+        widths = kind.width, kind.values or kind.width
+        caches = [torch.zeros(pages + 1, page_tokens, kind.kv_heads, width, dtype=dtype) for width in widths]
+        apart = [kind.apart + page_tokens * kind.kv_heads * (max(widths) - width) for width in widths]
+        self.pages = Pages(*((spread(x, a),) for x, a in zip(caches, apart, strict=True)))
         self.page_tokens = page_tokens
         self.free = list(torch.randperm(pages, generator=torch.Generator().manual_seed(5)).tolist())
 
@@ -137,7 +149,7 @@ def test_packed_equals_the_reference(kind: Kind, lengths: list[int]) -> None:
         torch.testing.assert_close(got[start:end].double(), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["plain", "window", "all"])
+@pytest.mark.parametrize("name", ["plain", "window", "all", "wide_values"])
 def test_gradients_of_packed(name: str) -> None:
     kind = KINDS[name]
     inputs = [x.double().requires_grad_() for x in kind.inputs(9)]
@@ -149,7 +161,9 @@ def test_gradients_of_packed(name: str) -> None:
         parts = [slice(0, 4), slice(4, 9)]
         return torch.cat([reference(kind, q[:, at], k[:, at], v[:, at]) for at in parts])
 
-    weights = torch.randn(9, kind.heads, kind.width, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    weights = torch.randn(
+        9, kind.heads, kind.values or kind.width, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     got = torch.autograd.grad((ours(*inputs) * weights).sum(), inputs)
     expected = torch.autograd.grad((slow(*inputs) * weights).sum(), inputs)
     for a, b in zip(got, expected, strict=True):
@@ -255,11 +269,14 @@ def test_slow_paths_are_noted() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", [64, 80, 128])
-@pytest.mark.parametrize("window", [None, 9], ids=["full", "window"])
-def test_packed_on_cuda_with_gradients(width: int, window: int | None) -> None:
+@pytest.mark.parametrize(("width", "values"), [(64, 64), (80, 80), (128, 128), (192, 128), (64, 128)])
+@pytest.mark.parametrize(
+    ("window", "chunked"), [(None, False), (9, False), (50, True)], ids=["full", "window", "chunks"]
+)
+def test_packed_on_cuda_with_gradients(width: int, values: int, window: int | None, chunked: bool) -> None:
     """One kernel for all sequences, bfloat16, against the same in fp32 on CPU."""
-    kind, bounds = Kind(heads=8, width=width, window=window, scaling=width**-0.5), [0, 70, 70, 71, 203]
+    kind = Kind(heads=8, width=width, values=values, window=window, scaling=width**-0.5, chunked=chunked)
+    bounds = [0, 70, 70, 71, 203]
     host = [x.bfloat16().float().requires_grad_() for x in kind.inputs(203)]
     device = [x.detach().cuda().bfloat16().requires_grad_() for x in host]
     expected, got = (call(PackedAttention(bounds), kind, *x) for x in (host, device))

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coserve.kernels.attention.interface import TokenRun
+from coserve.kernels.attention.interface import TokenRun, Window
 from coserve.kernels.attention.triton_paged.decode_steps import FusedStaticAttention
 from coserve.kernels.attention.triton_paged.plan import decode_items, items_for, prefill_tiles
 from coserve.kernels.attention.triton_paged.step import FusedPagedAttention
@@ -30,7 +30,7 @@ STEPS = {
     for dtype in (torch.float32, torch.float16)
 }
 QUICK = (
-    *(f"{case}-{torch.float32}" for case in ("all-decodes", "all-chunks", "all-far")),
+    *(f"{case}-{torch.float32}" for case in ("all-decodes", "all-chunks", "all-far", "wide_values-chunks")),
     f"group_of_4-chunks-{torch.float16}",
 )
 
@@ -77,9 +77,9 @@ def test_fixed_buffers_serve_other_sequences(buffers: tuple[Kind, torch.dtype]) 
         case = Case(kind, runs, dtype, DEVICE) if runs else first
         case.put_into(pages)
         attention.load(case.runs if runs else [])
-        padded = [torch.zeros(x.shape[0], 8, x.shape[2], dtype=dtype, device=DEVICE) for x in (case.q_HTD,) * 1]
-        padded += [torch.zeros(kind.kv_heads, 8, kind.width, dtype=dtype, device=DEVICE) for _ in range(2)]
-        for to, x in zip(padded, (case.q_HTD, case.k_KTD, case.v_KTD), strict=True):
+        qkv = (case.q_HTD, case.k_KTD, case.v_KTD)
+        padded = [torch.zeros(x.shape[0], 8, x.shape[2], dtype=dtype, device=DEVICE) for x in qkv]
+        for to, x in zip(padded, qkv, strict=True):
             to[:, : len(runs)] = x[:, : len(runs)]
         got = attend(attention, case, *padded)
         assert torch.equal(got[len(runs) :], torch.zeros_like(got[len(runs) :]))
@@ -109,17 +109,17 @@ def test_a_sequence_that_grows_and_one_that_takes_its_row() -> None:
 @settings(max_examples=examples(200))
 @given(
     contexts=st.lists(st.integers(0, 40000), min_size=1, max_size=40),
-    window=st.none() | st.integers(1, 5000),
+    window=st.none() | st.builds(Window, st.integers(1, 5000), st.booleans()),
     kv_heads=st.sampled_from([1, 2, 8, 32, 600]),
 )
-def test_items_cover_each_key_once(contexts: list[int], window: int | None, kv_heads: int) -> None:
+def test_items_cover_each_key_once(contexts: list[int], window: Window | None, kv_heads: int) -> None:
     most = items_for(len(contexts), kv_heads, PROCESSORS)
     rows = np.arange(len(contexts))
     items = decode_items(np.array(contexts), rows, window, most, kv_heads, PROCESSORS)
     assert len(items) <= most
     for row, context in enumerate(contexts):
         mine = np.flatnonzero(items[:, 0] == row)
-        begin = 0 if window is None else max(0, context - window)
+        begin = 0 if window is None else window.first(max(0, context - 1))
         assert items[mine[0], 2] == begin
         assert items[mine[-1], 3] == context
         assert (items[mine[1:], 2] == items[mine[:-1], 3]).all()
@@ -133,12 +133,12 @@ def test_items_cover_each_key_once(contexts: list[int], window: int | None, kv_h
 @settings(max_examples=examples(200))
 @given(
     spans=st.lists(st.tuples(st.integers(0, 40000), st.integers(1, 300)), min_size=1, max_size=12),
-    window=st.none() | st.integers(1, 5000),
+    window=st.none() | st.builds(Window, st.integers(1, 5000), st.booleans()),
     kv_heads=st.sampled_from([1, 2, 8, 32, 600]),
     tokens=st.sampled_from([1, 16, 64]),
 )
 def test_tiles_cover_each_token_and_key_once(
-    spans: list[tuple[int, int]], window: int | None, kv_heads: int, tokens: int
+    spans: list[tuple[int, int]], window: Window | None, kv_heads: int, tokens: int
 ) -> None:
     runs, row = [], 0
     for column, (position, new) in enumerate(spans):
@@ -155,7 +155,7 @@ def test_tiles_cover_each_token_and_key_once(
         assert (tile[:, :4] == tile[0, :4]).all()
         assert np.flatnonzero(items[:, 6] == first).tolist() == list(range(first, first + tile[0, 7]))
         assert at - runs[column][1] == position - spans[column][0]
-        assert tile[0, 4] <= (0 if window is None else max(0, position - window + 1))
+        assert tile[0, 4] <= (0 if window is None else window.first(position))
         assert tile[-1, 5] == position + new
         assert (tile[1:, 4] == tile[:-1, 5]).all()
         assert (tile[:, 4] % 128 == 0).all()

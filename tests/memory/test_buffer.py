@@ -7,41 +7,43 @@ from itertools import pairwise
 import pytest
 import torch
 
-from coserve.kernels.attention.interface import AttentionParams, TokenRun
+from coserve.kernels.attention.interface import AttentionParams, KvShape, TokenRun
 from coserve.memory.buffer import ALIGNMENT, PageBuffer, page_layout
 from coserve.memory.kv import KvCache
 
 
-@pytest.mark.parametrize("shapes", [[(8, 128)] * 3, [(2, 8), (1, 16), (3, 5)], [(1, 1)]])
+@pytest.mark.parametrize("shapes", [[(8, 128, 128)] * 3, [(2, 8, 5), (1, 16, 16), (3, 5, 9)], [(1, 1, 1)]])
 @pytest.mark.parametrize("page_tokens", [1, 3, 16])
-def test_layers_lie_side_by_side_in_whole_lines(shapes: list[tuple[int, int]], page_tokens: int) -> None:
-    layout = page_layout(shapes, page_tokens, torch.bfloat16)
+def test_layers_lie_side_by_side_in_whole_lines(shapes: list[tuple[int, int, int]], page_tokens: int) -> None:
+    layout = page_layout([KvShape(*shape) for shape in shapes], page_tokens, torch.bfloat16)
     places = sorted((*layout.keys, *layout.values, layout.page_bytes))
     assert all(place % ALIGNMENT == 0 for place in places)
-    sizes = [page_tokens * heads * width * 2 for heads, width in shapes for _ in range(2)]
+    sizes = [page_tokens * heads * width * 2 for heads, *widths in shapes for width in widths]
     assert [b - a >= size for (a, b), size in zip(pairwise(places), sizes, strict=True)] == [True] * len(sizes)
     assert layout.page_bytes < sum(sizes) + ALIGNMENT * len(sizes)
 
 
 def test_a_page_of_the_8b_shape_is_2_mib() -> None:
-    assert page_layout([(8, 128)] * 32, 16, torch.bfloat16).page_bytes == 2 << 20
+    assert page_layout([KvShape(8, 128, 128)] * 32, 16, torch.bfloat16).page_bytes == 2 << 20
 
 
 def test_layers_of_one_page_keep_their_own() -> None:
     """Each layer writes through attention; every one reads back its own values, whatever the others' shapes."""
-    shapes = [(2, 8), (1, 16), (2, 5)]
+    shapes = [KvShape(2, 8, 8), KvShape(1, 16, 6), KvShape(2, 5, 9)]
     kv = KvCache(shapes, pages=4, page_tokens=3, dtype=torch.float32, device=torch.device("cpu"))
     pages = kv.allocate(3)
     assert pages is not None
     run = TokenRun(7, 0, tuple(pages))
-    given = [torch.randn(heads, 7, width) for heads, width in shapes]
+    given = [torch.randn(shape.heads, 7, shape.values) for shape in shapes]
     zero = kv.attention([run])
     for layer, values in enumerate(given):
-        zero.attend(layer, torch.zeros_like(values), values, values, AttentionParams(scaling=1.0, window=1))
+        keys = torch.zeros(shapes[layer].heads, 7, shapes[layer].keys)
+        zero.attend(layer, keys, keys, values, AttentionParams(scaling=1.0, window=1))
     again = kv.attention([TokenRun(1, 7, tuple(pages))])
     for layer, values in enumerate(given):
         last = torch.ones_like(values[:, :1])
-        out = again.attend(layer, last, last, last, AttentionParams(scaling=0.0))
+        keys = torch.ones(shapes[layer].heads, 1, shapes[layer].keys)
+        out = again.attend(layer, keys, keys, last, AttentionParams(scaling=0.0))
         expected = (values.sum(1) + 1) / 8
         torch.testing.assert_close(out[0], expected)
 

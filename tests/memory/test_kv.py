@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from coserve.core.errors import ConfigError
-from coserve.kernels.attention.interface import AttentionParams, TokenRun
+from coserve.kernels.attention.interface import AttentionParams, KvShape, TokenRun
 from coserve.memory.kv import KvCache
 
 
 @dataclass
 class Shapes:
-    kv_shapes: list[tuple[int, int]] = field(default_factory=lambda: [(2, 8), (1, 16)])
+    kv_shapes: list[KvShape] = field(default_factory=lambda: [KvShape(2, 8, 8), KvShape(1, 16, 16)])
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
 
@@ -38,7 +38,7 @@ def test_pages_for() -> None:
 
 def test_what_an_earlier_holder_left_does_not_reach_the_next() -> None:
     """A NaN in a slot that is not written yet must not pass through attention, which gives the slot weight zero."""
-    kv = KvCache([(1, 4)], pages=1, page_tokens=8, dtype=torch.float32, device=torch.device("cpu"))
+    kv = KvCache([KvShape(1, 4, 4)], pages=1, page_tokens=8, dtype=torch.float32, device=torch.device("cpu"))
 
     def attend(value: float, tokens: int) -> torch.Tensor:
         pages = kv.allocate(1)

@@ -4,7 +4,7 @@ reason."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from transformers import CONFIG_MAPPING
 
 from coserve.core.errors import UnsupportedBase
 from coserve.core.link import Generate, Tokens
@@ -28,9 +29,10 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.model.settings import refuse_config
 from tests.support.examples import sample
 from tests.support.executors import eager
-from tests.support.families import ATTENTION_ONLY, REFUSED, SERVED, tiny_family
+from tests.support.families import ATTENTION_ONLY, REFUSED, REFUSED_BY_CONFIG, SERVED, tiny_family
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import alone, save_peft
 from tests.support.shelf import Shelf
@@ -40,7 +42,7 @@ NEW_TOKENS = 4
 LOGPROBS = 5
 TOLERANCE = 1e-4
 """Of log-probabilities in fp32: between one forward of all tokens and chunks whose keys come from pages."""
-REF = AdapterRef("a", 1)
+RANKS = (3, 5)
 ROWS = (PROMPT, PROMPT[:5])
 CORPUS = Corpus(
     tokens=np.array([*ROWS[0], *ROWS[1]], np.int32),
@@ -66,6 +68,7 @@ OF_EACH_KIND = (
     "modernbert-decoder",
 )
 """Norms, positions, activations, windows, sinks, stacked weights and experts of all kinds."""
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 QUICK = ("llama", "gpt2", "gemma3_text", "phi", "mixtral", "gpt_oss")
 TABLE = Path(__file__).parents[2] / "docs" / "guide" / "families.md"
 
@@ -87,14 +90,15 @@ def _by_its_own_forward(model: torch.nn.Module) -> tuple[list[int], Tensor]:
     return tokens[len(PROMPT) :], torch.stack(rows)
 
 
-def _served(base: Base, weights: LoraWeights) -> dict[str, _Told]:
-    """What one batch gives for the base and for the adapter, prompts in chunks and tokens from pages."""
+def _served(base: Base, adapters: Mapping[AdapterRef, LoraWeights]) -> dict[str, _Told]:
+    """What one batch gives for the base and for each adapter, prompts in chunks and tokens from pages."""
     kv = KvCache.for_base(base, 1024, 4)
-    generator = Generator(base, Shelf({REF: weights}).store(), kv, eager(base, kv), max_running=4, step_tokens=8)
+    generator = Generator(base, Shelf(adapters).store(), kv, eager(base, kv), max_running=4, step_tokens=8)
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, logprobs=LOGPROBS)
-    for id, adapter in (("base", None), ("adapter", REF)):
+    asked: dict[str, AdapterRef | None] = {"base": None} | {ref.id: ref for ref in adapters}
+    for id, adapter in asked.items():
         generator.add(Generate(id=id, prompt=PROMPT, sampling=sampling, adapter=adapter, slo=Slo(ttft=1, tpot=1)))
-    found = {id: _Told([], []) for id in ("base", "adapter")}
+    found = {id: _Told([], []) for id in asked}
     while generator.running:
         for message in generator.step():
             assert isinstance(message, Tokens), message
@@ -105,7 +109,7 @@ def _served(base: Base, weights: LoraWeights) -> dict[str, _Told]:
 
 def _targets(family: str, base: Base) -> list[str]:
     every = family not in ATTENTION_ONLY
-    return [site for site in base.spec.sites if every or site.endswith(("q_proj", "k_proj", "v_proj", "o_proj"))]
+    return [site for site in base.spec.sites if every or site.endswith(ATTENTION)]
 
 
 def _loss(model: torch.nn.Module, row: Sequence[int]) -> Tensor:
@@ -119,13 +123,16 @@ def _loss(model: torch.nn.Module, row: Sequence[int]) -> Tensor:
 def test_a_familys_tokens_and_logprobs_are_those_of_transformers_and_peft(family: str, tmp_path: Path) -> None:
     base = wrap_base(tiny_family(family), name=family)
     sites = _targets(family, base)
-    peft_model = save_peft(tiny_family(family), tmp_path, r=3, target_modules=sites)
-    weights = load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float32)
-    assert list(weights.sites) == sites
-    expected = {"base": _by_its_own_forward(tiny_family(family)), "adapter": _by_its_own_forward(peft_model)}
-    apart = (expected["base"][1][0] - expected["adapter"][1][0]).abs().max()
-    assert apart > 1000 * TOLERANCE, "an adapter that is left out would not be seen"
-    for id, told in _served(base, weights).items():
+    expected, adapters = {"base": _by_its_own_forward(tiny_family(family))}, {}
+    for rank in RANKS:
+        ref = AdapterRef(f"of-rank-{rank}", 1)
+        peft_model = save_peft(tiny_family(family), tmp_path / ref.id, seed=rank, r=rank, target_modules=sites)
+        adapters[ref] = load_adapter(tmp_path / ref.id, base.spec, device="cpu", dtype=torch.float32)
+        assert list(adapters[ref].sites) == sites
+        expected[ref.id] = _by_its_own_forward(peft_model)
+        apart = (expected["base"][1][0] - expected[ref.id][1][0]).abs().max()
+        assert apart > 1000 * TOLERANCE, "an adapter that is left out would not be seen"
+    for id, told in _served(base, adapters).items():
         tokens, logprobs_NV = expected[id]
         assert told.tokens == tokens, id
         assert [len(top) for top in told.top] == [LOGPROBS] * NEW_TOKENS
@@ -178,8 +185,14 @@ def test_a_family_that_cannot_be_served_is_refused_with_the_reason(family: str) 
         wrap_base(tiny_family(family, **settings), name=family)
 
 
+@pytest.mark.parametrize("family", REFUSED_BY_CONFIG)
+def test_a_family_is_refused_by_its_config(family: str) -> None:
+    with pytest.raises(UnsupportedBase, match=REFUSED_BY_CONFIG[family]):
+        refuse_config(CONFIG_MAPPING[family]())
+
+
 def test_the_table_names_just_the_families_that_are_tested() -> None:
     served, refused = TABLE.read_text().split("## Refused")
     assert sorted(re.findall(r"^\| `([\w-]+)`", served, re.MULTILINE)) == sorted(SERVED)
     named = re.findall(r"`([\w-]+)`", " ".join(re.findall(r"^\|([^|]*)\|", refused, re.MULTILINE)))
-    assert sorted(named) == sorted(REFUSED)
+    assert sorted(named) == sorted(REFUSED | REFUSED_BY_CONFIG)

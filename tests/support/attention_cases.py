@@ -22,10 +22,17 @@ class Kind:
     page_tokens: int = 16
     apart: int = 0
     """Elements of other things between a layer's pages."""
+    values: int = 0
+    """Width of a value; 0: that of a key."""
+    chunked: bool = False
+
+    @property
+    def value_width(self) -> int:
+        return self.values or self.width
 
     def params(self, device: torch.device) -> AttentionParams:
         sinks = torch.linspace(-2, 3, self.heads, device=device) if self.sinks else None
-        return AttentionParams(self.width**-0.5, self.window, self.softcap, sinks)
+        return AttentionParams(self.width**-0.5, self.window, self.softcap, sinks, self.chunked)
 
 
 class Case:
@@ -37,20 +44,22 @@ class Case:
         g = torch.Generator().manual_seed(seed)
         used = [-(-(position + tokens) // kind.page_tokens) for position, tokens in runs]
         order = torch.randperm(sum(used) + 3, generator=g).tolist()
-        shape = (len(order) + 1, kind.page_tokens, kind.kv_heads, kind.width)
-        keys, values = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
+        shape, widths = (len(order) + 1, kind.page_tokens, kind.kv_heads), (kind.width, kind.value_width)
+        keys, values = (torch.full((*shape, width), float("nan"), dtype=dtype) for width in widths)
         self.runs, self.sequences, new = [], [], []
         for (position, tokens), pages in zip(runs, used, strict=True):
             held = tuple(order.pop() for _ in range(pages))
             total = position + tokens
             q = torch.randn(tokens, kind.heads, kind.width, generator=g).to(dtype)
-            k, v = (torch.randn(total, kind.kv_heads, kind.width, generator=g).to(dtype) for _ in range(2))
+            k, v = (torch.randn(total, kind.kv_heads, width, generator=g).to(dtype) for width in widths)
             slots = self._slots(held, position)
             keys[slots], values[slots] = k[:position], v[:position]
             self.runs.append(TokenRun(tokens, position, held))
             self.sequences.append((q.float(), k.float(), v.float()))
             new.append((q, k[position:], v[position:]))
-        self.pages = Pages(*((spread(x.to(device), kind.apart),) for x in (keys, values)))
+        # Keys and values have the same stride from page to page, as in one buffer.
+        apart = [kind.apart + kind.page_tokens * kind.kv_heads * (max(widths) - width) for width in widths]
+        self.pages = Pages(*((spread(x.to(device), a),) for x, a in zip((keys, values), apart, strict=True)))
         packed = (torch.cat(parts).transpose(0, 1).to(device) for parts in zip(*new, strict=True))
         self.q_HTD, self.k_KTD, self.v_KTD = packed
 
@@ -68,6 +77,8 @@ class Case:
 
     def _row(self, q_HD: Tensor, k: Tensor, v: Tensor, at: int, sinks_H: Tensor | None) -> Tensor:
         first = 0 if self.kind.window is None else max(0, at - self.kind.window + 1)
+        if self.kind.chunked and self.kind.window is not None:
+            first = at // self.kind.window * self.kind.window
         group = self.kind.heads // self.kind.kv_heads
         k_HND, v_HND = (x[first : at + 1].transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
         scores_HN = (k_HND @ q_HD[:, :, None])[..., 0] * self.kind.width**-0.5
@@ -93,9 +104,9 @@ class Case:
             slots = self._slots(run.pages, len(k))
             assert torch.equal(keys[slots], k)
             assert torch.equal(values[slots], v)
-        written = sum(len(k) for _, k, _ in self.sequences) * self.kind.kv_heads * self.kind.width
+        slots = sum(len(k) for _, k, _ in self.sequences) * self.kind.kv_heads
         for x in (pages.keys[0], pages.values[0]):
-            assert int(_whole(x).isfinite().sum()) == written
+            assert int(_whole(x).isfinite().sum()) == slots * x.shape[3]
 
 
 def _whole(cache: Tensor) -> Tensor:
@@ -132,6 +143,9 @@ KINDS = {
     "softcap": Kind(4, 2, 32, softcap=1.5),
     "sinks": Kind(4, 2, 32, sinks=True),
     "all": Kind(8, 2, 64, window=40, softcap=2.0, sinks=True, page_tokens=5),
+    "chunks": Kind(8, 2, 64, window=48, chunked=True, page_tokens=24),
+    "narrow_values": Kind(4, 4, 192, values=128),
+    "wide_values": Kind(4, 2, 24, values=40, window=40, sinks=True, page_tokens=5),
     "pages_apart": Kind(4, 2, 80, apart=1536),
     "pages_apart_unaligned": Kind(4, 2, 32, window=40, page_tokens=5, apart=3),
 }

@@ -6,13 +6,17 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
+
+from coserve.model.wrappers import model_class
 
 VOCAB = 128
 
 _SHAPE: dict[str, object] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
+    "sliding_window": 5,
+    "attention_chunk_size": 6,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -47,6 +51,8 @@ SERVED = [
     "cohere2",
     "ctrl",
     "cwm",
+    "deepseek_v2",
+    "deepseek_v3",
     "dots1",
     "ernie4_5",
     "ernie4_5_moe",
@@ -54,26 +60,37 @@ SERVED = [
     "flex_olmo",
     "gemma",
     "gemma2",
+    "gemma3",
     "gemma3_text",
+    "gemma4",
+    "gemma4_text",
     "glm",
     "glm4",
     "glm4_moe",
+    "glm4_moe_lite",
     "gpt2",
     "gpt_bigcode",
     "gpt_neox",
     "gpt_oss",
     "granite",
     "granitemoe",
+    "granitemoehybrid",
     "granitemoeshared",
     "helium",
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
     "jais2",
     "jetmoe",
+    "kimi_k25",
     "llama",
+    "llama4_text",
+    "llava",
+    "mimo_v2_flash",
     "minimax_m2",
     "ministral",
+    "ministral3",
     "mistral",
+    "mistral3",
     "mixtral",
     "modernbert-decoder",
     "nanochat",
@@ -87,9 +104,12 @@ SERVED = [
     "phi3",
     "phimoe",
     "qwen2",
+    "qwen2_5_vl",
     "qwen2_moe",
     "qwen3",
     "qwen3_moe",
+    "qwen3_vl",
+    "qwen3_vl_moe",
     "seed_oss",
     "smollm3",
     "solar_open",
@@ -97,18 +117,63 @@ SERVED = [
     "vaultgemma",
 ]
 
-ATTENTION_ONLY = frozenset({"afmoe", "dots1", "ernie4_5_moe", "glm4_moe", "hunyuan_v1_moe", "solar_open"})
+ATTENTION_ONLY = frozenset(
+    {
+        *("afmoe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "gemma4", "glm4_moe", "glm4_moe_lite"),
+        *("hunyuan_v1_moe", "kimi_k25", "llama4_text", "mimo_v2_flash", "solar_open"),
+    }
+)
 """PEFT saves targets of their feed-forward modules as parameters of experts, which adapters may not have here."""
 
-_BACKENDS = "does not support attention backends"
 _LATENT: dict[str, object] = {
     "num_key_value_heads": 4,
-    "q_lora_rank": 16,
+    "q_lora_rank": 12,
     "kv_lora_rank": 16,
     "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 6,
 }
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+_VISION: dict[str, object] = {
+    "hidden_size": 16,
+    "embed_dim": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_heads": 2,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "out_hidden_size": 32,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_SETTINGS: dict[str, dict[str, object]] = {
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": _LATENT | {"v_head_dim": 16},
+    "llama4_text": {
+        "intermediate_size_mlp": 48,
+        "no_rope_layers": [1, 0],
+        "floor_scale": 4,
+        "attn_temperature_tuning": True,
+    },
+    "gemma3": {"text_config": {"model_type": "gemma3_text"}},
+    "gemma4": {"text_config": {"model_type": "gemma4_text", "enable_moe_block": True, "top_k_experts": 2}},
+    "gemma4_text": {"global_head_dim": 16, "hidden_size_per_layer_input": 8},
+    "granitemoehybrid": {"layer_types": ["attention", "attention"], "mamba_n_heads": 4, "mamba_d_head": 16},
+    "kimi_k25": {"text_config": {"model_type": "deepseek_v3"}},
+    "llava": {"text_config": {"model_type": "llama"}},
+    "mistral3": {"text_config": {"model_type": "ministral3"}},
+    "qwen2_5_vl": {"text_config": {"model_type": "qwen2_5_vl_text", "rope_parameters": _MROPE}},
+    "qwen3_5": {"text_config": {"model_type": "qwen3_5_text"}},
+    "qwen3_5_moe": {"text_config": {"model_type": "qwen3_5_moe_text"}},
+    "qwen3_vl": {"text_config": {"model_type": "qwen3_vl_text"}},
+    "qwen3_vl_moe": {"text_config": {"model_type": "qwen3_vl_moe_text"}},
+    "mimo_v2_flash": {"v_head_dim": 6, "swa_v_head_dim": 4},
+}
+"""Settings of one family, besides `_SHAPE`."""
+
+_BACKENDS = "does not support attention backends"
 _SHARED_KV: dict[str, object] = {
     "num_hidden_layers": 4,
     "num_kv_shared_layers": 2,
@@ -131,13 +196,10 @@ REFUSED: dict[str, tuple[str, dict[str, object]]] = {
     "rwkv": (_BACKENDS, {}),
     "stablelm": (_BACKENDS, {}),
     "xglm": (_BACKENDS, {}),
-    "deepseek_v2": ("multi-head latent attention: .* expected heads of one size", _LATENT),
-    "deepseek_v3": ("multi-head latent attention: .* expected heads of one size", _LATENT),
     "diffllama": ("once in each of 2 layers", {}),
     "doge": ("replaced attention", {}),
     "lfm2": ("once in each of 2 layers", {"layer_types": ["conv", "full_attention"]}),
     "gemma3n_text": ("2 of its 4 layers have no keys and values of their own", _SHARED_KV),
-    "llama4_text": ("causal", {"attention_chunk_size": 16, "intermediate_size_mlp": 48}),
     "minimax": ("once in each of 2 layers", {}),
     "nemotron": ("once in each of 2 layers", {}),
     "recurrent_gemma": ("context", {}),
@@ -145,14 +207,41 @@ REFUSED: dict[str, tuple[str, dict[str, object]]] = {
 """A part of the reason, and settings of the config."""
 
 
+_SPARSE = "sparse attention"
+REFUSED_BY_CONFIG = {
+    "deepseek_v32": _SPARSE,
+    "deepseek_v4": _SPARSE,
+    "glm5_next": _SPARSE,
+    "glm_moe_dsa": _SPARSE,
+    "kimi_linear": "Kimi's linear attention",
+}
+"""Refused before a model is made: a part of the reason."""
+
+
+def _settings(family: str, shape: dict[str, object]) -> dict[str, object]:
+    """Those of `shape` that a family's config knows, its own, and those of the configs inside it."""
+    kind, own = CONFIG_MAPPING[family], _SETTINGS.get(family, {})
+    known = {one.name for one in dataclasses.fields(kind)} | set(kind.attribute_map)
+    found = {key: value for key, value in shape.items() if key in known} | own
+    text = own.get("text_config")
+    if text is None and "text_config" in kind.sub_configs:
+        raise ValueError(f"{family} has no settings for its text")
+    if isinstance(text, dict):
+        found["text_config"] = text | _settings(text["model_type"], _SHAPE) | text
+        vision = kind().vision_config
+        if vision is not None:
+            sizes = {key: value for key, value in _VISION.items() if hasattr(vision, key)}
+            found["vision_config"] = {"model_type": vision.model_type} | sizes
+    return found
+
+
 def tiny_family(family: str, *, seed: int = 0, **overrides: object) -> PreTrainedModel:
     """A random fp32 causal LM in eval mode with eager attention; its biases and norms are random too."""
-    kind = CONFIG_MAPPING[family]
-    known = {one.name for one in dataclasses.fields(kind)} | set(kind.attribute_map)
-    settings = {key: value for key, value in _SHAPE.items() if key in known} | overrides
+    settings = _settings(family, _SHAPE) | overrides
+    config = CONFIG_MAPPING[family](**settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(kind(**settings), dtype=torch.float32, attn_implementation="eager")
+        model = model_class(config).from_config(config, dtype=torch.float32, attn_implementation="eager")
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 
 from coserve.core.errors import UnsupportedBase
 from coserve.kernels.attention.interface import Attention, AttentionParams, TokenRun
-from coserve.kernels.attention.packed import PackedAttention
+from coserve.kernels.attention.packed import PackedAttention, as_wide
 from coserve.kernels.attention.triton_paged.step import FusedPagedAttention
 from coserve.kernels.gpu.launcher import launch_nothing
 from coserve.kernels.lora.interface import Adapters
@@ -61,15 +61,16 @@ class FlashAttention:
 
     def attend(self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams) -> Tensor:
         """See `Attention.attend`."""
-        width, half = q_HTD.shape[2], q_HTD.dtype in (torch.bfloat16, torch.float16)
+        values = v_KTD.shape[2]
+        width, half = max(q_HTD.shape[2], values), q_HTD.dtype in (torch.bfloat16, torch.float16)
         if params.softcap is not None or params.sinks is not None or not half or width % 8 or width > 256:
             return self._plain.attend(layer, q_HTD, k_KTD, v_KTD, params)
         bounds = torch.empty(self._sequences + 1, dtype=torch.int32, device=q_HTD.device)
-        q, k, v = (x.transpose(0, 1) for x in (q_HTD, k_KTD, v_KTD))
+        q, k, v = as_wide(*(x.transpose(0, 1) for x in (q_HTD, k_KTD, v_KTD)))
         out: Tensor = torch.ops.aten._flash_attention_forward(
             q, k, v, bounds, bounds, self._longest, self._longest, 0.0, True, False, scale=params.scaling
         )[0]
-        return out
+        return out[..., :values]
 
 
 class FakeSegmentedBackend(SegmentedBackend):

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from benchmarks.memory.profile.coserve_passes import CoserveTrial, SeamBackends
 from benchmarks.memory.profile.passes import Trial, read_points
@@ -30,6 +30,7 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import wrap_base
 from coserve.model.faults import out_of_memory
 from coserve.model.settings import refuse_settings
+from coserve.model.wrappers import drop_other_parts, model_class
 from tests.support import predicted_memory as predicted
 
 PACKAGES = ("torch", "triton", "transformers", "peft")
@@ -174,13 +175,14 @@ def _random_model(config: PretrainedConfig, request: ProfileRequest, device: tor
     """Build the config's model class with random weights: memory does not depend on values."""
     try:
         with device:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = model_class(config).from_config(
                 config, dtype=getattr(torch, request.dtype), trust_remote_code=request.trust_remote_code
             )
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if out_of_memory(error):
             raise
         raise UnsupportedBase(f"{request.model}: transformers makes no model of its config.json: {error}") from error
+    drop_other_parts(model)
     return model
 
 

@@ -35,13 +35,15 @@ class FixedAttention(PackedAttention):
         """Switch to another batch, in stream order. It must have the same number of tokens and the same `limits`."""
         if tuple(bounds) != self._bounds:
             self._bounds = tuple(bounds)
+            self._chunks.clear()
             self._load()
 
     def attend_keeping(
         self, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams
     ) -> tuple[Tensor, Tensor | None]:
         """See `PackedAttention.attend_keeping`."""
-        self.capturable &= one_kernel(q_HTD, params) or not q_HTD.is_cuda
+        chunks = params.chunked and params.window is not None and self._longest > params.window
+        self.capturable &= not chunks and (one_kernel(q_HTD, v_KTD, params) or not q_HTD.is_cuda)
         return super().attend_keeping(q_HTD, k_KTD, v_KTD, params)
 
     def _load(self) -> None:

@@ -4,20 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
+
+Positions = TypeVar("Positions", int, NDArray[np.int64], Tensor)
+
+
+class KvShape(NamedTuple):
+    """Sizes of one layer's keys and values."""
+
+    heads: int
+    """K: key/value heads."""
+    keys: int
+    """D: numbers of a key."""
+    values: int
+    """E: numbers of a value; usually D."""
 
 
 @dataclass(frozen=True)
 class Pages:
-    """A paged KV cache: for each layer `(P + 1, page_tokens, K, D)`; the last page is never written and holds zeros.
+    """A paged KV cache: for each layer keys `(P + 1, page_tokens, K, D)` and values `(P + 1, page_tokens, K, E)`. The
+    last page is never written and holds zeros.
 
     A page of a layer is contiguous. Other memory, such as pages of other layers, may lie between two pages.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+
+
+class Window(NamedTuple):
+    """The earlier tokens that a token of a layer sees, itself included."""
+
+    tokens: int
+    chunked: bool = False
+    """False: the last `tokens`. True: those from the last multiple of `tokens` on (Llama 4)."""
+
+    def first(self, position: Positions) -> Positions:
+        """Return the first position that a token at `position` sees."""
+        if self.chunked:
+            return position - position % self.tokens
+        return (position - self.tokens + 1) * (position >= self.tokens)
 
 
 class AttentionParams(NamedTuple):
@@ -34,6 +64,13 @@ class AttentionParams(NamedTuple):
     """Scores become `softcap * tanh(scores / softcap)`."""
     sinks: Tensor | None = None
     """(H): a score per head that takes part in the softmax and carries no value."""
+    chunked: bool = False
+    """Whether `window` is the size of chunks (`Window.chunked`)."""
+
+    @property
+    def seen(self) -> Window | None:
+        """The window; None: all tokens before a token."""
+        return None if self.window is None else Window(self.window, self.chunked)
 
 
 class Attention(Protocol):
@@ -47,7 +84,7 @@ class Attention(Protocol):
         v_KTD: Tensor,
         params: AttentionParams,
     ) -> Tensor:
-        """Causal attention of each token within its own sequence: (T, H, D).
+        """Causal attention of each token within its own sequence: (T, H, E), E numbers as in a value (K, T, E).
 
         Rotary positions are applied already; H is a multiple of K.
         """

@@ -1,6 +1,6 @@
 """Attention inside packed sequences without a cache, for training.
 
-Letters: T packed rows, H query heads, K key-value heads, D head width.
+Letters: T packed rows, H query heads, K key-value heads, D head width, E width of values (usually D).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from coserve.kernels.attention.interface import AttentionParams
 
@@ -29,6 +29,7 @@ class PackedAttention:
         self._bounds = tuple(bounds)
         self._longest = max((b - a for a, b in pairwise(bounds)), default=0)
         self._on_device: dict[torch.device, Tensor] = {}
+        self._chunks: dict[int, PackedAttention] = {}
         self._unused_rng: tuple[Tensor, ...] | None = None
         """The dropout state that torch's kernel expects, although there is no dropout."""
 
@@ -45,9 +46,12 @@ class PackedAttention:
         params: AttentionParams,
     ) -> Tensor:
         """See `Attention.attend`."""
-        scaling, window, softcap, sinks = params
         assert q_HTD.shape[1] == self._bounds[-1], f"expected {self._bounds[-1]} rows, got {q_HTD.shape[1]}"
-        if one_kernel(q_HTD, params):
+        if params.chunked:
+            own, params = self._by_chunks(params)
+            return own.attend(layer, q_HTD, k_KTD, v_KTD, params)
+        scaling, window, softcap, sinks, _ = params
+        if one_kernel(q_HTD, v_KTD, params):
             return self._flash(q_HTD, k_KTD, v_KTD, params)[0]
         group = q_HTD.shape[0] // k_KTD.shape[0]
         k_HTD, v_HTD = k_KTD, v_KTD
@@ -75,7 +79,10 @@ class PackedAttention:
         self, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams
     ) -> tuple[Tensor, Tensor | None]:
         """Compute `attend` without autograd; also return what `gradients` needs of it."""
-        if one_kernel(q_HTD, params):
+        if params.chunked:
+            own, params = self._by_chunks(params)
+            return own.attend_keeping(q_HTD, k_KTD, v_KTD, params)
+        if one_kernel(q_HTD, v_KTD, params):
             return self._flash(q_HTD, k_KTD, v_KTD, params)
         with torch.no_grad():
             return self.attend(0, q_HTD, k_KTD, v_KTD, params), None
@@ -88,13 +95,17 @@ class PackedAttention:
         kept: Tensor | None,
         params: AttentionParams,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q (H, T, D), k and v (K, T, D), given that of `attend_keeping`'s output."""
+        """Return the gradients of q (H, T, D), k (K, T, D) and v (K, T, E), given that of `attend_keeping`'s output."""
+        if params.chunked:
+            own, params = self._by_chunks(params)
+            return own.gradients(qkv, out_THD, dout_THD, kept, params)
         if kept is None:
             with torch.enable_grad():
                 q, k, v = (x.detach().requires_grad_() for x in qkv)
                 dq, dk, dv = torch.autograd.grad(self.attend(0, q, k, v, params), (q, k, v), dout_THD)
             return dq, dk, dv
-        q, k, v = (x.transpose(0, 1) for x in qkv)
+        width, values = qkv[0].shape[2], qkv[2].shape[2]
+        q, k, v, out_THD, dout_THD = as_wide(*(x.transpose(0, 1) for x in qkv), out_THD, dout_THD)
         bounds, longest, window = self._bounds_on(q.device), self._longest, params.window
         unused = self._unused_rng
         assert unused is not None, "expected gradients after a forward"
@@ -117,12 +128,25 @@ class PackedAttention:
             window_size_right=0,
         )
         dq, dk, dv = (x.transpose(0, 1) for x in found)
-        return dq, dk, dv
+        return dq[..., :width], dk[..., :width], dv[..., :values]
+
+    def _by_chunks(self, params: AttentionParams) -> tuple[PackedAttention, AttentionParams]:
+        """Return the attention in which each chunk of a sequence is a sequence, and its parameters."""
+        chunk = params.window
+        assert chunk is not None, "expected the size of chunks"
+        plain = params._replace(window=None, chunked=False)
+        if self._longest <= chunk:
+            return self, plain
+        if chunk not in self._chunks:
+            ends = [min(at + chunk, b) for a, b in pairwise(self._bounds) for at in range(a, b, chunk)]
+            self._chunks[chunk] = PackedAttention((0, *ends))
+        return self._chunks[chunk], plain
 
     def _flash(self, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
-        """Compute all sequences with torch's varlen kernel: (T, H, D), and the log-sum-exp of each row."""
+        """Compute all sequences with torch's varlen kernel: (T, H, E), and the log-sum-exp of each row."""
+        values = v_KTD.shape[2]
         bounds, longest, window = self._bounds_on(q_HTD.device), self._longest, params.window
-        q, k, v = (x.transpose(0, 1) for x in (q_HTD, k_KTD, v_KTD))
+        q, k, v = as_wide(*(x.transpose(0, 1) for x in (q_HTD, k_KTD, v_KTD)))
         # `torch.nn.attention.varlen` calls this op, too; its wrapper costs the host more than the launches do.
         out, sums, *unused, _ = torch.ops.aten._flash_attention_forward(
             q,
@@ -140,7 +164,7 @@ class PackedAttention:
             window_size_right=0,
         )
         self._unused_rng = tuple(unused)
-        return out, sums
+        return out[..., :values], sums
 
     def _bounds_on(self, device: torch.device) -> Tensor:
         if device not in self._on_device:
@@ -149,15 +173,22 @@ class PackedAttention:
         return self._on_device[device]
 
 
-def one_kernel(q_HTD: Tensor, params: AttentionParams) -> bool:
+def one_kernel(q_HTD: Tensor, v_KTD: Tensor, params: AttentionParams) -> bool:
     """Whether torch's varlen kernel can compute all sequences at once."""
-    return params.softcap is None and params.sinks is None and _varlen_takes(q_HTD)
+    return params.softcap is None and params.sinks is None and _varlen_takes(q_HTD, v_KTD)
 
 
-def _varlen_takes(q_HTD: Tensor) -> bool:
-    """Whether torch's varlen kernel supports the dtype, device and head width of these queries."""
-    width = q_HTD.shape[2]
+def _varlen_takes(q_HTD: Tensor, v_KTD: Tensor) -> bool:
+    """Whether torch's varlen kernel supports the dtype, device and head width of these tensors."""
+    width = max(q_HTD.shape[2], v_KTD.shape[2])
     return q_HTD.is_cuda and q_HTD.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+
+
+def as_wide(*tensors: Tensor) -> list[Tensor]:
+    """Return the tensors with zeros appended to their last dimension where it is not the largest: torch's kernel takes
+    heads of one width."""
+    width = max(x.shape[-1] for x in tensors)
+    return [x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in tensors]
 
 
 def _causal(tokens: int, window: int | None, device: torch.device) -> Tensor:

@@ -20,6 +20,7 @@ from coserve.lora.files.gate import read_config
 from coserve.lora.files.matching import Known, Matching
 from coserve.lora.files.targets import alpha_of, exact, targeted_sites
 from coserve.lora.files.tensorfile import MAX_CONFIG, TensorEntry, TensorFile
+from coserve.lora.files.wrapped import outside_text, site_of
 
 FINGERPRINT = "coserve.base_fingerprint"
 """Key of the safetensors metadata that names the base of an adapter trained here."""
@@ -105,7 +106,8 @@ def read_layout(
     config: dict[str, object], file: TensorFile, base: BaseSpec, alphas: tuple[float, ...] | None = None
 ) -> AdapterTensors:
     """Read the settings and sites of an open weights' file. Every tensor must be one of a site's two matrices, or its
-    DoRA magnitude, of the right shape.
+    DoRA magnitude, of the right shape. A multimodal base takes files of its language model, and the other way round
+    (`wrapped`).
 
     `alphas`: those found when these files were registered (`AdapterDigests.alphas`). The config's patterns are matched
     only if they are None.
@@ -119,9 +121,12 @@ def read_layout(
             f"BD-LoRA is not implemented for the Conv1D modules of {base.family}", field="use_bdlora"
         )
     matrices: dict[str, dict[str, TensorEntry]] = {"lora_A": {}, "lora_B": {}, _MAGNITUDE: {}}
+    names: dict[str, str] = {}
     for name, entry in file.entries.items():
-        site, kind = _site_of(name, base)
-        matrices[kind][site] = entry
+        site, named, kind = _site_of(name, base)
+        if site in matrices[kind]:
+            raise CorruptAdapter(f"the file has two matrices {kind} of {site}")
+        matrices[kind][site], names[site] = entry, named
     a, b = matrices["lora_A"], matrices["lora_B"]
     if not a and not b:
         raise CorruptAdapter("the weights' file holds no tensors")
@@ -129,19 +134,21 @@ def read_layout(
     if lonely is not None:
         raise CorruptAdapter(f"{lonely}: expected both lora_A and lora_B, got only one of them")
     magnitudes = _magnitudes(matrices[_MAGNITUDE], a, settings, base)
-    _check_blocks(config, sorted(a))
+    _check_blocks(config, sorted(names.values()))
     matching = Matching(config) if alphas is None else Known(config, a, alphas)
     sites, own_alphas = {}, {}
     for site in base.sites:  # in the base's order
         if site not in a:
             continue
-        if not matching.targeted(site):  # PEFT would drop its tensors
+        name = names[site] if alphas is None else site
+        if not matching.targeted(name):  # PEFT would drop its tensors
             raise CorruptAdapter(f"{site}: the file has tensors for it, but {ADAPTER_CONFIG} does not target it")
         shape = a[site].shape
-        rank = matching.rank(site) or (shape[0] if len(shape) == 2 and shape[0] else settings.r)
-        own_alphas[site] = matching.alpha(site)
+        rank = matching.rank(name) or (shape[0] if len(shape) == 2 and shape[0] else settings.r)
+        own_alphas[site] = matching.alpha(name)
         sites[site] = _shape(site, rank, own_alphas[site], settings, base, shape, b[site].shape)
-    settings = _resolved(settings, config, base, sites, own_alphas, named=matching.named)
+    same = all(site == name for site, name in names.items())
+    settings = _resolved(settings, config, base, sites, own_alphas, named=matching.named and same)
     return AdapterTensors(settings, sites, own_alphas, a, b, magnitudes)
 
 
@@ -283,20 +290,23 @@ _KINDS = {
 }
 
 
-def _site_of(name: str, base: BaseSpec) -> tuple[str, str]:
-    """Split a tensor's name into its site and `lora_A`, `lora_B` or `_MAGNITUDE`."""
+def _site_of(name: str, base: BaseSpec) -> tuple[str, str, str]:
+    """Split a tensor's name into its site, the site's name in the file, and `lora_A`, `lora_B` or `_MAGNITUDE`."""
     shown = repr(name[:120])
     for part, reason in _KINDS.items():
         if f".{part}" in f".{name}":
             raise UnsupportedAdapter(f"tensor {shown}: {reason}")
-    site, _, rest = name.removeprefix(PREFIX).rpartition(".lora_")
+    named, _, rest = name.removeprefix(PREFIX).rpartition(".lora_")
     if not name.startswith(PREFIX) or rest not in ("A.weight", "B.weight", "magnitude_vector"):
         raise UnsupportedAdapter(
             f"tensor {shown}: expected only lora_A.weight, lora_B.weight and {_MAGNITUDE} of linear modules"
         )
-    if site in base.sites:
-        return site, f"lora_{rest.removesuffix('.weight')}"
-    if site.rsplit(".", 1)[-1] in ("lm_head", "embed_tokens", "wte", "wpe", "embed_out"):
+    site, other = site_of(named, base.sites), outside_text(named)
+    if site is not None:
+        return site, named, f"lora_{rest.removesuffix('.weight')}"
+    if other is not None:
+        raise UnsupportedAdapter(f"tensor {shown}: it adapts {other}, but coserve runs the language model alone")
+    if named.rsplit(".", 1)[-1] in ("lm_head", "embed_tokens", "wte", "wpe", "embed_out"):
         raise UnsupportedAdapter(f"tensor {shown}: only linear modules of decoder layers can be adapted")
     raise BaseMismatch(f"tensor {shown}: {base.name} has no such module")
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import is_accelerate_available
 
 from coserve.core.errors import UnsupportedBase
 from coserve.model.formats.dense import Tensors
+from coserve.model.wrappers import model_class
 
 
 def load_dense(
@@ -25,7 +26,7 @@ def load_dense(
     parameters, which transformers would draw at random.
     """
     with torch.device("meta"):
-        kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
+        kind = type(model_class(config).from_config(config, trust_remote_code=trust_remote_code))
     model: PreTrainedModel
     model, report = kind.from_pretrained(
         None,

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from coserve.core.errors import UnsupportedBase
@@ -18,6 +18,7 @@ from coserve.model.parallel.modules import LocalConfig, SiteShard, copy_input, s
 from coserve.model.parallel.partition import Lazy, MatrixPartition, SitePartition
 from coserve.model.parallel.sharding import Sharding
 from coserve.model.parallel.vocabulary import VocabularyShard
+from coserve.model.wrappers import drop_other_parts, model_class
 
 
 class Weights(Protocol):
@@ -30,9 +31,10 @@ class Weights(Protocol):
 def empty_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool) -> PreTrainedModel:
     """Return the model of a config, with parameters and buffers on torch's `meta` device."""
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = model_class(config).from_config(
             config, dtype=dtype, trust_remote_code=trust_remote_code
         )
+    drop_other_parts(model)
     return model
 
 

@@ -41,10 +41,18 @@ def _learn_backward(dy: Tensor, x: Tensor, group: int) -> Tensor:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    chunked: bool,
 ) -> Tensor:
-    """Compute `Attention.attend`: (H, T, D), (K, T, D) twice -> (T, H, D)."""
-    return _seams().attend(current.layer, q, k, v, AttentionParams(scaling, window, softcap, sinks)).contiguous()
+    """Compute `Attention.attend`: (H, T, D), (K, T, D), (K, T, E) -> (T, H, E)."""
+    params = AttentionParams(scaling, window, softcap, sinks, chunked)
+    return _seams().attend(current.layer, q, k, v, params).contiguous()
 
 
 def _attend_backward(
@@ -57,9 +65,10 @@ def _attend_backward(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    chunked: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
-    params = AttentionParams(scaling, window, softcap, sinks)
+    params = AttentionParams(scaling, window, softcap, sinks, chunked)
     dq, dk, dv = _seams().attend_backward(current.layer, (q, k, v), out, dout, params)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
@@ -100,18 +109,19 @@ def _learned(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
 
 
 def _keep_attended(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401 - torch's own signature
-    q, k, v, *ctx.params, sinks = inputs
+    q, k, v, *ctx.params, sinks, ctx.chunked = inputs
     ctx.save_for_backward(q, k, v, output, sinks)
 
 
 def _attended(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - torch's own signature
     q, k, v, out, sinks = ctx.saved_tensors
-    return *torch.ops.coserve.attend_rows_backward(dout, q, k, v, out, *ctx.params, sinks), None, None, None, None
+    gradients = torch.ops.coserve.attend_rows_backward(dout, q, k, v, out, *ctx.params, sinks, ctx.chunked)
+    return *gradients, None, None, None, None, None
 
 
 def _register() -> torch.library.Library:
     ops = torch.library.Library("coserve", "FRAGMENT")  # type: ignore[no-untyped-call]
-    params = "float scaling, int? window, float? softcap, Tensor? sinks"
+    params = "float scaling, int? window, float? softcap, Tensor? sinks, bool chunked"
     qkv = "Tensor q, Tensor k, Tensor v"
     for name, schema, real, fake in (
         ("learn", "(Tensor x, int width, int group) -> Tensor", _learn, _learn_fake),

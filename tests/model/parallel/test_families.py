@@ -34,5 +34,5 @@ def test_a_family_cut_in_two_gives_the_same_logits(family: str, two: Ranks, tmp_
     for logits, fingerprint, sites, kv_shapes, calls in two.run(_logits, str(tmp_path)):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
         assert (fingerprint, sites) == (whole.spec.fingerprint, whole.spec.sites)
-        assert kv_shapes == [(heads // 2, size) for heads, size in whole.kv_shapes]
+        assert kv_shapes == [(heads // 2, *sizes) for heads, *sizes in whole.kv_shapes]
         assert calls == {"all_reduce": 2 * whole.spec.layers, "all_gather": 1}

@@ -1,6 +1,7 @@
 """Attention over paged KV caches in plain torch: on a CPU, and wherever the Triton kernels do not run.
 
-Letters: T packed rows, H query heads, K key-value heads, G = H / K, D head width, B tiles, N tokens of a tile, R = N *
+Letters: T packed rows, H query heads, K key-value heads, G = H / K, D head width (E: of values, if it
+differs), B tiles, N tokens of a tile, R = N *
 G rows of a tile for one key-value head, L keys that a tile reads; S rows without the padding of R.
 """
 
@@ -48,25 +49,26 @@ class PagedAttention:
         params: AttentionParams,
     ) -> Tensor:
         """See `Attention.attend`. T new tokens over each sequence's whole context."""
-        scaling, window, softcap, sinks = params
+        softcap, sinks = params.softcap, params.sinks
         keys, values = self._pages.keys[layer], self._pages.values[layer]
         for cache, new_KTD in ((keys, k_KTD), (values, v_KTD)):
             cache.index_put_(self._new_at, new_KTD.transpose(0, 1).to(cache.dtype))
         heads, rows, width = q_HTD.shape
-        unit = gcd(keys.stride(0), width)
+        unit = gcd(keys.stride(0), width, values.shape[3])
         layout = Layout(
             heads=heads,
             kv_heads=keys.shape[2],
-            window=window,
+            window=params.seen,
             key_units=width // unit,
+            value_units=values.shape[3] // unit,
             page_units=keys.stride(0) // unit,
         )
         tiles = self._tiles(layout)
-        q_rows = q_HTD.transpose(0, 1).reshape(rows * heads, width) * scaling
+        q_rows = q_HTD.transpose(0, 1).reshape(rows * heads, width) * params.scaling
         outputs = []
         for tile in tiles.batches:
             q_BKRD = _rows(q_rows, tile.queries)
-            k_BKLD, v_BKLD = (_keys(x, tile.keys, unit) for x in (keys, values))
+            k_BKLD, v_BKLD = _keys(keys, tile.keys, unit), _keys(values, tile.values, unit)
             if self._exact:
                 q_BKRD, k_BKLD, v_BKLD = (_widen(x.float()) for x in (q_BKRD, k_BKLD, v_BKLD))
             out = _weigh(q_BKRD, k_BKLD, v_BKLD, tile.hidden, softcap, tile.sinks(sinks), exact=self._exact)

@@ -37,9 +37,9 @@ class _Gathered:
         params: AttentionParams,
     ) -> Tensor:
         """See `Attention`."""
-        heads, rows, width = q_HTD.shape
+        heads, rows, _ = q_HTD.shape
         if not self._rows:
-            return q_HTD.new_zeros(rows, heads, width)
+            return q_HTD.new_zeros(rows, heads, v_KTD.shape[2])
         q, k, v = (x[:, : self._rows] for x in (q_HTD, k_KTD, v_KTD))
         out = self._inner.attend(layer, q, k, v, params)
         return pad(out, (0, 0, 0, 0, 0, rows - self._rows))

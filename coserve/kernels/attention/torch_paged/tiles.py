@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from coserve.kernels.attention.interface import TokenRun
+from coserve.kernels.attention.interface import TokenRun, Window
 
 KEY_BLOCK = 64
 """Keys of a block. Block b of a sequence always holds the positions from 64 b on."""
@@ -30,10 +30,12 @@ class Layout:
 
     heads: int
     kv_heads: int
-    window: int | None
+    window: Window | None
     key_units: int
     """Rows per key. The cache is addressed in rows of equally many elements, such that keys and pages begin at rows.
     Usually 1."""
+    value_units: int
+    """The same for a value."""
     page_units: int
     """Rows from the start of one page to the next."""
 
@@ -46,6 +48,8 @@ class TileBatch:
     """int (B, K, R): rows of q seen as (T * H, D). R counts (token, head of the group); padding repeats row 0."""
     keys: Tensor
     """int (B, K, L * key_units): rows of a layer's cache, counted as in `Layout`."""
+    values: Tensor
+    """int (B, K, L * value_units): the same for values."""
     hidden: Tensor
     """bool (B, 1, S, L): whether a key is hidden from a row. Every row sees at least one. S is R without its
     padding."""
@@ -77,7 +81,7 @@ class _Tile:
     pages: tuple[int, ...]
 
 
-def _cut(runs: Sequence[TokenRun], window: int | None) -> dict[tuple[int, int], list[_Tile]]:
+def _cut(runs: Sequence[TokenRun], window: Window | None) -> dict[tuple[int, int], list[_Tile]]:
     """Cut runs into tiles. Return them by (tokens of the tile, key blocks that it is padded to)."""
     found: dict[tuple[int, int], list[_Tile]] = {}
     row = 0
@@ -85,7 +89,7 @@ def _cut(runs: Sequence[TokenRun], window: int | None) -> dict[tuple[int, int], 
         for start in range(0, run.tokens, TILE_TOKENS[-1]):
             tokens = min(TILE_TOKENS[-1], run.tokens - start)
             position = run.position + start
-            first = 0 if window is None else max(0, position - window + 1) // KEY_BLOCK
+            first = 0 if window is None else window.first(position) // KEY_BLOCK
             blocks = (position + tokens - 1) // KEY_BLOCK + 1 - first
             size = next(size for size in TILE_TOKENS if size >= tokens)
             padded = 1 << (blocks - 1).bit_length()
@@ -157,12 +161,17 @@ def _batch(
     key_BL = start_B[:, None] + torch.arange(length)
     page_BL = table.gather(1, (key_BL // page_tokens).clamp(max=longest))
     within_BKL = (key_BL % page_tokens)[:, None] * layout.kv_heads + kv_K[None, :, None]
-    at_BKL = page_BL[:, None] * layout.page_units + within_BKL * layout.key_units
-    at_BKL = (at_BKL[..., None] + torch.arange(layout.key_units)).flatten(2)
+
+    def rows(units: int) -> Tensor:
+        at_BKL = page_BL[:, None] * layout.page_units + within_BKL * units
+        return (at_BKL[..., None] + torch.arange(units)).flatten(2).to(device)
+
+    keys = rows(layout.key_units)
+    values = keys if layout.value_units == layout.key_units else rows(layout.value_units)
 
     # Padding rows get the position of the tile's first key, so that each sees one key and its softmax is finite.
     at_BR = torch.where(real_BR, position_B[:, None] + local_R, start_B[:, None])
     hidden = key_BL[:, None] > at_BR[:, :, None]
     if layout.window is not None:
-        hidden |= key_BL[:, None] <= at_BR[:, :, None] - layout.window
-    return TileBatch(query_BKR.to(device), at_BKL.to(device), hidden[:, None].to(device))
+        hidden |= key_BL[:, None] < layout.window.first(at_BR)[:, :, None]
+    return TileBatch(query_BKR.to(device), keys, values, hidden[:, None].to(device))

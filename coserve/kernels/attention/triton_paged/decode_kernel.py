@@ -11,10 +11,10 @@ With few sequences latency dominates, so an item's first keys are requested as e
 no mask: behind the last key that key is read again with weight 0. Page ids are read one step ahead of the keys that
 need them. Each thread keeps a sum of weights of its own until the end.
 
-q (H, T, D), k, v (K, T, D), any strides but 1 for D; keys, values (pages, PAGE, K, D), contiguous within a page; out
-(T, H, D); items (W, 8) int32: column of the table (-1: nothing to do), row of q, first key, key after the last, first
-item of the sequence, its items (0: write zeros), whether the last key is the new one. parts (W, H, D), stats (W, H) and
-counters (rows, K) are scratch; counters are 0 before and after.
+q (H, T, D), k (K, T, D), v (K, T, E), any strides but 1 for D and E; keys (pages, PAGE, K, D), values (pages, PAGE, K,
+E), contiguous within a page; out (T, H, E); items (W, 8) int32: column of the table (-1: nothing to do), row of q,
+first key, key after the last, first item of the sequence, its items (0: write zeros), whether the last key is the new
+one. parts (W, H, E), stats (W, H) and counters (rows, K) are scratch; counters are 0 before and after.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from coserve.kernels.attention.triton_paged.softmax import LOWEST, key_offsets, score, with_sinks
+from coserve.kernels.attention.triton_paged.softmax import LOWEST, offsets, score, with_sinks
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -55,11 +55,13 @@ def decode(
     K: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
+    E: tl.constexpr,
     PAGE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -90,29 +92,35 @@ def decode(
         tl.extra.cuda.gdc_wait()
     g = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
+    e = tl.arange(0, BLOCK_E)
     in_d = d < D
+    in_e = e < E
     heads = head * G + g
-    mask = (g < G)[:, None] & in_d[None, :]
-    out_at = out_ptr + (at * K * G + heads)[:, None] * D + d[None, :]
+    mask = (g < G)[:, None] & in_e[None, :]
+    out_at = out_ptr + (at * K * G + heads)[:, None] * E + e[None, :]
     if count == 0:
-        tl.store(out_at, tl.zeros([BLOCK_M, BLOCK_D], dtype=out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_at, tl.zeros([BLOCK_M, BLOCK_E], dtype=out_ptr.dtype.element_ty), mask=mask)
         return
-    q = tl.load(q_ptr + at * q_row + heads[:, None] * q_head + d[None, :], mask=mask, other=0.0)
+    q_mask = (g < G)[:, None] & in_d[None, :]
+    q = tl.load(q_ptr + at * q_row + heads[:, None] * q_head + d[None, :], mask=q_mask, other=0.0)
     k_new = tl.load(k_ptr + at * k_row + head * k_head + d, mask=in_d, other=0.0)
-    v_new = tl.load(v_ptr + at * v_row + head * v_head + d, mask=in_d, other=0.0)
+    v_new = tl.load(v_ptr + at * v_row + head * v_head + e, mask=in_e, other=0.0)
     top = tl.full([BLOCK_M], LOWEST, dtype=tl.float32)
     totals = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
     for start in range(begin, old, BLOCK_N):
-        key_at = key_offsets(page, page_stride, n, K, head, D, PAGE)[:, None] + d[None, :]
+        key_at = offsets(page, page_stride, n, K, head, D, PAGE)[:, None] + d[None, :]
+        value_at = offsets(page, page_stride, n, K, head, E, PAGE)[:, None] + e[None, :]
         n = tl.minimum(start + BLOCK_N + r, last)
         page = tl.load(table_at + n // PAGE * table_stride)
-        if D == BLOCK_D:
+        if D == BLOCK_D:  # noqa: SIM108 - settled when it is compiled
             k = tl.load(keys_ptr + key_at)
-            v = tl.load(values_ptr + key_at)
         else:
             k = tl.load(keys_ptr + key_at, mask=in_d[None, :], other=0.0)
-            v = tl.load(values_ptr + key_at, mask=in_d[None, :], other=0.0)
+        if E == BLOCK_E:
+            v = tl.load(values_ptr + value_at)
+        else:
+            v = tl.load(values_ptr + value_at, mask=in_e[None, :], other=0.0)
         scores = score(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, SOFTCAP)
         scores = tl.where((start + r < old)[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
@@ -123,9 +131,10 @@ def decode(
         top = new_top
     total = tl.sum(totals, 1)
     if newest:
-        new_at = key_offsets(new_page, page_stride, old, K, head, D, PAGE) + d
-        tl.store(keys_ptr + new_at, k_new, mask=in_d)
-        tl.store(values_ptr + new_at, v_new, mask=in_d)
+        new_key = offsets(new_page, page_stride, old, K, head, D, PAGE) + d
+        new_value = offsets(new_page, page_stride, old, K, head, E, PAGE) + e
+        tl.store(keys_ptr + new_key, k_new, mask=in_d)
+        tl.store(values_ptr + new_value, v_new, mask=in_e)
         new_score = score(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1), scale, cap, SOFTCAP)
         new_top = tl.maximum(top, new_score)
         faded = tl.exp2(top - new_top)
@@ -140,14 +149,14 @@ def decode(
         tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
         return
     part = item * K * G + heads
-    tl.store(parts_ptr + part[:, None] * D + d[None, :], acc / total[:, None], mask=mask)
+    tl.store(parts_ptr + part[:, None] * E + e[None, :], acc / total[:, None], mask=mask)
     tl.store(stats_ptr + part, top + tl.log2(total), mask=g < G)
     tl.debug_barrier()  # all threads have written before one counts the program
     ended = tl.atomic_add(counters_ptr + row * K + head, 1, sem="acq_rel")
     if ended == count - 1:
         tl.store(counters_ptr + row * K + head, 0)
         ptrs = (parts_ptr, stats_ptr, sinks_ptr, out_ptr)
-        _join(ptrs, first, count, head, at, K, G, D, SINKS, BLOCK_G, BLOCK_D, UNROLL)
+        _join(ptrs, first, count, head, at, K, G, E, SINKS, BLOCK_G, BLOCK_E, UNROLL)
 
 
 @triton.jit
@@ -159,10 +168,10 @@ def _join(
     at,
     K: tl.constexpr,
     G: tl.constexpr,
-    D: tl.constexpr,
+    E: tl.constexpr,
     SINKS: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
     """The softmax over a sequence's items, of their parts. Reads past L1, which other programs' stores do not reach.
@@ -172,17 +181,17 @@ def _join(
     """
     parts_ptr, stats_ptr, sinks_ptr, out_ptr = ptrs
     g = tl.arange(0, BLOCK_G)
-    d = tl.arange(0, BLOCK_D)
+    e = tl.arange(0, BLOCK_E)
     heads = head * G + g
-    mask = (g < G)[:, None] & (d < D)[None, :]
+    mask = (g < G)[:, None] & (e < E)[None, :]
     top = tl.full([BLOCK_G], LOWEST, dtype=tl.float32)
     total = tl.zeros([BLOCK_G], dtype=tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_E], dtype=tl.float32)
     for start in range(0, count, UNROLL):
         for i in tl.static_range(UNROLL):
             # Beyond the last item its result is read again, with weight 0.
             part = (first + tl.minimum(start + i, count - 1)) * (K * G) + heads
-            some = tl.load(parts_ptr + part[:, None] * D + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+            some = tl.load(parts_ptr + part[:, None] * E + e[None, :], mask=mask, other=0.0, cache_modifier=".cg")
             its = tl.load(stats_ptr + part, mask=g < G, other=LOWEST, cache_modifier=".cg")
             new_top = tl.maximum(top, its)
             faded = tl.exp2(top - new_top)
@@ -193,5 +202,5 @@ def _join(
     if SINKS:
         total, faded = with_sinks(top, total, sinks_ptr, heads, g < G)
         acc *= faded[:, None]
-    out_at = out_ptr + (at * K * G + heads)[:, None] * D + d[None, :]
+    out_at = out_ptr + (at * K * G + heads)[:, None] * E + e[None, :]
     tl.store(out_at, (acc / tl.maximum(total, 1e-30)[:, None]).to(out_ptr.dtype.element_ty), mask=mask)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coserve.kernels.attention.interface import AttentionParams, Pages, TokenRun
+from coserve.kernels.attention.interface import AttentionParams, Pages, TokenRun, Window
 from coserve.kernels.attention.triton_paged import launch
 from coserve.kernels.attention.triton_paged.plan import Table, decode_items, items_for
 from coserve.kernels.gpu.device import device_info
@@ -39,7 +39,7 @@ class FusedStaticAttention:
         self.positions = self._device_buffer[: self._items_at].view(torch.int64)
         self._table = self._device_buffer[self._table_at :].view(self._longest, batch)
         self._held: list[tuple[int, ...]] = [()] * batch
-        self._kinds: list[tuple[int, int | None]] = []
+        self._kinds: list[tuple[int, Window | None]] = []
         self._scratch: dict[tuple[int, int, int], launch.Scratch] = {}
         self._contexts = np.zeros(batch, dtype=np.int64)
 
@@ -68,13 +68,13 @@ class FusedStaticAttention:
         params: AttentionParams,
     ) -> Tensor:
         """See `Attention.attend`. T = `batch` new tokens over each sequence's whole context."""
-        heads, rows, width = q_HTD.shape
+        heads, rows, _ = q_HTD.shape
         assert rows == self.batch, f"expected {self.batch} rows, got {rows}"
         cache = launch.LayerCache(self._pages.keys[layer], self._pages.values[layer], self._table)
-        kv_heads = cache.keys.shape[2]
-        items, scratch = self._items(kv_heads, params.window), self._scratch_of(heads, width, kv_heads)
+        kv_heads, width = cache.values.shape[2:]
+        items, scratch = self._items(kv_heads, params.seen), self._scratch_of(heads, width, kv_heads)
         out_THD = torch.empty(rows, heads, width, dtype=q_HTD.dtype, device=q_HTD.device)
-        blocks = launch.decode_blocks_for(q_HTD, kv_heads, self.batch)
+        blocks = launch.decode_blocks_for(q_HTD, cache.values, self.batch)
         launch.decode(out_THD, q_HTD, k_KTD, v_KTD, cache, items, scratch, params, blocks)
         return out_THD
 
@@ -104,7 +104,7 @@ class FusedStaticAttention:
         to[: len(items)] = items
         to[len(items) :, 0] = -1
 
-    def _items(self, kv_heads: int, window: int | None) -> Tensor:
+    def _items(self, kv_heads: int, window: Window | None) -> Tensor:
         """Return the items of a kind of layer: (W, 8), W fixed.
 
         A new kind is planned and copied at once, so run a warm-up before a capture.

@@ -63,9 +63,11 @@ def decode_blocks(width: int, dtype: torch.dtype, group: int, each: int, device:
     }[each]
 
 
-def decode_blocks_for(q_HTD: Tensor, kv_heads: int, sequences: int) -> Blocks:
-    """Choose the blocks of a decode step whose items were cut for so many sequences."""
+def decode_blocks_for(q_HTD: Tensor, values: Tensor, sequences: int) -> Blocks:
+    """Choose the blocks of a decode step whose items were cut for so many sequences. `values`: a layer's values, as in
+    `LayerCache`."""
     heads, _, width = q_HTD.shape
+    kv_heads, width = values.shape[2], max(width, values.shape[3])
     each = programs_each(sequences, kv_heads, device_info(q_HTD.device).multiprocessors)
     return decode_blocks(width, q_HTD.dtype, heads // kv_heads, each, q_HTD.device)
 
@@ -95,7 +97,8 @@ def _score_units(params: AttentionParams) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """A layer's cache, keys and values (pages, page_tokens, K, D) each, and the page table (longest, columns) int32.
+    """A layer's cache: keys (pages, page_tokens, K, D), values (pages, page_tokens, K, E), and the page table (longest,
+    columns) int32.
 
     A page is contiguous. Other memory, such as pages of other layers, may lie between two pages.
     """
@@ -106,8 +109,8 @@ class LayerCache:
 
     def page_stride(self) -> int:
         """Elements from one page to the next."""
-        _, _, kv_heads, width = self.keys.shape
         for x in (self.keys, self.values):
+            _, _, kv_heads, width = x.shape
             assert x.stride()[1:] == (kv_heads * width, width, 1), "expected pages in one piece"
         assert self.keys.stride(0) == self.values.stride(0), "expected keys and values laid out alike"
         return self.keys.stride(0)
@@ -115,7 +118,7 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Scratch memory for joining items: for decode, parts (W, H, D) and stats (W, H) in fp32, counters (columns, K)
+    """Scratch memory for joining items: for decode, parts (W, H, E) and stats (W, H) in fp32, counters (columns, K)
     int32.
 
     Counters are 0 between calls.
@@ -132,6 +135,11 @@ def decode_scratch(items: int, heads: int, width: int, columns: int, kv_heads: i
         torch.empty(items, heads, dtype=torch.float32, device=device),
         torch.zeros(columns, kv_heads, dtype=torch.int32, device=device),
     )
+
+
+def _block(width: int) -> int:
+    """Return the columns of a block that holds heads of this width."""
+    return 1 << (max(width, 16) - 1).bit_length()
 
 
 def _unit(*tensors: Tensor) -> list[Tensor]:
@@ -152,11 +160,11 @@ def decode(
 ) -> None:
     """Write the items' new keys and values into their pages, and their rows of attention into `out_THD`."""
     heads, _, width = q_HTD.shape
-    kv_heads, page_tokens = cache.keys.shape[2], cache.keys.shape[1]
+    _, page_tokens, kv_heads, values = cache.values.shape
     group = heads // kv_heads
     q, k, v = _unit(q_HTD, k_KTD, v_KTD)
     pdl = blocks.pdl and device_info(q.device).early_launch
-    wide, groups = triton.next_power_of_2(max(width, 16)), triton.next_power_of_2(group)
+    groups = triton.next_power_of_2(group)
     launch(
         decode_kernel.decode,
         (kv_heads, items.shape[0]),
@@ -184,11 +192,13 @@ def decode(
         K=kv_heads,
         G=group,
         D=width,
+        E=values,
         PAGE=page_tokens,
         SOFTCAP=params.softcap is not None,
         SINKS=params.sinks is not None,
         BLOCK_M=max(16, groups),
-        BLOCK_D=wide,
+        BLOCK_D=_block(width),
+        BLOCK_E=_block(values),
         BLOCK_N=blocks.keys,
         BLOCK_G=groups,
         UNROLL=JOINED,
@@ -210,7 +220,7 @@ def _tile_rows(group: int, blocks: Blocks) -> int:
 
 
 def prefill_scratch(items: int, group: int, kv_heads: int, width: int, blocks: Blocks, device: torch.device) -> Scratch:
-    """Allocate the scratch of a prefill whose tiles are cut into items: parts (items, K, rows, D) and stats (items, K,
+    """Allocate the scratch of a prefill whose tiles are cut into items: parts (items, K, rows, E) and stats (items, K,
     rows) in fp32, and counters."""
     counters = torch.zeros(items, kv_heads, dtype=torch.int32, device=device)
     return Scratch(*prefill_parts(items, group, kv_heads, width, blocks, device), counters)
@@ -241,10 +251,10 @@ def prefill(
     A tile has at most `tile_tokens` tokens. `scratch`: from `prefill_scratch`, or None if each tile is one item.
     """
     heads, _, width = q_HTD.shape
-    kv_heads, page_tokens = cache.keys.shape[2], cache.keys.shape[1]
+    _, page_tokens, kv_heads, values = cache.values.shape
     group = heads // kv_heads
     q, k, v = _unit(q_HTD, k_KTD, v_KTD)
-    grid, wide = (kv_heads, tiles.shape[0]), triton.next_power_of_2(max(width, 16))
+    grid = kv_heads, tiles.shape[0]
     where = cache.keys, cache.values, cache.table
     tokens = tile_tokens(group, blocks)
     strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
@@ -260,9 +270,11 @@ def prefill(
         cache.page_stride(),
         kv_heads,
         D=width,
+        E=values,
         PAGE=page_tokens,
         BLOCK_T=triton.next_power_of_2(tokens),
-        BLOCK_D=wide,
+        BLOCK_D=_block(width),
+        BLOCK_E=_block(values),
         num_warps=8 if tokens > 64 else 4,
     )
     launch(
@@ -283,13 +295,16 @@ def prefill(
         K=kv_heads,
         G=group,
         D=width,
+        E=values,
         PAGE=page_tokens,
         WINDOW=params.window is not None,
+        CHUNKED=params.chunked,
         SOFTCAP=params.softcap is not None,
         SINKS=params.sinks is not None,
         SPLIT=scratch is not None,
         BLOCK_M=_tile_rows(group, blocks),
-        BLOCK_D=wide,
+        BLOCK_D=_block(width),
+        BLOCK_E=_block(values),
         BLOCK_N=blocks.keys,
         num_warps=blocks.warps,
         num_stages=blocks.stages,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coserve.kernels.attention.interface import AttentionParams, MixedCapacity, Pages, TokenRun
+from coserve.kernels.attention.interface import AttentionParams, MixedCapacity, Pages, TokenRun, Window
 from coserve.kernels.attention.triton_paged import launch
 from coserve.kernels.attention.triton_paged.plan import (
     Table,
@@ -34,7 +34,7 @@ class LayerPlan:
     heads: int
     kv_heads: int
     width: int
-    window: int | None
+    window: Window | None
     chunks: launch.Blocks
     decodes: launch.Blocks
     table: Tensor
@@ -95,7 +95,7 @@ def placed(runs: Sequence[TokenRun]) -> tuple[list[Placed], list[Placed]]:
 
 
 def plan_layers(
-    capacity: MixedCapacity, heads: int, kv_heads: int, width: int, window: int | None, q: Tensor
+    capacity: MixedCapacity, heads: int, kv_heads: int, width: int, window: Window | None, q: Tensor
 ) -> LayerPlan:
     """Make the plan of layers of one kind, for steps within `capacity`. `q`: a tensor of their dtype and device."""
     group, device = heads // kv_heads, q.device
@@ -122,7 +122,7 @@ class FusedMixedAttention:
         self._pages, self._device = pages, pages.keys[0].device
         longest = -(-capacity.context // pages.keys[0].shape[1])
         self._table = torch.zeros(longest, capacity.sequences, dtype=torch.int32, device=self._device)
-        self._plans: dict[tuple[int, int, int, int | None], LayerPlan] = {}
+        self._plans: dict[tuple[int, int, int, Window | None], LayerPlan] = {}
         self._decodes: list[Placed] = []
         self._chunks: list[Placed] = []
 
@@ -150,22 +150,25 @@ class FusedMixedAttention:
         heads, rows, width = q_HTD.shape
         assert rows == self.capacity.tokens, f"expected {self.capacity.tokens} rows, got {rows}"
         keys, values = self._pages.keys[layer], self._pages.values[layer]
-        plan = self._of(heads, keys.shape[2], width, params.window, q_HTD)
+        values_width = values.shape[3]
+        plan = self._of(heads, keys.shape[2], max(width, values_width), params.seen, q_HTD)
         cache, qkv = launch.LayerCache(keys, values, self._table), (q_HTD, k_KTD, v_KTD)
-        out_THD = torch.zeros(rows, heads, width, dtype=q_HTD.dtype, device=q_HTD.device)
+        out_THD = torch.zeros(rows, heads, values_width, dtype=q_HTD.dtype, device=q_HTD.device)
         items, tiles = plan.table[: plan.most_items], plan.table[plan.most_items :]
         # Allocated per call: inside the graph's pool, later kernels reuse the memory of each call.
         wave = max(1, plan.multiprocessors // plan.kv_heads)
-        held = launch.prefill_parts(wave, heads // plan.kv_heads, plan.kv_heads, width, plan.chunks, self._device)
+        held = launch.prefill_parts(
+            wave, heads // plan.kv_heads, plan.kv_heads, values_width, plan.chunks, self._device
+        )
         ended = plan.ended[plan.most_items :]
         launch.prefill(out_THD, *qkv, cache, tiles, launch.Scratch(*held, ended), params, plan.chunks)
-        parts = torch.empty(len(items), heads, width, dtype=torch.float32, device=self._device)
+        parts = torch.empty(len(items), heads, values_width, dtype=torch.float32, device=self._device)
         stats = torch.empty(len(items), heads, dtype=torch.float32, device=self._device)
         scratch = launch.Scratch(parts, stats, plan.ended)
         launch.decode(out_THD, *qkv, cache, items, scratch, params, plan.decodes)
         return out_THD
 
-    def _of(self, heads: int, kv_heads: int, width: int, window: int | None, q: Tensor) -> LayerPlan:
+    def _of(self, heads: int, kv_heads: int, width: int, window: Window | None, q: Tensor) -> LayerPlan:
         """Return the plan of a kind of layer. A new kind is planned and copied at once, so run a warm-up before a
         capture."""
         kind = heads, kv_heads, width, window

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from coserve.kernels.attention.interface import TokenRun
+from coserve.kernels.attention.interface import TokenRun, Window
 
 Ints = NDArray[np.int64]
 Table = NDArray[np.int32]
@@ -47,14 +47,14 @@ def items_for(rows: int, kv_heads: int, multiprocessors: int) -> int:
 
 
 def decode_items(
-    contexts: Ints, rows: Ints, window: int | None, most: int, kv_heads: int, multiprocessors: int
+    contexts: Ints, rows: Ints, window: Window | None, most: int, kv_heads: int, multiprocessors: int
 ) -> Table:
     """Cut each sequence's context into items (W, 8), W <= `most`, as input of the decode kernel.
 
     `contexts` (N): tokens of each sequence including the new one, 0 for a padding row. `rows` (N): the sequence's row
     of q; its column of the page table is its index here.
     """
-    begins = np.zeros_like(contexts) if window is None else np.maximum(contexts - window, 0)
+    begins = np.zeros_like(contexts) if window is None else window.first(np.maximum(contexts - 1, 0))
     spans = contexts - begins
     step = _step(len(contexts), kv_heads, multiprocessors)
     piece = _piece(spans, most, _wave(len(contexts), kv_heads, multiprocessors), step)
@@ -98,7 +98,7 @@ def _ceil(keys: Ints, size: Ints | int) -> Ints:
 
 
 def prefill_tiles(
-    runs: Sequence[tuple[int, int, TokenRun]], tokens: int, window: int | None, kv_heads: int, multiprocessors: int
+    runs: Sequence[tuple[int, int, TokenRun]], tokens: int, window: Window | None, kv_heads: int, multiprocessors: int
 ) -> Table:
     """Cut prompt chunks into items (N, 8), as input of the prefill kernel, in descending number of keys.
 
@@ -116,7 +116,7 @@ def prefill_tiles(
     ends = tiles_N4[:, 2] + tiles_N4[:, 3]
     begins = np.zeros_like(ends)
     if window is not None:
-        begins = np.maximum(tiles_N4[:, 3] - window + 1, 0) // CHUNK_STEP * CHUNK_STEP
+        begins = window.first(tiles_N4[:, 3]) // CHUNK_STEP * CHUNK_STEP
     spans = ends - begins
     sizes = np.maximum(_cut_chunks(spans, multiprocessors // kv_heads), 1)
     counts = np.maximum(_ceil(spans, sizes), 1)

@@ -8,7 +8,7 @@ the decode kernel.
 
 Shapes are those of the decode kernel. tiles (N, 8) int32, one row per item: column of the table, first row of q,
 tokens, position of the first token, first key, key after the last, first item of the tile, items of the tile. With
-SPLIT, an item with 0 tokens and first item -1 is idle. parts (N, K, BLOCK_M, D), stats (N, K, BLOCK_M) and counters (N,
+SPLIT, an item with 0 tokens and first item -1 is idle. parts (N, K, BLOCK_M, E), stats (N, K, BLOCK_M) and counters (N,
 K) are scratch; counters are 0 before and after.
 """
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from coserve.kernels.attention.triton_paged.softmax import LOWEST, accumulate, key_offsets, score, with_sinks
+from coserve.kernels.attention.triton_paged.softmax import LOWEST, accumulate, offsets, score, with_sinks
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -39,9 +39,11 @@ def store(
     page_stride,
     K,
     D: tl.constexpr,
+    E: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):
     """Writes the tiles' keys and values into their pages."""
     head = tl.program_id(0)
@@ -54,13 +56,16 @@ def store(
     position = tl.load(tile_ptr + 3)
     t = tl.arange(0, BLOCK_T)
     d = tl.arange(0, BLOCK_D)
-    mask = (t < tokens)[:, None] & (d < D)[None, :]
+    e = tl.arange(0, BLOCK_E)
+    k_mask = (t < tokens)[:, None] & (d < D)[None, :]
+    v_mask = (t < tokens)[:, None] & (e < E)[None, :]
     page = tl.load(table_ptr + row + (position + t) // PAGE * table_stride, mask=t < tokens, other=0)
-    to = key_offsets(page, page_stride, position + t, K, head, D, PAGE)[:, None] + d[None, :]
-    k = tl.load(k_ptr + (first + t)[:, None] * k_row + head * k_head + d[None, :], mask=mask)
-    v = tl.load(v_ptr + (first + t)[:, None] * v_row + head * v_head + d[None, :], mask=mask)
-    tl.store(keys_ptr + to, k, mask=mask)
-    tl.store(values_ptr + to, v, mask=mask)
+    key_at = offsets(page, page_stride, position + t, K, head, D, PAGE)[:, None] + d[None, :]
+    value_at = offsets(page, page_stride, position + t, K, head, E, PAGE)[:, None] + e[None, :]
+    k = tl.load(k_ptr + (first + t)[:, None] * k_row + head * k_head + d[None, :], mask=k_mask)
+    v = tl.load(v_ptr + (first + t)[:, None] * v_row + head * v_head + e[None, :], mask=v_mask)
+    tl.store(keys_ptr + key_at, k, mask=k_mask)
+    tl.store(values_ptr + value_at, v, mask=v_mask)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -85,13 +90,16 @@ def prefill(
     K: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
+    E: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     head = tl.program_id(0)
@@ -106,21 +114,23 @@ def prefill(
             return
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
+    e = tl.arange(0, BLOCK_E)
     r = tl.arange(0, BLOCK_N)
     token = m // G
     heads = head * G + m % G
     in_d = (d < D)[None, :]
-    mask = (token < tokens)[:, None] & in_d
+    in_e = (e < E)[None, :]
+    mask = (token < tokens)[:, None] & in_e
     q_at = q_ptr + (first + token)[:, None] * q_row + heads[:, None] * q_head + d[None, :]
-    q = tl.load(q_at, mask=mask, other=0.0)
+    q = tl.load(q_at, mask=(token < tokens)[:, None] & in_d, other=0.0)
     at = position + token
     top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
     begin = 0
     seen = (position + 1) // BLOCK_N * BLOCK_N  # keys ahead of it are seen by every row
     if WINDOW:
-        begin = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
+        begin = _first(position, window, CHUNKED) // BLOCK_N * BLOCK_N
         seen = begin
     end = position + tokens
     if SPLIT:
@@ -131,14 +141,17 @@ def prefill(
     # Page ids are loaded a step before their keys, so that loads of keys can be issued one step earlier.
     page = tl.load(table_at + tl.minimum(begin + r, end - 1) // PAGE * table_stride)
     for start in range(begin, seen, BLOCK_N):
-        key_at = key_offsets(page, page_stride, start + r, K, head, D, PAGE)[:, None] + d[None, :]
+        key_at = offsets(page, page_stride, start + r, K, head, D, PAGE)[:, None] + d[None, :]
+        value_at = offsets(page, page_stride, start + r, K, head, E, PAGE)[:, None] + e[None, :]
         page = tl.load(table_at + tl.minimum(start + BLOCK_N + r, end - 1) // PAGE * table_stride)
-        if D == BLOCK_D:
+        if D == BLOCK_D:  # noqa: SIM108 - settled when it is compiled
             k = tl.load(keys_ptr + key_at)
-            v = tl.load(values_ptr + key_at)
         else:
             k = tl.load(keys_ptr + key_at, mask=in_d, other=0.0)
-            v = tl.load(values_ptr + key_at, mask=in_d, other=0.0)
+        if E == BLOCK_E:  # noqa: SIM108 - as above
+            v = tl.load(values_ptr + value_at)
+        else:
+            v = tl.load(values_ptr + value_at, mask=in_e, other=0.0)
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
         if SOFTCAP:
             scores = score(products, scale, cap, SOFTCAP)
@@ -152,15 +165,16 @@ def prefill(
             top = new_top
     for start in range(seen, end, BLOCK_N):
         n = start + r
-        key_at = key_offsets(page, page_stride, n, K, head, D, PAGE)[:, None] + d[None, :]
+        key_at = offsets(page, page_stride, n, K, head, D, PAGE)[:, None] + d[None, :]
+        value_at = offsets(page, page_stride, n, K, head, E, PAGE)[:, None] + e[None, :]
         page = tl.load(table_at + tl.minimum(n + BLOCK_N, end - 1) // PAGE * table_stride)
-        real = (n < end)[:, None] & in_d
-        k = tl.load(keys_ptr + key_at, mask=real, other=0.0)
-        v = tl.load(values_ptr + key_at, mask=real, other=0.0)
+        real = (n < end)[:, None]
+        k = tl.load(keys_ptr + key_at, mask=real & in_d, other=0.0)
+        v = tl.load(values_ptr + value_at, mask=real & in_e, other=0.0)
         scores = score(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, SOFTCAP)
         visible = n[None, :] <= at[:, None]
         if WINDOW:
-            visible = visible & (n[None, :] > (at - window)[:, None])
+            visible = visible & (n[None, :] >= _first(at, window, CHUNKED)[:, None])
         scores = tl.where(visible, scores, float("-inf"))
         top, total, acc = accumulate(scores, v, top, total, acc, WINDOW or SPLIT)
     if SPLIT:
@@ -168,7 +182,7 @@ def prefill(
         if count > 1:
             joined = tl.load(tile_ptr + 6)
             part = (item * K + head) * BLOCK_M + m
-            part_at = parts_ptr + part[:, None] * D + d[None, :]
+            part_at = parts_ptr + part[:, None] * E + e[None, :]
             tl.store(part_at, acc / tl.maximum(total, 1e-30)[:, None], mask=mask)
             tl.store(stats_ptr + part, tl.where(total > 0.0, top + tl.log2(total), LOWEST))
             tl.debug_barrier()  # as in decode
@@ -176,12 +190,20 @@ def prefill(
             if ended != count - 1:
                 return
             tl.store(counters_ptr + joined * K + head, 0)
-            top, total, acc = _joined(parts_ptr, stats_ptr, joined, count, head, mask, K, D, BLOCK_M, BLOCK_D)
+            top, total, acc = _joined(parts_ptr, stats_ptr, joined, count, head, mask, K, E, BLOCK_M, BLOCK_E)
     if SINKS:
         total, faded = with_sinks(top, total, sinks_ptr, heads, token < tokens)
         acc *= faded[:, None]
-    out_at = out_ptr + ((first + token) * K * G + heads)[:, None] * D + d[None, :]
+    out_at = out_ptr + ((first + token) * K * G + heads)[:, None] * E + e[None, :]
     tl.store(out_at, (acc / tl.maximum(total, 1e-30)[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _first(position, window, CHUNKED: tl.constexpr):
+    """`Window.first`."""
+    if CHUNKED:
+        return position - position % window
+    return tl.maximum(position - window + 1, 0)
 
 
 @triton.jit
@@ -193,19 +215,19 @@ def _joined(
     head,
     mask,
     K: tl.constexpr,
-    D: tl.constexpr,
+    E: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):
     """A tile's best scores, totals and sums of values, from the parts of its items. Reads past L1, as in decode."""
     m = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
+    e = tl.arange(0, BLOCK_E)
     top = tl.full([BLOCK_M], LOWEST, dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
     for i in range(count):
         part = ((first + i) * K + head) * BLOCK_M + m
-        some = tl.load(parts_ptr + part[:, None] * D + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        some = tl.load(parts_ptr + part[:, None] * E + e[None, :], mask=mask, other=0.0, cache_modifier=".cg")
         its = tl.load(stats_ptr + part, cache_modifier=".cg")
         new_top = tl.maximum(top, its)
         faded = tl.exp2(top - new_top)

@@ -22,10 +22,10 @@ def score(products, scale, cap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def key_offsets(page, page_stride, n, K, head, D: tl.constexpr, PAGE: tl.constexpr):
-    """Where keys of positions `n` begin in a layer's cache, in elements (int64: a pool of pages is large), if in
-    `page`."""
-    return page.to(tl.int64) * page_stride + ((n % PAGE) * K + head) * D
+def offsets(page, page_stride, n, K, head, WIDTH: tl.constexpr, PAGE: tl.constexpr):
+    """Where keys, or values, of positions `n` begin in a layer's cache, in elements (int64: a pool of pages is large),
+    if in `page`."""
+    return page.to(tl.int64) * page_stride + ((n % PAGE) * K + head) * WIDTH
 
 
 @triton.jit

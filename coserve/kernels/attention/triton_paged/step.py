@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coserve.kernels.attention.interface import AttentionParams, Pages, TokenRun
+from coserve.kernels.attention.interface import AttentionParams, Pages, TokenRun, Window
 from coserve.kernels.attention.triton_paged import launch
 from coserve.kernels.attention.triton_paged.plan import Table, decode_items, items_for, page_table, prefill_tiles
 from coserve.kernels.gpu.device import device_info
@@ -42,8 +42,8 @@ class FusedPagedAttention:
             row += run.tokens
         self._chunk_tokens = sum(run.tokens for _, _, run in self._chunks)
         self._table = upload(page_table(runs), self._device)
-        self._items: dict[tuple[int, int | None], Tensor] = {}
-        self._tiles: dict[tuple[launch.Blocks, int, int, int, int | None], tuple[Tensor, launch.Scratch | None]] = {}
+        self._items: dict[tuple[int, Window | None], Tensor] = {}
+        self._tiles: dict[tuple[launch.Blocks, int, int, int, Window | None], tuple[Tensor, launch.Scratch | None]] = {}
         self._scratch: dict[tuple[int, int, int], launch.Scratch] = {}
 
     def attend(
@@ -55,24 +55,24 @@ class FusedPagedAttention:
         params: AttentionParams,
     ) -> Tensor:
         """See `Attention.attend`. T new tokens over each sequence's whole context."""
-        heads, rows, width = q_HTD.shape
+        heads, rows, _ = q_HTD.shape
         assert rows == self._rows, f"expected {self._rows} rows, got {rows}"
         cache = launch.LayerCache(self._pages.keys[layer], self._pages.values[layer], self._table)
-        kv_heads = cache.keys.shape[2]
+        kv_heads, width = cache.values.shape[2:]
         out_THD = torch.empty(rows, heads, width, dtype=q_HTD.dtype, device=q_HTD.device)
         qkv = q_HTD, k_KTD, v_KTD
         if self._chunks:
             work = self._chunk_tokens * heads
-            blocks = launch.prefill_blocks(width, q_HTD.dtype, work, self._device)
-            tiles, scratch = self._tiles_of(blocks, heads, kv_heads, width, params.window)
+            blocks = launch.prefill_blocks(max(q_HTD.shape[2], width), q_HTD.dtype, work, self._device)
+            tiles, scratch = self._tiles_of(blocks, heads, kv_heads, width, params.seen)
             launch.prefill(out_THD, *qkv, cache, tiles, scratch, params, blocks)
         if self._decodes:
-            items, scratch = self._items_of(kv_heads, params.window), self._scratch_of(heads, width, kv_heads)
-            blocks = launch.decode_blocks_for(q_HTD, kv_heads, len(self._decodes))
+            items, scratch = self._items_of(kv_heads, params.seen), self._scratch_of(heads, width, kv_heads)
+            blocks = launch.decode_blocks_for(q_HTD, cache.values, len(self._decodes))
             launch.decode(out_THD, *qkv, cache, items, scratch, params, blocks)
         return out_THD
 
-    def _items_of(self, kv_heads: int, window: int | None) -> Tensor:
+    def _items_of(self, kv_heads: int, window: Window | None) -> Tensor:
         kind = kv_heads, window
         if kind not in self._items:
             contexts = np.array([run.position + 1 for _, _, run in self._decodes], dtype=np.int64)
@@ -84,7 +84,7 @@ class FusedPagedAttention:
         return self._items[kind]
 
     def _tiles_of(
-        self, blocks: launch.Blocks, heads: int, kv_heads: int, width: int, window: int | None
+        self, blocks: launch.Blocks, heads: int, kv_heads: int, width: int, window: Window | None
     ) -> tuple[Tensor, launch.Scratch | None]:
         kind = blocks, heads, kv_heads, width, window
         if kind not in self._tiles:

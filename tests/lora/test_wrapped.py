@@ -1,0 +1,91 @@
+"""Adapters trained on a language model fit the multimodal model that wraps it, and the other way round."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from coserve.core.errors import UnsupportedAdapter
+from coserve.core.names import ADAPTER_WEIGHTS
+from coserve.kernels.lora.segments import Segments
+from coserve.lora.store.files import load_adapter, save_adapter
+from coserve.model.base import Base, wrap_base
+from coserve.model.lora import LoraBatch, LoraWeights
+from tests.support.families import tiny_family
+from tests.support.lora_backends import GROUPED
+from tests.support.lora_reference import alone, packed, save_peft, tokens_of
+
+TEXT, WRAPPER = "ministral3", "mistral3"
+NAMES = {TEXT: "model.", WRAPPER: "model.language_model."}
+TOKENS = 11
+SETTINGS = {
+    "r": 3,
+    "target_modules": r".*layers\.\d+\.(self_attn\.[qv]_proj|mlp\.down_proj)",
+    "lora_alpha": 5,
+}
+"""With a rank and an alpha of its own for one whole name."""
+
+
+def _model(family: str) -> torch.nn.Module:
+    """The same language model by itself and wrapped."""
+    model, wrapped = tiny_family(family), tiny_family(WRAPPER)
+    if family == TEXT:
+        model.model.load_state_dict(wrapped.model.language_model.state_dict())
+        model.lm_head.load_state_dict(wrapped.lm_head.state_dict())
+    return model
+
+
+def _saved(family: str, folder: Path) -> torch.Tensor:
+    """Save an adapter of the family by PEFT; return its logits by PEFT."""
+    one = NAMES[family].replace(".", r"\.") + r"layers\.1\.mlp\.down_proj"
+    own = {"rank_pattern": {f"^{one}$": 5}, "alpha_pattern": {f"^{one}$": 7}}
+    return alone(save_peft(_model(family), folder, **SETTINGS, **own), tokens_of(TOKENS))
+
+
+def _logits(base: Base, weights: LoraWeights) -> torch.Tensor:
+    batch = LoraBatch(Segments((0, TOKENS), (0,)), (weights,), GROUPED)
+    return packed(base, [tokens_of(TOKENS)], batch)[0]
+
+
+def _rename(folder: Path, old: str, new: str) -> None:
+    tensors = load_file(folder / ADAPTER_WEIGHTS)
+    save_file({name.replace(old, new, 1): x for name, x in tensors.items()}, folder / ADAPTER_WEIGHTS)
+
+
+@pytest.mark.parametrize(("trained", "served"), [(TEXT, WRAPPER), (WRAPPER, TEXT)])
+def test_an_adapter_fits_the_other_model(trained: str, served: str, tmp_path: Path) -> None:
+    """And what is written for the other model is read for the first one again."""
+    expected = _saved(trained, tmp_path)
+    base = wrap_base(_model(served), name="tiny")
+    weights = load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float32)
+    assert {pair.a_RD.shape[0] for pair in weights.sites.values()} == {3, 5}
+    torch.testing.assert_close(_logits(base, weights), expected, rtol=1e-4, atol=1e-4)
+    again = tmp_path / "again"
+    again.mkdir()
+    save_adapter(again, weights, base.spec)
+    assert all(
+        name.startswith(f"base_model.model.{NAMES[served]}layers.") for name in load_file(again / ADAPTER_WEIGHTS)
+    )
+    back = load_adapter(again, base.spec, device="cpu", dtype=torch.float32)
+    assert {site: pair.scaling for site, pair in back.sites.items()} == {
+        site: pair.scaling for site, pair in weights.sites.items()
+    }
+
+
+def test_names_of_earlier_versions_of_transformers(tmp_path: Path) -> None:
+    settings = SETTINGS | {"target_modules": r".*language_model.*\.(q_proj|down_proj)"}
+    expected = alone(save_peft(_model(WRAPPER), tmp_path, **settings), tokens_of(TOKENS))
+    _rename(tmp_path, "model.language_model.", "language_model.model.")
+    base = wrap_base(_model(WRAPPER), name="tiny")
+    weights = load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float32)
+    torch.testing.assert_close(_logits(base, weights), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_of_the_vision_tower_is_refused_by_name(tmp_path: Path) -> None:
+    save_peft(_model(WRAPPER), tmp_path, r=2, target_modules=["q_proj"])  # also the tower's
+    base = wrap_base(_model(WRAPPER), name="tiny")
+    with pytest.raises(UnsupportedAdapter, match="vision_tower, but coserve runs the language model alone"):
+        load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float32)
