@@ -30,8 +30,8 @@ quick = pytest.mark.parametrize("grid", grids(*LONG))
 
 
 @quick
-def test_forward(grid: Grid) -> None:
-    check_forward(lora_add, grid, torch.float32, DEVICE)
+def test_forward_with_kept_weights(grid: Grid) -> None:
+    check_forward(adding(BlockSparseBackend().keeping()), grid, torch.float32, DEVICE)
 
 
 @pytest.mark.parametrize("block", [16, 32, 64])
