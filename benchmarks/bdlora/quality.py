@@ -55,7 +55,7 @@ from coserve.finetune.losses.loss import Loss
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.passes.training_pass import TrainingPass
-from coserve.finetune.session import SliceTimer, TrainingSession
+from coserve.finetune.sessions.session import SliceTimer, TrainingSession
 from coserve.kernels.lora.backend import choose_backend
 from coserve.lora.files.bdlora import blocks_at, packed_shapes
 from coserve.lora.files.targets import resolve_targets

@@ -28,6 +28,7 @@ from coserve.core.link import FromEngine, JobFailed, JobNote, JobProgress
 from coserve.core.types import JobSpec, LoraSettings, MicroStep, TrainingSettings
 from coserve.data.corpus.tokenized import Corpus
 from coserve.engine.parts import EngineParts
+from coserve.finetune.trainer import Trainer
 from coserve.lora.store.host import HostBudget
 from coserve.lora.store.store import AdapterStore
 from coserve.model.base import Base
@@ -122,8 +123,8 @@ class Jobs:
         `recomputed`: layers that the memory plan has computed again. `settings`: further ones of the daemon."""
         own: dict[str, Any] = {"lora_backend": backend, "micro_batch_tokens": batch * length, **(settings or {})}
         parts = EngineParts(base, Config(data_dir=root, **own))
-        self._trainer = parts.make_trainer(
-            AdapterStore(parts.read_adapter, HostBudget(1)), compiled=_compiled(parts, levels=recomputed > 0)
+        self._trainer = parts.make_sessions(
+            Trainer, AdapterStore(parts.read_adapter, HostBudget(1)), compiled=_compiled(parts, levels=recomputed > 0)
         )
         self._wanted = batch * length
         self.jobs_of_batches = set[int]()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Thread
+from typing import TypeVar
 
 import torch
 
@@ -27,7 +28,7 @@ from coserve.engine.warmup.gpu import CONTEXT_BYTES
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.memory_profiling import Conditions, keep_graph_bytes, plan_memory
 from coserve.finetune.passes.mixing import BatchLimits
-from coserve.finetune.trainer import Trainer, TrainerSettings
+from coserve.finetune.sessions.sessions import TrainerSettings
 from coserve.generate.execution.start import ExecutorStart, make_start
 from coserve.kernels.gpu.capture import TRAINING_PRIORITY
 from coserve.kernels.gpu.graph_memory import GraphMemory
@@ -49,6 +50,8 @@ from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.state.folder import DataFolder
 
 log = logging.getLogger(__name__)
+
+AnySessions = TypeVar("AnySessions")
 
 EXACT_THREADS = 2
 PINNED_SHARE = 0.5
@@ -202,14 +205,14 @@ class EngineParts:
         costs = (lambda: None) if caches is None else caches.layer_costs
         return CompiledLayers(base, cut, stream=stream, costs=costs)
 
-    def make_trainer(
+    def make_sessions(
         self,
+        kind: Callable[[Base, AdapterStore, DataFolder, TrainerSettings], AnySessions],
         store: AdapterStore,
         training: TrainingStream | None = None,
         compiled: CompiledLayers | None = None,
-        kind: Callable[[Base, AdapterStore, DataFolder, TrainerSettings], Trainer] = Trainer,
-    ) -> Trainer:
-        """Make the trainer. `training`: the stream for slices that overlap generation; `compiled`: see
+    ) -> AnySessions:
+        """Make the sessions of jobs. `training`: the stream for slices that overlap generation; `compiled`: see
         `TrainerSettings`."""
         config = self.config
         settings = TrainerSettings(

@@ -107,7 +107,7 @@ def build_engine(
         prefix_cache=config.prefix_cache,
     )
     kind = Trainer if followers is None else partial(RankedTrainer, followers=followers)
-    trainer = parts.make_trainer(store, training=training, compiled=compiled.layers, kind=kind)
+    trainer = parts.make_sessions(kind, store, training=training, compiled=compiled.layers)
     if built is not None:
         built.wait()
     notes = (

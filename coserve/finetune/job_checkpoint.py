@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from coserve.core.errors import CheckpointUnreadable
 from coserve.core.link import JobStarted
-from coserve.core.types import BaseSpec
+from coserve.core.types import BaseSpec, JobSpec
 from coserve.finetune.checkpoint import load_checkpoint, prune, save_checkpoint
 from coserve.finetune.loop import TrainingLoop
+from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.progress import TrainingProgress
 from coserve.state.folder import DataFolder
 
@@ -66,26 +68,39 @@ class JobCheckpoints:
         return JobStarted(id=loop.spec.id, total_steps=loop.plan.total_steps, resumed_from=step, note=self._note)
 
     def resume(self) -> None:
-        """Load the last readable checkpoint into the loop, if there is one. Call it on a worker thread. The user is
-        told of later checkpoints that are incomplete, damaged, or of something else.
-
-        Raises `StorageError` if the machine cannot read a checkpoint now.
-        """
-        spec = self._loop.spec
-        reasons: dict[int, str] = {}
-        for step, path in reversed(self._folder.checkpoints(spec.id)):
-            try:
-                found = load_checkpoint(path, spec, self._base)
-                self._loop.session.optimizer.restore(found.tensors, steps=found.progress.step)
-            except CheckpointUnreadable as error:
-                log.warning("job %s: checkpoint %d left aside: %s", spec.id, step, error.message)
-                reasons[step] = error.message
-                continue
+        """Load the last readable checkpoint into the loop, if there is one: see `load_last`. The user is told of
+        unusable ones."""
+        found = load_last(self._folder, self._loop.spec, self._base, self._loop.session.optimizer)
+        if found.progress is not None:
             self._loop.progress = self._saved = found.progress
-            break
-        self._left_aside = set(reasons)
-        if reasons:
-            self._note = _left_aside_note(reasons, self._loop.progress.step)
+        self._left_aside = set(found.reasons)
+        if found.reasons:
+            self._note = _left_aside_note(found.reasons, self._loop.progress.step)
+
+
+class LastCheckpoint(NamedTuple):
+    """The last readable checkpoint of a job."""
+
+    progress: TrainingProgress | None
+    """None: there is none."""
+    reasons: Mapping[int, str]
+    """Later checkpoints that are incomplete, damaged, or of something else: why they cannot be used, by step, the last
+    step first."""
+
+
+def load_last(folder: DataFolder, spec: JobSpec, base: BaseSpec, optimizer: AdapterOptimizer) -> LastCheckpoint:
+    """Load the job's last readable checkpoint into the optimizer. Call it on a worker thread. Raises `StorageError` if
+    the machine cannot read a checkpoint now."""
+    reasons: dict[int, str] = {}
+    for step, path in reversed(folder.checkpoints(spec.id)):
+        try:
+            found = load_checkpoint(path, spec, base)
+            optimizer.restore(found.tensors, steps=found.progress.step)
+            return LastCheckpoint(found.progress, reasons)
+        except CheckpointUnreadable as error:
+            log.warning("job %s: checkpoint %d left aside: %s", spec.id, step, error.message)
+            reasons[step] = error.message
+    return LastCheckpoint(None, reasons)
 
 
 def _left_aside_note(reasons: Mapping[int, str], resumes_from: int) -> str:

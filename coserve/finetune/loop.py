@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from zlib import crc32
 
 import msgspec
 import torch
@@ -22,7 +21,7 @@ from coserve.finetune.losses.formulas import perplexity
 from coserve.finetune.losses.loss import Loss
 from coserve.finetune.memory_limits import MemoryLimits, MicroBatches
 from coserve.finetune.progress import TrainingProgress
-from coserve.finetune.session import FinishUpdate, TrainingSession, suspended
+from coserve.finetune.sessions.session import FinishUpdate, TrainingSession, suspended
 from coserve.state.durable import disk_errors
 from coserve.state.failpoints import failpoint
 
@@ -76,12 +75,6 @@ class TrainingLoop:
         return None if rows is None else self._limits.lower(rows, recomputed)
 
     @property
-    def position(self) -> int:
-        """Digest of the job's position: finished steps and evaluations, and the micro-batch being computed."""
-        done = (self.progress.step, self.progress.pending is None)
-        return crc32(repr((done, self._rows_in_progress)).encode())
-
-    @property
     def tokens_in_progress(self) -> int:
         """Tokens of the micro-batch being computed."""
         return self._limits.size(self._rows_in_progress or ())
@@ -123,7 +116,7 @@ class TrainingLoop:
         """Sum the gradients of the step's micro-batches, then update the weights."""
         step, session = self.progress.step, self.session
         batches = self.plan.step(step)
-        session.optimizer.zero_grad()
+        session.zero_grad()
         summed = self._zero_sums()
         tokens = targets = denominator = 0
         for micro, rows in enumerate(self._cut(batches.micro_batches)):
@@ -137,35 +130,41 @@ class TrainingLoop:
             tokens += batch.tokens
             targets += batch.targets
             denominator += self._denominator(batch)
-        norm, sums = await session.divide_grads(denominator, summed)
-        loss, accuracy, *rewards = _means(sums, denominator, targets)
-        self._check_finite(loss, "loss")
-        self._check_finite(norm, "norm of the gradients")
-        with disk_errors():
-            failpoint("finetune.mid_step")
         rate = learning_rate(self.spec.training, step, self.plan.total_steps)
-        self._rows_in_progress = None
-        metrics = StepMetrics(
-            step=step + 1,
-            total_steps=self.plan.total_steps,
-            epoch=batches.epoch,
-            loss=loss,
-            learning_rate=rate,
-            grad_norm=norm,
-            tokens=tokens,
-            target_tokens=targets,
-            seconds=0.0,
-            valid_loss_before=self.progress.valid_loss_before,
-            token_accuracy=accuracy,
-            perplexity=self._perplexity(loss),
-            rewards=_rewards(rewards),
-        )
+        found: StepMetrics | None = None
+
+        def accept(norm: float, sums: list[float]) -> None:
+            nonlocal found
+            loss, accuracy, *rewards = _means(sums, denominator, targets)
+            self._check_finite(loss, "loss")
+            self._check_finite(norm, "norm of the gradients")
+            with disk_errors():
+                failpoint("finetune.mid_step")
+            self._rows_in_progress = None
+            found = StepMetrics(
+                step=step + 1,
+                total_steps=self.plan.total_steps,
+                epoch=batches.epoch,
+                loss=loss,
+                learning_rate=rate,
+                grad_norm=norm,
+                tokens=tokens,
+                target_tokens=targets,
+                seconds=0.0,
+                valid_loss_before=self.progress.valid_loss_before,
+                token_accuracy=accuracy,
+                perplexity=self._perplexity(loss),
+                rewards=_rewards(rewards),
+            )
+
         try:
-            await session.optim_step(rate, norm)
+            await session.optim_step(rate, denominator, summed, accept)
         except FinishUpdate:
-            self._updated(metrics)
+            if found is not None:
+                self._updated(found)
             raise
-        self._updated(metrics)
+        assert found is not None, "the step was accepted"
+        self._updated(found)
 
     def _updated(self, metrics: StepMetrics) -> None:
         seconds = self.session.timer.seconds()
@@ -190,7 +189,7 @@ class TrainingLoop:
             loss, *_ = await self._validation()
             best = None if self.spec.training.early_stopping_patience is None else loss
             if best is not None:
-                self.session.optimizer.keep_best()
+                self.session.keep_best()
             self.progress = msgspec.structs.replace(
                 self.progress, valid_loss_before=loss, best_valid_loss=best, best_step=None if best is None else 0
             )
@@ -243,7 +242,7 @@ class TrainingLoop:
         if metrics.valid_loss is not None and self.spec.training.early_stopping_patience is not None:
             if best is None or metrics.valid_loss < best:
                 best, best_step, stale = metrics.valid_loss, metrics.step, 0
-                self.session.optimizer.keep_best()
+                self.session.keep_best()
             else:
                 stale += 1
         self.progress = msgspec.structs.replace(

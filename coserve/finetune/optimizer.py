@@ -83,20 +83,18 @@ class AdapterOptimizer:
         dtype: torch.dtype,
         device: torch.device | None = None,
         partition: AdapterPartition | None = None,
-        gathering: Callable[[bool], None] = lambda _: None,
         make_rule: Callable[[Sequence[WeightRange], TrainingSettings], UpdateRule] = make_rule,
         piece: int = PIECE,
         row_norms: RowNorms | None = None,
     ) -> None:
         """`start`: initial weights of the whole adapter, fp32. `dtype`: of the copies. `device`: None: the device of
         `start`. `partition`: how the adapter is sharded over tensor-parallel ranks. Each rank trains its shard; all of
-        them call `divide_grads`, `step` and `snapshot` at the same time. `gathering`: called with `weights_only` when a
-        snapshot begins. `make_rule`: makes the update rule for ranges of the weights. `piece`: most weights in a piece
-        of paged moments. `row_norms`: for DoRA adapters."""
+        them call `divide_grads`, `step` and `snapshot` at the same time. `make_rule`: makes the update rule for ranges
+        of the weights. `piece`: most weights in a piece of paged moments. `row_norms`: for DoRA adapters."""
         optimizer = training.optimizer
         assert partition is None or not (optimizer.eight_bit or optimizer.paged), "such moments cannot be gathered"
         self._settings, self._training = start.settings, training
-        self._partition, self._gathering = partition, gathering
+        self._partition = partition
         part = start if partition is None else LoraWeights(start.settings, partition.shard(start.sites))
         self._part_pairs, self._whole_pairs = _makers(part), _makers(start)
         self._sites = sorted(start.sites, key=lambda site: (base.sites[site].layer, site))
@@ -296,12 +294,15 @@ class AdapterOptimizer:
         for _ in self.slices(norm, learning_rate):
             pass
 
-    @torch.no_grad()
     def slices(self, norm: float, learning_rate: float) -> Iterator[None]:
         """Like `update`, suspended after each slice but the last. It must be run to its end: in between, only some
         weights are updated. Without paged moments there is one slice."""
         if not math.isfinite(norm):
             raise NonFiniteLoss("the gradients are not finite; try a lower learning rate")
+        return self._slices(norm, learning_rate)
+
+    @torch.no_grad()
+    def _slices(self, norm: float, learning_rate: float) -> Iterator[None]:
         if self._training.max_grad_norm > 0:
             self._grads_N.mul_(min(1.0, self._training.max_grad_norm / (norm + 1e-6)))
         self._protect_copy()
@@ -318,9 +319,8 @@ class AdapterOptimizer:
 
         The returned function waits for the copy, on any thread, and returns the tensors by name (`<kind>/<name>`).
         `restore` continues from them bit for bit. They are views of `host`, valid until the next snapshot. `snapshot`
-        raises like `on_all_ranks`, after it has called `gathering`.
+        raises like `on_all_ranks`.
         """
-        self._gathering(weights_only)
         best = self.has_best and not weights_only
         kinds = self.kinds[:1] if weights_only else self._kinds(best=best)
         kept = len([kind for kind in kinds if kind in self.kept])

@@ -47,7 +47,7 @@ def publication(
         except StorageError as error:
             waiting = waiting_for_disk(id, error)
             return lambda: waiting
-        served = _served(weights, base, store)
+        served = served_copy(weights, base, store)
         if served is None:
             log.warning("job %s: no memory for a copy of its adapter: the first request reads the files", id)
 
@@ -74,8 +74,6 @@ class JobSnapshots:
         self._loop = loop
         self._taken = 0
         """Step of the last snapshot."""
-        self._gathered: Callable[[], LoraWeights] | None = None
-        """On a follower rank: the last gathered weights."""
 
     @property
     def due(self) -> bool:
@@ -88,21 +86,9 @@ class JobSnapshots:
     def take(self) -> tuple[int, Callable[[], LoraWeights]]:
         """Return the step, and the weights as in `TrainingSession.current_weights`; for a finished job as in
         `final_weights`, which it publishes."""
-        self._taken = self._loop.progress.step
-        return self._taken, self._weights(current=not self._loop.finished)
-
-    def gather(self, *, weights_only: bool) -> None:
-        """Take part in a snapshot as a follower rank: see `Trainer.gather`."""
-        self._gathered = self._weights(current=weights_only)
-
-    def _weights(self, *, current: bool) -> Callable[[], LoraWeights]:
-        return self._loop.session.current_weights() if current else self._loop.session.final_weights()
-
-    def gathered_copy(self, base: Base, store: AdapterStore) -> Callable[[], LoraWeights | None]:
-        """See `Trainer.gathered_copy`."""
-        weights = self._gathered
-        assert weights is not None, "expected `gather` first"
-        return lambda: _served(weights(), base, store)
+        loop = self._loop
+        self._taken = loop.progress.step
+        return self._taken, loop.session.final_weights() if loop.finished else loop.session.current_weights()
 
 
 @dataclass(frozen=True)
@@ -132,7 +118,7 @@ def snapshot(
     """
 
     def copy() -> Callable[[], JobSnapshot | JobNote]:
-        served = _served(weights(), base, store)
+        served = served_copy(weights(), base, store)
         if served is None:
             return lambda: snapshot_without_memory(id, step)
 
@@ -145,7 +131,7 @@ def snapshot(
     return copy
 
 
-def _served(weights: LoraWeights, base: Base, store: AdapterStore) -> LoraWeights | None:
+def served_copy(weights: LoraWeights, base: Base, store: AdapterStore) -> LoraWeights | None:
     """Make a host copy in the form that is served; None if there is no memory for it."""
     try:
         return store.host_copy(cast(base.served(weights), base.dtype))

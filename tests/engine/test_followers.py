@@ -13,19 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
 
 from coserve.core.cancellation import Cancellation, Cancelled
 from coserve.core.errors import AdapterNotFound, EngineFault
 from coserve.core.link import FromEngine, Generate, JobFailed, JobNote, JobSucceeded, RequestFailed
 from coserve.core.types import AdapterDigests, AdapterRef, SamplingParams, Slo
+from coserve.data.corpus.batch import Batch, Example
 from coserve.engine.ranks.adapters import FollowersCopies, load_on_all
+from coserve.engine.ranks.commands import RunVerb, command_decoder, command_encoder
 from coserve.engine.ranks.executor import RankedExecutor
 from coserve.engine.ranks.follower import FollowerParts
 from coserve.engine.ranks.followers import RankLost
 from coserve.engine.ranks.trainer import RankedTrainer
+from coserve.finetune.losses.loss import Ppo
+from coserve.finetune.memory_limits import StepTreatment
+from coserve.finetune.sessions.session import TrainingSession
+from coserve.finetune.sessions.verbs import ForwardBackward
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput, StepResult
 from coserve.generate.generator import Generator
 from coserve.lora.store.host import HostBudget
@@ -35,7 +41,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from tests.support.executors import eager, graphs
-from tests.support.finetuning import Bench, job_spec, random_corpus, tiny_base
+from tests.support.finetuning import Bench, alive, job_spec, random_corpus, tiny_base
 from tests.support.following import Following
 from tests.support.generation import adapter
 from tests.support.lengths import OneMoreToken
@@ -62,7 +68,7 @@ class Rank:
 
 
 def followed(rank: Rank, tmp_path: Path) -> FollowerParts:
-    return FollowerParts(rank.kv, rank.executor, Bench(rank.base, tmp_path).trainer, rank.read)
+    return FollowerParts(rank.kv, rank.executor, Bench(rank.base, tmp_path).followed(), rank.read)
 
 
 INTERPRETER = threading.RLock()
@@ -172,12 +178,6 @@ def _broken(*_: object, **__: object) -> None:
     raise RuntimeError("broken")
 
 
-def checkpoint(bench: Bench, job: str) -> dict[str, object]:
-    """The tensors of a job's last checkpoint."""
-    _, path = bench.folder.checkpoints(job)[-1]
-    return {name: tensor.tobytes() for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
 def test_a_job_is_at_the_same_step_with_the_same_weights(tmp_path: Path) -> None:
     theirs, corpus = Bench(tiny_base("llama"), tmp_path / "1"), random_corpus()
     spec = theirs.place(corpus, job_spec(corpus, steps=4, checkpoint_steps=2))
@@ -189,7 +189,7 @@ def test_a_job_is_at_the_same_step_with_the_same_weights(tmp_path: Path) -> None
 
     rank, begun = Rank(eager), set[str]()
     start_thread = lambda: begun.add(threading.current_thread().name.split("_")[0])
-    following = Following(lambda _: FollowerParts(rank.kv, rank.executor, theirs.trainer, reads), start_thread)
+    following = Following(lambda _: FollowerParts(rank.kv, rank.executor, theirs.followed(), reads), start_thread)
     with following:
         bench = Bench(tiny_base("llama"), tmp_path / "0", kind=partial(RankedTrainer, followers=following.followers))
         bench.place(corpus, spec)
@@ -205,10 +205,10 @@ def test_a_job_is_at_the_same_step_with_the_same_weights(tmp_path: Path) -> None
         assert write is not None
         write()
         following.catch_up()
-        own = theirs.trainer.checkpoint(spec.id)
-        assert own is not None
-        own()
-        assert checkpoint(theirs, spec.id) == checkpoint(bench, spec.id)
+        states = [session.optimizer.snapshot()() for session in alive(TrainingSession)]
+        assert len(states) == 2 and states[0].keys() == states[1].keys()
+        assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+        shutil.copytree(bench.folder.job(spec.id), theirs.folder.job(spec.id), dirs_exist_ok=True)  # one, outside tests
         ranked.drop(spec.id)
 
         ranked.load(spec, Cancellation())()
@@ -234,6 +234,7 @@ def test_an_error_of_a_follower_in_a_slice_is_the_jobs_alone(
 ) -> None:
     """Both ranks begin the step again with less memory, or the job ends; the next one trains."""
     theirs = Bench(tiny_base("llama"), tmp_path / "1")
+    followed = theirs.followed()
     corpus, rank, left = random_corpus(), Rank(eager), [error]
 
     def fails(*_: object) -> None:
@@ -241,7 +242,7 @@ def test_an_error_of_a_follower_in_a_slice_is_the_jobs_alone(
             raise left.pop()
 
     theirs.base.layers[1].register_forward_pre_hook(fails)
-    with Following(lambda _: FollowerParts(rank.kv, rank.executor, theirs.trainer, rank.read)) as following:
+    with Following(lambda _: FollowerParts(rank.kv, rank.executor, followed, rank.read)) as following:
         bench = Bench(tiny_base("llama"), tmp_path / "0", kind=partial(RankedTrainer, followers=following.followers))
         ranked = bench.trainer
         ended = list[FromEngine]()
@@ -251,10 +252,29 @@ def test_an_error_of_a_follower_in_a_slice_is_the_jobs_alone(
             while not ranked.finished(job) and not any(isinstance(one, JobFailed) for one in ended):
                 ended += ranked.advance(job, 2)
             following.catch_up()
-            assert len(theirs.trainer.notes) == len(bench.trainer.notes) == (job == "first" and not codes)
+            assert len(bench.trainer.notes) == (job == "first" and not codes)
             ranked.drop(job)
             failed = [one.code for one in ended if isinstance(one, JobFailed)]
             assert failed == (codes if job == "first" else [])
             noted = [one for one in ended if isinstance(one, JobNote)]
             assert len(noted) == (job == "first" and not codes)
             ended.clear()
+
+
+def test_a_verb_arrives_as_it_was_sent() -> None:
+    """Rows from outside, with the numbers that their loss reads."""
+    row = Example(
+        np.array([5, 6, 7], np.int32),
+        np.array([0, 2]),
+        np.array([[8, 9], [10, 11]]),
+        weights_K=np.array([[0.5, -1.0], [2.0, 0.0]], np.float32),
+    )
+    sent = RunVerb(3, ForwardBackward(Batch((row,)), Ppo(low=0.7), StepTreatment(1, 2, True), 1 << 40, learns=True))
+    came = command_decoder().decode(command_encoder().encode(sent))
+    assert isinstance(came, RunVerb) and isinstance(came.verb, ForwardBackward)
+    (found,), changes = came.verb.batch.examples, {"batch": Batch(())}
+    assert msgspec.structs.replace(came.verb, **changes) == msgspec.structs.replace(sent.verb, **changes)
+    for name in ("tokens_N", "after_K", "labels_K", "weights_K"):
+        assert np.array_equal(getattr(found, name), getattr(row, name))
+        assert getattr(found, name).dtype == getattr(row, name).dtype
+    assert found.sampled_K is found.advantages_K is None

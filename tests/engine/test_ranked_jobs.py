@@ -24,7 +24,8 @@ from coserve.engine.ranks.follower import FollowerParts
 from coserve.engine.ranks.followers import RankLost
 from coserve.engine.ranks.trainer import RankedTrainer
 from coserve.finetune.host_copy import HostCopy
-from coserve.finetune.job import TrainingJob
+from coserve.finetune.sessions.followed import FollowedSessions
+from coserve.finetune.sessions.session import TrainingSession
 from coserve.lora.store.packing import copied_into, packed_bytes
 from coserve.memory.kv import KvCache
 from coserve.memory.pages import Span
@@ -51,6 +52,7 @@ class Jobs(NamedTuple):
     """What the next reads of adapters raise on the rank that follows."""
     benches: list[Bench]
     """By rank."""
+    followed: FollowedSessions
     pages: KvCache
     """Of the rank that follows."""
 
@@ -64,7 +66,8 @@ def bases() -> list[Base]:
 @contextmanager
 def on_two_ranks(bases: list[Base], root: Path, start_thread: Callable[[], None] = lambda: None) -> Iterator[Jobs]:
     """`start_thread`: see `Follower`."""
-    theirs = Bench(bases[1], root / "1", rows_on_tick=1)
+    theirs = Bench(bases[1], root / "1")
+    followed = theirs.followed()
     base, kv, fail_reads = bases[1], KvCache.for_base(bases[1], POOL, 8), list[Exception]()
 
     def read(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
@@ -72,12 +75,12 @@ def on_two_ranks(bases: list[Base], root: Path, start_thread: Callable[[], None]
             raise fail_reads.pop()
         return adapter(base, 0, 1)
 
-    with Following(lambda _: FollowerParts(kv, eager(base, kv), theirs.trainer, read), start_thread) as following:
+    with Following(lambda _: FollowerParts(kv, eager(base, kv), followed, read), start_thread) as following:
         ranks = partial(RankedTrainer, followers=following.followers)
         bench = Bench(bases[0], root / "0", rows_on_tick=1, kind=ranks)
         spec = bench.place(CORPUS, theirs.place(CORPUS, job_spec(CORPUS, sample_prompts=("a",), sample_steps=1)))
         assert isinstance(bench.trainer, RankedTrainer)
-        yield Jobs(bench.trainer, following, spec, fail_reads, [bench, theirs], kv)
+        yield Jobs(bench.trainer, following, spec, fail_reads, [bench, theirs], followed, kv)
 
 
 def train(ranked: RankedTrainer, spec: JobSpec, until: Callable[[], bool]) -> None:
@@ -88,25 +91,25 @@ def train(ranked: RankedTrainer, spec: JobSpec, until: Callable[[], bool]) -> No
 def wait_until_alive(jobs: int) -> None:
     """Wait until memory is held for so many jobs, those of both ranks together."""
     give_up = time.monotonic() + 60
-    while len(alive(TrainingJob)) != jobs:
-        assert time.monotonic() < give_up, f"expected {jobs} jobs in memory, got {len(alive(TrainingJob))}"
+    while len(alive(TrainingSession)) != jobs:
+        assert time.monotonic() < give_up, f"expected {jobs} jobs in memory, got {len(alive(TrainingSession))}"
         time.sleep(0.01)
 
 
 def test_memory_is_released_on_all_ranks(bases: list[Base], tmp_path: Path) -> None:
     with on_two_ranks(bases, tmp_path) as jobs:
-        with mock.patch.object(jobs.benches[1].trainer, "release_memory") as released:
+        with mock.patch.object(jobs.followed, "release_memory") as released:
             assert not jobs.ranked.release_memory(), "rank 0 has no graphs"
             jobs.following.catch_up()
         released.assert_called_once_with()
 
 
 def test_a_start_that_is_cancelled_after_its_end_leaves_no_memory(bases: list[Base], tmp_path: Path) -> None:
-    before = len(alive(TrainingJob))
+    before = len(alive(TrainingSession))
     with on_two_ranks(bases, tmp_path) as (ranked, following, spec, *_):
         cancellation = Cancellation()
         start = ranked.load(spec, cancellation)
-        assert len(alive(TrainingJob)) == before + 2
+        assert len(alive(TrainingSession)) == before + 2
         del start
         cancellation.cancel()
         following.catch_up()
@@ -116,7 +119,7 @@ def test_a_start_that_is_cancelled_after_its_end_leaves_no_memory(bases: list[Ba
 def test_a_cancelled_start_may_end_after_the_next_one_of_its_job_is_committed(
     bases: list[Base], tmp_path: Path
 ) -> None:
-    before = len(alive(TrainingJob))
+    before = len(alive(TrainingSession))
     with on_two_ranks(bases, tmp_path) as (ranked, following, spec, *_):
         cancellation = Cancellation()
         ranked.load(spec, cancellation)
@@ -127,7 +130,7 @@ def test_a_cancelled_start_may_end_after_the_next_one_of_its_job_is_committed(
 
 
 def test_a_start_that_is_cancelled_while_another_rank_loads_leaves_no_memory(bases: list[Base], tmp_path: Path) -> None:
-    before, go_on = len(alive(TrainingJob)), threading.Event()
+    before, go_on = len(alive(TrainingSession)), threading.Event()
 
     def wait() -> None:
         assert go_on.wait(60)
@@ -152,21 +155,6 @@ def test_a_start_can_be_cancelled_when_the_other_rank_has_ended(bases: list[Base
     with pytest.raises(RankLost):
         following.catch_up()
     cancellation.cancel()
-
-
-def test_a_cancelled_preparation_may_begin_after_its_job_is_dropped(bases: list[Base], tmp_path: Path) -> None:
-    with on_two_ranks(bases, tmp_path) as (ranked, following, spec, *_):
-        ranked.load(spec, Cancellation())()
-        train(ranked, spec, lambda: ranked.preparation(spec.id) is not None)
-        prepare = ranked.preparation(spec.id)
-        assert prepare is not None
-        cancellation = Cancellation()
-        cancellation.cancel()
-        ranked.drop(spec.id)
-        with pytest.raises(Cancelled):
-            prepare(cancellation)
-        following.catch_up()
-        ranked.load(spec, Cancellation())()
 
 
 def test_a_rank_that_cannot_read_the_published_adapter_now_tries_again(bases: list[Base], tmp_path: Path) -> None:
@@ -234,7 +222,7 @@ def test_a_rank_whose_device_has_failed_while_it_loads_ends_the_engine(bases: li
         raise EngineFault("the GPU does not work any more")
 
     with on_two_ranks(bases, tmp_path) as jobs:
-        jobs.benches[1].trainer.load = broken  # type: ignore[method-assign, assignment]
+        jobs.followed.load = broken  # type: ignore[method-assign, assignment]
         with pytest.raises(EngineFault, match="the GPU does not work"):
             jobs.ranked.load(jobs.spec, Cancellation())
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from coserve.core.errors import JobOutOfMemory, NonFiniteLoss
-from coserve.finetune.outcome import PEER_FAILED, Outcome, Verdict, judge
+from coserve.finetune.sessions.outcome import PEER_FAILED, Outcome, Verdict, judge
 
 MEMORY = JobOutOfMemory.code
-DONE, LEFT, FULL = Outcome(7), Outcome(7, PEER_FAILED), Outcome(7, MEMORY, "no memory")
+DONE, LEFT, FULL = Outcome(), Outcome(PEER_FAILED), Outcome(MEMORY, "no memory")
+UPDATED = Outcome(updated=True)
 
 
 @pytest.mark.parametrize(
@@ -17,10 +18,11 @@ DONE, LEFT, FULL = Outcome(7), Outcome(7, PEER_FAILED), Outcome(7, MEMORY, "no m
         ([DONE, DONE], Verdict()),
         ([DONE, FULL], Verdict(MEMORY, "no memory", retry=True)),
         ([LEFT, FULL, LEFT, FULL], Verdict(MEMORY, "no memory", retry=True)),
-        ([Outcome(8), FULL], Verdict(MEMORY, "no memory")),  # rank 0 has updated its weights
-        ([FULL, Outcome(7, "storage", "disk full")], Verdict(MEMORY, "no memory")),
-        ([LEFT, Outcome(7, "storage", "disk full")], Verdict("storage", "disk full")),
-        ([Outcome(7, NonFiniteLoss.code, "nan")] * 2, Verdict(NonFiniteLoss.code, "nan")),
+        ([UPDATED, FULL], Verdict(MEMORY, "no memory")),
+        ([UPDATED, UPDATED], Verdict()),
+        ([FULL, Outcome("storage", "disk full")], Verdict(MEMORY, "no memory")),
+        ([LEFT, Outcome("storage", "disk full")], Verdict("storage", "disk full")),
+        ([Outcome(NonFiniteLoss.code, "nan")] * 2, Verdict(NonFiniteLoss.code, "nan")),
     ],
 )
 def test_a_job_tries_again_only_where_all_ranks_can(outcomes: list[Outcome], verdict: Verdict) -> None:

@@ -14,7 +14,7 @@ from coserve.data.corpus.batch import corpus_batch
 from coserve.finetune.losses.loss import Loss
 from coserve.finetune.micro_batch import MicroBatch, MicroBatchRunner, run_to_end
 from coserve.finetune.packed_rows import pack_jobs
-from coserve.finetune.session import Boundary, Event, FinishUpdate, SliceTimer, Training, TrainingSession
+from coserve.finetune.sessions.session import Boundary, Event, FinishUpdate, SliceTimer, Training, TrainingSession
 from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base
 from coserve.model.lora import LoraBatch
@@ -76,15 +76,12 @@ def test_gradients_of_micro_batches_add_up_until_a_step(base: Base, overlapped: 
         session = session_on(base, overlapped=overlapped)
 
         async def train(session: TrainingSession = session, parts: tuple[tuple[int, ...], ...] = parts) -> None:
-            session.optimizer.zero_grad()
             sums = torch.zeros(2, dtype=torch.float64)
             for number, rows in enumerate(parts):
                 sums += (await session.forward_backward(corpus_batch(CORPUS, rows), Loss(), draw=number)).sums
                 await session.next_micro_batch()
             (held, _) = await session.read((await session.forward(corpus_batch(CORPUS, (3,)), Loss())).sums)
-            norm, (loss, _) = await session.divide_grads(10, sums)
-            await session.optim_step(0.01, norm)
-            numbers.append((held, norm, loss))
+            await session.optim_step(0.01, 10, sums, lambda norm, found: numbers.append((held, norm, found[0])))
 
         events = drive(base, train())
         read = [MicroStep.RESULT.name] * overlapped
@@ -110,8 +107,9 @@ def test_an_update_that_is_left_half_way_is_finished_or_leaves_no_weights(
             yield from whole(norm, learning_rate)
 
         monkeypatch.setattr(session.optimizer, "slices", slices)
-        update = session.optim_step(0.01, 1.0)
-        assert update.send(None) is MicroStep.OPTIMIZER
+        update = session.optim_step(0.01)
+        for _ in range(2):  # the gradients' norm, then a slice of the update
+            assert update.send(None) is MicroStep.OPTIMIZER
         return update
 
     finished, left = session_on(base), session_on(base)

@@ -59,6 +59,22 @@ def check(
     torch.testing.assert_close(logits.double(), gradient, rtol=TOLERANCES[logits.dtype], atol=TOLERANCES[logits.dtype])
 
 
+def check_soft(loss_: Callable[..., None], logits: Tensor, candidates: int) -> None:
+    rows, vocab = logits.shape
+    labels = labels_of(rows * candidates, vocab).view(rows, candidates)
+    weights = torch.randn(rows, candidates, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    exact = logits.detach().double().requires_grad_()
+    losses = -exact.log_softmax(-1).gather(1, labels)
+    (gradient,) = torch.autograd.grad((weights * losses).sum(), exact)
+    found = torch.full((rows, candidates + 1), math.nan, dtype=torch.float64, device=DEVICE)
+    loss_(logits, labels, weights, found)
+    torch.testing.assert_close(found[:, :-1], losses.detach(), rtol=1e-5, atol=1e-5)
+    assert found[:, -1].tolist() == (exact.gather(1, labels[:, :1])[:, 0] == exact.amax(1)).double().tolist()
+    rtol = TOLERANCES[logits.dtype]
+    bound = rtol * max(1.0, float(weights.abs().sum(1).max()))
+    torch.testing.assert_close(logits.double(), gradient, rtol=rtol, atol=bound)
+
+
 @by
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (3, 7), (5, 32), (9, 101)])
@@ -88,17 +104,7 @@ def test_soft_cross_entropies_and_their_gradients(
     by: str, dtype: torch.dtype, rows: int, vocab: int, candidates: int
 ) -> None:
     """Weights have either sign, and a candidate may be listed twice."""
-    logits, labels = random_logits(rows, vocab, dtype), labels_of(rows * candidates, vocab).view(rows, candidates)
-    weights = torch.randn(rows, candidates, generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    exact = logits.detach().double().requires_grad_()
-    losses = -exact.log_softmax(-1).gather(1, labels)
-    (gradient,) = torch.autograd.grad((weights * losses).sum(), exact)
-    found = torch.full((rows, candidates + 1), math.nan, dtype=torch.float64, device=DEVICE)
-    SOFT[by](logits, labels, weights, found)
-    torch.testing.assert_close(found[:, :-1], losses.detach(), rtol=1e-5, atol=1e-5)
-    assert found[:, -1].tolist() == (exact.gather(1, labels[:, :1])[:, 0] == exact.amax(1)).double().tolist()
-    bound = TOLERANCES[dtype] * max(1.0, float(weights.abs().sum(1).max()))
-    torch.testing.assert_close(logits.double(), gradient, rtol=TOLERANCES[dtype], atol=bound)
+    check_soft(SOFT[by], random_logits(rows, vocab, dtype), candidates)
 
 
 @by
@@ -146,7 +152,8 @@ def test_whole_vocabularies_on_a_gpu(vocab: int) -> None:
         shares = teacher.double().log_softmax(-1)
         return functional.kl_div(exact.log_softmax(-1), shares, reduction="none", log_target=True).sum(1)
 
-    check(launch.divergence_, taught, logits, labels, teacher)
+    check(launch.divergence_, taught, logits.clone(), labels, teacher)
+    check_soft(launch.soft_cross_entropy_, logits, 20)
 
 
 @pytest.mark.gpu

@@ -25,7 +25,9 @@ from coserve.finetune.init import new_adapter
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.passes.mixing import BatchLimits
-from coserve.finetune.trainer import Trainer, TrainerSettings
+from coserve.finetune.sessions.followed import FollowedSessions
+from coserve.finetune.sessions.sessions import TrainerSettings
+from coserve.finetune.trainer import Trainer
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.lora.store.files import load_adapter
 from coserve.lora.store.host import HostBudget
@@ -156,7 +158,7 @@ class Bench:
     ) -> None:
         self.base, self.folder = base, DataFolder(root)
         self.store = AdapterStore(self._load_adapter, HostBudget(4))
-        settings = TrainerSettings(
+        self.settings = TrainerSettings(
             limits=limits,
             mix_jobs=True,
             recompute=recompute,
@@ -169,7 +171,11 @@ class Bench:
             rows_on_tick=rows_on_tick,
             make_optimizer=make_optimizer,
         )
-        self.trainer = kind(base, self.store, self.folder, settings)
+        self.trainer = kind(base, self.store, self.folder, self.settings)
+
+    def followed(self) -> FollowedSessions:
+        """The sessions of a follower rank over the same files."""
+        return FollowedSessions(self.base, self.store, self.folder, self.settings)
 
     def _load_adapter(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
         return load_adapter(self.folder.adapter(ref), self.base.spec, device=self.base.device, dtype=self.base.dtype)

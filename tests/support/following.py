@@ -7,10 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Self
 
-import msgspec
-
 from coserve.core.channel import Channel
-from coserve.engine.ranks.commands import Answer, AnyCommand, BuildEngine, MeasurePool
+from coserve.engine.ranks.commands import Answer, AnyCommand, BuildEngine, MeasurePool, command_decoder
 from coserve.engine.ranks.follower import Follower, FollowerParts
 from coserve.engine.ranks.followers import Followers
 from coserve.engine.ranks.progress import Progress
@@ -27,7 +25,7 @@ class Following:
     ) -> None:
         ours, theirs = socket.socketpair()
         self.followers = Followers([ours], Progress())
-        commands = Channel[Answer, AnyCommand](theirs, msgspec.msgpack.Decoder(AnyCommand))
+        commands = Channel[Answer, AnyCommand](theirs, command_decoder())
         self.follower = Follower(
             commands,
             Progress(),

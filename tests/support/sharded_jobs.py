@@ -44,12 +44,12 @@ def train(mesh: Mesh | None, base: str, root: str, until: int, changes: dict[str
     while started.resumed_from + len(metrics) < until:
         metrics += metrics_of(trainer.advance(spec.id, None))
         if trainer.checkpoint_due(spec.id):
-            write = trainer.checkpoint(spec.id) if leads else trainer.gather(spec.id, weights_only=False)
-            if write is not None:
+            write = trainer.checkpoint(spec.id)
+            if write is not None and leads:
                 write()
     if trainer.finished(spec.id):
-        publish = trainer.publication(spec.id) if leads else trainer.gather(spec.id, weights_only=False)
-        if publish is not None:
+        publish = trainer.publication(spec.id)
+        if leads:
             assert isinstance(publish()(), JobSucceeded)
     trainer.drop(spec.id)
     losses, valid = [one.loss for one in metrics], [one.valid_loss for one in metrics]

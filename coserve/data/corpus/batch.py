@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +75,20 @@ class Batch:
     @property
     def targets(self) -> int:
         return sum(len(one.after_K) for one in self.examples)
+
+
+def arrays_out(value: object) -> tuple[tuple[int, ...], bytes]:
+    """Encode an array for msgspec (`enc_hook`)."""
+    if not isinstance(value, np.ndarray):
+        raise NotImplementedError
+    return value.shape, value.tobytes()
+
+
+def arrays_in(kind: type, value: tuple[Sequence[int], bytes]) -> npt.NDArray[np.generic]:
+    """Decode what `arrays_out` has encoded (`dec_hook`). `kind`: the field's `npt.NDArray`."""
+    shape, data = value
+    (dtype,) = get_args(get_args(kind)[1])
+    return np.frombuffer(data, dtype).reshape(shape)
 
 
 def corpus_batch(corpus: Corpus, rows: Sequence[int]) -> Batch:

@@ -7,11 +7,13 @@ what runs next.
 
 from __future__ import annotations
 
+import msgspec
 from msgspec import Struct
 
-from coserve.admission.treatment import Treatment
 from coserve.core.types import AdapterDigests, AdapterRef, JobSpec
-from coserve.finetune.outcome import Retry
+from coserve.data.corpus.batch import arrays_in, arrays_out
+from coserve.finetune.sessions.outcome import Retry
+from coserve.finetune.sessions.verbs import Verb
 from coserve.generate.execution.interface import StepInput
 
 
@@ -110,24 +112,23 @@ class DropJob(Command, frozen=True):
     load: int
 
 
-class PrepareJob(Question, frozen=True, kw_only=True):
-    """See `Trainer.preparation`."""
+class RunVerb(Command, frozen=True):
+    """See `FollowedSessions.run`."""
 
     load: int
+    verb: Verb
 
 
-class AdvanceJob(Question, frozen=True, kw_only=True):
-    """Answer with the `Outcome` of `Trainer.attempt`, with the position as `value`. Later commands wait for this
-    one."""
+class Advance(Question, frozen=True, kw_only=True):
+    """Run micro-steps of the last verb. Answer with the `Outcome` of `Sessions.attempt`; `value`: whether it `updated`.
+    Later commands wait for this one."""
 
     load: int
-    micro_steps: int | None
-    treatment: Treatment | None
-    """See `Trainer.limit`; None: as configured."""
+    micro_steps: int
 
 
 class AbandonJob(Command, frozen=True):
-    """See `Trainer.abandon`; with `how`, `Trainer.retry`."""
+    """See `FollowedSessions.abandon`; with `how`, `Sessions.begin_again`."""
 
     load: int
     how: Retry | None = None
@@ -139,13 +140,6 @@ class ReleaseMemory(Command, frozen=True):
 
 class ReadDevice(Question, frozen=True, kw_only=True):
     """Answer with the bytes of this rank's GPU taken outside of its allocator since its first answer."""
-
-
-class GatherJob(Command, frozen=True):
-    """See `Trainer.gather`."""
-
-    load: int
-    weights_only: bool
 
 
 class CopySnapshot(Question, frozen=True, kw_only=True):
@@ -163,7 +157,7 @@ class Stop(Command, frozen=True):
     """End the follower: the engine ends."""
 
 
-AnyQuestion = MeasurePool | BuildEngine | ReadDevice | ReadAdapter | LoadJob | PrepareJob | AdvanceJob | CopySnapshot
+AnyQuestion = MeasurePool | BuildEngine | ReadDevice | ReadAdapter | LoadJob | Advance | CopySnapshot
 AnyCommand = (
     AnyQuestion
     | Launch
@@ -173,11 +167,19 @@ AnyCommand = (
     | LoadIntoPages
     | EvictAdapter
     | ReleaseMemory
-    | GatherJob
+    | RunVerb
     | AbandonJob
     | DropJob
     | Stop
 )
+
+
+def command_encoder() -> msgspec.msgpack.Encoder:
+    return msgspec.msgpack.Encoder(enc_hook=arrays_out)
+
+
+def command_decoder() -> msgspec.msgpack.Decoder[AnyCommand]:
+    return msgspec.msgpack.Decoder(AnyCommand, dec_hook=arrays_in)
 
 
 ENGINE_FAULT = "engine_fault"

@@ -18,7 +18,7 @@ from coserve.core.types import AdapterRef, JobSpec
 from coserve.engine.ranks.commands import (
     ENGINE_FAULT,
     AbandonJob,
-    AdvanceJob,
+    Advance,
     Answer,
     AnyCommand,
     BuildEngine,
@@ -27,22 +27,20 @@ from coserve.engine.ranks.commands import (
     DropJob,
     EvictAdapter,
     Forget,
-    GatherJob,
     Launch,
     LoadIntoPages,
     LoadJob,
     MeasurePool,
     Prepare,
-    PrepareJob,
     ReadAdapter,
     ReadDevice,
     ReleaseMemory,
+    RunVerb,
     Stop,
 )
 from coserve.engine.ranks.page_tables import PageTables
 from coserve.engine.ranks.progress import Progress
-from coserve.finetune.job import LoadedJob
-from coserve.finetune.trainer import Trainer
+from coserve.finetune.sessions.followed import FollowedSessions, LoadedSession
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput
 from coserve.lora.store.packing import copied_into
 from coserve.lora.store.store import READERS, Load
@@ -61,7 +59,7 @@ class FollowerParts:
 
     kv: KvCache
     executor: StepExecutor
-    trainer: Trainer
+    sessions: FollowedSessions
     read: Load
     """Reads this rank's shard of an adapter into host memory."""
     placed: Callable[[LoraWeights], None] = lambda _: None
@@ -106,7 +104,8 @@ class Follower:
             command = self._commands.receive()
             if isinstance(command, Stop):
                 return
-            with self._progress.command(number, type(command).__name__):
+            kind = type(command.verb if isinstance(command, RunVerb) else command).__name__
+            with self._progress.command(number, kind):
                 self._execute(command)
 
     def _execute(self, command: AnyCommand) -> None:
@@ -126,28 +125,27 @@ class Follower:
                 self._parts.executor.evicted(adapter)
             case DropAdapterCopy(adapter):
                 self._host.pop(adapter, None)
-            case AdvanceJob():
-                self._advance_job(command)
+            case Advance(load=load, micro_steps=micro_steps):
+                found = self._parts.sessions.attempt(self._job(load), micro_steps)
+                self._commands.send(Answer(command.number, int(found.updated), found.code, found.message))
             case ReleaseMemory():
-                self._parts.trainer.release_memory()
-            case GatherJob(load, weights_only):
-                with suppress(FailedTogether):  # rank 0 reports it
-                    self._parts.trainer.gather(self._job(load), weights_only=weights_only)
+                self._parts.sessions.release_memory()
+            case RunVerb(load, verb):
+                with suppress(FailedTogether):  # a gathering that failed on some rank: rank 0 reports it
+                    self._parts.sessions.run(self._job(load), verb)
             case CopySnapshot():
                 self._copy_snapshot(command)
             case AbandonJob(load, how):
                 if how is None:
-                    self._parts.trainer.abandon(self._job(load))
+                    self._parts.sessions.abandon(self._job(load))
                 else:
-                    self._parts.trainer.retry(self._job(load), how)
+                    self._parts.sessions.begin_again(self._job(load), how)
             case DropJob(load):
                 self._loads.pop(load).drop()
             case LoadJob():
                 self._load_job(command)
             case ReadAdapter():
                 self._answer(command.number, self._readers, lambda: self._read(command))
-            case PrepareJob():
-                self._prepare_job(command)
             case MeasurePool():
                 self._commands.send(Answer(command.number, self._measure_pool()))
             case ReadDevice():
@@ -206,28 +204,11 @@ class Follower:
         return self._loads[load].begin()
 
     def _load_job(self, question: LoadJob) -> None:
-        load = self._loads[question.number] = _JobLoad(self._parts.trainer, question.spec)
+        load = self._loads[question.number] = _JobLoad(self._parts.sessions, question.spec)
         self._answer(question.number, self._threads, load.run)
 
-    def _advance_job(self, question: AdvanceJob) -> None:
-        job, trainer = self._job(question.load), self._parts.trainer
-        if question.treatment is not None:
-            trainer.limit(job, question.treatment)
-        outcome = trainer.attempt(job, question.micro_steps)
-        self._commands.send(Answer(question.number, outcome.position, outcome.code, outcome.message))
-
-    def _prepare_job(self, question: PrepareJob) -> None:
-        prepare = self._parts.trainer.preparation(self._job(question.load))
-
-        def work() -> int:
-            if prepare is not None:
-                prepare(Cancellation())
-            return 0
-
-        self._answer(question.number, self._threads, work)
-
     def _copy_snapshot(self, question: CopySnapshot) -> None:
-        copy = self._parts.trainer.gathered_copy(self._job(question.load))
+        copy = self._parts.sessions.gathered_copy(self._job(question.load))
 
         def work() -> int:
             weights = copy()
@@ -260,15 +241,15 @@ class Follower:
 class _JobLoad:
     """One load of a job: under way, loaded, or committed."""
 
-    def __init__(self, trainer: Trainer, spec: JobSpec) -> None:
-        self._trainer, self._spec, self._cancellation = trainer, spec, Cancellation()
-        self._loaded: LoadedJob | None = None
+    def __init__(self, sessions: FollowedSessions, spec: JobSpec) -> None:
+        self._sessions, self._spec, self._cancellation = sessions, spec, Cancellation()
+        self._loaded: LoadedSession | None = None
         self._begun = False
 
     def run(self) -> int:
         """Load the job, on a thread. Returns the step that it continues from."""
-        self._loaded = loaded = self._trainer.load(self._spec, self._cancellation)
-        return loaded.started.resumed_from
+        self._loaded = loaded = self._sessions.load(self._spec, self._cancellation)
+        return loaded.step
 
     def begin(self) -> str:
         """Commit the load unless it is committed; `run` must have ended. Returns the job's id."""
@@ -281,4 +262,4 @@ class _JobLoad:
     def drop(self) -> None:
         self._cancellation.cancel()
         if self._begun:
-            self._trainer.drop(self._spec.id)
+            self._sessions.drop(self._spec.id)

@@ -15,7 +15,7 @@ import msgspec
 from coserve.core.channel import Channel, frame
 from coserve.core.errors import EngineFault, error_from_code
 from coserve.core.link import PeerLost
-from coserve.engine.ranks.commands import ENGINE_FAULT, Answer, AnyCommand, AnyQuestion, Stop
+from coserve.engine.ranks.commands import ENGINE_FAULT, Answer, AnyCommand, AnyQuestion, Stop, command_encoder
 from coserve.engine.ranks.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Followers:
         self._progress = progress
         decoder = msgspec.msgpack.Decoder(Answer)
         self._channels = {rank: Channel[AnyCommand, Answer](sock, decoder) for rank, sock in enumerate(sockets, 1)}
-        self._encoder, self._lock = msgspec.msgpack.Encoder(), threading.Lock()
+        self._encoder, self._lock = command_encoder(), threading.Lock()
         self._asked = dict[int, Answers]()
         self._lost: RankLost | None = None
         self._closed = False

@@ -10,7 +10,6 @@ from collections.abc import Coroutine
 from functools import partial
 from typing import NoReturn
 
-import msgspec
 import torch
 from transformers.utils.logging import disable_progress_bar
 
@@ -24,7 +23,7 @@ from coserve.core.logs.setup import set_up_logging
 from coserve.core.ranks import JOIN_SECONDS, SILENCE, RankFailed, RankRefused
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.parts import EngineParts, set_up_threads
-from coserve.engine.ranks.commands import Answer, AnyCommand
+from coserve.engine.ranks.commands import Answer, AnyCommand, command_decoder
 from coserve.engine.ranks.follower import Follower, FollowerParts
 from coserve.engine.ranks.followers import RankLost
 from coserve.engine.ranks.monitor import Monitor
@@ -32,6 +31,7 @@ from coserve.engine.ranks.own_rank import OwnRank
 from coserve.engine.warming.compilations import watch_compilations, watch_layers
 from coserve.engine.warming.compiled import make_compiled
 from coserve.engine.warmup.messages import WarmUpTask
+from coserve.finetune.sessions.followed import FollowedSessions
 from coserve.lora.store.host import HostBudget
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.allocator import read_device
@@ -119,14 +119,13 @@ def _make_follower(base: Base, config: Config, rank: OwnRank, warm_up: WarmUpTas
     def build(tokens: int) -> FollowerParts:
         kv = KvCache.for_base(base, tokens, config.page_tokens)
         compiled = make_compiled(parts, kv, warm_up)  # rank 0 tells the operator
-        made = FollowerParts(
-            kv, compiled.executor, parts.make_trainer(store, compiled=compiled.layers), read, base.complete_scales
-        )
+        sessions = parts.make_sessions(FollowedSessions, store, compiled=compiled.layers)
+        made = FollowerParts(kv, compiled.executor, sessions, read, base.complete_scales)
         freeze_heap()
         rank.monitor.ready(base.device.type)
         return made
 
-    commands = Channel[Answer, AnyCommand](rank.commands[0], msgspec.msgpack.Decoder(AnyCommand))
+    commands = Channel[Answer, AnyCommand](rank.commands[0], command_decoder())
     return Follower(
         commands,
         rank.monitor.progress,

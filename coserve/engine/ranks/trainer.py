@@ -1,10 +1,10 @@
-"""Jobs on all ranks: rank 0 decides what a job does next, and every rank advances it by the same micro-steps."""
+"""Jobs on all ranks: rank 0 tells the others each verb of a job's session, and all run its micro-steps together."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 from coserve.core.cancellation import Cancellation
 from coserve.core.errors import CoserveError, EngineFault, RequestOutOfMemory, StorageError
@@ -21,27 +21,31 @@ from coserve.core.link import (
 from coserve.core.types import JobSpec
 from coserve.engine.ranks.commands import (
     AbandonJob,
-    AdvanceJob,
+    Advance,
     CopySnapshot,
     DropAdapterCopy,
     DropJob,
-    GatherJob,
     LoadJob,
-    PrepareJob,
     ReadAdapter,
     ReleaseMemory,
+    RunVerb,
 )
-from coserve.engine.ranks.followers import Followers, RankLost
+from coserve.engine.ranks.followers import Answers, Followers, RankLost
 from coserve.finetune.job import LoadedJob
-from coserve.finetune.outcome import Outcome, how_to_retry, judge
 from coserve.finetune.publication import snapshot_without_memory, waiting_for_disk
-from coserve.finetune.trainer import Trainer, TrainerSettings
+from coserve.finetune.sessions.outcome import Outcome, how_to_retry, judge
+from coserve.finetune.sessions.sessions import TrainerSettings
+from coserve.finetune.sessions.verbs import Verb
+from coserve.finetune.trainer import Trainer
 from coserve.lora.store.store import AdapterStore
 from coserve.model.agreement import FailedTogether
 from coserve.model.base import Base
 from coserve.state.folder import DataFolder
 
 log = logging.getLogger(__name__)
+
+ALL_OF_A_KIND = 1 << 20
+"""More micro-steps than any kind has in a micro-batch."""
 
 
 class RankedTrainer(Trainer):
@@ -83,33 +87,30 @@ class RankedTrainer(Trainer):
 
         return LoadedJob(loaded.started, commit)
 
-    def preparation(self, job: str) -> Callable[[Cancellation], None] | None:
-        """See `Trainer.preparation`."""
-        prepare = super().preparation(job)
-        if prepare is None:
-            return None
-
-        def on_all(cancellation: Cancellation) -> None:
-            with cancellation.postponed():  # otherwise the job may be dropped before the question is sent
-                answers = self._followers.ask(PrepareJob(load=self._loads[job]))
-            try:
-                prepare(cancellation)
-            finally:
-                answers.settle()
-            answers.wait()
-
-        return on_all
-
     def advance(
         self, job: str, micro_steps: int | None, others: Sequence[str] = (), shared_tokens: int | None = None
     ) -> list[FromEngine]:
         """See `Trainer.advance`; jobs never share a batch. An error on any rank ends only the job, or restarts its
         optimizer step on all ranks with less memory or without graphs. Raises only `EngineFault`."""
-        treatment = self._jobs[job].loop.planned_memory
-        command = AdvanceJob(load=self._loads[job], micro_steps=micro_steps, treatment=treatment)
-        with self._followers.asked(command) as answers:
-            own = self.attempt(job, micro_steps)
-            theirs = [Outcome(answer.value, answer.code, answer.message) for answer in answers.settle()]
+        self.trained, done = (job,), 0
+        while True:
+            messages = self._slice(job, micro_steps or ALL_OF_A_KIND)
+            done += self.micro_steps_done
+            if micro_steps is not None or messages or not self.mid_batch(job):
+                self.micro_steps_done = done
+                return messages
+
+    def _slice(self, job: str, micro_steps: int) -> list[FromEngine]:
+        """Run micro-steps of one kind, and so of one verb, on all ranks."""
+        asked = list[Answers]()
+        with ExitStack() as busy:
+
+            def ready() -> None:
+                asked.append(busy.enter_context(self._followers.asked(Advance(load=load, micro_steps=micro_steps))))
+
+            load = self._loads[job]
+            own = self.attempt(job, micro_steps, ready)
+            theirs = [Outcome(one.code, one.message, bool(one.value)) for answers in asked for one in answers.settle()]
         verdict = judge([own, *theirs])
         if verdict.retry:
             how = how_to_retry(verdict, graphs=self.has_graphs)
@@ -208,8 +209,8 @@ class RankedTrainer(Trainer):
         self._followers.send(DropJob(self._loads.pop(job)))
         super().drop(job)
 
-    def _gathering(self, job: str, weights_only: bool) -> None:
-        self._followers.send(GatherJob(self._loads[job], weights_only))
+    def _announce(self, job: str, verb: Verb) -> None:
+        self._followers.send(RunVerb(self._loads[job], verb))
 
 
 @contextmanager

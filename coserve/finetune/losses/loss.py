@@ -6,9 +6,10 @@ Letters: K targets, C candidates of a target.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from coserve.core.errors import InvalidRequest
@@ -17,19 +18,7 @@ from coserve.finetune.packed_rows import TargetValues
 from coserve.model.lora import LoraWeights
 
 
-class TokenLoss(Protocol):
-    """A loss that is a function of each target's log-probability p (nats) and of the numbers given with it."""
-
-    reads: ClassVar[tuple[str, ...]]
-    """The fields of `Example` and `TargetValues` that it reads."""
-
-    def __call__(self, p_K: Tensor, values: TargetValues) -> Tensor:
-        """Return each target's loss (K), differentiable."""
-        ...
-
-
-@dataclass(frozen=True)
-class CrossEntropy:
+class CrossEntropy(Struct, frozen=True, tag=True):
     """-w p. Candidates (K, C) make it the cross-entropy of soft targets. A client computes any other loss L by weights
     of -dL/dp."""
 
@@ -39,8 +28,7 @@ class CrossEntropy:
         return -_given(values.weights_K) * p_K
 
 
-@dataclass(frozen=True)
-class ImportanceSampling:
+class ImportanceSampling(Struct, frozen=True, tag=True):
     """-r A with the ratio r = exp(p - q) of the probabilities now and at sampling, and the advantage A."""
 
     reads: ClassVar[tuple[str, ...]] = ("sampled_K", "advantages_K")
@@ -49,8 +37,7 @@ class ImportanceSampling:
         return -_ratio(p_K, values) * _given(values.advantages_K)
 
 
-@dataclass(frozen=True)
-class Ppo:
+class Ppo(Struct, frozen=True, tag=True):
     """-min(r A, clip(r, low, high) A) (Schulman et al. 2017); `low` and `high` bound the ratio itself."""
 
     reads: ClassVar[tuple[str, ...]] = ("sampled_K", "advantages_K")
@@ -62,8 +49,7 @@ class Ppo:
         return -torch.minimum(ratio_K * advantages_K, ratio_K.clamp(self.low, self.high) * advantages_K)
 
 
-@dataclass(frozen=True)
-class Cispo:
+class Cispo(Struct, frozen=True, tag=True):
     """-clip(r, low, high) p A, without a gradient through the clipped ratio (MiniMax-M1, arXiv 2506.13585). A positive
     `low` can let the policy run away from the sampler."""
 
@@ -73,6 +59,11 @@ class Cispo:
 
     def __call__(self, p_K: Tensor, values: TargetValues) -> Tensor:
         return -_ratio(p_K, values).clamp(self.low, self.high).detach() * p_K * _given(values.advantages_K)
+
+
+TokenLoss = CrossEntropy | ImportanceSampling | Ppo | Cispo
+"""A loss that is a function of each target's log-probability p (nats) and of numbers given with it. A call returns each
+target's loss (K), differentiable; `reads` names the fields of `Example` and `TargetValues` that it reads."""
 
 
 @dataclass(frozen=True)

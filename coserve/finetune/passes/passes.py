@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from coserve.core.errors import CoserveError, EngineFault, JobOutOfMemory, failure_text
 from coserve.core.link import FromEngine, JobFailed, JobNote, JobProgress, TrainingBatches
 from coserve.core.types import MicroStep
-from coserve.finetune.job import TrainingJob
 from coserve.finetune.layers.graph_passes import CaptureFailed
 from coserve.finetune.layers.graphs import LayerGraphs
-from coserve.finetune.passes.mixing import BatchLimits, Size, companions
+from coserve.finetune.passes.mixing import BatchLimits, companions
 from coserve.finetune.passes.training_pass import TrainingPass
+from coserve.finetune.sessions.trainee import Trainee
 from coserve.model.faults import contained, out_of_memory
 
 log = logging.getLogger(__name__)
 
-MakePass = Callable[[Sequence[TrainingJob]], TrainingPass]
+MakePass = Callable[[Sequence[Trainee]], TrainingPass]
 
 
 class TrainingPasses:
@@ -62,13 +62,13 @@ class TrainingPasses:
         return MicroStep.BEGIN if one is None else one.next_micro_step
 
     def pass_of(
-        self, job: TrainingJob, others: Sequence[TrainingJob] = (), shared_tokens: int | None = None
+        self, job: Trainee, others: Sequence[Trainee] = (), shared_tokens: int | None = None
     ) -> TrainingPass | None:
         """Return the job's current pass, or a new one of its next micro-batch. Micro-batches of `others`, in scheduling
-        order, may join a new one while all together have at most `shared_tokens` tokens. None if the job is
-        finished."""
+        order, may join a new one while all together have at most `shared_tokens` tokens. None if the job has no
+        work."""
         one = self._passes.get(job.id)
-        if one is None and not job.loop.finished:
+        if one is None and job.has_work:
             one = self._make([job, *self._companions(job, others, shared_tokens)])
             self._passes |= {each.id: one for each in one.jobs}
         return one
@@ -107,14 +107,14 @@ class TrainingPasses:
         for job in one.jobs if one.ended else ():
             self._passes.pop(job.id, None)
 
-    def abandon(self, job: TrainingJob, *, finish_update: bool = False) -> None:
+    def abandon(self, job: Trainee, *, finish_update: bool = False) -> None:
         """Drop the job's unfinished optimizer step. Other jobs of its pass continue. `finish_update`: see
         `Trainer.abandon`."""
         if (one := self._passes.pop(job.id, None)) is not None:
             one.leave(job)
         job.abandon(finish_update=finish_update)
 
-    def lower_memory(self, job: TrainingJob) -> list[FromEngine]:
+    def lower_memory(self, job: Trainee) -> list[FromEngine]:
         """Lower the job's memory after an out-of-memory; its step is abandoned. Empty if nothing is left to lower."""
         if not job.lower_memory():
             return []
@@ -140,27 +140,21 @@ class TrainingPasses:
         """Free memory that passes do not need. Returns whether there was any."""
         return self._graphs is not None and self._graphs.release()
 
-    def _companions(
-        self, job: TrainingJob, others: Sequence[TrainingJob], shared_tokens: int | None
-    ) -> list[TrainingJob]:
-        rows, limits = job.shared_rows, self._limits
+    def _companions(self, job: Trainee, others: Sequence[Trainee], shared_tokens: int | None) -> list[Trainee]:
+        size, limits = job.shared_size, self._limits
         if shared_tokens is not None:
             limits = BatchLimits(min(limits.tokens, shared_tokens), limits.rows)
-        if not self._mix_jobs or rows is None:
+        if not self._mix_jobs or size is None:
             return []
         able = {
             other.id: other
             for other in others
             if other is not job and other.id not in self._passes and other.blocked == job.blocked
         }
-        sizes = [
-            (id, Size(other.loop.size(own), len(own)))
-            for id, other in able.items()
-            if (own := other.shared_rows) is not None
-        ]
-        return [able[id] for id in companions(Size(job.loop.size(rows), len(rows)), sizes, limits)]
+        sizes = [(id, own) for id, other in able.items() if (own := other.shared_size) is not None]
+        return [able[id] for id in companions(size, sizes, limits)]
 
-    def _failed(self, job: TrainingJob, error: Exception) -> list[FromEngine]:
+    def _failed(self, job: Trainee, error: Exception) -> list[FromEngine]:
         """Handle an error that concerns only this job: it begins its optimizer step again with less memory, or
         fails."""
         message = job.memory_message(error) if out_of_memory(error) else None

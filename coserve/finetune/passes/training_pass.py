@@ -7,7 +7,7 @@ optimizer, schedule and seed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -16,9 +16,9 @@ from torch import Tensor
 from coserve.core.errors import EngineFault
 from coserve.core.step_metrics import StepMetrics
 from coserve.core.types import MicroStep
-from coserve.finetune.job import TrainingJob
 from coserve.finetune.micro_batch import MicroBatch, MicroBatchRunner, MicroSteps
 from coserve.finetune.packed_rows import pack_jobs
+from coserve.finetune.sessions.trainee import Trainee
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.model.dropout import dropout_of
@@ -34,7 +34,7 @@ class TrainingPass:
 
     def __init__(
         self,
-        jobs: Sequence[TrainingJob],
+        jobs: Sequence[Trainee],
         runner: MicroBatchRunner,
         lora_backend: LoraBackend,
         device: torch.device,
@@ -54,29 +54,35 @@ class TrainingPass:
         self.next_micro_step = MicroStep.BEGIN
         self.micro_steps_done = 0
         """Micro-steps done in the last slice."""
-        self.metrics: list[tuple[TrainingJob, StepMetrics]] = []
+        self.metrics: list[tuple[Trainee, StepMetrics]] = []
         """Metrics of the optimizer steps that the last slice finished."""
-        self.errors: list[tuple[TrainingJob, Exception]] = []
+        self.errors: list[tuple[Trainee, Exception]] = []
         """Errors of single jobs' own work in the last slice."""
         self.ended = False
-        self._asked: list[tuple[TrainingJob, MicroBatch]] = []
+        self._begun = False
+        self._asked: list[tuple[Trainee, MicroBatch]] = []
         self._compute: MicroSteps | None = None
-        self._updates = deque[tuple[TrainingJob, MicroStep]]()
+        self._updates = deque[tuple[Trainee, MicroStep]]()
         """Jobs with own micro-steps to run, and the kinds of the next ones."""
 
-    def advance(self, micro_steps: int | None) -> None:
+    def advance(self, micro_steps: int | None, ready: Callable[[], None] = lambda: None) -> None:
         """Run up to `micro_steps` micro-steps of one kind; stop early before another kind or at the end of the pass.
 
         None: run to the end. Returns once the device is done, unless slices are only launched. Raises errors of the
         forward or backward: then all jobs must be abandoned. Errors of a job's own work, which concern no other job,
-        are in `errors`: then that job must be abandoned.
+        are in `errors`: then that job must be abandoned. `ready` is called when the jobs have announced the verb that
+        the first micro-step belongs to, before it runs.
         """
-        kind, self.micro_steps_done, self.metrics, self.errors = self.next_micro_step, 0, [], []
-        if self._asked and self._compute is None and not self._updates:  # all jobs with work left have left the pass
+        self.micro_steps_done, self.metrics, self.errors = 0, [], []
+        if self._begun and self._compute is None and not self._updates:  # all jobs with work left have left the pass
             self.close()
         with ExitStack() as slices:
             for job in self.jobs:
                 slices.enter_context(job.session.timer.slice())
+            if not self._begun:
+                self._ask()
+            ready()
+            kind = self.next_micro_step
             while not self.ended and (
                 micro_steps is None or (self.micro_steps_done < micro_steps and self.next_micro_step is kind)
             ):
@@ -85,7 +91,7 @@ class TrainingPass:
             if self.device.type == "cuda" and not self._overlapped:  # the policy needs device time, not launch time
                 torch.cuda.current_stream(self.device).synchronize()  # side streams copy on
 
-    def leave(self, job: TrainingJob) -> None:
+    def leave(self, job: Trainee) -> None:
         """Remove a job that is abandoned. The others continue, and the job's results are dropped. Its tensors are held
         until the pass ends."""
         self.jobs.remove(job)
@@ -100,9 +106,7 @@ class TrainingPass:
         self._compute, self.ended, self.next_micro_step = None, True, MicroStep.BEGIN
 
     def _micro_step(self) -> None:
-        if not self._asked:
-            self._ask()
-        elif self._compute is None:
+        if self._compute is None and self._updates:
             job, _ = self._updates.popleft()
             self._take(job)
         if self._compute is not None:
@@ -121,8 +125,11 @@ class TrainingPass:
             self.close()
 
     def _ask(self) -> None:
+        self._begun = True
         for job in self.jobs:
             self._take(job)
+        if self._updates:
+            self.next_micro_step = self._updates[0][1]
         if self._asked:
             micro_batches = [micro_batch for _, micro_batch in self._asked]
             self.rows, self.tokens = (
@@ -134,8 +141,8 @@ class TrainingPass:
                 job.batch_tokens = self.tokens
             self._compute = _compute(micro_batches, self._runner, self._lora_backend, self.device, self._kept)
 
-    def _take(self, job: TrainingJob, sums: Tensor | None = None) -> None:
-        """Resume a job's own coroutine and file the event: see `TrainingJob.go_on`."""
+    def _take(self, job: Trainee, sums: Tensor | None = None) -> None:
+        """Resume a job's own coroutine and file the event: see `Trainee.go_on`."""
         try:
             with contained(self.device):
                 event = job.go_on(sums)

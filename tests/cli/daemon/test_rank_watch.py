@@ -71,9 +71,9 @@ def test_a_follower_far_behind_rank_0_lives_while_it_makes_progress() -> None:
     """Rank 0 has finished all commands; the other is in a long one, which goes on."""
     watched, begun = Watched(), 0
     watched.progress[1].watch_collectives(lambda: begun)
-    watched.end("AdvanceJob")
+    watched.end("Advance")
     watched.end("Launch", ranks=(0,))
-    with watched.progress[1].command(2, "AdvanceJob"):
+    with watched.progress[1].command(2, "Advance"):
         for look in range(400):
             begun += look % 10 == 0  # a collective every 5 s
             assert watched.look() is None
@@ -82,7 +82,7 @@ def test_a_follower_far_behind_rank_0_lives_while_it_makes_progress() -> None:
 def test_a_hang_is_found_within_ten_seconds_of_the_expected_end() -> None:
     watched = Watched()
     watched.end("Launch")
-    watched.end("AdvanceJob", ranks=(0,))  # the other rank is furthest behind
+    watched.end("Advance", ranks=(0,))  # the other rank is furthest behind
     with ExitStack() as stack:
         for number, progress in enumerate(watched.progress):
             stack.enter_context(progress.command(4 - number, "Launch"))
@@ -95,12 +95,12 @@ def test_a_hang_is_found_within_ten_seconds_of_the_expected_end() -> None:
 def test_the_first_command_of_a_kind_may_take_longer(device: str) -> None:
     watched = Watched(device)
     watched.end("Launch")
-    with watched.progress[0].command(2, "AdvanceJob"):
+    with watched.progress[0].command(2, "Advance"):
         seconds, _ = watched.seconds_until_lost()
     assert FIRST[device] <= seconds - HANG <= FIRST[device] + 2 * HEARTBEAT
     again = Watched(device)
-    again.end("AdvanceJob")
-    with again.progress[0].command(2, "AdvanceJob"):
+    again.end("Advance")
+    with again.progress[0].command(2, "Advance"):
         seconds, _ = again.seconds_until_lost()
     assert LEAST[device] <= seconds - HANG <= LEAST[device] + 2 * HEARTBEAT
 
@@ -108,7 +108,7 @@ def test_the_first_command_of_a_kind_may_take_longer(device: str) -> None:
 def test_a_hang_in_the_first_command_of_a_kind_is_found_within_ten_seconds_on_a_gpu() -> None:
     watched = Watched()
     watched.end("Launch")
-    with watched.progress[0].command(2, "AdvanceJob"), watched.progress[1].command(2, "AdvanceJob"):
+    with watched.progress[0].command(2, "Advance"), watched.progress[1].command(2, "Advance"):
         seconds, _ = watched.seconds_until_lost()
     assert seconds <= 10.0 + HEARTBEAT
 
@@ -120,7 +120,7 @@ def test_a_rank_that_compiles_a_kernel_is_waited_for_by_all(module: str) -> None
     watched.end("Launch")
     scope = {"__name__": module, "inside": lambda: watched.seconds_until_lost(most=100.0)}
     exec("def compile(): return inside()", scope)
-    with watched.progress[0].command(2, "Launch"), watched.progress[1].command(2, "AdvanceJob"):
+    with watched.progress[0].command(2, "Launch"), watched.progress[1].command(2, "Advance"):
         assert scope["compile"]() == (100.0, None)
         seconds, loss = watched.seconds_until_lost()
     assert loss is not None
@@ -140,11 +140,11 @@ def test_modules_and_files_that_are_loaded_are_counted(tmp_path: Path, monkeypat
 def test_the_expected_end_follows_earlier_commands_of_the_kind() -> None:
     watched = Watched()
     for _ in range(2):
-        with watched.progress[0].command(1, "AdvanceJob"):
+        with watched.progress[0].command(1, "Advance"):
             for _ in range(8):
                 assert watched.look() is None
     watched.look()
-    with watched.progress[0].command(3, "AdvanceJob"):
+    with watched.progress[0].command(3, "Advance"):
         seconds, _ = watched.seconds_until_lost()
     longest = 7 * HEARTBEAT  # the first look saw it begin
     assert MARGIN * longest <= seconds - HANG <= MARGIN * longest + 2 * HEARTBEAT

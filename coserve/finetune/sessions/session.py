@@ -25,6 +25,7 @@ from coserve.finetune.losses.loss import Loss
 from coserve.finetune.memory_limits import StepTreatment
 from coserve.finetune.micro_batch import MicroBatch
 from coserve.finetune.optimizer import AdapterOptimizer
+from coserve.finetune.sessions.verbs import ForwardBackward, Gather, KeepBest, OptimStep, Verb, ZeroGrad
 from coserve.model.dropout import DropoutSpec
 from coserve.model.lora import LoraWeights
 
@@ -105,16 +106,19 @@ class TrainingSession:
         device: torch.device,
         timer: SliceTimer,
         check_peers: Callable[[], None] = lambda: None,
+        announce: Callable[[Verb], None] = lambda _: None,
         overlapped: bool = False,
     ) -> None:
         """`check_peers` is called before results of collectives are committed; it raises if another rank has failed.
-        `overlapped`: slices are only launched; device results are read in a separate micro-step
-        (`MicroStep.RESULT`)."""
+        `announce` is called when a verb begins, before its first micro-step: other ranks run it too. `overlapped`:
+        slices are only launched; device results are read in a separate micro-step (`MicroStep.RESULT`)."""
         self.optimizer, self.timer, self.device = optimizer, timer, device
         self._seed, self._dropout, self._alpha = seed, dropout, neftune_alpha
-        self._check_peers, self._overlapped = check_peers, overlapped
+        self._check_peers, self._announce, self._overlapped = check_peers, announce, overlapped
         self._updating = False
         """Whether an update is unfinished: some weights may be new and others old."""
+        self.updates = 0
+        """Updates of the weights that have begun."""
 
     # ---- verbs
 
@@ -123,6 +127,7 @@ class TrainingSession:
     ) -> Computed:
         """Add the gradients of the batch's summed loss to the sums. Dropout and noise are functions of the seed and of
         `draw` (64 bits)."""
+        self._announce(ForwardBackward(batch, loss.tokens, how, draw, learns=True))
         seed, p, alpha = (self._seed << 96) | draw, self._dropout, self._alpha
         dropout = DropoutSpec(p, seed) if p > 0 else None
         noise = None if alpha is None else EmbeddingNoise(alpha, seed)
@@ -130,20 +135,29 @@ class TrainingSession:
 
     async def forward(self, batch: Batch, loss: Loss, how: StepTreatment = AS_CONFIGURED) -> Computed:
         """Like `forward_backward`, without gradients, dropout and noise."""
+        self._announce(ForwardBackward(batch, loss.tokens, how, 0, learns=False))
         return await self._computed(batch, loss, how, learns=False)
 
-    async def divide_grads(self, denominator: int, sums: Tensor) -> tuple[float, list[float]]:
-        """Divide the gradient sums by `denominator`. Returns their norm and the values of `sums`, in the step's only
-        synchronisation."""
-        await suspended(MicroStep.OPTIMIZER)
-        norm = self.optimizer.divide_grads(denominator)
-        norm_and_sums = await self.read(torch.cat((norm.double().view(1), sums)))
-        self._check_peers()  # before the weights change
-        return norm_and_sums[0], norm_and_sums[1:]
+    async def optim_step(
+        self,
+        learning_rate: float,
+        denominator: int = 1,
+        sums: Tensor | None = None,
+        accept: Callable[[float, list[float]], None] = lambda norm, sums: None,
+    ) -> None:
+        """Update the weights with the gradient sums, divided by `denominator`; the sums are then zero.
 
-    async def optim_step(self, learning_rate: float, norm: float) -> None:
-        """Update the weights with the divided gradients, whose norm is `norm`. Raises `FinishUpdate` at the end if it
-        was thrown in."""
+        `accept` is called with the gradients' norm and the values of `sums` before the weights change; it may raise.
+        Both are read in the step's only synchronisation. Raises `NonFiniteLoss` for a norm that is not finite, and
+        `FinishUpdate` at the end if it was thrown in.
+        """
+        self._announce(OptimStep(learning_rate, denominator))
+        await suspended(MicroStep.OPTIMIZER)
+        own = self.optimizer.divide_grads(denominator).double().view(1)
+        norm, *values = await self.read(own if sums is None else torch.cat((own, sums)))
+        self._check_peers()  # before the weights change
+        accept(norm, values)
+        self.updates += 1
         slices, finish = self.optimizer.slices(norm, learning_rate), None
         self._updating = True
         for _ in slices:
@@ -155,6 +169,16 @@ class TrainingSession:
         self._updating = False
         if finish is not None:
             raise finish
+
+    def zero_grad(self) -> None:
+        """Forget gradients of a step that was not finished."""
+        self._announce(ZeroGrad())
+        self.optimizer.zero_grad()
+
+    def keep_best(self) -> None:
+        """See `AdapterOptimizer.keep_best`."""
+        self._announce(KeepBest())
+        self.optimizer.keep_best()
 
     async def next_micro_batch(self) -> None:
         """Let other jobs run between two micro-batches."""
@@ -208,7 +232,7 @@ class TrainingSession:
         """Begin to copy the state that training resumes from (`AdapterOptimizer.snapshot`). Raises like
         `check_weights`."""
         self.check_weights()
-        return self.optimizer.snapshot()
+        return self._snapshot(weights_only=False)
 
     def final_weights(self) -> Callable[[], LoraWeights]:
         """Begin to copy the fp32 result to the host: the weights of the last `keep_best`, or else the current ones.
@@ -221,7 +245,11 @@ class TrainingSession:
     def current_weights(self) -> Callable[[], LoraWeights]:
         """Like `final_weights`, for the weights after the last finished optimizer step."""
         self.check_weights()
-        return self._weights(WEIGHTS, self.optimizer.snapshot(weights_only=True))
+        return self._weights(WEIGHTS, self._snapshot(weights_only=True))
+
+    def _snapshot(self, *, weights_only: bool) -> Callable[[], Mapping[str, Tensor]]:
+        self._announce(Gather(weights_only))
+        return self.optimizer.snapshot(weights_only=weights_only)
 
     def _weights(self, kind: StateKind, tensors: Callable[[], Mapping[str, Tensor]]) -> Callable[[], LoraWeights]:
         prefix = f"{kind.name}/"

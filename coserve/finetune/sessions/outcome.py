@@ -18,11 +18,11 @@ CAPTURE_FAILED = "capture_failed"
 class Outcome:
     """The outcome of a slice on one rank."""
 
-    position: int
-    """Digest of the job's position, equal on ranks that can continue together (`TrainingLoop.position`)."""
     code: str = ""
     """Error code; empty: no error."""
     message: str = ""
+    updated: bool = False
+    """Whether it has begun to change the weights: the rank cannot go back."""
     metrics: StepMetrics | None = None
     """Metrics of an optimizer step that the slice finished."""
 
@@ -41,17 +41,15 @@ class Verdict:
 def judge(outcomes: Sequence[Outcome]) -> Verdict:
     """Judge the outcomes, given by rank.
 
-    The job may retry if all errors are out-of-memory or failed captures, and all ranks are at the same position: a rank
-    that has updated its weights cannot go back.
+    The job may retry if all errors are out-of-memory or failed captures, and no rank has changed its weights.
     """
     own = [outcome for outcome in outcomes if outcome.code not in ("", PEER_FAILED)]
     if not own:
         assert not any(outcome.code for outcome in outcomes), "expected the error that other ranks have seen"
         return Verdict()
-    together = len({outcome.position for outcome in outcomes}) == 1
     first = next((outcome for outcome in own if outcome.code == CAPTURE_FAILED), own[0])
     curable = all(outcome.code in (JobOutOfMemory.code, CAPTURE_FAILED) for outcome in own)
-    return Verdict(first.code, first.message, retry=curable and together)
+    return Verdict(first.code, first.message, retry=curable and not any(outcome.updated for outcome in outcomes))
 
 
 @dataclass(frozen=True)
