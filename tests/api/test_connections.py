@@ -52,6 +52,11 @@ async def ask(streams: Streams, path: str) -> int:
     """The status of one request; the connection stays open."""
     reader, writer = streams
     writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    return await status(reader)
+
+
+async def status(reader: asyncio.StreamReader) -> int:
+    """The status of the next response, which is read to its end."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = next(int(line.split()[1]) for line in head.splitlines() if line.lower().startswith(b"content-length"))
     await reader.readexactly(length)
@@ -123,6 +128,21 @@ async def test_idle_connections_make_room(api: Api, clock: Clock) -> None:
     for reader, _ in opened:
         assert await reader.read() == b""  # closed
     await close(*opened, *newer)
+
+
+async def test_requests_that_come_while_idle_connections_give_way_are_answered(api: Api, clock: Clock) -> None:
+    """Whether they are still in the socket, or were read in the same turn of the loop."""
+    opened = [await connect(api) for _ in range(LIMIT)]
+    for streams in opened:
+        assert await ask(streams, "/adapters") == 200
+    for _ in range(20):
+        clock.now += 2 * GRACE
+        for _, writer in opened:
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        newer = await connect(api)
+        assert set(await asyncio.gather(*(status(reader) for reader, _ in opened))) == {200}
+        await close(newer)
+    await close(*opened)
 
 
 async def test_who_is_refused_is_told_that_the_connection_closes(api: Api, clock: Clock) -> None:

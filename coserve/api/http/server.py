@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import logging
 import socket
+import termios
 import time
+from array import array
 from collections.abc import Callable
 from typing import Any, Final, cast
 
@@ -25,6 +28,8 @@ log = logging.getLogger(__name__)
 
 GRACE: Final = 1.0
 """Seconds without a request after which a connection may be closed for a new one."""
+SETTLE: Final = 0.01
+"""Seconds in which a request that was read begins: several event-loop iterations."""
 PROBES: Final = ("/health", "/health/ready")
 OUT_OF_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 READ_SIZE: Final = 8 << 10
@@ -68,11 +73,25 @@ class Connections:
             if self._clock() - since < GRACE:
                 return False
             transport = cast("asyncio.Transport", handler.transport)
-            if transport.get_write_buffer_size() == 0:  # otherwise a response is still being sent
+            # otherwise a response is still being sent, or a request has come
+            if transport.get_write_buffer_size() == 0 and not _unread(transport):
                 del self._idle[handler]
-                handler.force_close()
+                transport.pause_reading()
+                asyncio.get_running_loop().call_later(SETTLE, self._close, handler)
                 return True
         return False
+
+    def _close(self, handler: web.RequestHandler) -> None:
+        """Close a connection, unless a request has come: one that was read before the pause is in progress by now."""
+        if (transport := handler.transport) is None:
+            return
+        busy = handler in self._busy
+        if not busy and handler not in self._idle and not _unread(transport):
+            handler.force_close()
+            return
+        transport.resume_reading()
+        if not busy:
+            self._idle[handler] = self._clock()
 
     def middleware(self) -> Middleware:
         """Mark a connection as busy from its request to the end of the response. It stands before all others."""
@@ -112,6 +131,16 @@ class Connections:
         if len(self._busy) > self._limit and not (request.path in PROBES and request.method in ("GET", "HEAD")):
             self._refused.warn()
             raise TooManyConnections(f"{self._limit} connections are busy already")
+
+
+def _unread(transport: asyncio.Transport) -> bool:
+    """Return whether bytes wait in the socket."""
+    sock = transport.get_extra_info("socket")
+    if sock is None or sock.fileno() < 0:
+        return False
+    size = array("i", [0])
+    fcntl.ioctl(sock.fileno(), termios.FIONREAD, size)
+    return size[0] > 0
 
 
 async def keep_waiting(request: web.Request) -> None:
