@@ -19,12 +19,13 @@ export PYTHONSAFEPATH := 1
 # Where it is set, every process compiles the package anew, and every worker the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv test test-all check reference demo serve bench clean
+.PHONY: help venv test test-all test-long check reference demo serve bench clean
 
 help:
 	@echo "make demo               fine-tune and generate at once on the bundled base, with a report"
 	@echo "make test               lint, types and the CPU tests, without the slow ones"
-	@echo "make test-all           lint, types and every CPU test: what CI runs"
+	@echo "make test-all           lint, types and the CPU tests: what CI runs"
+	@echo "make test-long          the same, with every death of a daemon and more random examples: for the night"
 	@echo "make serve MODEL=NAME   the daemon on a model folder or a hub name; PORT= and DATA= too"
 	@echo "make bench              the benchmark workload against a running daemon"
 	@echo "make check              lint and types only"
@@ -66,7 +67,10 @@ test: check-and-compile
 	$(PYTEST) -m "not gpu and not slow" --hypothesis-profile fast
 
 test-all: check-and-compile $(HARNESS)
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not gpu and not long"
+
+test-long: check-and-compile $(HARNESS)
+	$(PYTEST) -m "not gpu" --hypothesis-profile long
 
 reference: venv
 	@PYTHONPATH=. $(BIN)/python -m tools.reference

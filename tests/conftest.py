@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,8 +23,12 @@ gc.disable()
 # A shell starts what runs behind an & deaf to Ctrl-C, and so the processes that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-settings.register_profile("coserve", deadline=None)
-settings.register_profile("fast", settings.get_profile("coserve"), max_examples=20)
+# Which cases of those that take turns are run by `make test-all`: the same in every worker.
+os.environ.setdefault("TEST_TURN", str(datetime.now(UTC).timetuple().tm_yday))
+
+settings.register_profile("coserve", deadline=None, max_examples=30)
+settings.register_profile("fast", settings.get_profile("coserve"), max_examples=10)
+settings.register_profile("long", settings.get_profile("coserve"), max_examples=100)
 settings.load_profile("coserve")
 
 
@@ -80,10 +85,15 @@ def two(shared_ranks: Callable[[], Ranks]) -> Ranks:
 
 
 @pytest.fixture(
-    scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+    scope="module",
+    params=[
+        2,
+        pytest.param(4, marks=pytest.mark.slow),
+        pytest.param(8, marks=[pytest.mark.slow, pytest.mark.long]),
+    ],
 )
 def ranks(request: pytest.FixtureRequest, shared_ranks: Callable[[], Ranks]) -> Iterator[Ranks]:
-    """Two ranks; in slow tests four and eight, too."""
+    """Two ranks; in slow tests four, in long ones eight, too."""
     if request.param == 2:
         yield shared_ranks()
         return

@@ -9,15 +9,16 @@ import pytest
 
 from tests.support.crash_oracle import job_request
 from tests.support.daemon_process import DaemonProcess, Died
+from tests.support.examples import in_turns
 
-DEATHS = (
-    "adapter.publish=kill-group",  # before the earlier job's end is committed
-    "registry.after_commit=kill-group@12",  # after it: both jobs, a start, six steps, two checkpoints, the end
-)
+DEATHS = {
+    "before the earlier job's end is committed": "adapter.publish=kill-group",
+    # Both jobs, a start, six steps, two checkpoints, the end.
+    "after it": "registry.after_commit=kill-group@12",
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", DEATHS)
+@pytest.mark.parametrize("rule", in_turns(DEATHS, days=2))
 def test_a_waiting_job_outlives_the_daemon(model: Path, tmp_path: Path, rule: str) -> None:
     data = tmp_path / "data"
     slowly = "finetune.mid_step=delay:0.5s"  # the second job comes before the first one ends

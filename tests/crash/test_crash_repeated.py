@@ -1,4 +1,5 @@
-"""One data folder through several deaths by kill -9: each start finds what more than one of them left."""
+"""One data folder through several deaths by kill -9, at failpoints of the API process and of the engine process: each
+start finds what more than one of them left."""
 
 from __future__ import annotations
 
@@ -6,28 +7,37 @@ from pathlib import Path
 
 import pytest
 
+from coserve.state.failpoints import FILE_STEPS
 from tests.support.crash_oracle import Oracle, Reference
-from tests.support.examples import sample
+from tests.support.examples import in_turns
 
-DEATHS = {
-    "both": [("registry.after_commit=kill@5", "job"), ("adapter.publish=kill-group", "job")],
-    "api process": [
-        ("corpus.after_rename=kill", "job"),
-        ("import.after_rename=kill", "import"),
-        ("registry.before_commit=kill@5", "job"),
-    ],
-    "engine process": [
-        ("checkpoint.after_rename=kill-group@2", "job"),
-        ("adapter.after_rename=kill-group", "job"),
-        ("shutdown=kill-group", "stop"),
-    ],
-}
+ONCE = [
+    ("registry.before_commit=kill@1", "job"),
+    ("registry.after_commit=kill@1", "job"),
+    ("registry.before_commit=kill@5", "job"),
+    ("registry.after_commit=kill@5", "job"),
+    ("api.before_reply=kill", "job"),
+    ("generate.mid_stream=kill-group@3", "stream"),
+    ("finetune.mid_step=kill-group@3", "job"),
+    ("adapter.publish=kill-group", "job"),
+    ("remove.before_rename=kill-group", "end"),
+    ("remove.after_rename=kill-group", "end"),
+    ("shutdown=kill-group", "stop"),
+]
 """Rules of failpoints, and what is done until they kill."""
+DEATHS = {
+    step: [
+        *ONCE[number :: len(FILE_STEPS)],
+        (f"corpus.{step}=kill", "job"),
+        (f"checkpoint.{step}=kill-group@2", "job"),
+        (f"import.{step}=kill", "import"),
+        (f"adapter.{step}=kill-group", "job"),
+    ]
+    for number, step in enumerate(FILE_STEPS)
+}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("deaths", sample(DEATHS, "both"))
+@pytest.mark.parametrize("deaths", in_turns(DEATHS))
 def test_a_daemon_killed_again_and_again(
     model: Path, reference: Reference, tmp_path: Path, deaths: list[tuple[str, str]]
 ) -> None:

@@ -1,21 +1,27 @@
-"""How much `make test` tries of what a test can try; `make test-all` tries all of it."""
+"""How much `make test` and `make test-all` try of what a test can try; `make test-long` tries all of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+TURN = int(os.environ["TEST_TURN"])
+"""Which cases of those that take turns `make test-all` runs: a number that changes each day."""
+SLOW = (pytest.mark.slow,)
+
 
 def examples(most: int, *, fast: int | None = None) -> int:
-    """`most` examples of Hypothesis, or the loaded profile's share of them: a fifth in `make test`, whose profile is
-    "fast".
+    """`most` examples of Hypothesis, or the loaded profile's share of them: a tenth in `make test`, whose profile is
+    "fast", three tenths in `make test-all`.
 
-    There `fast` of them, if that is given.
+    In `make test` `fast` of them, if that is given.
     """
-    if fast is not None and settings.default.max_examples < 100:
+    if fast is not None and settings.default.max_examples < settings.get_profile("coserve").max_examples:
         return fast
     return max(2, most * settings.default.max_examples // 100)
 
@@ -23,14 +29,33 @@ def examples(most: int, *, fast: int | None = None) -> int:
 def sample(cases: Iterable[Any], *fast: Any) -> list[Any]:
     """Values for `parametrize`: those that are not among `fast` are marked slow. With a mapping its keys are the
     ids."""
+    assert set(fast) <= set(cases), "a fast case that is none"
+    return _values(cases, lambda key: () if key in fast else SLOW)
+
+
+def in_turns(
+    cases: Collection[Any], fast: Collection[Any] = (), *, always: Collection[Any] = (), days: int = 3
+) -> list[Any]:
+    """Values for `parametrize`, slow but for `fast`: `make test-all` runs these, those of `always`, and each other on
+    one of so many days; `make test-long` runs all."""
+    assert {*fast, *always} <= set(cases), "a case that is none"
+    turns = count(TURN)
+
+    def marks(key: Any) -> Sequence[pytest.MarkDecorator]:
+        if key in fast:
+            return ()
+        return SLOW if key in always or next(turns) % days == 0 else (*SLOW, pytest.mark.long)
+
+    return _values(cases, marks)
+
+
+def _values(cases: Iterable[Any], marks: Callable[[Any], Sequence[pytest.MarkDecorator]]) -> list[Any]:
     named = isinstance(cases, Mapping)
-    keys = list(cases)
-    assert set(fast) <= set(keys), "a fast case that is none"
     return [
         pytest.param(
             cases[key] if named else key,  # type: ignore[index]
             id=key if named else None,
-            marks=() if key in fast else pytest.mark.slow,
+            marks=marks(key),
         )
-        for key in keys
+        for key in cases
     ]

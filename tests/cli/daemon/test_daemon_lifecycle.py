@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.crash_oracle import PROMPT, job_request
 from tests.support.daemon_process import DaemonProcess, Died, Json
-from tests.support.examples import sample
+from tests.support.examples import in_turns
 
 JSON_LOG = ("--log-format", "json", "--access-log")
 STREAMS: dict[str, tuple[str, Json]] = {
@@ -93,8 +93,7 @@ def messages(entries: list[Json]) -> Iterator[str]:
     return (entry["message"] for entry in entries)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", sample(["1", "2"], "1"))
+@pytest.mark.parametrize("ranks", in_turns({"one rank": "1", "two ranks": "2"}, days=2))
 def test_ctrl_c_ends_streams_properly_and_the_log_tells_the_whole_story(
     model: Path, tmp_path: Path, ranks: str
 ) -> None:
@@ -214,7 +213,7 @@ def test_ctrl_c_while_the_engine_starts(model: Path, tmp_path: Path) -> None:
     assert "daemon stopped" in messages(daemon.entries())
 
 
-@pytest.mark.parametrize("number", sample([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))
+@pytest.mark.parametrize("number", in_turns({"ctrl-c": signal.SIGINT, "terminate": signal.SIGTERM}, days=2))
 def test_a_stop_while_the_tokenizer_is_fetched(model: Path, tmp_path: Path, number: int) -> None:
     with DaemonProcess(model, tmp_path / "data", failpoints="daemon.start=delay:200s", options=JSON_LOG) as daemon:
         daemon.logged("daemon starts")

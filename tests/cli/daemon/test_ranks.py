@@ -28,6 +28,7 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import load_base
 from tests.support.crash_oracle import curve_of, job_request
 from tests.support.daemon_process import DaemonProcess, Died, Json
+from tests.support.examples import in_turns
 from tests.support.executors import eager
 from tests.support.families import tiny_family
 from tests.support.generation import collect, request
@@ -138,19 +139,20 @@ def pid_of(daemon: DaemonProcess, rank: int) -> int:
     return int(started[-1]["engine_pid"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rank", "number", "how"),
-    [
-        (1, signal.SIGKILL, "was killed by SIGKILL"),
-        pytest.param(1, signal.SIGSTOP, "did not answer for 6 s", marks=pytest.mark.slow),
-        pytest.param(0, signal.SIGKILL, "was killed by SIGKILL", marks=pytest.mark.slow),
-        pytest.param(0, signal.SIGSTOP, "did not answer for 6 s", marks=pytest.mark.slow),
-    ],
-)
+LOST, SILENT = "was killed by SIGKILL", "did not answer for 6 s"
+LOSSES = {
+    "1 killed": (1, signal.SIGKILL, LOST),
+    "0 killed": (0, signal.SIGKILL, LOST),
+    "0 stopped": (0, signal.SIGSTOP, SILENT),
+    "1 stopped": (1, signal.SIGSTOP, SILENT),
+}
+
+
+@pytest.mark.parametrize("case", in_turns(LOSSES, days=2))
 def test_a_rank_that_is_lost_ends_its_requests_and_all_ranks_are_started_again(
-    daemon: DaemonProcess, expected: list[list[int]], rank: int, number: int, how: str
+    daemon: DaemonProcess, expected: list[list[int]], case: tuple[int, int, str]
 ) -> None:
+    rank, number, how = case
     restarts = daemon.call("GET", "/health")[1]["engine_restarts"]
     long = job_request(f"long-{rank}-{number}")
     long["training"] |= {"steps": 40}
@@ -180,8 +182,7 @@ def test_a_rank_that_is_lost_ends_its_requests_and_all_ranks_are_started_again(
     assert len(curve_of(told)) > 30, "steps that ran twice had the same loss"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", in_turns({"first": 0, "second": 1}, days=2))
 def test_a_rank_that_is_stopped_while_it_starts_is_told_of_and_all_are_started_again(
     model: Path, tmp_path: Path, rank: int
 ) -> None:
