@@ -3,9 +3,6 @@ bfloat16."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -18,38 +15,32 @@ from coserve.kernels.attention.triton_paged.decode_steps import FusedStaticAtten
 from coserve.kernels.attention.triton_paged.plan import decode_items, items_for, prefill_tiles
 from coserve.kernels.attention.triton_paged.step import FusedPagedAttention
 from coserve.kernels.gpu.device import H200
-from tests.support.attention_cases import CHUNKS, DECODES, DEVICE, FAR, KINDS, TOLERANCE, Case, Kind, worst
+from tests.support.attention_cases import CHUNKS, DECODES, DEVICE, FAR, KINDS, TOLERANCE, Case, Kind, on_gpu, worst
 from tests.support.examples import examples, sample
 
 PROCESSORS = H200.multiprocessors
 
-STEPS = {
-    f"{kind}-{name}-{dtype}": (KINDS[kind], runs, dtype)
-    for kind in KINDS
-    for name, runs in (("decodes", DECODES), ("chunks", CHUNKS), ("far", FAR))
-    for dtype in (torch.float32, torch.float16)
+RUNS = {"decodes": DECODES, "chunks": CHUNKS, "far": FAR}
+STEPS = {f"{kind}-{runs}": (KINDS[kind], RUNS[runs]) for kind in KINDS for runs in RUNS}
+QUICK = {step: (*STEPS[step], torch.float32) for step in ("all-decodes", "all-chunks", "all-far", "wide_values-chunks")}
+SLOW = {
+    f"{kind}-{runs}-{dtype}": (KINDS[kind], RUNS[runs], dtype)
+    for kind, runs, dtype in (
+        ("one_for_all", "decodes", torch.float32),
+        ("group_of_3", "chunks", torch.float32),
+        ("wide", "far", torch.float16),
+        ("window", "chunks", torch.float16),
+        ("pages_apart_unaligned", "far", torch.float32),
+    )
 }
-QUICK = (
-    *(f"{case}-{torch.float32}" for case in ("all-decodes", "all-chunks", "all-far", "wide_values-chunks")),
-    f"group_of_4-chunks-{torch.float16}",
-)
-
-
-def on_gpu(cases: Mapping[str, tuple[Any, ...]]) -> list[Any]:
-    """The cases in bfloat16, which Triton's interpreter computes wrongly."""
-    return [
-        pytest.param((*case[:-1], torch.bfloat16), id=f"{name}-on a GPU in bfloat16", marks=pytest.mark.gpu)
-        for name, case in cases.items()
-    ]
+"""Each kind and each run of a step on a GPU; with Triton's interpreter, which is slow, what differs most."""
 
 
 def attend(attention: FusedPagedAttention | FusedStaticAttention, case: Case, *qkv: Tensor) -> Tensor:
     return attention.attend(0, *(qkv or (case.q_HTD, case.k_KTD, case.v_KTD)), case.kind.params(case.device))
 
 
-@pytest.mark.parametrize(
-    "step", [*sample(STEPS, *QUICK), *on_gpu({name: case for name, case in STEPS.items() if case[-1] is torch.float32})]
-)
+@pytest.mark.parametrize("step", [*sample(QUICK | SLOW, *QUICK), *on_gpu(STEPS)])
 def test_a_step(step: tuple[Kind, list[tuple[int, int]], torch.dtype]) -> None:
     *_, dtype = step
     case = Case(*step, DEVICE)
@@ -57,16 +48,10 @@ def test_a_step(step: tuple[Kind, list[tuple[int, int]], torch.dtype]) -> None:
     case.check_written()
 
 
-BUFFERS = {f"{name}-{dtype}": (kind, dtype) for name, kind in KINDS.items() for dtype in (torch.float32, torch.float16)}
+BUFFERS = {"all": (KINDS["all"], torch.float32), "pages_apart": (KINDS["pages_apart"], torch.float16)}
 
 
-@pytest.mark.parametrize(
-    "buffers",
-    [
-        *sample(BUFFERS, f"all-{torch.float32}"),
-        *on_gpu({name: case for name, case in BUFFERS.items() if case[-1] is torch.float32}),
-    ],
-)
+@pytest.mark.parametrize("buffers", [*sample(BUFFERS, "all"), *on_gpu({name: (kind,) for name, kind in KINDS.items()})])
 def test_fixed_buffers_serve_other_sequences(buffers: tuple[Kind, torch.dtype]) -> None:
     """Batches of other sizes and lengths through one object, padding included."""
     kind, dtype = buffers

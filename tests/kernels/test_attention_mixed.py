@@ -12,7 +12,7 @@ from torch import Tensor
 from coserve.kernels.attention.interface import MixedCapacity, Pages, TokenRun
 from coserve.kernels.attention.torch_paged.static import GatheredMixedAttention
 from coserve.kernels.attention.triton_paged.mixed_steps import FusedMixedAttention, placed, plan_layers
-from tests.support.attention_cases import CHUNKS, DECODES, DEVICE, FAR, KINDS, TOLERANCE, Case, Kind, worst
+from tests.support.attention_cases import CHUNKS, DECODES, DEVICE, FAR, KINDS, TOLERANCE, Case, Kind, on_gpu, worst
 from tests.support.examples import examples, sample
 
 CAPACITY = MixedCapacity(tokens=128, sequences=9, chunks=5, context=1700)
@@ -40,9 +40,14 @@ def check(attention: FusedMixedAttention, pages: Pages, case: Case, runs: int, l
         case.check_written(pages)
 
 
-@pytest.mark.parametrize("kind", sample(KINDS, "all"))
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
-def test_one_form_serves_steps_of_any_mix(kind: Kind, dtype: torch.dtype) -> None:
+INTERPRETED = {name: (KINDS[name], torch.float32) for name in ("all", "group_of_3", "pages_apart_unaligned")}
+
+
+@pytest.mark.parametrize(
+    "case", [*sample(INTERPRETED, "all"), *on_gpu({name: (kind,) for name, kind in KINDS.items()})]
+)
+def test_one_form_serves_steps_of_any_mix(case: tuple[Kind, torch.dtype]) -> None:
+    kind, dtype = case
     first = Case(kind, CHUNKS, dtype, DEVICE)
     pages = Case(kind, FARTHEST, dtype, DEVICE).pages
     attention = FusedMixedAttention(pages, CAPACITY)

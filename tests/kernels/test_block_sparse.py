@@ -14,22 +14,21 @@ from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup
 from tests.support.lora_grids import (
-    LONG,
     Grid,
     adding,
     check_forward,
     check_gradients,
-    grids,
+    interpreted,
     make_case,
     relative_error,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 lora_add = adding(BlockSparseBackend())
-quick = pytest.mark.parametrize("grid", grids(*LONG))
+grids = pytest.mark.parametrize("grid", interpreted())
 
 
-@quick
+@grids
 def test_forward_with_kept_weights(grid: Grid) -> None:
     check_forward(adding(BlockSparseBackend().keeping()), grid, torch.float32, DEVICE)
 
@@ -42,7 +41,7 @@ def test_block_sizes_agree(block: int) -> None:
     assert relative_error(got, expected) < 1e-5
 
 
-@quick
+@grids
 def test_gradients(grid: Grid) -> None:
     check_gradients(lora_add, grid, torch.float32, DEVICE)
 

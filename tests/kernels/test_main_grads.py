@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -111,26 +110,14 @@ def compare(run: Adds, name: str, dtype: torch.dtype, *, inputs_learn: bool, lim
                 assert (pair.main_grads.b_OR == 1).all()
 
 
-CASES = [
-    (name, run, inputs_learn)
-    for name in BATCHES
-    for run, inputs_learn in product((stacked, alone), (False, True))
-    if name in ("few rows each", "in blocks")
-    or inputs_learn == (run is stacked)  # the longer ones take long in the interpreter
-]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "run", "inputs_learn"),
     [
-        pytest.param(
-            *case,
-            marks=()
-            if case[0] in ("few rows each", "in blocks") and case[2] == (case[1] is stacked)
-            else pytest.mark.slow,
-        )
-        for case in CASES
+        ("few rows each", alone, True),
+        ("in blocks", stacked, False),
+        ("in blocks, parts are summed", stacked, True),
+        ("one adapter", alone, False),
     ],
 )
 def test_sums(name: str, run: Adds, inputs_learn: bool) -> None:

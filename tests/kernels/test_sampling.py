@@ -83,8 +83,8 @@ def test_ties_at_the_threshold_go_to_lower_ids() -> None:
     logits = torch.zeros(1, 100)
     logits[0, 70] = 1.0
     for top_k, top_p in ((30.0, 1.0), (math.inf, 0.3), (40.0, 0.7)):
-        columns = [(1.0, 0.0, top_k, top_p, number / 32) for number in range(32)]
-        found, expected = both(logits.expand(32, -1).contiguous(), columns)
+        columns = [(1.0, 0.0, top_k, top_p, number / 32) for number in (0, 9, 20, 31)]
+        found, expected = both(logits.expand(4, -1).contiguous(), columns)
         assert found == expected
         assert 70 in found
         assert max(token for token in found if token != 70) < 31

@@ -67,8 +67,9 @@ def _expected(segments: Segments, ys: list[Tensor], x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own", [0, 1])
-@pytest.mark.parametrize(("decode", "zero_padded"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize(
+    ("own", "decode", "zero_padded"), [(0, True, True), (1, True, False), (0, False, False), (1, False, False)]
+)
 def test_two_halves_make_the_whole(own: int, decode: bool, zero_padded: bool) -> None:
     segments = Segments((0, 2, 3, 5), (0, -1, 1))
     x, ys = torch.randn(5, INPUTS), [torch.randn(5, out) for out in OUTPUTS]

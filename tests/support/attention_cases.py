@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -154,3 +156,11 @@ DECODES = [(0, 1), (15, 1), (16, 1), (63, 1), (64, 1), (3, 1), (150, 1)]
 CHUNKS = [(0, 1), (0, 17), (40, 1), (16, 3), (100, 30), (0, 70)]
 FAR = [(1500, 20), (520, 3), (600, 40)]
 """Chunks whose keys are cut into items, and joined; item bounds lie among the last one's own tokens, too."""
+
+
+def on_gpu(cases: Mapping[str, tuple[Any, ...]]) -> list[Any]:
+    """The cases in bfloat16, which Triton's interpreter computes wrongly."""
+    return [
+        pytest.param((*case, torch.bfloat16), id=f"{name}-on a GPU in bfloat16", marks=pytest.mark.gpu)
+        for name, case in cases.items()
+    ]

@@ -103,22 +103,6 @@ GRIDS = (
     Grid("no_segments", (), (), ()),
 )
 
-LONG = (
-    "neighbours_of_one_adapter",
-    "all_distinct",
-    "mixed_ranks",
-    "zipf",
-    "skewed",
-    "wide",
-    "bd_a",
-    "bd_b",
-    "bd_odd_a",
-    "bd_both_kinds",
-    "bd_wide",
-)
-"""Of the grids, those that take long in Triton's interpreter."""
-
-
 BD_GRIDS = (
     Grid("bd_a", (5, 1, 3, 2), (0, 1, 2, -1), (32, 16, 24), 96, 72, a_blocks=(2, 1, 4)),
     Grid("bd_b", (5, 1, 3, 2), (0, 1, 2, -1), (32, 16, 24), 72, 96, b_blocks=(2, 1, 4)),
@@ -131,10 +115,14 @@ BD_GRIDS = (
 """Block-diagonal pairs beside plain ones: blocks of whole tiles and of parts of them, of odd sizes, of one rank."""
 
 
-def grids(*slow: str) -> list[Any]:
-    """All of `GRIDS` and `BD_GRIDS` for `parametrize`, those named marked slow."""
+AWKWARD = ("empty_segments", "zero_tokens", "no_segments", "untargeted_site", "odd_sizes", "bd_of_single_ranks")
+SLOW = ("skewed", "adapter_comes_back", "bd_odd_a", "bd_both_kinds")
+
+
+def interpreted() -> list[Any]:
+    """Of `GRIDS` and `BD_GRIDS` for `parametrize` what a kernel gets wrong first; with bfloat16 a GPU runs all."""
     named = {grid.name: grid for grid in (*GRIDS, *BD_GRIDS)}
-    return sample(named, *(name for name in named if name not in slow))
+    return sample({name: named[name] for name in (*AWKWARD, *SLOW)}, *AWKWARD)
 
 
 @dataclass(frozen=True)
