@@ -83,7 +83,7 @@ def test_keys_of_retention_and_of_one_gpu() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_tiny_run_writes_rows_loads_and_figures(size: int, tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -87,6 +87,7 @@ def place(tmp_path: Path) -> Place:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_trainer_alone_is_a_run_without_requests(place: Place, tmp_path: Path) -> None:
     path = tmp_path / "small.jsonl"
     save_trace(small_trace(), path)
@@ -117,6 +118,7 @@ def test_vllm_beside_peft_writes_what_coserve_writes(place: Place, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_equal_loads_of_vllm_beside_peft(place: Place, tmp_path: Path) -> None:
     """Requests come from processes of their own, PEFT's peak is measured first, and no targets are sent to vLLM. Half
     of the time PEFT trains less."""

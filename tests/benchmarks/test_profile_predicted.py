@@ -11,6 +11,7 @@ from benchmarks.memory.profile.report import ProfileReport, Series
 from benchmarks.memory.profile.request import Backend, Kind, ProfileRequest, make_workloads
 from benchmarks.memory.profile.run import Step, profile
 from coserve.core.errors import InvalidRequest, UnsupportedBase
+from tests.support.examples import in_turns
 from tests.support.predicted_memory import fake_tensors
 from tests.support.tiny_models import FAMILIES, tiny_model
 
@@ -118,8 +119,7 @@ def test_the_papers_trends() -> None:
         assert series.workload.kind is Kind.INFERENCE or series.lines["act"].r2 > 0.999
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", in_turns(FAMILIES))
 def test_any_family_is_predicted(family: str) -> None:
     report = profile(request(tiny_model(family).config.to_dict(), (2, 4)), quiet)
     assert [len(series.points) for series in report.series] == [2, 2, 2]

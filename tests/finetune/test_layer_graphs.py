@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -54,8 +54,26 @@ def train(
     return found
 
 
-def losses(found: dict[str, list[FromEngine]]) -> list[float]:
-    return [loss for messages in found.values() for one in metrics_of(messages) for loss in (one.loss, one.grad_norm)]
+def losses(found: dict[str, list[FromEngine]]) -> torch.Tensor:
+    return torch.tensor([(one.loss, one.grad_norm) for messages in found.values() for one in metrics_of(messages)])
+
+
+Plain = Callable[[Jobs], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def plain(compiled: tuple[Base, CompiledLayers], tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    """Losses of jobs without graphs: each once, for all tests."""
+    known = dict[str, torch.Tensor]()
+
+    def found(jobs: Jobs) -> torch.Tensor:
+        name = repr([spec for _, spec in jobs])
+        if name not in known:
+            base, layers = compiled
+            known[name] = losses(train(base, tmp_path_factory.mktemp("plain"), layers, None, jobs))
+        return known[name]
+
+    return found
 
 
 def graphs_of(layers: CompiledLayers, *recorders: RepeatingRecorder, **options: int) -> LayerGraphs:
@@ -71,13 +89,14 @@ def graphs_of(layers: CompiledLayers, *recorders: RepeatingRecorder, **options: 
         pytest.param((job(0), job(2, r=16)), id="unlike", marks=pytest.mark.slow),
     ],
 )
-def test_jobs_learn_what_they_learn_without(compiled: tuple[Base, CompiledLayers], tmp_path: Path, jobs: Jobs) -> None:
+def test_jobs_learn_what_they_learn_without(
+    compiled: tuple[Base, CompiledLayers], plain: Plain, tmp_path: Path, jobs: Jobs
+) -> None:
     base, layers = compiled
     recorder = RepeatingRecorder()
-    found = train(base, tmp_path / "graphs", layers, graphs_of(layers, recorder), jobs)
+    found = train(base, tmp_path, layers, graphs_of(layers, recorder), jobs)
     assert recorder.pool_runs and recorder.recorded and recorder.replayed
-    expected = train(base, tmp_path / "plain", layers, None, jobs)
-    torch.testing.assert_close(torch.tensor(losses(found)), torch.tensor(losses(expected)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(losses(found), plain(jobs), rtol=1e-4, atol=1e-5)
 
 
 def test_a_job_without_graphs_is_told(compiled: tuple[Base, CompiledLayers], tmp_path: Path) -> None:
@@ -113,15 +132,14 @@ def test_a_job_has_the_graphs_of_an_earlier_one_of_its_shape(
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 3])
 def test_a_capture_that_fails_costs_the_step_alone(
-    compiled: tuple[Base, CompiledLayers], tmp_path: Path, failing: int
+    compiled: tuple[Base, CompiledLayers], plain: Plain, tmp_path: Path, failing: int
 ) -> None:
     base, layers = compiled
     recorder = RepeatingRecorder(lambda number: RuntimeError("no capture") if number == failing else None)
     graphs = graphs_of(layers, recorder)
-    found = train(base, tmp_path / "graphs", layers, graphs, (job(0),))
+    found = train(base, tmp_path, layers, graphs, (job(0),))
     assert "without CUDA graphs: no capture" in graphs.notes[0] and not recorder.replayed
-    expected = train(base, tmp_path / "plain", layers, None, (job(0),))
-    torch.testing.assert_close(torch.tensor(losses(found)), torch.tensor(losses(expected)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(losses(found), plain([job(0)]), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -203,33 +221,28 @@ def test_few_shapes_have_graphs_and_idle_ones_give_way(compiled: tuple[Base, Com
 
 
 @pytest.mark.slow
-def test_graphs_of_some_recomputed_layers(compiled: tuple[Base, CompiledLayers], tmp_path: Path) -> None:
-    base, layers = compiled
-    recorder, (corpus, spec) = RepeatingRecorder(), job(0, steps=4)
-    bench = Bench(base, tmp_path, compiled=layers, graphs=graphs_of(layers, recorder), lora_backend=SEGMENTED)
-    bench.start(bench.place(corpus, spec))
-    bench.trainer.limit(spec.id, Treatment(1 << 20, recomputed=1, compiled=True))
-    found = {spec.id: bench.run(spec.id)}
-    assert recorder.replayed
-    expected = train(base, tmp_path / "plain", layers, None, ((corpus, spec),))
-    torch.testing.assert_close(torch.tensor(losses(found)), torch.tensor(losses(expected)), rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("recomputed", "partly"), [(2, 0), (0, 2), (1, 1)])
-def test_graphs_of_layers_that_keep_less(recomputed: int, partly: int, tmp_path: Path) -> None:
+def test_graphs_of_layers_that_are_recomputed_or_keep_less(
+    compiled: tuple[Base, CompiledLayers], plain: Plain, tmp_path: Path
+) -> None:
     base = tiny_base("llama")
-    layers = CompiledLayers(base, LayerCut(base), interpreted)
-    layers.compile()
-    layers.compile_levels()
-    recorder, (corpus, spec) = RepeatingRecorder(), job(0, steps=4)
-    bench = Bench(base, tmp_path, compiled=layers, graphs=graphs_of(layers, recorder), lora_backend=SEGMENTED)
-    bench.start(bench.place(corpus, spec))
-    bench.trainer.limit(spec.id, Treatment(1 << 20, recomputed, partly, compiled=True))
-    found = {spec.id: bench.run(spec.id)}
-    assert recorder.replayed
-    expected = train(base, tmp_path / "plain", layers, None, ((corpus, spec),))
-    torch.testing.assert_close(torch.tensor(losses(found)), torch.tensor(losses(expected)), rtol=1e-3, atol=1e-4)
+    keeping_less = CompiledLayers(base, LayerCut(base), interpreted)
+    keeping_less.compile()
+    keeping_less.compile_levels()
+    cases = [(*compiled, 1, 0), *((base, keeping_less, *counts) for counts in ((2, 0), (0, 2), (1, 1)))]
+    for number, (own_base, layers, recomputed, partly) in enumerate(cases):
+        recorder, (corpus, spec) = RepeatingRecorder(), job(0, steps=4)
+        bench = Bench(
+            own_base,
+            tmp_path / str(number),
+            compiled=layers,
+            graphs=graphs_of(layers, recorder),
+            lora_backend=SEGMENTED,
+        )
+        bench.start(bench.place(corpus, spec))
+        bench.trainer.limit(spec.id, Treatment(1 << 20, recomputed, partly, compiled=True))
+        found = {spec.id: bench.run(spec.id)}
+        assert recorder.replayed
+        torch.testing.assert_close(losses(found), plain([(corpus, spec)]), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -254,7 +267,9 @@ def test_graphs_are_captured_anew_once_layers_can_keep_less(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_shape_without_graphs_runs_in_their_memory(compiled: tuple[Base, CompiledLayers], tmp_path: Path) -> None:
+def test_a_shape_without_graphs_runs_in_their_memory(
+    compiled: tuple[Base, CompiledLayers], plain: Plain, tmp_path: Path
+) -> None:
     base, layers = compiled
     recorder = RepeatingRecorder()
     graphs = graphs_of(layers, recorder, max_shapes=1, evict_after=1000)
@@ -263,8 +278,7 @@ def test_a_shape_without_graphs_runs_in_their_memory(compiled: tuple[Base, Compi
     other = job(2, steps=2, r=16)
     found = train(base, tmp_path / "b", layers, graphs, (other,))
     assert recorder.recorded == recorded and recorder.pool_runs > before
-    expected = train(base, tmp_path / "plain", layers, None, (other,))
-    torch.testing.assert_close(torch.tensor(losses(found)), torch.tensor(losses(expected)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(losses(found), plain([other]), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -360,14 +360,13 @@ def test_packing_keeps_rows_apart() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", sample({"kept": False, "recomputed": True}, "recomputed"))
 @pytest.mark.parametrize(
-    ("family", "settings"),
+    ("family", "settings", "recompute"),
     [
-        pytest.param("llama", SETTINGS, marks=pytest.mark.slow),
-        ("llama", LoraSettings(r=4, alpha=8, targets=("q_proj", "v_proj", "down_proj"))),
-        pytest.param("gpt2", SETTINGS, marks=pytest.mark.slow),
-        pytest.param("gemma2", SETTINGS, marks=pytest.mark.slow),
+        ("llama", SETTINGS, False),
+        ("llama", LoraSettings(r=4, alpha=8, targets=("q_proj", "v_proj", "down_proj")), True),
+        ("gpt2", SETTINGS, True),
+        ("gemma2", SETTINGS, False),
     ],
     ids=["llama", "some targets", "gpt2", "gemma2"],
 )

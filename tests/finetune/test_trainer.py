@@ -138,12 +138,14 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("changes", sample(RESUMED, "plain", "dropout", "bd-lora"))
-@pytest.mark.parametrize("cut_at", sample([1, 5, 9, 17, 32], 17))
-def test_a_resumed_job_ends_as_the_uninterrupted_one(
-    base: Base, tmp_path: Path, changes: dict[str, object], cut_at: int
-) -> None:
+CUTS = [("plain", 17), ("dropout", 17), ("bd-lora", 17)]
+MORE_CUTS = [("plain", 1), ("dropout", 9), ("neftune", 5), ("neftune", 32), ("validation", 17), ("validation", 32)]
+
+
+@pytest.mark.parametrize("case", sample([*CUTS, *MORE_CUTS], *CUTS), ids=str)
+def test_a_resumed_job_ends_as_the_uninterrupted_one(base: Base, tmp_path: Path, case: tuple[str, int]) -> None:
     """Cut after any number of micro-steps, in the middle of an epoch, of a micro-batch or of an evaluation."""
+    changes, cut_at = RESUMED[case[0]], case[1]
     whole, cut = Bench(base, tmp_path / "whole"), Bench(base, tmp_path / "cut")
     spec = job_spec(CORPUS, steps=6, checkpoint_steps=2, **changes)
     expected = whole.train(whole.place(CORPUS, spec))

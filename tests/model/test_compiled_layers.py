@@ -25,7 +25,7 @@ from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.kinds import kind_of
-from coserve.model.training.trace import Compile, CompiledLayer, inductor, interpreted, trace_layer
+from coserve.model.training.trace import Compile, CompiledLayer, interpreted, trace_layer
 from tests.support.finetuning import CPU, Bench, job_spec, random_corpus, started, tiny_base
 from tests.support.gpu_memory import COSTS
 from tests.support.lora_backends import GROUPED, SEGMENTED
@@ -228,24 +228,6 @@ def test_a_job_trains_through_them_and_one_with_dropout_says_why_not(
     assert counted.backwards == len(base.layers) and not bench.trainer.notes
     bench.start(bench.place(corpus, job_spec(corpus, "dropping", steps=1, dropout=0.1)))
     assert [note for note in bench.trainer.notes if "LoRA dropout" in note and note.startswith("job dropping")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt2", "gemma2", "gemma3", "mistral", "phi", "phi3", "qwen3"])
-def test_gradients_of_other_families(family: str) -> None:
-    base, counted = tiny_base(family), Counted()
-    compiled = compiled_layers(base, counted)
-    found = gradients(base, compiled, PACKS)
-    assert counted.backwards > 0
-    equal(found, gradients(base, None, PACKS))
-
-
-@pytest.mark.slow
-def test_gradients_with_the_real_compiler() -> None:
-    base, counted = tiny_base("llama"), Counted(inductor)
-    found = gradients(base, compiled_layers(base, counted), PACKS)
-    assert counted.backwards > 0
-    equal(found, gradients(base, None, PACKS))
 
 
 def test_layers_that_differ_in_a_number_are_of_two_kinds() -> None:

@@ -30,7 +30,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.settings import refuse_config
-from tests.support.examples import sample
+from tests.support.examples import in_turns
 from tests.support.executors import eager
 from tests.support.families import ATTENTION_ONLY, REFUSED, REFUSED_BY_CONFIG, SERVED, tiny_family
 from tests.support.lora_backends import GROUPED
@@ -50,24 +50,18 @@ CORPUS = Corpus(
     bounds=np.array([0, len(ROWS[0]), len(ROWS[0]) + len(ROWS[1])]),
 )
 OF_EACH_KIND = (
-    "llama",
-    "gpt2",
     "gemma2",
-    "gemma3_text",
     "gpt_neox",
     "gpt_bigcode",
     "opt",
     "ctrl",
-    "phi",
     "olmo2",
     "cohere2",
     "granite",
-    "mixtral",
     "qwen2_moe",
-    "gpt_oss",
     "modernbert-decoder",
 )
-"""Norms, positions, activations, windows, sinks, stacked weights and experts of all kinds."""
+"""With `QUICK`: norms, positions, activations, windows, sinks, stacked weights and experts of all kinds."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 QUICK = ("llama", "gpt2", "gemma3_text", "phi", "mixtral", "gpt_oss")
 TABLE = Path(__file__).parents[2] / "docs" / "guide" / "families.md"
@@ -118,9 +112,12 @@ def _loss(model: torch.nn.Module, row: Sequence[int]) -> Tensor:
     return cross_entropy(logits_TV[:-1], torch.tensor(row[1:]), reduction="sum")
 
 
-@pytest.mark.parametrize("family", sample(SERVED, *QUICK))
+@pytest.mark.parametrize("family", in_turns(SERVED, QUICK, always=OF_EACH_KIND))
 @pytest.mark.filterwarnings("ignore")
-def test_a_familys_tokens_and_logprobs_are_those_of_transformers_and_peft(family: str, tmp_path: Path) -> None:
+def test_a_familys_tokens_logprobs_and_gradients_are_those_of_transformers_and_peft(
+    family: str, tmp_path: Path
+) -> None:
+    """And its sites stacked into groups, as a GPU serves it without the compiler, give its own logits."""
     base = wrap_base(tiny_family(family), name=family)
     sites = _targets(family, base)
     expected, adapters = {"base": _by_its_own_forward(tiny_family(family))}, {}
@@ -139,16 +136,13 @@ def test_a_familys_tokens_and_logprobs_are_those_of_transformers_and_peft(family
         for top, logprobs_V in zip(told.top, logprobs_NV, strict=True):
             found = torch.tensor(list(top.values()))
             torch.testing.assert_close(found, logprobs_V[list(top)], atol=TOLERANCE, rtol=0)
+    _check_gradients(base, adapters[ref], peft_model)
+    fused = FusedBase(base, compiled=False)
+    fused.check()
+    assert {name for layer in fused.groups for group in layer for name in group.names} == set(base.spec.sites)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", SERVED)
-@pytest.mark.filterwarnings("ignore")
-def test_a_familys_gradients_are_those_of_transformers_and_peft(family: str, tmp_path: Path) -> None:
-    """And its sites stacked into groups, as a GPU serves it, give its own logits."""
-    base = wrap_base(tiny_family(family), name=family)
-    peft_model = save_peft(tiny_family(family), tmp_path, r=3, target_modules=_targets(family, base))
-    weights = load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float32)
+def _check_gradients(base: Base, weights: LoraWeights, peft_model: torch.nn.Module) -> None:
     optimizer = AdapterOptimizer(weights, base.spec, TrainingSettings(), base.dtype)
     rows = pack_rows(CORPUS, [0, 1], torch.device("cpu"))
     lora = LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), GROUPED, None)
@@ -165,16 +159,6 @@ def test_a_familys_gradients_are_those_of_transformers_and_peft(family: str, tmp
             assert wanted is not None
             largest = float(wanted.abs().max())  # sums in another order, by the processor: errors are relative to it
             torch.testing.assert_close(found, wanted, atol=1e-4 * max(1.0, largest), rtol=1e-3, msg=site)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", SERVED)
-@pytest.mark.filterwarnings("ignore")
-def test_a_familys_sites_in_groups_give_its_own_logits(family: str) -> None:
-    """As a GPU serves it, without the compiler; every site is in a group."""
-    fused = FusedBase(wrap_base(tiny_family(family), name=family), compiled=False)
-    fused.check()
-    assert {name for layer in fused.groups for group in layer for name in group.names} == set(fused.base.spec.sites)
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -29,8 +29,8 @@ PRELOADED = ["tests.support.ranks", "coserve.engine.worker"]
 class Ranks:
     """`size` processes; a context manager, which ends them whatever happens."""
 
-    def __init__(self, size: int, *, cuda: bool = False) -> None:
-        """`cuda`: over NCCL, each on its GPU; else over gloo."""
+    def __init__(self, size: int, *, cuda: bool = False, timeout: int = 60) -> None:
+        """`cuda`: over NCCL, each on its GPU; else over gloo. `timeout`: seconds in which a rank waits for another."""
         self._folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("spawn" if cuda else "forkserver")
         if not cuda:  # one process imports for all ranks of all meshes; once CUDA is in use, it could not be forked
@@ -41,7 +41,7 @@ class Ranks:
         """No function was left unanswered."""
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, address, cuda), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, size, address, cuda, timeout), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -85,12 +85,12 @@ class Ranks:
         return [results[rank] for rank in range(len(self._pipes))]
 
 
-def _serve(pipe: Connection, rank: int, size: int, address: str, cuda: bool) -> None:
+def _serve(pipe: Connection, rank: int, size: int, address: str, cuda: bool, timeout: int) -> None:
     torch.set_num_threads(1)
     remember_builtins()
     if cuda:
         torch.cuda.set_device(rank)
-    mesh = join(rank, size, address=address, device=torch.device("cuda" if cuda else "cpu"), timeout=60)
+    mesh = join(rank, size, address=address, device=torch.device("cuda" if cuda else "cpu"), timeout=timeout)
     while True:
         try:
             function, args, board = pipe.recv()

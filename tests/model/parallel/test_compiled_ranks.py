@@ -14,6 +14,7 @@ from coserve.model.parallel.mesh import LoneRank, Mesh
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.trace import interpreted
 from tests.support import sharded
+from tests.support.examples import in_turns
 from tests.support.families import tiny_family
 from tests.support.ranks import Ranks
 from tests.support.sharded import KINDS, Kind, Trained, load, train
@@ -74,10 +75,20 @@ def compiled(ranks: Ranks, folder: str, strategy: str, kind: Kind, steps: int = 
     return ranks.run(train, folder, strategy, kind, 0, steps, None, "segmented", 0.0, True)
 
 
-@pytest.mark.parametrize(("strategy", "kind"), [("nfs", KINDS[0]), ("bd", KINDS[1]), ("slora", Kind(16))])
+@pytest.mark.parametrize(("strategy", "kind"), [("nfs", KINDS[0]), ("bd", KINDS[1])])
 def test_a_job_has_the_losses_and_the_weights_of_one_process(
-    ranks: Ranks, folder: str, strategy: str, kind: Kind
+    two: Ranks, folder: str, strategy: str, kind: Kind
 ) -> None:
+    check_job(two, folder, strategy, kind)
+
+
+def test_a_job_with_fully_sharded_pairs_has_the_losses_and_the_weights_of_one_process(
+    ranks: Ranks, folder: str
+) -> None:
+    check_job(ranks, folder, "slora", Kind(16))
+
+
+def check_job(ranks: Ranks, folder: str, strategy: str, kind: Kind) -> None:
     expected = train(None, folder, strategy, kind, 0, STEPS, None, "grouped", 0.0)
     own_layers = ranks.run(train, folder, strategy, kind, 0, STEPS, None, "segmented", 0.0)[0]
     first, *others = compiled(ranks, folder, strategy, kind)
@@ -92,8 +103,7 @@ def test_a_job_has_the_losses_and_the_weights_of_one_process(
         assert all(torch.equal(other.state[name], tensor) for name, tensor in first.state.items())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma2", "gpt2", "phi", "phi3", "cohere"])
+@pytest.mark.parametrize("family", in_turns(["gemma2", "gpt2", "phi", "phi3", "cohere"]))
 def test_a_job_of_other_layers(two: Ranks, tmp_path: Path, family: str) -> None:
     tiny_family(family).save_pretrained(tmp_path)
     expected = train(None, str(tmp_path), "nfs", KINDS[0], 0, STEPS, None, "grouped", 0.0)
@@ -103,8 +113,7 @@ def test_a_job_of_other_layers(two: Ranks, tmp_path: Path, family: str) -> None:
         assert found.norms == pytest.approx(expected.norms, rel=1e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "phi"])
+@pytest.mark.parametrize("family", in_turns(["llama", "phi"], days=2))
 def test_a_rank_compiles_its_layers_without_the_others(tmp_path: Path, family: str) -> None:
     """With the real compiler, as a warm-up does; what it compiled is compared with the layer."""
     tiny_family(family).save_pretrained(tmp_path)

@@ -11,7 +11,7 @@ from torch import Tensor
 from coserve.model.base import load_base
 from coserve.model.parallel.families import PLANS
 from coserve.model.parallel.mesh import Mesh
-from tests.support.examples import sample
+from tests.support.examples import in_turns
 from tests.support.families import tiny_family
 from tests.support.lora_reference import packed, tokens_of
 from tests.support.ranks import Ranks
@@ -26,7 +26,7 @@ def _logits(mesh: Mesh, folder: str) -> tuple[Tensor, str, dict[str, object], li
     return logits, base.spec.fingerprint, dict(base.spec.sites), base.kv_shapes, dict(mesh.traffic.calls)
 
 
-@pytest.mark.parametrize("family", sample(sorted(PLANS), "gemma2", "gpt2", "phi3"))
+@pytest.mark.parametrize("family", in_turns(sorted(PLANS), ("gemma2", "gpt2", "phi3")))
 def test_a_family_cut_in_two_gives_the_same_logits(family: str, two: Ranks, tmp_path: Path) -> None:
     tiny_family(family).save_pretrained(tmp_path)
     whole = load_base(str(tmp_path), device="cpu", dtype="auto")

@@ -63,8 +63,9 @@ def _sums(mesh: Mesh, folder: str, dtype: torch.dtype, shape: PushShape) -> list
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.pushers}+{shape.adders}")
+@pytest.mark.parametrize(
+    ("shape", "dtype"), list(zip(SHAPES, (torch.float32, torch.bfloat16, torch.float32), strict=True)), ids=str
+)
 def test_every_rank_has_the_sums(ranks: Ranks, tmp_path: Path, dtype: torch.dtype, shape: PushShape) -> None:
     first, *others = ranks.run(_sums, str(tmp_path), dtype, shape)
     for number, size in enumerate(SIZES):

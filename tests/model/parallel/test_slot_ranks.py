@@ -23,6 +23,7 @@ from coserve.model.gemm_choice import GemmChoice
 from coserve.model.lora import LoraBatch
 from coserve.model.parallel.mesh import GroupMesh, Mesh
 from tests.support import sharded
+from tests.support.examples import in_turns
 from tests.support.lora_backends import GROUPED
 from tests.support.ranks import OneShotMesh, Ranks
 from tests.support.sharded import KINDS, Kind, load, whole_adapter
@@ -41,7 +42,7 @@ CASES = (
 )
 
 
-ONE_SHOT = [pytest.param(False, id="gathered"), pytest.param(True, id="zero-padded sums", marks=pytest.mark.slow)]
+ONE_SHOT = in_turns({"gathered": False, "zero-padded sums": True}, ("gathered",), days=2)
 ONE_ROW = (0, 2, 4)
 """Adapters; the second one is local."""
 
