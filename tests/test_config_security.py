@@ -68,7 +68,15 @@ def test_the_file(name: str, value: str, tmp_path: Path) -> None:
         load_config({"config": file}, {})
 
 
-@pytest.mark.parametrize(("name", "value"), [case for case in CASES if case[0] != "trust_remote_code"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (name, value)
+        for name, (first, *_, last) in REFUSED.items()
+        if name != "trust_remote_code"
+        for value in (first, last)
+    ],
+)
 def test_the_command_line(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COSERVE_API_KEY", raising=False)
 

@@ -33,6 +33,6 @@ for each in threads:
 @pytest.mark.slow
 def test_threads_may_decode_a_type_for_the_first_time_at_once() -> None:
     """Without `decoder_of` one process of five ended by SIGSEGV."""
-    for _ in range(20):
+    for _ in range(8):
         done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=False, timeout=60)
         assert (done.returncode, done.stderr) == (0, "")

@@ -95,20 +95,18 @@ async def test_block_diagonal_adapters_are_trained_shown_continued_and_served_wi
         }
 
 
-@pytest.mark.parametrize(
-    ("lora", "field", "message"),
-    [
+async def test_wrong_blocks_are_refused(api: Api) -> None:
+    wrong: list[tuple[dict[str, object], str, str]] = [
         ({"r": 6, "bd_blocks": 4}, "lora.bd_blocks", "rank 6 does not divide into 4 blocks"),
         ({"bd_blocks": 0}, "lora.bd_blocks", "expected 1 to 64"),
         ({"bd_blocks": 2, "targets_bd_a": ["nothing"]}, "lora.targets_bd_a", "none of the targeted"),
         ({"nblocks": 2}, "lora.nblocks", "did you mean 'bd_blocks'?"),
-    ],
-)
-async def test_wrong_blocks_are_refused(api: Api, lora: dict[str, object], field: str, message: str) -> None:
-    body = {"adapter": "a", "data": [{"text": "a b"}], "lora": lora}
-    status, answer = await api.call("POST", "/finetune", json=body)
-    assert (status, answer["error"]["field"]) == (400, field)
-    assert message in answer["error"]["message"]
+    ]
+    for lora, field, message in wrong:
+        body = {"adapter": "a", "data": [{"text": "a b"}], "lora": lora}
+        status, answer = await api.call("POST", "/finetune", json=body)
+        assert (status, answer["error"]["field"]) == (400, field)
+        assert message in answer["error"]["message"]
 
 
 async def test_an_adapter_is_converted_to_another_name_and_back(api: Api, tmp_path: Path) -> None:
@@ -123,9 +121,8 @@ async def test_an_adapter_is_converted_to_another_name_and_back(api: Api, tmp_pa
     assert list(api.folder.staging.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "field"),
-    [
+async def test_conversions_that_are_refused_leave_nothing(api: Api) -> None:
+    refused: list[tuple[str, dict[str, object], int, str]] = [
         ("poet", {"bd_blocks": 0}, 400, "bd_blocks"),
         ("poet", {"bd_blocks": 3}, 400, "bd_blocks"),
         ("poet", {"bd_blocks": 2, "rank": 3}, 400, "rank"),
@@ -133,18 +130,15 @@ async def test_an_adapter_is_converted_to_another_name_and_back(api: Api, tmp_pa
         ("poet", {"bd_blocks": 2, "distill": True}, 400, "distill"),
         ("poet", {"bd_blocks": 2, "name": "fake"}, 400, "name"),
         ("nobody", {"bd_blocks": 2}, 404, "adapter"),
-    ],
-)
-async def test_conversions_that_are_refused_leave_nothing(
-    api: Api, path: str, body: dict[str, object], status: int, field: str
-) -> None:
+    ]
     assert api.config.data_root is not None
     write_peft(api.config.data_root / "poet", api.base, rank=4)
     await api.call("POST", "/adapters", json={"name": "poet", "path": "poet"})
-    got, answer = await api.call("POST", f"/adapters/{path}/convert", json=body)
-    assert (got, answer["error"]["field"]) == (status, field), answer
-    assert api.folder.adapter_refs() == [AdapterRef("poet", 1)]
-    assert list(api.folder.staging.iterdir()) == []
+    for path, body, status, field in refused:
+        got, answer = await api.call("POST", f"/adapters/{path}/convert", json=body)
+        assert (got, answer["error"]["field"]) == (status, field), answer
+        assert api.folder.adapter_refs() == [AdapterRef("poet", 1)]
+        assert list(api.folder.staging.iterdir()) == []
 
 
 async def test_a_conversion_may_submit_the_job_that_distills_it(api: Api) -> None:

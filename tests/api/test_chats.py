@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -79,25 +80,25 @@ async def rows_of(api: Api, row: dict[str, Any], *, arrow: bool = True) -> tuple
     return found[0]
 
 
-@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/tokenize"])
-async def test_requests_render_tools_calls_and_parts(api: Api, path: str) -> None:
+PATHS = ("/generate", "/v1/chat/completions", "/tokenize")
+
+
+async def test_requests_render_tools_calls_and_parts(api: Api) -> None:
     expected = with_template(QWEN3).chat(PLAIN, tools=TOOLS)
     text = with_template(None).decode(expected, skip_special=False)
     assert "Köln" in text and "sky" in text and str(10**30) in text
     for messages in (PLAIN, AS_SENT):
-        body = {"messages": messages, "tools": TOOLS, "max_tokens": 1}
-        if path == "/tokenize":
-            del body["max_tokens"]
-        assert await prompt_of(api, path, body) == text
+        for path in PATHS:
+            body = {"messages": messages, "tools": TOOLS} | ({} if path == "/tokenize" else {"max_tokens": 1})
+            assert await prompt_of(api, path, body) == text, path
 
 
-@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/tokenize"])
-async def test_what_no_process_can_pass_on_is_refused(api: Api, path: str) -> None:
+async def test_what_no_process_can_pass_on_is_refused(api: Api) -> None:
     """Tools so deep that another process could not read them, and integers that MessagePack, which long requests take,
     does not have. `/tokenize` needs no other process: how deep it may be is Python's to say."""
     deep = b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"a": ' + b"[" * 985 + b"]" * 985 + b"}]}"
     number = json.dumps({"messages": [{"role": "user", "content": "x" * 70_000}], "tools": TOOLS}).encode()
-    for body in (deep, number):
+    for path, body in product(PATHS, (deep, number)):
         status, answer = await api.call("POST", path, data=body, headers={"Content-Type": "application/json"})
         assert status in ((200, 400) if path == "/tokenize" else (400,)), answer
 
@@ -124,8 +125,12 @@ async def test_rows_are_requests_with_their_answer(api: Api) -> None:
         assert tokens == len(whole) and 0 < learned < tokens
 
 
-@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/tokenize"])
-async def test_variables_of_the_template(api: Api, path: str) -> None:
+async def test_variables_of_the_template(api: Api) -> None:
+    for path in PATHS:
+        await check_variables(api, path)
+
+
+async def check_variables(api: Api, path: str) -> None:
     body = {"messages": PLAIN[:2]}
     plain = await prompt_of(api, path, body)
     assert await prompt_of(api, path, body | {"chat_template_kwargs": {"enable_thinking": True}}) == plain

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.support.examples import sample
+from tests.support.examples import in_turns
 from tests.support.fake_engine import SITE
 from tests.support.watched_server import OLD_JOB, Watched, watched_server
 
@@ -265,7 +265,16 @@ def test_the_watchdog_sees_a_thread_that_holds_the_lock(server: Watched) -> None
     assert server.ask("hold") > 2 * MOST
 
 
-@pytest.mark.parametrize("name", sample(JSON_BODIES.keys(), "2 MB text to tokens", "deep JSON"))
+@pytest.mark.parametrize(
+    "name",
+    in_turns(
+        JSON_BODIES.keys(),
+        always=(
+            "2 MB text to tokens",
+            "deep JSON",
+        ),
+    ),
+)
 def test_json(server: Watched, name: str) -> None:
     path, make, statuses = JSON_BODIES[name]
     body = make()
@@ -278,7 +287,7 @@ def test_json(server: Watched, name: str) -> None:
     check(server, act)
 
 
-@pytest.mark.parametrize("name", sample(CORPORA.keys(), "20,000 rows of a word"))
+@pytest.mark.parametrize("name", in_turns(CORPORA.keys(), always=("20,000 rows of a word",)))
 def test_corpora(server: Watched, name: str) -> None:
     make, statuses = CORPORA[name]
     body = make()
@@ -303,7 +312,7 @@ def test_chunks_of_one_byte(server: Watched, kind: str) -> None:
     check(server, act)
 
 
-@pytest.mark.parametrize("name", sample(IMPORTS.keys(), "60,000 tensors"))
+@pytest.mark.parametrize("name", in_turns(IMPORTS.keys(), always=("60,000 tensors",)))
 def test_imports(server: Watched, name: str) -> None:
     make, wanted = IMPORTS[name]
     body = make()
@@ -330,7 +339,16 @@ def test_a_job_that_goes_on_from_a_large_import(server: Watched) -> None:
     check(server, act)
 
 
-@pytest.mark.parametrize("name", sample(ANSWERS.keys(), "a long scored completion", "a stream of 16 scored choices"))
+@pytest.mark.parametrize(
+    "name",
+    in_turns(
+        ANSWERS.keys(),
+        always=(
+            "a long scored completion",
+            "a stream of 16 scored choices",
+        ),
+    ),
+)
 def test_answers(server: Watched, name: str) -> None:
     path, asked = ANSWERS[name]
 
@@ -357,7 +375,7 @@ def test_four_scored_prompts_at_the_same_time(server: Watched) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", sample(PAGES, "/v1/models", "/metrics"))
+@pytest.mark.parametrize("path", in_turns(PAGES, always=("/v1/models", "/metrics")))
 def test_pages_of_a_full_registry(server: Watched, path: str) -> None:
     def act() -> None:
         status, answer = get(server, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -33,25 +34,23 @@ PLAIN = {"prompt": "the", "completion": "lo"}
 TWICE = {"prompt": "<bos>the", "completion": "lo"}
 
 
-@pytest.mark.parametrize(
-    ("rows", "said"),
-    [
-        ([PLAIN, PLAIN], []),
-        ([PLAIN, TWICE], ["1 of 2 rows begin with two BOS tokens"]),
-        ([PLAIN, CHAT, CHAT], ["2 of 3 rows teach no end"]),
-        ([{"text": "<bos>the"}, CHAT], ["1 of 2 rows begin with two BOS tokens", "1 of 2 rows teach no end"]),
-    ],
-)
-@pytest.mark.parametrize("large", [False, True], ids=["inline", "a file"])
-async def test_a_job_notes_what_its_rows_will_not_teach(
-    tmp_path: Path, rows: list[dict[str, object]], said: list[str], large: bool
-) -> None:
+NOTES: list[tuple[list[dict[str, object]], list[str]]] = [
+    ([PLAIN, PLAIN], []),
+    ([PLAIN, TWICE], ["1 of 2 rows begin with two BOS tokens"]),
+    ([PLAIN, CHAT, CHAT], ["2 of 3 rows teach no end"]),
+    ([{"text": "<bos>the"}, CHAT], ["1 of 2 rows begin with two BOS tokens", "1 of 2 rows teach no end"]),
+]
+
+
+async def test_a_job_notes_what_its_rows_will_not_teach(tmp_path: Path) -> None:
+    """In small files and in large ones, which another process reads."""
     roles = {"bos_token": "<bos>", "eos_token": "<eos>"}
     own = Tokenizer(sentencepiece_like(), special_tokens=roles, chat_template=TEMPLATE)
     root = tmp_path / "root"
     root.mkdir()
-    (root / "rows.jsonl").write_text("\n".join([*map(json.dumps, rows), *[""] * (SMALL_FILE if large else 0)]))
     async with serve_api(tmp_path / "data", tokens=own, data_root=root) as api:
-        status, job = await api.call("POST", "/finetune", json={"adapter": "new", "path": "rows.jsonl"})
-        assert status == 202, job
-    assert [note.split(":")[0] for note in job["notes"]] == said
+        for number, ((rows, said), blank) in enumerate(product(NOTES, (0, SMALL_FILE))):
+            (root / "rows.jsonl").write_text("\n".join([*map(json.dumps, rows), *[""] * blank]))
+            status, job = await api.call("POST", "/finetune", json={"adapter": f"new-{number}", "path": "rows.jsonl"})
+            assert status == 202, job
+            assert [note.split(":")[0] for note in job["notes"]] == said, blank

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from coserve import __version__
 from tests.support.api_server import Api, serve_api, tokenizer
 from tests.support.fake_engine import CONTEXT
@@ -55,9 +53,8 @@ async def test_what_the_tokenizer_is(api: Api) -> None:
     assert await api.call("GET", "/version") == (200, {"version": __version__})
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "field"),
-    [
+async def test_bad_input(api: Api) -> None:
+    for path, body, status, field in (
         ("/tokenize", {}, 400, "prompt"),
         ("/tokenize", {"prompt": "x", "messages": []}, 400, "prompt"),
         ("/tokenize", {"prompt": 5}, 400, "prompt"),
@@ -73,12 +70,10 @@ async def test_what_the_tokenizer_is(api: Api) -> None:
         ("/detokenize", {"tokens": [4096]}, 400, "tokens"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"),
         ("/detokenize", {}, 400, "tokens"),
-    ],
-)
-async def test_bad_input(api: Api, path: str, body: dict[str, object], status: int, field: str) -> None:
-    got, answer = await api.call("POST", path, json=body)
-    assert (got, answer["error"]["field"]) == (status, field)
-    await api.works()
+    ):
+        got, answer = await api.call("POST", path, json=body)
+        assert (got, answer["error"]["field"]) == (status, field), body
+        await api.works()
 
 
 async def test_texts_in_memory_are_bounded(tmp_path: Path) -> None:

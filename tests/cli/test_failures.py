@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,6 @@ from coserve.cli.app import run as run_command
 from coserve.cli.failures import explain, run_safely
 from coserve.client import RetryPolicy
 from coserve.core.errors import InvalidRequest, QueueFull
-from tests.support.examples import sample
 from tests.support.hostile_server import ANSWERS, hostile_server
 
 NOBODY = "http://127.0.0.1:1"
@@ -61,19 +59,19 @@ def run(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return said
 
 
-def pairs(others: Collection[str]) -> list[Any]:
-    """Each command with each of `others`; in `make test` all of them with the first command, and one with each
-    command."""
-    cases = {f"{' '.join(command[:2])}-{other}": (command, other) for command in ASKING for other in others}
-    fast = [key for i, key in enumerate(cases) if i < len(others) or i // len(others) % len(others) == i % len(others)]
-    return sample(cases, *fast)
+def pairs(others: Collection[str]) -> list[tuple[list[str], str]]:
+    """The first command with each of `others`, each other command with one of them."""
+    names = list(others)
+    return [(ASKING[0], name) for name in names] + [
+        (command, names[number % len(names)]) for number, command in enumerate(ASKING[1:], 1)
+    ]
 
 
-@pytest.mark.parametrize("case", pairs(ANSWERS))
+@pytest.mark.parametrize(("command", "answer"), pairs(ANSWERS))
 def test_no_daemon_answers_as_it_should(
-    case: tuple[list[str], str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    command: list[str], answer: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    (command, answer), places = case, paths(tmp_path)
+    places = paths(tmp_path)
     with hostile_server(ANSWERS[answer]) as url:
         said = run([*(places.get(word, word) for word in command), "--url", url], capsys)
     if answer == "wrong key":
@@ -91,9 +89,9 @@ ADDRESSES = {
 }
 
 
-@pytest.mark.parametrize("case", pairs(ADDRESSES))
-def test_wrong_addresses(case: tuple[list[str], str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (command, url), places = case, paths(tmp_path)
+@pytest.mark.parametrize(("command", "url"), pairs(ADDRESSES))
+def test_wrong_addresses(command: list[str], url: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    places = paths(tmp_path)
     assert ADDRESSES[url] in run([*(places.get(word, word) for word in command), "--url", url], capsys)
 
 

@@ -135,12 +135,28 @@ def check_steps(outcome: Outcome, job: str) -> None:
             assert due == outcome.scenario.plans[job].steps + 1
 
 
+def check_gauges(outcome: Outcome) -> None:
+    for _, stats in outcome.messages:
+        if isinstance(stats, EngineStats):
+            assert 0 <= stats.waiting <= outcome.scenario.max_queue
+            assert 0 <= stats.running <= outcome.scenario.max_running
+            assert 0 <= stats.jobs <= len(outcome.scenario.plans)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nothing_is_lost_and_nothing_runs_twice(policy: str) -> None:
     for outcome in outcomes(policy):
         check_requests(outcome)
         check_order(outcome)
         check_jobs(outcome)
+        check_gauges(outcome)
+        worst, longest = max(outcome.trainer.gaps, default=0.0), outcome.meter.longest
+        match policy:
+            case "slack":  # no job starves: between two slices lie the patience and the step that ran when it ended
+                assert worst <= outcome.scenario.patience + longest["serve"] + 1e-6
+            case "spatial":  # the device waits for one generation step and one launch, and is asked for few slices
+                assert worst <= longest["serve"] + longest["train"] + 1e-6
+                assert outcome.device.in_flight <= MAX_SLICES
         assert isinstance(outcome.messages[-1][1], EngineStopped)
 
 
@@ -164,33 +180,12 @@ def test_jobs_whose_samples_the_engine_itself_generates_end(policy: str) -> None
 
 
 @pytest.mark.parametrize("policy", FEW)
-def test_training_never_changes_a_requests_tokens(policy: str) -> None:
+def test_below_capacity_no_request_starves_and_training_changes_no_token(policy: str) -> None:
+    """With time to breathe, a request waits for its batch to form and for what ran when it came, no longer."""
     for outcome in outcomes(policy, calm=True):
         alone = play(outcome.scenario.without_jobs())
         for request in requests(outcome.scenario):
             assert outcome.tokens(request.id) == alone.tokens(request.id) != ()
-
-
-def test_slack_lets_no_job_starve() -> None:
-    """Between two slices lie at most the patience and the step that ran when it ended."""
-    for outcome in outcomes("slack"):
-        worst = max(outcome.trainer.gaps, default=0.0)
-        assert worst <= outcome.scenario.patience + outcome.meter.longest["serve"] + 1e-6
-
-
-def test_spatial_sharing_trains_without_a_break() -> None:
-    """The device waits for a slice for one generation step and one launch at most; it is asked for two slices at
-    most."""
-    for outcome in outcomes("spatial"):
-        worst, longest = max(outcome.trainer.gaps, default=0.0), outcome.meter.longest
-        assert worst <= longest["serve"] + longest["train"] + 1e-6
-        assert outcome.device.in_flight <= MAX_SLICES
-
-
-@pytest.mark.parametrize("policy", FEW)
-def test_no_request_starves_below_capacity(policy: str) -> None:
-    """With time to breathe, a request waits for its batch to form and for what ran when it came, no longer."""
-    for outcome in outcomes(policy, calm=True):
         scenario, longest = outcome.scenario, outcome.meter.longest
         batch = 8 * longest["serve"] + 3 * longest["serve"]  # the longest answer, and its prefill
         match policy:
@@ -241,12 +236,3 @@ def test_same_seed_same_life() -> None:
 
     for seed in range(10):
         assert life(seed) == life(seed)
-
-
-def test_gauges_stay_within_their_bounds() -> None:
-    for outcome in outcomes("slack"):
-        for _, stats in outcome.messages:
-            if isinstance(stats, EngineStats):
-                assert 0 <= stats.waiting <= outcome.scenario.max_queue
-                assert 0 <= stats.running <= outcome.scenario.max_running
-                assert 0 <= stats.jobs <= len(outcome.scenario.plans)

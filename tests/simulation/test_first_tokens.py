@@ -17,7 +17,7 @@ COLD = 0.01
 """Seconds in which an adapter is read."""
 WAIT, STEP = 0.12, 0.05
 """Most that a first token may wait for the batch's next step, and more than a step and a slice take."""
-TIMES = (2.0, 72.0, 142.0)
+TIMES = (2.0, 12.0, 22.0)
 
 
 @pytest.mark.parametrize("ttft", [1.0, 60.0])
@@ -30,7 +30,7 @@ def test_a_request_whose_adapter_is_read_waits_no_longer_than_others(policy: Pol
             seed=1,
             policy=policy,
             script=tuple(script),
-            plans={"j0": JobPlan(1000, 64, 1000, None)},
+            plans={"j0": JobPlan(120, 64, 1000, None)},
             prices=Prices(step=0.01, token=1e-4, micro_step=0.004, spikes=0.0),
             max_running=8,
             max_queue=100,
