@@ -29,7 +29,7 @@ help:
 	@echo "make serve MODEL=NAME   the daemon on a model folder or a hub name; PORT= and DATA= too"
 	@echo "make bench              the benchmark workload against a running daemon"
 	@echo "make check              lint and types only"
-	@echo "make reference          write docs/reference from the code"
+	@echo "make reference          write docs/reference from the code, and the table of families"
 	@echo "make clean              remove the virtual environment and every cache"
 
 venv: $(STAMP)
@@ -74,6 +74,7 @@ test-long: check-and-compile $(HARNESS)
 
 reference: venv
 	@PYTHONPATH=. $(BIN)/python -m tools.reference
+	@PYTHONPATH=. $(BIN)/python -m tools.families
 
 demo: venv
 	@$(BIN)/coserve demo

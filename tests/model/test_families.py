@@ -36,6 +36,7 @@ from tests.support.families import ATTENTION_ONLY, REFUSED, REFUSED_BY_CONFIG, S
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import alone, save_peft
 from tests.support.shelf import Shelf
+from tools import families
 
 PROMPT = (5, 77, 31, 8, 90, 14, 63, 22, 41, 7, 119)
 NEW_TOKENS = 4
@@ -64,7 +65,6 @@ OF_EACH_KIND = (
 """With `QUICK`: norms, positions, activations, windows, sinks, stacked weights and experts of all kinds."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 QUICK = ("llama", "gpt2", "gemma3_text", "phi", "mixtral", "gpt_oss")
-TABLE = Path(__file__).parents[2] / "docs" / "guide" / "families.md"
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _by_its_own_forward(model: torch.nn.Module) -> tuple[list[int], Tensor]:
 
 def _served(base: Base, adapters: Mapping[AdapterRef, LoraWeights]) -> dict[str, _Told]:
     """What one batch gives for the base and for each adapter, prompts in chunks and tokens from pages."""
-    kv = KvCache.for_base(base, 1024, 4)
+    kv = KvCache.for_base(base, 4096, 4)
     generator = Generator(base, Shelf(adapters).store(), kv, eager(base, kv), max_running=4, step_tokens=8)
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, logprobs=LOGPROBS)
     asked: dict[str, AdapterRef | None] = {"base": None} | {ref.id: ref for ref in adapters}
@@ -175,8 +175,9 @@ def test_a_family_is_refused_by_its_config(family: str) -> None:
         refuse_config(CONFIG_MAPPING[family]())
 
 
-def test_the_table_names_just_the_families_that_are_tested() -> None:
-    served, refused = TABLE.read_text().split("## Refused")
-    assert sorted(re.findall(r"^\| `([\w-]+)`", served, re.MULTILINE)) == sorted(SERVED)
+def test_the_page_names_just_the_families_that_are_tested() -> None:
+    page = families.PAGE.read_text()
+    assert families.written(page) == page, "run python -m tools.families"
+    _, refused = page.split("## Refused")
     named = re.findall(r"`([\w-]+)`", " ".join(re.findall(r"^\|([^|]*)\|", refused, re.MULTILINE)))
     assert sorted(named) == sorted(REFUSED | REFUSED_BY_CONFIG)

@@ -164,6 +164,7 @@ _SETTINGS: dict[str, dict[str, object]] = {
     "kimi_k25": {"text_config": {"model_type": "deepseek_v3"}},
     "llava": {"text_config": {"model_type": "llama"}},
     "mistral3": {"text_config": {"model_type": "ministral3"}},
+    "phimoe": {"sliding_window": None},  # in its mask only, not passed to attention
     "qwen2_5_vl": {"text_config": {"model_type": "qwen2_5_vl_text", "rope_parameters": _MROPE}},
     "qwen3_5": {"text_config": {"model_type": "qwen3_5_text"}},
     "qwen3_5_moe": {"text_config": {"model_type": "qwen3_5_moe_text"}},
@@ -172,6 +173,20 @@ _SETTINGS: dict[str, dict[str, object]] = {
     "mimo_v2_flash": {"v_head_dim": 6, "swa_v_head_dim": 4},
 }
 """Settings of one family, besides `_SHAPE`."""
+
+_EXPERTS = ("expert weights cannot be adapted",)
+LIMITS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        (
+            *("flex_olmo", "gpt_oss", "granitemoe", "granitemoeshared", "jetmoe", "minimax_m2", "mixtral", "olmoe"),
+            *("phimoe", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe"),
+        ),
+        _EXPERTS,
+    ),
+    "granitemoehybrid": ("layers of attention only", *_EXPERTS),
+    "phi3": ("its longrope models are served up to the original context; `/health` says so",),
+}
+"""For docs/guide/families.md."""
 
 _BACKENDS = "does not support attention backends"
 _SHARED_KV: dict[str, object] = {
