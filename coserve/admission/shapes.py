@@ -133,7 +133,8 @@ def job_state(
     buffers = BUFFERS * sum(_rounded(row_bytes(kind, min(PIECE, size))) for kind in paged)
     constants = 2 * 4 * CODES if optimizer.eight_bit else ALLOCATION  # without tables: AdamW's step counts
     frozen = sum(_rounded(part * element) for shape in compared for part in shape.parts)
-    frozen += sum(2 * _rounded(4 * shape.magnitude) for shape in shapes)  # DoRA's scales and norms
+    # DoRA's scales, norms, and squares of the base's rows
+    frozen += sum(3 * _rounded(4 * shape.magnitude) for shape in shapes)
     return JobState(
         adapter=_rounded(size * element) + frozen,
         gradients=_rounded(4 * size),

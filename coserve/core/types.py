@@ -128,7 +128,7 @@ class MicroStep(StrEnum):
     """One layer's backward."""
     OPTIMIZER = "optimizer"
     """The update of the weights, one micro-step per optimizer step; with paged moments one per
-    `admission.optimizers.SLICE` of it."""
+    `admission.optimizers.SLICE` of it, and with DoRA one more per `finetune.optimizer.SITES_AT_ONCE` sites."""
     EVALUATE = "evaluate"
     """One layer's forward without gradients, for an evaluation or a teacher."""
     EVALUATE_HEAD = "evaluate_head"

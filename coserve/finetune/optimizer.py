@@ -6,6 +6,7 @@ Letters: K kinds of state (`admission.optimizers`), N elements of a flat buffer 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -32,7 +33,9 @@ PairMakers = Mapping[str, Callable[..., LoraPair]]
 """For each site, a function that makes a pair from two matrices."""
 
 
-RowNorms = Callable[[Mapping[str, LoraPair]], Mapping[str, Tensor]]
+SITES_AT_ONCE = 8
+"""Sites whose DoRA norms a slice of an update computes: it reads their weights."""
+RowNorms = Callable[[Mapping[str, LoraPair], dict[str, Tensor]], Mapping[str, Tensor]]
 """Returns the norms that DoRA divides by: `Base.row_norms`."""
 
 
@@ -53,19 +56,23 @@ class DoraScales:
         """`magnitudes`: fp32 masters by site; `grads`: their gradient sums. Both change in place."""
         self._magnitudes, self._grads, self._row_norms = magnitudes, grads, row_norms
         self.scales = {site: torch.zeros_like(own).requires_grad_() for site, own in magnitudes.items()}
-        self._norms = [torch.ones_like(own) for own in magnitudes.values()]
+        self._norms = {site: torch.ones_like(own) for site, own in magnitudes.items()}
+        self._squares: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def update(self, pairs: Mapping[str, LoraPair]) -> None:
-        """Compute the scales of changed weights. `pairs`: as forwards read them."""
-        found = self._row_norms(pairs)
-        for own, scale, norm in zip(self._magnitudes, self.scales.values(), self._norms, strict=True):
-            norm.copy_(found[own])
-            torch.div(self._magnitudes[own], norm, out=scale)
+    def slices(self, pairs: Mapping[str, LoraPair]) -> Iterator[None]:
+        """Compute the scales of changed weights, suspended after every `SITES_AT_ONCE` sites. `pairs`: as forwards read
+        them."""
+        for done, (site, magnitude_O) in enumerate(self._magnitudes.items()):
+            if done and done % SITES_AT_ONCE == 0:
+                yield
+            (norm_O,) = self._row_norms({site: pairs[site]}, self._squares).values()
+            self._norms[site].copy_(norm_O)
+            torch.div(magnitude_O, norm_O, out=self.scales[site])
 
     def to_magnitudes(self) -> None:
         """Turn sums of the scales' gradients into those of the magnitudes, whose norms are constants to them."""
-        torch._foreach_div_(list(self._grads.values()), self._norms)
+        torch._foreach_div_(list(self._grads.values()), list(self._norms.values()))
 
 
 class AdapterOptimizer:
@@ -150,11 +157,11 @@ class AdapterOptimizer:
         if part is None:
             self.host.upload(1)
 
-    def _make_copies(self) -> None:
-        """Refresh what forwards read after a change of the weights."""
+    def _copying(self) -> Iterator[None]:
+        """Refresh what forwards read after a change of the weights, in slices."""
         self._copies_N.copy_(self._weights_N)
         if self._dora is not None:
-            self._dora.update(self._weights.sites)
+            yield from self._dora.slices(self._weights.sites)
 
     def _make_views(self, base: BaseSpec, row_norms: RowNorms | None) -> None:
         """Create views of the flat buffers, as tensors and as adapters."""
@@ -178,7 +185,7 @@ class AdapterOptimizer:
             for site, own in self._part_grads.items()
         }
         self._weights = LoraWeights(self._settings, pairs)
-        self._make_copies()
+        deque(self._copying(), maxlen=0)
         layers = [[site for site in self._sites if base.sites[site].layer == i] for i in range(base.layers)]
         kinds = ("a", "b") if self._dora is None else ("a", "b", "m")
         parts = [[f"{site}.{part}" for site in sites for part in kinds] for sites in layers]
@@ -296,7 +303,7 @@ class AdapterOptimizer:
 
     def slices(self, norm: float, learning_rate: float) -> Iterator[None]:
         """Like `update`, suspended after each slice but the last. It must be run to its end: in between, only some
-        weights are updated. Without paged moments there is one slice."""
+        weights are updated. Without paged moments and DoRA there is one slice."""
         if not math.isfinite(norm):
             raise NonFiniteLoss("the gradients are not finite; try a lower learning rate")
         return self._slices(norm, learning_rate)
@@ -310,7 +317,7 @@ class AdapterOptimizer:
             if self._paged is not None and done and done % SLICE == 0:
                 yield
             self._rule.update(number, learning_rate)
-        self._make_copies()
+        yield from self._copying()
         self.zero_grad()
 
     def snapshot(self, *, weights_only: bool = False) -> Callable[[], dict[str, Tensor]]:
@@ -361,7 +368,7 @@ class AdapterOptimizer:
         self.host.upload(len([kind for kind in kinds if kind in self.kept]))
         if self._paged is not None:
             self._paged.exchange()
-        self._make_copies()
+        deque(self._copying(), maxlen=0)
         self._rule.set_steps(steps)
         self.has_best = has_best
         self.zero_grad()

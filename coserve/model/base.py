@@ -19,7 +19,7 @@ from coserve.core.names import ADAPTER_CONFIG
 from coserve.core.types import BaseSpec, SiteSpec
 from coserve.data.pretrained.source import fetch_files
 from coserve.kernels.attention.interface import Attention, KvShape
-from coserve.kernels.lora.dora import squared_norms
+from coserve.kernels.lora.dora import squared_norms, squared_rows
 from coserve.kernels.lora.types import LoraPair
 from coserve.model import probe, seam
 from coserve.model.context import Context, context_of
@@ -139,15 +139,17 @@ class Base:
         """
         return None if self.sharding is None else AdapterPartition.of(self.sharding, weights.sites)
 
-    def row_norms(self, sites: Mapping[str, LoraPair]) -> dict[str, Tensor]:
+    def row_norms(self, sites: Mapping[str, LoraPair], squares: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return the norms of the rows of `W + scaling B A` at these sites, by which DoRA divides: fp32 (O) each.
 
-        The base is not sharded; the pairs are on its device.
+        The base is not sharded; the pairs are on its device. `squares`: a cache of `squared_rows`, filled here.
         """
-        return {
-            name: squared_norms(site_weight(self.model.get_submodule(name)), pair).sqrt_()
-            for name, pair in sites.items()
-        }
+        found, known = {}, {} if squares is None else squares
+        for name, pair in sites.items():
+            weight = site_weight(self.model.get_submodule(name))
+            known[name] = known[name] if name in known else squared_rows(weight)
+            found[name] = squared_norms(weight, pair, known[name]).sqrt_()
+        return found
 
     def with_magnitudes(self, weights: LoraWeights) -> LoraWeights:
         """Return a new DoRA adapter with its first magnitudes: the row norms, so that it changes nothing yet. Others,

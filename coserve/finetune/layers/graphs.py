@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 NO_MEMORY = "there is not enough memory"
 NOT_CAPTURED = (
-    "training: layers of jobs whose LoRA rank is no multiple of 8, as of an adapter's ranks by site, run without CUDA "
-    "graphs"
+    "training: layers of jobs whose LoRA rank is no multiple of 8, as of an adapter's ranks by site, and of DoRA jobs, "
+    "run without CUDA graphs"
 )
 MOST_RELEASES = 3
 """Out-of-memory events after which graphs are off until no job is left."""

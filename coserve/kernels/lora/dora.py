@@ -34,17 +34,24 @@ class Scaled(NamedTuple):
         return self.pair.scale_O
 
 
-def squared_norms(weight_OD: Tensor, pair: LoraPair) -> Tensor:
+def squared_rows(weight_OD: Tensor) -> Tensor:
+    """Return the squared norms of the rows of W: fp32 (O)."""
+    squares_O: Tensor = torch.linalg.vector_norm(weight_OD, dim=1, dtype=torch.float32).square()
+    return squares_O
+
+
+def squared_norms(weight_OD: Tensor, pair: LoraPair, squares_O: Tensor | None = None) -> Tensor:
     """Return the squared norms of the rows of `W + scaling B A`: fp32 (O). Over columns of W and A they add up.
 
-    `‖w‖² + 2 scaling b·(A w) + scaling² b A Aᵀ bᵀ` for a row w of W and b of B: B A is never formed.
+    `‖w‖² + 2 scaling b·(A w) + scaling² b·(A Aᵀ b)` for a row w of W and b of B: B A is never formed. `squares_O`:
+    `squared_rows` of W, if they are known.
     """
     a_RD, b_OR = pair.a_RD.detach(), pair.b_OR.detach().float()
     crossed_OR = (weight_OD @ a_RD.T.to(weight_OD.dtype)).float()
     gram_RR = a_RD.float() @ a_RD.float().T
     terms_OR = 2 * pair.scaling * crossed_OR + pair.scaling**2 * (b_OR @ gram_RR)
-    squares_O: Tensor = torch.linalg.vector_norm(weight_OD, dim=1, dtype=torch.float32).square()
-    return squares_O.add_((b_OR * terms_OR).sum(1)).clamp_(min=0)
+    own_O = squared_rows(weight_OD) if squares_O is None else squares_O
+    return (own_O + (b_OR * terms_OR).sum(1)).clamp_(min=0)
 
 
 def with_scales(
