@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib import resources
@@ -12,21 +12,24 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from coserve.core.errors import ConfigError, UnsupportedBase
-from coserve.core.names import ADAPTER_CONFIG
 from coserve.core.types import BaseSpec, SiteSpec
-from coserve.data.pretrained.source import fetch_files
+from coserve.data.pretrained.gguf import is_gguf
+from coserve.data.pretrained.source import fetch_files, locate
 from coserve.kernels.attention.interface import Attention, KvShape
 from coserve.kernels.lora.dora import squared_norms, squared_rows
 from coserve.kernels.lora.types import LoraPair
 from coserve.model import probe, seam
 from coserve.model.context import Context, context_of
 from coserve.model.fingerprint import fingerprint
-from coserve.model.formats.choose import take_format
 from coserve.model.formats.dense import open_folder
+from coserve.model.formats.gguf import open_gguf
+from coserve.model.formats.gguf import read_config as gguf_config
+from coserve.model.formats.interface import Format
 from coserve.model.formats.load import load_dense
+from coserve.model.formats.source import loadable, read_config, set_generation
 from coserve.model.forward_context import ForwardContext, running
 from coserve.model.lora import LoraBatch, LoraSites, LoraWeights
 from coserve.model.parallel.adapter import AdapterPartition
@@ -35,7 +38,7 @@ from coserve.model.parallel.mesh import Mesh
 from coserve.model.parallel.modules import shard_of
 from coserve.model.parallel.sharding import Sharding
 from coserve.model.seam import PaddedAttention, ReferenceAttention
-from coserve.model.settings import drop_settings, refuse_config, refuse_settings
+from coserve.model.settings import refuse_config
 from coserve.model.sharded import Shard, load_shard
 from coserve.model.truncate import truncate_layers
 from coserve.model.wrappers import drop_other_parts, model_class, random_model
@@ -227,7 +230,7 @@ def load_base(
     mesh: Mesh | None = None,
     strategy: str = Strategy.NFS,
 ) -> Base:
-    """Load a base from `"bundled"`, a folder or a hub name; safetensors only.
+    """Load a base from `"bundled"`, a folder, a hub name (both safetensors only) or a GGUF file.
 
     `device`: auto, cpu or cuda. `dtype`: auto (float32 on CPU, bfloat16 on CUDA) or a name of torch's. `load_format`:
     auto (weights from files) or dummy (only config.json is read; random weights, the same each time on one kind of
@@ -242,36 +245,32 @@ def load_base(
     """
     where = _device(device)
     kind = (torch.bfloat16 if where.type == "cuda" else torch.float32) if dtype == "auto" else getattr(torch, dtype)
-    folder = Path(str(resources.files("coserve") / "assets" / "tiny")) if source == "bundled" else Path(source)
-    local = folder.is_dir()
+    folder = Path(str(resources.files("coserve") / "assets" / "tiny")) if source == "bundled" else Path(locate(source))
+    gguf, local = is_gguf(str(folder)), folder.exists()
     if source == "bundled" and not (folder / "config.json").is_file():
         raise UnsupportedBase("the bundled base is not part of this installation")
-    name = source if source == "bundled" or not local else folder.resolve().name
+    name = folder.resolve().name if local and folder == Path(source) else source
     path, hub_name = (str(folder), None) if local else (source, source)
-    with _loadable(name):
-        settings, _ = PretrainedConfig.get_config_dict(path, local_files_only=local)
-        unknown = refuse_settings(name, settings, trust_remote_code)
-        if unknown:
-            log.warning(
-                "%s: config.json sets %s, which transformers does not know: left out", name, ", ".join(sorted(unknown))
-            )
-        if local and (folder / ADAPTER_CONFIG).exists():
-            raise UnsupportedBase(f"{name}: the folder holds an adapter; expected a base model")
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local)
-        form = take_format(config, name)
+    with loadable(name):
+        form: Format | None = None
+        if gguf:
+            config = gguf_config(folder)
+        else:
+            config, form = read_config(path, name, local=local, trust_remote_code=trust_remote_code)
         refuse_config(config)
         kind_of_model = model_class(config)
-        drop_settings(config, unknown)
         if few_layers:
             truncate_layers(config)
     drawn, sharded = load_format == "dummy" or few_layers, mesh is not None and mesh.size > 1
-    note = "" if form is None or drawn else f"the base's weights are dequantised from {form.name} at load"
-    if sharded or note:
-        folder = folder if local or drawn else fetch_files(path, ("*.safetensors", "*.json"))
+    origin = "GGUF" if gguf else None if form is None else form.name
+    note = "" if origin is None or drawn else f"the base's weights are dequantised from {origin} at load"
+    if (sharded or note) and not (local or drawn):
+        folder = fetch_files(path, ("*.safetensors", "*.json"))
+    opened = partial(open_gguf, folder, config) if gguf else partial(open_folder, folder, form, where)
     if mesh is not None and sharded:
-        with _loadable(name), ExitStack() as stack:
+        with loadable(name), ExitStack() as stack:
             loaded = load_shard(
-                None if drawn else stack.enter_context(open_folder(folder, form, where)),
+                None if drawn else stack.enter_context(opened()),
                 config,
                 mesh,
                 name=name,
@@ -282,18 +281,18 @@ def load_base(
                 trust_remote_code=trust_remote_code,
             )
             if not drawn:
-                _set_generation(loaded.model, folder)
+                set_generation(loaded.model, folder)
         # Outside of `_loadable`: collectives raise RuntimeError if another rank has died, which says nothing about the
         # base.
         shard = loaded.share_fingerprint(where)
         return wrap_base(shard.model, name=name, hub_name=hub_name, shard=shard, note=note)
-    with _loadable(name):
+    with loadable(name):
         if drawn:
             model = random_model(config, where, kind, DUMMY_SEED, trust_remote_code=trust_remote_code)
         elif note:
-            with open_folder(folder, form, where) as tensors:
+            with opened() as tensors:
                 model = load_dense(config, tensors, dtype=kind, device=where, trust_remote_code=trust_remote_code)
-            _set_generation(model, folder)
+            set_generation(model, folder)
         else:
             model = kind_of_model.from_pretrained(
                 path,
@@ -307,20 +306,6 @@ def load_base(
         raise UnsupportedBase(f"{name}: it brings an adapter of its own; expected a base model")
     drop_other_parts(model)
     return wrap_base(model.to(where), name=name, hub_name=hub_name, note=note)
-
-
-def _set_generation(model: PreTrainedModel, folder: Path) -> None:
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-
-
-@contextmanager
-def _loadable(name: str) -> Iterator[None]:
-    """Turn errors of transformers and torch while a base is read into `UnsupportedBase`."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise UnsupportedBase(f"{name}: transformers cannot load it: {error}") from error
 
 
 def _device(device: str) -> torch.device:

@@ -40,7 +40,7 @@ def test_folders_that_hold_no_model(tmp_path: Path) -> None:
     assert "no config.json" in refused(folder(tmp_path / "empty"))
     assert "holds an adapter" in refused(folder(tmp_path / "adapter", adapter_config__json="{}"))
     (tmp_path / "file").write_text("x")
-    assert "got a file" in refused(tmp_path / "file")
+    assert "got another file" in refused(tmp_path / "file")
 
 
 def test_folders_whose_weights_are_missing(tmp_path: Path) -> None:

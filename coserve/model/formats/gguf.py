@@ -1,0 +1,217 @@
+"""Models in GGUF files: the config, and the weights dequantised one at a time, by transformers' tables of names and the
+`gguf` package's definitions of quantisations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    load_gguf_checkpoint,
+)
+
+from coserve.core.errors import UnsupportedBase
+from coserve.data.pretrained.gguf import GgufHeader, GgufTensor, read_header
+from coserve.model.formats.dense import DenseTensor
+
+Settings = dict[str, object]
+_BY_TENSORS = ("stablelm", "falcon", "bloom")
+"""Architectures whose settings transformers also takes from the list of tensors."""
+UNUSED = ("rope_freqs.weight",)
+"""Tensors without a parameter in the model, whose meaning the config has."""
+
+
+def read_config(path: Path) -> PretrainedConfig:
+    """Return the config that a file's metadata describes. Raises `UnsupportedBase`, and `ValueError` for architectures
+    that transformers has no table for."""
+    settings = _settings(path)
+    family = str(settings.pop("model_type"))
+    if family not in CONFIG_MAPPING:
+        raise UnsupportedBase(f"{path.name}: transformers has no family {family!r}")
+    config: PretrainedConfig = CONFIG_MAPPING[family](**settings)
+    return config
+
+
+def _settings(path: Path) -> Settings:
+    header = read_header(path)
+    if header.architecture in _BY_TENSORS:
+        settings: Settings = dict(load_gguf_checkpoint(str(path))["config"])
+    else:
+        with NamedTemporaryFile(suffix=".gguf") as small:
+            _write_without_vocabulary(header, small.name)
+            settings = dict(load_gguf_checkpoint(small.name)["config"])
+        settings["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
+    settings.pop("_model_name_or_path", None)
+    if header.architecture not in ("falcon", "bloom"):
+        settings["tie_word_embeddings"] = "output.weight" not in header.tensors
+    ids = {role: header.number(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "eot", "eom")}
+    ends = dict.fromkeys(id for role, id in ids.items() if role != "bos" and id is not None)
+    if not isinstance(settings.get("eos_token_id"), list):
+        settings["eos_token_id"] = list(ends) or None
+    settings["bos_token_id"] = ids["bos"]
+    settings |= _rotary(header, settings)
+    return settings
+
+
+def _write_without_vocabulary(header: GgufHeader, path: str) -> None:
+    """Write a file with the settings alone: transformers takes seconds to read a vocabulary."""
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(path, header.architecture)
+    for key, value in header.metadata.items():
+        if key == "general.architecture" or key.startswith("tokenizer.") or value == []:
+            continue
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint64(key, value) if value >= 0 else writer.add_int64(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_array(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+
+
+def _rotary(header: GgufHeader, settings: Settings) -> Settings:
+    """Return the rotary settings of a context that was extended.
+
+    Llama 3.1's is a tensor of divisors of the frequencies. Raises `UnsupportedBase` for settings that are not known.
+    """
+    prefix = f"{header.architecture}.rope.scaling"
+    kind = header.metadata.get(f"{prefix}.type", "none")
+    factor, known = header.metadata.get(f"{prefix}.factor"), settings.get("rope_scaling")
+    if any(name.startswith("rope_factors_") for name in header.tensors):
+        raise UnsupportedBase("model: rotary factors for short and long contexts (LongRoPE) in GGUF are not supported")
+    if "rope_freqs.weight" in header.tensors:
+        divisors = torch.from_numpy(_dequantize(header.tensors["rope_freqs.weight"]))
+        theta, heads = settings.get("rope_theta", 10000.0), settings.get("head_dim") or 2 * len(divisors)
+        scaling = {"rope_type": "llama3", "factor": float(divisors.max()), "low_freq_factor": 1.0}
+        scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        if not torch.allclose(_llama3(divisors.max(), float(str(theta)), int(str(heads))), divisors, rtol=1e-3):
+            raise UnsupportedBase("model: rotary divisors (rope_freqs) other than Llama 3.1's are not supported")
+        return {"rope_scaling": scaling}
+    if kind == "none" or known is not None:
+        return {}
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedBase(f"model: rotary scaling of type {kind!r} in GGUF is not supported")
+    scaling = {"rope_type": str(kind), "factor": factor}
+    original = header.number(f"{prefix}.original_context_length")
+    if original is not None and kind == "yarn":
+        scaling["original_max_position_embeddings"] = original
+    return {"rope_scaling": scaling}
+
+
+def _llama3(factor: Tensor, theta: float, heads: int) -> Tensor:
+    """Return Llama 3.1's divisors of the rotary frequencies (Llama 3.1's reference code)."""
+    waves = 2 * torch.pi * theta ** (torch.arange(0, heads, 2) / heads)
+    smooth = (8192 / waves - 1) / 3
+    between = 1 / ((1 - smooth) / factor + smooth)
+    return torch.where(waves < 8192 / 4, 1.0, torch.where(waves > 8192, factor, between))
+
+
+@contextmanager
+def open_gguf(path: Path, config: PretrainedConfig) -> Iterator[Mapping[str, DenseTensor]]:
+    """Open a file's weights; see `GgufTensors`."""
+    yield GgufTensors(path, config)
+
+
+class GgufTensors(Mapping[str, DenseTensor]):
+    """The parameters of a model in a GGUF file, by the model's names."""
+
+    def __init__(self, path: Path, config: PretrainedConfig) -> None:
+        """Raises `UnsupportedBase` for tensors of the file that the model has no parameter for."""
+        header = read_header(path)
+        self.kinds = _kinds(header)
+        """Names of the quantisations, such as Q4_K."""
+        self._processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
+        self._names = _names(header, config, self._processor)
+        """The model's names of parameters, by the file's."""
+        self._stored: dict[str, dict[str, GgufTensor]] = {}
+        for name, tensor in header.tensors.items():
+            if name in UNUSED:
+                continue
+            if name not in self._names:
+                raise UnsupportedBase(f"{path.name}: {config.model_type} has no parameter for its tensor {name}")
+            self._stored.setdefault(self._names[name], {})[name] = tensor
+
+    def __getitem__(self, name: str) -> DenseTensor:
+        return DenseTensor(name, partial(self._read, name, self._stored[name]))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def _read(self, name: str, stored: Mapping[str, GgufTensor]) -> Tensor:
+        """Dequantise a parameter. Of several stored tensors, such as experts' gates and ups, transformers' code puts
+        each at its place in `merged`."""
+        merged: dict[str, dict[str, Tensor]] = {"tensors": {}}
+        for own, tensor in stored.items():
+            done = self._processor.process(
+                weights=_dequantize(tensor), name=own, tensor_key_mapping=self._names, parsed_parameters=merged
+            )
+            if done.name in self._names:
+                return torch.from_numpy(np.ascontiguousarray(done.weights))
+        return merged["tensors"][name]
+
+
+def _names(header: GgufHeader, config: PretrainedConfig, processor: TensorProcessor) -> dict[str, str]:
+    """Return the model's names of parameters, by llama.cpp's names."""
+    from gguf.constants import MODEL_ARCH_NAMES
+    from gguf.tensor_mapping import get_tensor_name_map
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    architecture = next((arch for arch, name in MODEL_ARCH_NAMES.items() if name == header.architecture), None)
+    if architecture is None:
+        raise UnsupportedBase(f"model: the gguf package knows no architecture {header.architecture!r}; a newer one may")
+    known = get_tensor_name_map(architecture, config.num_hidden_layers)
+    found: dict[str, str] = {}
+    for parameter in model.state_dict():
+        name = processor.preprocess_name(parameter)
+        suffix = next((one for one in (".weight", ".bias") if name.endswith(one)), "")
+        stem = name.removesuffix(suffix)
+        # Some converters took the decoder's names, without the model's prefix.
+        own = known.get_name(stem) or known.get_name(stem.removeprefix(f"{model.base_model_prefix}."))
+        if own is None:
+            processor.perform_fallback_tensor_mapping(found, suffix, "", name)
+        else:
+            found[own + suffix] = name
+    return found
+
+
+def _dequantize(tensor: GgufTensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    """Return a tensor of a file in float32."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    kind = GGMLQuantizationType(tensor.kind)
+    numbers, size = GGML_QUANT_SIZES[kind]
+    rows = (*tensor.shape[:-1], tensor.shape[-1] // numbers * size)
+    data = np.memmap(tensor.path, np.uint8, "r", tensor.start, rows)
+    try:
+        return np.array(dequantize(data, kind), np.float32)
+    except NotImplementedError as error:
+        raise UnsupportedBase(f"{tensor.path.name}: the gguf package cannot dequantise {kind.name}") from error
+
+
+def _kinds(header: GgufHeader) -> list[str]:
+    from gguf.constants import GGMLQuantizationType
+
+    floats = ("F32", "F16", "BF16", "F64")
+    names = {GGMLQuantizationType(tensor.kind).name for tensor in header.tensors.values()}
+    return sorted(names.difference(floats))

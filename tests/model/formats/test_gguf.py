@@ -1,0 +1,112 @@
+"""GGUF files as bases: config, tokenizer, template and weights come from the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from transformers import AutoModelForCausalLM
+from transformers.integrations.ggml import convert_gguf_tokenizer
+
+from coserve.core.errors import UnsupportedBase
+from coserve.data.pretrained.source import check_source
+from coserve.data.pretrained.tokenizer import Tokenizer
+from coserve.model.base import Base, load_base
+from coserve.model.parallel.mesh import LoneRank
+from tests.support.families import tiny_family
+from tests.support.gguf_files import write_llama
+
+ASSETS = Path("coserve/assets/tiny")
+TEXTS = ("Hello, it's 2024 and  I'm here:\n\n don't!\t", "äöü 漢字 🙂 <|endoftext|>", " ", "def f(x):\n    return x")
+
+
+def _load(path: Path, **settings: object) -> Base:
+    return load_base(str(path), device="cpu", dtype="auto", **settings)  # type: ignore[arg-type]
+
+
+def test_the_bundled_base_in_a_gguf_file_is_the_same_base(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(ASSETS, dtype=torch.bfloat16)
+    path, template = tmp_path / "tiny-base.gguf", "{{ messages[0].content }}<|endoftext|>"
+    write_llama(path, model, GGMLQuantizationType.BF16, tokenizer=ASSETS / "tokenizer.json", template=template)
+    check_source(str(path))
+    base, bundled = _load(path), load_base("bundled", device="cpu", dtype="auto")
+    assert base.spec.fingerprint == bundled.spec.fingerprint
+    assert (base.spec.name, base.spec.eos_token_ids, base.spec.context) == ("tiny-base.gguf", (0, 1), 1024)
+    assert base.note == "the base's weights are dequantised from GGUF at load"
+    tokenizer, expected = Tokenizer.load(str(path)), Tokenizer.load("bundled")
+    for text in TEXTS:
+        assert tokenizer.encode(text) == expected.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == expected.decode(expected.encode(text))
+    assert tokenizer.eos_token_ids == (0, 1)
+    assert tokenizer.chat([{"role": "user", "content": "Hi"}]) == [*tokenizer.encode("Hi"), 0]
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "F16"])
+def test_quantised_weights_are_those_of_llama_cpp(kind: str, tmp_path: Path) -> None:
+    model = tiny_family("llama", hidden_size=64, intermediate_size=96, head_dim=16)
+    path = tmp_path / "model.gguf"
+    written = write_llama(path, model, GGMLQuantizationType[kind])
+    base = _load(path)
+    part = _load(path, mesh=LoneRank(1, 2)).model.get_parameter("model.layers.1.self_attn.k_proj.weight")
+    for name, parameter in base.model.named_parameters():
+        assert torch.equal(parameter, torch.from_numpy(written[name]).reshape(parameter.shape)), name
+    whole = base.model.get_parameter("model.layers.1.self_attn.k_proj.weight")
+    assert torch.equal(part, whole[len(whole) // 2 :])
+
+
+def test_an_extended_context_keeps_its_frequencies_or_is_refused(tmp_path: Path) -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    parameters = scaling | {"original_max_position_embeddings": 8192, "rope_theta": 500000.0}
+    model = tiny_family("llama", hidden_size=64, head_dim=32, num_attention_heads=2, rope_parameters=parameters)
+    plain = tiny_family(
+        "llama", hidden_size=64, head_dim=32, num_attention_heads=2, rope_parameters={"rope_theta": 500000.0}
+    )
+    found = model.model.rotary_emb.inv_freq
+    divisors = plain.model.rotary_emb.inv_freq / found
+    path = tmp_path / "model.gguf"
+    write_llama(path, model, GGMLQuantizationType.F32, rope_freqs=divisors)
+    torch.testing.assert_close(_load(path).model.model.rotary_emb.inv_freq, found)
+    write_llama(path, model, GGMLQuantizationType.F32, rope_freqs=divisors + 1)
+    with pytest.raises(UnsupportedBase, match="rope_freqs"):
+        _load(path)
+    write_llama(path, plain, GGMLQuantizationType.F32, type="linear", factor=4.0)
+    torch.testing.assert_close(_load(path).model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq / 4)
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + bytes(range(90)))
+    with pytest.raises(UnsupportedBase, match=r"model.gguf: expected a GGUF file of version 2 or 3"):
+        check_source(str(path))
+    write_llama(path, tiny_family("llama", hidden_size=64), GGMLQuantizationType.F32)
+    path.write_bytes(path.read_bytes()[:600])
+    with pytest.raises(UnsupportedBase, match="damaged"):
+        check_source(str(path))
+
+
+def test_a_vocabulary_of_pieces_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    """SentencePiece's, of Llama 2 and Gemma: pieces with scores, and bytes for all other characters."""
+    made = ["▁", "h", "e", "l", "o", "w", "r", "d", "he", "ll", "llo", "hello", "▁hello", "▁w", "or", "▁wor", "ld"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *made]
+    types = [2, 3, 3, *[6] * 256, *[1] * len(made)]
+    scores = [0.0] * 259 + [-float(len(made) - i) for i in range(len(made))]
+    path, writer = tmp_path / "model.gguf", GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_scores(scores)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    special = {"bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0}
+    expected, _ = convert_gguf_tokenizer("llama", {"tokens": tokens, "scores": scores, "token_type": types} | special)
+    tokenizer = Tokenizer.load(str(path))
+    for text in ("hello world", "  hello  hold", "wörld"):
+        ids = tokenizer.encode(text)
+        assert ids == [1, *expected.encode(text, add_special_tokens=False).ids]
+        assert tokenizer.decode(ids) == text

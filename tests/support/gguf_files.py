@@ -1,0 +1,103 @@
+"""Writes GGUF files of Llama models as llama.cpp's converter does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
+from torch import Tensor
+from transformers import PreTrainedModel
+
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def write_llama(
+    path: Path,
+    model: PreTrainedModel,
+    kind: GGMLQuantizationType,
+    *,
+    tokenizer: Path | None = None,
+    template: str | None = None,
+    rope_freqs: Tensor | None = None,
+    **metadata: str | float,
+) -> dict[str, np.ndarray]:
+    """Write the model with matrices in `kind`, and the tokenizer of a byte-level tokenizer.json. Return what was
+    written, by the model's names and dequantised."""
+    from gguf.quants import dequantize
+
+    config, writer = model.config, GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    for key, value in metadata.items():
+        name = f"llama.rope.scaling.{key}"
+        writer.add_string(name, value) if isinstance(value, str) else writer.add_float32(name, value)
+    if tokenizer is not None:
+        _write_tokenizer(writer, tokenizer, template)
+    written = {}
+    for name, parameter in model.named_parameters():
+        own = name.replace("model.embed_tokens", "token_embd").replace("model.norm", "output_norm")
+        own = own.replace("lm_head", "output").replace("model.layers", "blk")
+        for theirs, short in NAMES.items():
+            own = own.replace(f".{theirs}.", f".{short}.")
+        tensor = parameter.detach().float().numpy()
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+        stored = next((permute(tensor, count) for part, count in heads.items() if part in own), tensor)
+        as_kind = kind if tensor.ndim == 2 else GGMLQuantizationType.F32
+        data = quantize(np.ascontiguousarray(stored), as_kind)
+        writer.add_tensor(own, data, raw_dtype=as_kind)
+        back = dequantize(data, as_kind)
+        written[name] = next((unpermute(back, count) for part, count in heads.items() if part in own), back)
+    if rope_freqs is not None:
+        writer.add_tensor("rope_freqs.weight", rope_freqs.float().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return written
+
+
+def permute(weight: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's order of the rotary rows: pairs beside each other."""
+    return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
+    return weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def _write_tokenizer(writer: GGUFWriter, tokenizer: Path, template: str | None) -> None:
+    written = json.loads(tokenizer.read_text())
+    ids = written["model"]["vocab"] | {token["content"]: token["id"] for token in written["added_tokens"]}
+    tokens = sorted(ids, key=ids.__getitem__)
+    special = {token["content"] for token in written["added_tokens"] if token["special"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    merges = written["model"]["merges"]
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    writer.add_eos_token_id(0)
+    writer.add_eot_token_id(1)
+    if template is not None:
+        writer.add_chat_template(template)
