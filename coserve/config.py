@@ -51,7 +51,7 @@ MAX_TOKENIZER_WORKERS = 4
 class Config:
     """Settings of `coserve serve`. Times in seconds unless the name says otherwise; sizes in bytes or tokens."""
 
-    model: str = option("bundled", "base model: a folder, a hub name, or 'bundled'")
+    model: str = option("bundled", "base model: a folder, a GGUF file, a hub name, 'bundled' or 'smollm2'")
     data_dir: Path = option(Path("coserve-data"), "folder of the registry, the adapters and the checkpoints")
     host: str = option("127.0.0.1", "address to bind; anything but loopback needs --api-key")
     port: int = option(8000, "TCP port; 0 takes a free one")
@@ -74,7 +74,7 @@ class Config:
         "more messages and less memory (slora); BD-LoRA matrices are sharded by their blocks",
         choices=("nfs", "slora"),
     )
-    threads: int | None = option(None, "CPU threads of the engine; default: all cores but one, two at most")
+    threads: int | None = option(None, "CPU threads of the engine; default: one or two, whichever decodes faster")
     engine_timeout: float = option(
         600.0,
         "seconds without a sign of an engine that has work, after which it is ended and started again (one whose "

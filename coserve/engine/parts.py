@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from threading import Thread
 from typing import TypeVar
@@ -46,6 +48,7 @@ from coserve.model.faults import contained
 from coserve.model.groups import share_inputs
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraWeights
+from coserve.model.packed import OwnValues
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.state.folder import DataFolder
 
@@ -54,6 +57,10 @@ log = logging.getLogger(__name__)
 AnySessions = TypeVar("AnySessions")
 
 EXACT_THREADS = 2
+PROBES = 3
+"""Forwards of each number of threads in `choose_threads`."""
+SMALL_STEP = 0.03
+"""Seconds of a forward that is not worth a choice of threads."""
 PINNED_SHARE = 0.5
 """Fraction of the daemon's usable host memory for job state: pinned memory is never swapped."""
 SWITCH_INTERVAL = 2e-5
@@ -66,6 +73,28 @@ def set_up_threads(config: Config) -> None:
     """Set this process's thread count and switch interval; ranks share the cores."""
     torch.set_num_threads(config.threads or max(1, default_threads() // config.tp))
     sys.setswitchinterval(SWITCH_INTERVAL)
+
+
+@torch.no_grad()
+def choose_threads(base: Base, config: Config) -> None:
+    """On a CPU, set the thread count that decodes one token fastest, by a few forwards.
+
+    The default stays if the settings name a count, if ranks share the cores, and for bases so small that it hardly
+    matters: the last bits of sums may depend on the count.
+    """
+    if base.device.type != "cpu" or config.threads or config.tp > 1:
+        return
+    token_1, most = torch.zeros(1, dtype=torch.int64), min(EXACT_THREADS, usable_cores())
+    forward = partial(base.forward, token_1, token_1, OwnValues(), lora=None, keep=None)
+    seconds = dict.fromkeys((default_threads(), *range(1, most + 1)), inf)
+    for threads in PROBES * tuple(seconds):
+        torch.set_num_threads(threads)
+        began = time.perf_counter()
+        forward()
+        seconds[threads] = min(seconds[threads], time.perf_counter() - began)
+        if seconds[threads] < SMALL_STEP:
+            break
+    torch.set_num_threads(min(seconds, key=seconds.__getitem__))
 
 
 def default_threads() -> int:

@@ -25,7 +25,7 @@ from coserve.core.link import EngineReady, EngineRefused, EngineStopped, FromEng
 from coserve.core.logs.format import log_event
 from coserve.core.logs.setup import set_up_logging
 from coserve.engine.engine import Engine, JobPlaces
-from coserve.engine.parts import EXACT_THREADS, EngineParts, set_up_threads
+from coserve.engine.parts import EXACT_THREADS, EngineParts, choose_threads, set_up_threads
 from coserve.engine.ranks.adapters import FollowersCopies, load_on_all
 from coserve.engine.ranks.commands import BuildEngine, MeasurePool
 from coserve.engine.ranks.executor import RankedExecutor
@@ -221,6 +221,7 @@ async def _start(
             await compiling
         progress.compiles("loading the base", 0)
         base = load_ranked_base(config, rank)
+        choose_threads(base, config)
         config = config.resolved(device=base.device.type)
         own_stream = make_training_stream(config, base.device)
         notes: tuple[str, ...] = ()

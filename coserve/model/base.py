@@ -32,6 +32,7 @@ from coserve.model.formats.load import load_dense
 from coserve.model.formats.source import loadable, read_config, set_generation
 from coserve.model.forward_context import ForwardContext, running
 from coserve.model.lora import LoraBatch, LoraSites, LoraWeights
+from coserve.model.packed import CHECKED_ROWS, PACKED_ROWS, pack_weights, rows_are_independent
 from coserve.model.parallel.adapter import AdapterPartition
 from coserve.model.parallel.lora import Strategy
 from coserve.model.parallel.mesh import Mesh
@@ -48,7 +49,9 @@ __all__ = ["Attention", "Base", "load_base", "wrap_base"]
 log = logging.getLogger(__name__)
 
 CPU_ROWS = 16
-"""Multiple to which packed rows are padded on CPU: below 8 rows, a row's bits depend on the batch's size."""
+"""Multiple to which packed rows are padded on CPU: below 8 rows, a row's bits depend on the batch's size, unless
+weights are packed (`model.packed`)."""
+
 
 DUMMY_SEED = 0
 
@@ -69,6 +72,8 @@ class Base:
     """Whether attention needs the tokens' positions (`seam.take_over_tuning`)."""
     sharding: Sharding | None = None
     """How the base is sharded, if this is one tensor-parallel rank's shard. `spec` describes the whole base."""
+    packed: bool = False
+    """Whether inference uses packed weights (`model.packed`)."""
     note: str = ""
     """For the operator: how the weights were made from the files, if they are not those of the files."""
 
@@ -91,17 +96,25 @@ class Base:
         """
         tokens = tokens_T.shape[0]
         assert lora is None or lora.segments.tokens == tokens, "expected segments of the same tokens"
-        padding = -tokens % CPU_ROWS if self.device.type == "cpu" else 0
+        packed = self.packed and not torch.is_grad_enabled()
+        padding = self._padding(tokens, packed)
         if padding:
             tokens_T = nn.functional.pad(tokens_T, (0, padding))
             positions_T = nn.functional.pad(positions_T, (0, padding))
             attention = PaddedAttention(attention, tokens)
             lora = None if lora is None else lora.padded(tokens + padding)
         kept = tokens if keep is None else keep.shape[0]
-        if keep is not None and self.device.type == "cpu":
-            keep = nn.functional.pad(keep, (0, -kept % CPU_ROWS))
-        with running(self.prepare(lora)):
+        if keep is not None and (more := self._padding(kept, packed)):
+            keep = nn.functional.pad(keep, (0, more))
+        with running(replace(self.prepare(lora), packed=packed)):
             return self.run(tokens_T, positions_T, attention, keep, gather=gather)[:kept]
+
+    def _padding(self, rows: int, packed: bool) -> int:
+        """Return the number of rows to add on CPU, so that a row's bits do not depend on the batch."""
+        if self.device.type != "cpu":
+            return 0
+        few = (size - rows for size in PACKED_ROWS if packed and rows <= size)
+        return next(few, -rows % CPU_ROWS)
 
     def run(
         self,
@@ -346,6 +359,7 @@ def wrap_base(
     if shard is not None:
         expected = replace(expected, logits=shard.sharding.vocabulary.gather(expected.logits))
     identity = fingerprint(model) if shard is None else shard.fingerprint
+    packed = device.type == "cpu" and shard is None and pack_weights(model)
     base = Base(
         model=model,
         spec=_spec(model, name, hub_name, identity, context, path, modules, eos_token_ids),
@@ -356,9 +370,13 @@ def wrap_base(
         sites=LoraSites(modules),
         tuned=seam.take_over_tuning([module for module, _ in seen.layers]),
         sharding=None if shard is None else shard.sharding,
+        packed=packed,
         note=note,
     )
     _check_forward(base, expected)
+    if packed and not rows_are_independent(base.forward, probe.tokens(model, CHECKED_ROWS)):
+        log.info("weights are not packed for CPU products: a row's bits would depend on the batch")
+        base.packed = False
     return base
 
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PretrainedConfig, PreTrainedModel
-
-from coserve.model.fake import is_fake
 
 _WHOLE = 1 << 26
 """Most elements (64 million) of a base that is hashed in full."""
@@ -53,3 +52,8 @@ def _rotary(config: PretrainedConfig) -> object:
     """Return the rotary settings, which weights don't show."""
     settings = getattr(config.get_text_config(), "rope_parameters", None)
     return json.loads(json.dumps(settings, sort_keys=True, default=str))
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether the tensor, or the one that a parameter wraps, is fake."""
+    return isinstance(tensor, FakeTensor)

@@ -75,6 +75,8 @@ class ForwardContext:
     fused: Fused | None = None
     training: TrainingSeams | None = None
     """Set inside compiled training layers, and while they are traced."""
+    packed: bool = False
+    """Whether linear modules use their packed weights (`model.packed`)."""
 
 
 class GraphCall(NamedTuple):

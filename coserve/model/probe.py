@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from coserve.core.errors import UnsupportedBase
 from coserve.kernels.attention.interface import Attention, AttentionParams, KvShape, Window
 from coserve.model import seam
-from coserve.model.fake import is_fake
+from coserve.model.fingerprint import is_fake
 from coserve.model.settings import refuse_config
 
 _PROBE = "coserve_probe"

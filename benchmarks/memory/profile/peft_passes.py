@@ -19,7 +19,7 @@ from benchmarks.memory.profile.passes import Passes, settled
 from benchmarks.memory.profile.request import Kind, Workload
 from coserve.core.errors import ConfigError, InvalidRequest
 from coserve.finetune.memory_profiling import MemoryMeter
-from coserve.model.fake import is_fake
+from coserve.model.fingerprint import is_fake
 
 
 class PeftTrial:

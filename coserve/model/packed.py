@@ -1,0 +1,98 @@
+"""The base's weights in oneDNN's own layout, for products of few rows on a CPU.
+
+torch's GEMM copies a whole weight into such a layout at every call, and below 8 rows its bits depend on the number of
+rows. A product of a packed weight copies nothing, and from 2 rows on a row's bits do not depend on the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from types import MethodType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from coserve.kernels.attention.interface import AttentionParams
+from coserve.model.forward_context import current
+
+log = logging.getLogger(__name__)
+
+PACKED_ROWS = (2, 4, 8)
+"""Numbers of rows to which small batches are padded, in place of `base.CPU_ROWS`: a packed product of one row rounds
+otherwise, and so do the last numbers of elementwise kernels, which go by 32. oneDNN compiles a kernel for each."""
+PACKED_FOR = 16
+"""Rows for which oneDNN chooses the layout."""
+CHECKED_ROWS = 13
+"""Most rows of the batches that `rows_are_independent` compares."""
+MEMORY_SHARE = 0.25
+"""Most memory of the packed copy, as a fraction of the machine's."""
+_ATTRIBUTE = "coserve_packed"
+
+
+class OwnValues:
+    """An `Attention` in which each token sees only itself, for checks of everything else."""
+
+    def attend(self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams) -> Tensor:
+        return v_KTD.repeat_interleave(q_HTD.shape[0] // v_KTD.shape[0], 0).transpose(0, 1)
+
+
+class _Packed(NamedTuple):
+    weight: Tensor
+    bias: Tensor | None
+
+
+def pack_weights(model: PreTrainedModel) -> bool:
+    """Pack the weights of all linear modules, beside the weights themselves, which training uses. Return False, having
+    done nothing, if it would not pay or is not possible.
+
+    It needs float32 weights, all matrices but embeddings in linear modules, and memory for the copy.
+    """
+    linears = [module for module in model.modules() if type(module) in (nn.Linear, Conv1D)]
+    known = {id(module.weight) for module in model.modules() if isinstance(module, (nn.Linear, Conv1D, nn.Embedding))}
+    parameters = list(model.parameters())
+    if not torch._C._has_mkldnn or any(one.dtype != torch.float32 for one in parameters):
+        return False
+    if any(one.dim() > 1 and id(one) not in known for one in parameters):
+        return False
+    new = [module for module in linears if _ATTRIBUTE not in vars(module)]
+    if any("forward" in vars(module) for module in new):
+        return False  # hooked already, such as a rank's shard
+    needed = sum(module.weight.numel() * 4 for module in new)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > MEMORY_SHARE * memory:
+        log.info("weights are not packed for CPU products: a copy would take %d of %d MiB", needed >> 20, memory >> 20)
+        return False
+    for module in new:
+        weight = module.weight.detach()
+        weight_OI = weight if type(module) is nn.Linear else weight.T.contiguous()
+        bias = None if module.bias is None else module.bias.detach()
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, PACKED_FOR)
+        vars(module)[_ATTRIBUTE] = _Packed(packed, bias)
+        module.forward = MethodType(_forward, module)
+    return True
+
+
+@torch.no_grad()
+def rows_are_independent(forward: Callable[..., Tensor], ids_T: Tensor) -> bool:
+    """Return whether a row's logits have the same bits in batches of several sizes. `forward`: `Base.forward`."""
+    positions_T = torch.arange(CHECKED_ROWS)
+    every, *few = (
+        forward(ids_T[:rows], positions_T[:rows], OwnValues(), lora=None, keep=None) for rows in (CHECKED_ROWS, 1, 3, 7)
+    )
+    return all(torch.equal(logits, every[: len(logits)]) for logits in few)
+
+
+def _forward(module: nn.Module, x: Tensor) -> Tensor:
+    """The `forward` of a packed module: its class's own, unless the running forward uses packed weights. Tracing must
+    not read the context, and compiled layers run on a GPU."""
+    if torch.compiler.is_dynamo_compiling() or not current.context.packed:
+        own: Tensor = type(module).forward(module, x)
+        return own
+    packed: _Packed = vars(module)[_ATTRIBUTE]
+    y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed.weight, packed.bias, "none", [], "")
+    return y

@@ -1,0 +1,34 @@
+"""Products of packed weights on a CPU: a row's bits do not depend on the batch, and they are those of the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coserve.model.base import wrap_base
+from coserve.model.packed import OwnValues
+from tests.support.families import tiny_family
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@torch.no_grad()
+def test_a_rows_bits_are_the_same_in_any_batch(family: str) -> None:
+    base = wrap_base(tiny_family(family), name="tiny")
+    assert base.packed
+    tokens_T, attention = torch.arange(40) * 7 % 128, OwnValues()
+
+    def rows(first: int, last: int, keep: torch.Tensor | None = None) -> torch.Tensor:
+        of = slice(first, last)
+        return base.forward(tokens_T[of], torch.arange(first, last), attention, lora=None, keep=keep)
+
+    every = rows(0, 40)
+    for first, last in ((0, 1), (7, 8), (3, 5), (2, 10), (1, 10), (20, 40)):
+        assert torch.equal(rows(first, last), every[first:last])
+    assert torch.equal(rows(0, 40, torch.tensor([39])), every[39:])
+    base.packed = False
+    torch.testing.assert_close(rows(0, 40), every)
+
+
+def test_other_weights_are_not_packed() -> None:
+    assert not wrap_base(tiny_family("llama").to(torch.bfloat16), name="tiny").packed
+    assert not wrap_base(tiny_family("qwen3_moe"), name="tiny").packed
