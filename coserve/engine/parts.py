@@ -174,7 +174,7 @@ class EngineParts:
             return None
         pages = (pool.tokens // config.page_tokens + 1) * plan.page_bytes
         fixed = Fixed(
-            held=pool.loaded + pages,
+            held=pool.loaded + pages + plan.states,
             pages=pages,
             page=plan.page_bytes,
             step=plan.step,

@@ -92,7 +92,7 @@ def build_engine(
         read, mirror = load_on_all(read, followers), FollowersCopies(followers)
     pinned = base.device.type == "cuda"
     store = AdapterStore(read, budget, pinned=pinned, mirror=mirror, placed=base.complete_scales)
-    kv = KvCache.for_base(base, pool.tokens, config.page_tokens)
+    kv = KvCache.for_base(base, pool.tokens, config.page_tokens, sequences=config.batch_requests)
     progress.loads("loading compiled layers")
     compiled = make_compiled(parts, kv, task, training, progress.captures)
     generator = Generator(

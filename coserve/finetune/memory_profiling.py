@@ -40,6 +40,7 @@ from coserve.memory.profile import (
     save_graph_bytes,
     save_profile,
 )
+from coserve.memory.state_pool import EXTRA, state_bytes
 from coserve.model.agreement import on_all_ranks
 from coserve.model.base import Base
 from coserve.model.faults import out_of_memory
@@ -94,7 +95,17 @@ def plan_memory(
     graphs = None if path is None else load_graph_bytes(graphs_path(path), key)
     size = GRAPHS if graphs is None else round(SPARE_GRAPHS * graphs)
     size += conditions.lora_backend.kept_bytes
-    return make_plan(GpuMemory(total, free), fraction, profile, work, page_bytes=page_bytes, least=least, graphs=size)
+    slots = conditions.max_running + EXTRA
+    return make_plan(
+        GpuMemory(total, free),
+        fraction,
+        profile,
+        work,
+        page_bytes=page_bytes,
+        least=least,
+        graphs=size,
+        states=slots * state_bytes(base.states, base.dtype),
+    )
 
 
 def keep_graph_bytes(base: Base, conditions: Conditions, path: Path, size: int) -> None:
@@ -215,7 +226,7 @@ class MemoryProfiler:
         keep = torch.arange(self._logit_rows, device=base.device) % tokens
         self._meter.reset()
         before = self._meter.now()
-        attention = kv.attention([TokenRun(tokens, 0, tuple(pages))])
+        attention = kv.attention([TokenRun(tokens, 0, tuple(pages), slot=0)])
         logits_KV = base.forward(tokens_T, positions_T, attention, lora=batch, keep=keep)
         logits_KV[: self._sampled].float().log_softmax(-1)
         return self._meter.peak() - before

@@ -93,8 +93,9 @@ class Generator:
             lengths=lengths,
             prepare=self._prepare,
             failed=self._refuse,
+            states=None if kv.states is None else kv.states.slots,
         )
-        self._prefix_cache = prefix_cache
+        self._prefix_cache = prefix_cache and kv.states is None
         self._executor = executor
         self._in_flight: list[_Launched] = []
         self._failed_alone: int | None = None
@@ -272,6 +273,7 @@ class Generator:
         """React to an out-of-memory of these shares: lower the step budget, or end a request if not even one token
         fits."""
         tokens, numbers = sum(share.tokens for share in shares), memory_numbers(error, self._base.device)
+        self.scheduler.recompute([share.request for share in shares])
         if tokens == 1:
             request = shares[0].request
             if self._failed_alone != request.number:  # retry once: memory may be free again

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from sys import maxsize
 
@@ -16,7 +16,7 @@ from coserve.core.errors import InvalidRequest
 from coserve.core.link import RequestFailed, Tokens
 from coserve.generate.output_lengths import OutputLengths
 from coserve.generate.plan import Plan, Room, Share, step_shape
-from coserve.generate.sources import AdapterSource, PageSource
+from coserve.generate.sources import AdapterSource, PageSource, SlotSource
 from coserve.generate.step_budget import StepBudget
 from coserve.queues.deadlines import Deadlines
 from coserve.queues.inference import InferenceQueue
@@ -75,16 +75,19 @@ class Scheduler:
         lengths: OutputLengths | None = None,
         prepare: Callable[[Request], None] = lambda request: None,
         failed: Callable[[Request, Exception], None] = lambda request, error: None,
+        states: SlotSource | None = None,
     ) -> None:
         """`max_queue`, `fair`: see `InferenceQueue`; `scored_tokens`, `loaded_bytes`: see `SCORED_TOKENS`,
         `LOADED_BYTES`; `lengths`: lengths of past answers. `prepare` is called with a request that enters the batch,
         its adapter in memory; an error that it raises ends the request. `failed` is called with each request that ends
-        so, or whose adapter cannot be loaded."""
+        so, or whose adapter cannot be loaded. `states`: slots for the recurrent states of active requests; None: the
+        base has none."""
         self.queue, self.requests = InferenceQueue(max_queue, fair=fair), dict[str, Request]()
         """`requests` holds all requests that have not ended, in any state."""
         self.budget = StepBudget(step_tokens)
         self.lengths = OutputLengths() if lengths is None else lengths
         self._pages, self._adapters, self._prepare, self._failed = pages, adapters, prepare, failed
+        self._states = states
         self._max_running, self._scored_tokens, self._loaded_bytes = max_running, scored_tokens, loaded_bytes
         # At most a step's tokens: then every decode is in every step, and a prompt under way always advances.
         self._max_active = min(max_running, step_tokens)
@@ -311,10 +314,21 @@ class Scheduler:
         request.pages.extend(pages)
         return True
 
-    def _preempt(self, request: Request) -> None:
+    def recompute(self, requests: Iterable[Request]) -> None:
+        """Compute these requests' tokens again from the first if the base has recurrent states: a step that did not
+        finish may have advanced them."""
+        if self._states is not None:
+            for request in requests:
+                if request.pages:
+                    self._put_back(request)
+
+    def _put_back(self, request: Request) -> None:
         self._active.remove(request)
         self._release(request)
         self._stand_in_line(request)
+
+    def _preempt(self, request: Request) -> None:
+        self._put_back(request)
         self.preemptions += 1
         self._lacks_pages = True
         if str(self.preemptions).rstrip("0") == "1":
@@ -338,6 +352,10 @@ class Scheduler:
         assert pages is not None, "fewer pages are free than were counted"
         self._line.pop(0)
         request.pages = found + pages
+        if self._states is not None:
+            slot = self._states.allocate()
+            assert slot is not None, "expected a slot for each active request"
+            request.slot = slot
         request.labelled = request.shared = len(found)
         request.computed = len(found) * self._pages.page_tokens
         if request.keys is not None and not (request.scores_prompt or request.started):
@@ -401,6 +419,9 @@ class Scheduler:
         if request.adapter is not None and request.holds_adapter:
             self._adapters.deactivate(request.adapter)
         request.holds_adapter = False
+        if self._states is not None and request.pages:
+            self._states.free(request.slot)
+            request.slot = -1
         request.pages = []
         request.computed = request.labelled = 0
 

@@ -35,7 +35,7 @@ def step_input(
                 request.number,
                 place,
                 request.tokens[start : start + share.tokens],
-                TokenRun(share.tokens, start, tuple(request.pages)),
+                TokenRun(share.tokens, start, tuple(request.pages), request.slot),
                 sampling_row(request) if last else None,
                 prompt_scoring(share),
                 request.needs_prompt_logits,

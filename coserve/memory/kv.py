@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -25,10 +25,18 @@ from coserve.kernels.attention.interface import (
     StaticPagedAttention,
     TokenRun,
 )
+from coserve.kernels.recurrent.interface import StateShape
+from coserve.kernels.recurrent.wrappers import MixedWithRecurrence, StaticWithRecurrence, WithRecurrence
 from coserve.memory.buffer import PageBuffer, page_layout
+from coserve.memory.state_pool import StatePool
 
 CPU_TOKENS = 16384
 """Default size of the pool on a CPU, in tokens."""
+
+
+NO_PREFIX_CACHE = (
+    "prefix cache: off, as the base's layers keep a recurrent state, of which no copies are kept at page boundaries"
+)
 
 
 class HasKv(Protocol):
@@ -40,6 +48,8 @@ class HasKv(Protocol):
     def device(self) -> torch.device: ...
     @property
     def dtype(self) -> torch.dtype: ...
+    @property
+    def states(self) -> Mapping[int, StateShape]: ...
 
 
 class KvCache:
@@ -56,12 +66,15 @@ class KvCache:
         page_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        states: StatePool | None = None,
     ) -> None:
+        """`states`: the recurrent states of a base that has some."""
+        self.states = states
         layout = page_layout(kv_shapes, page_tokens, dtype)
         self.buffer = PageBuffer(pages, layout.page_bytes, device)
         self.pool = self.buffer.pool
         self.page_tokens = page_tokens
-        self.notes = attention_notes(device, dtype)
+        self.notes = attention_notes(device, dtype) + (() if states is None else (NO_PREFIX_CACHE,))
         self._clean = not reads_only_written_slots(device, dtype)
         rows = self.buffer.bytes.view(dtype)
 
@@ -80,8 +93,8 @@ class KvCache:
         """Keys and values of each layer."""
 
     @classmethod
-    def for_base(cls, base: HasKv, tokens: int, page_tokens: int) -> KvCache:
-        """A cache for at least `tokens` tokens.
+    def for_base(cls, base: HasKv, tokens: int, page_tokens: int, *, sequences: int = 1) -> KvCache:
+        """A cache for at least `tokens` tokens, and the recurrent states of `sequences` sequences.
 
         Raises:
             ConfigError: `tokens` is below 1.
@@ -89,7 +102,10 @@ class KvCache:
         if tokens < 1:
             raise ConfigError(f"expected capacity for at least 1 token in the KV pool, got {tokens}", field="kv_tokens")
         pages = -(-tokens // page_tokens)
-        return cls(base.kv_shapes, pages=pages, page_tokens=page_tokens, dtype=base.dtype, device=base.device)
+        states = StatePool(base.states, slots=sequences, dtype=base.dtype, device=base.device) if base.states else None
+        return cls(
+            base.kv_shapes, pages=pages, page_tokens=page_tokens, dtype=base.dtype, device=base.device, states=states
+        )
 
     @property
     def shape(self) -> PoolShape:
@@ -139,14 +155,23 @@ class KvCache:
         return self.pool.find(keys)
 
     def attention(self, runs: Sequence[TokenRun]) -> Attention:
-        """Attention of one packed step. It writes the step's keys and values into the pages."""
-        return paged_attention(self.views, runs)
+        """Attention of one packed step. It writes the step's keys and values into the pages, and comes with the step's
+        recurrence if the base has states."""
+        attention = paged_attention(self.views, runs)
+        return attention if self.states is None else WithRecurrence(attention, self.states.recurrence(runs))
 
     def static_attention(self, batch: int, max_tokens: int) -> StaticPagedAttention:
         """Attention with static buffers, for a CUDA graph of decode steps: up to `batch` sequences with `max_tokens` of
         context."""
-        return static_attention(self.views, batch=batch, max_tokens=max_tokens)
+        attention = static_attention(self.views, batch=batch, max_tokens=max_tokens)
+        if self.states is None:
+            return attention
+        return StaticWithRecurrence(attention, self.states.static_recurrence(tokens=batch, sequences=batch))
 
     def mixed_attention(self, capacity: MixedCapacity) -> MixedAttention:
         """Attention with static buffers, for a CUDA graph of mixed steps up to `capacity`."""
-        return mixed_attention(self.views, capacity)
+        attention = mixed_attention(self.views, capacity)
+        if self.states is None:
+            return attention
+        recurrence = self.states.static_recurrence(tokens=capacity.tokens, sequences=capacity.sequences)
+        return MixedWithRecurrence(attention, recurrence)

@@ -50,18 +50,22 @@ class MemoryPlan:
     costs: TrainingCosts
     """Training costs of adapters with other ranks and sites than the profiled one."""
     error: float
+    states: int = 0
+    """Recurrent states of `max_running` sequences."""
 
     @property
     def set_aside(self) -> int:
         """Bytes reserved in addition to `taken`."""
-        return self.step + self.training + self.jobs + self.graphs + (self.pages + 1) * self.page_bytes
+        own = self.step + self.training + self.jobs + self.graphs + self.states
+        return own + (self.pages + 1) * self.page_bytes
 
     def note(self, page_tokens: int) -> str:
         """Describe the plan for an operator."""
+        states = f"recurrent states {_gib(self.states)} (max_running), " if self.states else ""
         return (
             f"memory: pool of {self.pages} pages ({self.pages * page_tokens} tokens, "
             f"{_gib(self.pages * self.page_bytes)}) "
-            f"for KV and adapters; weights and context {_gib(self.taken)}, a step {_gib(self.step)}, training "
+            f"for KV and adapters; {states}weights and context {_gib(self.taken)}, a step {_gib(self.step)}, training "
             f"{_gib(self.training)}, jobs {_gib(self.jobs)}, graphs {_gib(self.graphs)}; half a step and "
             f"half a micro-batch predicted the whole ones with an error of {self.error:+.1%}"
         )
@@ -72,9 +76,17 @@ def _gib(size: float) -> str:
 
 
 def make_plan(
-    gpu: GpuMemory, fraction: float, profile: Profile, work: Work, *, page_bytes: int, least: int, graphs: int = GRAPHS
+    gpu: GpuMemory,
+    fraction: float,
+    profile: Profile,
+    work: Work,
+    *,
+    page_bytes: int,
+    least: int,
+    graphs: int = GRAPHS,
+    states: int = 0,
 ) -> MemoryPlan:
-    """Plan a pool of at least `least` pages within `fraction` of the GPU's memory. `graphs`: see
+    """Plan a pool of at least `least` pages within `fraction` of the GPU's memory. `graphs`, `states`: see
     `MemoryPlan`.
 
     Raises:
@@ -86,10 +98,16 @@ def make_plan(
     step = profile.no_grad.at(work.step_tokens)
     training = profile.act.at(work.micro_batch_tokens) + profile.backward.at(work.micro_batch_tokens)
     jobs = profile.job * work.jobs
-    needed = (least + 1) * page_bytes + step + graphs
-    pages = (budget - step - training - jobs - graphs) // page_bytes - 1
+    needed = (least + 1) * page_bytes + step + graphs + states
+    pages = (budget - step - training - jobs - graphs - states) // page_bytes - 1
     if pages >= least:
-        return MemoryPlan(pages, page_bytes, taken, step, training, jobs, graphs, profile.costs, profile.error)
+        return MemoryPlan(pages, page_bytes, taken, step, training, jobs, graphs, profile.costs, profile.error, states)
+    if needed > budget >= needed - states:
+        raise ConfigError(
+            f"max_running: the recurrent states of so many sequences take {_gib(states)}, but the base and generation "
+            f"leave {_gib(budget - needed + states)}",
+            field="max_running",
+        )
     if needed > budget:
         raise ConfigError(
             f"memory_fraction: expected {_gib(needed)} besides the base's {_gib(taken)}, but {fraction} of "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib import resources
 from pathlib import Path
@@ -21,6 +21,8 @@ from coserve.data.pretrained.source import fetch_files, locate
 from coserve.kernels.attention.interface import Attention, KvShape
 from coserve.kernels.lora.dora import squared_norms, squared_rows
 from coserve.kernels.lora.types import LoraPair
+from coserve.kernels.recurrent.interface import StateShape
+from coserve.kernels.recurrent.wrappers import recurrence_of
 from coserve.model import probe, seam
 from coserve.model.context import Context, context_of
 from coserve.model.fingerprint import fingerprint
@@ -29,15 +31,16 @@ from coserve.model.formats.gguf import open_gguf
 from coserve.model.formats.gguf import read_config as gguf_config
 from coserve.model.formats.interface import Format
 from coserve.model.formats.load import load_dense
-from coserve.model.formats.source import loadable, read_config, set_generation
+from coserve.model.formats.source import eos_of, loadable, read_config, set_generation
 from coserve.model.forward_context import ForwardContext, running
-from coserve.model.lora import LoraBatch, LoraSites, LoraWeights
+from coserve.model.lora import LoraBatch, LoraSites, LoraWeights, default_targets, site_weight
 from coserve.model.packed import CHECKED_ROWS, PACKED_ROWS, pack_weights, rows_are_independent
 from coserve.model.parallel.adapter import AdapterPartition
 from coserve.model.parallel.lora import Strategy
 from coserve.model.parallel.mesh import Mesh
 from coserve.model.parallel.modules import shard_of
 from coserve.model.parallel.sharding import Sharding
+from coserve.model.recurrent.seam import hook, recurring
 from coserve.model.seam import PaddedAttention, ReferenceAttention
 from coserve.model.settings import refuse_config
 from coserve.model.sharded import Shard, load_shard
@@ -66,10 +69,12 @@ class Base:
     dtype: torch.dtype
     layers: list[nn.Module]
     kv_shapes: list[KvShape]
-    """Sizes of each layer's keys and values."""
+    """Sizes of each layer's keys and values; zeros: the layer has no attention."""
     sites: LoraSites
     tuned: bool = False
     """Whether attention needs the tokens' positions (`seam.take_over_tuning`)."""
+    states: Mapping[int, StateShape] = field(default_factory=dict)
+    """The state's sizes of each layer with a recurrent state. Their attention comes with a `Recurrence`."""
     sharding: Sharding | None = None
     """How the base is sharded, if this is one tensor-parallel rank's shard. `spec` describes the whole base."""
     packed: bool = False
@@ -130,17 +135,22 @@ class Base:
         `gather=False`: return the logits of this rank's shard of the vocabulary (`Sharding.vocabulary`) instead of all.
         """
         positions = {"coserve_positions": positions_T} if self.tuned else {}
-        logits_1KV: Tensor = self.model(
-            input_ids=tokens_T[None],
-            position_ids=positions_T[None],
-            use_cache=False,
-            logits_to_keep=0 if keep is None else keep,
-            coserve_attention=attention,
-            **positions,
-        ).logits
+        with self.recurring(attention):
+            logits_1KV: Tensor = self.model(
+                input_ids=tokens_T[None],
+                position_ids=positions_T[None],
+                use_cache=False,
+                logits_to_keep=0 if keep is None else keep,
+                coserve_attention=attention,
+                **positions,
+            ).logits
         if self.sharding is not None and gather:
             return self.sharding.vocabulary.gather(logits_1KV[0])
         return logits_1KV[0]
+
+    def recurring(self, attention: Attention) -> AbstractContextManager[None]:
+        """Let recurrent layers that are called inside use the recurrence that comes with `attention`."""
+        return recurring(recurrence_of(attention)) if self.states else nullcontext()
 
     def prepare(self, batch: LoraBatch | None) -> ForwardContext:
         """Return the context of forwards with these adapters, for code that runs layers itself inside
@@ -346,6 +356,7 @@ def wrap_base(
     """
     probe.refuse_statically(model)
     model.eval().requires_grad_(False)
+    hook(model)
     model.config.return_dict = True
     context = context_of(model.config, least=2 * max(probe.SEQUENCES))
     expected, linears = probe.eager_forward(model)
@@ -369,6 +380,7 @@ def wrap_base(
         kv_shapes=seen.kv_shapes,
         sites=LoraSites(modules),
         tuned=seam.take_over_tuning([module for module, _ in seen.layers]),
+        states=seen.states,
         sharding=None if shard is None else shard.sharding,
         packed=packed,
         note=note,
@@ -425,23 +437,7 @@ def _spec(
         vocab=text.vocab_size,
         context=context.tokens,
         context_note=context.note,
-        eos_token_ids=tuple(sorted(_eos(model) if eos_token_ids is None else set(eos_token_ids))),
+        eos_token_ids=tuple(sorted(eos_of(model) if eos_token_ids is None else set(eos_token_ids))),
         sites=sites,
-        default_targets=tuple(dict.fromkeys(site.rsplit(".", 1)[1] for site in sites)),
+        default_targets=default_targets(model.config.model_type, sites),
     )
-
-
-def site_weight(module: nn.Module) -> Tensor:
-    """Return a linear module's weight (O, D). Conv1D stores it transposed."""
-    assert isinstance(module.weight, Tensor)
-    return module.weight if isinstance(module, nn.Linear) else module.weight.T
-
-
-def _eos(model: PreTrainedModel) -> set[int]:
-    """Return the end-of-sequence ids in the generation settings and the config."""
-    found: set[int] = set()
-    for holder in (model.generation_config, model.config.get_text_config()):
-        ids = getattr(holder, "eos_token_id", None)
-        if ids is not None:
-            found |= set(ids) if isinstance(ids, list | tuple) else {ids}
-    return found

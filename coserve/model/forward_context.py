@@ -17,6 +17,7 @@ from torch import Tensor
 from coserve.kernels.attention.interface import Attention, AttentionParams
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.types import SiteGroup
+from coserve.kernels.recurrent.interface import Recurrence
 from coserve.model.dropout import Dropout
 from coserve.model.gemm_choice import GemmChoice
 from coserve.model.parallel.modules import SiteShard
@@ -92,7 +93,9 @@ class _Current(threading.local):
 
     context = ForwardContext()
     layer = 0
-    """Index of the decoder layer that a fused forward is in."""
+    """Index of the decoder layer that a fused forward or a recurrent mixer is in."""
+    recurrence: Recurrence | None = None
+    """The running batch's recurrence; None outside of forwards, and for bases without recurrent layers."""
     called: GraphCall | None = None
     """Call of the compiled graph that ran last; for `compiled.Layers`."""
 

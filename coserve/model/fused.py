@@ -33,6 +33,7 @@ from coserve.model.groups import share_inputs
 from coserve.model.parallel.exchange import exchanges_of
 from coserve.model.parallel.modules import shard_of
 from coserve.model.parallel.residual import add_in_sums
+from coserve.model.recurrent.ops import RUNNING_RECURRENCE
 
 NOT_FUSED = "expected to run within FusedBase.forward"
 RECOMPILES = 64
@@ -149,6 +150,7 @@ class RunningAttention:
     any_layer = True
     """Tells that the layer's index need not be passed. A compiled layer stands for all of its kind, so it must not
     depend on its index."""
+    recurrence = RUNNING_RECURRENCE
 
     def attend(
         self,

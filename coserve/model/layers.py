@@ -71,7 +71,8 @@ class LayerCut:
     def layer(self, i: int, h_1TD: Tensor, inputs: LayerInputs) -> Tensor:
         """Run layer i's own forward: hidden states (1, T, D) in and out."""
         call = inputs.calls[i]
-        output = self._base.layers[i](h_1TD, *call.args, **call.kwargs)
+        with self._base.recurring(inputs.attention):
+            output = self._base.layers[i](h_1TD, *call.args, **call.kwargs)
         h_next_1TD: Tensor = output[0] if isinstance(output, tuple) else output
         return h_next_1TD
 

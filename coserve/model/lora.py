@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from types import MethodType
@@ -122,6 +122,22 @@ class SharedInput:
         if place == len(self.sizes) - 1:
             self._pending = None
         return parts[place]
+
+
+def site_weight(module: nn.Module) -> Tensor:
+    """Return a linear module's weight (O, D). Conv1D stores it transposed."""
+    assert isinstance(module.weight, Tensor)
+    return module.weight if isinstance(module, nn.Linear) else module.weight.T
+
+
+PEFT_REFUSES = dict.fromkeys(("falcon_h1", "nemotron_h"), ("out_proj",))
+"""Names of sites that PEFT loads no adapters for, by family."""
+
+
+def default_targets(family: str, sites: Iterable[str]) -> tuple[str, ...]:
+    """Return the last names of the sites, without those that PEFT refuses."""
+    names = dict.fromkeys(site.rsplit(".", 1)[1] for site in sites)
+    return tuple(name for name in names if name not in PEFT_REFUSES.get(family, ()))
 
 
 class LoraSites:

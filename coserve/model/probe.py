@@ -20,8 +20,11 @@ from transformers.pytorch_utils import Conv1D
 
 from coserve.core.errors import UnsupportedBase
 from coserve.kernels.attention.interface import Attention, AttentionParams, KvShape, Window
+from coserve.kernels.recurrent.interface import Recurrence, StateShape
+from coserve.kernels.recurrent.wrappers import RecordedStates, ReversedRecurrence, recurrence_of
 from coserve.model import seam
 from coserve.model.fingerprint import is_fake
+from coserve.model.recurrent.seam import mixers, recurring
 from coserve.model.settings import refuse_config
 
 _PROBE = "coserve_probe"
@@ -39,7 +42,7 @@ def refuse_statically(model: PreTrainedModel) -> None:
     refuse_config(config)
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedBase(f"{family}: quantized weights are not supported")
-    if not getattr(model, "_supports_attention_backend", False):
+    if not getattr(model, "_supports_attention_backend", False) and not mixers(model):
         raise UnsupportedBase(
             f"{family} does not support attention backends in this version of transformers: its attention cannot read "
             "our pages"
@@ -58,8 +61,11 @@ class Observed:
     """The attention module and the window (0: none) of each layer, in order of the calls."""
     masks: list[object] = field(default_factory=list)
     kv_shapes: list[KvShape] = field(default_factory=list)
+    """Of all layers; zeros for those without attention."""
     chunks: dict[nn.Module, int] = field(default_factory=dict)
     """Size of the chunks within which an attention module sees (`Window.chunked`)."""
+    states: dict[int, StateShape] = field(default_factory=dict)
+    """The state's sizes of each layer that has a recurrent one."""
 
 
 @dataclass(frozen=True)
@@ -110,25 +116,29 @@ def observe(model: PreTrainedModel, context: int) -> Observed:
             causal, causal within the window that it passes to attention, or causal within chunks, up to `context`
             tokens.
     """
-    family, seen = model.config.model_type, Observed()
+    family, seen, states = model.config.model_type, Observed(), RecordedStates()
     try:
-        with _attention(model, _PROBE), torch.no_grad():
+        with _attention(model, _PROBE), torch.no_grad(), recurring(states):
             model(**_inputs(model, SEQUENCES[0]), coserve_observed=seen)
     except (TypeError, AttributeError, ValueError, KeyError, RuntimeError) as error:
         raise UnsupportedBase(f"{family} does not run with a replaced attention: {error}") from error
     count = model.config.get_text_config().num_hidden_layers
-    indices = [seam.layer_of(module) for module, _ in seen.layers]
-    if indices != list(range(count)):
+    indices, seen.states = [seam.layer_of(module) for module, _ in seen.layers], states.shapes
+    if indices != (sorted({*indices} & {*range(count)}) if states.shapes else list(range(count))):
         raise UnsupportedBase(
             f"{family}: expected attention through transformers' interface once in each of {count} layers, "
             f"got calls in layers {indices}"
         )
-    for layer, ((module, tokens), mask) in enumerate(zip(seen.layers, seen.masks, strict=True)):
+    if not indices:
+        raise UnsupportedBase(f"{family} has no layer with attention: nothing could be kept in pages")
+    for layer, (module, tokens), mask in zip(indices, seen.layers, seen.masks, strict=True):
         window = Window(tokens) if tokens else None
         if window is None and isinstance(mask, _Mask) and mask.local is not None and mask.local < context:
             window = Window(mask.local, chunked=True)
             seen.chunks[module] = mask.local
         _check_mask(f"{family}, layer {layer}", mask, window, context, model.device)
+    shapes = dict(zip(indices, seen.kv_shapes, strict=True))
+    seen.kv_shapes = [shapes.get(layer, KvShape(0, 0, 0)) for layer in range(count)]
     return seen
 
 
@@ -154,9 +164,10 @@ def _check_mask(where: str, mask: object, window: Window | None, context: int, d
 
 
 class Reversed:
-    """Attention for a batch with reversed rows, to show whether tokens interact outside of attention.
+    """Attention for a batch with reversed rows, to show whether tokens interact outside of attention and of the
+    recurrences that we hook.
 
-    A convolution or a recurrence between tokens would need a state of its own to resume from a page or a chunk.
+    Any other convolution or recurrence would need a state of its own to resume from a page or a chunk.
     """
 
     def __init__(self, inner: Attention) -> None:
@@ -173,15 +184,19 @@ class Reversed:
         q_HTD, k_KTD, v_KTD = q_HTD.flip(1), k_KTD.flip(1), v_KTD.flip(1)
         return self._inner.attend(layer, q_HTD, k_KTD, v_KTD, params).flip(0)
 
+    @property
+    def recurrence(self) -> Recurrence:
+        return ReversedRecurrence(recurrence_of(self._inner))
+
 
 def decoder_layers(model: PreTrainedModel, seen: Observed) -> tuple[str, list[nn.Module]]:
-    """Return the path and the members of the stack whose i-th layer contains the i-th attention module."""
-    attention = [module for module, _ in seen.layers]
+    """Return the path and the members of the stack whose layers contain their attention modules."""
+    attention = [(seam.layer_of(module), module) for module, _ in seen.layers]
     for name, stack in model.named_modules():
-        if isinstance(stack, nn.ModuleList) and len(stack) == len(attention):
-            held = zip(stack, attention, strict=True)
-            if all(any(inner is module for inner in layer.modules()) for layer, module in held):
-                return name, list(stack)
+        if not isinstance(stack, nn.ModuleList) or len(stack) != len(seen.kv_shapes):
+            continue
+        if all(any(inner is module for inner in stack[layer].modules()) for layer, module in attention):
+            return name, list(stack)
     raise UnsupportedBase(f"{model.config.model_type}: found no list of decoder layers, one for each attention")
 
 

@@ -14,6 +14,9 @@ from transformers import AttentionInterface
 
 from coserve.core.errors import UnsupportedBase
 from coserve.kernels.attention.interface import Attention, AttentionParams
+from coserve.kernels.recurrent.interface import Recurrence
+from coserve.kernels.recurrent.packed import PackedRecurrence
+from coserve.kernels.recurrent.wrappers import PaddedRecurrence, recurrence_of
 
 NAME = "coserve"
 
@@ -61,6 +64,10 @@ class PaddedAttention:
             params,
         )
         return nn.functional.pad(out_THD, (0, 0, 0, 0, 0, rows - self._tokens))
+
+    @property
+    def recurrence(self) -> Recurrence:
+        return PaddedRecurrence(recurrence_of(self._inner), self._tokens)
 
 
 def _attention(
@@ -157,6 +164,7 @@ class ReferenceAttention:
 
     def __init__(self, bounds: tuple[int, ...]) -> None:
         self._bounds = bounds
+        self.recurrence = PackedRecurrence(bounds)
 
     def attend(
         self,

@@ -69,6 +69,8 @@ class Request:
     holds_adapter: bool = False
     """Whether it holds a reference to its adapter's pages."""
     pages: list[int] = field(default_factory=list)
+    slot: int = -1
+    """Slot of its recurrent state while it holds pages; -1: none."""
     computed: int = 0
     """Leading tokens whose keys and values are in the pages."""
     labelled: int = 0

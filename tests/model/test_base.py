@@ -135,7 +135,7 @@ def test_attention_sinks_are_handed_on() -> None:
     ("config", "reason"),
     [
         (BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4), "attention backends"),
-        (MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2), "attention backends"),
+        (MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2), "context"),
     ],
     ids=["bloom", "mamba"],
 )

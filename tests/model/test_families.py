@@ -63,7 +63,10 @@ OF_EACH_KIND = (
     "modernbert-decoder",
 )
 """With `QUICK`: norms, positions, activations, windows, sinks, stacked weights and experts of all kinds."""
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+ATTENTION = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+    *("in_proj_qkvz", "in_proj_ba", "out_proj"),
+)
 QUICK = ("llama", "gpt2", "gemma3_text", "phi", "mixtral", "gpt_oss")
 
 
@@ -86,7 +89,7 @@ def _by_its_own_forward(model: torch.nn.Module) -> tuple[list[int], Tensor]:
 
 def _served(base: Base, adapters: Mapping[AdapterRef, LoraWeights]) -> dict[str, _Told]:
     """What one batch gives for the base and for each adapter, prompts in chunks and tokens from pages."""
-    kv = KvCache.for_base(base, 4096, 4)
+    kv = KvCache.for_base(base, 4096, 4, sequences=4)
     generator = Generator(base, Shelf(adapters).store(), kv, eager(base, kv), max_running=4, step_tokens=8)
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, logprobs=LOGPROBS)
     asked: dict[str, AdapterRef | None] = {"base": None} | {ref.id: ref for ref in adapters}
@@ -102,8 +105,8 @@ def _served(base: Base, adapters: Mapping[AdapterRef, LoraWeights]) -> dict[str,
 
 
 def _targets(family: str, base: Base) -> list[str]:
-    every = family not in ATTENTION_ONLY
-    return [site for site in base.spec.sites if every or site.endswith(ATTENTION)]
+    names = ATTENTION if family in ATTENTION_ONLY else base.spec.default_targets
+    return [site for site in base.spec.sites if site.endswith(names)]
 
 
 def _loss(model: torch.nn.Module, row: Sequence[int]) -> Tensor:

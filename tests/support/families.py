@@ -117,10 +117,60 @@ SERVED = [
     "vaultgemma",
 ]
 
+_DELTA: dict[str, object] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+_MAMBA2: dict[str, object] = {
+    "num_hidden_layers": 3,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 6,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+}
+RECURRENT: dict[str, dict[str, object]] = {
+    "bamba": _MAMBA2 | {"attn_layer_indices": [1]},
+    "falcon_h1": _MAMBA2 | {"mamba_d_ssm": 64},
+    "granitemoehybrid": _MAMBA2 | {"layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 48},
+    "jamba": {
+        "num_hidden_layers": 3,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "expert_layer_offset": 5,
+        "expert_layer_period": 6,
+        "mamba_d_state": 6,
+        "mamba_dt_rank": 4,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "nemotron_h": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "attention", "mlp", "moe"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 6,
+        "n_groups": 2,
+        "chunk_size": 8,
+    },
+    "olmo_hybrid": _DELTA,
+    "qwen3_5": {"text_config": {"model_type": "qwen3_5_text"}},
+    "qwen3_5_moe": {"text_config": {"model_type": "qwen3_5_moe_text"}},
+    "qwen3_5_moe_text": _DELTA,
+    "qwen3_5_text": _DELTA,
+    "qwen3_next": _DELTA,
+}
+"""Settings of the served families some of whose layers keep a recurrent state."""
+SERVED = sorted({*SERVED, *RECURRENT})
+
 ATTENTION_ONLY = frozenset(
     {
         *("afmoe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "gemma4", "glm4_moe", "glm4_moe_lite"),
-        *("hunyuan_v1_moe", "kimi_k25", "llama4_text", "mimo_v2_flash", "solar_open"),
+        *("hunyuan_v1_moe", "kimi_k25", "llama4_text", "mimo_v2_flash", "qwen3_next", "solar_open"),
     }
 )
 """PEFT saves targets of their feed-forward modules as parameters of experts, which adapters may not have here."""
@@ -160,21 +210,27 @@ _SETTINGS: dict[str, dict[str, object]] = {
     "gemma3": {"text_config": {"model_type": "gemma3_text"}},
     "gemma4": {"text_config": {"model_type": "gemma4_text", "enable_moe_block": True, "top_k_experts": 2}},
     "gemma4_text": {"global_head_dim": 16, "hidden_size_per_layer_input": 8},
-    "granitemoehybrid": {"layer_types": ["attention", "attention"], "mamba_n_heads": 4, "mamba_d_head": 16},
     "kimi_k25": {"text_config": {"model_type": "deepseek_v3"}},
     "llava": {"text_config": {"model_type": "llama"}},
     "mistral3": {"text_config": {"model_type": "ministral3"}},
     "phimoe": {"sliding_window": None},  # in its mask only, not passed to attention
     "qwen2_5_vl": {"text_config": {"model_type": "qwen2_5_vl_text", "rope_parameters": _MROPE}},
-    "qwen3_5": {"text_config": {"model_type": "qwen3_5_text"}},
-    "qwen3_5_moe": {"text_config": {"model_type": "qwen3_5_moe_text"}},
     "qwen3_vl": {"text_config": {"model_type": "qwen3_vl_text"}},
     "qwen3_vl_moe": {"text_config": {"model_type": "qwen3_vl_moe_text"}},
     "mimo_v2_flash": {"v_head_dim": 6, "swa_v_head_dim": 4},
+    **RECURRENT,
 }
 """Settings of one family, besides `_SHAPE`."""
 
 _EXPERTS = ("expert weights cannot be adapted",)
+
+
+def _kind_of_mixer(family: str) -> str:
+    if family.startswith(("qwen3", "olmo")):
+        return "gated delta nets"
+    return "short convolutions" if family.startswith("lfm2") else "Mamba" if family == "jamba" else "Mamba-2"
+
+
 LIMITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
@@ -183,7 +239,11 @@ LIMITS: dict[str, tuple[str, ...]] = {
         ),
         _EXPERTS,
     ),
-    "granitemoehybrid": ("layers of attention only", *_EXPERTS),
+    **{family: (f"recurrent layers ({_kind_of_mixer(family)})",) for family in RECURRENT},
+    **{
+        family: (f"recurrent layers ({_kind_of_mixer(family)})", *_EXPERTS)
+        for family in ("granitemoehybrid", "jamba", "lfm2_moe", "nemotron_h", "qwen3_5_moe", "qwen3_5_moe_text")
+    },
     "phi3": ("its longrope models are served up to the original context; `/health` says so",),
 }
 """For docs/guide/families.md."""
@@ -205,15 +265,13 @@ REFUSED: dict[str, tuple[str, dict[str, object]]] = {
     "falcon": (_BACKENDS, {}),
     "gpt_neo": (_BACKENDS, {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}),
     "gptj": (_BACKENDS, {}),
-    "mamba": (_BACKENDS, {}),
+    "mamba": ("context", {}),
     "mpt": (_BACKENDS, {}),
-    "qwen3_next": (_BACKENDS, {"layer_types": ["linear_attention", "full_attention"]}),
     "rwkv": (_BACKENDS, {}),
     "stablelm": (_BACKENDS, {}),
     "xglm": (_BACKENDS, {}),
     "diffllama": ("once in each of 2 layers", {}),
     "doge": ("replaced attention", {}),
-    "lfm2": ("once in each of 2 layers", {"layer_types": ["conv", "full_attention"]}),
     "gemma3n_text": ("2 of its 4 layers have no keys and values of their own", _SHARED_KV),
     "minimax": ("once in each of 2 layers", {}),
     "nemotron": ("once in each of 2 layers", {}),

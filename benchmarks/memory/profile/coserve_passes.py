@@ -106,11 +106,12 @@ class _Case:
         index_T = torch.arange(self._tokens, device=base.device)
         self._tokens_T, self._positions_T = index_T % base.spec.vocab, index_T % length
         self._last_B = torch.arange(length - 1, self._tokens, length, device=base.device)
-        self._cache = KvCache.for_base(base, batch * -(-length // PAGE_TOKENS) * PAGE_TOKENS, PAGE_TOKENS)
+        tokens = batch * -(-length // PAGE_TOKENS) * PAGE_TOKENS
+        self._cache = KvCache.for_base(base, tokens, PAGE_TOKENS, sequences=batch)
         each = self._cache.pages_for(length)
         pages = self._cache.allocate(batch * each)
         assert pages is not None, "the cache was sized for them"
-        self._runs = [TokenRun(length, 0, tuple(pages[row * each : (row + 1) * each])) for row in range(batch)]
+        self._runs = [TokenRun(length, 0, tuple(pages[row * each : (row + 1) * each]), row) for row in range(batch)]
 
     @torch.no_grad()
     def no_grad(self) -> None:

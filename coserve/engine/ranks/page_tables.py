@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 
 from coserve.engine.ranks.commands import Launch
 from coserve.generate.execution.interface import SequenceInput, StepInput
-from coserve.kernels.attention.interface import TokenRun
 
 
 class PageTables:
@@ -42,5 +43,4 @@ class PageTables:
 
 
 def _with_pages(own: SequenceInput, pages: tuple[int, ...]) -> SequenceInput:
-    run = own.run
-    return msgspec.structs.replace(own, run=TokenRun(run.tokens, run.position, pages))
+    return msgspec.structs.replace(own, run=replace(own.run, pages=pages))

@@ -86,7 +86,7 @@ class PartRunner:
         self._processes, self._on_compiled = processes, on_compiled
         self._max_running, self._step_tokens = conditions.max_running, conditions.work.step_tokens
         longest, page_tokens = max(CONTEXTS) + self._step_tokens, conditions.page_tokens
-        self._kv = KvCache.for_base(base, max(longest, 16 * page_tokens), page_tokens)
+        self._kv = KvCache.for_base(base, max(longest, 16 * page_tokens), page_tokens, sequences=conditions.max_running)
         self._eager = EagerExecutor(base, self._kv, conditions.lora_backend)
         self._mixes = step_mixes(self._max_running, self._step_tokens, min(base.spec.context, longest))
         self._first_mixes = [mix for mix in self._mixes if not mix.position]
@@ -211,7 +211,7 @@ class PartRunner:
             given = [1] * tokens
             how = params or SamplingParams(temperature=0.0)
             sampling = SamplingRow(self._number, how, 0, tokens=given, prompt_tokens=tokens)
-            run = TokenRun(tokens, mix.position, tuple(range(pages)))
+            run = TokenRun(tokens, mix.position, tuple(range(pages)), slot=place)
             which = place % len(adapters) if adapters else BASE_ONLY
             sequences.append(SequenceInput(self._number, which, given, run, sampling, None, False))
         for step in executor.launch(StepInput(refs, sequences), [weights for _, weights in adapters]):

@@ -100,6 +100,8 @@ class TokenRun:
     """Position of the first new token in its sequence."""
     pages: tuple[int, ...]
     """Pages of the sequence's positions, in order, including those of the new tokens."""
+    slot: int = -1
+    """Slot of the sequence's recurrent state; -1: the base has none."""
 
 
 class StaticPagedAttention(Attention, Protocol):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from coserve.kernels.attention.interface import AttentionParams
+from coserve.kernels.recurrent.packed import PackedRecurrence
 
 
 class PackedAttention:
@@ -27,6 +28,7 @@ class PackedAttention:
         assert bounds[0] == 0, "expected bounds to start at 0"
         assert all(a <= b for a, b in pairwise(bounds)), "expected ascending bounds"
         self._bounds = tuple(bounds)
+        self.recurrence = PackedRecurrence(self._bounds)
         self._longest = max((b - a for a, b in pairwise(bounds)), default=0)
         self._on_device: dict[torch.device, Tensor] = {}
         self._chunks: dict[int, PackedAttention] = {}

@@ -51,3 +51,13 @@ def loadable(name: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise UnsupportedBase(f"{name}: transformers cannot load it: {error}") from error
+
+
+def eos_of(model: PreTrainedModel) -> set[int]:
+    """Return the end-of-sequence ids in the generation settings and the config."""
+    found: set[int] = set()
+    for holder in (model.generation_config, model.config.get_text_config()):
+        ids = getattr(holder, "eos_token_id", None)
+        if ids is not None:
+            found |= set(ids) if isinstance(ids, list | tuple) else {ids}
+    return found

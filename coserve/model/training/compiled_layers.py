@@ -70,6 +70,8 @@ class CompiledLayers:
         once the layers are compiled. Ranks that share a base do this at the same time. Raises `UnsupportedBase`, with
         several ranks `FailedTogether`, and any error of stacking the weights, which cannot be undone.
         """
+        if base.states:
+            raise UnsupportedBase("its recurrent layers are differentiated by autograd, in plain torch")
         if not base.sites.shared():
             share_inputs(base)
         self._compile, self._stream, self._device = compile, stream, base.device

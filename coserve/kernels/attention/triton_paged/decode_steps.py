@@ -29,7 +29,7 @@ class FusedStaticAttention:
         # One buffer, so that one copy fills positions, items of each kind of layer and page table. A column of the
         # table is a sequence. A step uses a prefix of the buffer.
         self._multiprocessors = device_info(device).multiprocessors
-        self._most = max(self._most_items(keys.shape[2]) for keys in pages.keys)
+        self._most = max(self._most_items(keys.shape[2]) for keys in pages.keys if keys.shape[2])
         self._longest = -(-max_tokens // page_tokens)
         self._items_at = 2 * batch
         self._table_at = self._items_at + KINDS * self._most * 8

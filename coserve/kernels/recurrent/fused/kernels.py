@@ -1,0 +1,139 @@
+"""Recurrent layers of a generation step: each token's convolution, the inputs that it leaves, and the recurrence.
+
+Letters: see `kernels.recurrent.interface`. States lie in slots: conv (S + 2, W - 1, C), recurrent (S + 2, H, K, V). A
+sequence b is the rows [starts[b], ends[b]); it begins with the state in slot from[b] and leaves its state in slot
+to[b]. A token t has its sequence's first row in first[t], and its slot in source[t].
+"""
+
+# mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
+# ruff: noqa: ANN001, ANN201 - a kernel's arguments have the types of its launch
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def convolve(
+    out_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    state_ptr,
+    first_ptr,
+    source_ptr,
+    T,
+    C,
+    stride,
+    W: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Grid (token blocks, channel blocks): out (T, C)."""
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    here, in_c = t < T, c < C
+    first = tl.load(first_ptr + t, mask=here, other=0)
+    source = tl.load(source_ptr + t, mask=here, other=0).to(tl.int64)
+    total = tl.zeros((BT, BC), dtype=tl.float32)
+    for tap in tl.static_range(W):
+        row = t - (W - 1) + tap
+        own = here & (row >= first)
+        x = tl.load(
+            x_ptr + row.to(tl.int64)[:, None] * stride + c[None, :], mask=own[:, None] & in_c[None, :], other=0.0
+        )
+        before = here & (row < first)
+        at = source * (W - 1) + (row - first + (W - 1))
+        kept = tl.load(state_ptr + at[:, None] * C + c[None, :], mask=before[:, None] & in_c[None, :], other=0.0)
+        weight = tl.load(weight_ptr + c * W + tap, mask=in_c, other=0.0).to(tl.float32)
+        total += (x.to(tl.float32) + kept.to(tl.float32)) * weight[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + c, mask=in_c, other=0.0).to(tl.float32)[None, :]
+    if SILU:
+        total = total / (1.0 + tl.exp(-total))
+    tl.store(
+        out_ptr + t.to(tl.int64)[:, None] * C + c[None, :],
+        total.to(out_ptr.dtype.element_ty),
+        mask=here[:, None] & in_c[None, :],
+    )
+
+
+@triton.jit
+def keep_inputs(x_ptr, state_ptr, starts_ptr, ends_ptr, from_ptr, to_ptr, C, stride, W: tl.constexpr, BC: tl.constexpr):
+    """Grid (sequences, channel blocks): write each sequence's last W - 1 inputs into its slot."""
+    b, c = tl.program_id(0), tl.program_id(1) * BC + tl.arange(0, BC)
+    start, end = tl.load(starts_ptr + b), tl.load(ends_ptr + b)
+    if end <= start:
+        return
+    source, to = tl.load(from_ptr + b).to(tl.int64), tl.load(to_ptr + b).to(tl.int64)
+    in_c = c < C
+    # Oldest first: a row is written only after those that read it, as they lie before it.
+    for i in tl.static_range(W - 1):
+        row = end - (W - 1) + i
+        x = tl.load(x_ptr + row.to(tl.int64) * stride + c, mask=in_c & (row >= start), other=0.0)
+        at = source * (W - 1) + (row - start + (W - 1))
+        kept = tl.load(state_ptr + at * C + c, mask=in_c & (row < start), other=0.0)
+        new = tl.where(row >= start, x.to(tl.float32), kept.to(tl.float32))
+        tl.store(state_ptr + (to * (W - 1) + i) * C + c, new.to(state_ptr.dtype.element_ty), mask=in_c)
+
+
+@triton.jit
+def recur(
+    out_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    decay_ptr,
+    beta_ptr,
+    state_ptr,
+    starts_ptr,
+    ends_ptr,
+    from_ptr,
+    to_ptr,
+    H,
+    G,
+    K,
+    V,
+    scale,
+    HAS_BETA: tl.constexpr,
+    BY_KEY: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """Grid (sequences, heads, value blocks): out (T, H, V), token by token; the state stays in registers.
+
+    q and k (T, G, K), v (T, H, V), decay (T, H) or, with BY_KEY, (T, H, K), beta (T, H).
+    """
+    b, h = tl.program_id(0), tl.program_id(1)
+    k_at, v_at = tl.arange(0, BK), tl.program_id(2) * BV + tl.arange(0, BV)
+    start, end = tl.load(starts_ptr + b), tl.load(ends_ptr + b)
+    if end <= start:
+        return
+    in_k, in_v = k_at < K, v_at < V
+    within, inside = k_at[:, None] * V + v_at[None, :], in_k[:, None] & in_v[None, :]
+    source, to = tl.load(from_ptr + b).to(tl.int64), tl.load(to_ptr + b).to(tl.int64)
+    state = tl.load(state_ptr + (source * H + h) * K * V + within, mask=inside, other=0.0)
+    group = h // (H // G)
+    for t in range(start, end):
+        row = tl.full((), 0, tl.int64) + t
+        q = tl.load(q_ptr + (row * G + group) * K + k_at, mask=in_k, other=0.0).to(tl.float32)
+        k = tl.load(k_ptr + (row * G + group) * K + k_at, mask=in_k, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + (row * H + h) * V + v_at, mask=in_v, other=0.0).to(tl.float32)
+        if NORMALIZE:
+            q = q / tl.sqrt(tl.sum(q * q, 0) + 1e-6)
+            k = k / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
+        if BY_KEY:
+            decay = tl.load(decay_ptr + (row * H + h) * K + k_at, mask=in_k, other=0.0).to(tl.float32)
+            state *= tl.exp(decay)[:, None]
+        else:
+            state *= tl.exp(tl.load(decay_ptr + row * H + h).to(tl.float32))
+        if HAS_BETA:
+            v = (v - tl.sum(state * k[:, None], 0)) * tl.load(beta_ptr + row * H + h).to(tl.float32)
+        state += k[:, None] * v[None, :]
+        out = tl.sum(state * q[:, None], 0) * scale
+        tl.store(out_ptr + (row * H + h) * V + v_at, out.to(out_ptr.dtype.element_ty), mask=in_v)
+    tl.store(state_ptr + (to * H + h) * K * V + within, state, mask=inside)

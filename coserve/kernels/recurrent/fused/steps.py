@@ -1,0 +1,145 @@
+"""Recurrent layers of generation steps by Triton kernels, in fixed device buffers: a CUDA graph may keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coserve.kernels.attention.interface import TokenRun
+from coserve.kernels.gpu.launcher import launch
+from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
+from coserve.kernels.recurrent.fused.kernels import convolve, keep_inputs, recur
+from coserve.kernels.recurrent.interface import RecurrenceParams
+from coserve.kernels.recurrent.slots import LayerStates
+
+CHANNELS, TOKENS = 128, 16
+"""Channels and tokens of a program of the convolution."""
+STATE_ELEMENTS = 4096
+"""Most elements of a state in one program's registers."""
+
+
+class FusedRecurrence:
+    """Implements `StaticRecurrence` for steps of up to `tokens` tokens of `sequences` sequences: see
+    `kernels.recurrent.fused.kernels`. A recurrence of a prompt runs token by token, a program for some values of a
+    head."""
+
+    def __init__(self, states: Mapping[int, LayerStates], *, tokens: int, sequences: int, device: torch.device) -> None:
+        self._states, self._tokens, self._sequences = states, tokens, sequences
+        self._blank = next(iter(states.values())).conv.shape[0] - 2
+        self._host = np.zeros(2 * tokens + 4 * sequences, dtype=np.int32)
+        self._table = torch.zeros(len(self._host), dtype=torch.int32, device=device)
+        sizes = [tokens, tokens, *[sequences] * 4]
+        self._first, self._source, self._starts, self._ends, self._from, self._to = torch.split(self._table, sizes)
+        self.load(())
+
+    def load(self, runs: Sequence[TokenRun]) -> None:
+        """See `StaticRecurrence.load`. One copy to the device."""
+        assert len(runs) <= self._sequences, f"expected at most {self._sequences} sequences, got {len(runs)}"
+        assert all(run.slot >= 0 for run in runs), "expected sequences with slots"
+        lengths = [run.tokens for run in runs]
+        bounds = [0, *accumulate(lengths)]
+        assert bounds[-1] <= self._tokens, f"expected at most {self._tokens} tokens, got {bounds[-1]}"
+        first, source, starts, ends, sources, to = np.split(
+            self._host, np.cumsum([self._tokens, self._tokens, *[self._sequences] * 3])
+        )
+        slots = [run.slot if run.position else self._blank for run in runs]
+        first[:], source[:] = np.arange(self._tokens), self._blank  # padding begins with itself
+        first[: bounds[-1]] = np.repeat(np.array(bounds[:-1], np.int32), lengths)
+        source[: bounds[-1]] = np.repeat(np.array(slots, np.int32), lengths)
+        starts[:], ends[:], sources[:], to[:] = 0, 0, self._blank, self._blank + 1
+        starts[: len(runs)], ends[: len(runs)] = bounds[:-1], bounds[1:]
+        sources[: len(runs)], to[: len(runs)] = slots, [run.slot for run in runs]
+        host = torch.from_numpy(self._host)
+        # A pinned copy of its own, which torch keeps until the copy has ended, since the next `load` may come earlier.
+        self._table.copy_(host.pin_memory() if self._table.is_cuda else host, non_blocking=True)
+
+    def convolve(
+        self, layer: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, activation: str | None
+    ) -> Tensor:
+        """See `Recurrence.convolve`."""
+        assert activation in ("silu", None), f"expected silu or nothing behind the convolution, got {activation}"
+        states, (rows, channels), width = self._states[layer].conv, x_TC.shape, weight_CW.shape[1]
+        assert rows <= self._tokens, f"expected at most {self._tokens} rows, got {rows}"
+        x_TC = x_TC if x_TC.stride(1) == 1 else x_TC.contiguous()
+        out_TC = torch.empty(rows, channels, dtype=x_TC.dtype, device=x_TC.device)
+        launch(
+            convolve,
+            (cdiv(rows, TOKENS), cdiv(channels, CHANNELS)),
+            out_TC,
+            x_TC,
+            weight_CW.contiguous(),
+            weight_CW if bias_C is None else bias_C,
+            states,
+            self._first,
+            self._source,
+            rows,
+            channels,
+            x_TC.stride(0),
+            W=width,
+            HAS_BIAS=bias_C is not None,
+            SILU=activation == "silu",
+            BT=TOKENS,
+            BC=CHANNELS,
+        )
+        launch(
+            keep_inputs,
+            (self._sequences, cdiv(channels, CHANNELS)),
+            x_TC,
+            states,
+            self._starts,
+            self._ends,
+            self._from,
+            self._to,
+            channels,
+            x_TC.stride(0),
+            W=width,
+            BC=CHANNELS,
+        )
+        return out_TC
+
+    def recur(
+        self,
+        layer: int,
+        q_TGK: Tensor,
+        k_TGK: Tensor,
+        v_THV: Tensor,
+        decay: Tensor,
+        beta_TH: Tensor | None,
+        params: RecurrenceParams,
+    ) -> Tensor:
+        """See `Recurrence.recur`. Rows of padding are zero."""
+        (_, heads, values), (_, groups, keys) = v_THV.shape, q_TGK.shape
+        block_k = next_power_of_2(keys)
+        block_v = max(1, min(next_power_of_2(values), STATE_ELEMENTS // block_k))
+        out_THV = torch.zeros(v_THV.shape, dtype=v_THV.dtype, device=v_THV.device)
+        decay = decay.contiguous()
+        launch(
+            recur,
+            (self._sequences, heads, cdiv(values, block_v)),
+            out_THV,
+            q_TGK.contiguous(),
+            k_TGK.contiguous(),
+            v_THV.contiguous(),
+            decay,
+            decay if beta_TH is None else beta_TH.contiguous(),
+            self._states[layer].recurrent,
+            self._starts,
+            self._ends,
+            self._from,
+            self._to,
+            heads,
+            groups,
+            keys,
+            values,
+            params.scale,
+            HAS_BETA=beta_TH is not None,
+            BY_KEY=decay.dim() == 3,
+            NORMALIZE=params.normalize,
+            BK=block_k,
+            BV=block_v,
+        )
+        return out_THV

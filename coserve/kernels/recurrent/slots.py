@@ -1,0 +1,141 @@
+"""Recurrent layers of a generation step, whose sequences' states lie in slots.
+
+Letters: see `interface`; B sequences of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.attention.interface import TokenRun
+from coserve.kernels.recurrent.interface import RecurrenceParams
+from coserve.kernels.recurrent.reference import one_token, prepared, tapped
+from coserve.kernels.recurrent.wrappers import PaddedRecurrence
+
+
+@dataclass(frozen=True)
+class LayerStates:
+    """One layer's states in all slots, and in two more: the last but one stays zero, and a sequence's first tokens read
+    it; padding writes the last one."""
+
+    conv: Tensor
+    """(S + 2, W - 1, C), oldest input first, in the base's dtype."""
+    recurrent: Tensor
+    """(S + 2, H, K, V), fp32."""
+
+
+class SlotRecurrence:
+    """Implements `Recurrence` in plain torch for one step: reads and writes the states of its sequences.
+
+    Built once a step. Token by token: a token's bits do not depend on the batch, nor on how its sequence was cut into
+    steps.
+    """
+
+    def __init__(self, states: Mapping[int, LayerStates], runs: Sequence[TokenRun], device: torch.device) -> None:
+        self._states, self._device = states, device
+        blank = next(iter(states.values())).conv.shape[0] - 2
+        starts = torch.tensor([0, *[run.tokens for run in runs]]).cumsum(0)[:-1]
+        order = sorted(range(len(runs)), key=lambda i: -runs[i].tokens)  # those that still have tokens come first
+        self._runs = [runs[i] for i in order]
+        self._starts = starts[order]
+        self._from = self._placed([run.slot if run.position else blank for run in self._runs])
+        self._to = self._placed([run.slot for run in self._runs])
+        lengths = [run.tokens for run in self._runs]
+        self._steps = [
+            (self._starts[:active] + t).to(device)
+            for t in range(lengths[0] if lengths else 0)
+            if (active := sum(length > t for length in lengths))
+        ]
+        """The rows of the sequences' first tokens, of their second ones, and so on."""
+        self._taps: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def _placed(self, slots: list[int]) -> Tensor:
+        assert all(slot >= 0 for slot in slots), "expected sequences with slots"
+        return torch.tensor(slots, dtype=torch.long).to(self._device)
+
+    def convolve(
+        self, layer: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, activation: str | None
+    ) -> Tensor:
+        """See `Recurrence.convolve`."""
+        taps_TW, last_BW = self._taps_of(weight_CW.shape[1], x_TC.shape[0])
+        states = self._states[layer].conv
+        rows = torch.cat((states.index_select(0, self._from).flatten(0, 1), x_TC.to(states.dtype)))
+        states.index_copy_(0, self._to, rows[last_BW])
+        return tapped(rows, taps_TW, weight_CW, bias_C, activation).to(x_TC.dtype)
+
+    def recur(
+        self,
+        layer: int,
+        q_TGK: Tensor,
+        k_TGK: Tensor,
+        v_THV: Tensor,
+        decay: Tensor,
+        beta_TH: Tensor | None,
+        params: RecurrenceParams,
+    ) -> Tensor:
+        """See `Recurrence.recur`."""
+        states = self._states[layer].recurrent
+        state, out_THV = states.index_select(0, self._from), torch.zeros_like(v_THV)
+        q_THK, k_THK = prepared(q_TGK, k_TGK, v_THV.shape[1], params)
+        for rows in self._steps:
+            beta = None if beta_TH is None else beta_TH[rows].float()
+            out, state[: len(rows)] = one_token(
+                state[: len(rows)], q_THK[rows], k_THK[rows], v_THV[rows].float(), decay[rows].float(), beta
+            )
+            out_THV[rows] = out.to(v_THV.dtype)
+        states.index_copy_(0, self._to, state)
+        return out_THV
+
+    def _taps_of(self, width: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Rows that each token's convolution reads (T, W), and the last W - 1 of each sequence (B, W - 1), among its
+        sequences' states, one after another, and then the step's inputs."""
+        if width not in self._taps:
+            before, taps = width - 1, torch.zeros(tokens, width, dtype=torch.long)
+            last = torch.zeros(len(self._runs), before, dtype=torch.long)
+            first = before * len(self._runs)
+            for i, (run, start) in enumerate(zip(self._runs, self._starts.tolist(), strict=True)):
+                rows = torch.cat((i * before + torch.arange(before), first + start + torch.arange(run.tokens)))
+                taps[start : start + run.tokens] = rows.unfold(0, width, 1)
+                last[i] = rows[len(rows) - before :]
+            self._taps[width] = taps.to(self._device), last.to(self._device)
+        return self._taps[width]
+
+
+class GatheredRecurrence:
+    """`StaticRecurrence` in plain torch, for devices without CUDA graphs."""
+
+    def __init__(self, states: Mapping[int, LayerStates], device: torch.device) -> None:
+        self._states, self._device = states, device
+        self.load(())
+
+    def load(self, runs: Sequence[TokenRun]) -> None:
+        """See `StaticRecurrence.load`."""
+        rows = sum(run.tokens for run in runs)
+        self._inner = PaddedRecurrence(SlotRecurrence(self._states, runs, self._device), rows) if runs else None
+
+    def convolve(
+        self, layer: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, activation: str | None
+    ) -> Tensor:
+        """See `Recurrence.convolve`."""
+        if self._inner is None:
+            return torch.zeros_like(x_TC)
+        return self._inner.convolve(layer, x_TC, weight_CW, bias_C, activation)
+
+    def recur(
+        self,
+        layer: int,
+        q_TGK: Tensor,
+        k_TGK: Tensor,
+        v_THV: Tensor,
+        decay: Tensor,
+        beta_TH: Tensor | None,
+        params: RecurrenceParams,
+    ) -> Tensor:
+        """See `Recurrence.recur`."""
+        if self._inner is None:
+            return torch.zeros_like(v_THV)
+        return self._inner.recur(layer, q_TGK, k_TGK, v_THV, decay, beta_TH, params)

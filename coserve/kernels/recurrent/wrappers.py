@@ -1,0 +1,143 @@
+"""Recurrences around others: for padded and for reversed batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from coserve.kernels.attention.interface import Attention, MixedAttention, StaticPagedAttention, TokenRun
+from coserve.kernels.recurrent.interface import (
+    HasRecurrence,
+    Recurrence,
+    RecurrenceParams,
+    StateShape,
+    StaticRecurrence,
+)
+
+
+def recurrence_of(attention: Attention) -> Recurrence:
+    """Return the recurrence that comes with an attention."""
+    assert isinstance(attention, HasRecurrence), f"{type(attention).__name__} has no recurrence"
+    return attention.recurrence
+
+
+class PaddedRecurrence:
+    """A `Recurrence` for a batch with padding in its last rows: `inner` does not see them, and their output is zero."""
+
+    def __init__(self, inner: Recurrence, tokens: int) -> None:
+        self._inner, self._tokens = inner, tokens
+
+    def convolve(
+        self, layer: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, activation: str | None
+    ) -> Tensor:
+        out_TC = self._inner.convolve(layer, x_TC[: self._tokens], weight_CW, bias_C, activation)
+        return pad(out_TC, (0, 0, 0, len(x_TC) - self._tokens))
+
+    def recur(
+        self,
+        layer: int,
+        q_TGK: Tensor,
+        k_TGK: Tensor,
+        v_THV: Tensor,
+        decay: Tensor,
+        beta_TH: Tensor | None,
+        params: RecurrenceParams,
+    ) -> Tensor:
+        real = slice(0, self._tokens)
+        beta = None if beta_TH is None else beta_TH[real]
+        out_THV = self._inner.recur(layer, q_TGK[real], k_TGK[real], v_THV[real], decay[real], beta, params)
+        return pad(out_THV, (0, 0, 0, 0, 0, len(v_THV) - self._tokens))
+
+
+class ReversedRecurrence:
+    """A `Recurrence` for a batch with reversed rows."""
+
+    def __init__(self, inner: Recurrence) -> None:
+        self._inner = inner
+
+    def convolve(
+        self, layer: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, activation: str | None
+    ) -> Tensor:
+        return self._inner.convolve(layer, x_TC.flip(0), weight_CW, bias_C, activation).flip(0)
+
+    def recur(
+        self,
+        layer: int,
+        q_TGK: Tensor,
+        k_TGK: Tensor,
+        v_THV: Tensor,
+        decay: Tensor,
+        beta_TH: Tensor | None,
+        params: RecurrenceParams,
+    ) -> Tensor:
+        q, k, v, d = (x.flip(0) for x in (q_TGK, k_TGK, v_THV, decay))
+        return self._inner.recur(layer, q, k, v, d, None if beta_TH is None else beta_TH.flip(0), params).flip(0)
+
+
+class WithRecurrence:
+    """An `Attention` that comes with the recurrence of the same batch."""
+
+    def __init__(self, attention: Attention, recurrence: Recurrence) -> None:
+        self.attend = attention.attend
+        self.recurrence = recurrence
+
+
+class StaticWithRecurrence(WithRecurrence):
+    """A `StaticPagedAttention` that comes with the recurrence of the same steps."""
+
+    def __init__(self, attention: StaticPagedAttention, recurrence: StaticRecurrence) -> None:
+        super().__init__(attention, recurrence)
+        self.batch, self.max_tokens, self.positions = attention.batch, attention.max_tokens, attention.positions
+        self._loads = attention.load, recurrence.load
+
+    def load(self, runs: Sequence[TokenRun]) -> None:
+        """See `StaticPagedAttention.load`."""
+        for load in self._loads:
+            load(runs)
+
+
+class MixedWithRecurrence(WithRecurrence):
+    """A `MixedAttention` that comes with the recurrence of the same steps."""
+
+    def __init__(self, attention: MixedAttention, recurrence: StaticRecurrence) -> None:
+        super().__init__(attention, recurrence)
+        self.capacity = attention.capacity
+        self._loads = attention.load, recurrence.load
+
+    def load(self, runs: Sequence[TokenRun]) -> None:
+        """See `MixedAttention.load`."""
+        for load in self._loads:
+            load(runs)
+
+
+class RecordedStates:
+    """A `Recurrence` that only records the sizes of each layer's state; its outputs are zero."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, StateShape] = {}
+
+    def convolve(
+        self, layer: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, activation: str | None
+    ) -> Tensor:
+        channels, taps = weight_CW.shape
+        assert layer not in self.shapes, f"expected one convolution in layer {layer}"
+        self.shapes[layer] = StateShape(channels, taps)
+        return torch.zeros_like(x_TC)
+
+    def recur(
+        self,
+        layer: int,
+        q_TGK: Tensor,
+        k_TGK: Tensor,
+        v_THV: Tensor,
+        decay: Tensor,
+        beta_TH: Tensor | None,
+        params: RecurrenceParams,
+    ) -> Tensor:
+        _, heads, values = v_THV.shape
+        self.shapes[layer] = replace(self.shapes[layer], heads=heads, keys=k_TGK.shape[2], values=values)
+        return torch.zeros_like(v_THV)

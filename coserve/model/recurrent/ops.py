@@ -1,0 +1,88 @@
+"""The recurrent layers of compiled forwards: opaque ops that look up the running forward's recurrence.
+
+Like `coserve::attend` (`model.fused`): one compiled layer serves every layer and batch. T, C, H, G, K, V: see
+`kernels.recurrent.interface`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.recurrent.interface import Recurrence, RecurrenceParams
+from coserve.kernels.recurrent.wrappers import recurrence_of
+from coserve.model.forward_context import current
+
+
+def _running() -> Recurrence:
+    fused = current.context.fused
+    assert fused is not None, "expected to run within FusedBase.forward"
+    return recurrence_of(fused.attention)
+
+
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    """Run `Recurrence.convolve` of the running batch and layer: (T, C) -> (T, C)."""
+    return _running().convolve(current.layer, x, weight, bias, activation).contiguous()
+
+
+def _convolve_fake(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _recur(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, scale: float, normalize: bool
+) -> Tensor:
+    """Run `Recurrence.recur` of the running batch and layer: (T, G, K) twice, (T, H, V) -> (T, H, V)."""
+    params = RecurrenceParams(scale, normalize)
+    return _running().recur(current.layer, q, k, v, decay, beta, params).contiguous()
+
+
+def _recur_fake(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, scale: float, normalize: bool
+) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+def _register() -> torch.library.Library:
+    ops = torch.library.Library("coserve", "FRAGMENT")  # type: ignore[no-untyped-call]
+    convolve = "(Tensor x, Tensor weight, Tensor? bias, str? activation) -> Tensor"
+    recur = "(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, float scale, bool normalize) -> Tensor"
+    for name, schema, real, fake in (
+        ("convolve", convolve, _convolve, _convolve_fake),
+        ("recur", recur, _recur, _recur_fake),
+    ):
+        ops.define(name + schema)  # type: ignore[no-untyped-call]
+        ops.impl(name, real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"coserve::{name}", fake, lib=ops)
+    return ops
+
+
+_OPS = _register()
+
+
+class RunningRecurrence:
+    """The `Recurrence` of a compiled layer: delegates to the running batch's, in the layer that runs."""
+
+    def convolve(
+        self, layer: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, activation: str | None
+    ) -> Tensor:
+        """Call the running `Recurrence.convolve`; ignores `layer`."""
+        out: Tensor = torch.ops.coserve.convolve(x_TC, weight_CW, bias_C, activation)
+        return out
+
+    def recur(
+        self,
+        layer: int,
+        q_TGK: Tensor,
+        k_TGK: Tensor,
+        v_THV: Tensor,
+        decay: Tensor,
+        beta_TH: Tensor | None,
+        params: RecurrenceParams,
+    ) -> Tensor:
+        """Call the running `Recurrence.recur`; ignores `layer`."""
+        out: Tensor = torch.ops.coserve.recur(q_TGK, k_TGK, v_THV, decay, beta_TH, *params)
+        return out
+
+
+RUNNING_RECURRENCE = RunningRecurrence()

@@ -1,0 +1,103 @@
+"""Generation with layers that keep a recurrent state: chunks, neighbours, preemptions, lost memory change nothing."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from coserve.core.link import Generate, RequestFailed
+from coserve.core.types import AdapterRef, SamplingParams
+from coserve.generate.execution.interface import StepExecutor
+from coserve.generate.generator import Generator
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base, wrap_base
+from coserve.model.fused import FusedBase
+from tests.support.examples import sample
+from tests.support.executors import eager, graphs
+from tests.support.families import tiny_family
+from tests.support.generation import adapter, collect, prompt, request
+from tests.support.lengths import OneMoreToken
+from tests.support.memory_faults import out_of_memory_at
+from tests.support.shelf import Shelf
+
+REFS = (None, AdapterRef("a", 1), AdapterRef("b", 1))
+LONG = {"max_position_embeddings": 128}
+
+
+@cache
+def base_of(family: str) -> Base:
+    return wrap_base(tiny_family(family, **LONG), name=family, eos_token_ids=())
+
+
+@cache
+def shelf_of(family: str) -> Shelf:
+    base = base_of(family)
+    return Shelf({ref: adapter(base, i, 1 + 2 * i) for i, ref in enumerate(REFS) if ref is not None})
+
+
+def requests(refs: tuple[AdapterRef | None, ...] = REFS) -> list[Generate]:
+    """For the base and two adapters of odd ranks; some prompts are longer than a step."""
+    sampling = [SamplingParams(max_tokens=10, temperature=0.7 * (i % 2), seed=i) for i in range(5)]
+    return [request(str(i), prompt(3 + 13 * i, i), sampling[i], refs[i % len(refs)]) for i in range(5)]
+
+
+def generator(family: str, executor: StepExecutor | None = None, *, step_tokens: int = 48, **sizes: int) -> Generator:
+    base, tokens, most = base_of(family), sizes.get("tokens", 8192), sizes.get("max_running", 8)
+    kv = KvCache.for_base(base, tokens, 4, sequences=most)
+    store, made = shelf_of(family).store(), executor or eager(base, kv)
+    return Generator(base, store, kv, made, max_running=most, step_tokens=step_tokens, lengths=OneMoreToken())
+
+
+@pytest.mark.parametrize("family", sample(["qwen3_5_text", "nemotron_h", "jamba", "lfm2"], "qwen3_5_text"))
+@pytest.mark.filterwarnings("ignore")
+def test_neighbours_chunks_and_preemptions_change_no_token(family: str) -> None:
+    for refs, shapes in ((REFS, ({}, {"step_tokens": 9}, {"max_running": 2})), ((None,), ({"tokens": 68},))):
+        asked = requests(refs)
+        expected = {id: said for one in asked for id, said in collect(generator(family), [one]).items()}
+        for sizes in shapes:
+            gen = generator(family, **sizes)
+            assert collect(gen, asked) == expected, sizes
+    assert gen.scheduler.preemptions > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_that_ran_out_of_memory_halfway_is_computed_again() -> None:
+    """Its first layers have advanced their states already."""
+    family = "qwen3_5_text"
+    expected = collect(generator(family), requests())
+    layer = type(base_of(family).layers[0])
+    for wanted in (4, 11):
+        with out_of_memory_at([(layer, "forward")], lambda call, wanted=wanted: call == wanted) as faults:
+            found = collect(generator(family), requests())
+        assert faults.failed
+        assert {id: tokens for id, (tokens, _) in found.items()} == {id: tokens for id, (tokens, _) in expected.items()}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_equal_prompts_share_no_pages() -> None:
+    """No state is kept at the end of a page, so a cached page would be of no use."""
+    gen = generator("qwen3_5_text")
+    expected = collect(gen, [request("first", prompt(40))])["first"]
+    assert collect(gen, [request("again", prompt(40))])["again"] == expected
+    assert gen.scheduler.prefix_queries == 0
+    assert any("prefix cache: off" in note for note in gen.notes)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_steps_in_fixed_buffers_give_the_same_tokens() -> None:
+    """As CUDA graphs run them, but uncompiled."""
+    family, base = "qwen3_5_text", base_of("qwen3_5_text")
+    asked = [request(str(i), prompt(5 + 20 * i, i)) for i in range(4)]
+    expected = collect(generator(family), asked)
+    kv = KvCache.for_base(base, 2048, 16, sequences=4)
+    executor = graphs(FusedBase(base, compiled=False), kv, max_running=4)
+    gen = Generator(base, shelf_of(family).store(), kv, executor, max_running=4, step_tokens=32)
+    for one in asked:
+        gen.add(one)
+    found: dict[str, list[int]] = {one.id: [] for one in asked}
+    while gen.running or gen.in_flight:
+        for message in gen.step():
+            assert not isinstance(message, RequestFailed), message
+            found[message.id] += message.tokens
+    assert found == {id: tokens for id, (tokens, _) in expected.items()}
