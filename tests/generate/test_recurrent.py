@@ -86,12 +86,12 @@ def test_equal_prompts_share_no_pages() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_steps_in_fixed_buffers_give_the_same_tokens() -> None:
-    """As CUDA graphs run them, but uncompiled."""
+    """As CUDA graphs run them, with layers that are traced, but not compiled."""
     family, base = "qwen3_5_text", base_of("qwen3_5_text")
     asked = [request(str(i), prompt(5 + 20 * i, i)) for i in range(4)]
     expected = collect(generator(family), asked)
     kv = KvCache.for_base(base, 2048, 16, sequences=4)
-    executor = graphs(FusedBase(base, compiled=False), kv, max_running=4)
+    executor = graphs(FusedBase(base, backend=lambda graph, inputs: graph.forward), kv, max_running=4)
     gen = Generator(base, shelf_of(family).store(), kv, executor, max_running=4, step_tokens=32)
     for one in asked:
         gen.add(one)

@@ -9,6 +9,7 @@ import torch
 
 from coserve.core.errors import ConfigError
 from coserve.kernels.attention.interface import AttentionParams, KvShape, TokenRun
+from coserve.kernels.recurrent.interface import StateShape
 from coserve.memory.kv import KvCache
 
 
@@ -17,6 +18,7 @@ class Shapes:
     kv_shapes: list[KvShape] = field(default_factory=lambda: [KvShape(2, 8, 8), KvShape(1, 16, 16)])
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
+    states: dict[int, StateShape] = field(default_factory=dict)
 
 
 @pytest.mark.parametrize(("tokens", "pages"), [(1, 1), (16, 1), (17, 2), (160, 10)])

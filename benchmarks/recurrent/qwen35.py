@@ -1,0 +1,136 @@
+"""Qwen3.5-9B's shape with random weights on one GPU: decode, a prompt, and fine-tuning.
+
+    python -m benchmarks.recurrent.qwen35 --out benchmarks/results [--only decode,prefill,finetune]
+    TRITON_INTERPRET=1 python -m benchmarks.recurrent.qwen35 --tiny --out /tmp/tried
+
+Decode runs through the engine, with compiled layers and CUDA graphs. Its floor is the time to read the weights once and
+to read and write each sequence's states once, at `--bandwidth`. Fine-tuning is the daemon's trainer with one adapter of
+rank 16 on all linear modules of the layers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_5 import Qwen3_5TextConfig
+
+from benchmarks.common.options import check_tiny, make_parser
+from benchmarks.common.results import Results, Target
+from benchmarks.ets.figure_5_1_trainer import trained_jobs
+from benchmarks.serving.case import SEED, Bench, Load, Shape, hardware
+from coserve.memory.kv import KvCache
+from coserve.memory.state_pool import state_bytes
+from coserve.model.base import Base, wrap_base
+
+FULL = Shape("cuda", 32, 4096, 12288, 16, 4, 248320, 8192, 64, 2048, 131_072)
+TINY = Shape("cpu", 4, 32, 48, 4, 2, 512, 256, 4, 32, 4096)
+HEADS = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+"""Sizes of the tiny shape's delta nets."""
+PAGE_TOKENS = 16
+REPEATS = 3
+
+
+def make_base(shape: Shape) -> Base:
+    config = Qwen3_5TextConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.context,
+        **({} if shape.device == "cuda" else HEADS | {"head_dim": 8}),
+    )
+    torch.manual_seed(SEED)
+    with torch.device(shape.device):
+        dtype = torch.bfloat16 if shape.device == "cuda" else torch.float32
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return wrap_base(model, name="qwen3.5-9b-random")
+
+
+def floor_seconds(base: Base, sequences: int, bandwidth: float) -> float:
+    """Least seconds of a decode step: all weights but the embedding read once, all states read and written once."""
+    embedding = base.model.get_input_embeddings().weight
+    weights = sum(one.nbytes for one in base.model.parameters()) - embedding.nbytes
+    moved: int = weights + 2 * sequences * state_bytes(base.states, base.dtype)
+    return moved / bandwidth
+
+
+async def serve(bench: Bench, results: Results, wanted: set[str], bandwidth: float, *, tiny: bool) -> None:
+    """Output tokens a second of decodes, and prompt tokens a second."""
+    async with bench.serving():
+        for sequences in (1, 4) if tiny else (1, 64):
+            if "decode" not in wanted:
+                continue
+            load = Load(sequences, 16, 4 if tiny else 256)
+            await bench.serve(load.make_requests(f"warm{sequences}", bench.shape.vocab))
+            found = [
+                sequences * load.output / await bench.serve(load.make_requests(f"{sequences}/{i}", bench.shape.vocab))
+                for i in range(REPEATS)
+            ]
+            value, least = statistics.median(found), floor_seconds(bench.base, sequences, bandwidth)
+            about = {"floor_tok_s": round(sequences / least, 1), "of_floor": round(value * least / sequences, 3)}
+            target = Target(round(0.8 * sequences / least, 1)) if sequences == 64 else None
+            key = f"models.qwen35.decode_tok_s.b{sequences}"
+            results.put(key, round(value, 1), "output tok/s", target, found, about)
+        if "prefill" in wanted:
+            load = Load(4, 12 if tiny else 4096, 1)
+            await bench.serve(load.make_requests("warm prompts", bench.shape.vocab))
+            found = [
+                load.requests * load.prompt / await bench.serve(load.make_requests(f"prompts{i}", bench.shape.vocab))
+                for i in range(REPEATS)
+            ]
+            results.put("models.qwen35.prefill_tok_s", round(statistics.median(found), 1), "prompt tok/s", None, found)
+
+
+def finetune(base: Base, shape: Shape, results: Results, *, tiny: bool) -> None:
+    """Tokens a second of 8 rows of 512 tokens in one micro-batch."""
+    rows, length = (2, 8) if tiny else (8, 512)
+    backend = "grouped" if tiny else "segmented"
+    with trained_jobs(
+        base, backend, length=length, batch=rows, ranks=[16], rows=rows, targets=base.spec.default_targets
+    ) as jobs:
+        found = list[float]()
+        for run in range(REPEATS + 2):
+            began = time.perf_counter()
+            tokens = jobs.train(run)
+            if shape.device == "cuda":
+                torch.cuda.synchronize()
+            if run > 1:
+                found.append(tokens / (time.perf_counter() - began))
+    key = f"models.qwen35.finetune_tok_s.{rows}x{length}"
+    results.put(key, round(statistics.median(found), 1), "tok/s", None, found, {"layers": "operation by operation"})
+
+
+def main() -> None:
+    parser = make_parser(__doc__, tiny="a tiny shape on the CPU, to try the script")
+    parser.add_argument("--only", default="decode,prefill,finetune", help="parts, separated by commas")
+    parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes a second of the GPU's memory")
+    options = parser.parse_args()
+    check_tiny(parser, options)
+    wanted, shape = set(options.only.split(",")), TINY if options.tiny else FULL
+    base = make_base(shape)
+    results = Results(
+        options.out,
+        "recurrent.json",
+        script="benchmarks.recurrent.qwen35",
+        hardware=hardware(shape),
+        seed=SEED,
+        revision=options.commit,
+        settings=vars(shape) | {"bandwidth": options.bandwidth},
+    )
+    if "finetune" in wanted:
+        finetune(base, shape, results, tiny=options.tiny)
+    if wanted & {"decode", "prefill"}:
+        kv = KvCache.for_base(base, shape.kv_tokens, PAGE_TOKENS, sequences=shape.max_running)
+        bench = Bench(base, shape, kv=kv)
+        print(f"compiled and captured in {bench.capture():.1f} s", flush=True)
+        asyncio.run(serve(bench, results, wanted, options.bandwidth, tiny=options.tiny))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Layers with a recurrent state on a GPU: compiled, in CUDA graphs and by kernels, against plain torch on the CPU. Run
+with `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import pytest
+
+from coserve.core.link import Generate, Tokens
+from coserve.core.types import AdapterRef, LoraSettings, SamplingParams
+from coserve.generate.generator import Generator
+from coserve.kernels.lora.types import LoraPair
+from coserve.memory.kv import KvCache
+from coserve.model.base import wrap_base
+from coserve.model.fused import FusedBase
+from coserve.model.lora import LoraWeights
+from tests.support.executors import eager, graphs
+from tests.support.families import tiny_family
+from tests.support.generation import adapter, prompt, request
+from tests.support.lora_backends import SEGMENTED
+from tests.support.shelf import Shelf
+
+pytestmark = pytest.mark.gpu
+
+REF = AdapterRef("a", 1)
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+def said(generator: Generator, requests: list[Generate]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {one.id: [] for one in requests}
+    for one in requests:
+        generator.add(one)
+    while generator.running or generator.in_flight:
+        for message in generator.step():
+            assert isinstance(message, Tokens), message
+            found[message.id] += message.tokens
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next", "nemotron_h", "falcon_h1", "jamba", "lfm2"])
+@pytest.mark.filterwarnings("ignore")
+def test_steps_on_a_gpu_give_the_tokens_of_the_cpu(family: str) -> None:
+    requests = [request(str(i), prompt(3 + 17 * i, i), GREEDY, REF if i % 2 else None) for i in range(4)]
+    long = {"max_position_embeddings": 128}
+    base = wrap_base(tiny_family(family, **long), name=family, eos_token_ids=())
+    weights = adapter(base, 1, 3)
+    kv = KvCache.for_base(base, 8192, 16, sequences=4)
+    store = Shelf({REF: weights}).store()
+    expected = said(Generator(base, store, kv, eager(base, kv), max_running=4, step_tokens=48), requests)
+    base = wrap_base(tiny_family(family, **long).cuda(), name=family, eos_token_ids=())
+    sites = {name: LoraPair(pair.a_RD.cuda(), pair.b_OR.cuda(), pair.scaling) for name, pair in weights.sites.items()}
+    kv = KvCache.for_base(base, 8192, 16, sequences=4)
+    executor = graphs(FusedBase(base), kv, SEGMENTED, max_running=4, capture_after=1)
+    store = Shelf({REF: LoraWeights(LoraSettings(r=3), sites)}).store()
+    generator = Generator(base, store, kv, executor, max_running=4, step_tokens=48)
+    for _ in range(2):  # the second time in graphs
+        assert said(generator, requests) == expected
