@@ -38,6 +38,8 @@ NO_PREFIX_CACHE = (
     "prefix cache: off, as the base's layers keep a recurrent state, of which no copies are kept at page boundaries"
 )
 
+BY_TOKENS = "generation: the recurrences of a prompt's layers run token by token, not in chunks"
+
 
 class HasKv(Protocol):
     """The attributes of `model.Base` that the cache needs."""
@@ -74,7 +76,7 @@ class KvCache:
         self.buffer = PageBuffer(pages, layout.page_bytes, device)
         self.pool = self.buffer.pool
         self.page_tokens = page_tokens
-        self.notes = attention_notes(device, dtype) + (() if states is None else (NO_PREFIX_CACHE,))
+        self.notes = attention_notes(device, dtype) + (() if states is None else (NO_PREFIX_CACHE, BY_TOKENS))
         self._clean = not reads_only_written_slots(device, dtype)
         rows = self.buffer.bytes.view(dtype)
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from coserve.kernels.recurrent.interface import RecurrenceParams
 from coserve.kernels.recurrent.reference import CHUNK, by_tokens, in_chunks, prepared, tapped
@@ -45,7 +46,24 @@ class PackedRecurrence:
         beta_TH: Tensor | None,
         params: RecurrenceParams,
     ) -> Tensor:
-        """See `Recurrence.recur`."""
+        """See `Recurrence.recur`. Only the inputs are kept for the backward, as the fp32 tensors of all chunks take
+        several times the memory of the rest of a layer."""
+        if torch.is_grad_enabled() and v_THV.requires_grad:
+            out: Tensor = checkpoint(
+                self._recur, q_TGK, k_TGK, v_THV, decay, beta_TH, params, use_reentrant=False, preserve_rng_state=False
+            )
+            return out
+        return self._recur(q_TGK, k_TGK, v_THV, decay, beta_TH, params)
+
+    def _recur(
+        self,
+        q_TGK: Tensor,
+        k_TGK: Tensor,
+        v_THV: Tensor,
+        decay: Tensor,
+        beta_TH: Tensor | None,
+        params: RecurrenceParams,
+    ) -> Tensor:
         heads, keys, values = v_THV.shape[1], k_TGK.shape[2], v_THV.shape[2]
         q_THK, k_THK = prepared(q_TGK, k_TGK, heads, params)
         given = [q_THK, k_THK, v_THV.float(), decay.float(), None if beta_TH is None else beta_TH.float()]
