@@ -190,7 +190,9 @@ class Config:
     step_tokens: int | None = option(
         None, "most tokens of one generation step (decodes and prefill chunks); default: 512 on CPU, 2048 on a GPU"
     )
-    prefix_cache: bool = option(True, "requests of one adapter version that begin alike share KV pages")
+    prefix_cache: bool = option(
+        True, "requests of one adapter version that begin alike share KV pages; off if layers keep a recurrent state"
+    )
     max_queue: int = option(1024, "most requests that wait; more get 429")
     fairness: str = option(
         "auto",

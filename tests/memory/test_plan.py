@@ -83,3 +83,15 @@ def test_a_base_that_leaves_no_room_is_refused() -> None:
     with pytest.raises(ConfigError, match="memory_fraction") as caught:
         make_plan(GpuMemory(24 * GIB, 5 * GIB), 0.9, PROFILE, WORK, page_bytes=PAGE, least=128)
     assert caught.value.field == "memory_fraction"
+
+
+def test_recurrent_states_take_their_bytes_from_the_pool_and_may_not_fit() -> None:
+    gpu = GpuMemory(140 * GIB, 124 * GIB)
+    without = make_plan(gpu, 0.9, PROFILE, WORK, page_bytes=PAGE, least=128)
+    plan = make_plan(gpu, 0.9, PROFILE, WORK, page_bytes=PAGE, least=128, states=12 * GIB)
+    assert without.pages - plan.pages == 12 * GIB // PAGE
+    assert plan.set_aside == without.set_aside
+    assert "recurrent states 12.00 GiB" in plan.note(16)
+    with pytest.raises(ConfigError, match="the recurrent states of so many sequences") as error:
+        make_plan(gpu, 0.9, PROFILE, WORK, page_bytes=PAGE, least=128, states=200 * GIB)
+    assert error.value.field == "max_running"
