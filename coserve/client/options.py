@@ -17,6 +17,7 @@ from coserve.core.hints import fields_of, hint
 from coserve.core.names import ADAPTER_FILES
 from coserve.core.sampling import SamplingOptions
 from coserve.core.schemas import ChatMessage, FinetuneRequest, GenerateRequest, ImportRequest, Job, OnConflict, RowField
+from coserve.core.schemas.output_format import ResponseFormat, StructuredOutputs
 from coserve.core.types import LoraSettings, SloClass, TrainingRequest
 from coserve.core.validation import explain
 
@@ -47,6 +48,14 @@ class GenerateOptions(SamplingOptions, total=False):
     add_special_tokens: bool
     skip_special_tokens: bool
     seed: int
+    schema: Mapping[str, Any]
+    """JSON schema that the text follows: `response_format` in short."""
+    response_format: Mapping[str, Any] | ResponseFormat | None
+    structured_outputs: Mapping[str, Any] | StructuredOutputs | None
+    guided_json: dict[str, Any] | str | None
+    guided_regex: str | None
+    guided_choice: list[str] | None
+    guided_grammar: str | None
     cache_salt: str
     slo_class: SloClass | None
     slo_ttft: float
@@ -67,12 +76,21 @@ def generate_request(
         raise TypeError(f"unexpected keyword argument {name!r}{meant}")
     if messages is not None and not isinstance(messages, Iterable):
         raise InvalidRequest(f"expected a list of messages, got {type(messages).__name__}", field="messages")
+    fields: dict[str, Any] = {**options}
+    schema, given = fields.pop("schema", None), fields.get("response_format")
+    if schema is not None:
+        if given is not None:
+            raise InvalidRequest("expected one of schema and response_format, got both", field="schema")
+        given = {"type": "json_schema", "json_schema": {"schema": schema}}
+    fields["response_format"] = None if given is None else as_struct(given, ResponseFormat, "response_format")
+    if (outputs := fields.get("structured_outputs")) is not None:
+        fields["structured_outputs"] = as_struct(outputs, StructuredOutputs, "structured_outputs")
     return GenerateRequest(
         prompt=prompt if prompt is None or isinstance(prompt, str) else _token_ids(prompt),
         messages=None if messages is None else [as_struct(message, ChatMessage, "messages") for message in messages],
         adapter=adapter,
         stream=stream,
-        **options,
+        **fields,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from coserve.core.gpu_memory import MemoryModel, MemoryUse, PoolShape
+from coserve.core.grammar import Grammar
 from coserve.core.logprobs import PackedLogprobs
 from coserve.core.step_metrics import StepMetrics
 from coserve.core.types import AdapterDigests, AdapterRef, BaseSpec, FinishReason, JobSpec, SamplingParams, Slo
@@ -47,6 +48,8 @@ class Generate(Message, frozen=True):
     arrived: float | None = None
     """Arrival at the API, host-wide monotonic seconds; deadlines count from it, since a slice may delay the receipt.
     None: deadlines count from the receipt."""
+    grammar: Grammar | None = None
+    """Grammar that the text follows."""
     choices: tuple[str, ...] = ()
     """Ids of the call's other sequences (choices of its prompts); set on the call's last sequence only. If it is shed,
     all are. It is shed for lateness only while all of them wait."""
@@ -151,6 +154,8 @@ class Tokens(Message, frozen=True):
     logprobs: PackedLogprobs = PackedLogprobs()
     prompt_logprobs: PackedLogprobs = PackedLogprobs()
     finished: FinishReason | None = None
+    ends_in_text: bool = False
+    """Whether it stopped although its last token is part of the text: its grammar was complete."""
 
 
 class RequestFailed(Message, frozen=True):

@@ -112,11 +112,11 @@ class Engine:
             link.send,
             max_active=jobs.max_active,
             threads=jobs.threads or ThreadPoolExecutor(2 * jobs.max_active, "jobs"),
-            changed=self._change_from_a_thread,
+            changed=self.wake,
             memory=jobs.memory,
             first_come=jobs.first_come,
         )
-        self._flight = SlicesInFlight(marks, clock, self._change_from_a_thread)
+        self._flight = SlicesInFlight(marks, clock, self.wake)
         adapters.notify(self._changed.set)
         self._stopping = False
         self._views = Views(self._jobs, attainment=attainment, beside=marks.training is not None)
@@ -158,8 +158,9 @@ class Engine:
         self._jobs.checkpoint()
         self._link.send(EngineStopped())
 
-    def _change_from_a_thread(self) -> None:
-        assert self._loop is not None, "jobs start while the engine runs"
+    def wake(self) -> None:
+        """Have the next tick look again: something has changed on another thread."""
+        assert self._loop is not None, "expected a running engine"
         with suppress(RuntimeError):  # the loop has ended, and the engine with it
             self._loop.call_soon_threadsafe(self._changed.set)
 

@@ -24,6 +24,7 @@ from coserve.core.garbage import GarbageCollection, freeze_and_disable
 from coserve.core.link import EngineReady, EngineRefused, EngineStopped, FromEngine, Link, ToEngine
 from coserve.core.logs.format import log_event
 from coserve.core.logs.setup import set_up_logging
+from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.engine.engine import Engine, JobPlaces
 from coserve.engine.parts import EXACT_THREADS, EngineParts, choose_threads, set_up_threads
 from coserve.engine.ranks.adapters import FollowersCopies, load_on_all
@@ -45,6 +46,7 @@ from coserve.engine.warmup.messages import WarmUpTask
 from coserve.engine.warmup.parts import units
 from coserve.finetune.trainer import Trainer
 from coserve.generate.generator import Generator
+from coserve.generate.grammars import Grammars
 from coserve.lora.store.host import HostBudget
 from coserve.lora.store.mirror import CopyMirror
 from coserve.lora.store.store import AdapterStore, Load
@@ -95,6 +97,7 @@ def build_engine(
     kv = KvCache.for_base(base, pool.tokens, config.page_tokens, sequences=config.batch_requests)
     progress.loads("loading compiled layers")
     compiled = make_compiled(parts, kv, task, training, progress.captures)
+    grammars = Grammars(partial(Tokenizer.load, config.model), base.spec.vocab)
     generator = Generator(
         base,
         store,
@@ -105,6 +108,7 @@ def build_engine(
         max_queue=config.max_queue,
         fair=config.fair,
         prefix_cache=config.prefix_cache,
+        grammars=grammars,
     )
     kind = Trainer if followers is None else partial(RankedTrainer, followers=followers)
     trainer = parts.make_sessions(kind, store, training=training, compiled=compiled.layers)
@@ -129,6 +133,7 @@ def build_engine(
         attainment=config.slo_attainment,
         garbage=garbage,
     )
+    grammars.notify(engine.wake)
     ready = EngineReady(
         spec=base.spec,
         kv_tokens=kv.tokens,

@@ -10,12 +10,13 @@ from typing import Protocol
 
 import torch
 
-from coserve.core.errors import CoserveError, EngineFault, RequestOutOfMemory, failure_text
+from coserve.core.errors import CoserveError, EngineFault, InvalidRequest, RequestOutOfMemory, failure_text
 from coserve.core.link import MAX_PROMPT_LOGPROBS, Generate, RequestFailed, Tokens
 from coserve.core.logprobs import PackedLogprobs
 from coserve.core.types import AdapterRef, BaseSpec, FinishReason, TokenLogprob
 from coserve.generate.checks import allowed_tokens, check_fits_pool, no_token_error
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepResult
+from coserve.generate.grammars import Grammars
 from coserve.generate.output_lengths import OutputLengths
 from coserve.generate.plan import Ran, Share, step_shape
 from coserve.generate.sampling.choices import Choice, NoToken
@@ -74,11 +75,13 @@ class Generator:
         prefix_cache: bool = True,
         scored_tokens: int = SCORED_TOKENS,
         lengths: OutputLengths | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """`executor`: runs the steps; `step_tokens`: token budget of a step; `max_running`: most requests in the batch,
         of which no more hold pages than a step has tokens; `max_queue`, `fair`: see `InferenceQueue`; `prefix_cache`:
         share pages of common prefixes between sequences of one adapter version; `scored_tokens`: most tokens of a step
-        in prompts that are scored; `lengths`: lengths of past answers."""
+        in prompts that are scored; `lengths`: lengths of past answers; `grammars`: None: requests
+        with a grammar are refused."""
         assert max_running > 0 < step_tokens, f"expected at least 1 each, got {max_running=}, {step_tokens=}"
         self._base, self._store, self._kv = base, store, kv
         store.use_pool(kv.buffer, self._evicted)
@@ -91,11 +94,13 @@ class Generator:
             fair=fair,
             scored_tokens=scored_tokens,
             lengths=lengths,
+            compiled=lambda grammar: grammars is None or grammars.ready(grammar),
             prepare=self._prepare,
             failed=self._refuse,
             states=None if kv.states is None else kv.states.slots,
         )
         self._prefix_cache = prefix_cache and kv.states is None
+        self._grammars = grammars
         self._executor = executor
         self._in_flight: list[_Launched] = []
         self._failed_alone: int | None = None
@@ -170,6 +175,10 @@ class Generator:
         message = request.message
         request.max_tokens = allowed_tokens(message, self._base.spec)
         check_fits_pool(message, request.max_tokens, self._kv, adapter_pages=0)
+        if message.grammar is not None:
+            if self._grammars is None:
+                raise InvalidRequest("expected no grammar: this engine enforces none")
+            request.constraint = self._grammars.matcher(message.grammar)
         if message.adapter is not None:
             self._acquire(message.adapter, message, request.max_tokens)
         ends = () if message.sampling.ignore_eos else self._base.spec.eos_token_ids
@@ -204,6 +213,7 @@ class Generator:
             request.started = True
         launched = self._launch(shares) if shares else []
         messages = self._collect_flight()
+        messages.extend(self._choose(launched))
         for launch in launched:
             if launch.step.overlaps:
                 self._in_flight.append(launch)
@@ -257,6 +267,24 @@ class Generator:
             share.request.in_flight += share.request.number in samples
         self.scheduler.changed()
         return found
+
+    def _choose(self, launched: list[_Launched]) -> list[RequestFailed]:
+        """Compute the masks of launched requests with a grammar, whose earlier tokens are all collected, and have their
+        tokens chosen. An error ends the step's requests."""
+        requests = [share.request for launch in launched for share in launch.shares]
+        sampled = {number for launch in launched for number in launch.samples}
+        masked = [each for each in requests if each.constraint is not None and each.number in sampled]
+        if not masked or self._grammars is None:
+            return []
+        try:
+            with contained(self._base.device):
+                self._executor.choose(self._grammars.masks([each for each in masked if self._runs(each)]))
+        except EngineFault:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is these requests' alone
+            launched.clear()
+            return self._abort_all([each for each in requests if self._runs(each)], error)
+        return []
 
     def _undo(self, launched: _Launched) -> None:
         """Reset the requests to before the launch of a step that did not finish.
@@ -393,10 +421,15 @@ class Generator:
         if isinstance(choice, NoToken):
             return self._fail(request, choice)
         finished = request.push(choice.token)
+        if request.constraint is not None and (reason := request.constraint.error):
+            self._end(request)
+            message = f"the grammar cannot be enforced further: {reason[:500]}"
+            return RequestFailed(id=request.id, code=InvalidRequest.code, message=message)
         if finished is not None:
             self._end(request)
+        whole = finished is FinishReason.STOP and choice.token not in request.stop_ids
         logprobs = PackedLogprobs.of(() if choice.logprob is None else (choice.logprob,))
-        return Tokens(id=request.id, tokens=(choice.token,), logprobs=logprobs, finished=finished)
+        return Tokens(id=request.id, tokens=(choice.token,), logprobs=logprobs, finished=finished, ends_in_text=whole)
 
     def _end(self, request: Request) -> None:
         in_batch = self._runs(request)

@@ -13,6 +13,7 @@ from itertools import chain
 from sys import maxsize
 
 from coserve.core.errors import InvalidRequest
+from coserve.core.grammar import Grammar
 from coserve.core.link import RequestFailed, Tokens
 from coserve.generate.output_lengths import OutputLengths
 from coserve.generate.plan import Plan, Room, Share, step_shape
@@ -73,26 +74,27 @@ class Scheduler:
         scored_tokens: int = SCORED_TOKENS,
         loaded_bytes: int = LOADED_BYTES,
         lengths: OutputLengths | None = None,
+        compiled: Callable[[Grammar], bool] = lambda grammar: True,
         prepare: Callable[[Request], None] = lambda request: None,
         failed: Callable[[Request, Exception], None] = lambda request, error: None,
         states: SlotSource | None = None,
     ) -> None:
         """`max_queue`, `fair`: see `InferenceQueue`; `scored_tokens`, `loaded_bytes`: see `SCORED_TOKENS`,
-        `LOADED_BYTES`; `lengths`: lengths of past answers. `prepare` is called with a request that enters the batch,
-        its adapter in memory; an error that it raises ends the request. `failed` is called with each request that ends
-        so, or whose adapter cannot be loaded. `states`: slots for the recurrent states of active requests; None: the
-        base has none."""
+        `LOADED_BYTES`; `lengths`: lengths of past answers. `compiled` says whether a grammar is; if not, it begins it.
+        `prepare` is called with a request that enters the batch, its adapter in memory; an error that it raises ends
+        the request. `failed` is called with each request that ends so, or whose adapter cannot be loaded. `states`:
+        slots for the recurrent states of active requests; None: the base has none."""
         self.queue, self.requests = InferenceQueue(max_queue, fair=fair), dict[str, Request]()
         """`requests` holds all requests that have not ended, in any state."""
         self.budget = StepBudget(step_tokens)
         self.lengths = OutputLengths() if lengths is None else lengths
         self._pages, self._adapters, self._prepare, self._failed = pages, adapters, prepare, failed
-        self._states = states
+        self._states, self._compiled = states, compiled
         self._max_running, self._scored_tokens, self._loaded_bytes = max_running, scored_tokens, loaded_bytes
         # At most a step's tokens: then every decode is in every step, and a prompt under way always advances.
         self._max_active = min(max_running, step_tokens)
         self.loading: list[Request] = []
-        """Requests whose adapters are being read."""
+        """Requests whose adapters are being read, or whose grammars are being compiled."""
         self._line: list[Request] = []
         self._active: list[Request] = []
         self._entered = 0
@@ -141,6 +143,7 @@ class Scheduler:
         displaced = self.queue.push(request)
         self.requests[request.id] = request
         self._plan = None
+        self._has_grammar(request)  # compiled while it is queued
         return displaced
 
     def add(self, request: Request) -> None:
@@ -171,7 +174,7 @@ class Scheduler:
             self.queue.cancel([request.id])
         elif request.state is State.LOADING:
             self.loading.remove(request)
-            if request.adapter is not None:
+            if request.adapter is not None and request.awaits_adapter:
                 self._adapters.waited(request.adapter)
         else:
             (self._active if request.pages else self._line).remove(request)
@@ -204,12 +207,29 @@ class Scheduler:
         self._plan = None
 
     def take_loaded(self) -> None:
-        """Move requests whose adapters have been read into the batch, in the order in which they left the queue."""
+        """Move requests whose adapters have been read, and grammars compiled, into the batch, in the order in which
+        they left the queue."""
         for request, ref in [(each, each.adapter) for each in self.loading]:
-            if ref is not None and not self._adapters.reading(ref):
+            if ref is not None and request.awaits_adapter:
+                if not self._adapters.reading(ref):
+                    self.loading.remove(request)
+                    self._enter(request, self._adapters.failure(ref))
+                    self._adapters.waited(ref)
+            elif self._is_loaded(request):
                 self.loading.remove(request)
-                self._enter(request, self._adapters.failure(ref))
-                self._adapters.waited(ref)
+                self._enter(request)
+
+    def _is_loaded(self, request: Request) -> bool:
+        """Whether the request's grammar is compiled and its adapter in memory. If not, one of them is begun."""
+        if not self._has_grammar(request):
+            return False
+        ref = request.adapter
+        request.awaits_adapter = ref is not None and not self._adapters.ready(ref, request.message.digests)
+        return not request.awaits_adapter
+
+    def _has_grammar(self, request: Request) -> bool:
+        grammar = request.message.grammar
+        return grammar is None or self._compiled(grammar)
 
     def _enter(self, request: Request, failure: Exception | None = None) -> None:
         """Enter the batch from the queue, or after the adapter was read. With a `failure` the request ends."""
@@ -282,8 +302,7 @@ class Scheduler:
         return shares
 
     def _leave_queue(self, request: Request) -> None:
-        ref = request.adapter
-        if ref is None or self._adapters.ready(ref, request.message.digests):
+        if self._is_loaded(request):
             self._enter(request)
         else:
             request.state = State.LOADING

@@ -47,9 +47,11 @@ def step_input(
 def sampling_row(request: Request) -> SamplingRow:
     """How to sample the sequence's next token."""
     params, t = request.sampling, request.generated + request.in_flight
+    masked = request.constraint is not None
     if not is_penalised(params):
-        return SamplingRow(request.number, params, t, request.banned())
-    return SamplingRow(request.number, params, t, request.banned(), request.tokens, len(request.message.prompt))
+        return SamplingRow(request.number, params, t, request.banned(), masked=masked)
+    tokens, prompt = request.tokens, len(request.message.prompt)
+    return SamplingRow(request.number, params, t, request.banned(), tokens, prompt, masked)
 
 
 def prompt_scoring(share: Share) -> PromptScoring | None:

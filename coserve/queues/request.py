@@ -22,7 +22,7 @@ class State(Enum):
     QUEUED = "queued"
     """It waits in the queue."""
     LOADING = "loading"
-    """It has a place in the batch, and its adapter is being read."""
+    """It has a place in the batch; its adapter is being read, or its grammar compiled."""
     ACTIVE = "active"
     """It is in the batch: it holds pages, or waits for them."""
     ENDED = "ended"
@@ -32,6 +32,17 @@ class PrefixKeys(Protocol):
     """The interface of `memory.prefix.PageKeys`."""
 
     def first(self, pages: int, tokens: Sequence[int]) -> Sequence[bytes]: ...
+
+
+class Constraint(Protocol):
+    """The interface of `generate.grammars.Matcher`: the grammar that a request's tokens follow."""
+
+    @property
+    def error(self) -> str:
+        """Why it can go no further, such as a grammar that became too complex; empty: it can, or is complete."""
+
+    def accept(self, token: int) -> bool:
+        """Take a sampled token. Return whether the text is complete, or there is an `error`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,8 +75,12 @@ class Request:
     came: float | None = None
     """When its last token was sent; None before the first."""
 
+    constraint: Constraint | None = None
+    """The grammar that its tokens follow; None: none. Set on entry into the batch."""
     keys: PrefixKeys | None = None
     """Prefix-cache keys of its full pages; None: they are not shared."""
+    awaits_adapter: bool = False
+    """Whether it waits for its adapter to be read."""
     holds_adapter: bool = False
     """Whether it holds a reference to its adapter's pages."""
     pages: list[int] = field(default_factory=list)
@@ -145,6 +160,8 @@ class Request:
         ended."""
         self.tokens.append(token)
         if token in self.stop_ids and self.generated >= self.sampling.min_tokens:
+            return FinishReason.STOP
+        if self.constraint is not None and self.constraint.accept(token):
             return FinishReason.STOP
         return FinishReason.LENGTH if self.generated >= self.max_tokens else None
 

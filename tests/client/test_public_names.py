@@ -75,7 +75,7 @@ def test_both_faces_take_the_same_arguments(face: type, implementation: type) ->
 
 def test_options_are_the_fields_of_a_request() -> None:
     given_apart = {"prompt", "messages", "adapter", "stream"}
-    assert GenerateOptions.__optional_keys__ == set(GenerateRequest.__struct_fields__) - given_apart
+    assert GenerateOptions.__optional_keys__ == set(GenerateRequest.__struct_fields__) - given_apart | {"schema"}
     assert get_type_hints(SamplingOptions) == get_type_hints(SamplingFields)
 
 

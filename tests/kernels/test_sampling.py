@@ -144,3 +144,19 @@ def test_whole_vocabularies_on_a_gpu(step: float) -> None:
     columns = [(0.8, 0.0, (math.inf, 40.0, 3000.0)[i % 3], (0.95, 1.0, 0.5)[i // 3 % 3], i / 16) for i in range(16)]
     found, expected = both(logits, columns, Blocks())
     assert found == expected
+
+
+@pytest.mark.parametrize("vocab", [5, 64, 1099])
+def test_masks_are_those_of_the_bits(vocab: int) -> None:
+    g = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(3, vocab, generator=g)
+    bits = torch.randint(-(1 << 31), 1 << 31, (2, -(-vocab // 32)), generator=g).int()
+    rows, expected = torch.tensor([2, 0]), logits.clone()
+    draws.mask_(expected, rows, bits)
+    for at, row in enumerate((2, 0)):
+        allowed = [int(bits[at, v // 32]) >> (v % 32) & 1 for v in range(vocab)]
+        assert expected[row].isfinite().int().tolist() == allowed
+    assert torch.equal(expected[1], logits[1])
+    found = logits.to(DEVICE)
+    launch.mask_(found, rows.to(DEVICE), bits.to(DEVICE), SMALL)
+    assert torch.equal(found.cpu(), expected)

@@ -66,7 +66,8 @@ class ChoiceDecoder:
         """Return the delta of the next message. Feed nothing after a delta with `finished` set."""
         parts: list[str] = []
         added: list[str] = []
-        last = len(message.tokens) - 1 if message.finished is FinishReason.STOP else None
+        stopped = message.finished is FinishReason.STOP and not message.ends_in_text
+        last = len(message.tokens) - 1 if stopped else None
         reason = self._stop_tokens.get(message.tokens[-1]) if last is not None and message.tokens else None
         by_text = reason if isinstance(reason, str) else None
         for index, token in enumerate(message.tokens):

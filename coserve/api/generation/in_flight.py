@@ -11,6 +11,7 @@ from coserve.api.adapters.in_use import AdaptersInUse
 from coserve.api.adapters.lookup import find_adapter
 from coserve.api.engine_client import EngineClient
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
+from coserve.api.generation.output_grammar import output_grammar
 from coserve.api.generation.output_queue import EngineOutput
 from coserve.api.generation.prompt_group import PromptGroup
 from coserve.api.generation.prompts import check_generate, encode_prompt, sampling_params
@@ -22,6 +23,7 @@ from coserve.api.generation.waiting_limit import WaitingLimit
 from coserve.api.metrics.prometheus import Metrics
 from coserve.config import Config
 from coserve.core.errors import EngineUnavailable, Overloaded, QueueFull, error_from_code
+from coserve.core.grammar import Grammar
 from coserve.core.link import Admitted, CancelRequest, Generate, RequestFailed, Tokens
 from coserve.core.logprobs import BYTES_PER_TOP
 from coserve.core.names import split_ref
@@ -109,6 +111,7 @@ class InFlightRequests:
         waiting = self._start_waiting(name, request.n, batch=batch)
         try:
             check_generate(request, self._engine.spec)
+            grammar = await output_grammar(request)
             prompt = await encode_prompt(request, self._engine.spec, self._async_tokenizer)
             adapter, digests = snapshot, None
             if name is not None:
@@ -119,7 +122,7 @@ class InFlightRequests:
             state = new_state(request, prompt, adapter, self._tokenizer, arrived)
             if adapter is not None:
                 self.in_use.add(adapter)
-            messages = self._messages(request, state, digests, slo)
+            messages = self._messages(request, state, digests, slo, grammar)
             await self._send(state, messages, group or PromptGroup())
             while state.decoders.keys() & self._states.keys():
                 message = await state.outputs.get()
@@ -162,7 +165,12 @@ class InFlightRequests:
         return count
 
     def _messages(
-        self, request: GenerateRequest, state: RequestState, digests: AdapterDigests | None, slo: Slo
+        self,
+        request: GenerateRequest,
+        state: RequestState,
+        digests: AdapterDigests | None,
+        slo: Slo,
+        grammar: Grammar | None,
     ) -> list[Generate]:
         """Return one engine message for each choice, each a sequence."""
         max_new_tokens = max(1, self._engine.max_model_len - len(state.prompt))
@@ -177,6 +185,7 @@ class InFlightRequests:
                 cache_salt=request.cache_salt,
                 digests=digests,
                 arrived=state.arrived,
+                grammar=grammar,
             )
             for index, sequence in enumerate(state.decoders)
         ]

@@ -82,4 +82,5 @@ def _merged(parts: list[Tokens]) -> Tokens:
         logprobs=PackedLogprobs.joined(part.logprobs for part in parts),
         prompt_logprobs=PackedLogprobs.joined(part.prompt_logprobs for part in parts),
         finished=parts[-1].finished,
+        ends_in_text=parts[-1].ends_in_text,
     )

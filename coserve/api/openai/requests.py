@@ -27,7 +27,6 @@ DEFAULT_TOKENS = 16
 _CLASSES: dict[str, SloClass] = {"flex": "batch", "priority": "interactive"}
 """Request class of each service tier."""
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "response_format": ({"type": "text"},),
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
     "spaces_between_special_tokens": (True,),

@@ -72,7 +72,6 @@ class SharedParams(GenerationFields, frozen=True):
     prompt_cache_retention: Any = None
 
     best_of: Any = None
-    response_format: Any = None
     length_penalty: Any = None
     use_beam_search: Any = None
     spaces_between_special_tokens: Any = None

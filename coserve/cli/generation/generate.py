@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from coserve.cli.common import DEFAULT_URL, Key, Url
 from coserve.cli.generation.options import AdapterName, Wait, connected, with_generation_options
 from coserve.client import GenerateOptions
+from coserve.core.errors import InvalidRequest
 
 
 def _generate(
@@ -19,6 +22,9 @@ def _generate(
     adapter: AdapterName = None,
     chat: Annotated[bool, typer.Option(help="send the prompt as a user's message, through the chat template")] = False,
     system: Annotated[str | None, typer.Option(help="system message before the prompt; implies --chat")] = None,
+    schema: Annotated[
+        Path | None, typer.Option(help="file with a JSON schema that the text follows", show_default="any text")
+    ] = None,
     wait: Wait = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
@@ -34,6 +40,8 @@ def _generate(
     if chat or system is not None:
         messages = [] if system is None else [{"role": "system", "content": system}]
         source = {"messages": [*messages, {"role": "user", "content": text}]}
+    if schema is not None:
+        options["schema"] = _read_schema(schema)
     with connected(url, key, wait) as client:
         for chunk in client.stream(adapter=adapter, **source, **options):
             print(chunk.text, end="", flush=True)
@@ -41,6 +49,14 @@ def _generate(
 
 
 generate = with_generation_options(_generate)
+
+
+def _read_schema(path: Path) -> dict[str, Any]:
+    """Raises `InvalidRequest`."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"expected a file with a JSON schema, got {path}: {error}", field="schema") from error
 
 
 def _without_line_end(text: str) -> str:

@@ -23,6 +23,13 @@ from coserve.core.limits import (
 from coserve.core.messages import ChatMessage, TemplateOptions, Tools
 from coserve.core.names import AdapterRefText
 from coserve.core.sampling import SamplingFields
+from coserve.core.schemas.output_format import (
+    ChoiceTexts,
+    GrammarText,
+    JsonSchema,
+    ResponseFormat,
+    StructuredOutputs,
+)
 from coserve.core.types import SloClass, Wire
 
 
@@ -40,6 +47,15 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True, omit_defaults=
     """Token ids that end the choice."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    response_format: ResponseFormat | None = None
+    """JSON that follows a schema, or any JSON object; at most one of this, `structured_outputs` and `guided_*`. The
+    text ends where the grammar does. Names of schemas' keywords that cannot be enforced are in the error."""
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | GrammarText | None = None
+    """Older name of `structured_outputs.json`."""
+    guided_regex: GrammarText | None = None
+    guided_choice: ChoiceTexts | None = None
+    guided_grammar: GrammarText | None = None
     cache_salt: CacheSalt = ""
     """Only requests with the same salt share prefixes in the KV cache."""
     slo_class: SloClass | None = None

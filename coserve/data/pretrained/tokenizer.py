@@ -139,10 +139,14 @@ class Tokenizer:
             raise UnsupportedBase(f"the base's tokenizer knows no words: {_ADVICE}")
         return found
 
+    def serialised(self) -> str:
+        """Return what a `tokenizer.json` has."""
+        return self._backend.to_str()
+
     def state(self) -> bytes:
         """Return the tokenizer as bytes, for `from_state` in another process."""
         return msgspec.msgpack.encode(
-            _TokenizerState(self._backend.to_str(), self.special_tokens, self.eos_token_ids, self.chat_template)
+            _TokenizerState(self.serialised(), self.special_tokens, self.eos_token_ids, self.chat_template)
         )
 
     @classmethod

@@ -54,6 +54,12 @@ class Launch(Command, frozen=True):
     """For each sequence, how many leading pages are unchanged since its last step."""
 
 
+class Choose(Command, frozen=True):
+    """See `StepExecutor.choose`."""
+
+    masks: dict[int, bytes]
+
+
 class Forget(Command, frozen=True):
     """See `StepExecutor.forget`."""
 
@@ -161,6 +167,7 @@ AnyQuestion = MeasurePool | BuildEngine | ReadDevice | ReadAdapter | LoadJob | A
 AnyCommand = (
     AnyQuestion
     | Launch
+    | Choose
     | Forget
     | Prepare
     | DropAdapterCopy

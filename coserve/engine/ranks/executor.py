@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from coserve.core.errors import EngineFault
 from coserve.core.types import AdapterRef
-from coserve.engine.ranks.commands import EvictAdapter, Forget, Prepare
+from coserve.engine.ranks.commands import Choose, EvictAdapter, Forget, Prepare
 from coserve.engine.ranks.followers import Followers
 from coserve.engine.ranks.page_tables import PageTables
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput, StepResult
+from coserve.generate.sampling.sampler import Masks
 from coserve.model.lora import LoraWeights
 
 FAILED = "a step failed on rank 0, and the other ranks may have run it"
@@ -52,6 +53,14 @@ class RankedExecutor:
         with self._followers.together(self._tables.pack(step)):
             try:
                 return [RankedStep(launched, self._followers) for launched in self._local.launch(step, adapters)]
+            except Exception as error:
+                raise EngineFault(FAILED) from error
+
+    def choose(self, masks: Masks) -> None:
+        """See `StepExecutor`. Raises only `EngineFault`."""
+        with self._followers.together(Choose(dict(masks))):
+            try:
+                self._local.choose(masks)
             except Exception as error:
                 raise EngineFault(FAILED) from error
 

@@ -22,6 +22,7 @@ from coserve.engine.ranks.commands import (
     Answer,
     AnyCommand,
     BuildEngine,
+    Choose,
     CopySnapshot,
     DropAdapterCopy,
     DropJob,
@@ -42,6 +43,7 @@ from coserve.engine.ranks.page_tables import PageTables
 from coserve.engine.ranks.progress import Progress
 from coserve.finetune.sessions.followed import FollowedSessions, LoadedSession
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput
+from coserve.generate.sampling.sampler import Masks
 from coserve.lora.store.packing import copied_into
 from coserve.lora.store.store import READERS, Load
 from coserve.memory.kv import KvCache
@@ -95,6 +97,8 @@ class Follower:
         """Adapters in pages."""
         self._tables = PageTables()
         self._in_flight: list[StepInFlight] = []
+        self._launched: list[StepInFlight] = []
+        """Launched steps that are collected once their tokens are chosen."""
         self._loads = dict[int, _JobLoad]()
         """Job loads by the number of their `LoadJob`."""
 
@@ -112,6 +116,8 @@ class Follower:
         match command:
             case Launch():
                 self._launch(self._tables.unpack(command))
+            case Choose(masks):
+                self._choose(masks)
             case Forget(sequence):
                 self._tables.forget(sequence)
                 self._parts.executor.forget(sequence)
@@ -182,9 +188,19 @@ class Follower:
         for before in self._in_flight:
             before.collect()
         self._in_flight = [one for one in launched if one.overlaps]
+        self._launched = [one for one in launched if not one.overlaps]
+        if not any(own.sampling is not None and own.sampling.masked for own in step.sequences):
+            self._collect_launched()
+
+    def _collect_launched(self) -> None:
+        launched, self._launched = self._launched, []
         for one in launched:
-            if not one.overlaps:
-                one.collect()
+            one.collect()
+
+    @torch.no_grad()
+    def _choose(self, masks: Masks) -> None:
+        self._parts.executor.choose(masks)
+        self._collect_launched()
 
     # ---- adapters
 

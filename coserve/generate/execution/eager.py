@@ -14,7 +14,7 @@ from coserve.generate.execution.interface import StepInput, StepResult
 from coserve.generate.execution.packing import PackedStep, by_adapter, pack
 from coserve.generate.sampling.choices import Chosen, choices
 from coserve.generate.sampling.rows import is_likeliest
-from coserve.generate.sampling.sampler import choose
+from coserve.generate.sampling.sampler import NO_MASKS, Masks, choose
 from coserve.generate.sampling.scoring import prompt_logprobs
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
@@ -52,13 +52,18 @@ class EagerExecutor:
         self._base, self._kv, self._lora_backend = base, kv, lora_backend.keeping()
         self._seen: dict[AdapterRef, LoraWeights] = {}
         """GPU copies of adapters that ran, of which the backend may keep copies."""
+        self._masks: Masks = NO_MASKS
 
     def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> list[EagerStep]:
         """See `StepExecutor`."""
-        groups = by_adapter(step.sequences)
+        groups, self._masks = by_adapter(step.sequences), NO_MASKS
         self._seen.update(zip(step.adapters, adapters, strict=True))
         parts = [[group] for group in groups] if self._lora_backend.one_adapter_a_step else [groups]
         return [self._step(pack(part), adapters) for part in parts]
+
+    def choose(self, masks: Masks) -> None:
+        """See `StepExecutor`."""
+        self._masks = masks
 
     def forget(self, sequence: int) -> None:
         """See `StepExecutor`. No state is kept between steps."""
@@ -91,7 +96,7 @@ class EagerExecutor:
             return StepResult(sampled=[(row.sequence, choice) for row, choice in zip(rows, chosen, strict=True)])
         logits_BV = self._forward(packed, adapters)
         scores = prompt_logprobs(logits_BV[len(rows) :], [scoring for _, scoring in scorings])
-        chosen = choose(logits_BV[: len(rows)], rows) if rows else []
+        chosen = choose(logits_BV[: len(rows)], rows, masks=self._masks) if rows else []
         return StepResult(
             sampled=[(row.sequence, choice) for row, choice in zip(rows, chosen, strict=True)],
             scores=[(sequence, entries) for (sequence, _), entries in zip(scorings, scores, strict=True)],

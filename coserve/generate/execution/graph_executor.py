@@ -7,7 +7,7 @@ tokens. A step runs as one CUDA graph if one fits, otherwise kernel by kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import chain
@@ -32,6 +32,7 @@ from coserve.generate.sampling.choices import Chosen, choices
 from coserve.generate.sampling.device_sampler import DeviceSampler
 from coserve.generate.sampling.draws import likeliest
 from coserve.generate.sampling.rows import SamplingRow, is_likeliest
+from coserve.generate.sampling.sampler import NO_MASKS, Masks
 from coserve.generate.sampling.transfer import send_ids
 from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.lora.segments import Segments
@@ -58,20 +59,29 @@ STEPS_A_PIECE = 4
 _ENDED = object()
 
 
-@dataclass(frozen=True)
+@dataclass
 class GraphStep:
     """Implements `StepInFlight`."""
 
     sequences: list[int]
     sampled: list[int]
     """The sequences among them that sample a token."""
-    host: Chosen
-    copied: torch.cuda.Event | None
+    host: Chosen | None = None
+    """The tokens; None: they are not chosen yet."""
+    copied: torch.cuda.Event | None = None
     """Recorded after the copy of the tokens to `host`."""
     overlaps: bool = True
 
+    def chose(self, chosen: Chosen) -> None:
+        """Start to copy the tokens to the host."""
+        self.host = chosen.fetch()
+        if chosen.tokens.is_cuda:
+            self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.copied.record()
+
     def collect(self) -> StepResult:
         """See `StepInFlight`."""
+        assert self.host is not None, "expected `StepExecutor.choose` before the step is collected"
         if self.copied is not None:
             self.copied.synchronize()
         return StepResult(list(zip(self.sampled, choices(self.host), strict=True)))
@@ -134,6 +144,10 @@ class GraphExecutor:
         self._graph_bytes, self._captures = graph_bytes or GraphBytes(None), pool
         self._capture: Iterator[None] | None = None
         """The capture in progress, if any."""
+        self._unchosen: Callable[[Masks], None] | None = None
+        """Chooses the tokens of the launched step, whose masks are missing."""
+        self._ended: list[int] = []
+        """Sequences to forget once they are chosen."""
 
     @property
     def decode_graphs(self) -> tuple[tuple[int, LoraFootprint], ...]:
@@ -201,12 +215,32 @@ class GraphExecutor:
             others = [sequence for sequence in step.sequences if sequence.needs_prompt_logits]
             launched.extend(self._eager.launch(StepInput(step.adapters, others), adapters))
         self._steps += 1
-        if self._when is Capture.BETWEEN_STEPS and self._steps % STEPS_A_PIECE == 0:
-            self.prepare()  # while the device computes the step
+        if self._unchosen is None:
+            self._capture_a_piece()
         return launched
+
+    def _capture_a_piece(self) -> None:
+        """Prepare for later steps while the device computes one. Call it once the step's tokens are chosen: captures
+        use the same buffers."""
+        if self._when is Capture.BETWEEN_STEPS and self._steps % STEPS_A_PIECE == 0:
+            self.prepare()
+
+    def choose(self, masks: Masks) -> None:
+        """See `StepExecutor`."""
+        self._eager.choose(masks)
+        unchosen, self._unchosen = self._unchosen, None
+        if unchosen is not None:
+            unchosen(masks)
+            ended, self._ended = self._ended, []
+            for sequence in ended:
+                self.forget(sequence)
+            self._capture_a_piece()
 
     def forget(self, sequence: int) -> None:
         """See `StepExecutor`."""
+        if self._unchosen is not None:  # it ended with the step before: its row is still to be chosen
+            self._ended.append(sequence)
+            return
         self._sampler.forget(sequence)
         self._token_slots.free(sequence)
 
@@ -234,13 +268,14 @@ class GraphExecutor:
         if batch.footprint is not None and batch.decodes:
             capture = self._when is Capture.IN_STEPS
             graph = self._decode_graphs.holding(len(batch.runs), batch.footprint, capture=capture)
-        host = (self._mixed(batch) if graph is None else self._decode(batch, graph)).fetch()
-        copied = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        if copied is not None:
-            copied.record()
-        return GraphStep(
-            [own.sequence for own in batch.sequences], [row.sequence for row in batch.sampling], host, copied
-        )
+        launched = GraphStep([own.sequence for own in batch.sequences], [row.sequence for row in batch.sampling])
+        choose = self._mixed(batch) if graph is None else self._decode(batch, graph)
+        self._unchosen = None
+        if any(row.masked for row in batch.sampling):
+            self._unchosen = lambda masks: launched.chose(choose(masks))
+        else:
+            launched.chose(choose(NO_MASKS))
+        return launched
 
     def _pack(self, step: StepInput, adapters: Sequence[LoraWeights]) -> _Batch:
         packed = pack(by_adapter(step.sequences))
@@ -257,27 +292,40 @@ class GraphExecutor:
             NO_ADAPTERS if segments is None else footprint,
         )
 
-    def _decode(self, batch: _Batch, graph: DecodeGraph) -> Chosen:
+    def _decode(self, batch: _Batch, graph: DecodeGraph) -> Callable[[Masks], Chosen]:
+        """Run a decode step. Return the function that chooses its tokens."""
         slots = [self._token_slots.slot(own.sequence) for own in batch.sequences]
         known = [own.tokens[0] if own.tokens else NOT_FINITE for own in batch.sequences]
         logits, best = graph.run(batch.runs, slots, known, batch.segments)
-        chosen = self._sampler.choose(logits, best, batch.sampling)
-        if not chosen.likeliest:  # else the graph has stored them
-            self._store(slots, chosen.tokens)
-        return chosen
+        return lambda masks: self._choose(logits, best, batch.sampling, slots, masks, stored=True)
 
-    def _mixed(self, batch: _Batch) -> Chosen:
+    def _mixed(self, batch: _Batch) -> Callable[[Masks], Chosen]:
         """Run a step with prompt chunks, or one too large for a decode graph: as a graph if one fits, otherwise kernel
-        by kernel."""
+        by kernel. Return the function that chooses its tokens."""
         rows = rows_of(batch.sequences, self._token_slots)
         graph = None if batch.footprint is None else self._mixed_graphs.holding(batch.runs, batch.footprint)
         if graph is None:
             logits, best = self._kernel_by_kernel(batch, rows)
         else:
             logits, best = graph.run(rows, batch.runs, batch.segments)
-        chosen = self._sampler.choose(logits, best, batch.sampling)
-        if graph is None or not chosen.likeliest:  # else the graph has stored them
-            self._store(rows.to, chosen.tokens)
+        stored = graph is not None
+        return lambda masks: self._choose(logits, best, batch.sampling, rows.to, masks, stored=stored)
+
+    def _choose(
+        self,
+        logits: Tensor,
+        best: Tensor,
+        rows: Sequence[SamplingRow],
+        slots: Sequence[int],
+        masks: Masks,
+        *,
+        stored: bool,
+    ) -> Chosen:
+        """Choose the tokens and write them to their slots, where the next step reads them. `stored`: a graph has
+        written `best` there."""
+        chosen = self._sampler.choose(logits, best, rows, masks)
+        if slots and not (stored and chosen.likeliest):
+            self._token_slots.store(send_ids(self._device, slots)[0], chosen.tokens)
         return chosen
 
     def _kernel_by_kernel(self, batch: _Batch, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -296,8 +344,3 @@ class GraphExecutor:
             return parts, sharding.vocabulary.likeliest(parts)
         logits = self._fused.forward(tokens_T, positions_T, attention, lora=lora, keep=keep_R)[: len(rows.keep)]
         return logits, likeliest(logits)
-
-    def _store(self, slots: Sequence[int], chosen: Tensor) -> None:
-        """Write the sampled tokens to their slots, where the next step reads them."""
-        if slots:
-            self._token_slots.store(send_ids(self._device, slots)[0], chosen)

@@ -15,6 +15,7 @@ from msgspec import Struct
 from coserve.core.types import AdapterRef, TokenLogprob
 from coserve.generate.sampling.choices import Choice, NoToken
 from coserve.generate.sampling.rows import SamplingRow
+from coserve.generate.sampling.sampler import Masks
 from coserve.generate.sampling.scoring import PromptScoring
 from coserve.kernels.attention.interface import TokenRun
 from coserve.model.lora import LoraWeights
@@ -83,6 +84,11 @@ class StepExecutor(Protocol):
         The caller collects results in the order returned, and those that do not overlap before it launches another
         step.
         """
+
+    def choose(self, masks: Masks) -> None:
+        """Choose the tokens of the launched step, some of whose rows are `masked`. Call it once after the launch of
+        such a step, before any of its results is collected; collect earlier steps first, as the masks depend on their
+        tokens."""
 
     def forget(self, sequence: int) -> None:
         """Drop the state of a sequence that has ended. It may still be in a step in flight."""

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from coserve.generate.sampling.choices import Chosen
-from coserve.generate.sampling.draws import draw, likeliest, penalise_
+from coserve.generate.sampling.draws import draw, likeliest, mask_, penalise_
 from coserve.generate.sampling.logprobs import Logprobs, logprobs_of
 from coserve.generate.sampling.rows import SamplingRow, is_penalised, token_counts
-from coserve.generate.sampling.sampler import ROWS, TokenCounts, decide
+from coserve.generate.sampling.sampler import NO_MASKS, ROWS, Masks, TokenCounts, decide
 from coserve.generate.sampling.transfer import send, send_ids
 
 MOST_LOGPROBS = 20
@@ -29,7 +29,9 @@ class DeviceSampler:
         """Allocated rows of the count table."""
         return self._history.rows
 
-    def choose(self, logits_BV: Tensor, likeliest_B: Tensor, rows: Sequence[SamplingRow]) -> Chosen:
+    def choose(
+        self, logits_BV: Tensor, likeliest_B: Tensor, rows: Sequence[SamplingRow], masks: Masks = NO_MASKS
+    ) -> Chosen:
         """Return the next tokens of `rows`. `likeliest_B`: argmax of these logits."""
         if not rows:
             return Chosen(likeliest_B, None)
@@ -37,7 +39,7 @@ class DeviceSampler:
         for start in range(0, len(rows), self._batch):
             part = slice(start, start + self._batch)
             counts = self._history.of([row for row in rows[part] if is_penalised(row.params)])
-            parts.append(decide(logits_BV[part], likeliest_B[part], rows[part], counts))
+            parts.append(decide(logits_BV[part], likeliest_B[part], rows[part], counts, masks))
         return _joined(parts, self._batch)
 
     def forget(self, sequence: int) -> None:
@@ -55,6 +57,8 @@ class DeviceSampler:
                 draw(logits, likeliest(logits), columns, filters=filters)
             logprobs_of(logits, at, MOST_LOGPROBS)
         penalise_(torch.zeros(1, vocab, device=self._device), at, table, at, torch.ones(1, 3, device=self._device))
+        words = torch.full((1, -(-vocab // 32)), -1, dtype=torch.int32, device=self._device)
+        mask_(torch.zeros(1, vocab, device=self._device), at, words)
 
 
 class History:

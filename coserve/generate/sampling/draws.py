@@ -45,6 +45,17 @@ def penalise_(logits_BV: Tensor, rows_P: Tensor, counts_NV: Tensor, slots_P: Ten
     logits_BV.index_copy_(0, rows_P, logits)
 
 
+def mask_(logits_BV: Tensor, rows_M: Tensor, bits_MW: Tensor) -> None:
+    """Set logits of forbidden tokens to -inf, in place, in rows `rows_M` of fp32 logits. Bit i of a row of the int32
+    words `bits_MW` is token i: 0 if it is forbidden."""
+    if logits_BV.is_cuda:
+        launch.mask_(logits_BV, rows_M, bits_MW)
+        return
+    places = torch.arange(logits_BV.shape[1], device=logits_BV.device)
+    allowed = (bits_MW.index_select(1, places // 32) >> (places % 32).int()) & 1
+    logits_BV.index_copy_(0, rows_M, logits_BV.index_select(0, rows_M).masked_fill(allowed == 0, -torch.inf))
+
+
 def draw(logits_BV: Tensor, likeliest_B: Tensor, columns_BK: Tensor, *, filters: bool) -> Tensor:
     """(B) sampled tokens: the inverse CDF of each row, over tokens in order of id, at the row's uniform number.
 

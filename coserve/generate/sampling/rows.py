@@ -29,6 +29,8 @@ class SamplingRow(Struct, frozen=True, array_like=True):
     """Prompt and output tokens known to the host. Empty unless a penalty needs them."""
     prompt_tokens: int = 0
     """Length of the prompt in `tokens`."""
+    masked: bool = False
+    """Whether a mask of a grammar is applied. It is given after the launch: see `StepExecutor.choose`."""
 
 
 def is_penalised(params: SamplingParams) -> bool:
@@ -36,8 +38,8 @@ def is_penalised(params: SamplingParams) -> bool:
 
 
 def is_adjusted(row: SamplingRow) -> bool:
-    """Whether bias, bans or penalties change its logits."""
-    return bool(row.params.logit_bias or row.banned or is_penalised(row.params))
+    """Whether bias, bans, penalties or a mask change its logits."""
+    return bool(row.params.logit_bias or row.banned or row.masked or is_penalised(row.params))
 
 
 def is_likeliest(row: SamplingRow) -> bool:

@@ -1,20 +1,20 @@
 """Sampling of the next token: a function of a row's logits, its request's parameters, its seed and the earlier tokens.
 
-Order, as in vLLM: logit bias and banned tokens, penalties, temperature, min-p, top-k, top-p. Log-probabilities are
-those of the raw logits. Rows are independent: a choice does not depend on the batch, nor on whether the host knows the
-earlier tokens (`choose`) or only the device does (`DeviceSampler`).
+Order, as in vLLM but for the mask: logit bias and banned tokens, penalties, the grammar's mask, temperature, min-p,
+top-k, top-p. Log-probabilities are those of the raw logits. Rows are independent: a choice does not depend on the
+batch, nor on whether the host knows the earlier tokens (`choose`) or only the device does (`DeviceSampler`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from coserve.generate.sampling.choices import Choice, Chosen, NoToken, choices
-from coserve.generate.sampling.draws import OUTPUT_COUNT, draw, likeliest, penalise_
+from coserve.generate.sampling.draws import OUTPUT_COUNT, draw, likeliest, mask_, penalise_
 from coserve.generate.sampling.logprobs import Logprobs, logprobs_of
 from coserve.generate.sampling.rows import (
     SamplingRow,
@@ -29,6 +29,10 @@ from coserve.kernels.sampling.constants import GREEDY_BELOW, NONE_LEFT
 
 ROWS = 64
 """Rows processed at once, which bounds the fp32 copies of logits."""
+Masks = Mapping[int, bytes]
+"""Masks of rows with a grammar, by their sequences' numbers: int32 words for `draws.mask_`. Rows without one may choose
+any token."""
+NO_MASKS: Masks = {}
 
 
 @dataclass(frozen=True)
@@ -40,13 +44,15 @@ class TokenCounts:
     slots: Sequence[int]
 
 
-def choose(logits_BV: Tensor, rows: Sequence[SamplingRow], batch: int = ROWS) -> list[Choice | NoToken]:
+def choose(
+    logits_BV: Tensor, rows: Sequence[SamplingRow], batch: int = ROWS, masks: Masks = NO_MASKS
+) -> list[Choice | NoToken]:
     """Sample the next token of each row, or say why there is none. The rows must hold all earlier tokens."""
     found: list[Choice | NoToken] = []
     for start in range(0, len(rows), batch):
         some = rows[start : start + batch]
         logits = logits_BV[start : start + batch]
-        found += choices(decide(logits, likeliest(logits), some, _counts(some, logits)))
+        found += choices(decide(logits, likeliest(logits), some, _counts(some, logits), masks))
     return found
 
 
@@ -62,7 +68,13 @@ def _counts(rows: Sequence[SamplingRow], logits_BV: Tensor) -> TokenCounts:
     return TokenCounts(table.to(logits_BV.device), range(len(penalised)))
 
 
-def decide(logits_BV: Tensor, likeliest_B: Tensor, rows: Sequence[SamplingRow], counts: TokenCounts) -> Chosen:
+def decide(
+    logits_BV: Tensor,
+    likeliest_B: Tensor,
+    rows: Sequence[SamplingRow],
+    counts: TokenCounts,
+    masks: Masks = NO_MASKS,
+) -> Chosen:
     """Sample at most `ROWS` rows without waiting. `likeliest_B`: argmax of these logits. Adds the tokens to
     `counts`."""
     assert len(rows) <= ROWS, f"expected at most {ROWS} rows, got {len(rows)}"
@@ -76,6 +88,7 @@ def decide(logits_BV: Tensor, likeliest_B: Tensor, rows: Sequence[SamplingRow], 
     logits, tokens = logits_BV, likeliest_B
     if adjusts:
         logits = _adjusted(logits_BV, sent, counts)
+        _apply(masks, rows, logits)
         adjusted = likeliest(logits)
         adjusted = torch.where(adjusted < 0, NONE_LEFT, adjusted)
         tokens = torch.where(likeliest_B < 0, likeliest_B, adjusted)
@@ -156,3 +169,12 @@ def _adjusted(logits_BV: Tensor, sent: _Sent, counts: TokenCounts) -> Tensor:
     if len(sent.penalised):
         penalise_(logits, sent.penalised, counts.table, sent.slots, sent.penalties)
     return logits
+
+
+def _apply(masks: Masks, rows: Sequence[SamplingRow], logits_BV: Tensor) -> None:
+    """Apply the masks in place. Call it last: nothing after it can allow a forbidden token."""
+    masked = [i for i, row in enumerate(rows) if row.masked and row.sequence in masks]
+    if not masked:
+        return
+    words = torch.frombuffer(bytearray().join(masks[rows[i].sequence] for i in masked), dtype=torch.int32)
+    mask_(logits_BV, send_ids(logits_BV.device, masked)[0], send(words.view(len(masked), -1), logits_BV.device))

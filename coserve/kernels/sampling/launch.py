@@ -12,6 +12,7 @@ from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
 from coserve.kernels.sampling.argmax_kernels import peak, top
 from coserve.kernels.sampling.constants import COLUMNS
 from coserve.kernels.sampling.draw_kernels import settle, sift, weigh
+from coserve.kernels.sampling.mask_kernel import mask
 from coserve.kernels.sampling.penalty_kernel import penalise
 from coserve.kernels.sampling.threshold_kernel import threshold
 
@@ -83,3 +84,11 @@ def penalise_(
     grid = (len(rows_P), cdiv(vocab, blocks.chunk))
     exact = {} if interpreted() else {"enable_fp_fusion": False}  # bitwise equal to PyTorch's operations
     penalise[grid](logits_BV, rows_P, counts_NV, slots_P, penalties_PK, vocab, CHUNK=blocks.chunk, num_warps=4, **exact)
+
+
+def mask_(logits_BV: Tensor, rows_M: Tensor, bits_MW: Tensor, blocks: Blocks = BLOCKS) -> None:
+    """See `generate.sampling.draws.mask_`. In place on rows `rows_M` of fp32 logits."""
+    assert logits_BV.is_contiguous() and bits_MW.is_contiguous(), "expected whole rows"
+    vocab, words = logits_BV.shape[1], bits_MW.shape[1]
+    grid = (len(rows_M), cdiv(vocab, blocks.peak_chunk))
+    mask[grid](logits_BV, rows_M, bits_MW, vocab, words, CHUNK=blocks.peak_chunk, num_warps=4)

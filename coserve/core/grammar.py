@@ -1,0 +1,16 @@
+"""The grammar that a request's text must follow, as plain data."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """`text`: a JSON schema, a regular expression, a JSON list of texts, or a grammar in Lark's or GBNF's syntax."""
+
+    kind: GrammarKind
+    text: str

@@ -1,0 +1,48 @@
+"""Grammars as llguidance reads them, checked without a tokenizer. No torch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import llguidance
+
+from coserve.core.errors import InvalidRequest
+from coserve.core.grammar import Grammar
+
+SPACE = r"( |\n[ \t]{0,32})?"
+"""White space between a JSON text's parts: a space, or a line break with an indentation. With any white space, a model
+may write nothing else until its last token."""
+MAX_LEXER_STATES = 50_000
+"""Bounds the memory of one request's matcher: a state takes one to two kB."""
+
+
+def limits() -> llguidance.LLParserLimits:
+    """Return bounds of a grammar's size, and of the time to compile it and to compute a mask. A grammar that reaches
+    one is refused."""
+    return llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, max_grammar_size=100_000, verbose_errors=False)
+
+
+def llguidance_grammar(grammar: Grammar) -> str:
+    """Return the grammar as llguidance reads it. Raises `InvalidRequest`."""
+    try:
+        if grammar.kind == "json_schema":
+            return llguidance.LLMatcher.grammar_from_json_schema(grammar.text, defaults={"whitespace_pattern": SPACE})
+        return llguidance.grammar_from(grammar.kind, grammar.text)
+    except ValueError as error:
+        raise _wrong(grammar, str(error)) from error
+
+
+@lru_cache(256)
+def check_grammar(grammar: Grammar) -> None:
+    """Raise `InvalidRequest` for a grammar that is invalid, too complex, or has parts that cannot be enforced. May take
+    tens of milliseconds."""
+    failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
+        llguidance_grammar(grammar), None, limits=limits()
+    )
+    if failed:
+        raise _wrong(grammar, messages[0])
+
+
+def _wrong(grammar: Grammar, reason: str) -> InvalidRequest:
+    kind = {"json_schema": "JSON schema", "regex": "regular expression"}.get(grammar.kind, grammar.kind)
+    return InvalidRequest(f"expected a {kind} that can be enforced, got: {reason.strip()[:500]}")

@@ -1,0 +1,112 @@
+"""Grammars of requests: compiled on threads, cached, and matched token by token on the CPU.
+
+A matcher knows which tokens may follow the tokens that it accepted. A step's masks are computed after the previous
+step's tokens were collected, while the device runs the step's forward: only the choice of tokens waits for them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+from coserve.core.errors import InvalidRequest, UnsupportedBase
+from coserve.core.grammar import Grammar
+from coserve.data.grammar import limits, llguidance_grammar
+from coserve.data.pretrained.tokenizer import Tokenizer
+from coserve.queues.request import Request
+
+CACHED = 64
+"""Compiled grammars kept for later requests."""
+WORD = 32
+"""Tokens per word of a mask."""
+
+
+class Matcher:
+    """Follows one request's tokens through its grammar. Implements `queues.request.Constraint`."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.state = matcher
+
+    def accept(self, token: int) -> bool:
+        """See `Constraint`."""
+        self.state.consume_token(token)
+        return self.state.is_stopped()
+
+    @property
+    def error(self) -> str:
+        """See `Constraint`."""
+        return self.state.get_error()
+
+
+class Grammars:
+    """Compiles grammars for one base. `vocab`: width of its logits. `tokenizer` is called once, on a thread."""
+
+    def __init__(self, tokenizer: Callable[[], Tokenizer], vocab: int) -> None:
+        self._load, self._vocab, self.words = tokenizer, vocab, -(-vocab // WORD)
+        self._threads = ThreadPoolExecutor(1, "grammars")
+        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
+        self._changed: Callable[[], None] = lambda: None
+
+    def notify(self, changed: Callable[[], None]) -> None:
+        """Call `changed`, on a thread, whenever a grammar was compiled."""
+        self._changed = changed
+
+    def ready(self, grammar: Grammar) -> bool:
+        """Whether `matcher` would not wait. If it would, start to compile the grammar."""
+        return self._begin(grammar).done()
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """Return a new matcher. Waits for the grammar to be compiled. Raises `InvalidRequest`."""
+        return Matcher(self._begin(grammar).result().deep_copy())
+
+    def masks(self, requests: Sequence[Request]) -> dict[int, bytes]:
+        """Return the mask of each request with a grammar, by number: bit i of the int32 words is token i, 1 if it may
+        come next."""
+        rows = [(request, one) for request in requests if isinstance(one := request.constraint, Matcher)]
+        if not rows:
+            return {}
+        bits = np.zeros((len(rows), self.words), dtype=np.uint32)
+        self._executor.unsafe_compute_mask_ptr(
+            [(one.state, row) for row, (_, one) in enumerate(rows)], bits.ctypes.data, 4 * self.words, len(rows)
+        )
+        for row, (request, one) in enumerate(rows):
+            if one.state.is_accepting():  # the request's own ends may follow, too
+                for token in request.stop_ids:
+                    bits[row, token // WORD] |= np.uint32(1 << token % WORD)
+        return {request.number: bits[row].tobytes() for row, (request, _) in enumerate(rows)}
+
+    def _begin(self, grammar: Grammar) -> Future[LLMatcher]:
+        found = self._compiled.get(grammar)
+        if found is None:
+            found = self._compiled[grammar] = self._threads.submit(self._compile, grammar)
+            found.add_done_callback(lambda _: self._changed())
+            if len(self._compiled) > CACHED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return found
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        matcher = LLMatcher(self._tokenizer, llguidance_grammar(grammar), log_level=0, limits=limits())
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # its first states, which every copy then has
+        if matcher.is_error():
+            raise InvalidRequest(f"expected a grammar that can be enforced, got: {matcher.get_error()[:500]}")
+        return matcher
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        try:
+            found = self._load()
+            return LLTokenizer(found.serialised(), n_vocab=self._vocab, eos_token=list(found.eos_token_ids) or None)
+        except (UnsupportedBase, ValueError) as error:
+            raise InvalidRequest(f"the base's tokenizer does not support grammars: {error}") from error
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        return LLExecutor(max(1, min(16, (os.cpu_count() or 1) // 2)))

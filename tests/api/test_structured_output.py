@@ -1,0 +1,108 @@
+"""Structured output over HTTP with a real engine, through every dialect and client; what is refused, and how."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coserve.client import AsyncClient
+from coserve.core.link import Generate
+from tests.support.api_server import Api, read_events
+from tests.support.real_server import serve_real
+
+openai = pytest.importorskip("openai")
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"mood": {"enum": ["sad", "glad"]}, "tags": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["mood"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "mood", "schema": SCHEMA, "strict": True}}
+TURNS: Any = [{"role": "user", "content": "How are you?"}]
+
+
+@pytest.fixture
+async def real(tmp_path: Path) -> AsyncIterator[Api]:
+    async with serve_real(tmp_path) as api:
+        yield api
+
+
+def check(text: str, finish: str | None) -> None:
+    if finish == "stop":
+        value = json.loads(text)
+        assert value["mood"] in ("sad", "glad")
+        assert value.keys() <= {"mood", "tags"}
+        assert all(isinstance(tag, int) for tag in value.get("tags", []))
+    else:
+        assert text.lstrip().startswith("{"), "cut by its length"
+
+
+async def test_every_dialect_constrains_its_text(real: Api) -> None:
+    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{real.port}/v1", api_key="x", timeout=120) as client:
+        done = await client.chat.completions.create(
+            model="bundled", messages=TURNS, response_format=FORMAT, n=4, seed=1, max_tokens=60, logprobs=True
+        )
+        for choice in done.choices:
+            check(choice.message.content, choice.finish_reason)
+        assert "stop" in {choice.finish_reason for choice in done.choices}
+        stream = await client.chat.completions.create(
+            model="bundled", messages=TURNS, response_format=FORMAT, seed=1, max_tokens=60, stream=True
+        )
+        parts = [chunk.choices[0] async for chunk in stream]
+        assert "".join(part.delta.content or "" for part in parts) == done.choices[0].message.content
+        picked = await client.completions.create(
+            model="bundled", prompt="The sky is", extra_body={"structured_outputs": {"choice": ["blue", "red"]}}
+        )
+        assert (picked.choices[0].text in ("blue", "red"), picked.choices[0].finish_reason) == (True, "stop")
+    for body, expected in (
+        ({"guided_regex": "[0-9]{3}"}, lambda text: len(text) == 3 and text.isdigit()),
+        ({"guided_choice": ["a", "b"], "stop": ["zzz"], "min_tokens": 1}, lambda text: text in "ab"),
+        ({"guided_grammar": 'start: "x" /[0-9]/'}, lambda text: text[0] == "x" and text[1:].isdigit()),
+        ({"guided_json": json.dumps({"const": 5})}, lambda text: json.loads(text) == 5),
+        ({"response_format": {"type": "json_object"}, "max_tokens": 5}, lambda text: text.lstrip().startswith("{")),
+    ):
+        status, answer = await real.call("POST", "/generate", json={"prompt": "Once", **body})
+        assert status == 200, answer
+        assert expected(answer["choices"][0]["text"]), answer
+    async with AsyncClient(f"http://127.0.0.1:{real.port}") as sdk:
+        own = await sdk.generate("Once", schema={"enum": ["left", "right"]})
+        assert json.loads(own.choices[0].text) in ("left", "right")
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "says"),
+    [
+        ({"guided_regex": "("}, "guided_regex", "unclosed group"),
+        ({"guided_json": {"type": "objekt"}}, "guided_json", "objekt"),
+        ({"guided_json": "{"}, "guided_json", "JSON schema"),
+        ({"response_format": FORMAT, "guided_regex": "a"}, "guided_regex", "at most one"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+        ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs.json_object", "at most one"),
+        ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json", "uniqueItems"),
+        ({"guided_json": {"$ref": "https://x.invalid/y"}}, "guided_json", "x.invalid"),
+        ({"guided_json": {"description": "x" * (1 << 16)}}, "guided_json", "at most 65536"),
+        ({"guided_grammar": "nonsense !!"}, "guided_grammar", "grammar"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_cannot_be_enforced_is_refused(
+    lasting_api: Api, body: dict[str, Any], field: str, says: str
+) -> None:
+    error = await lasting_api.refused(400, "invalid_request", "POST", "/generate", json={"prompt": "x", **body})
+    assert error["field"] == field
+    assert says in error["message"]
+
+
+async def test_the_engine_gets_the_grammar_as_plain_data(api: Api) -> None:
+    async with api.http.post("/generate", json={"prompt": "x", "stream": True, "guided_choice": ["a"]}) as response:
+        assert read_events(await response.text())
+    (sent,) = await api.engine.saw(Generate)
+    assert isinstance(sent, Generate)
+    assert sent.grammar is not None
+    assert (sent.grammar.kind, sent.grammar.text) == ("choice", '["a"]')

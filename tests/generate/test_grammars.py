@@ -1,0 +1,200 @@
+"""Answers that follow a grammar: the masks of steps one by one, of steps ahead of their tokens, and on other ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from coserve.core.grammar import Grammar
+from coserve.core.link import Generate, RequestFailed
+from coserve.core.types import FinishReason, SamplingParams
+from coserve.data.pretrained.tokenizer import Tokenizer
+from coserve.engine.ranks.executor import RankedExecutor
+from coserve.engine.ranks.follower import FollowerParts
+from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput
+from coserve.generate.generator import Generator
+from coserve.generate.grammars import Grammars
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base, load_base
+from coserve.model.fused import FusedBase
+from coserve.model.lora import LoraWeights
+from coserve.queues.request import Request
+from tests.support.executors import eager, graphs
+from tests.support.finetuning import Bench
+from tests.support.following import Following
+from tests.support.generation import collect, request
+from tests.support.lengths import OneMoreToken
+from tests.support.shelf import Shelf
+
+OBJECT = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+ANY = Grammar("regex", r"(.|\n)*")
+GRAMMARS = [
+    Grammar("json_schema", json.dumps(OBJECT)),
+    Grammar("json_schema", '{"type": "array", "items": {"enum": ["red", "blue"]}, "minItems": 1, "maxItems": 3}'),
+    Grammar("regex", r"[a-c]{2,5}-\d+"),
+    Grammar("choice", '["yes", "no \\"sir\\"", "maybe"]'),
+    Grammar("grammar", 'root ::= ("ab" | "cd") [0-9]'),
+]
+
+
+def follows(text: str, grammar: Grammar) -> bool:
+    match grammar.kind:
+        case "regex":
+            return re.fullmatch(grammar.text, text) is not None
+        case "choice":
+            return text in json.loads(grammar.text)
+        case "grammar":
+            return re.fullmatch(r"(ab|cd)[0-9]", text) is not None
+    value = json.loads(text)
+    if isinstance(value, list):
+        return 1 <= len(value) <= 3 and set(value) <= {"red", "blue"}
+    return value.keys() == {"name", "age"} and len(value["name"]) <= 8 and 0 <= int(value["age"]) <= 99
+
+
+@pytest.fixture(scope="module")
+def base() -> Base:
+    return load_base("bundled", device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load("bundled")
+
+
+@pytest.fixture(scope="module")
+def grammars(base: Base, tokenizer: Tokenizer) -> Grammars:
+    return Grammars(lambda: tokenizer, base.spec.vocab)
+
+
+def generator(base: Base, kv: KvCache, executor: StepExecutor, grammars: Grammars, running: int = 8) -> Generator:
+    store, lengths = Shelf().store(), OneMoreToken()
+    return Generator(base, store, kv, executor, max_running=running, step_tokens=16, lengths=lengths, grammars=grammars)
+
+
+def ahead(base: Base, kv: KvCache) -> StepExecutor:
+    return graphs(FusedBase(base, compiled=False), kv, max_running=8)
+
+
+def requests(ids: list[int]) -> list[Generate]:
+    """With each grammar: at temperature 1, with penalties and log-probabilities; and one without a grammar."""
+    kinds = [
+        SamplingParams(max_tokens=60, temperature=1.0, seed=3),
+        SamplingParams(max_tokens=60, temperature=1.0, frequency_penalty=0.3, logprobs=1, seed=4),
+    ]
+    found = [
+        msgspec.structs.replace(request(f"{number}-{kind}", tuple(ids), params), grammar=grammar)
+        for number, grammar in enumerate(GRAMMARS)
+        for kind, params in enumerate(kinds)
+    ]
+    return [*found, request("free", tuple(ids), SamplingParams(max_tokens=12, temperature=0.0))]
+
+
+def test_answers_follow_their_grammars(base: Base, tokenizer: Tokenizer, grammars: Grammars) -> None:
+    """One by one, ahead of their tokens, and preempted; the batch of a request without a grammar changes nothing."""
+    asked = requests(tokenizer.encode("Once upon a time"))
+    kv = KvCache.for_base(base, 2048, 16)
+    expected = collect(generator(base, kv, eager(base, kv), grammars), asked)
+    for message in asked[:-1]:
+        tokens, finished = expected[message.id]
+        assert message.grammar is not None
+        assert finished is FinishReason.STOP, message.id
+        assert follows(tokenizer.decode(tokens), message.grammar)
+    assert expected["free"] == collect(generator(base, kv, eager(base, kv), grammars), asked[-1:])["free"]
+    for pages in (2048, 128):
+        kv = KvCache.for_base(base, pages, 16)
+        gen = generator(base, kv, ahead(base, kv), grammars)
+        assert collect(gen, asked) == expected
+        assert bool(gen.scheduler.preemptions) == (pages == 128)
+
+
+def test_a_grammar_that_allows_everything_changes_nothing(base: Base, tokenizer: Tokenizer, grammars: Grammars) -> None:
+    kv = KvCache.for_base(base, 512, 16)
+    plain = request("r", tuple(tokenizer.encode("Once upon a time")), SamplingParams(max_tokens=16, temperature=0.0))
+    free = collect(generator(base, kv, ahead(base, kv), grammars), [plain])
+    assert (
+        collect(generator(base, kv, ahead(base, kv), grammars), [msgspec.structs.replace(plain, grammar=ANY)]) == free
+    )
+
+
+def test_a_request_may_end_by_its_own_tokens_only_where_the_grammar_may(
+    base: Base, tokenizer: Tokenizer, grammars: Grammars
+) -> None:
+    (stop,) = tokenizer.encode(" the", add_special=False)
+    params = SamplingParams(max_tokens=30, temperature=0.0, stop_token_ids=(stop,), logit_bias={stop: 100.0})
+    asked = msgspec.structs.replace(request("r", (5, 6), params), grammar=Grammar("regex", "[0-9]{4,9}"))
+    kv = KvCache.for_base(base, 512, 16)
+    tokens, finished = collect(generator(base, kv, eager(base, kv), grammars), [asked])["r"]
+    assert (tokens[-1], finished) == (stop, FinishReason.STOP)
+    assert re.fullmatch("[0-9]{4,9}", tokenizer.decode(tokens[:-1]))
+
+
+def test_a_queued_request_waits_for_its_grammar_which_may_fail(base: Base, tokenizer: Tokenizer) -> None:
+    kv, grammars = KvCache.for_base(base, 512, 16), Grammars(lambda: tokenizer, base.spec.vocab)
+    gen, compiled = generator(base, kv, eager(base, kv), grammars), threading.Semaphore(0)
+    grammars.notify(compiled.release)
+    params = SamplingParams(max_tokens=9, temperature=0.0)
+    for id, pattern in (("bad", "("), ("good", "[0-9]{2}")):
+        asked = msgspec.structs.replace(request(id, (5, 6), params), grammar=Grammar("regex", pattern))
+        gen.scheduler.arrive(Request(asked))
+    for _ in range(2):
+        gen.step()
+    ends = {}
+    assert compiled.acquire(timeout=60) and compiled.acquire(timeout=60)
+    while gen.scheduler.requests:
+        for message in gen.step():
+            if isinstance(message, RequestFailed):
+                assert message.code == "invalid_request"
+            ends[message.id] = getattr(message, "finished", "failed")
+    assert ends == {"bad": "failed", "good": FinishReason.STOP}
+
+
+class InTurn:
+    """A step executor whose steps run while no other rank's do: Triton's interpreter is not for two threads."""
+
+    lock = threading.Lock()
+
+    def __init__(self, executor: StepExecutor) -> None:
+        self._executor = executor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> Sequence[StepInFlight]:
+        with self.lock:
+            return self._executor.launch(step, adapters)
+
+
+def ahead_in_turn(base: Base, kv: KvCache) -> StepExecutor:
+    return InTurn(ahead(base, kv))
+
+
+@pytest.mark.parametrize("executor", [eager, ahead_in_turn])
+def test_other_ranks_apply_the_same_masks(
+    executor: Callable[[Base, KvCache], StepExecutor], tmp_path: Path, grammars: Grammars
+) -> None:
+    mine, theirs = (load_base("bundled", device="cpu", dtype="float32") for _ in range(2))
+    kvs = [KvCache.for_base(one, 512, 16) for one in (mine, theirs)]
+    follower = partial(executor, theirs, kvs[1])
+    asked = requests([5, 6, 7])[:3]
+    kv = KvCache.for_base(mine, 512, 16)
+    alone = collect(generator(mine, kv, eager(mine, kv), grammars), asked)
+    parts = lambda _: FollowerParts(kvs[1], follower(), Bench(theirs, tmp_path).followed(), lambda ref, digests: None)
+    with Following(parts) as following:
+        ranked = RankedExecutor(executor(mine, kvs[0]), following.followers)
+        assert collect(generator(mine, kvs[0], ranked, grammars), asked) == alone
+        following.catch_up()
+    assert torch.equal(kvs[0].buffer.bytes, kvs[1].buffer.bytes)
