@@ -135,7 +135,7 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
     limit = micro_batch_limit(spec.training, micro_batch_tokens)
     longest = min(spec.longest or limit, limit)
     # A step has `batch_tokens` tokens plus at most one row; an evaluation fills micro-batches to the limit.
-    most = limit if spec.training.validation_split else min(limit, spec.training.batch_tokens + longest)
+    most = limit if spec.training.held_back else min(limit, spec.training.batch_tokens + longest)
     most = max(longest, min(most, spec.tokens))
     dropout = spec.lora.dropout > 0
     own_layers = dropout or spec.teacher is not None

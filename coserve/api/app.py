@@ -23,6 +23,10 @@ from coserve.api.http.uploads import UploadReader
 from coserve.api.native.handlers import NativeApi
 from coserve.api.native.routes import native_routes
 from coserve.api.openai.errors import OPENAI_ERRORS, is_openai, no_such_path
+from coserve.api.openai.files.handlers import FilesApi
+from coserve.api.openai.files.routes import file_routes
+from coserve.api.openai.finetuning.handlers import FineTuningApi
+from coserve.api.openai.finetuning.routes import finetuning_routes
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.routes import openai_routes
 from coserve.api.service import Service
@@ -63,6 +67,8 @@ def make_app(
         *native_routes(NativeApi(service, config, bodies, uploads, tgi)),
         *tgi_routes(tgi),
         *openai_routes(OpenAIApi(service, config, bodies)),
+        *file_routes(FilesApi(service, uploads)),
+        *finetuning_routes(FineTuningApi(service, bodies)),
         *tokenizer_routes(TokenizerApi(service, bodies, max_texts=max_texts)),
     )
 

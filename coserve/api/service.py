@@ -48,6 +48,7 @@ from coserve.core.link import (
 )
 from coserve.data.offload.pool import HelperPool
 from coserve.data.pretrained.tokenizer import Tokenizer
+from coserve.state.files import FileStore
 from coserve.state.folder import DataFolder
 from coserve.state.thread import RegistryThread
 
@@ -81,6 +82,7 @@ class Service:
         `max_prompt_scores`: most prompt log-probabilities that all requests in flight may ask for together. `closing`:
         seconds that a tracker may take when the service closes."""
         self.folder, self.tokenizer = folder, tokenizer
+        self.files = FileStore(folder.files)
         self._config = config
         self.engine = engine or EngineClient()
         self.metrics = Metrics(self.engine.name)
@@ -122,6 +124,7 @@ class Service:
         if self._recording is None:
             self._recording = asyncio.create_task(self.recorder.run())
             await self.jobs.recover()
+            await asyncio.to_thread(self.files.load)
             await self._registry.read(lambda registry: registry.notes())  # later there may be no descriptors for it
             self._tracking.open()
 

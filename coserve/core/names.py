@@ -8,11 +8,14 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-NAME: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+NAME_LENGTH: Final = 64
+NAME: Final = rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_LENGTH - 1}}}"
 """Regular expression for an adapter's name; job ids match it too."""
 VERSIONED_NAME: Final = NAME + r"(@[1-9][0-9]{0,8})?"
 """Regular expression for `name` or `name@version`."""
-NAME_RULE: Final = "a name of at most 64 letters, digits, '.', '_' and '-', that starts with a letter or digit"
+NAME_RULE: Final = (
+    f"a name of at most {NAME_LENGTH} letters, digits, '.', '_' and '-', that starts with a letter or digit"
+)
 MAX_VERSION: Final = 999_999_999
 
 AdapterName = Annotated[str, Meta(pattern=rf"\A{NAME}\Z")]

@@ -296,8 +296,11 @@ class TrainingRequest(Wire, frozen=True):
     alpha / sqrt(tokens of the row * hidden size) to the embeddings in training. None: no noise."""
     validation_split: float = 0.0
     """Fraction of the rows that is held back to measure the loss on."""
+    validation_rows: int = 0
+    """Rows at the corpus's end that are held back, instead of a fraction."""
     early_stopping_patience: int | None = None
-    """Evaluations without improvement before the job ends; needs `validation_split`."""
+    """Evaluations without improvement before the job ends; needs `validation_split` or
+    `validation_rows`."""
     eval_steps: int = 20
     checkpoint_steps: int = 20
     seed: int = 0
@@ -322,6 +325,11 @@ class TrainingSettings(TrainingRequest, frozen=True):
     batch_tokens: int = 2048
     learning_rate: float = 2e-4
     beta2: float = 0.999
+
+    @property
+    def held_back(self) -> bool:
+        """Return whether rows are held back to measure the loss on."""
+        return bool(self.validation_split or self.validation_rows)
 
 
 class JobState(StrEnum):

@@ -8,6 +8,7 @@ memory.json                               the GPU's memory profile; may be delet
 graphs.json                               what CUDA graphs took of it; may be deleted
 tracking/                                 files of the trackers (`--tracking-dir`)
 adapters/<id>/<version>/                  PEFT files of one immutable version
+files/<id>/                               an uploaded file and its record: `state.files`
 jobs/<job>/corpus.safetensors             the tokenised corpus
 jobs/<job>/checkpoint-<step>/             resumable state
 staging/                                  uploads on their way; emptied at every start
@@ -43,6 +44,7 @@ class DataFolder:
         self.adapters = self.root / "adapters"
         self.jobs = self.root / "jobs"
         self.staging = self.root / "staging"
+        self.files = self.root / "files"
         self.memory = self.root / "memory.json"
         self.reserve = self.root / "reserve"
         self.tracking = self.root / "tracking"
@@ -88,7 +90,7 @@ class DataFolder:
     def lock(self) -> Iterator[None]:
         """Create the folder and lock it. Raises `DataFolderInUse`, or `StartupError` if it is not writable."""
         try:
-            for folder in (self.root, self.adapters, self.jobs, self.staging):
+            for folder in (self.root, self.adapters, self.files, self.jobs, self.staging):
                 make_folder(folder)
             with write_errors():
                 descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -113,7 +115,7 @@ class DataFolder:
 
     def sweep(self) -> list[str]:
         """Remove leftovers of unfinished writes; returns their names. Call it under the lock."""
-        folders = [self.root, self.adapters, self.jobs, *_folders(self.adapters), *_folders(self.jobs)]
+        folders = [self.root, self.adapters, self.files, self.jobs, *_folders(self.adapters), *_folders(self.jobs)]
         found = [name for folder in folders for name in sweep(folder)]
         if self.staging.is_dir():
             found += [entry.name for entry in self.staging.iterdir()]

@@ -9,6 +9,15 @@ from coserve.core.types import AdapterDigests, AdapterRef, JobSpec, JobState, Wi
 from coserve.state.pace import Pace
 
 
+class JobOrigin(Wire, frozen=True):
+    """Uploaded files that a job was made from, by id, and the rows of a batch that its request asked for."""
+
+    training_file: str
+    validation_file: str | None = None
+    batch_rows: int | None = None
+    """Mean number of rows of an optimizer step; None: `batch_tokens` was chosen otherwise."""
+
+
 class JobRecord(Wire, frozen=True):
     """A job and its progress. `step` and `trained_tokens` are as of its last optimizer step."""
 
@@ -38,6 +47,9 @@ class JobRecord(Wire, frozen=True):
     digests were kept."""
     samples: tuple[Sample, ...] = ()
     """Samples of the last step that has any, by prompt."""
+
+    origin: JobOrigin | None = None
+    """Uploaded files that the job was made from, if any."""
 
     @property
     def eta(self) -> float | None:

@@ -307,6 +307,15 @@ class Registry(AdapterTable):
         )
         return [_event(row[0]) for row in rows]
 
+    def latest_events(self, id: str, *, before: int | None = None, limit: int = 100) -> list[JobEvent]:
+        """Events before number `before`, the latest first. Raises `JobNotFound`."""
+        self.job(id)
+        rows = self._db.execute(
+            "SELECT record FROM events WHERE job = ? AND (? IS NULL OR seq < ?) ORDER BY seq DESC LIMIT ?",
+            (id, before, before, limit),
+        )
+        return [_event(row[0]) for row in rows]
+
     def succeed(self, id: str, adapter: AdapterRecord) -> JobRecord:
         """Commit the job's success and its adapter in one transaction. Raises `JobNotFound`, `WrongJobState`."""
         with self._transaction():

@@ -17,6 +17,8 @@ _REF = "#/components/schemas/{name}"
 _QUERY: dict[str, dict[str, Any]] = {
     "after": {"type": "string", "description": "Entries after this one."},
     "limit": {"type": "integer", "minimum": 1, "maximum": PAGE_LIMIT, "default": PAGE_SIZE},
+    "order": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
+    "purpose": {"type": "string", "description": "Only files with this purpose."},
 }
 _HEADERS: dict[str, dict[str, Any]] = {
     "Idempotency-Key": {
@@ -72,7 +74,13 @@ def _portable(node: Any) -> Any:  # noqa: ANN401 - any JSON
 
 
 def _schemas_of(route: Route) -> list[Schema]:
-    given = (route.body, route.response, route.events, tuple(error_format.body for error_format in route.error_formats))
+    given = (
+        route.body,
+        route.form,
+        route.response,
+        route.events,
+        tuple(error_format.body for error_format in route.error_formats),
+    )
     return [schema for schema in given if schema is not None]
 
 
@@ -102,6 +110,8 @@ def _operation(route: Route) -> dict[str, Any]:
         operation["parameters"] = parameters
     if route.body is not None:
         operation["requestBody"] = {"required": True, "content": _body(route.body, route.upload)}
+    if route.form is not None:
+        operation["requestBody"] = {"required": True, "content": _form(route.form)}
     if route.public:
         operation["security"] = []
     return operation
@@ -133,6 +143,12 @@ def _body(struct: Schema, upload: bool) -> dict[str, Any]:
             "encoding": {"settings": {"contentType": "application/json"}},
         }
     return content
+
+
+def _form(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    file = {"type": "string", "contentMediaType": "application/octet-stream"}
+    of_file = {"type": "object", "properties": {"file": file}, "required": ["file"]}
+    return {"multipart/form-data": {"schema": {"allOf": [_schema(struct)["schema"], of_file]}}}
 
 
 def _error(route: Route, status: int) -> dict[str, Any]:

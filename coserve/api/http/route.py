@@ -31,6 +31,8 @@ class Route:
     body: Schema | None = None
     upload: bool = False
     """Whether the body may also be multipart/form-data, with files."""
+    form: type[msgspec.Struct] | None = None
+    """Fields of a body that is multipart/form-data with one file, the part `file`."""
     response: Schema | None = None
     listed: bool = False
     """Whether the response is a list of the response type."""

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from aiohttp import BodyPartReader, MultipartReader, web
 
@@ -22,8 +22,20 @@ from coserve.state.durable import disk_errors
 
 MAX_SETTINGS_BYTES = 1 << 20
 MAX_UPLOADS = 8
+MAX_FIELDS = 8
+"""Most fields of a form beside its file."""
+MAX_FILENAME = 256
+"""Most characters of a file's name that are kept, its last ones."""
 
 T = TypeVar("T")
+
+
+class Form(NamedTuple):
+    """Fields of a form, and its one file: the client's name for it, and where its content was saved."""
+
+    fields: dict[str, str]
+    filename: str
+    path: Path
 
 
 class UploadReader:
@@ -42,6 +54,22 @@ class UploadReader:
 
         `names`: the file names to expect; empty: one file, saved as `file`. At most `MAX_UPLOADS` run at once.
         """
+        async with self._folder(request, staging) as folder:
+            with body_errors():
+                settings = await self._receive(request, folder, names)
+            yield await self._bodies.decode(settings, type), folder
+
+    @asynccontextmanager
+    async def form(self, request: web.Request, staging: Path) -> AsyncIterator[Form]:
+        """Yield an HTML form with one file, which is deleted when the block ends unless it was moved."""
+        async with self._folder(request, staging) as folder:
+            with body_errors():
+                form = await self._form(request, folder / "file")
+            yield form
+
+    @asynccontextmanager
+    async def _folder(self, request: web.Request, staging: Path) -> AsyncIterator[Path]:
+        """Yield a folder for an upload's files, deleted when the block ends. At most `MAX_UPLOADS` run at once."""
         check_head(request, self._max_body)
         if self._running >= MAX_UPLOADS:
             raise QueueFull(f"{MAX_UPLOADS} uploads are running already")
@@ -50,9 +78,7 @@ class UploadReader:
         folder = staging / f"upload-{secrets.token_hex(8)}"
         try:
             await uncancelled_thread(folder.mkdir, parents=True)
-            with body_errors():
-                settings = await self._receive(request, folder, names)
-            yield await self._bodies.decode(settings, type), folder
+            yield folder
         finally:
             self._running -= 1
             await uncancelled_thread(shutil.rmtree, folder, ignore_errors=True)
@@ -76,6 +102,28 @@ class UploadReader:
         if settings is None:
             raise InvalidRequest("expected a part 'settings', got none", field="settings")
         return settings
+
+    async def _form(self, request: web.Request, path: Path) -> Form:
+        fields: dict[str, str] = {}
+        filename: str | None = None
+        reader = multipart_reader(request)
+        while (part := await self._next_part(reader)) is not None:
+            name = str(part.name)[:80]
+            if name in fields or (name == "file" and filename is not None):
+                raise InvalidRequest(f"expected one part {name!r}, got more", field=name)
+            if name == "file":
+                filename = (part.filename or "file")[-MAX_FILENAME:].encode(errors="replace").decode()
+                await self._save(request, part, path)
+            elif len(fields) == MAX_FIELDS:
+                raise InvalidRequest(f"expected at most {MAX_FIELDS} fields beside the file")
+            else:
+                try:
+                    fields[name] = (await self._settings(request, part)).decode()
+                except UnicodeDecodeError:
+                    raise InvalidRequest("expected UTF-8", field=name) from None
+        if filename is None:
+            raise InvalidRequest("expected a file, got none", field="file")
+        return Form(fields, filename, path)
 
     async def _next_part(self, reader: MultipartReader) -> BodyPartReader | None:
         async with asyncio.timeout(self._timeout):

@@ -39,7 +39,7 @@ from coserve.state.commits import Commits
 from coserve.state.durable import remove_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
-from coserve.state.records import JobRecord
+from coserve.state.records import JobOrigin, JobRecord
 from coserve.state.recover import drop_unrecorded_checkpoints, recover
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
@@ -234,10 +234,16 @@ class JobManager:
     # ---- submission
 
     async def submit(
-        self, request: FinetuneRequest, upload: Path | None, key: str | None, show: Show = lambda _: None
+        self,
+        request: FinetuneRequest,
+        upload: Path | None,
+        key: str | None,
+        show: Show = lambda _: None,
+        origin: JobOrigin | None = None,
     ) -> Job:
         """Accept a job; it is durable when this returns. The same request with the same `key` returns the first job
         again, after waiting for the request that creates it. `show` is told the progress of a large corpus.
+        `origin`: the uploaded files that `upload` holds.
 
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `ForbiddenPath`, `QueueFull`,
         `StorageFull`, `JobTooLarge`, `AdapterTooLarge`, `IdempotencyMismatch` (another request had the key),
@@ -253,7 +259,7 @@ class JobManager:
                 await self._registry(self._check_max_jobs)
                 async with self._stopping.interrupts():
                     record, corpus = await self._submission.prepare(
-                        request, upload, spec, self._engine.pool, self._engine.memory, show
+                        request, upload, spec, self._engine.pool, self._engine.memory, show, origin
                     )
                 record = msgspec.structs.replace(record, request_digests=digests)
                 # From here on the job is created even if the client leaves.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -49,7 +50,7 @@ from coserve.lora.files.peft import config_file
 from coserve.lora.files.targets import resolve_targets, target_sites
 from coserve.state.durable import disk_errors
 from coserve.state.folder import DataFolder
-from coserve.state.records import AdapterRecord, JobRecord
+from coserve.state.records import AdapterRecord, JobOrigin, JobRecord
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
 
@@ -84,9 +85,10 @@ class Submission:
         pool: PoolShape,
         memory: MemoryModel | None,
         show: Show = lambda _: None,
+        origin: JobOrigin | None = None,
     ) -> tuple[JobRecord, PendingCorpus]:
         """Return the job's record, whose version is provisional, and its corpus. `memory`: the engine's memory model,
-        if it has one. `show` is told the progress of a large corpus.
+        if it has one. `show` is told the progress of a large corpus. `origin`: the uploaded files that `upload` holds.
 
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `AdapterBusy`, `BaseMismatch`,
         `ForbiddenPath`, `JobTooLarge`, `AdapterTooLarge`, `UnsupportedAdapter`.
@@ -115,8 +117,12 @@ class Submission:
         columns = Columns({str(field): column for field, column in request.columns.items()})
         corpus = await self._tokenize(request, self._source(request, upload), columns, longest, show)
         try:
+            wanted = request.training
+            if origin is not None and origin.batch_rows is not None:
+                batch_tokens = math.ceil(origin.batch_rows * corpus.token_count / corpus.rows)
+                wanted = msgspec.structs.replace(wanted, batch_tokens=batch_tokens)
             training, auto = choose_training(
-                request.training,
+                wanted,
                 rows=corpus.rows,
                 tokens=corpus.token_count,
                 targets=corpus.target_tokens,
@@ -161,6 +167,7 @@ class Submission:
             metadata=request.metadata,
             notes=(*notes, *unused_notes(columns.unused)),
             after=None if earlier is None else earlier.spec.id,
+            origin=origin,
         )
         return record, corpus
 

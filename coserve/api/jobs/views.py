@@ -46,11 +46,23 @@ class JobViews:
 
     async def get(self, id: str) -> Job:
         """Return one job. Raises `JobNotFound`."""
-        return await self.show(await self._registry(lambda registry: registry.job(id)))
+        return await self.show(await self.record(id))
+
+    async def record(self, id: str) -> JobRecord:
+        """Return one job's record. Raises `JobNotFound`."""
+        return await self._registry(lambda registry: registry.job(id))
+
+    async def records(self, after: str | None, limit: int) -> builtins.list[JobRecord]:
+        """Return the records of jobs older than `after`, newest first. Raises `JobNotFound` for an unknown `after`."""
+        return await self._registry(lambda registry: registry.jobs(after=after, limit=limit))
+
+    async def latest_events(self, id: str, before: int | None, limit: int) -> builtins.list[JobEvent]:
+        """Return a job's events before number `before`, newest first. Raises `JobNotFound`."""
+        return await self._registry(lambda registry: registry.latest_events(id, before=before, limit=limit))
 
     async def list(self, after: str | None, limit: int) -> JobList:
         """Return jobs, newest first. Raises `JobNotFound` for an unknown `after`."""
-        records = await self._registry(lambda registry: registry.jobs(after=after, limit=limit + 1))
+        records = await self.records(after, limit + 1)
         line = await self._registry(_line)
         return JobList(data=[job_view(record, line) for record in records[:limit]], has_more=len(records) > limit)
 
@@ -76,7 +88,7 @@ class JobViews:
             with self._recorder.watchers.watch(id) as changed:
                 while True:
                     changed.clear()
-                    record = await self._registry(lambda registry: registry.job(id))
+                    record = await self.record(id)
                     events = await self._events(id, after)
                     for event in events:
                         after = event.seq

@@ -9,7 +9,7 @@ from coserve.core.errors import AdapterNotFound, CoserveError, NotFound, PromptT
 PREFIX = "/v1"
 """OpenAI's paths: every error under it has OpenAI's shape."""
 
-_PARAMS = {"adapter": "model"}
+_PARAMS = {"adapter": "model", "continue_from": "model"}
 _FEATURES = {
     "assistants": "assistants are",
     "audio": "speech and transcription are",
@@ -19,8 +19,7 @@ _FEATURES = {
     "conversations": "conversations are",
     "embeddings": "embeddings are",
     "evals": "evals are",
-    "files": "files are",
-    "fine_tuning": "OpenAI's fine-tuning jobs (use POST /finetune) are",
+    "fine_tuning": "permissions of checkpoints and graders are",
     "images": "images are",
     "load_lora_adapter": "vLLM's way to load adapters (use POST /adapters) is",
     "messages": "Anthropic's messages (use /v1/chat/completions) are",

@@ -20,7 +20,7 @@ from coserve.api.http.sse import EventStream
 from coserve.api.openai.chat import ChatLogprobsBuilder, chat_completion, chat_events
 from coserve.api.openai.completions import CompletionLogprobsBuilder, completion, completion_events, name_of
 from coserve.api.openai.errors import openai_error
-from coserve.api.openai.models import get_model, list_models
+from coserve.api.openai.models import delete_model, get_model, list_models
 from coserve.api.openai.requests import chat_request, completion_requests
 from coserve.api.openai.schemas import ChatRequest, CompletionRequest, SharedParams
 from coserve.api.openai.usage import ResponseMeta, new_meta
@@ -70,6 +70,9 @@ class OpenAIApi:
 
     async def get_model(self, request: web.Request) -> web.StreamResponse:
         return json_response(await get_model(self._service, request.match_info["id"]))
+
+    async def delete_model(self, request: web.Request) -> web.StreamResponse:
+        return json_response(await delete_model(self._service, request.match_info["id"]))
 
     async def _resolve_placeholder(self, body: RequestT) -> RequestT:
         """Return the request with model null if its name is a placeholder, unless an adapter has that name."""

@@ -1,15 +1,17 @@
-"""`/v1/models`: the base and the latest version of each adapter that fits it."""
+"""`/v1/models`: the base and the latest version of each adapter that fits it. Fine-tuned models have their own names
+(`openai.names`)."""
 
 from __future__ import annotations
 
+from coserve.api.openai.names import PREFIX, model_name
 from coserve.api.openai.requests import adapter_of
-from coserve.api.openai.schemas import Model, ModelList
+from coserve.api.openai.schemas import DeletedModel, Model, ModelList
 from coserve.api.service import Service
-from coserve.core.errors import AdapterNotFound
+from coserve.core.errors import AdapterNotFound, InvalidRequest
 from coserve.core.limits import PAGE_LIMIT
 from coserve.core.names import split_ref
 from coserve.core.schemas import Adapter
-from coserve.core.types import BaseSpec
+from coserve.core.types import AdapterRef, BaseSpec
 
 
 def _base(spec: BaseSpec, created: float) -> Model:
@@ -21,6 +23,12 @@ def _adapter(id: str, adapter: Adapter, spec: BaseSpec) -> Model:
     return Model(id=id, created=created, max_model_len=spec.context, root=adapter.ref, parent=spec.name)
 
 
+def _name(adapter: Adapter, spec: BaseSpec) -> str:
+    """Return the name that a list shows: of a fine-tuned model its own, else the adapter's."""
+    name = model_name(AdapterRef(adapter.id, adapter.version), spec.name)
+    return name if name.startswith(PREFIX) else adapter.id
+
+
 async def list_models(service: Service) -> ModelList:
     """Return the base and the current version of each adapter. Raises `EngineUnavailable` before the first engine."""
     spec = service.engine.spec
@@ -28,7 +36,11 @@ async def list_models(service: Service) -> ModelList:
     after: str | None = None
     while True:
         page = await service.adapters.list(after, PAGE_LIMIT)
-        models += [_adapter(found.id, found, spec) for found in page.data if found.base_fingerprint == spec.fingerprint]
+        models += [
+            _adapter(_name(found, spec), found, spec)
+            for found in page.data
+            if found.base_fingerprint == spec.fingerprint
+        ]
         if not page.has_more:
             return ModelList(data=models)
         after = page.data[-1].id
@@ -44,3 +56,13 @@ async def get_model(service: Service, id: str) -> Model:
     if adapter.base_fingerprint != spec.fingerprint:
         raise AdapterNotFound(f"adapter {adapter.ref} belongs to another base", field="model")
     return _adapter(id, adapter, spec)
+
+
+async def delete_model(service: Service, id: str) -> DeletedModel:
+    """Delete an adapter: every version of a name, the one version of a fine-tuned model or `name@version`. Raises
+    `AdapterNotFound`, `AdapterBusy`, `InvalidRequest` for the base."""
+    name = adapter_of(id, service.engine.spec)
+    if name is None:
+        raise InvalidRequest("expected an adapter, got the base: it cannot be deleted", field="model")
+    await service.adapters.delete(*split_ref(name))
+    return DeletedModel(id=id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from coserve.api.http.body_types import is_empty, refuse_unless_neutral
+from coserve.api.openai.names import PREFIX, ref_of
 from coserve.api.openai.schemas import (
     MAX_PROMPTS,
     MAX_SEQUENCES,
@@ -61,6 +62,8 @@ def adapter_of(model: ModelName | None, spec: Named) -> str | None:
     """Return the adapter that `model` names; None: the base. Raises `AdapterNotFound`."""
     if not model or model == spec.name:
         return None
+    if model.startswith(PREFIX) and (ref := ref_of(model, spec.name)) is not None:
+        return ref
     if not is_adapter_ref(model):
         raise AdapterNotFound(f"there is no model {model[:80]!r}", field="model")
     return model

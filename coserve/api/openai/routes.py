@@ -11,6 +11,7 @@ from coserve.api.openai.schemas import (
     ChatRequest,
     Completion,
     CompletionRequest,
+    DeletedModel,
     Model,
     ModelList,
 )
@@ -58,6 +59,16 @@ def openai_routes(api: OpenAIApi) -> tuple[Route, ...]:
             response=Model,
             slashes=True,
             errors=(404,),
+            error_formats=(OPENAI_ERRORS,),
+        ),
+        Route(
+            "DELETE",
+            "/v1/models/{id}",
+            api.delete_model,
+            "Delete an adapter: one version (`name@version`, or a fine-tuned model) or all (`name`)",
+            response=DeletedModel,
+            slashes=True,
+            errors=(404, 409, 507),
             error_formats=(OPENAI_ERRORS,),
         ),
     )

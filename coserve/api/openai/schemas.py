@@ -252,6 +252,12 @@ class ModelList(Wire, frozen=True):
     object: Literal["list"] = "list"
 
 
+class DeletedModel(Wire, frozen=True):
+    id: str
+    object: Literal["model"] = "model"
+    deleted: Literal[True] = True
+
+
 class OpenAIErrorInfo(msgspec.Struct, frozen=True):
     """`param` names the field; `code` is one of coserve's codes, `model_not_found` or `context_length_exceeded`."""
 

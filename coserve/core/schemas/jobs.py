@@ -22,7 +22,8 @@ messages may have `chat_template_kwargs`, too);
 `{"instruction": "...", "input": "...", "output": "..."}` (alpaca; `input` may be left out);
 `{"conversations": [{"from": "human|gpt|system|tool", "value": "..."}]}` (ShareGPT);
 for `training.loss` of type `dpo`, `{"prompt": "...", "chosen": "...", "rejected": "..."}`, as texts or as lists
-of messages; of messages, `prompt` may be left out if both others begin with it."""
+of messages; of messages, `prompt` may be left out if both others begin with it; also OpenAI's rows
+`{"input": {"messages": [...]}, "preferred_output": [...], "non_preferred_output": [...]}`."""
 
 
 RowField = Literal[

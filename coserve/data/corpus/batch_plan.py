@@ -130,7 +130,7 @@ class BatchPlan:
         return self._packed_step[1]
 
     def validation(self) -> tuple[tuple[int, ...], ...]:
-        """The validation rows by micro-batch; empty without a `validation_split`."""
+        """The validation rows by micro-batch; empty if none are held back."""
         return self._validation
 
     def _bounds(self, step: int) -> tuple[int, int]:
@@ -184,8 +184,13 @@ class BatchPlan:
 
 def _split(rows: int, training: TrainingSettings) -> tuple[Ints, Ints]:
     """Split row indices into training and validation rows, both ascending."""
-    if training.validation_split == 0:
+    if not training.held_back:
         return np.arange(rows, dtype=np.int32), np.arange(0)
+    if (held := training.validation_rows) >= rows:
+        raise InvalidRequest(f"expected less than all {rows} rows, got {held}", field="training.validation_rows")
+    if held:
+        every = np.arange(rows, dtype=np.int32)
+        return every[:-held], every[-held:]
     held = min(max(1, round(rows * training.validation_split)), rows - 1)
     if held < 1:
         raise InvalidRequest(

@@ -34,6 +34,7 @@ def check_training(training: TrainingSettings) -> None:
         "micro_batch_tokens": 2,
         "max_length": 2,
         "warmup_steps": 0,
+        "validation_rows": 0,
         "max_grad_norm": 0,
         "weight_decay": 0,
         "lora_plus_ratio": 1,
@@ -94,8 +95,12 @@ def check_training(training: TrainingSettings) -> None:
             )
     if training.one_row_per_answer and training.train_on == "all":
         raise InvalidRequest('expected train_on other than "all"', field="training.one_row_per_answer")
-    if training.early_stopping_patience is not None and training.validation_split == 0:
-        raise InvalidRequest("expected a validation_split above 0", field="training.early_stopping_patience")
+    if training.validation_rows and training.validation_split:
+        raise InvalidRequest("expected no validation_rows beside a validation_split", field="training.validation_rows")
+    if training.early_stopping_patience is not None and not training.held_back:
+        raise InvalidRequest(
+            "expected a validation_split or validation_rows above 0", field="training.early_stopping_patience"
+        )
     _check_samples(training)
 
 

@@ -240,6 +240,24 @@ class _Preference(Wire, frozen=True):
         )
 
 
+class _PreferenceInput(Wire, frozen=True):
+    messages: list[ChatMessage]
+    tools: Tools | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class _OpenAIPreference(Wire, frozen=True):
+    input: _PreferenceInput
+    preferred_output: list[ChatMessage]
+    non_preferred_output: list[ChatMessage]
+
+    def row(self, line: int) -> Row:
+        given = self.input
+        return _Preference(
+            prompt=given.messages, chosen=self.preferred_output, rejected=self.non_preferred_output, tools=given.tools
+        ).row(line)
+
+
 def _chat_row(
     row: _Completion | _Chat | _Preference, line: int, messages: list[dict[str, object]], start: int | None = None
 ) -> ChatRow:
@@ -280,10 +298,12 @@ def _common_messages(line: int, chosen: list[dict[str, object]], rejected: list[
     return length
 
 
-_Format = _Text | _Completion | _Chat | _Alpaca | _ShareGpt | _Preference
+_Format = _Text | _Completion | _Chat | _Alpaca | _ShareGpt | _Preference | _OpenAIPreference
 _FORMATS: dict[str, type[_Format]] = {
     "chosen": _Preference,
     "rejected": _Preference,
+    "preferred_output": _OpenAIPreference,
+    "non_preferred_output": _OpenAIPreference,
     "text": _Text,
     "prompt": _Completion,
     "completion": _Completion,
@@ -298,7 +318,8 @@ for _format in _FORMATS.values():
 FORMATS = (
     'a row is {"text"}, {"prompt", "completion"} (texts, or lists of messages), '
     '{"messages": [{"role", "content"}, ...]}, {"instruction", "output"} (alpaca; "input" may be added), '
-    '{"conversations": [{"from", "value"}, ...]} (ShareGPT) or, for a dpo loss, {"prompt", "chosen", "rejected"}'
+    '{"conversations": [{"from", "value"}, ...]} (ShareGPT) or, for a dpo loss, {"prompt", "chosen", "rejected"} '
+    'or {"input": {"messages"}, "preferred_output", "non_preferred_output"} (OpenAI)'
 )
 """Ending of every error about a row's shape."""
 OTHER_NAMES = "`columns` names columns that are called otherwise (--columns prompt=question,completion=answer)"

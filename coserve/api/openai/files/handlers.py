@@ -1,0 +1,90 @@
+"""The handlers of `/v1/files`: rows to fine-tune on, kept until they are deleted."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from coserve.api.http.responses import CHUNK, json_response
+from coserve.api.http.uploads import UploadReader, is_upload
+from coserve.api.openai.files.schemas import DeletedFile, FileList, FileObject
+from coserve.api.openai.lists import list_query
+from coserve.api.service import Service
+from coserve.core.cancellation import uncancelled_thread
+from coserve.core.errors import InvalidRequest, UnknownField
+from coserve.core.limits import PAGE_LIMIT
+from coserve.state.durable import read_errors
+from coserve.state.files import FileRecord
+
+PURPOSES = ("fine-tune",)
+
+
+class FilesApi:
+    """One method per route."""
+
+    def __init__(self, service: Service, uploads: UploadReader) -> None:
+        self._service, self._files, self._uploads = service, service.files, uploads
+
+    async def upload_file(self, request: web.Request) -> web.StreamResponse:
+        if not is_upload(request):
+            raise InvalidRequest("expected multipart/form-data with a file and its purpose", field="file")
+        async with (
+            self._service.stopping.interrupts(),
+            self._uploads.form(request, self._service.folder.staging) as form,
+        ):
+            for name in form.fields:
+                if name != "purpose":
+                    raise UnknownField(f"unknown field {name!r}: expected a file and its purpose", field=name)
+            purpose = form.fields.get("purpose")
+            if purpose not in PURPOSES:
+                got = "none" if purpose is None else repr(purpose[:80])
+                raise InvalidRequest(f"expected one of {', '.join(PURPOSES)}, got {got}", field="purpose")
+            record = await uncancelled_thread(self._files.add, form.path, form.filename, purpose)
+        return json_response(file_object(record))
+
+    async def list_files(self, request: web.Request) -> web.StreamResponse:
+        after, limit = list_query(request.query, ("order", "purpose"), PAGE_LIMIT)
+        order, purpose = request.query.get("order", "desc"), request.query.get("purpose")
+        if order not in ("asc", "desc"):
+            raise InvalidRequest(f"expected asc or desc, got {order[:80]!r}", field="order")
+        records = self._files.all()
+        if order == "desc":
+            records.reverse()
+        if after is not None:
+            records = records[records.index(self._files.get(after)) + 1 :]
+        found = [record for record in records if purpose in (None, record.purpose)]
+        data = [file_object(record) for record in found[:limit]]
+        ends = (data[0].id, data[-1].id) if data else (None, None)
+        return json_response(FileList(data=data, first_id=ends[0], last_id=ends[1], has_more=len(found) > limit))
+
+    async def get_file(self, request: web.Request) -> web.StreamResponse:
+        return json_response(file_object(self._files.get(request.match_info["id"])))
+
+    async def file_content(self, request: web.Request) -> web.StreamResponse:
+        record = self._files.get(request.match_info["id"])
+        with read_errors():
+            file = await asyncio.to_thread(self._files.content(record.id).open, "rb")
+        with file:
+            response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+            response.content_length = record.bytes
+            await response.prepare(request)
+            while chunk := await uncancelled_thread(file.read, CHUNK):
+                await response.write(chunk)
+            await response.write_eof()
+        return response
+
+    async def delete_file(self, request: web.Request) -> web.StreamResponse:
+        id = self._files.get(request.match_info["id"]).id
+        await asyncio.shield(asyncio.to_thread(self._files.remove, id))
+        return json_response(DeletedFile(id=id))
+
+
+def file_object(record: FileRecord) -> FileObject:
+    return FileObject(
+        id=record.id,
+        bytes=record.bytes,
+        created_at=int(record.created_at),
+        filename=record.filename,
+        purpose=record.purpose,
+    )

@@ -1,0 +1,44 @@
+"""Bodies of `/v1/files`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from coserve.core.types import Wire
+
+
+class FileObject(Wire, frozen=True, kw_only=True):
+    """An uploaded file."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"] = "processed"
+    expires_at: None = None
+
+
+class FileList(Wire, frozen=True, kw_only=True):
+    """Files, newest first unless `order` is `asc`. The next page is `?after=<id of the last one>`."""
+
+    object: Literal["list"] = "list"
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(Wire, frozen=True, kw_only=True):
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True
+
+
+class FileForm(Wire, frozen=True):
+    """Fields of the form that uploads a file, beside the part `file`."""
+
+    purpose: Annotated[Literal["fine-tune"], Meta(description="Always `fine-tune`.")]

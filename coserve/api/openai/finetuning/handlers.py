@@ -1,0 +1,98 @@
+"""The handlers of `/v1/fine_tuning/jobs`: the jobs of `POST /finetune`, as OpenAI's API shows them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from coserve.api.http.bodies import BodyReader
+from coserve.api.http.responses import json_response
+from coserve.api.openai.finetuning.requests import job_request
+from coserve.api.openai.finetuning.rows import joined_rows
+from coserve.api.openai.finetuning.schemas import (
+    CheckpointList,
+    CreateJob,
+    FineTuningEventList,
+    FineTuningJobList,
+)
+from coserve.api.openai.finetuning.views import checkpoint_objects, event_object, job_object
+from coserve.api.openai.lists import list_query
+from coserve.api.service import Service
+from coserve.core.errors import InvalidRequest, NotFound
+from coserve.state.records import JobOrigin
+
+
+class FineTuningApi:
+    """One method per route."""
+
+    def __init__(self, service: Service, bodies: BodyReader) -> None:
+        self._service, self._bodies = service, bodies
+
+    async def create_tuning(self, request: web.Request) -> web.StreamResponse:
+        body = await self._bodies.read(request, CreateJob, dialect=True)
+        key = request.headers.get("Idempotency-Key")
+        native, batch_rows = job_request(body, self._service.engine.spec, key)
+        training = self._file(body.training_file, "training_file")
+        validation = None if body.validation_file is None else self._file(body.validation_file, "validation_file")
+        origin = JobOrigin(
+            training_file=body.training_file, validation_file=body.validation_file, batch_rows=batch_rows
+        )
+        async with joined_rows(training, validation, self._service.folder.staging) as (rows, held):
+            settings = msgspec.structs.replace(native.training, validation_rows=held)
+            native = msgspec.structs.replace(native, training=settings)
+            job = await self._service.jobs.submit(native, rows, key, origin=origin)
+        return await self._show(job.id)
+
+    def _file(self, id: str, field: str) -> Path:
+        try:
+            return self._service.files.content(id)
+        except NotFound as error:
+            raise InvalidRequest(error.message, field=field) from None
+
+    async def _show(self, id: str) -> web.StreamResponse:
+        record = await self._service.jobs.views.record(id)
+        return json_response(job_object(record, self._service.engine.spec))
+
+    async def list_tunings(self, request: web.Request) -> web.StreamResponse:
+        after, limit = list_query(request.query)
+        records = await self._service.jobs.views.records(after, limit + 1)
+        data = [job_object(record, self._service.engine.spec) for record in records[:limit]]
+        return json_response(FineTuningJobList(data=data, has_more=len(records) > limit))
+
+    async def get_tuning(self, request: web.Request) -> web.StreamResponse:
+        return await self._show(request.match_info["id"])
+
+    async def cancel_tuning(self, request: web.Request) -> web.StreamResponse:
+        return await self._show((await self._service.jobs.cancel(request.match_info["id"])).id)
+
+    async def pause_tuning(self, request: web.Request) -> web.StreamResponse:
+        return await self._show((await self._service.jobs.pause(request.match_info["id"])).id)
+
+    async def resume_tuning(self, request: web.Request) -> web.StreamResponse:
+        return await self._show((await self._service.jobs.resume(request.match_info["id"])).id)
+
+    async def tuning_events(self, request: web.Request) -> web.StreamResponse:
+        id, (after, limit) = request.match_info["id"], list_query(request.query)
+        before = None if after is None else _event_number(after, id)
+        events = await self._service.jobs.views.latest_events(id, before, limit + 1)
+        data = [event_object(event) for event in events[:limit]]
+        return json_response(FineTuningEventList(data=data, has_more=len(events) > limit))
+
+    async def tuning_checkpoints(self, request: web.Request) -> web.StreamResponse:
+        id, (after, limit) = request.match_info["id"], list_query(request.query)
+        views = self._service.jobs.views
+        record = await views.record(id)
+        data = checkpoint_objects(record, (await views.show(record)).published_step, self._service.engine.spec)
+        data = [] if after is not None else data[:limit]
+        ends = (data[0].id, data[-1].id) if data else (None, None)
+        return json_response(CheckpointList(data=data, first_id=ends[0], last_id=ends[1]))
+
+
+def _event_number(after: str, job: str) -> int:
+    """Return the number of the event with id `after`."""
+    number = after.removeprefix(f"{job}-")
+    if number == after or not (number.isascii() and number.isdigit() and len(number) <= 15):
+        raise InvalidRequest(f"expected an event of this job, got {after[:80]!r}", field="after")
+    return int(number)

@@ -1,0 +1,173 @@
+"""Bodies of `/v1/fine_tuning/jobs`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, UnsetType
+
+from coserve.api.openai.schemas import ModelName
+from coserve.core.step_metrics import StepMetrics
+from coserve.core.types import Auto, LoraRequest, Wire
+
+BatchSize = Annotated[int, Meta(ge=1, le=1 << 20)]
+Multiplier = Annotated[float, Meta(gt=0, le=1e6)]
+Epochs = Annotated[int, Meta(ge=1, le=1000)]
+FileId = Annotated[str, Meta(min_length=1, max_length=128)]
+
+
+class Hyperparameters(Wire, frozen=True):
+    """Values that are left out, null or `auto` are chosen by the daemon."""
+
+    batch_size: BatchSize | Auto | None = None
+    """Mean number of rows of an optimizer step; it becomes the job's `training.batch_tokens`."""
+    learning_rate_multiplier: Multiplier | Auto | None = None
+    """Multiple of the learning rate that the daemon chooses."""
+    n_epochs: Epochs | Auto | None = None
+
+
+class DpoHyperparameters(Hyperparameters, frozen=True):
+    beta: Annotated[float, Meta(gt=0, le=100)] | Auto | None = None
+    """`auto`: 0.1."""
+
+
+class Supervised(Wire, frozen=True):
+    hyperparameters: Hyperparameters | None = None
+
+
+class Dpo(Wire, frozen=True):
+    hyperparameters: DpoHyperparameters | None = None
+
+
+class Method(Wire, frozen=True):
+    """How to learn; the settings are in the field of the type's name."""
+
+    type: Literal["supervised", "dpo"]
+    supervised: Supervised | None = None
+    dpo: Dpo | None = None
+
+
+class CreateJob(Wire, frozen=True):
+    """Body of `POST /v1/fine_tuning/jobs`. The answer comes once the whole training file is tokenised, so that an error
+    in a row is the answer. A header `Idempotency-Key` makes the request safe to repeat."""
+
+    model: ModelName
+    """The base, or an adapter to continue: its own version stays as it is."""
+    training_file: FileId
+    """Id of a file of rows, as in OpenAI's API or in any format of `POST /finetune`."""
+    validation_file: FileId | None = None
+    """Id of a file of rows to measure the loss on. Both files must then be JSON Lines."""
+    method: Method | None = None
+    hyperparameters: Hyperparameters | None = None
+    """As of `method` of type `supervised`, as older clients send them."""
+    suffix: Annotated[str, Meta(max_length=64)] | None = None
+    """Part of the name of the fine-tuned model. Its first 52 characters are kept; those that no adapter's name may have
+    become `-`."""
+    seed: Annotated[int, Meta(ge=0, le=(1 << 62) - 1)] | None = None
+    """None: a random one."""
+    metadata: (
+        Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
+        | None
+    ) = None
+    integrations: Any = None
+    """Refused unless empty: `--tracker` sends the metrics of all jobs."""
+    lora: LoraRequest | None = None
+    """coserve's own: the shape of a new adapter, as in `POST /finetune`."""
+
+
+class JobError(Wire, frozen=True):
+    code: str
+    message: str
+    param: str | None
+
+
+class FineTuningJob(Wire, frozen=True, kw_only=True):
+    """A fine-tuning job in OpenAI's format; `GET /finetune/{id}` shows the same job."""
+
+    id: str
+    object: Literal["fine_tuning.job"] = "fine_tuning.job"
+    created_at: int
+    finished_at: int | None
+    estimated_finish: int | None
+    """Null unless the job runs and has done a step."""
+    model: str
+    """The base, or the adapter that the job continues."""
+    fine_tuned_model: str | None
+    """The model's name once the job has succeeded. Of a job of `POST /finetune`, `name@version`."""
+    organization_id: str
+    status: Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
+    trained_tokens: int | None
+    """Null until the job has ended."""
+    training_file: str
+    """Empty for a job of `POST /finetune`."""
+    validation_file: str | None
+    result_files: list[str] = []
+    seed: int
+    method: Method
+    """With the values that the daemon chose."""
+    hyperparameters: Hyperparameters
+    metadata: dict[str, str]
+    integrations: list[str] = []
+    error: JobError | None
+
+
+class FineTuningJobList(Wire, frozen=True, kw_only=True):
+    """Jobs, newest first. The next page is `?after=<id of the last one>`."""
+
+    object: Literal["list"] = "list"
+    data: list[FineTuningJob]
+    has_more: bool
+
+
+Level = Literal["info", "warn", "error"]
+
+
+class FineTuningEvent(Wire, frozen=True, kw_only=True):
+    """An event of a job."""
+
+    id: str
+    object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
+    created_at: int
+    level: Level
+    message: str
+    type: Literal["message", "metrics"]
+    data: StepMetrics | None = None
+    """Metrics of an optimizer step, for `type: metrics`."""
+
+
+class FineTuningEventList(Wire, frozen=True, kw_only=True):
+    """Events, newest first. The next page is `?after=<id of the last one>`."""
+
+    object: Literal["list"] = "list"
+    data: list[FineTuningEvent]
+    has_more: bool
+
+
+class CheckpointMetrics(Wire, frozen=True):
+    step: int
+    train_loss: float | UnsetType = UNSET
+    train_mean_token_accuracy: float | UnsetType = UNSET
+    full_valid_loss: float | UnsetType = UNSET
+    full_valid_mean_token_accuracy: float | UnsetType = UNSET
+
+
+class Checkpoint(Wire, frozen=True, kw_only=True):
+    """Weights of a job that requests can use: those it published."""
+
+    id: str
+    object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
+    created_at: int
+    fine_tuned_model_checkpoint: str
+    fine_tuning_job_id: str
+    step_number: int
+    metrics: CheckpointMetrics
+
+
+class CheckpointList(Wire, frozen=True, kw_only=True):
+    """The checkpoints of a job that can be served: one once it has succeeded, none before."""
+
+    object: Literal["list"] = "list"
+    data: list[Checkpoint]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool = False

@@ -1,0 +1,87 @@
+"""Uploaded files: `files/<id>/` holds the content and its record; a folder appears once both are durable."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from coserve.core.errors import NotFound
+from coserve.core.types import Wire
+from coserve.state.durable import read_errors, remove_dir, replace_dir
+
+log = logging.getLogger(__name__)
+
+CONTENT, RECORD = "content", "record.json"
+
+
+class FileRecord(Wire, frozen=True):
+    """An uploaded file. `created_at`: seconds since the epoch."""
+
+    id: str
+    filename: str
+    purpose: str
+    bytes: int
+    created_at: float
+
+
+class FileStore:
+    """All uploaded files. `load`, `add` and `remove` do disk work: call them on a thread, one at a time for each file;
+    the rest reads the records in memory. `clock` returns seconds since the epoch."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        self._folder, self._clock = folder, clock
+        self._records: dict[str, FileRecord] = {}
+
+    def load(self) -> None:
+        """Read the records of all files. Raises `StorageError` if the machine cannot read one now."""
+        found = []
+        with read_errors():
+            for entry in self._folder.iterdir() if self._folder.is_dir() else ():
+                if entry.name.startswith("."):
+                    continue
+                try:
+                    found.append(msgspec.json.decode((entry / RECORD).read_bytes(), type=FileRecord))
+                except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+                    log.warning("file %s is not listed: its record was damaged from outside", entry.name)
+        self._records = {record.id: record for record in sorted(found, key=lambda each: each.created_at)}
+
+    def add(self, source: Path, filename: str, purpose: str) -> FileRecord:
+        """Move `source`, on the same file system, into the store; durable when this returns. Raises `StorageError`."""
+        with read_errors():
+            size = source.stat().st_size
+        record = FileRecord(
+            id=f"file-{secrets.token_hex(12)}",
+            filename=filename,
+            purpose=purpose,
+            bytes=size,
+            created_at=self._clock(),
+        )
+        with replace_dir(self._folder / record.id, point="file") as target:
+            source.rename(target / CONTENT)
+            (target / RECORD).write_bytes(msgspec.json.encode(record))
+        self._records[record.id] = record
+        return record
+
+    def get(self, id: str) -> FileRecord:
+        """Return a file's record. Raises `NotFound`."""
+        if (record := self._records.get(id)) is None:
+            raise NotFound(f"no file {id[:80]!r}", field="id")
+        return record
+
+    def content(self, id: str) -> Path:
+        """Return the path of a file's content. Raises `NotFound`."""
+        return self._folder / self.get(id).id / CONTENT
+
+    def all(self) -> list[FileRecord]:
+        """Return the records, oldest first."""
+        return list(self._records.values())
+
+    def remove(self, id: str) -> None:
+        """Delete a file; durable when this returns. Raises `NotFound`, `StorageError`."""
+        remove_dir(self._folder / self.get(id).id)
+        self._records.pop(id, None)
