@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from coserve.kernels.attention.interface import AttentionParams
+from coserve.model.fingerprint import is_fake
 from coserve.model.forward_context import current
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,8 @@ CHECKED_ROWS = 13
 """Most rows of the batches that `rows_are_independent` compares."""
 MEMORY_SHARE = 0.25
 """Most memory of the packed copy, as a fraction of the machine's."""
-_ATTRIBUTE = "coserve_packed"
+PACKED = "coserve_packed"
+"""Attribute of a module that holds its packed weight."""
 
 
 class OwnValues:
@@ -41,9 +43,16 @@ class OwnValues:
         return v_KTD.repeat_interleave(q_HTD.shape[0] // v_KTD.shape[0], 0).transpose(0, 1)
 
 
-class _Packed(NamedTuple):
-    weight: Tensor
+@dataclass(slots=True)
+class _Packed:
+    """A module's weight in oneDNN's layout, and its bias. Such a weight cannot be copied: a copy of the module has None
+    until it is packed itself."""
+
+    weight: Tensor | None
     bias: Tensor | None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Packed:
+        return _Packed(None, None)
 
 
 def pack_weights(model: PreTrainedModel) -> bool:
@@ -55,12 +64,12 @@ def pack_weights(model: PreTrainedModel) -> bool:
     linears = [module for module in model.modules() if type(module) in (nn.Linear, Conv1D)]
     known = {id(module.weight) for module in model.modules() if isinstance(module, (nn.Linear, Conv1D, nn.Embedding))}
     parameters = list(model.parameters())
-    if not torch._C._has_mkldnn or any(one.dtype != torch.float32 for one in parameters):
+    if not torch._C._has_mkldnn or any(one.dtype != torch.float32 or is_fake(one) for one in parameters):
         return False
     if any(one.dim() > 1 and id(one) not in known for one in parameters):
         return False
-    new = [module for module in linears if _ATTRIBUTE not in vars(module)]
-    if any("forward" in vars(module) for module in new):
+    new = [module for module in linears if (found := vars(module).get(PACKED)) is None or found.weight is None]
+    if any("forward" in vars(module) and PACKED not in vars(module) for module in new):
         return False  # hooked already, such as a rank's shard
     needed = sum(module.weight.numel() * 4 for module in new)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -72,8 +81,9 @@ def pack_weights(model: PreTrainedModel) -> bool:
         weight_OI = weight if type(module) is nn.Linear else weight.T.contiguous()
         bias = None if module.bias is None else module.bias.detach()
         packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, PACKED_FOR)
-        vars(module)[_ATTRIBUTE] = _Packed(packed, bias)
-        module.forward = MethodType(_forward, module)
+        if PACKED not in vars(module):
+            module.forward = MethodType(_forward, module)
+        vars(module)[PACKED] = _Packed(packed, bias)
     return True
 
 
@@ -93,6 +103,6 @@ def _forward(module: nn.Module, x: Tensor) -> Tensor:
     if torch.compiler.is_dynamo_compiling() or not current.context.packed:
         own: Tensor = type(module).forward(module, x)
         return own
-    packed: _Packed = vars(module)[_ATTRIBUTE]
+    packed: _Packed = vars(module)[PACKED]
     y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed.weight, packed.bias, "none", [], "")
     return y

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coserve.kernels.attention.interface import MixedCapacity, Pages, TokenRun
+from coserve.kernels.attention.interface import MixedCapacity, Pages, TokenRun, Window
 from coserve.kernels.attention.torch_paged.static import GatheredMixedAttention
 from coserve.kernels.attention.triton_paged.mixed_steps import FusedMixedAttention, placed, plan_layers
 from tests.support.attention_cases import CHUNKS, DECODES, DEVICE, FAR, KINDS, TOLERANCE, Case, Kind, on_gpu, worst
@@ -93,11 +93,11 @@ def test_what_a_capacity_holds() -> None:
 @settings(max_examples=examples(150))
 @given(
     mix=st.lists(st.tuples(st.integers(0, 40000), st.integers(1, 300)), max_size=20),
-    window=st.none() | st.integers(1, 5000),
+    window=st.none() | st.builds(Window, st.integers(1, 5000), st.booleans()),
     heads=st.sampled_from([(8, 8), (32, 8), (16, 1), (64, 4), (600, 300)]),
 )
 def test_every_step_that_a_capacity_holds_has_a_plan(
-    mix: list[tuple[int, int]], window: int | None, heads: tuple[int, int]
+    mix: list[tuple[int, int]], window: Window | None, heads: tuple[int, int]
 ) -> None:
     """Its items are those of the plain plan, as many as there is capacity for, and none of them uses another's
     counter."""
@@ -114,7 +114,7 @@ def test_every_step_that_a_capacity_holds_has_a_plan(
     for column, run in decodes.items():
         mine = items[items[:, 0] == column]
         assert int(mine[:, 6].sum()) == 1
-        assert int((mine[:, 3] - mine[:, 2]).sum()) == min(run.position + 1, window or run.position + 1)
+        assert int((mine[:, 3] - mine[:, 2]).sum()) == run.position + 1 - (window.first(run.position) if window else 0)
     assert set(tiles[:, 0].tolist()) == {i for i, run in enumerate(runs) if run.tokens > 1}
     whole = tiles[tiles[:, 6] == torch.arange(len(tiles))]
     assert int(whole[:, 2].sum()) == sum(run.tokens for run in runs if run.tokens > 1)

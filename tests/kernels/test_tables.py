@@ -92,7 +92,7 @@ def test_a_pair_is_copied_only_where_it_cannot_be_read_as_it_is() -> None:
 
 def test_what_a_table_says_of_a_pair() -> None:
     even, odd = pair(16, scaling=0.5), pair(5)
-    assert even.entry == (even.a_RD.data_ptr(), even.b_OR.data_ptr(), 0, 0, 16, 0.5)
+    assert even.entry == (even.a_RD.data_ptr(), even.b_OR.data_ptr(), 0, 0, 16, 0.5, 0)
     assert odd.entry is None
     copied = kernel_layout(odd).entry
     assert copied is not None
@@ -118,7 +118,7 @@ def test_block_diagonal_pairs_are_copied_only_where_their_rows_are_no_whole_vect
     a, b = torch.randn(16, 8), torch.randn(6, 8)
     for even in (LoraPair(a, torch.randn(6, 16), 1.0, a_blocks=4), LoraPair(a, b, 1.0, b_blocks=2)):
         assert kernel_layout(even) is even
-    assert LoraPair(a, b, 1.0, b_blocks=2).entry[4:] == (16 | 1 << 24, 1.0)
+    assert LoraPair(a, b, 1.0, b_blocks=2).entry[4:] == (16 | 1 << 24, 1.0, 0)
     odd = LoraPair(torch.randn(4, 6), torch.randn(6, 4), 1.0, a_blocks=2)
     copied = kernel_layout(odd)
     assert copied.a_RD.shape == (4, 16)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 
-from coserve.model.base import wrap_base
+from coserve.model.base import Base, wrap_base
 from coserve.model.packed import OwnValues
 from tests.support.families import tiny_family
 
@@ -32,3 +34,21 @@ def test_a_rows_bits_are_the_same_in_any_batch(family: str) -> None:
 def test_other_weights_are_not_packed() -> None:
     assert not wrap_base(tiny_family("llama").to(torch.bfloat16), name="tiny").packed
     assert not wrap_base(tiny_family("qwen3_moe"), name="tiny").packed
+
+
+@torch.no_grad()
+def test_a_copy_of_a_model_packs_weights_of_its_own() -> None:
+    model = tiny_family("llama")
+    wrap_base(model, name="tiny")
+    copied = deepcopy(model)
+    for weight in copied.parameters():
+        weight.mul_(0.5)
+    base, other = (wrap_base(one, name="tiny") for one in (deepcopy(copied), copied))
+    assert base.packed and other.packed
+    tokens_T = torch.arange(5)
+
+    def logits(one: Base) -> torch.Tensor:
+        return one.forward(tokens_T, tokens_T, OwnValues(), lora=None, keep=None)
+
+    assert torch.equal(logits(base), logits(other))
+    assert not torch.equal(logits(base), logits(wrap_base(model, name="tiny")))

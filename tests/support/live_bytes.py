@@ -37,7 +37,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
-            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()) not in self._seen:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and not tensor.is_mkldnn
+                and (storage := tensor.untyped_storage()) not in self._seen
+            ):
                 size = rounded(storage.nbytes())
                 self._seen[storage] = size
                 weakref.finalize(storage, self._freed, size)

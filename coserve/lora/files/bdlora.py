@@ -37,11 +37,13 @@ _LEAVES = {
 """Last components of sites' names, by style. Fused projections (`qkv_proj`, `gate_up_proj`, `c_attn`) are not listed: a
 contiguous piece of their rows is no shard of the model."""
 _STYLE_OF = {leaf: style for style, leaves in _LEAVES.items() for leaf in leaves}
+_RECURRENT = (".linear_attn.out_proj", ".mamba.out_proj", ".mixer.out_proj", ".conv.out_proj")
+"""Ends of the names of recurrent mixers' modules, which are not sharded."""
 
 
 def parallel_style(site: str) -> ParallelStyle | None:
     """Return how a site is sharded; None for a module that is not in the table."""
-    return _STYLE_OF.get(_leaf(site))
+    return None if site.endswith(_RECURRENT) else _STYLE_OF.get(_leaf(site))
 
 
 def blocks_at(settings: LoraSettings, site: str) -> tuple[int, int]:
