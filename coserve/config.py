@@ -239,6 +239,12 @@ class Config:
     tracking_dir: Path | None = option(None, "folder of the trackers' files; default: 'tracking' in the data folder")
 
     data_root: Path | None = option(None, "folder from which /finetune and /adapters may read local paths")
+    tool_parser: str = option(
+        "auto",
+        "form of the tool calls that /v1/chat/completions parses: by the base's chat template (auto), of Qwen and "
+        "Hermes (hermes), of Llama 3 (llama3), of Mistral, or none",
+        choices=("auto", "hermes", "llama3", "mistral", "none"),
+    )
     tokenizer_workers: int | None = option(
         None,
         "processes that tokenise the corpora of jobs beside serving; default: half as many as there are cores, 4 at "

@@ -54,6 +54,8 @@ class ChatMessage(_Struct, frozen=True):
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
     """Allowed in the assistant's messages only."""
     tool_call_id: AuthorName | None = None
+    reasoning_content: Text | None = None
+    """Reasoning, in the assistant's messages only; for chat templates that read it."""
     weight: Literal[0, 1] | None = None
     """For the assistant's messages in rows: 0 excludes the message from the loss. Ignored in requests."""
 
@@ -73,7 +75,7 @@ class Chat(_Struct, frozen=True):
 
 def characters(messages: Iterable[ChatMessage]) -> int:
     """Return the total number of characters in the messages' texts."""
-    return sum(len(message.text) for message in messages)
+    return sum(len(message.text) + len(message.reasoning_content or "") for message in messages)
 
 
 def for_template(messages: Sequence[ChatMessage], field: str = "messages") -> list[dict[str, object]]:
@@ -87,13 +89,18 @@ def _for_template(message: ChatMessage, field: str) -> dict[str, object]:
         "role": "system" if message.role == "developer" else message.role,
         "content": message.text,  # some templates read it of every message, and none writes an empty text
     }
-    for name in ("tool_calls", "weight"):
-        if getattr(message, name) not in (None, []) and message.role != "assistant":
+    for name in ("tool_calls", "reasoning_content", "weight"):
+        if getattr(message, name) not in (None, "", []) and message.role != "assistant":
             raise InvalidRequest(f"expected {name} on assistant messages only", field=f"{field}.{name}")
     if message.tool_calls:
         calls = enumerate(message.tool_calls)
         found["tool_calls"] = [_call(call, f"{field}.tool_calls[{index}]") for index, call in calls]
-    given = {"name": message.name or None, "tool_call_id": message.tool_call_id or None, "weight": message.weight}
+    given = {
+        "name": message.name or None,
+        "tool_call_id": message.tool_call_id or None,
+        "reasoning_content": message.reasoning_content or None,
+        "weight": message.weight,
+    }
     return found | {name: value for name, value in given.items() if value is not None}
 
 

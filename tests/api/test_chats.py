@@ -11,9 +11,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from coserve.core.errors import InvalidRequest
 from coserve.core.link import Generate
 from tests.support.api_server import Api, serve_api, with_template
-from tests.support.chat_templates import QWEN3
+from tests.support.chat_templates import PHI_3, QWEN3
 
 TOOLS = [{"type": "function", "function": {"name": "sky", "parameters": {"maximum": 10**30, "default": None}}}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "sky", "arguments": {"city": "Köln"}}}
@@ -123,6 +124,22 @@ async def test_rows_are_requests_with_their_answer(api: Api) -> None:
             api, {"messages": [*before, ANSWER | {"weight": 1}], "tools": tools}, arrow=arrow
         )
         assert tokens == len(whole) and 0 < learned < tokens
+
+
+async def test_reasoning_of_earlier_answers_and_of_rows(api: Api) -> None:
+    """Templates that read it get it. A row that would lose it is refused."""
+    thoughtful = {"role": "assistant", "content": "No.", "reasoning_content": "It is dry."}
+    messages = [PLAIN[1], thoughtful, PLAIN[3]]
+    for path in PATHS:
+        assert "<think>\nIt is dry.\n</think>\n\nNo." in await prompt_of(api, path, {"messages": messages})
+    status, answer = await api.call("POST", "/tokenize", json={"messages": [PLAIN[1] | {"reasoning_content": "x"}]})
+    assert (status, answer["error"]["field"]) == (400, "messages[0].reasoning_content")
+    chat = [PLAIN[1], thoughtful]
+    tokens, learned = await rows_of(api, {"messages": chat}, arrow=False)
+    assert tokens == len(with_template(QWEN3).encode_whole_chat(chat)) > learned
+    for encode in (with_template(PHI_3).encode_whole_chat, with_template(PHI_3).encode_chat_for_training):
+        with pytest.raises(InvalidRequest, match="leaves reasoning_content out"):
+            encode(chat)
 
 
 async def test_variables_of_the_template(api: Api) -> None:

@@ -15,7 +15,7 @@ QWEN3 = (
     "'<|im_end|>\n' }}"
     "{%- elif message.role == 'tool' %}{{- '<|im_start|>user\n<tool_response>\n' + message.content + "
     "'\n</tool_response><|im_end|>\n' }}"
-    "{%- else %}{%- set thought, content = '', message.content %}"
+    "{%- else %}{%- set thought, content = message.reasoning_content or '', message.content %}"
     "{%- if '</think>' in content %}"
     "{%- set thought = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
     "{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}"

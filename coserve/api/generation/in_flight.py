@@ -92,12 +92,14 @@ class InFlightRequests:
         *,
         snapshot: AdapterRef | None = None,
         group: PromptGroup | None = None,
+        read_prompt: Callable[[Sequence[int]], None] | None = None,
     ) -> AsyncGenerator[GenerateChunk, None]:
         """Yield the chunks of all choices as they come. Closing the generator early cancels the request in the engine.
 
         `semaphore` bounds the chunks that several streams hold: a chunk is made and yielded while it is held.
         `snapshot`: the adapter of a job in training (`JobSnapshot`) to use; such a request is never shed for its
-        deadline. `group`: shared by all prompts of one call.
+        deadline. `group`: shared by all prompts of one call. `read_prompt`: called with the prompt's token ids, before
+        the first chunk.
 
         Raises, before the first chunk only: `InvalidRequest`, `EmptyPrompt`, `PromptTooLong`, `AdapterNotFound`,
         `BaseMismatch`, `QueueFull`, `Overloaded`; at any time: `EngineUnavailable`.
@@ -113,6 +115,8 @@ class InFlightRequests:
             check_generate(request, self._engine.spec)
             grammar = await output_grammar(request)
             prompt = await encode_prompt(request, self._engine.spec, self._async_tokenizer)
+            if read_prompt is not None:
+                read_prompt(prompt)
             adapter, digests = snapshot, None
             if name is not None:
                 record = await self._find(name, version)

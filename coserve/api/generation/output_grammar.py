@@ -8,17 +8,23 @@ import msgspec
 
 from coserve.core.errors import InvalidRequest
 from coserve.core.grammar import Grammar
-from coserve.core.schemas import GenerateRequest
+from coserve.core.schemas import GenerateRequest, GenerationFields
 from coserve.core.schemas.output_format import MAX_GRAMMAR, JsonSchema, ResponseFormat, StructuredOutputs
 from coserve.data.grammar import check_grammar
 
 ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
+_FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+
+def is_constrained(request: GenerationFields) -> bool:
+    """Return whether a field of the request constrains its text."""
+    free = (None, ResponseFormat(), StructuredOutputs())
+    return any(getattr(request, name) not in free for name in _FIELDS)
 
 
 async def output_grammar(request: GenerateRequest) -> Grammar | None:
     """Return the checked grammar of the text; None: any text. Raises `InvalidRequest`, which names the field."""
-    names = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-    given = [name for name in names if getattr(request, name) is not None]
+    given = [name for name in _FIELDS if getattr(request, name) is not None]
     return await asyncio.to_thread(_checked, request, given) if given else None
 
 

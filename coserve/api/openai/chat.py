@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from msgspec import UNSET
 
+from coserve.api.answers.deltas import AnswerDelta, CallDelta
+from coserve.api.answers.parser import AnswerParser, AnswerParsers
 from coserve.api.generation.full_response import FullResponse, LogprobEntry, floored
 from coserve.api.http.json_blocks import JsonListBuilder
 from coserve.api.openai.completions import by_id, by_text
 from coserve.api.openai.schemas import (
+    AnswerToolCall,
+    CalledFunction,
     ChatAnswer,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
     ChatDelta,
+    ChatFinish,
     ChatLogprob,
     ChatLogprobs,
     ChatRequest,
     ChatTopLogprob,
+    FunctionDelta,
     StreamOptions,
+    ToolCallDelta,
 )
 from coserve.api.openai.usage import ResponseMeta, UsageCounter, total_usage
-from coserve.core.schemas import GenerateChunk
+from coserve.core.schemas import Finish, GenerateChunk
 from coserve.data.pretrained.vocabulary import Vocabulary
 
 
@@ -40,25 +47,41 @@ class ChatLogprobsBuilder:
         return ChatLogprobs(content=self._content.as_list())
 
 
-def chat_completion(body: ChatRequest, meta: ResponseMeta, full: FullResponse[ChatLogprobsBuilder]) -> ChatCompletion:
+async def chat_completion(
+    body: ChatRequest, meta: ResponseMeta, parsers: AnswerParsers, full: FullResponse[ChatLogprobsBuilder]
+) -> ChatCompletion:
     """The full response."""
     response = full.response
+    answers = [await parsers.parse(choice.text) for choice in response.choices]
     return ChatCompletion(
         **meta,
         choices=[
             ChatChoice(
                 index=choice.index,
-                message=ChatAnswer(content=choice.text),
+                message=_message(answer, parsers.new_id),
                 logprobs=None if scores is None else scores.build(),
-                finish_reason=choice.finish_reason,
+                finish_reason=_finish(choice.finish_reason, calls=len(answer.calls)),
                 stop_reason=choice.stop_reason,
                 token_ids=choice.token_ids if body.return_token_ids else UNSET,
             )
-            for choice, scores in zip(response.choices, full.logprobs, strict=True)
+            for choice, answer, scores in zip(response.choices, answers, full.logprobs, strict=True)
         ],
         usage=total_usage([response.usage]),
         prompt_token_ids=response.prompt_token_ids if body.return_token_ids else UNSET,
     )
+
+
+def _message(answer: AnswerDelta, new_id: Callable[[], str]) -> ChatAnswer:
+    calls = [AnswerToolCall(new_id(), CalledFunction(call.name or "", call.arguments)) for call in answer.calls]
+    return ChatAnswer(
+        content=None if calls and not answer.content else answer.content,
+        reasoning_content=answer.reasoning or UNSET,
+        tool_calls=calls or UNSET,
+    )
+
+
+def _finish(reason: Finish, *, calls: int) -> ChatFinish:
+    return "tool_calls" if reason == "stop" and calls else reason
 
 
 def _entries(body: ChatRequest, vocabulary: Vocabulary, entries: Sequence[LogprobEntry]) -> list[ChatLogprob]:
@@ -78,24 +101,32 @@ def _entries(body: ChatRequest, vocabulary: Vocabulary, entries: Sequence[Logpro
 
 
 async def chat_events(
-    body: ChatRequest, meta: ResponseMeta, vocabulary: Vocabulary, chunks: AsyncGenerator[GenerateChunk, None]
+    body: ChatRequest,
+    meta: ResponseMeta,
+    vocabulary: Vocabulary,
+    parsers: AnswerParsers,
+    chunks: AsyncGenerator[GenerateChunk, None],
 ) -> AsyncGenerator[ChatChunk, None]:
     """The events of a stream: each choice begins with its role."""
     counter = UsageCounter(body.stream_options or StreamOptions())
-    begun: set[int] = set()
+    begun: dict[int, AnswerParser] = {}
     async for chunk in chunks:
         counter.add(0, chunk)
-        choices, scores = [], chunk.logprobs
+        choices, scores, finish = [], chunk.logprobs, chunk.finish_reason
         if chunk.index not in begun:
-            begun.add(chunk.index)
+            begun[chunk.index] = parsers.new()
             choices.append(ChatChunkChoice(index=chunk.index, delta=ChatDelta(role="assistant", content="")))
+        parser = begun[chunk.index]
+        answer = parser.push(chunk.text)
+        if finish is not None:
+            answer = AnswerDelta.joined([answer, parser.flush()])
         choices.append(
             ChatChunkChoice(
                 index=chunk.index,
-                delta=ChatDelta(content=chunk.text) if chunk.text else ChatDelta(),
+                delta=_delta(answer, parsers.new_id),
                 logprobs=None if scores is None else ChatLogprobs(content=_entries(body, vocabulary, scores)),
-                finish_reason=chunk.finish_reason,
-                stop_reason=UNSET if chunk.finish_reason is None else chunk.stop_reason,
+                finish_reason=None if finish is None else _finish(finish, calls=parser.calls),
+                stop_reason=UNSET if finish is None else chunk.stop_reason,
                 token_ids=chunk.token_ids if body.return_token_ids else UNSET,
             )
         )
@@ -114,3 +145,17 @@ async def chat_events(
             choices=[],
             usage=counter.so_far,
         )
+
+
+def _delta(answer: AnswerDelta, new_id: Callable[[], str]) -> ChatDelta:
+    return ChatDelta(
+        content=answer.content or UNSET,
+        reasoning_content=answer.reasoning or UNSET,
+        tool_calls=[_call_delta(call, new_id) for call in answer.calls] or UNSET,
+    )
+
+
+def _call_delta(call: CallDelta, new_id: Callable[[], str]) -> ToolCallDelta:
+    if call.name is None:
+        return ToolCallDelta(call.index, FunctionDelta(call.arguments))
+    return ToolCallDelta(call.index, FunctionDelta(call.arguments, call.name), new_id(), "function")

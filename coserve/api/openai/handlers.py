@@ -10,9 +10,12 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
+from coserve.api.answers.families import tool_family
+from coserve.api.answers.parser import AnswerFormat, AnswerParsers, thinks
 from coserve.api.generation.async_tokenizer import check_tokens
 from coserve.api.generation.full_response import collect
 from coserve.api.generation.merge import gather, merge_streams
+from coserve.api.generation.output_grammar import is_constrained
 from coserve.api.generation.prompt_group import PromptGroup
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.responses import json_response
@@ -56,14 +59,16 @@ class OpenAIApi:
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         body = await self._resolve_placeholder(await self._bodies.read(request, ChatRequest, dialect=True))
-        native = chat_request(body, self._service.engine.spec)
+        parsers = AnswerParsers(self._answer_format(body), self._service.tokenizer)
+        native = parsers.format.prepared(chat_request(body, self._service.engine.spec))
         meta = self._meta("chatcmpl", body)
         vocabulary = self._service.tokenizer.vocabulary
+        stream = self._service.generation.stream(native, read_prompt=parsers.read_prompt)
         if not body.stream:
-            chunks, new = self._service.generation.stream(native), partial(ChatLogprobsBuilder, body, vocabulary)
-            return json_response(chat_completion(body, meta, await collect(native, chunks, new)))
-        async with aclosing(self._service.generation.stream(native)) as chunks:
-            return await self._stream(request, chat_events(body, meta, vocabulary, chunks))
+            full = await collect(native, stream, partial(ChatLogprobsBuilder, body, vocabulary))
+            return json_response(await chat_completion(body, meta, parsers, full))
+        async with aclosing(stream) as chunks:
+            return await self._stream(request, chat_events(body, meta, vocabulary, parsers, chunks))
 
     async def list_models(self, request: web.Request) -> web.StreamResponse:
         return json_response(await list_models(self._service))
@@ -73,6 +78,16 @@ class OpenAIApi:
 
     async def delete_model(self, request: web.Request) -> web.StreamResponse:
         return json_response(await delete_model(self._service, request.match_info["id"]))
+
+    def _answer_format(self, body: ChatRequest) -> AnswerFormat:
+        template = self._service.tokenizer.chat_template
+        plain = is_constrained(body)  # its grammar has neither calls nor reasoning
+        calls = bool(body.tools) and body.tool_choice != "none" and not plain
+        return AnswerFormat(
+            tool_family(template, self._config.tool_parser) if calls else None,
+            thinks=thinks(template) and not plain,
+            parallel=body.parallel_tool_calls is not False,
+        )
 
     async def _resolve_placeholder(self, body: RequestT) -> RequestT:
         """Return the request with model null if its name is a placeholder, unless an adapter has that name."""

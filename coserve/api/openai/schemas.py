@@ -105,7 +105,8 @@ class ChatRequest(SharedParams, frozen=True, kw_only=True):
     """Fields that SDKs send back with earlier messages (`refusal`, `annotations`, ...) are accepted while they are
     empty."""
     tools: Tools | None = None
-    """The base's chat template shows them to the model. A call that it writes is part of `content`."""
+    """The base's chat template shows them to the model. Its calls are parsed into `tool_calls`, unless `tool_choice`
+    is `none`; malformed ones are part of `content`."""
     chat_template_kwargs: TemplateOptions | None = None
     """Variables that the base's chat template reads, such as Qwen3's `enable_thinking`."""
     max_completion_tokens: PositiveTokenCount | None = None
@@ -115,8 +116,10 @@ class ChatRequest(SharedParams, frozen=True, kw_only=True):
     logprobs: bool = False
     top_logprobs: LogprobCount | None = None
     add_special_tokens: Any = None
-    parallel_tool_calls: Any = None
+    parallel_tool_calls: bool | None = None
+    """false: the answer has its first call only."""
     tool_choice: Any = None
+    """`auto` or `none`."""
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
@@ -180,17 +183,38 @@ class ChatLogprobs(Wire, frozen=True):
     content: list[ChatLogprob]
 
 
+class CalledFunction(Wire, frozen=True):
+    name: str
+    arguments: str
+    """JSON as the model wrote it: it may be invalid, or incomplete at the maximum length."""
+
+
+class AnswerToolCall(Wire, frozen=True):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class ChatAnswer(Wire, frozen=True):
-    content: str
+    """`content` is null if there is nothing but calls. `reasoning_content`: the text between `<think>` and `</think>`,
+    if the base's chat template has reasoning."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[AnswerToolCall] | UnsetType = UNSET
+
+
+ChatFinish = Finish | Literal["tool_calls"]
+"""`tool_calls`: the answer stopped, and calls tools."""
 
 
 class ChatChoice(Wire, frozen=True, kw_only=True):
     index: int
     message: ChatAnswer
     logprobs: ChatLogprobs | None = None
-    finish_reason: Finish
+    finish_reason: ChatFinish
     stop_reason: str | int | None = None
     token_ids: list[int] | UnsetType = UNSET
 
@@ -208,16 +232,32 @@ class ChatCompletion(Wire, frozen=True):
     prompt_token_ids: list[int] | UnsetType | None = UNSET
 
 
+class FunctionDelta(Wire, frozen=True):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Wire, frozen=True):
+    """The next characters of a call's arguments. Only a call's first delta has `id`, `type` and `name`."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(Wire, frozen=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Wire, frozen=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: Finish | None = None
+    finish_reason: ChatFinish | None = None
     stop_reason: str | int | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
 

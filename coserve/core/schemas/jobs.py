@@ -17,8 +17,8 @@ ROWS = """Rows, each of one of these formats (docs/guide/data.md says how each i
 `{"text": "..."}`;
 `{"prompt": "...", "completion": "..."}`, as texts or as lists of messages, then with `tools` if there are any;
 `{"messages": [{"role": "system|user|assistant|tool", "content": "...", "weight": 0 or 1}], "tools": [...]}` (messages
-are those of requests, with `tool_calls`, `tool_call_id` and `name`; only the assistant's have `weight`; rows of
-messages may have `chat_template_kwargs`, too);
+are those of requests, with `tool_calls`, `reasoning_content`, `tool_call_id` and `name`; only the assistant's have
+`weight`; rows of messages may have `chat_template_kwargs`, too);
 `{"instruction": "...", "input": "...", "output": "..."}` (alpaca; `input` may be left out);
 `{"conversations": [{"from": "human|gpt|system|tool", "value": "..."}]}` (ShareGPT);
 for `training.loss` of type `dpo`, `{"prompt": "...", "chosen": "...", "rejected": "..."}`, as texts or as lists

@@ -295,15 +295,23 @@ LOST_CALLS = (
 )
 
 
+LOST_REASONING = (
+    "the base's chat template leaves reasoning_content out, so that it would not be learned; put it into content, as "
+    "the model is to write it"
+)
+
+
 def only_calls(message: Message) -> bool:
     """Return whether the message calls tools and has no text."""
     return isinstance(message.get("tool_calls"), list) and not message.get("content")
 
 
-def refuse_lost_calls(message: Message, rendered: str) -> None:
-    """Raise `InvalidRequest` if `message`, which is to be learned, has only tool calls and the template left them out:
-    an empty turn would be learned."""
-    calls = message.get("tool_calls")
+def refuse_lost_parts(message: Message, rendered: str) -> None:
+    """Raise `InvalidRequest` if the template left out a part of `message`, which is to be learned: its reasoning, or
+    its tool calls if there is no text, so that an empty turn would be learned."""
+    reasoning, calls = message.get("reasoning_content"), message.get("tool_calls")
+    if isinstance(reasoning, str) and reasoning.strip() not in rendered:
+        raise InvalidRequest(LOST_REASONING, field="messages")
     if not (only_calls(message) and isinstance(calls, list)):
         return
     if any(call["function"]["name"] not in rendered for call in calls):

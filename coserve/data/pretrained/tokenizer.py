@@ -23,7 +23,7 @@ from coserve.data.pretrained.chat import (
     Message,
     choose_template,
     only_calls,
-    refuse_lost_calls,
+    refuse_lost_parts,
 )
 from coserve.data.pretrained.gguf import is_gguf
 from coserve.data.pretrained.gguf_tokenizer import read_tokenizer
@@ -214,12 +214,15 @@ class Tokenizer:
     ) -> list[int]:
         """Return token ids of a chat whose tokens are all learned, so the assistant's spans are not needed.
 
-        Raises `InvalidRequest` as `ChatTemplate.render` does, and, as `encode_chat_for_training` does, for tool calls
-        that the template leaves out.
+        Raises `InvalidRequest` as `ChatTemplate.render` does, and, as `encode_chat_for_training` does, for
+        reasoning and tool calls that the template leaves out.
         """
         plain = [_without(message, "weight") for message in messages]
         render = partial(self._template().render, add_generation_prompt=False, tools=tools, options=options)
         text = render(plain)
+        for message in messages:
+            if message.get("weight") != 0:
+                refuse_lost_parts(_without(message, "tool_calls"), text)
         if any(only_calls(message) and message.get("weight") != 0 for message in messages):
             silent = [_without(message, "tool_calls") for message in plain]
             if render(silent) == text:
@@ -233,13 +236,13 @@ class Tokenizer:
 
         Messages with `weight` 0 are not learned. Tokens that are only partly in an assistant turn are learned if the
         template marks the turns, as in transformers. Raises `InvalidRequest` as `ChatTemplate.render_for_training` and
-        `refuse_lost_calls` do, and for an end of turn that is not a token of its own.
+        `refuse_lost_parts` do, and for an end of turn that is not a token of its own.
         """
         answers = [i for i, one in enumerate(messages) if one.get("role") == "assistant" and one.get("weight") != 0]
         plain = [_without(message, "weight") for message in messages]
         text, learned, marked = self._template().render_for_training(plain, tools, answers, options)
         for index, (start, end) in zip(answers, learned, strict=True):
-            refuse_lost_calls(messages[index], text[start:end])
+            refuse_lost_parts(messages[index], text[start:end])
         encoding = self._encode(text, add_special=False)
         ids = list(encoding.ids)
         places = self.vocabulary.places(ids, encoding.offsets, text)

@@ -1,0 +1,183 @@
+"""Reads one tool call, a JSON object with a name and arguments, while its text comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+
+import msgspec
+
+from coserve.api.answers.deltas import Collector
+
+_Steps = Generator[None, str, str]
+"""Takes one character at a time; returns the first that it does not use."""
+_IGNORED = ("id", "type")
+"""Keys of a call whose values are skipped."""
+
+
+class _MalformedCall(Exception):
+    pass
+
+
+class CallReader:
+    """Reads one call, then has `ended`. `name`: the call's name, if the text has its arguments only.
+
+    The arguments are passed on as the model wrote them, without being checked: a client has to expect invalid JSON, as
+    with OpenAI.
+    """
+
+    def __init__(self, collector: Collector, name: str | None = None) -> None:
+        self._collector = collector
+        self.named = False
+        """Whether its name is known: then it is a call, whatever follows."""
+        self._held: list[str] = []
+        """Arguments that came before the name."""
+        self._text: list[str] = []
+        self.ended = False
+        self._steps = self._call() if name is None else self._arguments_only(name)
+        next(self._steps)
+
+    @property
+    def text(self) -> str:
+        """Everything read, unless it became a call."""
+        return "" if self.named else "".join(self._text)
+
+    def push(self, text: str) -> str:
+        """Read characters; return those after the call's end, or from the first that is malformed."""
+        for index, char in enumerate(text):
+            try:
+                self._steps.send(char)
+            except StopIteration:
+                self.ended = True
+                return text[index + 1 :]
+            except _MalformedCall:
+                self.ended = True
+                return text[index:]
+            if not self.named:
+                self._text.append(char)
+        return ""
+
+    def _begin(self, name: str) -> None:
+        if not name or self.named:
+            raise _MalformedCall
+        self.named = True
+        self._collector.begin_call(name)
+        self._add("".join(self._held))
+
+    def _add(self, text: str) -> None:
+        if self.named:
+            self._collector.add_arguments(text)
+        else:
+            self._held.append(text)
+
+    def _call(self) -> Generator[None, str, None]:
+        given = False
+        char = yield from _space((yield))
+        _expect(char, "{")
+        char = yield from _space((yield))
+        while True:
+            _expect(char, '"')
+            key = yield from _string()
+            char = yield from _space((yield))
+            _expect(char, ":")
+            char = yield from _space((yield))
+            if key == "name":
+                _expect(char, '"')
+                self._begin((yield from _string()))
+                char = yield
+            elif key in ("arguments", "parameters") and not given:
+                given = True
+                char = yield from self._arguments(char)
+            elif key in _IGNORED or self.named:
+                char = yield from _value(char, lambda text: None)
+            else:
+                raise _MalformedCall
+            char = yield from _space(char)
+            if char == "}":
+                break
+            _expect(char, ",")
+            char = yield from _space((yield))
+        if not self.named:
+            raise _MalformedCall
+        if not given:
+            self._add("{}")
+
+    def _arguments_only(self, name: str) -> Generator[None, str, None]:
+        self._begin(name)
+        char = yield
+        _expect(char, "{")
+        yield from _nested(char, self._add)
+
+    def _arguments(self, char: str) -> _Steps:
+        """Read an object, a text with its JSON, or null."""
+        if char == "{":
+            yield from _nested(char, self._add)
+            return (yield)
+        if char == '"':
+            text = yield from _string()
+            self._add(text.strip() or "{}")
+            return (yield)
+        if char != "n":
+            raise _MalformedCall
+        after = yield from _value(char, lambda text: None)
+        self._add("{}")
+        return after
+
+
+def _expect(char: str, expected: str) -> None:
+    if char != expected:
+        raise _MalformedCall
+
+
+def _space(char: str) -> _Steps:
+    while char.isspace():
+        char = yield
+    return char
+
+
+def _string() -> Generator[None, str, str]:
+    """Read a text after its opening quote, closing quote included; return the text."""
+    raw: list[str] = []
+    yield from _quoted(raw.append)
+    try:
+        return msgspec.json.decode('"' + "".join(raw), type=str)
+    except msgspec.DecodeError:
+        raise _MalformedCall from None
+
+
+def _quoted(add: Callable[[str], None]) -> Generator[None, str, None]:
+    """Read to the closing quote."""
+    escaped = False
+    while True:
+        char = yield
+        add(char)
+        if char == '"' and not escaped:
+            return
+        escaped = char == "\\" and not escaped
+
+
+def _nested(char: str, add: Callable[[str], None]) -> Generator[None, str, None]:
+    """Read an object or a list to the bracket that closes it."""
+    depth = 0
+    while True:
+        add(char)
+        if char == '"':
+            yield from _quoted(add)
+        depth += (char in "{[") - (char in "}]")
+        if depth == 0:
+            return
+        char = yield
+
+
+def _value(char: str, add: Callable[[str], None]) -> _Steps:
+    """Read any value."""
+    if char == '"':
+        add(char)
+        yield from _quoted(add)
+        return (yield)
+    if char in "{[":
+        yield from _nested(char, add)
+        return (yield)
+    while not (char in ",}]" or char.isspace()):
+        add(char)
+        char = yield
+    return char

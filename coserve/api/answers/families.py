@@ -1,0 +1,51 @@
+"""Chooses how answers are parsed, by the markers in the base's chat template."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from coserve.api.answers.deltas import ToolParser
+from coserve.api.answers.hermes import HermesParser
+from coserve.api.answers.llama3 import Llama3Parser
+from coserve.api.answers.mistral import MistralParser
+
+
+def long_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def short_id() -> str:
+    """Return an id of nine characters, the only length that Mistral's templates accept."""
+    return secrets.token_hex(5)[:9]
+
+
+@dataclass(frozen=True)
+class ToolFamily:
+    """The tool calls of a family of models. `special`: their marker is a special token, which answers otherwise leave
+    out; `markers`: texts of which each is in the family's chat templates."""
+
+    parser: Callable[[], ToolParser]
+    markers: tuple[str, ...]
+    new_id: Callable[[], str] = long_id
+    special: bool = False
+
+
+FAMILIES = {
+    "hermes": ToolFamily(HermesParser, ("<tool_call>",)),
+    "mistral": ToolFamily(MistralParser, ("[TOOL_CALLS]",), short_id, special=True),
+    "llama3": ToolFamily(Llama3Parser, ("<|start_header_id|>", '"parameters": ')),
+}
+OTHERS = ("<function=",)
+"""Markers of templates whose calls have another form."""
+
+
+def tool_family(template: str | None, setting: str) -> ToolFamily | None:
+    """Return the family of a chat template, or the one that `--tool-parser` names; None: calls stay in the text."""
+    if setting != "auto":
+        return FAMILIES.get(setting)
+    if template is None or any(marker in template for marker in OTHERS):
+        return None
+    found = (family for family in FAMILIES.values() if all(marker in template for marker in family.markers))
+    return next(found, None)

@@ -1,0 +1,94 @@
+"""Parses the text of a choice into reasoning, tool calls and content."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from coserve.api.answers.deltas import AnswerDelta, ToolParser
+from coserve.api.answers.families import ToolFamily, long_id
+from coserve.api.answers.reasoning import CLOSE, OPEN, ReasoningParser
+from coserve.core.schemas import GenerateRequest
+from coserve.data.pretrained.tokenizer import Tokenizer
+
+PIECE = 4096
+"""Characters parsed at once: a few milliseconds."""
+_END = 16
+"""Tokens at the prompt's end in which `<think>` is searched."""
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """How the answers to one request are parsed. `family`: None: tool calls stay in the content; `parallel`: false: an
+    answer has one call at most, further ones are dropped; `thinks`: the chat template has reasoning."""
+
+    family: ToolFamily | None
+    thinks: bool
+    parallel: bool = True
+
+    def prepared(self, request: GenerateRequest) -> GenerateRequest:
+        """Return the request so that answers have the markers that are parsed."""
+        if self.family is None or not self.family.special:
+            return request
+        return msgspec.structs.replace(request, skip_special_tokens=False)
+
+
+class AnswerParsers:
+    """The parsers of one request's choices. The prompt says whether answers begin inside of reasoning."""
+
+    def __init__(self, format: AnswerFormat, tokenizer: Tokenizer) -> None:
+        self.format = format
+        self.new_id = long_id if format.family is None else format.family.new_id
+        self._tokenizer = tokenizer
+        self._inside = False
+
+    def read_prompt(self, prompt: Sequence[int]) -> None:
+        """Read the prompt's token ids, before any parser is made."""
+        end = self._tokenizer.decode(prompt[-_END:], skip_special=False)
+        self._inside = self.format.thinks and end.rstrip().endswith(OPEN)
+
+    def new(self) -> AnswerParser:
+        return AnswerParser(self.format, inside=self._inside)
+
+    async def parse(self, text: str) -> AnswerDelta:
+        """Parse the whole text of a choice, without holding the event loop."""
+        parser, deltas = self.new(), []
+        for start in range(0, len(text), PIECE):
+            deltas.append(parser.push(text[start : start + PIECE]))
+            await asyncio.sleep(0)
+        return AnswerDelta.joined([*deltas, parser.flush()])
+
+
+class AnswerParser:
+    """Parses one choice, incrementally. `inside`: the prompt ends with `<think>`."""
+
+    def __init__(self, format: AnswerFormat, *, inside: bool) -> None:
+        self._reasoning = ReasoningParser(inside=inside) if format.thinks else None
+        self._tools: ToolParser | None = None if format.family is None else format.family.parser()
+        self._parallel = format.parallel
+        self.calls = 0
+        """Number of calls so far."""
+
+    def push(self, text: str) -> AnswerDelta:
+        reasoning, answer = ("", text) if self._reasoning is None else self._reasoning.push(text)
+        return self._delta(reasoning, AnswerDelta(answer) if self._tools is None else self._tools.push(answer))
+
+    def flush(self) -> AnswerDelta:
+        """Return what was held back; the text has ended."""
+        reasoning, answer = ("", "") if self._reasoning is None else self._reasoning.flush()
+        if self._tools is None:
+            return AnswerDelta(answer, reasoning)
+        return self._delta(reasoning, AnswerDelta.joined([self._tools.push(answer), self._tools.flush()]))
+
+    def _delta(self, reasoning: str, found: AnswerDelta) -> AnswerDelta:
+        calls = [call for call in found.calls if self._parallel or call.index == 0]
+        self.calls = max([self.calls, *(call.index + 1 for call in calls)])
+        return AnswerDelta(found.content, reasoning, calls)
+
+
+def thinks(template: str | None) -> bool:
+    """Return whether a chat template has reasoning."""
+    return template is not None and CLOSE in template

@@ -1,0 +1,218 @@
+"""Tool calls and reasoning in answers: parsed by family, whole or streamed, and read by the real `openai` client."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytest_asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coserve.api.answers.deltas import AnswerDelta
+from coserve.api.answers.families import FAMILIES, tool_family
+from coserve.api.answers.parser import AnswerFormat, AnswerParser
+from tests.support.api_server import Api, serve_api, tokenizer, with_template
+from tests.support.chat_templates import PHI_3, QWEN3, QWEN3_5
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+openai = pytest.importorskip("openai")
+
+WEATHER = '{"city": "Köln \\"}]</tool_call>[TOOL_CALLS]", "days": [1, {"a": null}]}'
+HERMES = f'<tool_call>\n{{"name": "weather", "arguments": {WEATHER}}}\n</tool_call>'
+LLAMA3 = f'{{"name": "weather", "parameters": {WEATHER}}}'
+NEW_MISTRAL = f"[TOOL_CALLS]weather[ARGS]{WEATHER}"
+Call = tuple[str, str]
+ONE, TWO = [("weather", WEATHER)], [("weather", WEATHER)] * 2
+PARSED: tuple[tuple[str, str, str, list[Call]], ...] = (
+    ("hermes", " Just text. \n", " Just text. \n", []),
+    ("hermes", HERMES, "", ONE),
+    ("hermes", f"Let me see.\n\n{HERMES}\n{HERMES}\n", "Let me see.", TWO),
+    ("hermes", HERMES.removesuffix("</tool_call>") + HERMES, "", TWO),
+    ("hermes", f"{HERMES}\nDone", "\nDone", ONE),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", [("f", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "id": 7, "x": [1]}</tool_call>', "", [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a', "", [("f", '{"a')]),
+    *(
+        ("hermes", text, text, [])
+        for text in (
+            "<tool_call>\n<b>\n</tool_call>",
+            '<tool_call>{"name": "',
+            "a < b <tool",
+            '<tool_call>{"a": 1} ',
+            "",
+        )
+    ),
+    ("llama3", LLAMA3, "", ONE),
+    ("llama3", f"<|python_tag|>{LLAMA3}; {LLAMA3}", "", TWO),
+    ("llama3", '{"type": "function", "name": "f", "parameters": {}}', "", [("f", "{}")]),
+    ("llama3", f"Calling {LLAMA3}", f"Calling {LLAMA3}", []),
+    ("llama3", f"{LLAMA3} and more", " and more", ONE),
+    ("llama3", ' {"answer": [1]} ', ' {"answer": [1]} ', []),
+    ("mistral", f'[TOOL_CALLS] [{{"name": "weather", "arguments": {WEATHER}}}]', "", ONE),
+    ("mistral", f"Hm. [TOOL_CALLS][{', '.join([LLAMA3] * 2)}]", "Hm.", TWO),
+    ("mistral", NEW_MISTRAL * 2, "", TWO),
+    ("mistral", f"[TOOL_CALLS]weather[CALL_ID]abc123def[ARGS]{WEATHER}", "", ONE),
+    ("mistral", f"[TOOL_CALLS] weather{WEATHER} then", " then", ONE),
+    *(("mistral", text, text, []) for text in ("[TOOL", "[TOOL_CALLS]", "[TOOL_CALLS] []", "[TOOL_CALLS]no call")),
+)
+"""Family, text, and the content and the calls in it."""
+THOUGHT = (
+    (False, "<think>\nHm\n\nso.\n</think>\n\nYes.", "Hm\n\nso.", "Yes."),
+    (True, "Hm\n</think>\n\nYes.", "Hm", "Yes."),
+    (True, "<think>Hm</think>Yes.", "Hm", "Yes."),
+    (True, "Hm </thin", "Hm </thin", ""),
+    (False, "<think>\n\n</think>\n\nYes.\n", "", "Yes.\n"),
+    (False, "\nYes. <think>", "", "\nYes. <think>"),
+    (False, "<thin", "", "<thin"),
+)
+"""Whether the prompt begins the reasoning, the text, and the reasoning and the content in it."""
+
+
+def parsed(parser: AnswerParser, pieces: list[str]) -> AnswerDelta:
+    return AnswerDelta.joined([*map(parser.push, pieces), parser.flush()])
+
+
+def parser_of(family: str, *, inside: bool = False, parallel: bool = True) -> AnswerParser:
+    return AnswerParser(AnswerFormat(FAMILIES[family], thinks=True, parallel=parallel), inside=inside)
+
+
+@pytest.mark.parametrize(("family", "text", "content", "calls"), PARSED)
+def test_calls_in_a_text(family: str, text: str, content: str, calls: list[Call]) -> None:
+    for pieces in ([text], list(text)):
+        found = parsed(parser_of(family), pieces)
+        assert (found.content, [(call.name, call.arguments) for call in found.calls]) == (content, calls)
+        assert [call.index for call in found.calls] == list(range(len(calls)))
+
+
+@pytest.mark.parametrize(("inside", "text", "reasoning", "content"), THOUGHT)
+def test_reasoning_in_a_text(inside: bool, text: str, reasoning: str, content: str) -> None:
+    for pieces in ([text], list(text)):
+        found = parsed(parser_of("hermes", inside=inside), pieces)
+        assert (found.reasoning, found.content) == (reasoning, content)
+
+
+TEXTS = st.lists(
+    st.sampled_from([text for _, text, _, _ in (*PARSED, *THOUGHT)] + ["<think>", "</think>", "\n", " ", '"', "}", ","])
+    | st.text(alphabet='<[{"}]>\\,: \nanme', max_size=8),
+    max_size=4,
+).map("".join)
+
+
+@given(family=st.sampled_from(sorted(FAMILIES)), text=TEXTS, inside=st.booleans(), data=st.data())
+def test_deltas_add_up_to_the_whole_at_any_cut(family: str, text: str, inside: bool, data: st.DataObject) -> None:
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
+    pieces = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
+    whole = parsed(parser_of(family, inside=inside), [text])
+    assert parsed(parser_of(family, inside=inside), pieces) == whole
+    only = parsed(parser_of(family, inside=inside, parallel=False), pieces)
+    assert only == AnswerDelta(whole.content, whole.reasoning, whole.calls[:1])
+
+
+def test_the_template_names_the_family() -> None:
+    llama = "<|start_header_id|>{{ '\"parameters\": ' }}"
+    for template, family in ((QWEN3, "hermes"), (llama, "llama3"), ("[TOOL_CALLS]", "mistral")):
+        assert tool_family(template, "auto") is FAMILIES[family]
+    for template in (None, PHI_3, "<tool_call>\n<function="):
+        assert tool_family(template, "auto") is None
+        assert tool_family(template, "hermes") is FAMILIES["hermes"]
+    assert tool_family(QWEN3, "none") is None
+
+
+TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+CHAT: Any = [{"role": "user", "content": "Rain?"}]
+SAID = f"<think>\nHm.\n</think>\n\nLet me see.\n{HERMES}\n{HERMES}"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def qwen(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Api]:
+    folder = tmp_path_factory.mktemp("qwen")
+    async with serve_api(folder, tokens=with_template(QWEN3_5), context=4096) as api:
+        yield api
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(qwen: Api) -> AsyncIterator[AsyncOpenAI]:
+    url = f"http://127.0.0.1:{qwen.port}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def says(api: Api, text: str) -> None:
+    """The engine answers so, and stops."""
+    api.reply = [*tokenizer().encode(text, add_special=False), 0]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_openai_client_reads_calls_and_reasoning(qwen: Api, client: AsyncOpenAI) -> None:
+    says(qwen, SAID)
+    done = await client.chat.completions.create(model="fake", messages=CHAT, tools=TOOLS, n=2)
+    for choice in done.choices:
+        message = choice.message
+        assert (message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
+        assert message.model_extra == {"reasoning_content": "Hm."}
+        assert message.tool_calls is not None
+        assert [(call.type, call.function.name, call.function.arguments) for call in message.tool_calls] == [
+            ("function", "weather", WEATHER)
+        ] * 2
+    messages = [choice.message for choice in done.choices]
+    assert len({call.id for message in messages for call in message.tool_calls or []}) == 4
+    answers = [{"role": "tool", "tool_call_id": call.id, "content": "dry"} for call in messages[0].tool_calls or []]
+    await client.chat.completions.create(model="fake", messages=[*CHAT, messages[0], *answers], tools=TOOLS)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_openai_client_reads_streamed_calls(qwen: Api, client: AsyncOpenAI) -> None:
+    says(qwen, SAID)
+    stream = client.chat.completions.stream(model="fake", messages=CHAT, tools=TOOLS)
+    reasoning = ""
+    async with stream as events:
+        async for event in events:
+            if event.type == "chunk":
+                for chosen in event.chunk.choices:
+                    reasoning += (chosen.delta.model_extra or {}).get("reasoning_content", "")
+        done = await events.get_final_completion()
+    (choice,) = done.choices
+    assert (reasoning, choice.message.content, choice.finish_reason) == ("Hm.", "Let me see.", "tool_calls")
+    calls = choice.message.tool_calls or []
+    assert [(call.function.name, call.function.arguments) for call in calls] == TWO
+    assert len({call.id for call in calls}) == 2
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_a_request_asks_of_its_calls(qwen: Api, client: AsyncOpenAI) -> None:
+    says(qwen, f"Hm.\n</think>\n\n{HERMES}{HERMES}")
+    one = await client.chat.completions.create(
+        model="fake", messages=CHAT, tools=TOOLS, parallel_tool_calls=False, tool_choice="auto"
+    )
+    assert (one.choices[0].message.content, len(one.choices[0].message.tool_calls or [])) == (None, 1)
+    extra = {"chat_template_kwargs": {"enable_thinking": False}}
+    unthinking = await client.chat.completions.create(model="fake", messages=CHAT, tools=TOOLS, extra_body=extra)
+    assert unthinking.choices[0].message.content == "Hm.\n</think>"
+    for asked in ({"tools": TOOLS, "tool_choice": "none"}, {}):
+        plain = await client.chat.completions.create(model="fake", messages=CHAT, extra_body=asked)
+        assert (plain.choices[0].message.content, plain.choices[0].finish_reason) == (HERMES * 2, "stop")
+        assert plain.choices[0].message.tool_calls is None
+    says(qwen, LLAMA3)
+    schema: Any = {"type": "json_object"}
+    whole = await client.chat.completions.create(model="fake", messages=CHAT, tools=TOOLS, response_format=schema)
+    assert whole.choices[0].message.content == LLAMA3  # a constrained text has no reasoning, though the prompt opens it
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        with pytest.raises(openai.BadRequestError, match="tool_choice is not supported"):
+            await client.chat.completions.create(model="fake", messages=CHAT, tools=TOOLS, tool_choice=choice)
+
+
+async def test_the_setting_goes_before_the_template(tmp_path: Path) -> None:
+    async with serve_api(tmp_path, tokens=with_template(PHI_3), context=4096, tool_parser="mistral") as api:
+        says(api, NEW_MISTRAL)
+        _, done = await api.call("POST", "/v1/chat/completions", json={"messages": CHAT, "tools": TOOLS})
+    (call,) = done["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": WEATHER}
+    assert len(call["id"]) == 9
