@@ -28,6 +28,7 @@ from coserve.api.metrics.vllm_names import vllm_names
 from coserve.api.native.handlers import NativeApi
 from coserve.api.native.routes import native_routes
 from coserve.api.openai.handlers import OpenAIApi
+from coserve.api.openai.lora import LoraApi
 from coserve.api.openai.routes import openai_routes
 from coserve.api.tgi.handlers import TgiApi
 from coserve.api.tgi.routes import tgi_routes
@@ -73,7 +74,7 @@ def http() -> Iterator[str]:
     new = object.__new__  # their methods are named in a table of routes, not called
     groups = {
         "coserve": native_routes(new(NativeApi)),
-        "OpenAI": openai_routes(new(OpenAIApi)),
+        "OpenAI": openai_routes(new(OpenAIApi), new(LoraApi)),
         "LoRAX, TGI and huggingface_hub": tgi_routes(new(TgiApi)),
         "Tokenizer": tokenizer_routes(new(TokenizerApi)),
     }

@@ -28,6 +28,7 @@ from coserve.api.openai.files.routes import file_routes
 from coserve.api.openai.finetuning.handlers import FineTuningApi
 from coserve.api.openai.finetuning.routes import finetuning_routes
 from coserve.api.openai.handlers import OpenAIApi
+from coserve.api.openai.lora import LoraApi
 from coserve.api.openai.routes import openai_routes
 from coserve.api.service import Service
 from coserve.api.tgi.handlers import TgiApi
@@ -66,7 +67,7 @@ def make_app(
     described = (
         *native_routes(NativeApi(service, config, bodies, uploads, tgi)),
         *tgi_routes(tgi),
-        *openai_routes(OpenAIApi(service, config, bodies)),
+        *openai_routes(OpenAIApi(service, config, bodies), LoraApi(service, config, bodies, uploads)),
         *file_routes(FilesApi(service, uploads)),
         *finetuning_routes(FineTuningApi(service, bodies)),
         *tokenizer_routes(TokenizerApi(service, bodies, max_texts=max_texts)),

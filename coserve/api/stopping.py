@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import TypeVar
 
 from coserve.core.errors import EngineUnavailable
+
+T = TypeVar("T")
 
 
 class Stopping:
@@ -40,3 +43,11 @@ class Stopping:
             if self._error is None or not limit.expired():
                 raise
             raise self._error from None
+
+    @asynccontextmanager
+    async def read(self, body: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
+        """Read a large body; reading is aborted when the daemon stops, and what follows it is not."""
+        async with AsyncExitStack() as stack:
+            async with self.interrupts():
+                read = await stack.enter_async_context(body)
+            yield read

@@ -3,6 +3,8 @@ the epoch."""
 
 from __future__ import annotations
 
+from typing import Final
+
 from coserve.core.schemas import ErrorInfo, Sample
 from coserve.core.step_metrics import StepMetrics
 from coserve.core.types import AdapterDigests, AdapterRef, JobSpec, JobState, Wire
@@ -59,6 +61,10 @@ class JobRecord(Wire, frozen=True):
         return self.pace.left(self.total_steps - self.step)
 
 
+LOADED: Final = "load"
+"""`AdapterRecord.source` of versions that `/v1/load_lora_adapter` published."""
+
+
 class AdapterRecord(Wire, frozen=True):
     """One version of an adapter; its files lie in the data folder."""
 
@@ -69,7 +75,7 @@ class AdapterRecord(Wire, frozen=True):
     base_fingerprint: str
     base_name: str
     source: str
-    """`job:<id>`, `import` or `convert:<name@version>`."""
+    """`job:<id>`, `import`, `load` or `convert:<name@version>`."""
     created_at: float
     bytes: int
     sha256: str

@@ -14,7 +14,7 @@ from coserve.core.types import AdapterRef, JobSpec, JobState
 from coserve.state.adapters import AdapterTable
 from coserve.state.missing_samples import missing_notes, passed_step
 from coserve.state.pace import Pace
-from coserve.state.records import AdapterRecord, JobRecord
+from coserve.state.records import LOADED, AdapterRecord, JobRecord
 
 __all__ = ["AdapterRecord", "JobEvent", "JobRecord", "Registry"]
 
@@ -364,14 +364,37 @@ class Registry(AdapterTable):
             self._log_on_commit("adapter deleted", adapter=id, versions=", ".join(str(ref.version) for ref in refs))
         return refs
 
+    def delete_loaded(self, id: str, before: int | None = None) -> list[AdapterRef]:
+        """Delete the versions that `/v1/load_lora_adapter` published, or those of them below `before`. One that an
+        unfinished job uses stays if `before` is given. Raises `AdapterNotFound`, `AdapterBusy`."""
+        deleted = list[AdapterRef]()
+        with self._transaction():
+            for record in self.versions(id):
+                if record.source != LOADED or (before is not None and record.ref.version >= before):
+                    continue
+                if before is not None and self._user_of(record.ref) is not None:
+                    continue
+                self._delete_version(record.ref)
+                deleted.append(record.ref)
+        return deleted
+
     def delete_version(self, ref: AdapterRef) -> None:
         """Delete one version's row. Raises `AdapterNotFound`, or `AdapterBusy` while an unfinished job continues or
         learns from it, or waits for the job that published it."""
         with self._transaction():
             self.adapter(ref.id, ref.version)
-            for job in self.unfinished():
-                awaited = None if job.after is None else self.predecessor(job).result
-                if ref == awaited or ref in job.spec.sources:
-                    raise AdapterBusy(f"adapter {ref} is in use by {job.spec.id}", field="adapter")
-            self._remove_version(ref)
-            self._log_on_commit("adapter deleted", adapter=ref.id, versions=str(ref.version))
+            self._delete_version(ref)
+
+    def _delete_version(self, ref: AdapterRef) -> None:
+        if (job := self._user_of(ref)) is not None:
+            raise AdapterBusy(f"adapter {ref} is in use by {job}", field="adapter")
+        self._remove_version(ref)
+        self._log_on_commit("adapter deleted", adapter=ref.id, versions=str(ref.version))
+
+    def _user_of(self, ref: AdapterRef) -> str | None:
+        """Return an unfinished job that continues or learns from a version, or waits for the job that published it."""
+        for job in self.unfinished():
+            awaited = None if job.after is None else self.predecessor(job).result
+            if ref == awaited or ref in job.spec.sources:
+                return job.spec.id
+        return None

@@ -91,17 +91,23 @@ async def test_import_from_a_local_path(api: Api) -> None:
     assert len(list(api.folder.adapter(AdapterRef("mine", 1)).iterdir())) == 2
 
 
-async def test_an_adapter_in_use_stays(api: Api, peft: Path) -> None:
+async def test_a_deleted_adapter_stays_for_the_requests_that_use_it_and_for_jobs_it_is_not_deleted(
+    api: Api, peft: Path
+) -> None:
     await api.call("POST", "/adapters", data=upload(peft))
     api.engine.stall_after = 1
     async with api.http.post("/generate", json={"prompt": "x", "adapter": "poet", "stream": True}) as response:
         await api.engine.saw(Generate)
         await response.content.readline()
-        status, body = await api.call("DELETE", "/adapters/poet")
-        assert (status, body["error"]["code"]) == (409, "adapter_busy")
+        assert (await api.call("DELETE", "/adapters/poet"))[0] == 200
+        assert (await api.call("POST", "/generate", json={"prompt": "x", "adapter": "poet"}))[0] == 404
+        assert api.folder.adapter_refs() == [AdapterRef("poet", 1)]
+        assert not any(isinstance(message, DropAdapter) for message in api.engine.told)
         response.close()
+    assert await api.engine.saw(DropAdapter) == [DropAdapter(ref=AdapterRef("poet", 1))]
     api.engine.stall_after = None
     api.engine.go_jobs.clear()
+    await api.call("POST", "/adapters", data=upload(peft))
     job = {"adapter": "other", "continue_from": "poet", "data": [{"text": "a b"}]}
     _, accepted = await api.call("POST", "/finetune", json=job)
     await api.refused(409, "adapter_busy", "DELETE", "/adapters/poet")

@@ -101,6 +101,8 @@ BODIES = {
         "/adapters/{id}/convert",
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
         "/tokenize",
         "/detokenize",
     )

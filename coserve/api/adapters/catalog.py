@@ -1,6 +1,6 @@
-"""Imports, shows, downloads, rolls back and deletes adapters.
+"""Imports, loads, shows, downloads, rolls back and deletes adapters.
 
-An import writes files first and the registry second; a deletion does the reverse.
+An import writes files first and the registry second; a deletion does the reverse, and waits for requests in between.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ from coserve.state.commits import Commits
 from coserve.state.durable import remove_dir, replace_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
-from coserve.state.records import AdapterRecord
+from coserve.state.records import LOADED, AdapterRecord
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Forget = Callable[[Registry], tuple[list[AdapterRef], int | None]]
+"""Deletes rows of one name, and returns their versions and the one that the name means from then on."""
 
 
 class AdapterCatalog:
@@ -65,10 +67,14 @@ class AdapterCatalog:
         self._inspection = Inspection(helpers)
         self._importing = asyncio.Lock()
         self._commits = Commits()
+        self._leaving: set[asyncio.Task[None]] = set()
+        """Removals of deleted versions that requests still use."""
 
     async def close(self) -> None:
-        """Wait for imports and deletions in progress."""
+        """Wait for imports and deletions in progress. The next start removes the files of versions in use."""
         await self._commits.close()
+        for task in self._leaving:
+            task.cancel()
 
     # ---- import
 
@@ -88,17 +94,53 @@ class AdapterCatalog:
         refuse_base_name(request.name, spec, field="name")
         return await self.install(source, request.name, spec, origin="import")
 
-    async def install(self, source: Path, name: str, spec: BaseSpec, *, origin: str) -> Adapter:
+    async def install(self, source: Path, name: str, spec: BaseSpec, *, origin: str, new: bool = False) -> Adapter:
         """Publish the PEFT files in `source` as the next version of `name`; durable when this returns.
 
-        `origin`: `AdapterRecord.source`. Raises as `import_files`.
+        `origin`: `AdapterRecord.source`. `new`: the name must have no version. Raises as `import_files`.
         """
         settings = await self._inspection.settings(source, spec)  # refused before anything is copied
         await refuse_too_large(name, settings, spec, self._engine.pool, self._config, field=None)
         async with self._importing:
+            if new and await self._registry.read(lambda registry: registry.current_version(name)) is not None:
+                raise InvalidRequest(
+                    f"The lora adapter '{name}' has already been loaded. "
+                    "If you want to load the adapter in place, set 'load_inplace' to True.",
+                    field="lora_name",
+                )
             record = await self._commits.run(self._install(source, name, spec, origin))
         failpoint("api.before_reply")
         return self._view(record, record.ref.version)
+
+    # ---- load and unload, as vLLM does
+
+    async def load(self, source: Path, name: str, *, in_place: bool) -> Adapter:
+        """Publish the PEFT files in `source` as the version that `name` means; durable when this returns.
+
+        `in_place`: the name may exist. Its versions loaded earlier are deleted, once the requests that use them have
+        ended; those that were imported or trained stay. Raises `InvalidRequest` for a name that exists, and as
+        `import_files`.
+        """
+        spec = self._engine.spec
+        refuse_base_name(name, spec, field="lora_name")
+        adapter = await self.install(source, name, spec, origin=LOADED, new=not in_place)
+        await self._commits.run(
+            self._delete(name, lambda registry: (registry.delete_loaded(name, adapter.version), adapter.version))
+        )
+        return adapter
+
+    async def unload(self, name: str) -> None:
+        """Delete the versions of `name` that `load` published. Raises `AdapterNotFound`, or `InvalidRequest` if there
+        are only others, whose files are nowhere else."""
+
+        def forget(registry: Registry) -> tuple[list[AdapterRef], int | None]:
+            return registry.delete_loaded(name), registry.current_version(name)
+
+        versions = await self._registry.read(lambda registry: registry.versions(name))
+        if all(record.source != LOADED for record in versions):
+            why = f"adapter {name!r} was not loaded by this path, and its files would be lost: use DELETE /adapters"
+            raise InvalidRequest(why, field="lora_name")
+        await self._commits.run(self._delete(name, forget))
 
     async def _install(self, source: Path, name: str, spec: BaseSpec, origin: str) -> AdapterRecord:
         """Reserve a version, copy the files, check the copy, register it. A failure leaves no files."""
@@ -181,19 +223,9 @@ class AdapterCatalog:
         return await self.get(name, version)
 
     async def delete(self, name: str, version: int | None = None) -> DeletedAdapter:
-        """Delete every version, or one. Raises `AdapterNotFound`, `AdapterBusy` while a job or a request uses one of
-        them."""
-        return await self._commits.run(self._delete(name, version))
+        """Delete every version, or one: no later request finds it, and those that use it finish first. Raises
+        `AdapterNotFound`, `AdapterBusy` while a job uses one of them."""
 
-    async def _delete(self, name: str, version: int | None) -> DeletedAdapter:
-        with self._in_use.deletion(name, version):
-            deleted = await self._delete_row_and_files(name, version)
-            # Reads run in order: after this one, every request that found the version earlier has seen the deletion.
-            with suppress(StorageError):
-                await self._registry.read(lambda _: None)
-        return deleted
-
-    async def _delete_row_and_files(self, name: str, version: int | None) -> DeletedAdapter:
         def forget(registry: Registry) -> tuple[list[AdapterRef], int | None]:
             if version is None:
                 return registry.delete_adapter(name), None
@@ -201,19 +233,35 @@ class AdapterCatalog:
             registry.delete_version(ref)
             return [ref], registry.current_version(name)
 
+        return await self._commits.run(self._delete(name, forget))
+
+    async def _delete(self, name: str, forget: Forget) -> DeletedAdapter:
+        """Delete the rows that `forget` returns with the current version that is left, then their files."""
         refs, current = await self._registry.with_reserve(forget)
+        # Reads run in order: after this one, every request that found a row earlier is counted as a user of it.
+        with suppress(StorageError):
+            await self._registry.read(lambda _: None)
         for ref in refs:
-            try:
-                self._engine.send(DropAdapter(ref=ref))
-            except EngineUnavailable:
-                break  # the next engine starts with empty memory
-        for ref in refs:
-            try:
-                await asyncio.to_thread(remove_dir, self._folder.adapter(ref))
-            except (OSError, StorageError) as error:  # the version counts as deleted anyway
-                log.warning("files of adapter %s stay until the next start: %s", ref, error)
+            if ref in self._in_use:
+                self._leaving.add(task := asyncio.create_task(self._remove_unused(ref)))
+                task.add_done_callback(self._leaving.discard)
+            else:
+                await self._remove(ref)
         current_ref = None if current is None else str(AdapterRef(name, current))
         return DeletedAdapter(id=name, versions=[ref.version for ref in refs], current_ref=current_ref)
+
+    async def _remove_unused(self, ref: AdapterRef) -> None:
+        await self._in_use.unused(ref)
+        await self._remove(ref)
+
+    async def _remove(self, ref: AdapterRef) -> None:
+        """Remove a version's copies in memory and its files; its row is gone."""
+        with suppress(EngineUnavailable):  # the next engine starts with empty memory
+            self._engine.send(DropAdapter(ref=ref))
+        try:
+            await asyncio.to_thread(remove_dir, self._folder.adapter(ref))
+        except (OSError, StorageError) as error:  # the version counts as deleted anyway
+            log.warning("files of adapter %s stay until the next start: %s", ref, error)
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -30,7 +30,6 @@ from coserve.core.names import split_ref
 from coserve.core.schemas import GenerateChunk, GenerateRequest
 from coserve.core.types import AdapterDigests, AdapterRef, Slo
 from coserve.data.pretrained.tokenizer import Tokenizer
-from coserve.state.records import AdapterRecord
 from coserve.state.thread import RegistryThread
 
 MAX_PROMPT_SCORES = 1 << 21
@@ -119,7 +118,7 @@ class InFlightRequests:
                 read_prompt(prompt)
             adapter, digests = snapshot, None
             if name is not None:
-                record = await self._find(name, version)
+                record = await find_adapter(self._registry, name, version, self._engine.spec, field="adapter")
                 adapter, digests = record.ref, record.digests
             prompt_scores = self._reserve_prompt_scores(request, len(prompt))
             slo = targets_of(request, self._config, device=self._engine.spec.device, sheds=snapshot is None)
@@ -143,14 +142,6 @@ class InFlightRequests:
             self._prompt_scores -= prompt_scores
             if state is not None:
                 self._forget(state)
-
-    async def _find(self, name: str, version: int | None) -> AdapterRecord:
-        """Return a version that is not deleted before the request uses it."""
-        while True:
-            record = await find_adapter(self._registry, name, version, self._engine.spec, field="adapter")
-            if (deleted := self.in_use.deletion_of(record.ref)) is None:
-                return record
-            await deleted.wait()
 
     def _start_waiting(self, adapter: str | None, count: int, *, batch: bool) -> int:
         try:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 from aiohttp import web
@@ -38,8 +35,6 @@ from coserve.core.schemas import (
     Pointers,
     RollbackRequest,
 )
-
-T = TypeVar("T")
 
 HEARTBEAT = 15.0
 MAX_RETRY_AFTER = 10
@@ -75,14 +70,6 @@ class NativeApi:
         self._service, self._config, self._bodies, self._tgi = service, config, bodies, tgi
         self._uploads = uploads
 
-    @asynccontextmanager
-    async def _read(self, body: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
-        """Read a large body; reading is aborted when the daemon stops."""
-        async with AsyncExitStack() as stack:
-            async with self._service.stopping.interrupts():
-                read = await stack.enter_async_context(body)
-            yield read
-
     # ---- generation
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -103,9 +90,12 @@ class NativeApi:
     async def finetune(self, request: web.Request) -> web.StreamResponse:
         key = request.headers.get("Idempotency-Key")
         if not is_upload(request):
-            async with self._read(self._bodies.corpus(request, self._staging)) as (settings, file):
+            async with self._service.stopping.read(self._bodies.corpus(request, self._staging)) as (settings, file):
                 return await self._submit(request, settings, file, key)
-        async with self._read(self._uploads.read(request, FinetuneRequest, self._staging)) as (settings, folder):
+        async with self._service.stopping.read(self._uploads.read(request, FinetuneRequest, self._staging)) as (
+            settings,
+            folder,
+        ):
             return await self._submit(request, settings, folder / "file", key)
 
     async def _submit(
@@ -153,7 +143,7 @@ class NativeApi:
             body = await self._bodies.read(request, ImportRequest)
             return json_response(await self._service.adapters.import_files(body, None), status=201)
         upload = self._uploads.read(request, ImportRequest, self._staging, ADAPTER_FILES)
-        async with self._read(upload) as (settings, folder):
+        async with self._service.stopping.read(upload) as (settings, folder):
             return json_response(await self._service.adapters.import_files(settings, folder), status=201)
 
     async def list_adapters(self, request: web.Request) -> web.StreamResponse:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from coserve.api.http.route import BODY_ERRORS, BUSY, Route
 from coserve.api.openai.errors import OPENAI_ERRORS
 from coserve.api.openai.handlers import OpenAIApi
+from coserve.api.openai.lora import LoraApi
 from coserve.api.openai.schemas import (
     ChatChunk,
     ChatCompletion,
@@ -12,12 +13,14 @@ from coserve.api.openai.schemas import (
     Completion,
     CompletionRequest,
     DeletedModel,
+    LoadLoraRequest,
     Model,
     ModelList,
+    UnloadLoraRequest,
 )
 
 
-def openai_routes(api: OpenAIApi) -> tuple[Route, ...]:
+def openai_routes(api: OpenAIApi, lora: LoraApi) -> tuple[Route, ...]:
     """Everything under `/v1`."""
     errors = (404, 422, *BODY_ERRORS, BUSY)
     return (
@@ -69,6 +72,27 @@ def openai_routes(api: OpenAIApi) -> tuple[Route, ...]:
             response=DeletedModel,
             slashes=True,
             errors=(404, 409, 507),
+            error_formats=(OPENAI_ERRORS,),
+        ),
+        Route(
+            "POST",
+            "/v1/load_lora_adapter",
+            lora.load_lora_adapter,
+            "Load an adapter, as vLLM does, or one whose tensors are in the body",
+            body=LoadLoraRequest,
+            upload=True,
+            media="text/plain",
+            errors=(*errors, 507),
+            error_formats=(OPENAI_ERRORS,),
+        ),
+        Route(
+            "POST",
+            "/v1/unload_lora_adapter",
+            lora.unload_lora_adapter,
+            "Unload an adapter, as vLLM does",
+            body=UnloadLoraRequest,
+            media="text/plain",
+            errors=(404, 409, *BODY_ERRORS, BUSY, 507),
             error_formats=(OPENAI_ERRORS,),
         ),
     )

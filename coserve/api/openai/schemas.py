@@ -15,6 +15,7 @@ from coserve.core.limits import (
     MAX_MESSAGES,
     MAX_TOKENS,
     MAX_TOP_K,
+    LocalPath,
     LogprobCount,
     PositiveTokenCount,
     Text,
@@ -23,6 +24,7 @@ from coserve.core.limits import (
     TokenIds,
 )
 from coserve.core.messages import ChatMessage, TemplateOptions, Tools
+from coserve.core.names import AdapterName
 from coserve.core.schemas import Finish, GenerationFields, Usage
 from coserve.core.types import Wire
 
@@ -311,3 +313,26 @@ class OpenAIError(msgspec.Struct, frozen=True):
     """The body of every response under `/v1` that is not 2xx."""
 
     error: OpenAIErrorInfo
+
+
+class LoadLoraRequest(Wire, frozen=True, omit_defaults=True):
+    """Body of `POST /v1/load_lora_adapter`: JSON with `lora_path`, or multipart/form-data with a part `settings` (this
+    schema as JSON, without `lora_path`) followed by a part `file` for each of adapter_config.json and
+    adapter_model.safetensors.
+    """
+
+    lora_name: AdapterName
+    lora_path: LocalPath | None = None
+    """A folder under the daemon's `data_root`."""
+    load_inplace: bool = False
+    """Whether the name may exist. Requests that run finish on the weights they began with, later ones use the new ones.
+    Versions of the name that were loaded earlier are deleted; those that were imported or trained stay."""
+
+
+class UnloadLoraRequest(Wire, frozen=True, omit_defaults=True):
+    """Body of `POST /v1/unload_lora_adapter`. Versions of the name that were loaded are deleted; running requests
+    finish first."""
+
+    lora_name: AdapterName
+    lora_int_id: int | None = None
+    """Ignored."""

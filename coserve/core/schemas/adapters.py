@@ -36,7 +36,7 @@ class Adapter(Wire, frozen=True):
     base: str
     base_fingerprint: str
     source: str
-    """`job:<id>`, `import` or `convert:<name@version>`."""
+    """`job:<id>`, `import`, `load` (by `/v1/load_lora_adapter`) or `convert:<name@version>`."""
     created_at: float
     bytes: int
     sha256: str

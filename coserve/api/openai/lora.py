@@ -1,0 +1,56 @@
+"""`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as vLLM has them; the tensors may also come in the body."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from aiohttp import web
+
+from coserve.api.http.bodies import BodyReader
+from coserve.api.http.parsing import local_path
+from coserve.api.http.uploads import UploadReader, is_upload
+from coserve.api.openai.schemas import LoadLoraRequest, UnloadLoraRequest
+from coserve.api.service import Service
+from coserve.config import Config
+from coserve.core.errors import ForbiddenPath, InvalidRequest, NotFound
+from coserve.core.names import ADAPTER_FILES
+
+
+class LoraApi:
+    """One method per route."""
+
+    def __init__(self, service: Service, config: Config, bodies: BodyReader, uploads: UploadReader) -> None:
+        self._service, self._config, self._bodies, self._uploads = service, config, bodies, uploads
+
+    async def load_lora_adapter(self, request: web.Request) -> web.StreamResponse:
+        if not is_upload(request):
+            body = await self._bodies.read(request, LoadLoraRequest, dialect=True)
+            if body.lora_path is None:
+                raise InvalidRequest("expected a lora_path, or files in a multipart body", field="lora_path")
+            return await self._load(body, self._folder(body.lora_path))
+        upload = self._uploads.read(request, LoadLoraRequest, self._service.folder.staging, ADAPTER_FILES)
+        async with self._service.stopping.read(upload) as (settings, folder):
+            if settings.lora_path is not None:
+                raise InvalidRequest("expected either a lora_path or files, got both", field="lora_path")
+            return await self._load(settings, folder)
+
+    async def _load(self, settings: LoadLoraRequest, source: Path) -> web.Response:
+        await self._service.adapters.load(source, settings.lora_name, in_place=settings.load_inplace)
+        return web.Response(text=f"Success: LoRA adapter '{settings.lora_name}' added successfully.")
+
+    async def unload_lora_adapter(self, request: web.Request) -> web.StreamResponse:
+        body = await self._bodies.read(request, UnloadLoraRequest, dialect=True)
+        await self._service.adapters.unload(body.lora_name)
+        return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    def _folder(self, text: str) -> Path:
+        """Return a folder under `data_root`. Raises `ForbiddenPath`, and `NotFound` where there is none."""
+        try:
+            path = local_path(text, self._config.data_root)
+        except ForbiddenPath as error:
+            raise ForbiddenPath(error.message, field="lora_path") from None
+        except InvalidRequest as error:
+            raise NotFound(error.message, field="lora_path") from None
+        if not path.is_dir():
+            raise NotFound("expected a folder with PEFT files", field="lora_path")
+        return path
