@@ -94,6 +94,8 @@ BODIES = {
     for path in (
         "/generate",
         "/",
+        "/v1/files",
+        "/v1/fine_tuning/jobs",
         "/generate_stream",
         "/finetune",
         "/adapters",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from msgspec import Meta
+import msgspec
 
 from coserve.core.types import Wire
 
@@ -38,7 +38,7 @@ class DeletedFile(Wire, frozen=True, kw_only=True):
     deleted: Literal[True] = True
 
 
-class FileForm(Wire, frozen=True):
+class FileForm(msgspec.Struct, frozen=True):
     """Fields of the form that uploads a file, beside the part `file`."""
 
-    purpose: Annotated[Literal["fine-tune"], Meta(description="Always `fine-tune`.")]
+    purpose: Literal["fine-tune"]
