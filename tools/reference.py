@@ -27,6 +27,10 @@ from coserve.api.metrics.prometheus import Metrics
 from coserve.api.metrics.vllm_names import vllm_names
 from coserve.api.native.handlers import NativeApi
 from coserve.api.native.routes import native_routes
+from coserve.api.openai.files.handlers import FilesApi
+from coserve.api.openai.files.routes import file_routes
+from coserve.api.openai.finetuning.handlers import FineTuningApi
+from coserve.api.openai.finetuning.routes import finetuning_routes
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.lora import LoraApi
 from coserve.api.openai.routes import openai_routes
@@ -74,7 +78,11 @@ def http() -> Iterator[str]:
     new = object.__new__  # their methods are named in a table of routes, not called
     groups = {
         "coserve": native_routes(new(NativeApi)),
-        "OpenAI": openai_routes(new(OpenAIApi), new(LoraApi)),
+        "OpenAI": (
+            *openai_routes(new(OpenAIApi), new(LoraApi)),
+            *file_routes(new(FilesApi)),
+            *finetuning_routes(new(FineTuningApi)),
+        ),
         "LoRAX, TGI and huggingface_hub": tgi_routes(new(TgiApi)),
         "Tokenizer": tokenizer_routes(new(TokenizerApi)),
     }
@@ -131,6 +139,8 @@ def _kind(schema: Json) -> str:
         return f"[{name}](#{name.lower()})"
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "allOf" in schema:
+        return f"the fields of {_kind(schema['allOf'][0])}, a part `file`"
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(_kind(each) for each in schema["anyOf"]))
     match schema.get("type"):
