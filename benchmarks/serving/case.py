@@ -40,6 +40,7 @@ from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.start import INDUCTOR
 from coserve.generate.generator import Generator
+from coserve.generate.grammars import Grammars
 from coserve.kernels.lora.backend import make_backend
 from coserve.kernels.lora.types import LoraPair
 from coserve.lora.store.host import HostBudget
@@ -217,6 +218,7 @@ class Bench:
         prefix_cache: bool = False,
         inductor: Sequence[str] = (),
         torch_rows: bool = False,
+        grammars: Grammars | None = None,
     ) -> None:
         """`inductor`: further options of torch.compile to switch on; `torch_rows`: steps of one row through torch."""
         self.base, self.shape = base, shape
@@ -242,6 +244,7 @@ class Bench:
             max_queue=4096,
             fair=False,
             prefix_cache=prefix_cache,
+            grammars=grammars,
         )
         self.api, engine_end = local_pair()
         self.engine = Engine(
@@ -252,6 +255,8 @@ class Bench:
             engine_end,
             clock=time.monotonic,
         )
+        if grammars is not None:
+            grammars.notify(self.engine.wake)
 
     def publish(self, family: str) -> None:
         """The family's 32 adapters, resident from now on."""

@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-MAX_CHOICES: Final = 16
+MAX_CHOICES: Final = 128
 MAX_STOPS: Final = 16
 MAX_LOGPROBS: Final = 20
 MAX_PROMPT_LOGPROBS: Final = 1 << 18

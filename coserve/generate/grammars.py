@@ -57,6 +57,10 @@ class Grammars:
         """Call `changed`, on a thread, whenever a grammar was compiled."""
         self._changed = changed
 
+    def warm_up(self) -> None:
+        """Load the tokenizer and compile a first grammar, which for a large vocabulary takes a second or two."""
+        self._begin(Grammar("json_schema", '{"type":"object"}')).exception()
+
     def ready(self, grammar: Grammar) -> bool:
         """Whether `matcher` would not wait. If it would, start to compile the grammar."""
         return self._begin(grammar).done()

@@ -50,7 +50,7 @@ GENERATE: list[tuple[dict[str, Any], str, str | None]] = [
     (PROMPT | {"max_tokens": 5.5}, BAD, "max_tokens"),
     (PROMPT | {"max_tokens": True}, BAD, "max_tokens"),
     (PROMPT | {"max_tokens": 5, "min_tokens": 6}, BAD, "min_tokens"),
-    (PROMPT | {"n": 17}, BAD, "n"),
+    (PROMPT | {"n": 129}, BAD, "n"),
     (PROMPT | {"n": 0}, BAD, "n"),
     (PROMPT | {"temperature": -0.1}, BAD, "temperature"),
     (PROMPT | {"temperature": "hot"}, BAD, "temperature"),
@@ -164,7 +164,7 @@ async def test_finetune(api: Api, body: dict[str, Any], status: int, code: str, 
 
 async def test_messages_say_what_was_expected_and_what_came(api: Api) -> None:
     for body, message in (
-        (PROMPT | {"n": 17}, "expected int <= 16, got 17"),
+        (PROMPT | {"n": 129}, "expected int <= 128, got 129"),
         (PROMPT | {"top_k": "x"}, "expected int, got str"),
         (PROMPT | {"stop": ["x"] * 17}, "expected array of length <= 16, got 17 entries"),
         (PROMPT | {"cache_salt": "x" * 257}, "expected str of length <= 256, got 257 characters"),

@@ -24,7 +24,7 @@ CHAT: dict[str, Any] = {"model": "fake", "messages": [TURN]}
 PATHS = ("/v1/completions", "/v1/chat/completions")
 
 BOTH: list[tuple[dict[str, Any], str]] = [
-    ({"n": 17}, "n"),
+    ({"n": 129}, "n"),
     ({"n": 0}, "n"),
     ({"temperature": -1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
