@@ -25,6 +25,7 @@ COMMANDS = [
     "chat",
     "config",
     "demo",
+    "doctor",
     "finetune",
     "generate",
     "jobs",

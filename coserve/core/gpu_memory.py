@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from coserve.core.types import Wire
+from coserve.core.types import BaseSpec, Wire
+
+GRAPHS = 2 << 30
+"""Bytes reserved for CUDA graphs and autotuning until their size is known. Graphs are captured after the pool is
+allocated, because they record its address."""
 
 
 class Kept(StrEnum):
@@ -220,3 +224,16 @@ class MemoryModel(Wire, frozen=True):
     """Costs of compiled layers, for jobs that use them; None: layers are not compiled, or not measured."""
     graphs: bool = False
     """Jobs run layers as CUDA graphs, even if `compiled` is None, as under tensor parallelism."""
+
+
+class BaseSizes(Wire, frozen=True):
+    """Sizes of a base, from its config alone."""
+
+    spec: BaseSpec
+    """Without a fingerprint; the sites are all linear modules of the decoder layers."""
+    weights: int
+    """Bytes of the weights as served."""
+    kv: int
+    """Bytes of one token's keys and values."""
+    experts: int
+    """Elements that the experts of one layer compute for a token; 0 without a mixture of experts."""

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from coserve.core.gpu_memory import TrainingCosts
+from coserve.core.gpu_memory import GRAPHS, TrainingCosts
 from coserve.core.types import DEFAULT_RANK, LoraSettings, MicroStep, TrainingSettings
 from coserve.finetune.costs.training_costs import Phases, measure_costs, site_groups
 from coserve.finetune.init import zero_adapter
@@ -30,7 +30,7 @@ from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.memory.buffer import page_layout
 from coserve.memory.kv import KvCache
-from coserve.memory.plan import GRAPHS, SPARE_GRAPHS, GpuMemory, MemoryPlan, Work, make_plan
+from coserve.memory.plan import SPARE_GRAPHS, GpuMemory, MemoryPlan, Work, make_plan
 from coserve.memory.profile import (
     Profile,
     TrainingPeaks,

@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coserve.core.errors import ConfigError
-from coserve.core.gpu_memory import TrainingCosts
+from coserve.core.gpu_memory import GRAPHS, TrainingCosts
 from coserve.memory.profile import Profile
 
-GRAPHS = 2 << 30
-"""Bytes reserved for CUDA graphs and autotuning until their size is known. Graphs are captured after the pool is
-allocated, because they record its address."""
 SPARE_GRAPHS = 1.1
 """Factor by which the reservation exceeds the measured size of the graphs: other adapters may need further graphs."""
 GIB = 1 << 30

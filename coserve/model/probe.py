@@ -28,6 +28,7 @@ from coserve.model.recurrent.seam import mixers, recurring
 from coserve.model.settings import refuse_config
 
 _PROBE = "coserve_probe"
+_SHAPES = "coserve_shapes"
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _TOLERANCE_HALF = 0.1
 """Relative tolerance in 16 bits: wide enough for a different choice of expert by rounding, far below the error of a
@@ -106,6 +107,20 @@ def _probe_attention(
 
 AttentionInterface.register(_PROBE, _probe_attention)
 AttentionMaskInterface.register(_PROBE, _probe_mask)
+AttentionInterface.register(_SHAPES, _probe_attention)
+AttentionMaskInterface.register(_SHAPES, lambda **_: None)
+
+
+def observe_shapes(model: PreTrainedModel) -> Observed:
+    """Run a model on the `meta` device with attention that only records its calls. Nothing is checked. Raises
+    `UnsupportedBase` if its shapes depend on values."""
+    seen, row = Observed(), torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    try:
+        with _attention(model, _SHAPES), torch.no_grad():
+            model(input_ids=row, position_ids=row, attention_mask=row + 1, use_cache=False, coserve_observed=seen)
+    except (TypeError, AttributeError, ValueError, KeyError, RuntimeError) as error:
+        raise UnsupportedBase(f"{model.config.model_type}: its sizes cannot be computed: {error}") from error
+    return seen
 
 
 def observe(model: PreTrainedModel, context: int) -> Observed:

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from coserve.cli import memory
 from coserve.cli.app import app
+from coserve.cli.node import memory
 from coserve.core.gpu_memory import MemoryUse
 from tests.support.gpu_memory import USE
 

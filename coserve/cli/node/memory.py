@@ -1,17 +1,23 @@
-"""The command `coserve memory`: GPU memory of a daemon by component."""
+"""The command `coserve memory`: GPU memory of a daemon by component, or the memory that a base will need."""
 
 from __future__ import annotations
 
 from contextlib import closing
+from typing import Annotated
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.table import Table
 
+from coserve.admission.prospect import Wish
+from coserve.admission.shapes import ITEMSIZE
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, connect
+from coserve.cli.node.prospect import show_prospect
 from coserve.core.errors import ConfigError, EngineUnavailable
 from coserve.core.gpu_memory import JobUse, MemoryUse
 from coserve.core.health import starting_line
+from coserve.core.types import DEFAULT_RANK
 
 MIB = 1 << 20
 USES = {
@@ -28,8 +34,42 @@ USES = {
 """Maps fields of `MemoryUse`, which add up to the whole device, to their descriptions."""
 
 
-def memory(as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
-    """Show where the GPU memory of a running daemon is, and what each job that trains has of it."""
+def memory(
+    model: Annotated[str | None, typer.Argument(help="a base: a folder with its config.json, or a hub name")] = None,
+    adapters: Annotated[int, typer.Option(help="with MODEL: adapters on the GPU at a time", min=0)] = 32,
+    rank: Annotated[int, typer.Option(help="with MODEL: rank of adapters and jobs", min=1)] = DEFAULT_RANK,
+    requests: Annotated[int, typer.Option(help="with MODEL: requests that run at once", min=1)] = 32,
+    context: Annotated[int, typer.Option(help="with MODEL: tokens of a request, prompt and answer", min=1)] = 2048,
+    jobs: Annotated[int, typer.Option(help="with MODEL: jobs that train at once; 0: none", min=0)] = 1,
+    micro_batch_tokens: Annotated[
+        int, typer.Option(help="with MODEL: most tokens of one training forward", min=1)
+    ] = 2048,
+    memory_fraction: Annotated[
+        float, typer.Option(help="with MODEL: share of the GPU's memory for the engine", min=0.01, max=1)
+    ] = 0.9,
+    dtype: Annotated[str, typer.Option(help="with MODEL: float32, bfloat16 or float16")] = "bfloat16",
+    trust_remote_code: Annotated[bool, typer.Option(help="with MODEL: run code that comes with its config")] = False,
+    as_json: AsJson = False,
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+) -> None:
+    """Show where the GPU memory of a running daemon is, and what each job that trains has of it. With MODEL, predict
+    which GPU it needs: from its config.json alone, without a daemon and without a GPU.
+    """
+    if model is not None:
+        if dtype not in ITEMSIZE:
+            raise typer.BadParameter(f"--dtype: expected one of {', '.join(ITEMSIZE)}, got {dtype!r}")
+        wish = Wish(
+            adapters=adapters,
+            rank=rank,
+            requests=requests,
+            context=context,
+            jobs=jobs,
+            micro_batch_tokens=micro_batch_tokens,
+            fraction=memory_fraction,
+        )
+        show_prospect(model, wish, dtype=dtype, trust_remote_code=trust_remote_code, as_json=as_json)
+        return
     with closing(connect(url, key)) as client:
         health = client.health()
     if (use := health.memory) is None:

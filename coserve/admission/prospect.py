@@ -1,0 +1,109 @@
+"""Predicts the GPU memory that a base, its adapters, requests and jobs need, before there is a GPU. Pure: no torch.
+
+Weights, keys and values, adapters and the state of jobs are exact. Activations are computed from the sizes of the
+linear modules, for compiled layers, which keep their input, attention's output and the outputs of all products.
+"""
+
+from __future__ import annotations
+
+from coserve.admission.shapes import ITEMSIZE, job_state, lora_shapes
+from coserve.core.gpu_memory import GRAPHS, BaseSizes
+from coserve.core.types import LoraSettings, Wire
+
+GIB = 1 << 30
+CONTEXT = 768 << 20
+"""Bytes of the CUDA context, compiled kernels and libraries."""
+STATISTICS = 1.03
+"""Factor for what a layer keeps besides: statistics of norms and of attention, x Aᵀ."""
+LOGITS = 6
+"""Bytes of a token's logit in a generation step: in 16 bits, and in fp32."""
+LOSS = 4.3
+"""Bytes of a token's logit in training: in 16 bits, and its gradient."""
+POSITIONS = 2048
+"""Most positions whose logits training computes at a time."""
+STEP_TOKENS = 2048
+"""Tokens of a generation step on a GPU."""
+GPUS = {24: 22.4, 48: 44.4, 80: 79.1, 141: 139.8}
+"""Usable GiB of GPUs by the GB that they are sold with, of the smallest of each: L4, L40S, H100, H200."""
+
+
+class Wish(Wire, frozen=True):
+    """The work that shall fit on one GPU."""
+
+    adapters: int
+    """Adapters on the GPU at a time."""
+    rank: int
+    requests: int
+    """Requests that run at once."""
+    context: int
+    """Tokens of each request, prompt and answer."""
+    jobs: int
+    """Jobs that train at once; 0: none."""
+    micro_batch_tokens: int
+    fraction: float
+    """Share of the GPU's memory that the engine may take."""
+
+
+class Need(Wire, frozen=True):
+    """Bytes by use."""
+
+    weights: int
+    context: int
+    graphs: int
+    step: int
+    kv: int
+    adapters: int
+    jobs: int
+    """State that jobs keep between micro-batches."""
+    training: int
+    """One micro-batch."""
+
+    @property
+    def total(self) -> int:
+        return self.fixed + self.kv
+
+    @property
+    def fixed(self) -> int:
+        """All but the requests' keys and values."""
+        parts = (self.weights, self.context, self.graphs, self.step, self.adapters, self.jobs, self.training)
+        return sum(parts)
+
+
+class Fit(Wire, frozen=True):
+    """The wish on one size of GPU."""
+
+    gb: int
+    budget: int
+    """Bytes that the engine may take."""
+    fits: bool
+    requests: int
+    """Requests of the wished length whose keys and values fit, if nothing else changes."""
+
+
+def needed(sizes: BaseSizes, wish: Wish) -> Need:
+    """Return the bytes that the wish needs. Raises `InvalidRequest` for a rank that no adapter can have."""
+    base, item = sizes.spec, ITEMSIZE[sizes.spec.dtype]
+    shapes = lora_shapes(LoraSettings(r=wish.rank), base)
+    state = job_state(shapes, base.dtype, early_stopping=False)
+    outputs = sum(site.out_features for site in base.sites.values()) / base.layers + sizes.experts
+    layer = STATISTICS * item * (outputs + 2 * base.hidden)
+    tokens = wish.micro_batch_tokens
+    backward = max(tokens * layer, LOSS * base.vocab * min(tokens, POSITIONS) + item * base.hidden * tokens)
+    widest = max(site.out_features for site in base.sites.values())
+    return Need(
+        weights=sizes.weights,
+        context=CONTEXT,
+        graphs=GRAPHS,
+        step=LOGITS * base.vocab * wish.requests + STEP_TOKENS * item * (2 * widest + 4 * base.hidden),
+        kv=sizes.kv * wish.context * wish.requests,
+        adapters=wish.adapters * item * sum(shape.a + shape.b for shape in shapes),
+        jobs=wish.jobs * state.total,
+        training=round(base.layers * layer * tokens + backward) if wish.jobs else 0,
+    )
+
+
+def fit(sizes: BaseSizes, wish: Wish, gb: int) -> Fit:
+    """Return how the wish fits into a GPU that is sold with `gb` GB."""
+    need, budget = needed(sizes, wish), int(GPUS[gb] * wish.fraction * GIB)
+    left = max(0, budget - need.fixed)
+    return Fit(gb=gb, budget=budget, fits=need.total <= budget, requests=left // (sizes.kv * wish.context))

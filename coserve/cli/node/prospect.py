@@ -1,0 +1,56 @@
+"""`coserve memory MODEL`: which GPU a base, its adapters, requests and jobs need."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from coserve.admission.prospect import GIB, GPUS, Wish, fit, needed
+from coserve.core.gpu_memory import BaseSizes
+
+USES = {
+    "weights": "base",
+    "context": "CUDA context and libraries",
+    "graphs": "CUDA graphs",
+    "step": "a generation step",
+    "kv": "keys and values of requests",
+    "adapters": "adapters",
+    "jobs": "adapters, gradients and optimizers of jobs",
+    "training": "a training micro-batch",
+}
+
+
+def show_prospect(model: str, wish: Wish, *, dtype: str, trust_remote_code: bool, as_json: bool) -> None:
+    """Print the memory by use and which sizes of GPU suffice, from the config of `model`."""
+    # torch and transformers, which the other commands do without
+    sizes: BaseSizes = import_module("coserve.model.formats.sizes").read_sizes(
+        model, dtype, trust_remote_code=trust_remote_code
+    )
+    need, fits = needed(sizes, wish), [fit(sizes, wish, gb) for gb in GPUS]
+    if as_json:
+        print(msgspec.json.encode({"wish": wish, "need": need, "total": need.total, "gpus": fits}).decode())
+        return
+    console = Console()
+    table = Table(title=f"GPU memory of {model}: GiB", title_justify="left")
+    table.add_column("use")
+    table.add_column("GiB", justify="right")
+    for field, text in USES.items():
+        table.add_row(text, _gib(getattr(need, field)))
+    table.add_section()
+    table.add_row("in all", _gib(need.total))
+    console.print(table)
+    table = Table(title=f"GPUs, with {wish.fraction:.0%} of their memory", title_justify="left")
+    table.add_column("GPU")
+    table.add_column("GiB", justify="right")
+    table.add_column("fits")
+    table.add_column(f"requests of {wish.context} tokens at once", justify="right")
+    for one in fits:
+        table.add_row(f"{one.gb} GB", _gib(one.budget), "yes" if one.fits else "no", str(one.requests))
+    console.print(table)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.2f}"

@@ -1,0 +1,79 @@
+"""Reads the sizes of a base from its config: no weights are read, and no memory is taken for them."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from coserve.core.gpu_memory import BaseSizes
+from coserve.core.types import BaseSpec, SiteSpec
+from coserve.data.pretrained.gguf import is_gguf
+from coserve.data.pretrained.source import check_source, locate
+from coserve.model import probe
+from coserve.model.context import context_of
+from coserve.model.formats.gguf import read_config as gguf_config
+from coserve.model.formats.source import loadable, read_config
+from coserve.model.lora import default_targets, site_weight
+from coserve.model.parallel.build import empty_model
+from coserve.model.settings import refuse_config
+
+
+def read_sizes(source: str, dtype: str, *, trust_remote_code: bool = False) -> BaseSizes:
+    """Return the sizes of a folder with a config.json, a hub name, a GGUF file or a packaged base. `dtype`: the one in
+    which it is served. Raises `UnsupportedBase`."""
+    check_source(source, weights=False)
+    path = str(resources.files("coserve") / "assets" / "tiny") if source == "bundled" else locate(source)
+    with loadable(source):
+        if is_gguf(path):
+            config = gguf_config(Path(path))
+        else:
+            config, _ = read_config(path, source, local=Path(path).exists(), trust_remote_code=trust_remote_code)
+        refuse_config(config)
+        return config_sizes(config, dtype, name=source, trust_remote_code=trust_remote_code)
+
+
+def config_sizes(config: PretrainedConfig, dtype: str, *, name: str, trust_remote_code: bool = False) -> BaseSizes:
+    """Return the sizes of a config's model. Raises `UnsupportedBase` if they depend on values."""
+    kind: torch.dtype = getattr(torch, dtype)
+    model = empty_model(config, torch.bfloat16, trust_remote_code=trust_remote_code).eval()  # experts know bf16 alone
+    seen = probe.observe_shapes(model)
+    path, _ = probe.decoder_layers(model, seen)
+    sites = {}
+    for site, module in model.get_submodule(path).named_modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            outputs, inputs = site_weight(module).shape
+            sites[f"{path}.{site}"] = SiteSpec(inputs, outputs, int(site.split(".", 1)[0]))
+    text = config.get_text_config()
+    spec = BaseSpec(
+        name=name,
+        fingerprint="",
+        family=config.model_type,
+        dtype=dtype,
+        device="meta",
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        vocab=text.vocab_size,
+        context=context_of(config, least=1).tokens,
+        eos_token_ids=(),
+        sites=sites,
+        default_targets=default_targets(config.model_type, sites),
+    )
+    return BaseSizes(
+        spec=spec,
+        weights=sum(one.numel() for one in (*model.parameters(), *model.buffers())) * kind.itemsize,
+        kv=sum(heads * (keys + values) for heads, keys, values in seen.kv_shapes) * kind.itemsize,
+        experts=_experts(text),
+    )
+
+
+def _experts(text: PretrainedConfig) -> int:
+    """Return the outputs of a token's experts in one layer, which are no linear modules: gate, up and down."""
+    sizes = text.to_dict()
+    chosen = int(sizes.get("num_experts_per_tok") or 0)
+    width = int(sizes.get("moe_intermediate_size") or sizes.get("intermediate_size") or 0)
+    return chosen * (2 * width + int(sizes["hidden_size"])) if chosen else 0

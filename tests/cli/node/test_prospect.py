@@ -1,0 +1,70 @@
+"""`coserve memory MODEL` predicts from a config what a GPU needs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from coserve.admission.prospect import Need, Wish, fit, needed
+from coserve.cli.app import app
+from coserve.core.gpu_memory import BaseSizes
+from coserve.model.base import wrap_base
+from coserve.model.formats.sizes import config_sizes
+from tests.support.tiny_models import tiny_model
+
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
+WISH = Wish(adapters=8, rank=16, requests=4, context=100, jobs=1, micro_batch_tokens=2048, fraction=0.9)
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+
+
+def llama(**settings: int) -> BaseSizes:
+    return config_sizes(LlamaConfig(**settings), "bfloat16", name="llama")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_sizes_are_those_of_the_loaded_base(family: str) -> None:
+    model = tiny_model(family)
+    found = config_sizes(model.config, "float32", name=family)
+    weights = sum(one.numel() * one.element_size() for one in model.parameters())
+    base = wrap_base(model, name=family)
+    assert found.spec.sites == base.spec.sites
+    assert found.kv == sum(shape.heads * (shape.keys + shape.values) * 4 for shape in base.kv_shapes)
+    assert weights <= found.weights <= weights * 1.1  # buffers
+
+
+def test_activations_are_those_that_an_h100_measured() -> None:
+    measured = json.loads((RESULTS / "memory_mixes.json").read_text())
+    sizes, costs, tokens = llama(**measured["base"]), measured["costs"], WISH.micro_batch_tokens
+    head = costs["head"]["per_token"] * tokens + costs["head"]["per_position"] * tokens
+    layers = costs["layer"] * sizes.spec.layers * tokens
+    assert needed(sizes, WISH).training == pytest.approx(layers + head, rel=0.05)
+
+
+def test_what_a_gpu_has_beside_the_fixed_needs_holds_requests() -> None:
+    sizes = llama(**LLAMA_8B)
+    assert 14.9 < sizes.weights / (1 << 30) < 15.1  # 8.03e9 parameters of two bytes
+    assert not fit(sizes, WISH, 24).fits
+    found, need = fit(sizes, WISH, 48), needed(sizes, WISH)
+    assert found.fits
+    assert found.requests == (found.budget - need.fixed) // (sizes.kv * WISH.context)
+
+
+def test_the_command_prints_every_use_and_every_gpu(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(LlamaConfig(**LLAMA_8B).to_json_string())
+    result = CliRunner().invoke(app, ["memory", str(tmp_path), "--jobs", "0"])
+    assert result.exit_code == 0, result.output
+    assert all(text in result.output for text in ("in all", "keys and values", "141 GB", "yes"))
+    shown = json.loads(CliRunner().invoke(app, ["memory", str(tmp_path), "--jobs", "0", "--json"]).output)
+    assert shown["total"] == sum(shown["need"][field] for field in Need.__struct_fields__)
+    assert shown["need"]["training"] == shown["need"]["jobs"] == 0
