@@ -79,8 +79,6 @@ CHATS: list[tuple[dict[str, Any], str]] = [
         "messages[0].tool_calls[0].function.arguments",
     ),
     ({"tools": {"type": "function"}}, "tools"),
-    ({"tools": [CALL], "tool_choice": "required"}, "tool_choice"),
-    ({"tools": [CALL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     *(
         ({"chat_template_kwargs": {name: "x"}}, "chat_template_kwargs")
         for name in ("messages", "tools", "add_generation_prompt", "eos_token", "raise_exception", "coserve_marks", "x")

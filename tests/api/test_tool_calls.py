@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from coserve.api.answers.families import FAMILIES, tool_family
 from coserve.api.answers.parser import AnswerFormat, AnswerParser
 from tests.support.api_server import Api, serve_api, tokenizer, with_template
 from tests.support.chat_templates import PHI_3, QWEN3, QWEN3_5
+from tests.support.real_server import serve_real
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -204,9 +206,56 @@ async def test_what_a_request_asks_of_its_calls(qwen: Api, client: AsyncOpenAI) 
     schema: Any = {"type": "json_object"}
     whole = await client.chat.completions.create(model="fake", messages=CHAT, tools=TOOLS, response_format=schema)
     assert whole.choices[0].message.content == LLAMA3  # a constrained text has no reasoning, though the prompt opens it
-    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-        with pytest.raises(openai.BadRequestError, match="tool_choice is not supported"):
-            await client.chat.completions.create(model="fake", messages=CHAT, tools=TOOLS, tool_choice=choice)
+
+
+NAMED: Any = {"type": "function", "function": {"name": "play"}}
+CHOICES: Any = [
+    {"type": "function", "function": {"name": "stop", "parameters": {"additionalProperties": False}}},
+    {
+        "type": "function",
+        "function": {
+            "name": "play",
+            "parameters": {
+                "properties": {"mood": {"$ref": "#/$defs/Mood"}},
+                "required": ["mood"],
+                "additionalProperties": False,
+                "$defs": {"Mood": {"enum": ["sad", "glad"]}},
+            },
+        },
+    },
+]
+
+
+async def test_a_forced_call_follows_its_schema(tmp_path: Path) -> None:
+    """With a real engine, which would write anything else."""
+    async with serve_real(tmp_path) as api:
+        url = f"http://127.0.0.1:{api.port}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+            for choice in ("required", NAMED):
+                asked: Any = {"messages": CHAT, "tools": CHOICES, "tool_choice": choice, "seed": 1, "max_tokens": 200}
+                done = await client.chat.completions.create(model="bundled", n=2, **asked)
+                for each in done.choices:
+                    assert (each.message.content, each.finish_reason) == (None, "tool_calls")
+                    (call,) = each.message.tool_calls or []
+                    assert call.function.name in ({"play"} if choice is NAMED else {"play", "stop"})
+                    if call.function.name == "play":
+                        assert json.loads(call.function.arguments)["mood"] in ("sad", "glad")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_choices_that_cannot_be_kept_are_refused(client: AsyncOpenAI) -> None:
+    other: Any = {"type": "function", "function": {"name": "play", "parameters": {"$defs": {"Mood": {}}}}}
+    for asked, field in (
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": NAMED, "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": "sometimes", "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": NAMED, "tools": CHOICES, "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tool_choice": "required", "tools": [*CHOICES, other]}, "tools"),
+        ({"tool_choice": "required", "tools": [{"type": "function"}]}, "tools"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(model="fake", messages=CHAT, extra_body=asked)
+        assert caught.value.param == field
 
 
 async def test_the_setting_goes_before_the_template(tmp_path: Path) -> None:

@@ -49,3 +49,9 @@ def tool_family(template: str | None, setting: str) -> ToolFamily | None:
         return None
     found = (family for family in FAMILIES.values() if all(marker in template for marker in family.markers))
     return next(found, None)
+
+
+def forced_family(family: ToolFamily | None) -> ToolFamily:
+    """Return the family of answers that are constrained to one call: its object, without a marker. `family`: the one
+    of the chat template, which may want ids of its own kind."""
+    return ToolFamily(Llama3Parser, (), long_id if family is None else family.new_id)

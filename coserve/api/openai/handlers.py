@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from coserve.api.answers.families import tool_family
+from coserve.api.answers.families import forced_family, tool_family
 from coserve.api.answers.parser import AnswerFormat, AnswerParsers, thinks
 from coserve.api.generation.async_tokenizer import check_tokens
 from coserve.api.generation.full_response import collect
@@ -59,8 +59,9 @@ class OpenAIApi:
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         body = await self._resolve_placeholder(await self._bodies.read(request, ChatRequest, dialect=True))
-        parsers = AnswerParsers(self._answer_format(body), self._service.tokenizer)
-        native = parsers.format.prepared(chat_request(body, self._service.engine.spec))
+        native = chat_request(body, self._service.engine.spec)
+        parsers = AnswerParsers(self._answer_format(body, native), self._service.tokenizer)
+        native = parsers.format.prepared(native)
         meta = self._meta("chatcmpl", body)
         vocabulary = self._service.tokenizer.vocabulary
         stream = self._service.generation.stream(native, read_prompt=parsers.read_prompt)
@@ -79,14 +80,15 @@ class OpenAIApi:
     async def delete_model(self, request: web.Request) -> web.StreamResponse:
         return json_response(await delete_model(self._service, request.match_info["id"]))
 
-    def _answer_format(self, body: ChatRequest) -> AnswerFormat:
+    def _answer_format(self, body: ChatRequest, native: GenerateRequest) -> AnswerFormat:
         template = self._service.tokenizer.chat_template
-        plain = is_constrained(body)  # its grammar has neither calls nor reasoning
-        calls = bool(body.tools) and body.tool_choice != "none" and not plain
+        family = tool_family(template, self._config.tool_parser)
+        if is_constrained(native):  # to a text without reasoning, which is a call or has none
+            forced = None if is_constrained(body) else forced_family(family)
+            return AnswerFormat(forced, thinks=False)
+        calls = bool(body.tools) and body.tool_choice != "none"
         return AnswerFormat(
-            tool_family(template, self._config.tool_parser) if calls else None,
-            thinks=thinks(template) and not plain,
-            parallel=body.parallel_tool_calls is not False,
+            family if calls else None, thinks=thinks(template), parallel=body.parallel_tool_calls is not False
         )
 
     async def _resolve_placeholder(self, body: RequestT) -> RequestT:

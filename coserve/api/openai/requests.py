@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import msgspec
+
 from coserve.api.http.body_types import is_empty, refuse_unless_neutral
 from coserve.api.openai.names import PREFIX, ref_of
 from coserve.api.openai.schemas import (
@@ -15,11 +17,13 @@ from coserve.api.openai.schemas import (
     SharedParams,
     StreamOptions,
 )
+from coserve.api.openai.tool_choice import forced_call
 from coserve.core.errors import AdapterNotFound, EmptyPrompt, InvalidRequest
 from coserve.core.limits import MAX_SEED, TokenId
 from coserve.core.messages import ChatMessage, TemplateOptions, Tools
 from coserve.core.names import is_adapter_ref
 from coserve.core.schemas import GenerateRequest, GenerationFields
+from coserve.core.schemas.output_format import StructuredOutputs
 from coserve.core.types import BaseSpec, SloClass
 
 DEFAULT_TOKENS = 16
@@ -42,7 +46,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 NEUTRAL_IN_COMPLETIONS: dict[str, tuple[object, ...]] = {"suffix": ()}
 NEUTRAL_IN_CHATS: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (False,),
-    "tool_choice": ("none", "auto"),
     "functions": (),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -102,9 +105,10 @@ def completion_requests(body: CompletionRequest, spec: BaseSpec, max_queue: int)
 def chat_request(body: ChatRequest, spec: BaseSpec) -> GenerateRequest:
     """Translate a chat request. Raises `InvalidRequest`, `AdapterNotFound`."""
     _check(body, NEUTRAL | NEUTRAL_IN_CHATS)
+    call = forced_call(body)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs", field="top_logprobs")
-    return _request(
+    request = _request(
         body,
         spec,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
@@ -113,6 +117,9 @@ def chat_request(body: ChatRequest, spec: BaseSpec) -> GenerateRequest:
         chat_template_kwargs=body.chat_template_kwargs or None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
+    if call is None:
+        return request
+    return msgspec.structs.replace(request, structured_outputs=StructuredOutputs(json=call))
 
 
 def _check(body: SharedParams, neutral: dict[str, tuple[object, ...]]) -> None:

@@ -121,7 +121,8 @@ class ChatRequest(SharedParams, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     """false: the answer has its first call only."""
     tool_choice: Any = None
-    """`auto` or `none`."""
+    """`auto`; `none`; `required`, or `{"type": "function", "function": {"name": "..."}}`: the answer is one call, which
+    follows the tool's schema."""
     functions: Any = None
     function_call: Any = None
     modalities: Any = None

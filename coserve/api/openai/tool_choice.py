@@ -1,0 +1,68 @@
+"""`tool_choice`: which tool the model has to call."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from coserve.api.generation.output_grammar import is_constrained
+from coserve.api.http.body_types import is_empty
+from coserve.api.openai.schemas import ChatRequest
+from coserve.core.errors import InvalidRequest
+from coserve.core.schemas.output_format import JsonSchema
+
+
+class _Function(msgspec.Struct, frozen=True):
+    name: str
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(msgspec.Struct, frozen=True):
+    function: _Function
+    type: Literal["function"] = "function"
+
+
+def forced_call(body: ChatRequest) -> JsonSchema | None:
+    """Return the schema of the one call, an object with `name` and `arguments`, that the answer has to be; None: any
+    answer. Raises `InvalidRequest`."""
+    if is_empty(body.tool_choice) or body.tool_choice in ("auto", "none"):
+        return None
+    if is_constrained(body):
+        raise InvalidRequest("expected auto or none in a request that constrains its text", field="tool_choice")
+    functions = [tool.function for tool in _tools(body)]
+    if body.tool_choice != "required":
+        name = _chosen_name(body.tool_choice)
+        functions = [function for function in functions if function.name == name]
+    if not functions:
+        raise InvalidRequest("expected tools of which it can be one, got none", field="tool_choice")
+    definitions: JsonSchema = {}
+    for function in functions:
+        for key, found in ((function.parameters or {}).get("$defs") or {}).items():
+            if definitions.setdefault(key, found) != found:
+                raise InvalidRequest(f"expected one definition of {key!r} in all tools' $defs", field="tools")
+    return {"anyOf": [_call_of(function) for function in functions], "$defs": definitions}
+
+
+def _tools(body: ChatRequest) -> list[_Tool]:
+    try:
+        return msgspec.convert(body.tools or [], list[_Tool])
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"expected functions with a name and parameters: {error}", field="tools") from error
+
+
+def _chosen_name(choice: object) -> str:
+    try:
+        return msgspec.convert(choice, _Tool).function.name
+    except msgspec.ValidationError as error:
+        raise InvalidRequest("expected auto, none, required or a function's name", field="tool_choice") from error
+
+
+def _call_of(function: _Function) -> JsonSchema:
+    parameters = {key: value for key, value in (function.parameters or {}).items() if key != "$defs"}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function.name}, "arguments": {"type": "object", **parameters}},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
