@@ -88,6 +88,7 @@ SETTINGS = [
     "tracker",
     "tracking_dir",
     "data_root",
+    "tool_parser",
     "tokenizer_workers",
     "max_connections",
     "max_body_bytes",
