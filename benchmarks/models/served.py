@@ -134,7 +134,7 @@ def _loaded(family: str, folder: Path) -> tuple[Base, list[int]]:
 
 def _generated(base: Base, weights: LoraWeights) -> dict[str, list[int]]:
     """Return the tokens of the base and of the adapter, in one batch."""
-    kv = KvCache.for_base(base, 1024, 16)
+    kv = KvCache.for_base(base, 4096, 16, sequences=4)
     store = Shelf({REF: weights}).store()
     generator = Generator(base, store, kv, eager(base, kv), max_running=4, step_tokens=STEP_TOKENS)
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
