@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -39,13 +40,15 @@ HEADERS = ("ADAPTER", "RANK", "SIZE", "AGE", "SOURCE", "NEWER")
 def list_adapters(
     limit: Limit = PAGE_SIZE,
     after: Annotated[str | None, typer.Option(help="list those whose names come after this one")] = None,
+    search: Annotated[str | None, typer.Option(help="list those whose names contain this, in any case")] = None,
+    source: Annotated[str | None, typer.Option(help="list those made by job, import, load or convert")] = None,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
     """List adapters with their current versions, and the newest one if a rollback has left a newer one behind."""
     with connect(url, key) as client:
-        page = client.adapters(after=after, limit=limit)
+        page = client.adapters(after=after, limit=limit, search=search, source=source)
         say_if_starting(client)
     if as_json:
         for adapter in page.data:
@@ -53,7 +56,9 @@ def list_adapters(
     else:
         print("\n".join(columns([HEADERS, *(_cells(adapter, time.time()) for adapter in page.data)])))
     if page.has_more:
-        say_more("adapters list", limit, page.data[-1].id)
+        filters = {"search": search, "source": source}
+        given = [f" --{name} {shlex.quote(value)}" for name, value in filters.items() if value is not None]
+        say_more(f"adapters list{''.join(given)}", limit, page.data[-1].id)
 
 
 @adapters_app.command("show")

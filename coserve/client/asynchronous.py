@@ -217,9 +217,20 @@ class AsyncClient:
 
     # ---- adapters
 
-    async def adapters(self, *, after: str | None = None, limit: int | None = None) -> AdapterList:
-        """Return a page of adapters (their current versions), by name."""
-        query = {"after": after, "limit": limit}
+    async def adapters(
+        self,
+        *,
+        after: str | None = None,
+        limit: int | None = None,
+        search: str | None = None,
+        base: str | None = None,
+        source: str | None = None,
+        resident: bool | None = None,
+    ) -> AdapterList:
+        """Return a page of adapters (their current versions), by name: those whose name contains `search`, of the base
+        with this name, made by this `source` (job, import, load, convert), in memory or not."""
+        query = {"after": after, "limit": limit, "search": search, "base": base, "source": source}
+        query |= {"resident": None if resident is None else str(resident).lower()}
         return await self._caller.json(self._caller.request("GET", "/adapters", query=query), AdapterList)
 
     async def adapter(self, ref: str) -> Adapter:
@@ -247,6 +258,11 @@ class AsyncClient:
         body = RollbackRequest(version=version)
         request = self._caller.request("POST", f"/adapters/{_quoted(name)}/rollback", body=body)
         return await self._caller.json(request, Adapter)
+
+    async def prefetch_adapter(self, ref: str) -> Adapter:
+        """Let the daemon read an adapter into memory before a request needs it; does not wait for it. Raises
+        `AdapterNotFound`, `BaseMismatch`."""
+        return await self._caller.json(self._caller.request("POST", f"/adapters/{_quoted(ref)}/prefetch"), Adapter)
 
     async def convert_adapter(
         self,

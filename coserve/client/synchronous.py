@@ -266,6 +266,7 @@ class Client(_Blocking[AsyncClient]):
     download_adapter = _call(AsyncClient.download_adapter)
     delete_adapter = _call(AsyncClient.delete_adapter)
     rollback_adapter = _call(AsyncClient.rollback_adapter)
+    prefetch_adapter = _call(AsyncClient.prefetch_adapter)
     convert_adapter = _call(AsyncClient.convert_adapter)
     health = _call(AsyncClient.health)
     wait_ready = _call(AsyncClient.wait_ready)

@@ -85,6 +85,13 @@ class DropAdapter(Message, frozen=True):
     ref: AdapterRef
 
 
+class PrefetchAdapter(Message, frozen=True):
+    """Read an adapter version into host memory before a request needs it. `digests`: as for `Generate`."""
+
+    ref: AdapterRef
+    digests: AdapterDigests
+
+
 class SnapshotDone(Message, frozen=True):
     """End sampling from a `JobSnapshot`: its adapter is dropped, and the job may go on."""
 
@@ -326,7 +333,16 @@ class EngineStopped(Message, frozen=True):
 
 
 ToEngine = (
-    Generate | CancelRequest | StartJob | PauseJob | ResumeJob | CancelJob | DropAdapter | SnapshotDone | Shutdown
+    Generate
+    | CancelRequest
+    | StartJob
+    | PauseJob
+    | ResumeJob
+    | CancelJob
+    | DropAdapter
+    | PrefetchAdapter
+    | SnapshotDone
+    | Shutdown
 )
 FromEngine = (
     EngineReady

@@ -33,6 +33,8 @@ PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".j
 
 CHECKPOINT_TENSORS, CHECKPOINT_STATE = "state.safetensors", "state.json"
 """The files of a job's checkpoint."""
+ADAPTER_SOURCES: Final = ("job", "import", "load", "convert")
+"""How a version was made: the first part of `Adapter.source`."""
 
 
 def is_name(text: str) -> bool:

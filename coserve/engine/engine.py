@@ -27,6 +27,7 @@ from coserve.core.link import (
     Generate,
     Link,
     PauseJob,
+    PrefetchAdapter,
     ResumeJob,
     Shutdown,
     SnapshotDone,
@@ -317,6 +318,8 @@ class Engine:
                 self._jobs.cancel(id)
             case DropAdapter(ref=ref):
                 self._adapters.drop(ref)
+            case PrefetchAdapter(ref=ref, digests=digests):
+                self._adapters.prefetch(ref, digests)
             case SnapshotDone(id=id, ref=ref):
                 self._adapters.drop(ref)
                 self._jobs.snapshot_done(id, ref)

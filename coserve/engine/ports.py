@@ -20,7 +20,7 @@ from coserve.core.link import (
     RequestFailed,
     TrainingBatches,
 )
-from coserve.core.types import AdapterRef, JobSpec, MicroStep
+from coserve.core.types import AdapterDigests, AdapterRef, JobSpec, MicroStep
 from coserve.generate.plan import Ran, Share
 from coserve.generate.schedule import Scheduler
 from coserve.memory.allocator import AllocatorStats
@@ -60,6 +60,7 @@ class StoresAdapters(Protocol):
 
     def notify(self, changed: Callable[[], None]) -> None: ...
     def drop(self, ref: AdapterRef) -> None: ...
+    def prefetch(self, ref: AdapterRef, digests: AdapterDigests | None = None) -> None: ...
     def resident(self) -> tuple[AdapterRef, ...]: ...
     def close(self) -> None: ...
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import islice
+
 import msgspec
 
 from coserve.core.errors import AdapterNotFound
@@ -107,14 +110,22 @@ class AdapterTable(Database):
         (version,) = self._db.execute("SELECT max(version) FROM adapters WHERE id = ?", (id,)).fetchone()
         return int(version)
 
-    def adapters(self, *, after: str | None = None, limit: int = 100) -> list[AdapterRecord]:
-        """The current version of each adapter, by name, after `after`."""
+    def adapters(
+        self,
+        *,
+        after: str | None = None,
+        limit: int = 100,
+        search: str = "",
+        keep: Callable[[AdapterRecord], bool] = lambda _: True,
+    ) -> list[AdapterRecord]:
+        """The current version of each adapter whose name contains `search`, in any case, and that `keep` accepts; by
+        name, after `after`."""
         rows = self._db.execute(
-            "SELECT record FROM adapters AS one WHERE id > ? "
-            "AND version = (SELECT version FROM current_versions WHERE id = one.id) ORDER BY id LIMIT ?",
-            (after or "", limit),
+            "SELECT record FROM adapters AS one WHERE id > ? AND instr(lower(id), lower(?)) "
+            "AND version = (SELECT version FROM current_versions WHERE id = one.id) ORDER BY id",
+            (after or "", search),
         )
-        return [_decode(row[0]) for row in rows]
+        return list(islice(filter(keep, (_decode(row[0]) for row in rows)), limit))
 
     def versions(self, id: str) -> list[AdapterRecord]:
         """Every version, ascending. Raises `AdapterNotFound`."""

@@ -86,6 +86,16 @@ class AdapterRecord(Wire, frozen=True):
     """See `AdapterDigests.alphas`."""
     bd_blocks: int = 1
     """See `LoraSettings.bd_blocks`; also 1 for versions registered before it was kept."""
+    continues: AdapterRef | None = None
+    """The version that the job continued. None: none, or registered before it was kept."""
+    corpus_digest: str | None = None
+    """`JobSpec.corpus_digest` of the job. None: no job, or registered before it was kept."""
+
+    @property
+    def parent(self) -> str | None:
+        """The version that this one was made of, by a job or a conversion."""
+        kind, _, ref = self.source.partition(":")
+        return ref if kind == "convert" else None if self.continues is None else str(self.continues)
 
     @property
     def digests(self) -> AdapterDigests:

@@ -322,7 +322,10 @@ class Registry(AdapterTable):
             record = self._move(self.job(id), JobState.SUCCEEDED)
             assert adapter.ref == AdapterRef(record.spec.adapter, record.spec.version), adapter.ref
             record = msgspec.structs.replace(record, result=adapter.ref)
-            self._insert_adapter(adapter)
+            spec = record.spec
+            self._insert_adapter(
+                msgspec.structs.replace(adapter, continues=spec.init_from, corpus_digest=spec.corpus_digest)
+            )
             self._append(id, "state", f"published {adapter.ref}", state=JobState.SUCCEEDED)
             seconds = self._clock() - (record.started_at or record.created_at)
             self._log_on_commit(

@@ -205,6 +205,21 @@ async def test_what_nobody_waits_for_any_more_goes_at_once() -> None:
     store.close()
 
 
+async def test_a_prefetched_adapter_is_idle_and_a_prefetch_that_fails_leaves_nothing() -> None:
+    disk = Disk(*REFS[:3])
+    store = AdapterStore(disk, HostBudget(2))
+    for ref in (REFS[0], REFS[1], REFS[1], REFS[5]):
+        store.prefetch(ref)
+    await settled(store)
+    assert set(store.resident()) == set(REFS[:2])
+    assert sorted(disk.reads) == sorted(REFS[:2])
+    store.prefetch(REFS[2])
+    await settled(store)
+    assert len(store.resident()) == 2
+    assert REFS[2] in store.resident()
+    store.close()
+
+
 async def test_who_waits_for_a_deleted_adapter_fails_read_or_not() -> None:
     store = AdapterStore(Disk(*REFS), HostBudget(2))
     assert not store.ready(REFS[0])

@@ -647,6 +647,9 @@ class NoAdapters:
     def drop(self, ref: AdapterRef) -> None:
         """Nothing is kept."""
 
+    def prefetch(self, ref: AdapterRef, digests: AdapterDigests | None = None) -> None:
+        """Nothing is read."""
+
     def resident(self) -> tuple[AdapterRef, ...]:
         return ()
 

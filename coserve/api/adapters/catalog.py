@@ -15,8 +15,10 @@ from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, s
 from pathlib import Path
 from typing import TypeVar
 
+from coserve.api.adapters.filters import EVERY, AdapterFilter
 from coserve.api.adapters.in_use import AdaptersInUse
 from coserve.api.adapters.inspection import Inspection
+from coserve.api.adapters.lookup import find_adapter
 from coserve.api.adapters.size import refuse_too_large
 from coserve.api.engine_client import EngineClient
 from coserve.api.http.parsing import local_path
@@ -28,7 +30,7 @@ from coserve.core.errors import (
     StorageError,
     UnsafeAdapter,
 )
-from coserve.core.link import DropAdapter
+from coserve.core.link import DropAdapter, PrefetchAdapter
 from coserve.core.names import ADAPTER_FILES
 from coserve.core.schemas import Adapter, AdapterList, DeletedAdapter, ImportRequest
 from coserve.core.types import AdapterRef, BaseSpec
@@ -178,6 +180,8 @@ class AdapterCatalog:
             current=current,
             newest=newest,
             bd_blocks=record.bd_blocks,
+            parent=record.parent,
+            corpus_digest=record.corpus_digest,
         )
 
     async def get(self, name: str, version: int | None) -> Adapter:
@@ -191,12 +195,26 @@ class AdapterCatalog:
         versions = [each.ref.version for each in records]
         return self._view(record, versions[-1], versions, current=record.ref.version == current)
 
-    async def list(self, after: str | None, limit: int) -> AdapterList:
-        """Return the current version of each adapter, by name."""
+    async def prefetch(self, name: str, version: int | None) -> Adapter:
+        """Let the engine read one version (the current one by default) into memory. Raises `AdapterNotFound`,
+        `BaseMismatch`, `EngineUnavailable`."""
+        record = await find_adapter(self._registry, name, version, self._engine.spec, field="id")
+        self._engine.send(PrefetchAdapter(ref=record.ref, digests=record.digests))
+        return await self.get(name, record.ref.version)
+
+    async def list(self, after: str | None, limit: int, chosen: AdapterFilter = EVERY) -> AdapterList:
+        """Return the current version of each adapter that the filter accepts, by name."""
+        stats = self._engine.stats
+        resident = frozenset() if stats is None else frozenset(stats.resident)
 
         def find(registry: Registry) -> list[tuple[AdapterRecord, int]]:
             with registry.snapshot():
-                records = registry.adapters(after=after, limit=limit + 1)
+                records = registry.adapters(
+                    after=after,
+                    limit=limit + 1,
+                    search=chosen.search,
+                    keep=lambda record: chosen.accepts(record, resident),
+                )
                 return [(record, registry.newest_version(record.ref.id)) for record in records]
 
         found = await self._registry.read(find)

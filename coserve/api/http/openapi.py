@@ -12,10 +12,15 @@ from coserve import __version__
 from coserve.api.http.field_docs import describe_fields
 from coserve.api.http.route import ALWAYS, BUSY, UNAVAILABLE, Route, Schema
 from coserve.core.limits import PAGE_LIMIT, PAGE_SIZE
+from coserve.core.names import ADAPTER_SOURCES
 
 _REF = "#/components/schemas/{name}"
 _QUERY: dict[str, dict[str, Any]] = {
     "after": {"type": "string", "description": "Entries after this one."},
+    "search": {"type": "string", "description": "part of the name, in any case"},
+    "base": {"type": "string", "description": "name of the base"},
+    "source": {"enum": list(ADAPTER_SOURCES), "description": "how the version was made"},
+    "resident": {"type": "boolean", "description": "whether the version is in memory"},
     "limit": {"type": "integer", "minimum": 1, "maximum": PAGE_LIMIT, "default": PAGE_SIZE},
     "order": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
     "purpose": {"type": "string", "description": "Only files with this purpose."},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -109,10 +109,10 @@ def ref_from_path(text: str) -> tuple[str, int | None]:
     return split_ref(text)
 
 
-def page(query: Mapping[str, str]) -> tuple[str | None, int]:
-    """Return `after` and `limit` of a list request."""
+def page(query: Mapping[str, str], filters: Collection[str] = ()) -> tuple[str | None, int]:
+    """Return `after` and `limit` of a list request, which may also have `filters`."""
     for name in query:
-        if name not in ("after", "limit"):
+        if name not in ("after", "limit", *filters):
             raise UnknownField(f"unknown parameter {name[:80]!r}", field=name[:200])
     text = query.get("limit", str(PAGE_SIZE))
     if not (text.isascii() and text.isdigit() and len(text) <= 9 and 1 <= int(text) <= PAGE_LIMIT):

@@ -11,6 +11,7 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from coserve import __version__
+from coserve.api.adapters.filters import FILTERS, adapter_filter
 from coserve.api.generation.full_response import collect_native
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.parsing import decode_dialect, decode_json, decode_last, page, ref_from_path
@@ -147,7 +148,8 @@ class NativeApi:
             return json_response(await self._service.adapters.import_files(settings, folder), status=201)
 
     async def list_adapters(self, request: web.Request) -> web.StreamResponse:
-        return json_response(await self._service.adapters.list(*page(request.query)))
+        after, limit = page(request.query, FILTERS)
+        return json_response(await self._service.adapters.list(after, limit, adapter_filter(request.query)))
 
     async def get_adapter(self, request: web.Request) -> web.StreamResponse:
         return json_response(await self._service.adapters.get(*ref_from_path(request.match_info["id"])))
@@ -176,6 +178,11 @@ class NativeApi:
             raise InvalidRequest("expected a name without a version: the body names it", field="id")
         body = await self._bodies.read(request, RollbackRequest)
         return json_response(await self._service.adapters.roll_back(name, body.version))
+
+    async def prefetch_adapter(self, request: web.Request) -> web.StreamResponse:
+        return json_response(
+            await self._service.adapters.prefetch(*ref_from_path(request.match_info["id"])), status=202
+        )
 
     async def convert_adapter(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, ConvertRequest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from coserve.api.adapters.filters import FILTERS
 from coserve.api.http.responses import NATIVE_ERRORS
 from coserve.api.http.route import BODY_ERRORS, BUSY, PAGE, Route
 from coserve.api.native.handlers import NativeApi
@@ -82,7 +83,14 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             response=DeletedJob,
             errors=(404, 409, 507),
         ),
-        Route("GET", "/adapters", api.list_adapters, "List adapters by name", response=AdapterList, query=PAGE),
+        Route(
+            "GET",
+            "/adapters",
+            api.list_adapters,
+            "List adapters by name",
+            response=AdapterList,
+            query=(*PAGE, *FILTERS),
+        ),
         Route(
             "POST",
             "/adapters",
@@ -119,6 +127,15 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             body=RollbackRequest,
             response=Adapter,
             errors=(404, *body, 507),
+        ),
+        Route(
+            "POST",
+            "/adapters/{id}/prefetch",
+            api.prefetch_adapter,
+            "Read an adapter into memory before a request needs it; the answer does not wait for it",
+            response=Adapter,
+            status=202,
+            errors=(404, 422),
         ),
         Route(
             "POST",

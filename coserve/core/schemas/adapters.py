@@ -50,6 +50,10 @@ class Adapter(Wire, frozen=True):
     """The newest version of the name; after a rollback the name means an older one."""
     bd_blocks: int = 1
     """Diagonal blocks of a BD-LoRA adapter; 1: plain LoRA."""
+    parent: str | None = None
+    """The version (`name@version`) that the job continued, or that was converted."""
+    corpus_digest: str | None = None
+    """SHA-256 (hex) of the tokenised corpus on which the job trained it."""
 
 
 class RollbackRequest(Wire, frozen=True):

@@ -100,6 +100,11 @@ class AdapterStore:
         self._discard_if_unused(entry)
         self._evict()
 
+    def prefetch(self, ref: AdapterRef, digests: AdapterDigests | None = None) -> None:
+        """Start to read an adapter that no request needs yet. Its copy is idle, and the last one to be evicted."""
+        if not self.ready(ref, digests):
+            self.waited(ref)
+
     def close(self) -> None:
         """Stop reading."""
         for task in self._tasks:
