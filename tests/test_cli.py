@@ -26,6 +26,7 @@ COMMANDS = [
     "config",
     "demo",
     "doctor",
+    "eval",
     "finetune",
     "generate",
     "jobs",

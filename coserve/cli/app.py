@@ -28,6 +28,7 @@ COMMANDS = {
     "generate": ("generation.generate", "generate"),
     "chat": ("generation.chat", "chat"),
     "finetune": ("finetuning.command", "finetune"),
+    "eval": ("generation.evaluation", "evaluate"),
     "bench": ("bench.command", "bench", "bench.command", "BenchCommand"),
     "memory": ("node.memory", "memory"),
     "doctor": ("node.doctor", "doctor"),
