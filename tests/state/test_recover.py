@@ -47,7 +47,7 @@ def files(folder: DataFolder) -> set[str]:
     return {name for name in found if not name.startswith(("registry", "lock"))}
 
 
-EMPTY = {"adapters", "jobs", "staging"}
+EMPTY = {"adapters", "files", "jobs", "staging"}
 
 
 def test_an_empty_folder(registry: Registry, folder: DataFolder) -> None:
