@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from msgspec.inspect import (
+    AnyType,
     DictType,
     ListType,
     StrType,
@@ -41,6 +42,8 @@ def unbounded(info: Type, path: str, seen: frozenset[type] = frozenset()) -> Ite
             if info.max_length is None:
                 yield f"{path}[]"
             yield from unbounded(item, f"{path}[...]", seen)
+        case DictType(value_type=AnyType()):
+            pass
         case DictType(key_type=key, value_type=value):
             if info.max_length is None and path != "FinetuneRequest.data[...]":
                 yield f"{path}{{}}"

@@ -60,7 +60,7 @@ def test_a_conversion_prints_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("command", "shown"), [("finetune", "twice the rank"), ("adapters convert", "NAME-bdN; NAME-lora for one block")]
+    ("command", "shown"), [("finetune", "None: `2 * r`"), ("adapters convert", "NAME-bdN; NAME-lora for one block")]
 )
 def test_help_shows_defaults_that_the_daemon_chooses(command: str, shown: str) -> None:
     output = CliRunner().invoke(app, [*command.split(), "--help"]).output

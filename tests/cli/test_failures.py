@@ -158,7 +158,10 @@ def test_files_that_are_not_what_they_should_be(
         (["finetune", "a", __file__, "--warmup-ratio", "1"], "in steps: --set training.warmup_steps=VALUE (see"),
         (["finetune", "a", __file__, "--dropout", "0"], "did you mean '--set lora.dropout=VALUE'? (see"),
         (["finetune", "a", __file__, "--training-file", "x"], "; give the rows as the argument FILE (see"),
-        (["generate", "x", "--min-p", "1"], "no such option: --min-p; did you mean 'min_p' of POST /generate? (see"),
+        (
+            ["generate", "x", "--logit-bias", "1"],
+            "no such option: --logit-bias; did you mean 'logit_bias' of POST /generate? (see",
+        ),
         (["jobs", "list", "--limit", "many"], "invalid value for '--limit': expected a whole number, got 'many' (see"),
         (["jobs", "list", "--limit", "0"], "invalid value for '--limit': expected at least 1, got 0 (see"),
         (["generate", "x", "--temperature", "warm"], "'--temperature': expected a number, got 'warm' (see"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -15,13 +14,12 @@ import pytest
 import torch
 
 from coserve.core.grammar import Grammar
-from coserve.core.link import Generate, RequestFailed
+from coserve.core.link import RequestFailed
 from coserve.core.types import FinishReason, SamplingParams
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.engine.ranks.executor import RankedExecutor
 from coserve.engine.ranks.follower import FollowerParts
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput
-from coserve.generate.generator import Generator
 from coserve.generate.grammars import Grammars
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, load_base
@@ -32,37 +30,7 @@ from tests.support.executors import eager, graphs
 from tests.support.finetuning import Bench
 from tests.support.following import Following
 from tests.support.generation import collect, request
-from tests.support.lengths import OneMoreToken
-from tests.support.shelf import Shelf
-
-OBJECT = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
-ANY = Grammar("regex", r"(.|\n)*")
-GRAMMARS = [
-    Grammar("json_schema", json.dumps(OBJECT)),
-    Grammar("json_schema", '{"type": "array", "items": {"enum": ["red", "blue"]}, "minItems": 1, "maxItems": 3}'),
-    Grammar("regex", r"[a-c]{2,5}-\d+"),
-    Grammar("choice", '["yes", "no \\"sir\\"", "maybe"]'),
-    Grammar("grammar", 'root ::= ("ab" | "cd") [0-9]'),
-]
-
-
-def follows(text: str, grammar: Grammar) -> bool:
-    match grammar.kind:
-        case "regex":
-            return re.fullmatch(grammar.text, text) is not None
-        case "choice":
-            return text in json.loads(grammar.text)
-        case "grammar":
-            return re.fullmatch(r"(ab|cd)[0-9]", text) is not None
-    value = json.loads(text)
-    if isinstance(value, list):
-        return 1 <= len(value) <= 3 and set(value) <= {"red", "blue"}
-    return value.keys() == {"name", "age"} and len(value["name"]) <= 8 and 0 <= int(value["age"]) <= 99
+from tests.support.grammars import ANY, follows, generator, requests
 
 
 @pytest.fixture(scope="module")
@@ -80,27 +48,8 @@ def grammars(base: Base, tokenizer: Tokenizer) -> Grammars:
     return Grammars(lambda: tokenizer, base.spec.vocab)
 
 
-def generator(base: Base, kv: KvCache, executor: StepExecutor, grammars: Grammars, running: int = 8) -> Generator:
-    store, lengths = Shelf().store(), OneMoreToken()
-    return Generator(base, store, kv, executor, max_running=running, step_tokens=16, lengths=lengths, grammars=grammars)
-
-
 def ahead(base: Base, kv: KvCache) -> StepExecutor:
     return graphs(FusedBase(base, compiled=False), kv, max_running=8)
-
-
-def requests(ids: list[int]) -> list[Generate]:
-    """With each grammar: at temperature 1, with penalties and log-probabilities; and one without a grammar."""
-    kinds = [
-        SamplingParams(max_tokens=60, temperature=1.0, seed=3),
-        SamplingParams(max_tokens=60, temperature=1.0, frequency_penalty=0.3, logprobs=1, seed=4),
-    ]
-    found = [
-        msgspec.structs.replace(request(f"{number}-{kind}", tuple(ids), params), grammar=grammar)
-        for number, grammar in enumerate(GRAMMARS)
-        for kind, params in enumerate(kinds)
-    ]
-    return [*found, request("free", tuple(ids), SamplingParams(max_tokens=12, temperature=0.0))]
 
 
 def test_answers_follow_their_grammars(base: Base, tokenizer: Tokenizer, grammars: Grammars) -> None:

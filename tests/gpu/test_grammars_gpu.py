@@ -11,9 +11,9 @@ from coserve.generate.grammars import Grammars
 from coserve.memory.kv import KvCache
 from coserve.model.base import load_base
 from coserve.model.fused import FusedBase
-from tests.generate.test_grammars import ANY, follows, generator, requests
 from tests.support.executors import graphs
 from tests.support.generation import collect, request
+from tests.support.grammars import ANY, follows, generator, requests
 
 pytestmark = pytest.mark.gpu
 
