@@ -28,7 +28,15 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 SUMMARY: dict[str, dict[str, Any]] = json.loads((RESULTS / "summary.json").read_text())
 BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
-ALONE = {"house.json", "house_finetuning.json", "http_paced.json", "imports.json", "memory_mixes.json", "served.json"}
+ALONE = {
+    "house.json",
+    "house_finetuning.json",
+    "http_paced.json",
+    "imports.json",
+    "memory_mixes.json",
+    "recurrent.json",
+    "served.json",
+}
 """Results whose scripts put their keys into the summary when they measure, or publish one run."""
 
 
