@@ -54,6 +54,7 @@ def test_methods() -> None:
         "generate",
         "health",
         "import_adapter",
+        "prefetch_adapter",
         "job",
         "jobs",
         "metrics",
