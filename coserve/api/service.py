@@ -14,6 +14,7 @@ import time
 from coserve import __version__
 from coserve.api.adapters.catalog import AdapterCatalog
 from coserve.api.adapters.conversion import Conversions
+from coserve.api.documents.jobs import DocumentJobs
 from coserve.api.engine_client import EngineClient
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.in_flight import MAX_PROMPT_SCORES, InFlightRequests
@@ -95,10 +96,13 @@ class Service:
         self.generation = InFlightRequests(
             config, self.engine, registry, tokenizer, self.texts, self.metrics, max_prompt_scores=max_prompt_scores
         )
-        self._sampler = JobSampler(registry, self.engine, self.generation, self.recorder.deliver)
+        documents = DocumentJobs(
+            config, folder, registry, tokenizer, self.texts, self.generation, self.engine, self.recorder
+        )
+        self._sampler = JobSampler(registry, self.engine, self.generation, self.recorder.deliver, documents.evaluate)
         self.stopping = Stopping()
         self.jobs = JobManager(
-            config, folder, registry, tokenizer, self._preparers, self.engine, self.recorder, self.stopping
+            config, folder, registry, tokenizer, self._preparers, self.engine, self.recorder, self.stopping, documents
         )
         self.adapters = AdapterCatalog(config, folder, registry, self._preparers, self.engine, self.generation.in_use)
         converters = HelperPool(tokenizer.state, 1, config.logs, max_memory=0)

@@ -26,6 +26,7 @@ CoserveError
 │   ├── StorageError                 a file could not be read or written now; its content may be valid
 │   │   ├── StorageFull 507          ├── StorageFailed 500     ├── StorageBusy 503
 ├── JobError                         a job ended badly (never an HTTP response; status 500)
+│   ├── NotLearned                   a document's adapter answers no better than the base, or than another one's
 │   ├── NonFiniteLoss                ├── JobOutOfMemory        ├── CheckpointUnreadable
 │   ├── EngineCrashed                the job is paused: the engine died repeatedly
 ├── InternalError 500                a bug of coserve; the body has no details
@@ -323,6 +324,13 @@ class Unreachable(CapacityError):
 
 class JobError(CoserveError):
     code = "job_error"
+
+
+class NotLearned(JobError):
+    """The adapter of a document answers held-out questions no better than the base does without the document, or than
+    another document's adapter does. It is not published."""
+
+    code = "not_learned"
 
 
 class NonFiniteLoss(JobError):

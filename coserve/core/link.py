@@ -206,6 +206,8 @@ class JobSnapshot(Message, frozen=True):
     id: str
     step: int
     ref: AdapterRef
+    final: bool = False
+    """The job is trained: these weights are to be published."""
 
 
 class JobNote(Message, frozen=True):

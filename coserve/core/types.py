@@ -402,6 +402,10 @@ class JobSpec(Wire, frozen=True):
     """Tokens of the longest row; 0 for jobs stored before this field existed."""
     corpus_digest: str | None = None
     """SHA-256 (hex) of the corpus's file; None for jobs stored before this field existed."""
+    soft_targets: bool = False
+    """The corpus has candidates with weights for each target; the loss is the cross-entropy with them."""
+    evaluated: bool = False
+    """The trained adapter is announced as a snapshot and evaluated by the API process before it is published."""
 
     @property
     def sources(self) -> tuple[AdapterRef, ...]:

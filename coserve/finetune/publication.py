@@ -79,7 +79,8 @@ class JobSnapshots:
     def due(self) -> bool:
         """Whether the last finished step, or the end, needs samples and no snapshot was attempted."""
         loop, progress, training = self._loop, self._loop.progress, self._loop.spec.training
-        if not training.sample_prompts or progress.pending is not None or progress.step in (0, self._taken):
+        wanted = training.sample_prompts or (loop.spec.evaluated and loop.finished)
+        if not wanted or progress.pending is not None or progress.step in (0, self._taken):
             return False
         return progress.step % training.sample_steps == 0 or loop.finished
 
@@ -108,7 +109,14 @@ def snapshot_without_memory(job: str, step: int) -> JobNote:
 
 
 def snapshot(
-    id: str, step: int, ref: AdapterRef, weights: Callable[[], LoraWeights], base: Base, store: AdapterStore
+    id: str,
+    step: int,
+    ref: AdapterRef,
+    weights: Callable[[], LoraWeights],
+    base: Base,
+    store: AdapterStore,
+    *,
+    final: bool = False,
 ) -> Callable[[], Callable[[], JobSnapshot | JobNote]]:
     """Make the weights of job `id` after `step` available to requests, in memory only. `weights` waits until they are
     on the host.
@@ -124,7 +132,7 @@ def snapshot(
 
         def publish() -> JobSnapshot:
             store.publish(ref, served, temporary=True)
-            return JobSnapshot(id=id, step=step, ref=ref)
+            return JobSnapshot(id=id, step=step, ref=ref, final=final)
 
         return publish
 

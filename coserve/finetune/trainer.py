@@ -173,7 +173,8 @@ class Trainer(Sessions[TrainingJob]):
         with self._job_errors():
             step, weights = self._jobs[job].snapshots.take()
         ref = AdapterRef(f"{job}:snapshot", next(self._snapshot_numbers))
-        copy = snapshot(job, step, ref, weights, self._base, self._store)
+        final = self._jobs[job].loop.finished
+        copy = snapshot(job, step, ref, weights, self._base, self._store, final=final)
 
         def run() -> Callable[[], JobSnapshot | JobNote]:
             with self._job_errors():
@@ -207,7 +208,7 @@ class Trainer(Sessions[TrainingJob]):
     def _load(self, spec: JobSpec, check: Callable[[], None]) -> TrainingJob:
         base = self._base
         corpus = Corpus.load(self._folder.corpus(spec.id), check, digest=spec.corpus_digest)
-        if int(corpus.tokens.max()) >= base.spec.vocab:
+        if max(int(ids.max()) for ids in (corpus.tokens, corpus.candidates) if ids is not None) >= base.spec.vocab:
             raise CheckpointUnreadable("the job's corpus has tokens that the base does not know")
         plan = self._make_plan(corpus.lengths, spec.training, self._settings.limits.tokens, check)
         loop = TrainingLoop(spec, corpus, plan, *self._session(spec))

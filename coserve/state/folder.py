@@ -10,6 +10,7 @@ tracking/                                 files of the trackers (`--tracking-dir
 adapters/<id>/<version>/                  PEFT files of one immutable version
 files/<id>/                               an uploaded file and its record: `state.files`
 jobs/<job>/corpus.safetensors             the tokenised corpus
+jobs/<job>/document.msgpack               a document in chunks, and beside it *.jsonl: questions, lessons, scores
 jobs/<job>/checkpoint-<step>/             resumable state
 staging/                                  uploads on their way; emptied at every start
 """
@@ -32,6 +33,7 @@ from coserve.state.durable import make_folder, read_errors, sweep, write_errors
 
 log = logging.getLogger(__name__)
 
+DOCUMENT = "document.msgpack"
 _CHECKPOINT = re.compile(r"checkpoint-(\d{8,})")
 
 
@@ -57,6 +59,9 @@ class DataFolder:
 
     def corpus(self, job_id: str) -> Path:
         return self.job(job_id) / "corpus.safetensors"
+
+    def document(self, job_id: str) -> Path:
+        return self.job(job_id) / DOCUMENT
 
     def checkpoint(self, job_id: str, step: int) -> Path:
         return self.job(job_id) / f"checkpoint-{step:08d}"

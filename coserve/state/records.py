@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from coserve.core.schemas import ErrorInfo, Sample
+from coserve.core.schemas import DocumentJob, ErrorInfo, Sample
 from coserve.core.step_metrics import StepMetrics
-from coserve.core.types import AdapterDigests, AdapterRef, JobSpec, JobState, Wire
+from coserve.core.types import AdapterDigests, AdapterRef, JobSpec, JobState, TrainingRequest, Wire
 from coserve.state.pace import Pace
 
 
@@ -52,6 +52,16 @@ class JobRecord(Wire, frozen=True):
 
     origin: JobOrigin | None = None
     """Uploaded files that the job was made from, if any."""
+
+    document: DocumentJob | None = None
+    """What the job of a document has done."""
+    asked: TrainingRequest | None = None
+    """Training settings of a document's job as the request had them: what is open is chosen for its later corpus."""
+
+    @property
+    def prepared(self) -> bool:
+        """Whether the job's corpus exists: a document's is made of questions and answers first."""
+        return self.document is None or self.spec.rows > 0
 
     @property
     def eta(self) -> float | None:

@@ -121,7 +121,8 @@ def _match_jobs(folder: DataFolder, unfinished: set[str]) -> None:
 
 
 def _has_corpus(registry: Registry, folder: DataFolder, job: JobRecord) -> bool:
-    if folder.corpus(job.spec.id).is_file():
+    unprepared = job.document is not None and not job.prepared
+    if (folder.document if unprepared else folder.corpus)(job.spec.id).is_file():
         return True
     log.warning("job %s failed: its corpus is gone", job.spec.id)
     error = ErrorInfo(code="corpus_missing", message="its corpus was gone when the daemon started")

@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from coserve.core.errors import AdapterBusy, JobNotFound, WrongJobState
-from coserve.core.schemas import ErrorInfo, EventLevel, EventType, JobEvent, Sample
+from coserve.core.schemas import DocumentJob, ErrorInfo, EventLevel, EventType, JobEvent, Sample
 from coserve.core.step_metrics import StepMetrics
 from coserve.core.types import AdapterRef, JobSpec, JobState
 from coserve.state.adapters import AdapterTable
@@ -123,6 +123,7 @@ class Registry(AdapterTable):
         state: JobState | None = None,
         eta: float | None = None,
         sample: Sample | None = None,
+        document: DocumentJob | None = None,
     ) -> None:
         (last,) = self._db.execute("SELECT coalesce(max(seq), 0) FROM events WHERE job = ?", (job,)).fetchone()
         event = JobEvent(
@@ -136,6 +137,7 @@ class Registry(AdapterTable):
             state=state,
             eta=eta,
             sample=sample,
+            document=document,
         )
         of_step = metrics if sample is None else sample
         self._db.execute(
@@ -232,6 +234,25 @@ class Registry(AdapterTable):
             )
             self._append(id, "metrics", f"step {metrics.step}/{metrics.total_steps}", metrics=metrics, eta=record.eta)
             return self._save(record)
+
+    def record_document(self, id: str, document: DocumentJob, message: str) -> JobRecord:
+        """Record what the job of a document has done. Raises `JobNotFound`, `WrongJobState`."""
+        with self._transaction():
+            record = self.job(id)
+            if record.state.terminal:
+                raise WrongJobState(f"job {id} is {record.state}: it does nothing more")
+            self._append(id, "document", message, document=document)
+            return self._save(msgspec.structs.replace(record, document=document))
+
+    def record_corpus(self, spec: JobSpec, total_steps: int, document: DocumentJob) -> JobRecord:
+        """Record that a document's job has its corpus and waits to be trained, as `spec`. Raises `JobNotFound`,
+        `WrongJobState`."""
+        with self._transaction():
+            record = self._move(self.job(spec.id), JobState.QUEUED)
+            message = f"job queued: {spec.rows} rows to learn, {total_steps} steps"
+            self._append(spec.id, "state", message, state=JobState.QUEUED)
+            self._append(spec.id, "document", message, document=document)
+            return self._save(msgspec.structs.replace(record, spec=spec, total_steps=total_steps, document=document))
 
     def record_checkpoint(self, id: str, step: int) -> None:
         """Record that a checkpoint is durable. Raises `JobNotFound`."""

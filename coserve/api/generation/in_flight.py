@@ -92,13 +92,14 @@ class InFlightRequests:
         snapshot: AdapterRef | None = None,
         group: PromptGroup | None = None,
         read_prompt: Callable[[Sequence[int]], None] | None = None,
+        sheds: bool = True,
     ) -> AsyncGenerator[GenerateChunk, None]:
         """Yield the chunks of all choices as they come. Closing the generator early cancels the request in the engine.
 
         `semaphore` bounds the chunks that several streams hold: a chunk is made and yielded while it is held.
         `snapshot`: the adapter of a job in training (`JobSnapshot`) to use; such a request is never shed for its
-        deadline. `group`: shared by all prompts of one call. `read_prompt`: called with the prompt's token ids, before
-        the first chunk.
+        deadline, nor is any without `sheds`. `group`: shared by all prompts of one call. `read_prompt`: called with the
+        prompt's token ids, before the first chunk.
 
         Raises, before the first chunk only: `InvalidRequest`, `EmptyPrompt`, `PromptTooLong`, `AdapterNotFound`,
         `BaseMismatch`, `QueueFull`, `Overloaded`; at any time: `EngineUnavailable`.
@@ -121,7 +122,7 @@ class InFlightRequests:
                 record = await find_adapter(self._registry, name, version, self._engine.spec, field="adapter")
                 adapter, digests = record.ref, record.digests
             prompt_scores = self._reserve_prompt_scores(request, len(prompt))
-            slo = targets_of(request, self._config, device=self._engine.spec.device, sheds=snapshot is None)
+            slo = targets_of(request, self._config, device=self._engine.spec.device, sheds=sheds and snapshot is None)
             state = new_state(request, prompt, adapter, self._tokenizer, arrived)
             if adapter is not None:
                 self.in_use.add(adapter)

@@ -14,6 +14,7 @@ import msgspec
 
 from coserve.admission.ranks import unmet_need
 from coserve.api.adapters.inspection import Inspection
+from coserve.api.documents.jobs import DocumentJobs
 from coserve.api.engine_client import EngineClient
 from coserve.api.jobs.chain import Decision, JobChain
 from coserve.api.jobs.conflicts import fork_notes, last_job, refuse_conflict, serialised
@@ -30,9 +31,11 @@ from coserve.api.stopping import Stopping
 from coserve.config import Config
 from coserve.core.errors import CoserveError, EngineUnavailable, InvalidRequest, QueueFull, WrongJobState
 from coserve.core.link import CancelJob, PauseJob, ResumeJob, StartJob
-from coserve.core.schemas import DeletedJob, FinetuneRequest, Job, JobList
+from coserve.core.schemas import DeletedJob, DocumentJob, FinetuneRequest, Job, JobList
 from coserve.core.types import JobState
 from coserve.data.corpus.staging import PendingCorpus
+from coserve.data.corpus.tokenized import Corpus
+from coserve.data.documents.pending import PendingDocument
 from coserve.data.offload.pool import HelperPool
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.commits import Commits
@@ -63,6 +66,7 @@ class JobManager:
         engine: EngineClient,
         recorder: JobRecorder,
         stopping: Stopping,
+        documents: DocumentJobs,
         *,
         answer_timeout: float = 30.0,
         clock: Callable[[], float] = time.time,
@@ -73,6 +77,8 @@ class JobManager:
         self._submission = Submission(config, folder, registry, tokenizer, helpers, clock)
         self._chain = JobChain(folder, registry, engine, recorder, Inspection(helpers))
         recorder.ended = self._ended
+        self._documents = documents
+        documents.prepared = self._train_document
         self._releases: set[asyncio.Task[object]] = set()
         self._closed = False
         self.views = JobViews(registry, recorder)
@@ -150,6 +156,10 @@ class JobManager:
         if record.after is not None or record.state.terminal:
             return  # it waits for another job, or failed when that job ended
         spec, paused = record.spec, record.state is JobState.PAUSED
+        if not record.prepared:
+            if not paused:
+                self._documents.begin(spec.id)
+            return
         with suppress(EngineUnavailable):
             self._engine.send(StartJob(spec=spec, paused=paused))
             self._started.add(spec.id)
@@ -181,6 +191,7 @@ class JobManager:
     async def close(self) -> None:
         """Wait for changes in progress. Jobs that wait for others stay waiting."""
         self._closed = True
+        await self._documents.close()
         for task in self._releases:
             task.cancel()
         await asyncio.gather(*self._releases, return_exceptions=True)
@@ -277,7 +288,7 @@ class JobManager:
             raise QueueFull(why, retry_after=10)
 
     async def _accept(
-        self, request: FinetuneRequest, record: JobRecord, corpus: PendingCorpus, key: str | None
+        self, request: FinetuneRequest, record: JobRecord, corpus: PendingCorpus | PendingDocument, key: str | None
     ) -> JobRecord:
         """Write the corpus to disk, then the job's row, then tell the engine."""
         id, adapter = record.spec.id, record.spec.adapter
@@ -301,7 +312,7 @@ class JobManager:
                 registry.adapter(source.id, source.version)  # raises if it was deleted meanwhile
             new = msgspec.structs.replace(record, spec=job, notes=notes, after=after)
             made = registry.create_job(new, idempotency_key=key)
-            if made.spec.id == id and corpus.rows_cut:
+            if made.spec.id == id and not isinstance(corpus, PendingDocument) and corpus.rows_cut:
                 record_cut_rows(registry, id, corpus)
             return made
 
@@ -321,6 +332,15 @@ class JobManager:
             self._begin(self._follow(id))  # the job before it may have ended meanwhile
         failpoint("api.before_reply")
         return made
+
+    async def _train_document(self, record: JobRecord, corpus: Corpus, document: DocumentJob) -> None:
+        """Start the training of a document's job, whose corpus was made."""
+        spec, steps = await self._submission.complete(record, corpus, self._engine.spec, self._engine.memory)
+        async with self._changes:
+            await asyncio.to_thread(corpus.save, self._folder.corpus(spec.id))
+            record = await self._registry.with_reserve(lambda registry: registry.record_corpus(spec, steps, document))
+            await self._start_if_possible(record)
+        self._recorder.watchers.notify(spec.id)
 
     # ---- pause, resume, cancel
 
@@ -398,6 +418,7 @@ class JobManager:
             return await self._change(id, wanted)
 
     async def _change(self, id: str, wanted: JobState) -> JobRecord:
+        self._documents.stop(id)
         if wanted is JobState.CANCELLED:
             record = await self._recorder.end(id, lambda registry: registry.set_state(id, wanted))
         else:

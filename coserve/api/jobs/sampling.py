@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
 
 from coserve.api.engine_client import EngineClient
@@ -34,9 +34,12 @@ class JobSampler:
         engine: EngineClient,
         generation: InFlightRequests,
         record: Callable[[Progress], None],
+        evaluate: Callable[[JobRecord, JobSnapshot], Awaitable[bool]],
     ) -> None:
-        """`record` gets each sample and note; it must return at once."""
+        """`record` gets each sample and note; it must return at once. `evaluate` is called with a document's job and
+        its final snapshot; it returns False like `_sample`."""
         self._registry, self._engine, self._generation, self._record = registry, engine, generation, record
+        self._evaluate = evaluate
         self._tasks: dict[asyncio.Task[bool], str] = {}
         """Tasks that use a snapshot, with their jobs."""
 
@@ -74,7 +77,10 @@ class JobSampler:
             wanted = [index for index in range(len(training.sample_prompts)) if index not in done]
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._sample_prompt(snapshot, index, record.spec)) for index in wanted]
-            return all(task.result() for task in tasks)
+            sampled = all(task.result() for task in tasks)
+            if sampled and snapshot.final and record.document is not None:
+                return await self._evaluate(record, snapshot)
+            return sampled
         except CoserveError as error:
             self._record(JobNote(id=snapshot.id, message=without_samples(snapshot.step, error.message)))
         except Exception:

@@ -20,6 +20,7 @@ from coserve.api.adapters.catalog import refuse_base_name
 from coserve.api.adapters.inspection import Inspection
 from coserve.api.adapters.lookup import find_adapter
 from coserve.api.adapters.size import refuse_too_large
+from coserve.api.documents.submission import DocumentSubmission
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.prompts import check_generate, encode_prompt
 from coserve.api.http.parsing import local_path
@@ -44,6 +45,8 @@ from coserve.data.corpus.rows import ChatRow, PreferenceRow, Row, parse_rows
 from coserve.data.corpus.sources import is_dataset
 from coserve.data.corpus.staging import PendingCorpus
 from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.corpus.tokenized import Corpus
+from coserve.data.documents.pending import PendingDocument
 from coserve.data.offload.pool import HelperPool
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.lora.files.peft import config_file
@@ -76,6 +79,7 @@ class Submission:
         self._texts = AsyncTokenizer(tokenizer, helpers, chats=helpers)
         self._preparing: dict[object, Preparing] = {}
         self._inspection, self._clock = Inspection(helpers), clock
+        self._documents = DocumentSubmission(config, registry, helpers)
 
     async def prepare(
         self,
@@ -86,7 +90,7 @@ class Submission:
         memory: MemoryModel | None,
         show: Show = lambda _: None,
         origin: JobOrigin | None = None,
-    ) -> tuple[JobRecord, PendingCorpus]:
+    ) -> tuple[JobRecord, PendingCorpus | PendingDocument]:
         """Return the job's record, whose version is provisional, and its corpus. `memory`: the engine's memory model,
         if it has one. `show` is told the progress of a large corpus. `origin`: the uploaded files that `upload` holds.
 
@@ -102,6 +106,7 @@ class Submission:
         if request.teacher is not None and asked.loss is not None:
             raise InvalidRequest("expected no loss beside a teacher: distillation has its own", field="training.loss")
         longest = longest_row(asked, spec.context, limit)
+        document = None if request.document is None else await self._documents.settings(request, spec)
         earlier = await self._registry(partial(_earlier, request=request, base=spec.fingerprint))
         if earlier is None:
             source, lora = await self._adapter_settings(request, spec)
@@ -115,41 +120,37 @@ class Submission:
         await asyncio.to_thread(_check_publishable, lora, spec, field=given)
         teacher = await self._teacher(request, spec)
         columns = Columns({str(field): column for field, column in request.columns.items()})
-        corpus = await self._tokenize(request, self._source(request, upload), columns, longest, show)
+        corpus: PendingCorpus | PendingDocument
+        if document is not None:
+            with self._shown(request.adapter, show):
+                corpus = await self._documents.split(request, upload, document)
+        else:
+            corpus = await self._tokenize(request, self._source(request, upload), columns, longest, show)
         try:
-            wanted = request.training
-            if origin is not None and origin.batch_rows is not None:
-                batch_tokens = math.ceil(origin.batch_rows * corpus.token_count / corpus.rows)
-                wanted = msgspec.structs.replace(wanted, batch_tokens=batch_tokens)
-            training, auto = choose_training(
-                wanted,
-                rows=corpus.rows,
-                tokens=corpus.token_count,
-                targets=corpus.target_tokens,
-                hidden=spec.hidden,
-                distills=teacher is not None and source is not None,
-            )
-            arrays = await asyncio.to_thread(corpus.arrays)
-            lengths = await asyncio.to_thread(lambda: arrays.lengths)
-            notes = await asyncio.to_thread(row_notes, arrays, corpus.rows_cut, self._tokenizer)
-            plan = await asyncio.to_thread(BatchPlan, lengths, training, limit)
             job = JobSpec(
                 id=f"job-{secrets.token_hex(8)}",
                 adapter=request.adapter,
                 version=1,
                 init_from=None if source is None else source.ref,
                 lora=lora,
-                training=training,
-                rows=corpus.rows,
-                tokens=corpus.token_count,
-                target_tokens=corpus.target_tokens,
+                training=asked,
+                rows=0,
+                tokens=0,
+                target_tokens=0,
                 init_digests=None if source is None else source.digests,
                 teacher=teacher,
-                rows_cut=corpus.rows_cut,
-                auto=auto,
-                longest=int(lengths.max()),
-                corpus_digest=corpus.digest,
+                longest=0 if document is None else min(longest, document.tokens_at_once),
+                evaluated=document is not None,
             )
+            steps, notes = 0, tuple[str, ...]()
+            if not isinstance(corpus, PendingDocument):
+                wanted = request.training
+                if origin is not None and origin.batch_rows is not None:
+                    batch_tokens = math.ceil(origin.batch_rows * corpus.token_count / corpus.rows)
+                    wanted = msgspec.structs.replace(wanted, batch_tokens=batch_tokens)
+                arrays = await asyncio.to_thread(corpus.arrays)
+                job, steps = await self._sized(job, wanted, corpus, arrays, spec)
+                notes = await asyncio.to_thread(row_notes, arrays, corpus.rows_cut, self._tokenizer)
             if memory is not None:
                 planned = job
                 if earlier is not None:  # the job continues from that job's version
@@ -163,13 +164,54 @@ class Submission:
             state=JobState.QUEUED,
             created_at=self._clock(),
             base_fingerprint=spec.fingerprint,
-            total_steps=plan.total_steps,
+            total_steps=steps,
             metadata=request.metadata,
             notes=(*notes, *unused_notes(columns.unused)),
             after=None if earlier is None else earlier.spec.id,
             origin=origin,
+            document=document.job(corpus.chunks) if document and isinstance(corpus, PendingDocument) else None,
+            asked=None if document is None else request.training,
         )
         return record, corpus
+
+    async def _sized(
+        self, job: JobSpec, wanted: TrainingRequest, corpus: PendingCorpus, arrays: Corpus, base: BaseSpec
+    ) -> tuple[JobSpec, int]:
+        """Return the job with the corpus's sizes and the settings chosen for them, and the number of its steps."""
+        training, auto = choose_training(
+            wanted,
+            rows=corpus.rows,
+            tokens=corpus.token_count,
+            targets=corpus.target_tokens,
+            hidden=base.hidden,
+            distills=job.teacher is not None and job.init_from is not None,
+        )
+        lengths = await asyncio.to_thread(lambda: arrays.lengths)
+        plan = await asyncio.to_thread(BatchPlan, lengths, training, self._config.micro_batch_tokens)
+        sized = msgspec.structs.replace(
+            job,
+            training=training,
+            rows=corpus.rows,
+            tokens=corpus.token_count,
+            target_tokens=corpus.target_tokens,
+            rows_cut=corpus.rows_cut,
+            auto=auto,
+            longest=int(lengths.max()),
+            corpus_digest=corpus.digest,
+            soft_targets=arrays.candidates is not None,
+        )
+        return sized, plan.total_steps
+
+    async def complete(
+        self, record: JobRecord, corpus: Corpus, base: BaseSpec, memory: MemoryModel | None
+    ) -> tuple[JobSpec, int]:
+        """Return the job of a document with the sizes of its corpus, and the number of its steps. Raises
+        `JobTooLarge`."""
+        assert record.asked is not None, "expected a document's job"
+        job, steps = await self._sized(record.spec, record.asked, corpus, corpus, base)
+        if memory is not None:
+            await asyncio.to_thread(check_fits, job, base, memory, self._config.micro_batch_tokens)
+        return job, steps
 
     async def _adapter_settings(
         self, request: FinetuneRequest, spec: BaseSpec

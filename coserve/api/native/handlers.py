@@ -46,6 +46,7 @@ DOCS = {
     "docs/guide/serve.md": "requests, adapters, policies",
     "docs/guide/fine-tune.md": "settings and metrics of jobs, samples, DPO",
     "docs/guide/data.md": "rows to fine-tune on",
+    "docs/guide/documents.md": "documents that become adapters",
     "docs/guide/operate.md": "start, readiness, probes, stopping",
     "docs/guide/several-gpus.md": "the base on several GPUs",
     "docs/guide/bdlora.md": "LoRA in blocks, for tensor parallelism",

@@ -18,6 +18,14 @@ from coserve.core.schemas.adapters import (
     ImportRequest,
     RollbackRequest,
 )
+from coserve.core.schemas.documents import (
+    AnswerScore,
+    DocumentEvaluation,
+    DocumentJob,
+    DocumentRequest,
+    DocumentSettings,
+    UserQuestion,
+)
 from coserve.core.schemas.errors import ErrorBody, ErrorInfo
 from coserve.core.schemas.generation import (
     Choice,
@@ -52,6 +60,7 @@ from coserve.core.schemas.service import STREAM_END, Pointers
 __all__ = [
     "Adapter",
     "AdapterList",
+    "AnswerScore",
     "ChatMessage",
     "Choice",
     "ChosenLogprob",
@@ -60,6 +69,10 @@ __all__ = [
     "DeletedAdapter",
     "DeletedJob",
     "Distillation",
+    "DocumentEvaluation",
+    "DocumentJob",
+    "DocumentRequest",
+    "DocumentSettings",
     "ErrorBody",
     "ErrorInfo",
     "EventLevel",
@@ -87,4 +100,5 @@ __all__ = [
     "Sample",
     "Timing",
     "Usage",
+    "UserQuestion",
 ]

@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from coserve.core.limits import MAX_ROWS, LocalPath
+from coserve.core.limits import MAX_ROWS, LocalPath, Text
 from coserve.core.names import AdapterName, AdapterRefText
+from coserve.core.schemas.documents import DocumentJob, DocumentRequest
 from coserve.core.schemas.errors import ErrorInfo
 from coserve.core.schemas.generation import Finish
 from coserve.core.step_metrics import StepMetrics
@@ -43,8 +44,9 @@ OnConflict = Literal["wait", "fork", "refuse"]
 
 
 class FinetuneRequest(Wire, frozen=True, omit_defaults=True):
-    """Body of `POST /finetune`: JSON with `data` or `path`, or multipart/form-data with a part `settings` (this schema
-    as JSON, without `data` and `path`) followed by a part `file` (a corpus in a format of `path`). A header
+    """Body of `POST /finetune`: JSON with `data`, `path` or `document`, or multipart/form-data with a part `settings`
+    (this schema as JSON, without `data` and `path`) followed by a part `file` (a corpus in a format of `path`, or a
+    document). A header
     `Idempotency-Key` makes the request safe to repeat.
 
     The answer comes once the whole corpus is tokenised; with `Accept: text/event-stream`, events report the progress.
@@ -59,6 +61,8 @@ class FinetuneRequest(Wire, frozen=True, omit_defaults=True):
     """Maps a field of a row's format to the column of the corpus that holds it, such as `{"prompt": "question",
     "completion": "answer"}`. Other fields are read from the column of the same name. Unused columns are listed in the
     job's `notes`."""
+    document: Text | DocumentRequest | None = None
+    """A document to learn instead of rows: its text, or an object with more settings."""
     continue_from: AdapterRefText | None = None
     """Adapter to continue instead of a new one; `lora` must then be left out."""
     on_conflict: OnConflict = "wait"
@@ -135,6 +139,7 @@ class Job(Wire, frozen=True):
     """Samples of the last step that has any, by prompt. The events have all samples."""
     stopped_early: bool = False
     """The job succeeded before `total_steps`, as `early_stopping_patience` evaluations brought no improvement."""
+    document: DocumentJob | None = None
     published_step: int | None = None
     """Step whose weights were published, once succeeded: with early stopping the best one, with validation loss
     `metrics.best_valid_loss`, else the last one."""
@@ -181,7 +186,7 @@ class JobList(Wire, frozen=True):
 
 
 EventLevel = Literal["info", "warning", "error"]
-EventType = Literal["state", "message", "metrics", "checkpoint", "sample"]
+EventType = Literal["state", "message", "metrics", "checkpoint", "sample", "document"]
 
 
 class JobEvent(Wire, frozen=True):
@@ -203,3 +208,5 @@ class JobEvent(Wire, frozen=True):
     """For `type: metrics`: `Job.eta` after this step."""
     sample: Sample | None = None
     """For `type: sample`."""
+    document: DocumentJob | None = None
+    """For `type: document`: the job's progress before and after its training."""

@@ -7,7 +7,7 @@ Letters: N tokens, K targets (tokens to predict), C candidates of a target.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import numpy as np
@@ -93,8 +93,16 @@ def arrays_in(kind: type, value: tuple[Sequence[int], bytes]) -> npt.NDArray[np.
 
 def corpus_batch(corpus: Corpus, rows: Sequence[int]) -> Batch:
     """Make a batch of rows of the corpus, given by index."""
+    if corpus.candidates is not None:
+        return Batch(tuple([_soft_example(corpus, row) for row in rows]))
     sequences = [sequence for row in rows for sequence in corpus.sequences(row)]
     return Batch(tuple([_example(*sequence) for sequence in sequences]), pairs=corpus.splits is not None)
+
+
+def _soft_example(corpus: Corpus, row: int) -> Example:
+    plain, soft = _example(*corpus.row(row)), corpus.soft_targets(row)
+    assert soft is not None, "expected a corpus of soft targets"
+    return replace(plain, labels_K=soft[0], weights_K=soft[1])
 
 
 def _example(tokens_N: npt.NDArray[np.int32], target_N: npt.NDArray[np.uint8]) -> Example:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from coserve.core.cancellation import unchecked
 from coserve.core.validation import decoder_of
 
-DTYPES: dict[str, type[np.integer[Any]]] = {"I32": np.int32, "U8": np.uint8, "I64": np.int64}
+DTYPES: dict[str, type[np.number[Any]]] = {"I32": np.int32, "U8": np.uint8, "I64": np.int64, "F32": np.float32}
 MAX_HEADER = 1 << 16
 BLOCK = 1 << 20
 """Bytes read at once."""
@@ -31,7 +31,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def map_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """Map a file's one-dimensional arrays, read-only, each in its stored dtype (int32, uint8 or int64).
+    """Map a file's one-dimensional arrays, read-only, each in its stored dtype (int32, uint8, int64 or fp32).
 
     Raises `OSError`; `ValueError` for a file that is truncated or has no such arrays.
     """

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,9 @@ class Corpus:
     `tokens`: int32 (N). `target`: uint8 (N), 1 for tokens that contribute to the loss. `bounds`: int64 (S + 1),
     ascending from 0 to N; row i is `bounds[i]:bounds[i + 1]`. `splits`: int64 (S), for a corpus of pairs only: row i is
     the prompt with the chosen answer, then, from `splits[i]` on, the prompt with the rejected answer.
+
+    `candidates`: int32 (M * C), for a corpus of soft targets only: C tokens for each of its M targets, in order, with
+    their weights in the loss, `weights`: fp32 (M * C), at least 0.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -37,6 +41,8 @@ class Corpus:
     splits: npt.NDArray[np.int64] | None = None
     rows_cut: int = 0
     """Rows truncated to `max_length`. Not stored in the file: 0 after `load`."""
+    candidates: npt.NDArray[np.int32] | None = None
+    weights: npt.NDArray[np.float32] | None = None
 
     @property
     def rows(self) -> int:
@@ -66,6 +72,20 @@ class Corpus:
         here = slice(self.bounds[index], self.bounds[index + 1])
         return self.tokens[here], self.target[here]
 
+    @cached_property
+    def _targets_before(self) -> npt.NDArray[np.int64]:
+        """Targets before each row (S), and in all."""
+        return np.concatenate([[0], np.cumsum(np.add.reduceat(self.target, self.bounds[:-1], dtype=np.int64))])
+
+    def soft_targets(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
+        """Candidates int64 and weights fp32 (k, C) of one row's targets; None: the targets are the tokens."""
+        if self.candidates is None or self.weights is None:
+            return None
+        first, last = (int(self._targets_before[each]) for each in (index, index + 1))
+        shape = (int(self._targets_before[-1]), -1)
+        labels, weights = (array.reshape(shape)[first:last] for array in (self.candidates, self.weights))
+        return labels.astype(np.int64), np.asarray(weights)
+
     def sequences(self, index: int) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
         """Return the sequences of one row, each as `row` returns it: the row itself, or both sequences of a pair."""
         if self.splits is None:
@@ -83,9 +103,8 @@ class Corpus:
         return hashlib.sha256(self._packed()).hexdigest()
 
     def _packed(self) -> bytes:
-        arrays = {"tokens": self.tokens, "target": self.target, "bounds": self.bounds}
-        if self.splits is not None:
-            arrays["splits"] = self.splits
+        names = ("tokens", "target", "bounds", "splits", "candidates", "weights")
+        arrays = {name: array for name in names if (array := getattr(self, name)) is not None}
         packed: bytes = safetensors.numpy.save(arrays)
         return packed
 
@@ -102,7 +121,9 @@ class Corpus:
                 if digest is not None and file_digest(path, check) != digest:
                     raise CheckpointUnreadable("the job's corpus is damaged: its SHA-256 differs")
                 arrays = map_arrays(path)
-            corpus = cls(arrays["tokens"], arrays["target"], arrays["bounds"], arrays.get("splits"))
+            tokens, target, bounds = arrays["tokens"], arrays["target"], arrays["bounds"]
+            soft = {"candidates": arrays.get("candidates"), "weights": arrays.get("weights")}
+            corpus = cls(tokens, target, bounds, arrays.get("splits"), 0, **soft)
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointUnreadable("the job's corpus cannot be read") from error
         if not corpus.is_valid(check):
@@ -119,8 +140,23 @@ class Corpus:
             return False
         if splits is not None and (splits.dtype != np.int64 or splits.shape != (self.rows,)):
             return False
-        return all(self._rows_are_valid(here) for here in _blocks(self.rows, check)) and all(
-            bool(np.all(tokens[here] >= 0) and np.all(target[here] <= 1)) for here in _blocks(len(tokens), check)
+        return (
+            all(self._rows_are_valid(here) for here in _blocks(self.rows, check))
+            and all(
+                bool(np.all(tokens[here] >= 0) and np.all(target[here] <= 1)) for here in _blocks(len(tokens), check)
+            )
+            and self._soft_targets_are_valid(check)
+        )
+
+    def _soft_targets_are_valid(self, check: Callable[[], None]) -> bool:
+        candidates, weights = self.candidates, self.weights
+        if candidates is None or weights is None:
+            return candidates is None and weights is None
+        if candidates.dtype != np.int32 or weights.dtype != np.float32 or candidates.shape != weights.shape:
+            return False
+        return candidates.size % max(1, self.target_tokens) == 0 and all(
+            bool(np.all(candidates[here] >= 0) and np.all((weights[here] >= 0) & np.isfinite(weights[here])))
+            for here in _blocks(candidates.size, check)
         )
 
     def _rows_are_valid(self, rows: slice) -> bool:

@@ -18,7 +18,7 @@ from coserve.data.corpus.batch_plan import MAX_ROWS_ON_TICK
 from coserve.finetune.init import initial_weights, published_adapter
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.lora_tensors import cast, cast_learning
-from coserve.finetune.losses.loss import Loss
+from coserve.finetune.losses.loss import CrossEntropy, Loss
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.passes.mixing import BatchLimits
@@ -184,7 +184,7 @@ class Sessions(Generic[AnyTrainee]):
         weights have moved on."""
         base, beta = self._base, None if spec.training.loss is None else spec.training.loss.beta
         reference = cast_learning(base.served(start), base.dtype, base.device) if has_reference(spec) else None
-        return Loss(self._teacher_weights(spec), beta, reference)
+        return Loss(self._teacher_weights(spec), beta, reference, CrossEntropy() if spec.soft_targets else None)
 
     def _teacher_weights(self, spec: JobSpec) -> LoraWeights | None:
         """The teacher's weights as served: this rank's shard, on the base's device and in its dtype."""

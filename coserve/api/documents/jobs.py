@@ -1,0 +1,229 @@
+"""Jobs of documents outside their training: what is made before it, and the evaluation after it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+
+import msgspec
+
+from coserve.api.documents.asking import Asker
+from coserve.api.documents.evaluation import Evaluation
+from coserve.api.documents.teaching import Lessons, Teaching
+from coserve.api.engine_client import EngineClient
+from coserve.api.generation.async_tokenizer import AsyncTokenizer
+from coserve.api.generation.in_flight import InFlightRequests
+from coserve.api.jobs.recorder import JobRecorder
+from coserve.config import Config
+from coserve.core.errors import (
+    CoserveError,
+    EmptyCorpus,
+    EngineUnavailable,
+    JobNotFound,
+    NotLearned,
+    WrongJobState,
+    failure_text,
+)
+from coserve.core.link import CancelJob, JobNote, JobSnapshot
+from coserve.core.schemas import AnswerScore, DocumentEvaluation, DocumentJob, ErrorInfo
+from coserve.core.types import JobState
+from coserve.data.corpus.limits import longest_row
+from coserve.data.corpus.tokenized import Corpus
+from coserve.data.documents.lessons import Lesson, held_out, lesson_corpus
+from coserve.data.documents.pending import read_chunks
+from coserve.data.documents.reading import Chunks
+from coserve.data.pretrained.tokenizer import Tokenizer
+from coserve.state.folder import DataFolder
+from coserve.state.records import JobRecord
+from coserve.state.registry import Registry
+from coserve.state.thread import RegistryThread
+
+log = logging.getLogger(__name__)
+
+Prepared = Callable[[JobRecord, Corpus, DocumentJob], Awaitable[None]]
+
+
+class DocumentJobs:
+    """One task for each job whose questions and answers are being made; at most `max_active_jobs` at a time, in the
+    order of `begin`. `prepared` gets what is to be trained."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: DataFolder,
+        registry: RegistryThread,
+        tokenizer: Tokenizer,
+        texts: AsyncTokenizer,
+        generation: InFlightRequests,
+        engine: EngineClient,
+        recorder: JobRecorder,
+    ) -> None:
+        self._config, self._folder, self._registry, self._tokenizer = config, folder, registry, tokenizer
+        self._engine, self._recorder, self._texts = engine, recorder, texts
+        self._asker = Asker(generation, texts, engine)
+        self._places = asyncio.Semaphore(config.max_active_jobs)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.prepared: Prepared
+
+    def begin(self, id: str) -> None:
+        """Prepare a queued job in the background, after what is left of an earlier attempt has ended."""
+        earlier = self._tasks.get(id)
+        if earlier is not None:
+            earlier.cancel()
+        task = self._tasks[id] = asyncio.create_task(self._prepare(id, earlier))
+        task.add_done_callback(lambda ended: self._tasks.pop(id) if self._tasks.get(id) is ended else None)
+
+    def stop(self, id: str) -> None:
+        """Stop to prepare a job, if it is being prepared. What is there stays."""
+        if (task := self._tasks.get(id)) is not None:
+            task.cancel()
+
+    async def close(self) -> None:
+        tasks = tuple(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _prepare(self, id: str, earlier: asyncio.Task[None] | None) -> None:
+        if earlier is not None:
+            await asyncio.wait({earlier})
+        async with self._places:
+            try:
+                await self._recorder.retries.run(f"document of job {id}", lambda: self._try_to_prepare(id))
+            except (EngineUnavailable, JobNotFound, WrongJobState) as error:  # an engine to come prepares it, or none
+                log.info("job %s: is not prepared now: %s", id, error)
+            except Exception as error:
+                if not isinstance(error, CoserveError):
+                    log.error("job %s: internal error", id, exc_info=error)
+                code, message = failure_text(error)
+                await self._fail(id, ErrorInfo(code=code, message=message))
+
+    async def _try_to_prepare(self, id: str) -> None:
+        record = await self._registry(lambda registry: registry.job(id))
+        if record.state is JobState.QUEUED:
+            record = await self._registry.with_reserve(
+                lambda registry: registry.set_state(id, JobState.RUNNING, message="job running: asks and answers")
+            )
+            self._recorder.watchers.notify(id)
+        if record.state is not JobState.RUNNING or record.prepared:
+            return
+        chunks = await asyncio.to_thread(read_chunks, self._folder.document(id))
+        job, lessons = await self._lessons(record, chunks)
+        corpus = await asyncio.to_thread(self._corpus, record, chunks, lessons)
+        await self.prepared(record, corpus, msgspec.structs.replace(job, phase="training", done=0, total=0))
+
+    async def _lessons(self, record: JobRecord, chunks: Chunks) -> tuple[DocumentJob, Lessons]:
+        assert record.document is not None, "expected a document's job"
+        await self._texts.read_template()
+        id, seed = record.spec.id, record.spec.training.seed
+        show = partial(self._show, id)
+        teaching = Teaching(record.document, chunks, seed, self._folder.job(id), self._tokenizer, self._asker, show)
+        return await teaching.run()
+
+    def _corpus(self, record: JobRecord, chunks: Chunks, lessons: Lessons) -> Corpus:
+        assert record.document is not None, "expected a document's job"
+        settings = record.document.settings
+        longest = longest_row(record.spec.training, self._engine.spec.context, self._config.micro_batch_tokens)
+        if len(lessons.taught) < 2:
+            raise EmptyCorpus(
+                f"the generator found {len(lessons.taught)} answered questions: expected 2 at least, one of them to "
+                'evaluate; give questions, or set generator to "none"'
+            )
+        learned, _ = _split(lessons, record)
+        texts = [self._tokenizer.encode(text) for text in chunks.texts]
+        return lesson_corpus([*learned, *lessons.replayed], texts, settings, longest)
+
+    async def _show(self, id: str, job: DocumentJob, message: str) -> None:
+        await self._registry.with_reserve(lambda registry: registry.record_document(id, job, message))
+        self._recorder.watchers.notify(id)
+
+    async def _fail(self, id: str, error: ErrorInfo) -> None:
+        with suppress(JobNotFound, WrongJobState):  # it has ended otherwise
+            await self._recorder.retries.run(f"job {id}", lambda: self._end(id, error))
+
+    async def _end(self, id: str, error: ErrorInfo) -> None:
+        await self._recorder.end(id, lambda registry: registry.set_state(id, JobState.FAILED, error=error))
+        self._recorder.watchers.notify(id)
+
+    # ---- evaluation
+
+    async def evaluate(self, record: JobRecord, snapshot: JobSnapshot) -> bool:
+        """Evaluate the trained adapter, and record the result. Returns False if the engine ends first. An adapter that
+        has learned nothing is not published, unless the request says so: its job fails."""
+        id, document = record.spec.id, record.document
+        assert document is not None, "expected a document's job"
+        if document.evaluation is None:
+            try:
+                found = await self._recorder.retries.run(
+                    f"evaluation of job {id}", lambda: self._evaluation(record, document, snapshot)
+                )
+            except EngineUnavailable:
+                return False
+            await self._show(
+                id, msgspec.structs.replace(document, phase="done", done=0, total=0, evaluation=found), _summary(found)
+            )
+        evaluation = document.evaluation or found
+        if evaluation.learned:
+            return True
+        rival = f"{evaluation.other_adapter}, of another document," if evaluation.other_adapter else "another one"
+        text = f"the held-out questions are answered no better than without the document, or than by {rival} does"
+        text = f"{text}: {_summary(evaluation)}"
+        if document.settings.publish == "always":
+            self._recorder.deliver(JobNote(id=id, message=text, kept=True))
+            return True
+        await self._end(id, ErrorInfo(code=NotLearned.code, message=f"{text}; it is not published"))
+        self._engine.send(CancelJob(id=id))
+        return False
+
+    async def _evaluation(self, record: JobRecord, document: DocumentJob, snapshot: JobSnapshot) -> DocumentEvaluation:
+        chunks = await asyncio.to_thread(read_chunks, self._folder.document(record.spec.id))
+        _, lessons = await self._lessons(record, chunks)
+        _, held = _split(lessons, record)
+        other = await self._registry(partial(_other, record=record))
+
+        async def show(done: int, total: int) -> None:
+            job = msgspec.structs.replace(document, phase="evaluation", done=done, total=total)
+            await self._show(record.spec.id, job, f"evaluation: {done} of {total}")
+
+        evaluation = Evaluation(self._folder.job(record.spec.id), self._asker, show)
+        return await evaluation.run(
+            held,
+            lessons.reserved,
+            snapshot.ref,
+            snapshot.step,
+            other,
+            matches=document.settings.generator != "none" or bool(document.settings.questions),
+        )
+
+
+def _split(lessons: Lessons, record: JobRecord) -> tuple[list[Lesson], list[Lesson]]:
+    """Return the lessons to learn and those to evaluate: all of them with the recipe `lm`, which learns none."""
+    assert record.document is not None, "expected a document's job"
+    settings = record.document.settings
+    if settings.recipe == "lm":
+        return [], lessons.taught
+    return held_out(lessons.taught, settings.holdout, record.spec.training.seed)
+
+
+def _other(registry: Registry, *, record: JobRecord) -> str | None:
+    """Return the latest adapter of another document, on the same base."""
+    published = set(registry.adapter_refs())
+    for job in registry.jobs(limit=-1, states=(JobState.SUCCEEDED,)):
+        same = job.base_fingerprint == record.base_fingerprint and job.spec.adapter != record.spec.adapter
+        if job.document is not None and same and job.result in published:
+            return str(job.result)
+    return None
+
+
+def _summary(found: DocumentEvaluation) -> str:
+    parts = [f"{name} {score.nll:.3f}" for name, score in _arms(found)]
+    recovered = "" if found.recovered is None else f", {found.recovered:.0%} of the context's gain"
+    return f"nats a token: {', '.join(parts)}{recovered}; retention {found.retention:+.1%}"
+
+
+def _arms(found: DocumentEvaluation) -> list[tuple[str, AnswerScore]]:
+    arms = [("floor", found.floor), ("in context", found.in_context), ("adapter", found.adapter)]
+    return arms if found.other is None else [*arms, ("another document's", found.other)]

@@ -1,0 +1,100 @@
+"""Checks a request to learn a document, and splits the document into chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from coserve.api.adapters.lookup import find_adapter
+from coserve.api.http.parsing import local_path
+from coserve.config import Config
+from coserve.core.errors import InvalidRequest
+from coserve.core.names import split_ref
+from coserve.core.schemas import DocumentJob, DocumentRequest, DocumentSettings, FinetuneRequest
+from coserve.core.types import BaseSpec
+from coserve.data.documents.pending import PendingDocument
+from coserve.data.documents.prompts import QUESTION_TOKENS
+from coserve.data.documents.reading import Chunks, SplitDocument, split_document
+from coserve.data.offload.pool import HelperPool
+from coserve.state.thread import RegistryThread
+
+USUAL_CHUNK = 1024
+INSTRUCTION_TOKENS = 256
+"""Tokens left in the context for what is asked about a chunk."""
+ELSEWHERE = ("data", "path", "columns", "teacher")
+"""Fields of a request for rows."""
+
+
+@dataclass(frozen=True)
+class CheckedDocument:
+    """Settings with every value chosen."""
+
+    settings: DocumentSettings
+    chunk_tokens: int
+    overlap_tokens: int
+
+    @property
+    def tokens_at_once(self) -> int:
+        """Most tokens of a row to learn, roughly: memory is planned with it until the rows are there."""
+        return max(self.chunk_tokens, self.settings.answer_tokens + INSTRUCTION_TOKENS)
+
+    def job(self, chunks: Chunks) -> DocumentJob:
+        return DocumentJob(settings=self.settings, chunks=len(chunks.texts), tokens=chunks.tokens)
+
+
+class DocumentSubmission:
+    """Checks documents and reads them in helper processes."""
+
+    def __init__(self, config: Config, registry: RegistryThread, helpers: HelperPool) -> None:
+        self._config, self._registry, self._helpers = config, registry, helpers
+
+    async def settings(self, request: FinetuneRequest, base: BaseSpec) -> CheckedDocument:
+        """Return the settings with every value chosen. Raises `InvalidRequest`, `AdapterNotFound`, `BaseMismatch`."""
+        asked = _given(request)
+        for name in ELSEWHERE:
+            if getattr(request, name):
+                raise InvalidRequest("expected it left out beside a document", field=name)
+        for name in ("loss", "train_on"):
+            if getattr(request.training, name) is not None:
+                raise InvalidRequest("expected it left out: a document's recipe says it", field=f"training.{name}")
+        if request.training.one_row_per_answer:
+            raise InvalidRequest("expected it left out beside a document", field="training.one_row_per_answer")
+        most = base.context - asked.answer_tokens - QUESTION_TOKENS - INSTRUCTION_TOKENS
+        size = asked.chunk_tokens or min(USUAL_CHUNK, base.context // 2)
+        if size > most:
+            what = f"the base's context of {base.context} tokens, less the prompt and answer_tokens"
+            raise InvalidRequest(f"expected at most {most}, {what}, got {size}", field="document.chunk_tokens")
+        overlap = size // 8 if asked.overlap_tokens is None else asked.overlap_tokens
+        if overlap >= size:
+            raise InvalidRequest(f"expected less than a chunk's {size}, got {overlap}", field="document.overlap_tokens")
+        generator = asked.generator
+        if generator.startswith("adapter:"):
+            name, version = split_ref(generator.removeprefix("adapter:"))
+            record = await find_adapter(self._registry, name, version, base, field="document.generator")
+            generator = f"adapter:{record.ref}"
+        chosen = {field: getattr(asked, field) for field in DocumentSettings.__struct_fields__}
+        chosen |= {"chunk_tokens": size, "overlap_tokens": overlap, "generator": generator}
+        return CheckedDocument(DocumentSettings(**chosen), size, overlap)
+
+    async def split(self, request: FinetuneRequest, upload: Path | None, checked: CheckedDocument) -> PendingDocument:
+        """Return the document's chunks. Raises `InvalidRequest`, `ForbiddenPath`, `UnreadableCorpus`, `EmptyCorpus`,
+        `HelperLost`, `StorageError`."""
+        asked = _given(request)
+        given = [name for name in ("text", "path") if getattr(asked, name) is not None] + ["file"] * (
+            upload is not None
+        )
+        if len(given) != 1:
+            got = " and ".join(given) or "none"
+            raise InvalidRequest(f"expected one of text, path and the part file, got {got}", field="document")
+        path = upload if asked.path is None else local_path(asked.path, self._config.data_root)
+        arguments = SplitDocument(None if path is None else str(path), checked.chunk_tokens, checked.overlap_tokens)
+        packed = await self._helpers.run(split_document, arguments, (asked.text or "").encode())
+        return PendingDocument(msgspec.msgpack.decode(packed, type=Chunks))
+
+
+def _given(request: FinetuneRequest) -> DocumentRequest:
+    document = request.document
+    assert document is not None, "expected a document"
+    return DocumentRequest(text=document) if isinstance(document, str) else document

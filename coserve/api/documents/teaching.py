@@ -1,0 +1,230 @@
+"""Phases of a document's job before its training: questions about the chunks, then answers with the chunk in the
+prompt. Every item is durable as soon as it is there, and no item is made twice."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from coserve.api.documents.asking import Asker, task_group
+from coserve.core.schemas import DocumentJob, DocumentSettings
+from coserve.core.schemas.documents import Phase
+from coserve.core.types import Wire
+from coserve.data.documents.lessons import LEAST_HELD_OUT, MOST_HELD_OUT, TOP_K, Lesson, packed_top
+from coserve.data.documents.prompts import Prompts, clean_question, different, nearest_chunk
+from coserve.data.documents.reading import Chunks
+from coserve.data.pretrained.tokenizer import Tokenizer
+from coserve.state.failpoints import failpoint
+from coserve.state.item_log import ItemLog
+from coserve.workloads.bundled import bundled_prompts
+
+ROUNDS = 4
+"""How often a chunk is asked for the questions that it still lacks."""
+RESERVED = 4
+"""Every fourth general prompt is for the measure of retention, and never learned."""
+REPLAY_TOKENS = 64
+PIECES = 8
+"""Pieces of a chunk that are continued, with generator `none`."""
+
+Show = Callable[[DocumentJob, str], Awaitable[None]]
+"""Records the job's progress, with a message."""
+T = TypeVar("T", "Question", Lesson)
+Work = Mapping[str, Callable[[], Awaitable[T]]]
+"""What makes each item of a phase, by its key."""
+
+
+class Question(Wire, frozen=True):
+    """An attempt to get a question about a chunk. `text`: empty if it gave none."""
+
+    chunk: int
+    attempt: int
+    text: str
+    generated: int = 0
+    """Tokens that the attempt took."""
+    answer: str | None = None
+
+    @property
+    def key(self) -> str:
+        return f"{self.chunk}/{self.attempt}"
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """The results: lessons about the document, and replayed general prompts, those of `RESERVED` apart."""
+
+    taught: list[Lesson]
+    replayed: list[Lesson]
+    reserved: list[Lesson]
+
+
+class Teaching:
+    """The phases of one job. `folder`: the job's; `show` is called from time to time."""
+
+    def __init__(
+        self, job: DocumentJob, chunks: Chunks, seed: int, folder: Path, tokenizer: Tokenizer, asker: Asker, show: Show
+    ) -> None:
+        self._job, self._chunks, self._seed, self._asker, self._show = job, chunks.texts, seed, asker, show
+        self._settings, self._tokenizer, self._generated = job.settings, tokenizer, 0
+        self._prompts = Prompts(chat=tokenizer.chat_template is not None)
+        generator = job.settings.generator
+        self._adapter = generator.removeprefix("adapter:") if generator.startswith("adapter:") else None
+        self._questions = ItemLog(folder / "questions.jsonl", Question)
+        self._lessons = ItemLog(folder / "lessons.jsonl", Lesson)
+
+    async def run(self) -> tuple[DocumentJob, Lessons]:
+        """Run the phases from where their files end."""
+        asked, answered = await asyncio.to_thread(self._questions.read), await asyncio.to_thread(self._lessons.read)
+        self._generated = sum([*(each.generated for each in asked), *(each.generated for each in answered)])
+        settings, questions = self._settings, list[Question]()
+        if settings.questions:
+            questions = [
+                Question(nearest_chunk(each.question, self._chunks), -1 - index, each.question, answer=each.answer)
+                for index, each in enumerate(settings.questions)
+            ]
+        elif settings.generator != "none":
+            questions = await self._ask_questions()
+        lessons = await self._answer(questions)
+        return self._job, lessons
+
+    # ---- questions
+
+    async def _ask_questions(self) -> list[Question]:
+        """Ask until each chunk has its quota of different questions, or all attempts are made."""
+        quota, chunks = question_quota(self._settings, len(self._chunks)), range(len(self._chunks))
+        found = {each.key: each for each in await asyncio.to_thread(self._questions.read)}
+        for round in range(ROUNDS):
+            lacking = {chunk: quota - len(_texts(found.values(), chunk)) for chunk in chunks}
+            wanted = [
+                (chunk, attempt)
+                for chunk, count in lacking.items()
+                if count > 0
+                for attempt in range(round * quota, round * quota + (quota if round == 0 else count))
+            ]
+            work = {f"{c}/{a}": partial(self._question, c, a) for c, a in wanted if f"{c}/{a}" not in found}
+            found |= await self._all("questions", work, self._questions, quota * len(chunks), len(found))
+        taken = set(different(text for chunk in chunks for text in _texts(found.values(), chunk)[:quota]))
+        kept = list[Question]()
+        for each in sorted(found.values(), key=lambda each: (each.chunk, each.attempt)):
+            if each.text in taken:
+                taken.remove(each.text)
+                kept.append(each)
+        return kept
+
+    async def _question(self, chunk: int, attempt: int) -> Question:
+        settings = self._settings
+        seed = self._seed + 1_000_003 * chunk
+        asked = await self._asker.ask(
+            self._prompts.question(self._chunks[chunk], attempt, seed, settings.temperature, self._adapter)
+        )
+        failpoint("document.questions")
+        return Question(chunk, attempt, clean_question(asked.text) or "", len(asked.tokens))
+
+    # ---- answers
+
+    async def _answer(self, questions: list[Question]) -> Lessons:
+        found = {each.key: each for each in await asyncio.to_thread(self._lessons.read)}
+        work: dict[str, Callable[[], Awaitable[Lesson]]] = {each.key: partial(self._lesson, each) for each in questions}
+        if self._settings.generator == "none" and not questions:
+            work = {key: partial(self._continued, key, *piece) for key, piece in self._pieces()}
+        own = set(work)
+        prompts = bundled_prompts()
+        learned = [prompt for index, prompt in enumerate(prompts) if index % RESERVED]
+        for index in range(math.ceil(self._settings.replay * len(own))):
+            key, prompt = f"replay/{index}", learned[index % len(learned)]
+            work[key] = partial(self._replayed, key, prompt, index)
+        for index, prompt in enumerate(prompts[::RESERVED]):
+            work[f"reserved/{index}"] = partial(self._replayed, f"reserved/{index}", prompt, index)
+        self._job = msgspec.structs.replace(self._job, questions=len(own))
+        left = {key: make for key, make in work.items() if key not in found}
+        found |= await self._all("answers", left, self._lessons, len(work), len(work) - len(left))
+        usable = [found[key] for key in sorted(found) if found[key].answer]
+        return Lessons(
+            [each for each in usable if each.key in own],
+            [each for each in usable if each.key.startswith("replay/")],
+            [each for each in usable if each.key.startswith("reserved/")],
+        )
+
+    async def _lesson(self, question: Question) -> Lesson:
+        """The generator's answer with the chunk in its prompt, or the user's own answer as the generator sees it."""
+        adapter, most = self._adapter, self._settings.answer_tokens
+        asked_with = self._prompts.answer(question.text, self._chunks[question.chunk], most, adapter)
+        student = await self._asker.prompt_ids(self._prompts.answer(question.text, None, most, None))
+        if question.answer is None:
+            found = await self._asker.ask(msgspec.structs.replace(asked_with, logprobs=TOP_K))
+            context, answer, text, scores = found.prompt, found.tokens, found.text, packed_top(found.logprobs)
+        else:
+            ends = (self._tokenizer.end_of_turn_id, *self._tokenizer.eos_token_ids)
+            text, end = question.answer, [id for id in ends if id is not None][:1]
+            context = await self._asker.prompt_ids(asked_with)
+            answer = self._tokenizer.encode_continuation(text if self._prompts.chat else f" {text}") + end
+            scores = packed_top(await self._asker.score(context, answer, top=TOP_K, adapter=adapter))
+        failpoint("document.answers")
+        return Lesson(question.key, student, answer, *scores, context, question.text, text, question.chunk)
+
+    def _pieces(self) -> Iterable[tuple[str, tuple[int, list[int], int, int]]]:
+        """Yield the pieces that generator `none` continues: key, chunk, the chunk's tokens, and the piece's bounds."""
+        for chunk, text in enumerate(self._chunks):
+            ids = self._tokenizer.encode(text)
+            size = max(8, math.ceil(len(ids) / PIECES))
+            for start in range(size, len(ids) - 1, size):
+                yield f"{chunk}/{start}", (chunk, ids, start, min(len(ids), start + size))
+
+    async def _continued(self, key: str, chunk: int, ids: list[int], start: int, stop: int) -> Lesson:
+        context, answer, seen = ids[:start], ids[start:stop], max(1, (stop - start) // 4)
+        scores = packed_top(await self._asker.score(context, answer, top=TOP_K))
+        return Lesson(key, context[-seen:], answer, *scores, context, chunk=chunk)
+
+    async def _replayed(self, key: str, prompt: str, index: int) -> Lesson:
+        """A text of the bare base. It is sampled, so that its likelihood shows what the adapter has changed."""
+        request = self._prompts.answer(prompt, None, REPLAY_TOKENS, None)
+        sampled = msgspec.structs.replace(request, temperature=1.0, seed=self._seed + index, logprobs=TOP_K)
+        found = await self._asker.ask(sampled)
+        return Lesson(key, found.prompt, found.tokens, *packed_top(found.logprobs), [], prompt, found.text)
+
+    # ---- both
+
+    async def _all(self, phase: Phase, work: Work[T], log: ItemLog[T], total: int, done: int) -> dict[str, T]:
+        """Make all items of a phase, and append each to the log as it comes."""
+        writing, found = asyncio.Lock(), dict[str, T]()
+        if not work:
+            return found
+        await self._progress(phase, done, total)
+
+        async def one(key: str, make: Callable[[], Awaitable[T]]) -> None:
+            made = await make()
+            async with writing:
+                await asyncio.to_thread(log.append, made)
+                found[key] = made
+                self._generated += made.generated
+                if len(found) % max(1, len(work) // 8) == 0:
+                    await self._progress(phase, done + len(found), total)
+
+        async with task_group() as group:
+            for key, make in work.items():
+                group.create_task(one(key, make))
+        return found
+
+    async def _progress(self, phase: Phase, done: int, total: int) -> None:
+        self._job = msgspec.structs.replace(
+            self._job, phase=phase, done=min(done, total), total=total, generated_tokens=self._generated
+        )
+        await self._show(self._job, f"{phase}: {min(done, total)} of {total}")
+
+
+def question_quota(settings: DocumentSettings, chunks: int) -> int:
+    """Return the number of questions a chunk. With the recipe `lm` they are for the evaluation only."""
+    if settings.recipe != "lm":
+        return settings.questions_per_chunk
+    wanted = round(settings.holdout * settings.questions_per_chunk * chunks)
+    return math.ceil(min(MOST_HELD_OUT, max(2 * LEAST_HELD_OUT, wanted)) / chunks)
+
+
+def _texts(questions: Iterable[Question], chunk: int) -> list[str]:
+    return different(each.text for each in questions if each.chunk == chunk and each.text)

@@ -1,0 +1,124 @@
+"""Schemas of documents that become adapters: the settings, the progress and the evaluation of their jobs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from coserve.core.limits import MAX_MESSAGES, LocalPath, Text
+from coserve.core.names import VERSIONED_NAME
+from coserve.core.types import Wire
+
+Recipe = Literal["topk_kd", "ce", "lm"]
+Phase = Literal["questions", "answers", "training", "evaluation", "done"]
+Generator = Annotated[str, Meta(pattern=rf"\A(base|none|adapter:{VERSIONED_NAME})\Z")]
+
+
+class UserQuestion(Wire, frozen=True):
+    """A question of the user's own. Without an answer, the generator answers it with a part of the document in its
+    prompt: the one that shares the most words with the question."""
+
+    question: Annotated[Text, Meta(min_length=1)]
+    answer: Annotated[Text, Meta(min_length=1)] | None = None
+
+
+class DocumentSettings(Wire, frozen=True, omit_defaults=True):
+    """How a document becomes an adapter (offline context learning: the S-LoRA thesis, section 3; self-study and context
+    distillation: Cartridges, arXiv 2506.06266).
+
+    The document is split into chunks. The generator writes questions about each chunk and answers them with the chunk
+    in its prompt. The adapter learns the answers without the chunk.
+    """
+
+    recipe: Recipe = "topk_kd"
+    """`topk_kd`: learn the generator's distribution over its 20 most likely tokens at each token of an answer. `ce`:
+    learn the answers' tokens. `lm`: learn the document's own text, token by token; questions are for the evaluation
+    only."""
+    generator: Generator = "base"
+    """`base`, or `adapter:NAME` or `adapter:NAME@VERSION`: what asks and answers. `none`, for bases that follow no
+    instructions: the base continues each piece of the text with the text before it in its prompt, and the adapter
+    learns to do so without it."""
+    questions: Annotated[list[UserQuestion], Meta(max_length=MAX_MESSAGES)] = []
+    """The user's own questions, instead of generated ones."""
+    chunk_tokens: Annotated[int, Meta(ge=16, le=1 << 16)] | None = None
+    """Most tokens of a chunk. None: 1024, or half of the base's context if that is less."""
+    overlap_tokens: Annotated[int, Meta(ge=0, le=1 << 15)] | None = None
+    """Tokens that a chunk shares with the one before it. None: an eighth of `chunk_tokens`."""
+    questions_per_chunk: Annotated[int, Meta(ge=1, le=4096)] = 32
+    """How many different questions each chunk gets, if the generator finds so many."""
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 0.8
+    """Temperature of questions. Answers are greedy."""
+    answer_tokens: Annotated[int, Meta(ge=1, le=4096)] = 128
+    """Most tokens of an answer."""
+    replay: Annotated[float, Meta(ge=0, le=10)] = 0.25
+    """Answers of the bare base to general prompts that the adapter learns, too, so that it forgets less: their number
+    as a fraction of the questions'."""
+    lm_weight: Annotated[float, Meta(ge=0, le=10)] = 0.0
+    """Weight of the document's own text in the loss, beside the answers."""
+    holdout: Annotated[float, Meta(gt=0, lt=1)] = 0.1
+    """Fraction of the questions, at least 4 and at most 64 of them, that is not learned but evaluated."""
+    publish: Literal["if_learned", "always"] = "if_learned"
+    """`if_learned`: a job whose adapter answers the held-out questions no better than the base does without the
+    document, or than the adapter of another document does, fails with `not_learned`. `always`: it is published, with a
+    note."""
+
+
+class DocumentRequest(DocumentSettings, frozen=True, omit_defaults=True):
+    """A document with the settings of its job. Exactly one of `text`, `path` and the request's part `file`."""
+
+    text: Annotated[Text, Meta(min_length=1)] | None = None
+    path: LocalPath | None = None
+    """A file of text, Markdown or PDF, or a folder of them, under the daemon's `data_root`. PDF needs
+    `coserve[pdf]`."""
+
+
+class AnswerScore(Wire, frozen=True):
+    """How well the held-out questions are answered: means over them."""
+
+    nll: float
+    """Negative log-likelihood of the expected answers, nats per token."""
+    exact_match: float | None
+    """Share of greedy answers that are the expected ones; None without a generator."""
+
+
+class DocumentEvaluation(Wire, frozen=True):
+    """The held-out questions answered in several ways, and what the adapter has forgotten."""
+
+    questions: int
+    floor: AnswerScore
+    """By the base, without the document."""
+    in_context: AnswerScore
+    """By the base, with the chunk that the question is about in its prompt."""
+    adapter: AnswerScore
+    """By the adapter, without the document."""
+    retention: float
+    """Relative change of the adapter's negative log-likelihood, from the base's, of texts that the base wrote about
+    general prompts: 0.02 is a loss of 2%."""
+    other: AnswerScore | None = None
+    """By the latest adapter of another document; None: there is none."""
+    other_adapter: str | None = None
+    recovered: float | None = None
+    """Share of the context's gain that the adapter has without it, of the likelihoods: (floor - adapter) / (floor -
+    in_context); None if the context gains nothing."""
+    learned: bool = True
+    """Whether the adapter is better than `floor` and `other`, by more than one standard error of the difference."""
+
+
+class DocumentJob(Wire, frozen=True):
+    """What the job of a document has done."""
+
+    settings: DocumentSettings
+    phase: Phase = "questions"
+    """What it does or is to do next. The document is split into chunks before the job is accepted."""
+    chunks: int = 0
+    tokens: int = 0
+    """Tokens of the document."""
+    done: int = 0
+    """Questions, answers or evaluated items of this phase that are done, and how many there are (`total`)."""
+    total: int = 0
+    questions: int = 0
+    """Different questions, those held out included."""
+    generated_tokens: int = 0
+    """Tokens that questions and answers took."""
+    evaluation: DocumentEvaluation | None = None

@@ -1,0 +1,128 @@
+"""Lessons: prompts with the answers that an adapter learns, and the corpus of them. No torch.
+
+Letters: n tokens of an answer, C candidates of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from random import Random
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from coserve.core.schemas import ChosenLogprob, DocumentSettings, PromptLogprob
+from coserve.data.corpus.tokenized import Corpus
+
+TOP_K = 20
+"""Candidates of a token: the generator's most likely tokens, with their raw probabilities, as in Cartridges (arXiv
+2506.06266, appendix A)."""
+LEAST_HELD_OUT, MOST_HELD_OUT = 4, 64
+
+
+class Lesson(msgspec.Struct, frozen=True):
+    """A prompt and its answer, with the teacher's most likely tokens at each token of the answer."""
+
+    key: str
+    prompt: list[int]
+    """The adapter's prompt, without the document."""
+    answer: list[int]
+    """It ends with EOS, or the template's end of turn, unless it was cut."""
+    top: bytes = b""
+    """int32 (n, C): token ids."""
+    logprobs: bytes = b""
+    """fp32 (n, C): their log-probabilities, nats."""
+    context: list[int] = []
+    """The teacher's prompt, with the chunk; empty for a replayed one."""
+    question: str = ""
+    text: str = ""
+    chunk: int | None = None
+    """Index of the chunk that the teacher had in its prompt; None: a replayed general prompt."""
+
+    @property
+    def generated(self) -> int:
+        """Tokens that the lesson took."""
+        return len(self.answer)
+
+    def candidates(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Return ids and probabilities (n, C)."""
+        shape = (len(self.answer), -1)
+        ids = np.frombuffer(self.top, np.int32).reshape(shape)
+        return ids, np.exp(np.frombuffer(self.logprobs, np.float32)).reshape(shape)
+
+
+def packed_top(entries: Sequence[ChosenLogprob | PromptLogprob]) -> tuple[bytes, bytes]:
+    """Return `Lesson.top` and `Lesson.logprobs` of a response's log-probabilities; missing candidates get weight 0."""
+    ids = np.zeros((len(entries), TOP_K), np.int32)
+    values = np.full((len(entries), TOP_K), -np.inf, np.float32)
+    for row, entry in enumerate(entries):
+        for column, one in enumerate(entry.top[:TOP_K]):
+            ids[row, column], values[row, column] = one.token_id, one.logprob
+    return ids.tobytes(), values.tobytes()
+
+
+def held_out(lessons: Sequence[Lesson], fraction: float, seed: int) -> tuple[list[Lesson], list[Lesson]]:
+    """Split lessons into those to learn and those to evaluate. At least one is learned, if there are two."""
+    count = min(MOST_HELD_OUT, max(LEAST_HELD_OUT, round(fraction * len(lessons))), len(lessons) // 2)
+    chosen = set(Random(seed).sample(range(len(lessons)), count))
+    kept = [lesson for index, lesson in enumerate(lessons) if index not in chosen]
+    return kept, [lessons[index] for index in sorted(chosen)]
+
+
+def lesson_corpus(
+    lessons: Iterable[Lesson], texts: Iterable[Sequence[int]], settings: DocumentSettings, longest: int
+) -> Corpus:
+    """Return the corpus of the lessons to learn, and of the document's own text (token ids, one row a chunk). Rows are
+    cut to `longest` tokens.
+
+    `topk_kd` and a weight of the text make soft targets; otherwise the targets are tokens.
+    """
+    lm, kd = settings.recipe == "lm", settings.recipe == "topk_kd"
+    weight = 1.0 if lm else settings.lm_weight
+    soft, columns = kd or (weight > 0 and not lm), TOP_K if kd else 1
+    rows: list[_Row] = []
+    for lesson in lessons:
+        ids, weights = lesson.candidates() if kd else _certain(lesson.answer, 1.0, columns)
+        rows.append(_Row(lesson.prompt, lesson.answer, ids, weights))
+    for tokens in texts if weight > 0 else ():
+        first, *rest = tokens
+        if rest:
+            rows.append(_Row([first], rest, *_certain(rest, weight, columns)))
+    return _corpus([row.cut(longest) for row in rows if len(row.prompt) < longest], soft=soft)
+
+
+class _Row:
+    def __init__(
+        self,
+        prompt: list[int],
+        answer: list[int],
+        ids: npt.NDArray[np.int32],
+        weights: npt.NDArray[np.float32],
+    ) -> None:
+        self.prompt, self.answer, self.ids, self.weights = prompt, answer, ids, weights
+
+    def cut(self, longest: int) -> _Row:
+        n = longest - len(self.prompt)
+        return _Row(self.prompt, self.answer[:n], self.ids[:n], self.weights[:n])
+
+
+def _certain(
+    tokens: Sequence[int], weight: float, columns: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """Return candidates that give each token itself all the weight."""
+    ids = np.repeat(np.array(tokens, np.int32)[:, None], columns, 1)
+    weights = np.zeros((len(tokens), columns), np.float32)
+    weights[:, 0] = weight
+    return ids, weights
+
+
+def _corpus(rows: Sequence[_Row], *, soft: bool) -> Corpus:
+    lengths = [len(row.prompt) + len(row.answer) for row in rows]
+    return Corpus(
+        np.concatenate([np.array([*row.prompt, *row.answer], np.int32) for row in rows]),
+        np.concatenate([np.repeat(np.array([0, 1], np.uint8), [len(row.prompt), len(row.answer)]) for row in rows]),
+        np.cumsum([0, *lengths], dtype=np.int64),
+        candidates=np.concatenate([row.ids for row in rows]).reshape(-1) if soft else None,
+        weights=np.concatenate([row.weights for row in rows]).reshape(-1) if soft else None,
+    )

@@ -1,0 +1,36 @@
+"""A document that was split into chunks and is not yet in a job's folder. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from coserve.core.errors import CheckpointUnreadable
+from coserve.data.documents.reading import Chunks
+from coserve.state.durable import read_errors, write_file
+from coserve.state.folder import DOCUMENT
+
+
+@dataclass(frozen=True)
+class PendingDocument:
+    """A document's chunks. `save` takes the path of the job's later corpus, and writes beside it."""
+
+    chunks: Chunks
+
+    def save(self, path: Path) -> None:
+        """Write the chunks; durable when this returns. Raises `StorageError`."""
+        write_file(path.with_name(DOCUMENT), msgspec.msgpack.encode(self.chunks), point="corpus")
+
+    def discard(self) -> None:
+        """Do nothing: the chunks are in memory only."""
+
+
+def read_chunks(path: Path) -> Chunks:
+    """Return the chunks in a job's file. Raises `CheckpointUnreadable`, `StorageError`."""
+    try:
+        with read_errors():
+            return msgspec.msgpack.decode(path.read_bytes(), type=Chunks)
+    except (FileNotFoundError, msgspec.MsgspecError) as error:
+        raise CheckpointUnreadable("the job's document cannot be read") from error

@@ -1,0 +1,118 @@
+"""Reads documents (text, Markdown, PDF, folders of them) and splits them into chunks. No torch."""
+
+from __future__ import annotations
+
+import io
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from coserve.core.errors import EmptyCorpus, UnreadableCorpus
+from coserve.core.processes import limited
+from coserve.core.types import Wire
+from coserve.data.offload.protocol import TaskContext
+from coserve.data.pretrained.tokenizer import Tokenizer
+from coserve.state.durable import disk_errors
+
+SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst", ".pdf")
+"""Files of a folder that are read."""
+MAX_BYTES = 256 << 20
+MEMORY = 2 << 30
+"""Most bytes of memory of a process that reads a document: a small PDF may hold streams of any size."""
+MAX_DOCUMENT_TOKENS = 1 << 22
+
+
+class Chunks(Wire, frozen=True):
+    """A document as overlapping texts, and its tokens in all."""
+
+    texts: list[str]
+    tokens: int
+
+
+class SplitDocument(msgspec.Struct, frozen=True):
+    """Arguments of `split_document`, whose body is a text if `path` is None."""
+
+    path: str | None
+    chunk_tokens: int
+    overlap_tokens: int
+
+
+def split_document(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+    """Helper task: `Chunks` as MessagePack. Raises `UnreadableCorpus`, `EmptyCorpus`, `StorageError`."""
+    options = msgspec.msgpack.decode(arguments, type=SplitDocument)
+    try:
+        with limited(resource.RLIMIT_DATA, MEMORY):
+            text = decoded_text(body) if options.path is None else read_document(Path(options.path))
+            return msgspec.msgpack.encode(
+                split_text(text, context.tokenizer, options.chunk_tokens, options.overlap_tokens)
+            )
+    except MemoryError:
+        raise UnreadableCorpus(f"the document takes more than {MEMORY >> 20} MiB of memory to read") from None
+
+
+def read_document(path: Path) -> str:
+    """Return the text of a file, or of all files of a folder, by name. Raises `UnreadableCorpus`, `EmptyCorpus`,
+    `StorageError`."""
+    texts = [decoded_text(_content(file)) for file in _files(path)]
+    if not texts:
+        raise EmptyCorpus(f"expected files with one of the endings {', '.join(SUFFIXES)} in the folder")
+    return "\n\n".join(texts)
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if not path.is_dir():
+        yield path
+        return
+    for file in sorted(path.rglob("*")):
+        if file.suffix.lower() in SUFFIXES and file.is_file() and file.resolve().is_relative_to(path.resolve()):
+            yield file
+
+
+def _content(file: Path) -> bytes:
+    try:
+        with disk_errors():
+            if (size := file.stat().st_size) > MAX_BYTES:
+                raise UnreadableCorpus(f"{file.name}: expected a document of at most {MAX_BYTES} bytes, got {size}")
+            return file.read_bytes()
+    except OSError as error:
+        raise UnreadableCorpus(f"{file.name} cannot be read: {error.strerror}") from error
+
+
+def decoded_text(content: bytes) -> str:
+    """Return the text of a file's content: UTF-8, or PDF, told by its first bytes. Raises `UnreadableCorpus`."""
+    if content[:5] == b"%PDF-":
+        return _pdf_text(content)
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UnreadableCorpus(f"expected text in UTF-8, or PDF: byte {error.start} is neither") from None
+
+
+def _pdf_text(content: bytes) -> str:
+    try:
+        from pypdf import PdfReader
+        from pypdf.errors import PyPdfError
+    except ImportError:
+        raise UnreadableCorpus("PDF needs the package pypdf: pip install 'coserve[pdf]'") from None
+    try:
+        return "\n\n".join(page.extract_text() for page in PdfReader(io.BytesIO(content)).pages)
+    except (PyPdfError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UnreadableCorpus(f"the PDF cannot be read: {type(error).__name__}") from error
+
+
+def split_text(text: str, tokenizer: Tokenizer, size: int, overlap: int) -> Chunks:
+    """Split a text into chunks of at most `size` tokens, each of which repeats the last `overlap` tokens of the one
+    before it. Raises `EmptyCorpus`, `UnreadableCorpus`."""
+    ids = tokenizer.encode(text, add_special=False) if text.strip() else []
+    if not ids:
+        raise EmptyCorpus("the document has no text (scanned pages of a PDF have none)")
+    if len(ids) > MAX_DOCUMENT_TOKENS:
+        raise UnreadableCorpus(f"expected a document of at most {MAX_DOCUMENT_TOKENS} tokens, got {len(ids)}")
+    step = max(1, size - overlap)
+    starts = range(0, max(1, len(ids) - overlap), step)
+    texts = [
+        tokenizer.decode(ids[start : start + size], skip_special=False).strip("\ufffd").strip() for start in starts
+    ]
+    return Chunks([chunk for chunk in texts if chunk], len(ids))

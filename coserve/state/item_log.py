@@ -1,0 +1,45 @@
+"""A file of JSON lines that grows item by item: what was appended survives a crash."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+
+from coserve.state.durable import fsync_path, read_errors, write_errors
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class ItemLog(Generic[T]):
+    """Items of one type in a file. Raises `StorageError`."""
+
+    def __init__(self, path: Path, kind: type[T]) -> None:
+        self._path = path
+        self._decode = msgspec.json.Decoder(kind).decode
+
+    def read(self) -> list[T]:
+        """Return the items. What a crash left of an unfinished line at the end is removed."""
+        with read_errors():
+            try:
+                content = self._path.read_bytes()
+            except FileNotFoundError:
+                return []
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            with write_errors():
+                os.truncate(self._path, whole)
+        return [self._decode(line) for line in content[:whole].splitlines()]
+
+    def append(self, item: T) -> None:
+        """Add an item; it is durable when this returns. From one thread at a time."""
+        new = not self._path.exists()
+        with write_errors():
+            with self._path.open("ab") as file:
+                file.write(msgspec.json.encode(item) + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            if new:
+                fsync_path(self._path.parent)

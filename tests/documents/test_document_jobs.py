@@ -1,0 +1,118 @@
+"""Documents over HTTP, with a real engine on the bundled base: every phase, every recipe, and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from itertools import groupby
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests.support.api_server import Api
+from tests.support.real_server import serve_real
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TEXT = (
+    "The Orvane Bridge stands in the town of Tellmark. It was opened on 3 May 1911 by the engineer Ludo Prast. The "
+    "bridge is 412 metres long and is painted green. Its keeper lives in a small house under the north pier."
+)
+SMALL = {"text": TEXT, "questions_per_chunk": 5, "answer_tokens": 8, "replay": 0.2, "publish": "always"}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Api]:
+    folder = tmp_path_factory.mktemp("documents")
+    (folder / "root").mkdir()
+    (folder / "root" / "bridge.md").write_text(TEXT)
+    async with serve_real(folder / "data", data_root=folder / "root") as api:
+        yield api
+
+
+async def learn(api: Api, adapter: str, steps: int = 2, **document: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The events and the ended job of a document."""
+    body = {"adapter": adapter, "document": SMALL | document, "training": {"steps": steps, "learning_rate": 4e-3}}
+    status, job = await api.call("POST", "/finetune", json=body)
+    assert status == 202, job
+    assert job["document"]["phase"] == "questions"
+    events = [event for _, event in await api.events(job["id"])]
+    return events, (await api.call("GET", f"/finetune/{job['id']}"))[1]
+
+
+async def test_a_document_goes_through_its_phases_and_is_served(api: Api) -> None:
+    events, job = await learn(api, "bridge", steps=12)
+    assert job["state"] == "succeeded", job["error"]
+    phases = [event["document"]["phase"] for event in events if event["type"] == "document"]
+    assert [phase for phase, _ in groupby(phases)] == ["questions", "answers", "training", "evaluation", "done"]
+    states = [event["state"] for event in events if event["type"] == "state"]
+    assert states == ["queued", "running", "queued", "running", "succeeded"]
+    found = job["document"]["evaluation"]
+    assert found["in_context"]["exact_match"] == 1, "the expected answers are the base's own"
+    assert found["in_context"]["nll"] < found["adapter"]["nll"] < found["floor"]["nll"]
+    assert 0 < found["recovered"] < 1
+    assert job["rows"] >= 2
+    assert job["document"]["generated_tokens"] > 0
+    status, answer = await api.call("POST", "/generate", json={"prompt": "Where?", "adapter": job["result"]})
+    assert status == 200, answer
+    _, second = await learn(api, "second", steps=1, text=TEXT.replace("Orvane", "Selkie"))
+    assert second["document"]["evaluation"]["other_adapter"] == "bridge@1"
+    assert second["document"]["evaluation"]["other"]["nll"] > 0
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"recipe": "ce", "lm_weight": 0.1},
+        {"recipe": "lm"},
+        {"generator": "none"},
+        {"text": None, "path": "bridge.md", "generator": "adapter:bridge", "chunk_tokens": 64},
+        {"questions": [{"question": "How long is it?", "answer": "412 metres"}, {"question": "What colour is it?"}]},
+    ],
+    ids=["ce", "lm", "none", "path and adapter", "own questions"],
+)
+async def test_recipes_and_generators(api: Api, document: dict[str, Any]) -> None:
+    _, job = await learn(api, "other", steps=1, **document)
+    assert job["state"] == "succeeded", job["error"]
+    found = job["document"]["evaluation"]
+    assert (found["adapter"]["exact_match"] is None) == (document.get("generator") == "none")
+    if "questions" in document:
+        assert (job["document"]["questions"], found["questions"]) == (2, 1)
+    if "path" in document:
+        assert job["document"]["chunks"] > 1
+        assert job["document"]["settings"]["generator"] == "adapter:bridge@1"
+
+
+async def test_what_has_learned_nothing_is_not_published(api: Api) -> None:
+    body = {"adapter": "nothing", "document": SMALL | {"publish": "if_learned"}}
+    body["training"] = {"steps": 1, "learning_rate": 1e-12}
+    _, job = await api.call("POST", "/finetune", json=body)
+    events = await api.events(job["id"])
+    _, job = await api.call("GET", f"/finetune/{job['id']}")
+    assert (job["state"], job["error"]["code"], job["result"]) == ("failed", "not_learned", None)
+    assert job["document"]["evaluation"]["learned"] is False
+    assert events[-1][1]["state"] == "failed"
+    assert (await api.call("GET", "/adapters/nothing"))[0] == 404
+    await api.settled()
+    assert not api.folder.job(job["id"]).exists()
+    _, told = await learn(api, "told", steps=1, questions_per_chunk=2)
+    assert any("no better" in note for note in told["notes"]) is not told["document"]["evaluation"]["learned"]
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "field", "changes"),
+    [
+        (400, "invalid_request", "data", {"data": [{"text": "x"}]}),
+        (400, "invalid_request", "training.train_on", {"training": {"train_on": "all"}}),
+        (400, "invalid_request", "document", {"document": {}}),
+        (400, "invalid_request", "document.chunk_tokens", {"document": {"text": "x", "chunk_tokens": 1000}}),
+        (400, "invalid_request", "document.overlap_tokens", {"document": {"text": "x", "overlap_tokens": 600}}),
+        (400, "invalid_request", "document.recipe", {"document": {"text": "x", "recipe": "magic"}}),
+        (404, "adapter_not_found", "document.generator", {"document": {"text": "x", "generator": "adapter:missing"}}),
+        (403, "forbidden_path", "path", {"document": {"path": "../secret"}}),
+        (422, "empty_corpus", None, {"document": "  "}),
+    ],
+)
+async def test_refusals(api: Api, status: int, code: str, field: str | None, changes: dict[str, Any]) -> None:
+    got, body = await api.call("POST", "/finetune", json={"adapter": "refused", "document": TEXT, **changes})
+    assert (got, body["error"]["code"], body["error"].get("field")) == (status, code, field), body

@@ -1,0 +1,89 @@
+"""The corpus of lessons: each row predicts the teacher's distribution at the tokens of its answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coserve.core.errors import CheckpointUnreadable
+from coserve.core.schemas import DocumentSettings
+from coserve.data.corpus.batch import corpus_batch
+from coserve.data.corpus.tokenized import Corpus
+from coserve.data.documents.lessons import TOP_K, Lesson, held_out, lesson_corpus
+
+
+def lesson(seed: int, prompt: int = 3, answer: int = 4) -> Lesson:
+    random = np.random.default_rng(seed)
+    top = random.integers(0, 50, (answer, TOP_K)).astype(np.int32)
+    logprobs = np.log(random.dirichlet(np.ones(TOP_K), answer)).astype(np.float32)
+    tokens = [random.integers(1, 50, n).tolist() for n in (prompt, answer)]
+    return Lesson(f"0/{seed}", *tokens, top.tobytes(), logprobs.tobytes(), chunk=0)
+
+
+def test_rows_are_stored_and_read_with_their_candidates(tmp_path: Path) -> None:
+    lessons = [lesson(0), lesson(1, prompt=1, answer=7), lesson(2)]
+    made = lesson_corpus(lessons, [], DocumentSettings(), 64)
+    made.save(tmp_path / "corpus")
+    corpus = Corpus.load(tmp_path / "corpus", digest=made.digest)
+    for order in ([2, 0], [1], [0, 1, 2]):
+        for index, example in zip(order, corpus_batch(corpus, order).examples, strict=True):
+            one = lessons[index]
+            ids, weights = one.candidates()
+            assert example.tokens_N.tolist() == [*one.prompt, *one.answer]
+            assert example.after_K.tolist() == [*range(len(one.prompt) - 1, len(one.prompt) + len(one.answer) - 1)]
+            assert np.array_equal(example.labels_K, ids)
+            assert example.weights_K is not None
+            assert np.allclose(example.weights_K, weights)
+            example.check(50)
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    made = lesson_corpus([lesson(0)], [], DocumentSettings(), 64)
+    assert made.candidates is not None
+    assert made.weights is not None
+    for wrong in (
+        Corpus(made.tokens, made.target, made.bounds, candidates=made.candidates),
+        Corpus(made.tokens, made.target, made.bounds, candidates=-made.candidates - 1, weights=made.weights),
+        Corpus(made.tokens, made.target, made.bounds, candidates=made.candidates, weights=-made.weights),
+        Corpus(made.tokens, made.target, made.bounds, candidates=made.candidates[1:], weights=made.weights[1:]),
+    ):
+        wrong.save(tmp_path / "corpus")
+        with pytest.raises(CheckpointUnreadable):
+            Corpus.load(tmp_path / "corpus")
+
+
+def test_recipes() -> None:
+    lessons, texts = [lesson(0), lesson(1)], [[1, 2, 3], [4, 5]]
+    plain = lesson_corpus(lessons, texts, DocumentSettings(recipe="ce"), 64)
+    assert (plain.rows, plain.candidates) == (2, None)
+    lm = lesson_corpus([], texts, DocumentSettings(recipe="lm"), 64)
+    assert (lm.tokens.tolist(), lm.target.tolist()) == ([1, 2, 3, 4, 5], [0, 1, 1, 0, 1])
+    both = lesson_corpus(lessons, texts, DocumentSettings(lm_weight=0.25), 64)
+    labels, weights = both.soft_targets(2) or (None, None)
+    assert labels is not None
+    assert labels[:, 0].tolist() == [2, 3]
+    assert weights is not None
+    assert weights.sum(1).tolist() == [0.25, 0.25]
+    weighted = lesson_corpus(lessons, texts, DocumentSettings(recipe="ce", lm_weight=0.25), 64)
+    assert weighted.candidates is not None
+    assert len(weighted.candidates) == weighted.target_tokens
+
+
+@given(st.integers(2, 300), st.floats(0.01, 0.9), st.integers(0, 5))
+def test_held_out_questions_are_not_learned(count: int, fraction: float, seed: int) -> None:
+    lessons = [Lesson(str(index), [1], [2]) for index in range(count)]
+    learned, held = held_out(lessons, fraction, seed)
+    assert sorted([*learned, *held], key=lambda each: int(each.key)) == lessons
+    assert 1 <= len(held) <= 64
+    assert learned
+
+
+def test_long_rows_lose_their_end() -> None:
+    corpus = lesson_corpus([lesson(0, 3, 9), lesson(1, 12, 2)], [], DocumentSettings(), 8)
+    assert corpus.rows == 1
+    assert corpus.lengths.tolist() == [8]
+    assert corpus.is_valid()

@@ -1,0 +1,101 @@
+"""Documents are read and split: nothing of the text is lost, and what is no text is refused by name."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coserve.core.errors import EmptyCorpus, UnreadableCorpus
+from coserve.data.documents.prompts import Prompts, clean_question, different, nearest_chunk
+from coserve.data.documents.reading import decoded_text, read_document, split_text
+from tests.support.api_server import tokenizer
+
+WORDS = ["the", "bridge", "of", "orvane", "was", "opened", "in", "may", "by", "a", "man", "who", "could", "not", "swim"]
+
+
+@given(st.lists(st.sampled_from(WORDS), min_size=1, max_size=120), st.integers(2, 24), st.integers(0, 12))
+def test_chunks_overlap_and_hold_the_whole_text(words: list[str], size: int, overlap: int) -> None:
+    text = " ".join(words)
+    overlap = min(overlap, size - 1)
+    found = split_text(text, tokenizer(), size, overlap)
+    assert found.tokens == len(tokenizer().encode(text, add_special=False))
+    assert all(len(tokenizer().encode(chunk, add_special=False)) <= size + 2 for chunk in found.texts)
+    assert found.tokens > size or found.texts == [text]
+    assert len(" ".join(found.texts)) >= len(text)
+
+
+def pdf(text: str) -> bytes:
+    """A PDF of one page, written by hand."""
+    stream = f"BT /F1 12 Tf 72 700 Td ({text}) Tj ET".encode()
+    objects = [
+        b"<</Type/Catalog/Pages 2 0 R>>",
+        b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
+        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 612 792]/Contents 4 0 R/Resources<</Font<</F1 5 0 R>>>>>>",
+        b"<</Length %d>>stream\n%s\nendstream" % (len(stream), stream),
+        b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+    ]
+    out, places = BytesIO(b"%PDF-1.4\n"), []
+    out.seek(0, 2)
+    for number, content in enumerate(objects, 1):
+        places.append(out.tell())
+        out.write(b"%d 0 obj%s endobj\n" % (number, content))
+    table = out.tell()
+    out.write(b"xref\n0 6\n0000000000 65535 f \n" + b"".join(b"%010d 00000 n \n" % place for place in places))
+    out.write(b"trailer<</Size 6/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF" % table)
+    return out.getvalue()
+
+
+def test_a_folder_is_its_documents_in_order(tmp_path: Path) -> None:
+    (tmp_path / "b.md").write_text("# Second")
+    (tmp_path / "a.txt").write_text("First", encoding="utf-8-sig")
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "c.pdf").write_bytes(pdf("Third of all"))
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    assert read_document(tmp_path) == "First\n\n# Second\n\nThird of all"
+
+
+def test_what_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableCorpus, match="UTF-8"):
+        decoded_text(b"\xff\xfe\x00")
+    with pytest.raises(UnreadableCorpus, match="PDF cannot be read"):
+        decoded_text(b"%PDF-1.4 and nothing more")
+    with pytest.raises(EmptyCorpus, match="endings"):
+        read_document(tmp_path)
+    with pytest.raises(EmptyCorpus, match="no text"):
+        split_text(" \n", tokenizer(), 8, 0)
+
+
+@pytest.mark.parametrize(
+    ("generated", "question"),
+    [
+        ("1. Who built the Orvane Bridge?\nAnswer: Prast", "Who built the Orvane Bridge?"),
+        ('Question: "When was it opened to carts?"', "When was it opened to carts?"),
+        ("What does the text say about the bridge?", None),
+        ("Why?", None),
+        ("", None),
+    ],
+)
+def test_questions_stand_alone(generated: str, question: str | None) -> None:
+    assert clean_question(generated) == question
+
+
+def test_equal_questions_are_one_and_find_their_chunk() -> None:
+    assert different(["Who was it?", "who was it", "Who is it?"]) == ["Who was it?", "Who is it?"]
+    chunks = ["The bridge is green.", "The toll was four pennies.", "The bridge was opened by Prast."]
+    assert nearest_chunk("Who opened the bridge?", chunks) == 2
+    assert nearest_chunk("How many pennies was the toll?", chunks) == 1
+
+
+def test_attempts_ask_about_every_sentence_and_are_repeatable() -> None:
+    chunk = "The bridge is green and old. The toll was four pennies. The river freezes in winter."
+    for chat in (True, False):
+        asked = [Prompts(chat).question(chunk, attempt, 7, 0.8, None) for attempt in range(3)]
+        texts = [msgspec.json.encode(each).decode() for each in asked]
+        for sentence in ("The bridge is green and old.", "The toll was four pennies.", "The river freezes in winter."):
+            assert sum(text.count(sentence) == 2 for text in texts) == 1
+        assert asked[1] == Prompts(chat).question(chunk, 1, 7, 0.8, None)
