@@ -30,6 +30,8 @@ from coserve.api.openai.finetuning.routes import finetuning_routes
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.lora import LoraApi
 from coserve.api.openai.routes import openai_routes
+from coserve.api.page.handlers import PageApi
+from coserve.api.page.routes import page_routes
 from coserve.api.service import Service
 from coserve.api.tgi.handlers import TgiApi
 from coserve.api.tgi.routes import tgi_routes
@@ -64,8 +66,10 @@ def make_app(
     )
     uploads = UploadReader(bodies, max_body_bytes=config.max_body_bytes, read_timeout=config.read_timeout)
     tgi = TgiApi(service, config, bodies)
+    native = NativeApi(service, config, bodies, uploads, tgi)
     described = (
-        *native_routes(NativeApi(service, config, bodies, uploads, tgi)),
+        *native_routes(native),
+        *page_routes(PageApi(service.history, native.pointers)),
         *tgi_routes(tgi),
         *openai_routes(OpenAIApi(service, config, bodies), LoraApi(service, config, bodies, uploads)),
         *file_routes(FilesApi(service, uploads)),

@@ -23,6 +23,7 @@ from coserve.api.jobs.manager import JobManager
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.api.jobs.sampling import JobSampler
 from coserve.api.metrics.prometheus import Metrics
+from coserve.api.page.history import ReportHistory
 from coserve.api.stopping import Stopping
 from coserve.api.tracking.feed import CLOSING, Tracking
 from coserve.config import Config
@@ -87,6 +88,7 @@ class Service:
         self._config = config
         self.engine = engine or EngineClient()
         self.metrics = Metrics(self.engine.name)
+        self.history = ReportHistory()
         self._registry = registry
         self.recorder = JobRecorder(folder, registry, self.engine, self.metrics)
         self.helpers = HelperPool(tokenizer.state, MAX_BODY_HELPERS, config.logs)
@@ -227,6 +229,7 @@ class Service:
             case EngineStats():
                 self.engine.stats = message
                 self.metrics.engine.report(message)
+                self.history.report(message)
             case EngineNotes():
                 self.engine.note(message.notes)
             case EngineStopped():
@@ -261,6 +264,7 @@ class Service:
                 context=spec.context,
                 vocab=spec.vocab,
             )
+        ttft, tpot = (None, None) if spec is None else self._config.targets(device=spec.device)
         return Health(
             status=self.engine.status,
             version=__version__,
@@ -290,6 +294,8 @@ class Service:
             ranks=[*self.engine.rank_states],
             memory=stats.memory if stats is not None else None,
             policy=self._config.resolved(device=spec.device).policy if spec is not None else None,
+            slo_ttft=ttft,
+            slo_tpot=tpot,
         )
 
 

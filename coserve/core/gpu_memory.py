@@ -184,6 +184,10 @@ class MemoryUse(Wire, frozen=True):
     each: tuple[JobUse, ...] = ()
 
 
+USES = ("weights", "pages", "graphs", "jobs", "temporary", "cached", "context", "others", "free")
+"""Fields of `MemoryUse` that add up to the whole device."""
+
+
 class PoolShape(Wire, frozen=True):
     """The page pool of one tensor-parallel rank (of rank 0 if there are several), also on a CPU."""
 

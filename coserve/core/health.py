@@ -105,3 +105,6 @@ class Health(Wire, frozen=True):
     `kv_tokens` is set."""
     policy: str | None = None
     """The policy in use, also where `--policy` is `auto`; null without an engine."""
+    slo_ttft: float | None = None
+    slo_tpot: float | None = None
+    """Latency targets, in seconds, of interactive requests that bring none; null without an engine."""

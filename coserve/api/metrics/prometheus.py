@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from coserve.api.metrics.vllm_names import VllmNames
-from coserve.core.gpu_memory import MemoryUse
+from coserve.core.gpu_memory import USES, MemoryUse
 from coserve.core.health import RankInfo
 from coserve.core.link import STALL_BUCKETS, EngineStats, EngineWarming, StallCounts, StepCounts
 from coserve.core.types import FinishReason, JobState
@@ -197,10 +197,6 @@ class Metrics:
         """Return the metrics in Prometheus's text format."""
         self._starts.set(restarts)
         return generate_latest(self.registry) + generate_latest(self._vllm)
-
-
-USES = ("weights", "pages", "graphs", "jobs", "temporary", "cached", "context", "others", "free")
-"""Fields of `MemoryUse` that add up to the whole device."""
 
 
 def gpu_memory(use: MemoryUse | None) -> Iterable[Metric]:

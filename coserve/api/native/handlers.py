@@ -47,6 +47,7 @@ DOCS = {
     "docs/guide/fine-tune.md": "settings and metrics of jobs, samples, DPO",
     "docs/guide/data.md": "rows to fine-tune on",
     "docs/guide/documents.md": "documents that become adapters",
+    "docs/guide/page.md": "the web page at /",
     "docs/guide/operate.md": "start, readiness, probes, stopping",
     "docs/guide/several-gpus.md": "the base on several GPUs",
     "docs/guide/bdlora.md": "LoRA in blocks, for tensor parallelism",
@@ -192,7 +193,7 @@ class NativeApi:
 
     # ---- the daemon
 
-    async def root(self, request: web.Request) -> web.StreamResponse:
+    async def pointers(self, request: web.Request) -> web.StreamResponse:
         return json_response(Pointers(version=__version__, docs=DOCS))
 
     async def health(self, request: web.Request) -> web.StreamResponse:

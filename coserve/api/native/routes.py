@@ -24,7 +24,6 @@ from coserve.core.schemas import (
     Job,
     JobEvent,
     JobList,
-    Pointers,
     RollbackRequest,
     SubmissionEvent,
 )
@@ -147,7 +146,6 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             status=201,
             errors=(404, 422, *body, BUSY, 507),
         ),
-        Route("GET", "/", api.root, "Where to look", response=Pointers),
         Route("GET", "/health", api.health, "What works", response=Health, starting=Health, public=True),
         Route(
             "GET",

@@ -55,7 +55,7 @@ from coserve.core.schemas.jobs import (
     Sample,
     SubmissionEvent,
 )
-from coserve.core.schemas.service import STREAM_END, Pointers
+from coserve.core.schemas.service import STREAM_END, History, HistoryPoint, Pointers
 
 __all__ = [
     "Adapter",
@@ -83,6 +83,8 @@ __all__ = [
     "GenerateRequest",
     "GenerateResponse",
     "GenerationFields",
+    "History",
+    "HistoryPoint",
     "ImportRequest",
     "Job",
     "JobEvent",

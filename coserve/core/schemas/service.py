@@ -1,4 +1,4 @@
-"""Schemas that belong to no single request: `GET /` and the end of a stream."""
+"""Schemas that belong to no single request: `GET /`, the history, and the end of a stream."""
 
 from __future__ import annotations
 
@@ -14,6 +14,35 @@ class Pointers(Wire, frozen=True):
     name: str = "coserve"
     health: str = "/health"
     openapi: str = "/openapi.json"
+
+
+class HistoryPoint(Wire, frozen=True):
+    """One report of the engine. Steps, batches and seconds are totals since the engine started."""
+
+    at: float
+    """Unix seconds."""
+    waiting: int
+    running: int
+    """Sequences in the queue, and in the batch."""
+    jobs: int
+    generation_steps: int
+    training_batches: int
+    serve_seconds: float
+    """Seconds in generation steps."""
+    train_seconds: float
+    """Seconds in training slices."""
+    pages_used: int
+    pages_adapters: int
+    pages_total: int
+    memory: dict[str, int]
+    """Bytes of GPU memory by component, as in `Health.memory`; empty if memory is not planned."""
+
+
+class History(Wire, frozen=True):
+    """The response of `GET /history`: up to 900 reports. The engine reports once a second while it works, and after
+    changes of state."""
+
+    data: list[HistoryPoint]
 
 
 STREAM_END = "[DONE]"

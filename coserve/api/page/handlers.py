@@ -1,0 +1,99 @@
+"""The web page: its files, which are part of the package, and the history that it draws.
+
+The files need no key: they hold nothing of the daemon's. What the page shows it asks for with the key that its user
+gave, as any client does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from aiohttp import web
+
+from coserve.api.http.responses import json_response
+from coserve.api.http.security import Handler
+from coserve.api.page.history import ReportHistory
+from coserve.core.errors import InvalidRequest, NotFound
+
+INDEX = "index.html"
+MEDIA = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+HEADERS = {
+    # No inline code or styles, nothing from elsewhere; the page makes elements, never HTML of texts.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "Cache-Control": "no-cache",  # asked for again each time, answered by 304
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+@dataclass(frozen=True)
+class PageFile:
+    content: bytes
+    media: str
+    etag: str
+
+
+@cache
+def page_files() -> dict[str, PageFile]:
+    """Return the page's files by name."""
+    found = {}
+    for entry in (resources.files("coserve") / "assets" / "page").iterdir():
+        media = MEDIA.get(entry.name.rpartition(".")[2])
+        if media is not None:
+            content = entry.read_bytes()
+            found[entry.name] = PageFile(content, media, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+    return found
+
+
+class PageApi:
+    """One method per route. `pointers` answers `GET /` to clients that do not ask for HTML."""
+
+    def __init__(self, history: ReportHistory, pointers: Handler) -> None:
+        self._history, self._pointers = history, pointers
+        self._files = page_files()
+
+    async def root(self, request: web.Request) -> web.StreamResponse:
+        accepted = request.headers.get("Accept", "")
+        html = "text/html" in accepted and "application/json" not in accepted
+        response = self._respond(request, INDEX) if html else await self._pointers(request)
+        response.headers["Vary"] = "Accept"
+        return response
+
+    async def page_file(self, request: web.Request) -> web.StreamResponse:
+        return self._respond(request, request.match_info["id"])
+
+    async def history(self, request: web.Request) -> web.StreamResponse:
+        return json_response(self._history.after(_seconds(request.query.get("after", "0"))))
+
+    def _respond(self, request: web.Request, name: str) -> web.StreamResponse:
+        file = self._files.get(name)
+        if file is None:
+            raise NotFound(f"the page has no file {name[:80]!r}")
+        headers = HEADERS | {"ETag": file.etag}
+        if request.headers.get("If-None-Match") == file.etag:
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=file.content, headers=headers | {"Content-Type": file.media})
+
+
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found):
+        raise InvalidRequest(f"expected seconds, got {text[:80]!r}", field="after")
+    return found

@@ -1,0 +1,93 @@
+// Adapters: versions, size, provenance, where they lie; roll back, delete, download.
+
+import { all, get, request, send } from "./api.js";
+import { attempt, bytes, confirmed, el, keyed, moment, number, say, setText, table } from "./dom.js";
+
+const SHOWN = 20; // newest versions of an adapter
+let opened = "";
+let searched = "";
+let turn = 0;
+const search = el("input", { type: "search", "aria-label": "Search adapters by name", placeholder: "Search by name", oninput: () => attempt(() => adapters.tick()) });
+const list = table("Adapters by name", "Name", "Current", "Newest", "Rank", "Size", "Made by", "Base", "Lies in");
+const panel = el("div", { hidden: true });
+const title = el("h2", { tabindex: -1 });
+const versions = table("Versions", "Version", "Made by", "Continues", "Made at", "Rank", "Size", "Lies in", "SHA-256", "Actions");
+panel.append(title, versions.node);
+
+const place = (adapter) => (adapter.resident ? "memory" : "disk");
+
+function makeRow({ id }) {
+  const cells = Array.from({ length: 7 }, () => el("td"));
+  const node = el("tr", {}, el("th", { scope: "row" }, el("a", { href: `#adapters/${encodeURIComponent(id)}` }, id)), cells);
+  const update = (a) => [`@${a.version}`, `@${a.newest ?? a.version}`, number(a.rank), bytes(a.bytes), a.source, a.base, place(a)]
+    .forEach((text, at) => setText(cells[at], text));
+  return { node, update };
+}
+
+async function download(ref) {
+  const blob = await (await request(`/adapters/${encodeURIComponent(ref)}/download`, { headers: { Accept: "application/x-tar" } })).blob();
+  const url = URL.createObjectURL(blob);
+  el("a", { href: url, download: `${ref.replace("@", "-")}.tar` }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 60000);
+  say(`Downloaded ${ref}.`);
+}
+
+async function rollBack({ id, version, ref }) {
+  await send("POST", `/adapters/${encodeURIComponent(id)}/rollback`, { version });
+  say(`${id} means ${ref} now.`);
+  await adapters.tick();
+}
+
+async function remove({ ref }) {
+  if (!(await confirmed(`Delete ${ref}? Its files are deleted.`))) return;
+  await send("DELETE", `/adapters/${encodeURIComponent(ref)}`);
+  say(`Deleted ${ref}.`);
+  title.focus();
+  await adapters.tick();
+}
+
+function makeVersion(first) {
+  let adapter = first;
+  const button = (label, action) => el("button", { type: "button", "aria-label": `${label} ${first.ref}`, onclick: () => attempt(() => action(adapter)) }, label);
+  const back = button("Make current", rollBack);
+  const cells = Array.from({ length: 7 }, () => el("td"));
+  const name = el("th", { scope: "row" });
+  const actions = el("td", { class: "buttons" }, button("Download", ({ ref }) => download(ref)), back, button("Delete", remove));
+  const update = (a) => {
+    adapter = a;
+    setText(name, `@${a.version}${a.current ? " (current)" : ""}`);
+    [a.source, a.parent ?? "–", moment(a.created_at), a.bd_blocks > 1 ? `${a.rank} in ${a.bd_blocks} blocks` : number(a.rank), bytes(a.bytes), place(a), a.sha256.slice(0, 12)]
+      .forEach((text, at) => setText(cells[at], text));
+    cells[6].title = a.sha256;
+    back.hidden = a.current;
+  };
+  return { node: el("tr", {}, name, cells, actions), update };
+}
+
+async function showVersions() {
+  const id = opened;
+  const whole = id && await get(`/adapters/${encodeURIComponent(id)}`).catch((error) => (error.status === 404 ? null : Promise.reject(error)));
+  if (id !== opened) return;
+  panel.hidden = !whole;
+  if (!whole) return;
+  const numbers = whole.versions.slice(-SHOWN).reverse();
+  const found = await Promise.all(numbers.map((version) => get(`/adapters/${encodeURIComponent(`${id}@${version}`)}`)));
+  if (id !== opened) return;
+  setText(title, `${id}: ${whole.versions.length} version${whole.versions.length > 1 ? "s" : ""}`);
+  keyed(versions.body, found, (one) => one.ref, makeVersion);
+}
+
+export const adapters = {
+  title: "Adapters",
+  build: () => [el("p", {}, search), list.node, panel],
+  show: (argument) => ([opened, turn] = [argument, 0]),
+  async tick(health) {
+    if (health && turn++ % 3) return; // asked for less often than the daemon's state
+    const text = search.value.trim().toLowerCase();
+    const found = (await all("/adapters")).filter((one) => one.id.includes(text));
+    if (text !== searched) say(`${found.length} adapters`);
+    searched = text;
+    keyed(list.body, found, (one) => one.id, makeRow);
+    await showVersions();
+  },
+};

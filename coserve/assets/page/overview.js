@@ -1,0 +1,134 @@
+// What the daemon does: state, requests, latency against targets, memory, and how the policy divides the time.
+
+import { get, request } from "./api.js";
+import { Chart } from "./chart.js";
+import { bytes, clock, el, field, keyed, number, percent, seconds, setText, table } from "./dom.js";
+import { buckets, parseMetrics, quantile, shareWithin, total } from "./metrics.js";
+
+const WINDOW = 15 * 60;
+const RECENT = 30; // readings of the metrics: about a minute
+const PARTS = ["weights", "pages", "graphs", "jobs", "temporary", "cached", "context", "others", "free"];
+const LATENCIES = [
+  ["Time to first token", "coserve_time_to_first_token_seconds", "slo_ttft"],
+  ["Between tokens", "coserve_inter_token_latency_seconds", "slo_tpot"],
+  ["In the queue", "coserve_request_queue_time_seconds", null],
+  ["Whole request", "coserve_e2e_request_latency_seconds", null],
+];
+
+let points = [];
+const drawn = new Map(); // functions that write a row of the latencies
+const readings = [];
+const tiles = el("dl", { class: "tiles" });
+const notes = el("ul", { class: "notes" });
+const span = el("select", {}, el("option", { value: "start" }, "since the daemon started"), el("option", { value: "recent" }, "the last minute"));
+const latency = table("Latency percentiles", "Latency", "p50", "p95", "p99", "Target", "Within target");
+const time = (at) => clock(at);
+const shares = new Chart("Time of the engine, by what the policy chose", { x: time, y: percent, stacked: true, top: 1 });
+const rates = new Chart("Steps a second", { x: time });
+const queue = new Chart("Requests", { x: time });
+const memory = new Chart("GPU memory", { x: time, y: bytes, stacked: true, height: 220 });
+
+/** Rates between two reports: `[[to, rate, from], ...]`. Counters fall when an engine was started again: then nothing is drawn. */
+function changes(of) {
+  const found = [];
+  for (let at = 1; at < points.length; at++) {
+    const [a, b] = [points[at - 1], points[at]];
+    const change = of(b) - of(a);
+    if (change >= 0 && b.at - a.at > 0.2) found.push([b.at, change / (b.at - a.at), a.at]);
+  }
+  return found;
+}
+
+const line = (name, of) => ({ name, points: points.map((point) => [point.at, of(point)]) });
+
+function draw() {
+  const now = Math.max(Date.now() / 1000, points.at(-1)?.at ?? 0);
+  const range = [Math.max(now - WINDOW, Math.min(points[0]?.at ?? now, now - 60)), now];
+  const capped = (of) => changes(of).map(([x, y, from]) => [x, Math.min(1, y), from]);
+  shares.update([
+    { name: "generation steps", points: capped((p) => p.serve_seconds) },
+    { name: "training slices", points: capped((p) => p.train_seconds) },
+  ], range);
+  rates.update([
+    { name: "generation steps", points: changes((p) => p.generation_steps) },
+    { name: "training batches", points: changes((p) => p.training_batches) },
+  ], range);
+  queue.update([line("running", (p) => p.running), line("waiting", (p) => p.waiting), line("jobs", (p) => p.jobs)], range);
+  const planned = points.some((point) => Object.keys(point.memory).length);
+  memory.update(planned
+    ? PARTS.map((name) => line(name, (p) => p.memory[name] ?? 0))
+    : [line("keys and values", (p) => p.pages_used - p.pages_adapters), line("adapters", (p) => p.pages_adapters),
+      { ...line("free", (p) => p.pages_total - p.pages_used), color: PARTS.length - 1 }], range);
+  setText(memory.node.querySelector("strong"), planned ? "GPU memory" : "Page pool (memory is not planned on this device), in pages");
+  memory.y = planned ? bytes : number;
+}
+
+function drawLatency(health) {
+  const before = span.value === "recent" && readings.length > 1 ? readings[0] : null;
+  keyed(latency.body, LATENCIES, ([name]) => name, ([name, metric, slo]) => {
+    const cells = Array.from({ length: 5 }, () => el("td"));
+    const update = () => {
+      const counts = buckets(readings.at(-1), metric, span.value === "recent" ? before : null);
+      const target = health[slo];
+      const within = target ? shareWithin(target, counts) : null;
+      [0.5, 0.95, 0.99].forEach((q, at) => setText(cells[at], seconds(quantile(q, counts))));
+      setText(cells[3], target ? seconds(target) : "–");
+      setText(cells[4], within === null ? "–" : percent(within));
+      cells[4].className = within === null ? "" : within >= 0.95 ? "good" : "bad";
+    };
+    return { node: el("tr", {}, el("th", { scope: "row" }, name), cells), update: () => drawn.set(name, update) };
+  });
+  for (const update of drawn.values()) update();
+}
+
+function drawTiles(health) {
+  const now = readings.at(-1);
+  const before = readings.at(-2) ?? now;
+  const passed = (now.at - before.at) / 1000 || 1;
+  const rate = (name) => number(Math.max(0, (total(now, name) - total(before, name)) / passed));
+  const base = health.base;
+  const facts = [
+    ["State", health.status],
+    ["Base", base ? `${base.name} (${base.family}, ${base.dtype})` : "–"],
+    ["Device", base ? `${base.device}${health.tp > 1 ? ` × ${health.tp}` : ""}` : "–"],
+    ["Policy", health.policy ?? "–"],
+    ["Up for", seconds(health.uptime)],
+    ["Running", number(health.running)],
+    ["Waiting", number(health.waiting)],
+    ["Jobs", number(health.jobs)],
+    ["Adapters in memory", number(health.adapters_resident)],
+    ["Generated tokens/s", rate("coserve_generation_tokens_total")],
+    ["Trained tokens/s", rate("coserve_train_tokens_total")],
+    ["Requests ended", number(total(now, "coserve_requests_total"))],
+    ["Refused or shed", number(total(now, "coserve_requests_refused_total") + total(now, "coserve_requests_shed_total"))],
+    ["Engine restarts", number(health.engine_restarts)],
+  ];
+  keyed(tiles, facts, ([name]) => name, ([name]) => {
+    const value = el("dd");
+    return { node: el("div", {}, el("dt", {}, name), value), update: ([, text]) => setText(value, text) };
+  });
+  keyed(notes, health.notes, (text) => text, (text) => ({ node: el("li", {}, text) }));
+}
+
+export const overview = {
+  title: "Overview",
+  build: () => [
+    tiles, notes,
+    el("div", { class: "charts" }, shares.node, rates.node, queue.node, memory.node),
+    el("h2", {}, "Latency"), field("Window", span), latency.node,
+    el("p", { class: "quiet" }, "Interpolated within the buckets of the metrics' histograms. Targets are those of interactive requests that bring none."),
+  ],
+  async tick(health) {
+    const [history, text] = await Promise.all([
+      get(`/history?after=${points.at(-1)?.at ?? 0}`),
+      request("/metrics", { headers: { Accept: "text/plain" } }).then((response) => response.text()),
+    ]);
+    points = [...points, ...history.data].filter((point) => point.at > Date.now() / 1000 - WINDOW).slice(-2 * WINDOW);
+    readings.push(Object.assign(parseMetrics(text), { at: performance.now() }));
+    if (readings.length > RECENT) readings.shift();
+    drawTiles(health);
+    drawLatency(health);
+    draw();
+  },
+};
+span.onchange = () => drawn.forEach((update) => update());
