@@ -38,6 +38,8 @@ ROWS = 36
 PAIRS = 36
 """Further bytes a token of a micro-batch of pairs: each token's sequence, its gradient weight, and the targets'
 losses."""
+_EXPERTS = -1
+"""Index of the pairs of experts, which are in no group."""
 TEACHER_SHARE = 2
 """With a teacher, a chunk of logits is this many times smaller, because the teacher's logits are in memory too."""
 
@@ -91,7 +93,8 @@ def lora_layers(
     order = {role: index for index, group in enumerate(costs.groups) for role in group.roles}
     by_layer: dict[int, dict[int, list[SiteShape]]] = {}
     for shape in shapes:
-        by_layer.setdefault(shape.layer, {}).setdefault(order[shape.role], []).append(shape)
+        place = _EXPERTS if shape.of_experts else order[shape.role]
+        by_layer.setdefault(shape.layer, {}).setdefault(place, []).append(shape)
     element = ITEMSIZE[dtype]
     return {layer: _lora_layer(costs, groups, element, dropout=dropout) for layer, groups in sorted(by_layer.items())}
 
@@ -212,13 +215,16 @@ def _lora_layer(
 ) -> LoraLayer:
     kept, shrinks = dict[int, float](), [0.0] * len(costs.groups)
     for index, sites in groups.items():
+        if index == _EXPERTS:
+            kept[index] = float(element * sum(site.of_experts for site in sites))
+            continue
         own = costs.groups[index].kept
         if dropout:  # each site has its own input, and a dropout mask
             own = 2.0 * element * sum(site.inputs for site in sites)
         shrinks[index] = float(element * sum(site.rank for site in sites))
         kept[index] = own + shrinks[index] + element * sum(site.magnitude for site in sites)
     return LoraLayer(
-        first=costs.groups[min(groups)],
+        first=costs.groups[min((index for index in groups if index != _EXPERTS), default=0)],
         kept=sum(kept.values()),
         last=kept.get(len(costs.groups) - 1, 0.0),
         shrinks=tuple(shrinks),

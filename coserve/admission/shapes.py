@@ -46,6 +46,9 @@ class SiteShape:
     """Elements of b_OR, as stored on this GPU."""
     magnitude: int = 0
     """Elements of DoRA's magnitude; 0: plain LoRA."""
+    of_experts: int = 0
+    """Elements a token that a pair of experts keeps in training: for each chosen expert its input, x Aᵀ as it is and
+    scaled, and its term; 0: a pair of a linear module."""
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -77,13 +80,14 @@ def shapes_at(
     new ones."""
     found = []
     for name in sites:
-        site, (rank, _) = base.sites[name], rank_and_scaling(settings, name)
+        site, (rank, _) = base.site(name), rank_and_scaling(settings, name)
         blocks = blocks_at(settings, name)
         (a, b) = (rows * columns for rows, columns in packed_shapes(site, rank, blocks))
         if ranks > 1:
             a, b = _part(name, site, (a, b), max(blocks), ranks, fully_sharded=fully_sharded)
         magnitude = site.out_features if settings.use_dora else 0
-        found.append(SiteShape(name, site.layer, role_of(name), rank, site.in_features, a, b, magnitude))
+        kept = site.chosen * (site.in_features + 2 * rank + site.out_features) if site.experts > 1 else 0
+        found.append(SiteShape(name, site.layer, role_of(name), rank, site.in_features, a, b, magnitude, kept))
     return tuple(sorted(found, key=lambda shape: (shape.layer, shape.name)))
 
 

@@ -43,12 +43,23 @@ class AdapterDigests(msgspec.Struct, frozen=True):
     registration), so the config's patterns are matched when the files are read."""
 
 
+Halves = Literal["", "concatenated", "interleaved"]
+
+
 class SiteSpec(msgspec.Struct, frozen=True):
     """One linear module of the base that an adapter may change."""
 
     in_features: int
     out_features: int
     layer: int
+    experts: int = 1
+    """Experts of a fused parameter of a mixture of experts, each with these features; 1: a linear module."""
+    chosen: int = 1
+    """Experts that compute a token."""
+    transposed: bool = False
+    """Whether the parameter is (experts, in, out) instead of (experts, out, in)."""
+    halves: Halves = ""
+    """How the parameter's outputs hold gate and up; empty: it is no fused gate and up."""
 
 
 class BaseSpec(Wire, frozen=True):
@@ -65,12 +76,20 @@ class BaseSpec(Wire, frozen=True):
     context: int
     eos_token_ids: tuple[int, ...]
     sites: dict[str, SiteSpec]
+    """The linear modules of decoder layers."""
     default_targets: tuple[str, ...]
     """Suffixes of the sites that a new adapter targets by default: all linear sites of a layer."""
     context_note: str = ""
     """Why `context` is less than the model's own maximum; empty if it is not."""
     hub_name: str | None = None
     """NAME or OWNER/NAME on the hub; None: the base is bundled or was read from a folder."""
+    experts: dict[str, SiteSpec] = {}
+    """The fused parameters of experts that an adapter may change (`mlp.experts.gate_up_proj`), by name; empty on
+    several GPUs."""
+
+    def site(self, name: str) -> SiteSpec:
+        """Return the linear module or parameter of this name."""
+        return self.sites.get(name) or self.experts[name]
 
 
 class SamplingParams(SamplingFields, frozen=True, kw_only=True):
@@ -202,7 +221,11 @@ class LoraRequest(Wire, frozen=True):
     """DoRA (https://arxiv.org/abs/2402.09353): also learn the norm of each row of the adapted weight."""
     dropout: float = 0.0
     targets: ModuleNames | None = None
-    """Suffixes of module names (`"q_proj"`) or whole names; None: every linear site of the decoder layers."""
+    """Suffixes of module names (`"q_proj"`) or whole names; None: every linear site of the decoder layers, or none with
+    `target_parameters`."""
+    target_parameters: ModuleNames | None = None
+    """Suffixes of the names of experts' fused parameters (`"mlp.experts.gate_up_proj"`), as in PEFT: each expert gets a
+    LoRA of its own."""
     rank_pattern: Annotated[dict[ModuleName, int], Meta(max_length=MAX_NAMES)] = {}
     alpha_pattern: Annotated[dict[ModuleName, float], Meta(max_length=MAX_NAMES)] = {}
     init: Annotated[str, Meta(max_length=64)] = "default"
@@ -223,6 +246,7 @@ class LoraSettings(LoraRequest, frozen=True):
     sites."""
 
     targets: tuple[str, ...] | None = None
+    target_parameters: tuple[str, ...] | None = None
     rank_pattern: dict[str, int] = {}
     alpha_pattern: dict[str, float] = {}
     targets_bd_a: tuple[str, ...] | None = None

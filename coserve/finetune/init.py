@@ -36,8 +36,10 @@ def new_adapter(
         digest = hashlib.blake2b(f"{seed}/{site}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         in_a, in_b = blocks_at(settings, site)
-        a_RD, b_OR = _blocks(settings.init, rank, base.sites[site], (in_a, in_b), generator)
-        sites[site] = LoraPair(a_RD.to(device, dtype), b_OR.to(device, dtype), scaling, a_blocks=in_a, b_blocks=in_b)
+        spec = base.site(site)
+        start = [_blocks(settings.init, rank, spec, (in_a, in_b), generator) for _ in range(spec.experts)]
+        a_RD, b_OR = (torch.cat(parts).to(device, dtype) for parts in zip(*start, strict=True))
+        sites[site] = LoraPair(a_RD, b_OR, scaling, a_blocks=in_a, b_blocks=in_b, experts=spec.experts)
     return LoraWeights(settings, sites)
 
 
@@ -49,9 +51,9 @@ def zero_adapter(
     sites = {}
     for site in resolve_targets(settings, base):
         (rank, scaling), (in_a, in_b) = rank_and_scaling(settings, site), blocks_at(settings, site)
-        shapes = packed_shapes(base.sites[site], rank, (in_a, in_b))
-        a, b = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
-        sites[site] = LoraPair(a, b, scaling, a_blocks=in_a, b_blocks=in_b)
+        spec = base.site(site)
+        a, b = (torch.zeros(shape, dtype=dtype, device=device) for shape in packed_shapes(spec, rank, (in_a, in_b)))
+        sites[site] = LoraPair(a, b, scaling, a_blocks=in_a, b_blocks=in_b, experts=spec.experts)
     return LoraWeights(settings, sites)
 
 

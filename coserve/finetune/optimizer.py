@@ -41,7 +41,9 @@ RowNorms = Callable[[Mapping[str, LoraPair], dict[str, Tensor]], Mapping[str, Te
 
 def _makers(weights: LoraWeights) -> PairMakers:
     return {
-        site: partial(type(pair), scaling=pair.scaling, a_blocks=pair.a_blocks, b_blocks=pair.b_blocks)
+        site: partial(
+            type(pair), scaling=pair.scaling, a_blocks=pair.a_blocks, b_blocks=pair.b_blocks, experts=pair.experts
+        )
         for site, pair in weights.sites.items()
     }
 
@@ -104,7 +106,7 @@ class AdapterOptimizer:
         self._partition = partition
         part = start if partition is None else LoraWeights(start.settings, partition.shard(start.sites))
         self._part_pairs, self._whole_pairs = _makers(part), _makers(start)
-        self._sites = sorted(start.sites, key=lambda site: (base.sites[site].layer, site))
+        self._sites = sorted(start.sites, key=lambda site: (base.site(site).layer, site))
         whole, found = dict(named_tensors(start)), dict(named_tensors(part))
         kinds = ("a", "b", "m") if start.settings.use_dora else ("a", "b")
         names = [f"{site}.{kind}" for site in self._sites for kind in kinds]
@@ -186,7 +188,7 @@ class AdapterOptimizer:
         }
         self._weights = LoraWeights(self._settings, pairs)
         deque(self._copying(), maxlen=0)
-        layers = [[site for site in self._sites if base.sites[site].layer == i] for i in range(base.layers)]
+        layers = [[site for site in self._sites if base.site(site).layer == i] for i in range(base.layers)]
         kinds = ("a", "b") if self._dora is None else ("a", "b", "m")
         parts = [[f"{site}.{part}" for site in sites for part in kinds] for sites in layers]
         self.trainable = [[copies[name] for name in layer] for layer in parts]

@@ -25,6 +25,7 @@ from coserve.kernels.recurrent.interface import StateShape
 from coserve.kernels.recurrent.wrappers import recurrence_of
 from coserve.model import probe, seam
 from coserve.model.context import Context, context_of
+from coserve.model.experts.sites import expert_sites
 from coserve.model.fingerprint import fingerprint
 from coserve.model.formats.dense import open_folder
 from coserve.model.formats.gguf import open_gguf
@@ -440,4 +441,5 @@ def _spec(
         eos_token_ids=tuple(sorted(eos_of(model) if eos_token_ids is None else set(eos_token_ids))),
         sites=sites,
         default_targets=default_targets(model.config.model_type, sites),
+        experts={} if any(map(shard_of, modules.values())) else expert_sites(model, path),
     )

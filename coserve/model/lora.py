@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from types import MethodType
 from typing import cast
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from coserve.core.types import LoraSettings
 from coserve.kernels.lora.dora import ScaledLora, with_scales
+from coserve.kernels.lora.experts.terms import expert_lora
 from coserve.kernels.lora.interface import LoraBackend, PreparedLora
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup, StackedWeights
@@ -28,6 +30,19 @@ class LoraWeights:
 
     settings: LoraSettings
     sites: Mapping[str, LoraPair]
+
+    @cached_property
+    def linear(self) -> Mapping[str, LoraPair]:
+        """The pairs at linear modules."""
+        experts = self.experts
+        return {name: pair for name, pair in self.sites.items() if name not in experts} if experts else self.sites
+
+    @cached_property
+    def experts(self) -> dict[str, LoraPair]:
+        """The pairs of experts' parameters."""
+        if self.settings.target_parameters is None:
+            return {}
+        return {name: pair for name, pair in self.sites.items() if pair.experts > 1}
 
 
 @dataclass(frozen=True)
@@ -146,6 +161,7 @@ class LoraSites:
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         """Hook each module in place: its class, parameters and path stay the same, only `forward` is replaced."""
         self._sites: dict[str, _Site] = {}
+        self._device = site_weight(next(iter(modules.values()))).device
         self._shards: dict[str, SiteShard] = {}
         self.biases: dict[str, Tensor | None] = {n: getattr(module, "bias", None) for n, module in modules.items()}
         """Each site's bias, this rank's shard."""
@@ -192,11 +208,12 @@ class LoraSites:
         kept = batch.kept if learned else None
         lora = None if kept is None else kept.find(batch, grouped)
         if lora is None:
-            adapters = [adapter.sites for adapter in batch.adapters]
+            adapters = [adapter.linear for adapter in batch.adapters]
             lora = prepare_lora(backend, batch.segments, adapters, groups, self._shards)
             lora = with_scales(lora, batch.segments, adapters, self.biases)
             if kept is not None:
                 kept.put(batch, grouped, lora)
+        lora.experts = expert_lora(batch.segments, [adapter.experts for adapter in batch.adapters], self._device)
         return ForwardContext(lora, dropout, grouped)
 
 

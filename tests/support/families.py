@@ -173,7 +173,7 @@ ATTENTION_ONLY = frozenset(
         *("hunyuan_v1_moe", "kimi_k25", "llama4_text", "mimo_v2_flash", "qwen3_next", "solar_open"),
     }
 )
-"""PEFT saves targets of their feed-forward modules as parameters of experts, which adapters may not have here."""
+"""PEFT saves targets of their feed-forward modules as parameters of experts (`tests/model/test_experts.py`)."""
 
 _LATENT: dict[str, object] = {
     "num_key_value_heads": 4,
@@ -232,18 +232,9 @@ def _kind_of_mixer(family: str) -> str:
 
 
 LIMITS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        (
-            *("flex_olmo", "gpt_oss", "granitemoe", "granitemoeshared", "jetmoe", "minimax_m2", "mixtral", "olmoe"),
-            *("phimoe", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe"),
-        ),
-        _EXPERTS,
-    ),
+    "jetmoe": _EXPERTS,
+    "llama4_text": _EXPERTS,
     **{family: (f"recurrent layers ({_kind_of_mixer(family)})",) for family in RECURRENT},
-    **{
-        family: (f"recurrent layers ({_kind_of_mixer(family)})", *_EXPERTS)
-        for family in ("granitemoehybrid", "jamba", "lfm2_moe", "nemotron_h", "qwen3_5_moe", "qwen3_5_moe_text")
-    },
     "phi3": ("its longrope models are served up to the original context; `/health` says so",),
 }
 """For docs/guide/families.md."""

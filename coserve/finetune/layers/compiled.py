@@ -17,7 +17,7 @@ def takes(context: ForwardContext, *, learns: bool) -> bool:
     `learns`, the kernels must add gradients to the pairs' own sums."""
     if context.lora is None:
         return not learns
-    return context.grouped and (context.lora.sums_gradients or not learns)
+    return context.grouped and context.lora.experts is None and (context.lora.sums_gradients or not learns)
 
 
 def uncompiled(spec: JobSpec) -> list[str]:
@@ -25,6 +25,8 @@ def uncompiled(spec: JobSpec) -> list[str]:
     found = []
     if spec.lora.dropout > 0:
         found.append("its layers run operation by operation: compiled ones do without LoRA dropout")
+    if spec.lora.target_parameters:
+        found.append("its layers run operation by operation: compiled ones do without adapters of experts")
     if spec.teacher is not None:
         found.append("its teacher's forward runs operation by operation: compiled layers are for adapters that learn")
     return found

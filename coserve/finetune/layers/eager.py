@@ -42,6 +42,8 @@ class EagerLayerPass:
         `keep_from`: the lowest trained layer that is not recomputed."""
         self._cut, self._inputs, self._context = cut, inputs, context
         self._trainable, self._grads, self._first, self._keep_from = trainable, grads, first, keep_from
+        experts = None if context.lora is None else context.lora.experts
+        self._of_experts = frozenset[int]() if experts is None else experts.learned
         self._saved: list[_SavedLayer] = []
 
     def forward(self, i: int, h_1TD: Tensor) -> Tensor:
@@ -64,11 +66,14 @@ class EagerLayerPass:
         if not output_1TD.requires_grad:  # no site of the bottom layer ran: no token was routed to its expert
             return gradient_1TD
         anchor = None if self._context.lora is None else self._context.lora.anchor
-        learned = self._trainable[i] if anchor is None else []  # otherwise the kernels add to the sums themselves
+        learned, grads = self._trainable[i], self._grads[i]
+        if anchor is not None:  # the kernels add to the sums of linear modules themselves
+            both = [own for own in zip(learned, grads, strict=True) if id(own[0]) in self._of_experts]
+            learned, grads = [tensor for tensor, _ in both], [grad for _, grad in both]
         reached = anchor if bottom else input_1TD
         wanted = [*learned] if reached is None else [*learned, reached]
         found = torch.autograd.grad(output_1TD, wanted, gradient_1TD, allow_unused=True)
-        add_gradients(self._grads[i], found[: len(learned)])
+        add_gradients(grads, found[: len(learned)])
         if bottom:
             return gradient_1TD
         assert found[-1] is not None, "a layer's output depends on its input"

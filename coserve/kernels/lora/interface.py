@@ -10,6 +10,7 @@ from torch import Tensor
 
 from coserve.core.errors import ConfigError
 from coserve.kernels.gpu.device import interpreted
+from coserve.kernels.lora.experts.interface import ExpertLora
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup, StackedWeights
 
@@ -28,6 +29,9 @@ class PreparedLora(ABC):
 
     Set if the kernels add gradients to the pairs' `MainGrads`, so that autograd returns none for the pairs.
     """
+
+    experts: ExpertLora | None = None
+    """Terms of experts' parameters, which are no sites of groups; None: no adapter of the step changes any."""
 
     @property
     def sums_gradients(self) -> bool:

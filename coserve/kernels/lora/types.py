@@ -77,6 +77,8 @@ class LoraPair:
     """Blocks of a packed block-diagonal b_OR: (O, R / b_blocks)."""
     scale_O: Tensor | None = None  # noqa: N815
     """DoRA: the output's factor, fp32 (`kernels.lora.dora`). None: plain LoRA."""
+    experts: int = 1
+    """Experts whose pairs are stacked, one after another: a_RD is (experts R, D), b_OR (experts O, R)."""
     magnitude_O: Tensor | None = None  # noqa: N815
     """DoRA as it is trained and stored: the norms of the adapted weight's rows, fp32. Forwards read `scale_O` only."""
 
@@ -89,8 +91,8 @@ class LoraPair:
 
     @property
     def rank(self) -> int:
-        """The LoRA rank R, over all blocks."""
-        return self.a_RD.shape[0]
+        """The LoRA rank R, over all blocks; of each expert."""
+        return self.a_RD.shape[0] // self.experts
 
     @property
     def blocks(self) -> int:

@@ -53,9 +53,9 @@ def blocks_at(settings: LoraSettings, site: str) -> tuple[int, int]:
 
 
 def packed_shapes(site: SiteSpec, rank: int, blocks: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Shapes of a_RD and b_OR as they are stored."""
+    """Shapes of a_RD and b_OR as they are stored; those of experts stacked, one after another."""
     in_a, in_b = blocks
-    return (rank, site.in_features // in_a), (site.out_features, rank // in_b)
+    return (site.experts * rank, site.in_features // in_a), (site.experts * site.out_features, rank // in_b)
 
 
 def undivided(site: SiteSpec, rank: int, blocks: tuple[int, int]) -> str | None:

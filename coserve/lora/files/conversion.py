@@ -132,6 +132,8 @@ def in_threads(
 def _check(options: ConversionOptions, layout: AdapterTensors, base: BaseSpec) -> None:
     """Raise `InvalidRequest` for blocks that do not fit the sites or do not divide the rank."""
     blocks, rank = options.bd_blocks, options.rank
+    if layout.experts:
+        raise InvalidRequest("conversions of adapters of experts are not implemented", field="bd_blocks")
     if layout.settings.use_dora:
         raise InvalidRequest("expected an adapter without use_dora: PEFT has no block-diagonal DoRA", field="bd_blocks")
     try:

@@ -132,7 +132,8 @@ _ALLOWED: dict[str, Callable[[object], bool]] = {
     "use_dora": _is(True, False, None),
     "rank_pattern": _table(_rank),
     "alpha_pattern": _table(_alpha),
-    "target_modules": _modules,
+    "target_modules": lambda value: value == [] or _modules(value),
+    "target_parameters": lambda value: not value or _names(value),
     "exclude_modules": lambda value: value in ([], "") or _modules(value),
     "layers_to_transform": _layers,
     "use_bdlora": _block_diagonal,
@@ -179,7 +180,7 @@ _REASONS = {
     "adapter again without alora_invocation_tokens",
     "modules_to_save": "adapters that replace whole modules are not implemented",
     "trainable_token_indices": "trainable tokens are not implemented",
-    "target_parameters": "LoRA on parameters (experts) is not implemented",
+    "target_parameters": "expected a list of names",
     "use_qalora": "QALoRA is not implemented",
     "layer_replication": "layer replication is not implemented",
     "use_bdlora": "expected nblocks of at least 1, match_strict, and target_modules_bd_a and target_modules_bd_b as "

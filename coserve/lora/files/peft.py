@@ -15,10 +15,11 @@ from coserve.core.errors import BaseMismatch, CorruptAdapter, ShapeMismatch, Uns
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.core.types import BaseSpec, LoraSettings
 from coserve.lora.files.bdlora import CONV1D_FAMILIES, blocks_at, packed_shapes, peft_blocks, undivided
+from coserve.lora.files.experts import ExpertTensors, expert_tensors, take_experts
 from coserve.lora.files.finite import refuse_non_finite
 from coserve.lora.files.gate import read_config
 from coserve.lora.files.matching import Known, Matching
-from coserve.lora.files.targets import alpha_of, exact, targeted_sites
+from coserve.lora.files.targets import alpha_of, exact, linear_targets, targeted_sites
 from coserve.lora.files.tensorfile import MAX_CONFIG, TensorEntry, TensorFile
 from coserve.lora.files.wrapped import outside_text, site_of
 
@@ -36,6 +37,8 @@ class SiteShape:
     scaling: float
     a_blocks: int = 1
     b_blocks: int = 1
+    experts: int = 1
+    """Experts of a parameter, each with such a pair."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ class AdapterTensors:
     b: dict[str, TensorEntry]
     magnitudes: dict[str, TensorEntry]
     """Of each site of a DoRA adapter; else empty."""
+    experts: dict[str, ExpertTensors]
+    """Of experts' parameters, which are not in `a` and `b`."""
 
 
 def inspect_adapter(folder: Path, base: BaseSpec, progress: Callable[[], None] = lambda: None) -> AdapterInfo:
@@ -87,7 +92,7 @@ def inspect_adapter(folder: Path, base: BaseSpec, progress: Callable[[], None] =
             rank=max(site.rank for site in layout.sites.values()),
             alpha=alpha_of(layout.settings),
             alphas=_alphas_in_order(layout),
-            targets=layout.settings.targets or base.default_targets,
+            targets=(*linear_targets(layout.settings, base), *(layout.settings.target_parameters or ())),
             sites=layout.sites,
             bytes=file.bytes,
             sha256=file.sha256(progress),
@@ -122,20 +127,25 @@ def read_layout(
         )
     matrices: dict[str, dict[str, TensorEntry]] = {"lora_A": {}, "lora_B": {}, _MAGNITUDE: {}}
     names: dict[str, str] = {}
-    for name, entry in file.entries.items():
+    entries = dict(file.entries)
+    found = take_experts(entries, PREFIX, base)
+    experts = expert_tensors(found, base, config, ours=trained_on is not None)
+    if experts and (settings.use_dora or settings.bd_blocks > 1):
+        raise UnsupportedAdapter("DoRA and block-diagonal matrices are not implemented for experts", field="use_dora")
+    for name, entry in entries.items():
         site, named, kind = _site_of(name, base)
         if site in matrices[kind]:
             raise CorruptAdapter(f"the file has two matrices {kind} of {site}")
         matrices[kind][site], names[site] = entry, named
     a, b = matrices["lora_A"], matrices["lora_B"]
-    if not a and not b:
+    if not a and not b and not experts:
         raise CorruptAdapter("the weights' file holds no tensors")
     lonely = next(iter(sorted(a.keys() ^ b.keys())), None)
     if lonely is not None:
         raise CorruptAdapter(f"{lonely}: expected both lora_A and lora_B, got only one of them")
     magnitudes = _magnitudes(matrices[_MAGNITUDE], a, settings, base)
     _check_blocks(config, sorted(names.values()))
-    matching = Matching(config) if alphas is None else Known(config, a, alphas)
+    matching = Matching(config) if alphas is None else Known(config, [*a, *experts], alphas)
     sites, own_alphas = {}, {}
     for site in base.sites:  # in the base's order
         if site not in a:
@@ -147,9 +157,28 @@ def read_layout(
         rank = matching.rank(name) or (shape[0] if len(shape) == 2 and shape[0] else settings.r)
         own_alphas[site] = matching.alpha(name)
         sites[site] = _shape(site, rank, own_alphas[site], settings, base, shape, b[site].shape)
+    for site, own in experts.items():
+        own_alphas[site] = matching.alpha(site) if alphas is not None else _expert_alpha(own, matching, settings)
+        scaling = own_alphas[site] / (math.sqrt(own.rank) if settings.rslora else own.rank)
+        sites[site] = SiteShape(own.rank, scaling, experts=base.experts[site].experts)
     same = all(site == name for site, name in names.items())
+    same = same and all(own.fused and own.parts[0].named == site for site, own in experts.items())
     settings = _resolved(settings, config, base, sites, own_alphas, named=matching.named and same)
-    return AdapterTensors(settings, sites, own_alphas, a, b, magnitudes)
+    return AdapterTensors(settings, sites, own_alphas, a, b, magnitudes, experts)
+
+
+def _expert_alpha(own: ExpertTensors, matching: Matching | Known, settings: LoraSettings) -> float:
+    """Return the alpha of a parameter's pairs, by the config's rule for each part."""
+    scalings = set()
+    for part in own.parts:
+        if not own.fused and not matching.targeted(part.named):
+            raise CorruptAdapter(f"{part.named}: the file has tensors for it, but {ADAPTER_CONFIG} does not target it")
+        if (rank := matching.rank(part.named)) not in (None, part.rank):
+            raise ShapeMismatch(f"{part.named}: expected rank {rank}, got {part.rank}")
+        scalings.add(matching.alpha(part.named) / (math.sqrt(part.rank) if settings.rslora else part.rank))
+    if len(scalings) > 1:
+        raise UnsupportedAdapter(f"{own.parts[0].named}: expected one scaling for gate and up", field="alpha_pattern")
+    return scalings.pop() * (math.sqrt(own.rank) if settings.rslora else own.rank)
 
 
 def _magnitudes(
@@ -187,9 +216,8 @@ def config_file(settings: LoraSettings, base: BaseSpec, sites: Collection[str], 
 
 def adapter_config(settings: LoraSettings, base: BaseSpec, sites: Collection[str]) -> dict[str, object]:
     """Return the content of `adapter_config.json` for an adapter with these sites."""
-    targets = base.default_targets if settings.targets is None else settings.targets
-    if set(targeted_sites(targets, base.sites)) != set(sites):
-        targets = tuple(sites)
+    linear, experts = ([site for site in sites if site in known] for known in (base.sites, base.experts))
+    targets = _targets(linear_targets(settings, base), base.sites, linear)
     config: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -207,7 +235,8 @@ def adapter_config(settings: LoraSettings, base: BaseSpec, sites: Collection[str
         "init_lora_weights": True,
     }
     blocks = peft_blocks(settings, [site for site in base.sites if site in sites])
-    variants = {"use_bdlora": blocks, "use_dora": settings.use_dora or None}
+    parameters = list(_targets(settings.target_parameters, base.experts, experts)) or None
+    variants = {"use_bdlora": blocks, "use_dora": settings.use_dora or None, "target_parameters": parameters}
     return config | {key: value for key, value in variants.items() if value is not None}
 
 
@@ -264,17 +293,23 @@ def _resolved(
     else:
         ranks = {exact(site): shape.rank for site, shape in sites.items() if shape.rank != settings.r}
         alpha_names = {exact(site): alpha for site, alpha in alphas.items() if alpha != settings.alpha}
+    linear, experts = ([site for site in sites if site in known] for known in (base.sites, base.experts))
+    parameters = cast("list[str] | None", config.get("target_parameters")) or ()
     return msgspec.structs.replace(
-        settings, targets=_targets(settings.targets, base, sites), rank_pattern=ranks, alpha_pattern=alpha_names
+        settings,
+        targets=_targets(settings.targets, base.sites, linear) if linear or not experts else None,
+        target_parameters=_targets(tuple(parameters), base.experts, experts) if experts else None,
+        rank_pattern=ranks,
+        alpha_pattern=alpha_names,
     )
 
 
-def _targets(names: tuple[str, ...] | None, base: BaseSpec, sites: Collection[str]) -> tuple[str, ...]:
-    """Return the shortest targets that mean exactly these sites: `names`, the last components of sites' names, or the
-    sites."""
+def _targets(names: tuple[str, ...] | None, known: Collection[str], sites: Collection[str]) -> tuple[str, ...]:
+    """Return the shortest targets that mean exactly these of the `known` sites: `names`, the last components of sites'
+    names, or the sites."""
     last = tuple(dict.fromkeys(site.rsplit(".", 1)[-1] for site in sites))
     for some in (names, last):
-        if some is not None and set(targeted_sites(some, base.sites)) == set(sites):
+        if some is not None and set(targeted_sites(some, known)) == set(sites):
             return some
     return tuple(sites)
 

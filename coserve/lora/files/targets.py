@@ -111,10 +111,18 @@ def rank_and_scaling(settings: LoraSettings, site: str) -> tuple[int, float]:
     return rank, alpha / (math.sqrt(rank) if settings.rslora else rank)
 
 
+def linear_targets(settings: LoraSettings, base: BaseSpec) -> tuple[str, ...]:
+    """Return the targets among linear modules. As in PEFT, `target_parameters` without `targets` means experts
+    alone."""
+    if settings.targets is not None:
+        return settings.targets
+    return base.default_targets if settings.target_parameters is None else ()
+
+
 def target_sites(settings: LoraSettings, base: BaseSpec) -> list[str]:
-    """Return the sites of an adapter in the base's order, without checks."""
-    targets = base.default_targets if settings.targets is None else settings.targets
-    return targeted_sites(targets, base.sites)
+    """Return the sites of an adapter in the base's order, the linear ones first, without checks."""
+    experts = targeted_sites(settings.target_parameters or (), base.experts)
+    return targeted_sites(linear_targets(settings, base), base.sites) + experts
 
 
 def resolve_targets(settings: LoraSettings, base: BaseSpec) -> list[str]:
@@ -126,9 +134,10 @@ def resolve_targets(settings: LoraSettings, base: BaseSpec) -> list[str]:
         InvalidRequest: a target or pattern that names no site of this base, or a setting out of its range.
     """
     _check_ranges(settings)
-    targets = base.default_targets if settings.targets is None else settings.targets
-    if not targets:
+    targets = linear_targets(settings, base)
+    if not targets and not settings.target_parameters:
         raise InvalidRequest("expected at least one target, got none", field="targets")
+    _check_experts(settings, base)
     ends = {end for site in base.sites for end in _ends(site)}
     for target in targets:
         if target not in ends:
@@ -155,6 +164,29 @@ def resolve_targets(settings: LoraSettings, base: BaseSpec) -> list[str]:
         raise InvalidRequest("orthogonal initialisation needs even ranks", field="init")
     check_blocks(settings, base, ranks)
     return sites
+
+
+def _check_experts(settings: LoraSettings, base: BaseSpec) -> None:
+    """Raise `InvalidRequest` for `target_parameters` that name none of the base's, or cannot be combined."""
+    if not settings.target_parameters:
+        return
+    if not base.experts:
+        raise InvalidRequest(
+            f"{base.name} has no experts' parameters that adapters can change here: expected a mixture of experts on "
+            "one GPU",
+            field="target_parameters",
+        )
+    ends = {end for site in base.experts for end in _ends(site)}
+    for target in settings.target_parameters:
+        if target not in ends:
+            available = ", ".join(dict.fromkeys(site.split(".", 3)[-1] for site in base.experts))
+            raise InvalidRequest(
+                f"expected parameters among {available} (or whole names), got {target[:80]!r}",
+                field="target_parameters",
+            )
+    for field, off in (("dropout", 0.0), ("use_dora", False), ("bd_blocks", 1)):
+        if getattr(settings, field) != off:
+            raise InvalidRequest(f"expected {field} of {off} with target_parameters, as in PEFT", field=field)
 
 
 def _check_ranges(settings: LoraSettings) -> None:

@@ -12,6 +12,7 @@ import torch
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.core.types import AdapterDigests, BaseSpec
 from coserve.lora.files.bdlora import blocks_at
+from coserve.lora.files.experts import peft_module
 from coserve.lora.files.gate import read_config
 from coserve.lora.files.peft import FINGERPRINT, PREFIX, AdapterTensors, config_file, read_layout
 from coserve.lora.files.tensorfile import TensorFile, check_digest, digest_file
@@ -43,7 +44,7 @@ def load_adapter(
         StorageError: the machine cannot read the files now.
     """
     with _opened(folder, base, digests) as (file, tensors, threads):
-        found = read_sites(file, tensors, dtype, threads, for_kernels=False, pinned=False)
+        found = read_sites(file, tensors, base, dtype, threads, for_kernels=False, pinned=False)
     return LoraWeights(tensors.settings, {name: pair.to(device) for name, pair in found.items()})
 
 
@@ -55,7 +56,7 @@ def load_packed(
     with _opened(folder, base, digests) as (file, tensors, threads):
         dense = all(max(shape.a_blocks, shape.b_blocks) == 1 for shape in tensors.sites.values())
         dense = dense and not tensors.magnitudes
-        found = read_sites(file, tensors, dtype, threads, for_kernels=dense, pinned=pinned and dense)
+        found = read_sites(file, tensors, base, dtype, threads, for_kernels=dense, pinned=pinned and dense)
     weights = LoraWeights(tensors.settings, found)
     return weights if dense or tensors.magnitudes else packed(weights, pinned=pinned)
 
@@ -93,8 +94,12 @@ def save_adapter(folder: Path, weights: LoraWeights, base: BaseSpec) -> None:
     tensors = {}
     for site, pair in weights.sites.items():
         assert (pair.a_blocks, pair.b_blocks) == blocks_at(weights.settings, site), f"{site} is not as its settings say"
-        tensors[f"{PREFIX}{site}.lora_A.weight"] = pair.a_RD.detach().float().cpu().contiguous()
-        tensors[f"{PREFIX}{site}.lora_B.weight"] = pair.b_OR.detach().float().cpu().contiguous()
+        name, b_OR = f"{PREFIX}{site}", pair.b_OR
+        if pair.experts > 1:
+            name = PREFIX + peft_module(site, weights.sites, base)
+            b_OR = b_OR.view(pair.experts, -1, pair.rank).permute(1, 2, 0).flatten(1)  # PEFT's is expert-minor
+        tensors[f"{name}.lora_A.weight"] = pair.a_RD.detach().float().cpu().contiguous()
+        tensors[f"{name}.lora_B.weight"] = b_OR.detach().float().cpu().contiguous()
         if pair.magnitude_O is not None:
             tensors[f"{PREFIX}{site}.lora_magnitude_vector"] = pair.magnitude_O.detach().float().cpu().contiguous()
     write_tensors(folder / ADAPTER_WEIGHTS, tensors, {"format": "pt", FINGERPRINT: base.fingerprint})

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from coserve.core.errors import CorruptAdapter
+from coserve.core.types import BaseSpec
 from coserve.kernels.lora.types import VECTOR, LoraPair
 from coserve.lora.files.finite import all_finite
 from coserve.lora.files.peft import AdapterTensors
 from coserve.lora.files.tensorfile import TensorEntry, TensorFile
+from coserve.lora.store.experts import expert_matrices
 from coserve.lora.store.packing import PackedLayout, PackedSites, host_piece
 from coserve.model.lora import LoraWeights
 
@@ -23,32 +25,49 @@ _KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
 
 
 def read_sites(
-    file: TensorFile, tensors: AdapterTensors, dtype: torch.dtype, threads: Executor, *, for_kernels: bool, pinned: bool
+    file: TensorFile,
+    tensors: AdapterTensors,
+    base: BaseSpec,
+    dtype: torch.dtype,
+    threads: Executor,
+    *,
+    for_kernels: bool,
+    pinned: bool,
 ) -> PackedSites:
     """Read all pairs in `dtype` into host memory. `threads` fill the memory, while this thread allocates more of it.
 
     `for_kernels`: use the layout of `packed`; only for adapters without block-diagonal pairs. Raises `StorageError`, or
     `CorruptAdapter` for values that are not finite in `dtype`; if several sites are wrong, the first one's error.
     """
-    layout = _layout(tensors, dtype, VECTOR if for_kernels else 1)
+    layout = _layout(tensors, base, dtype, VECTOR if for_kernels else 1)
     names = [list[str]() for _ in layout.pieces]
     for name, place in layout.places.items():
         names[place.piece].append(name)
     pieces, filled = list[Tensor](), []
     for own, size in zip(names, layout.pieces, strict=True):
         pieces.append(host_piece(size, pinned=pinned))
-        filled.append(threads.submit(_fill, file, tensors, layout, own, pieces[-1]))
+        filled.append(threads.submit(_fill, file, tensors, base, layout, own, pieces[-1]))
     for each in filled:
         each.result()
     return PackedSites(pieces, layout)
 
 
-def _layout(tensors: AdapterTensors, dtype: torch.dtype, vector: int) -> PackedLayout:
+def _layout(tensors: AdapterTensors, base: BaseSpec, dtype: torch.dtype, vector: int) -> PackedLayout:
     def empty(entry: TensorEntry) -> Tensor:
         return torch.empty(entry.shape, dtype=dtype, device="meta")
 
+    def shaped(rows: int, columns: int) -> Tensor:
+        return torch.empty(rows, columns, dtype=dtype, device="meta")
+
     pairs = {
         name: LoraPair(
+            shaped(shape.experts * shape.rank, base.experts[name].in_features),
+            shaped(shape.experts * base.experts[name].out_features, shape.rank),
+            shape.scaling,
+            experts=shape.experts,
+        )
+        if shape.experts > 1
+        else LoraPair(
             empty(tensors.a[name]),
             empty(tensors.b[name]),
             shape.scaling,
@@ -61,18 +80,33 @@ def _layout(tensors: AdapterTensors, dtype: torch.dtype, vector: int) -> PackedL
     return PackedLayout(LoraWeights(tensors.settings, pairs), vector=vector)
 
 
-def _fill(file: TensorFile, tensors: AdapterTensors, layout: PackedLayout, names: Sequence[str], piece: Tensor) -> None:
+def _fill(
+    file: TensorFile,
+    tensors: AdapterTensors,
+    base: BaseSpec,
+    layout: PackedLayout,
+    names: Sequence[str],
+    piece: Tensor,
+) -> None:
     """Read these sites into their piece of memory. Raises as `read_sites`."""
     size, memory = layout.dtype.itemsize, piece.numpy().data
     buffers: tuple[memoryview, memoryview] | None = None
+    linear = [name for name in names if name not in tensors.experts]
     for name in names:
+        if name in tensors.experts:
+            of_experts = tensors.experts[name]
+            a_RD, b_OR = expert_matrices(
+                of_experts, base.experts[name], lambda entry: _tensor(file, entry, _space(entry))
+            )
+            layout.copy(name, replace(layout.places[name].like, a_RD=a_RD, b_OR=b_OR), piece)
+            continue
         place, both = layout.places[name], (tensors.a[name], tensors.b[name])
         as_stored = all(_DTYPES[entry.dtype] is layout.dtype for entry in both) and place.columns == place.b_shape[1]
         if as_stored and name not in tensors.magnitudes:
             for entry, at in zip(both, (place.a_at, place.b_at), strict=True):
                 file.read_into(entry, memory[at * size : at * size + entry.end - entry.start])
         else:
-            buffers = buffers or (_buffer(tensors.a, names), _buffer(tensors.b, names))
+            buffers = buffers or (_buffer(tensors.a, linear), _buffer(tensors.b, linear))
             a_RD, b_OR = (_tensor(file, entry, buffer) for entry, buffer in zip(both, buffers, strict=True))
             pair = replace(place.like, a_RD=a_RD, b_OR=b_OR)
             if name in tensors.magnitudes:
@@ -92,6 +126,10 @@ def _fill(file: TensorFile, tensors: AdapterTensors, layout: PackedLayout, names
 def _buffer(entries: Mapping[str, TensorEntry], names: Sequence[str]) -> memoryview:
     """Allocate one buffer for all these tensors' bytes: allocating for each one takes as long as converting it."""
     return memoryview(bytearray(max(entries[name].end - entries[name].start for name in names)))
+
+
+def _space(entry: TensorEntry) -> memoryview:
+    return memoryview(bytearray(entry.end - entry.start))
 
 
 def _tensor(file: TensorFile, entry: TensorEntry, buffer: memoryview) -> Tensor:
