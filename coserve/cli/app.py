@@ -32,6 +32,7 @@ COMMANDS = {
     "bench": ("bench.command", "bench", "bench.command", "BenchCommand"),
     "memory": ("node.memory", "memory"),
     "doctor": ("node.doctor", "doctor"),
+    "plan": ("node.plan", "plan"),
     "demo": ("demo", "demo"),
     "config": ("settings", "show_config"),
     "jobs": ("jobs", "jobs_app"),

@@ -1,0 +1,146 @@
+"""How far the planner's immediate admission is from that of the daemon's own scheduler, simulated.
+
+For each target the planner chooses a capacity, and the scheduler runs with it. 512 adapters by a power law, requests by
+a Poisson process so that 64 or 256 run on average, answers of 40 tokens on average (geometric). The scheduler is the
+daemon's (`generate/schedule.py`), over a stand-in of the adapters' pages that holds as many as the capacity and evicts
+those that no request uses. No model runs: a step is one token of each running sequence. A request is admitted at once
+if the step after its arrival computes it. `paper`: what the paper's residency predicts for the same capacity (adapters
+that nobody uses hold their places), and the capacity that it would choose.
+
+    python -m benchmarks.moe.plan_error --out benchmarks/results
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+from benchmarks.common.options import make_parser
+from benchmarks.common.provenance import cpu_name
+from benchmarks.common.results import Results, Target
+from coserve.core.link import Generate
+from coserve.core.types import AdapterRef, LoraSettings, SamplingParams, Slo
+from coserve.generate.schedule import Scheduler
+from coserve.lora.store.pages import Activated
+from coserve.model.lora import LoraWeights
+from coserve.queues.request import Request
+from coserve.workloads.popularity import Popularity, Shape, choices, shares
+from coserve.workloads.provisioning.admission import immediate_admission, least_capacity
+from tests.support.pages import BareAdapters, BarePages
+
+ADAPTERS, LENGTH, REQUESTS, WARM_UP, SEEDS = 512, 40, 3000, 1000, 3
+BATCHES, EXPONENTS, TARGETS = (64, 256), (1.0, 1.2), (0.9, 0.95, 0.99)
+FULL = 1 << 30
+"""More pages than there are."""
+
+
+class Places(BareAdapters):
+    """Room for a number of adapters."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self._capacity, self._users = capacity, dict[AdapterRef, int]()
+
+    def needs(self, ref: AdapterRef) -> int:
+        """See `AdapterSource`."""
+        return 0 if ref in self._users or len(self._users) < self._capacity else FULL
+
+    def activate(self, ref: AdapterRef) -> Activated | None:
+        """See `AdapterSource`."""
+        if self.needs(ref):
+            return None
+        self._users[ref] = self._users.get(ref, 0) + 1
+        return Activated(LoraWeights(LoraSettings(), {}), {})
+
+    def deactivate(self, ref: AdapterRef) -> None:
+        """See `AdapterSource`."""
+        self._users[ref] -= 1
+        if not self._users[ref]:
+            del self._users[ref]
+
+
+def simulated(popularity: Popularity, batch: int, capacity: int, seed: int) -> float:
+    """Return the share of the requests after the warm-up that are computed in the step after their arrival."""
+    chance, pages = random.Random(seed), BarePages(1 << 17, 16)
+    scheduler = Scheduler(pages, Places(capacity), max_running=8 * batch, step_tokens=64 * batch)
+    adapter, left = choices(popularity, ADAPTERS, chance), dict[int, int]()
+    step = made = 0
+    due, arrived, at_once = chance.expovariate(batch / LENGTH), dict[int, int](), list[bool]()
+    while len(at_once) < REQUESTS:
+        while due <= step:
+            made += 1
+            ref, sampling = AdapterRef(str(next(adapter)), 1), SamplingParams(max_tokens=64 * LENGTH)
+            request = Request(
+                Generate(id=str(made), prompt=(made,), sampling=sampling, adapter=ref, slo=Slo(ttft=1, tpot=1)),
+                stop_ids=frozenset(),
+            )
+            scheduler.add(request)
+            arrived[request.number] = step
+            left[request.number] = 1 + int(chance.expovariate(1 / LENGTH))
+            due += chance.expovariate(batch / LENGTH)
+        for share in scheduler.commit(scheduler.propose()):
+            own = share.request
+            own.started = True
+            own.computed += share.tokens
+            if own.number in arrived:
+                late = step - arrived.pop(own.number)
+                if made > WARM_UP:
+                    at_once.append(late == 0)
+            left[own.number] -= 1
+            if own.push(0) is not None or not left[own.number]:
+                scheduler.remove(own)
+        scheduler.changed()
+        step += 1
+        if len(arrived) > 4 * REQUESTS:  # the queue grows without end
+            return 0.0
+    return statistics.mean(at_once)
+
+
+def main() -> None:
+    options = make_parser(__doc__).parse_args()
+    settings = {"adapters": ADAPTERS, "length": LENGTH, "requests": REQUESTS, "warm_up": WARM_UP, "seeds": SEEDS}
+    results = Results(
+        options.out,
+        "plan_error.json",
+        script="benchmarks.moe.plan_error",
+        hardware=cpu_name(),
+        seed=0,
+        revision=options.commit,
+        settings=settings,
+    )
+    errors, errors_paper = list[float](), list[float]()
+    for batch in BATCHES:
+        for exponent in EXPONENTS:
+            popularity = Popularity(Shape.POWER_LAW, exponent)
+            of_each = shares(popularity, ADAPTERS)
+            for target in TARGETS:
+                capacity = least_capacity(of_each, batch, target)
+                runs = [simulated(popularity, batch, capacity, seed) for seed in range(SEEDS)]
+                ours, paper = (
+                    immediate_admission(of_each, batch, capacity, keeps_idle=keeps) for keeps in (False, True)
+                )
+                measured = statistics.median(runs)
+                errors.append(100 * abs(ours - measured))
+                errors_paper.append(100 * abs(paper - measured))
+                results.put(
+                    f"infini.admission.b{batch}.s{exponent}.p{100 * target:.0f}",
+                    round(measured, 4),
+                    "share of requests",
+                    None,
+                    [round(run, 4) for run in runs],
+                    {
+                        "capacity": capacity,
+                        "predicted": round(ours, 4),
+                        "paper": round(paper, 4),
+                        "capacity_paper": least_capacity(of_each, batch, target, keeps_idle=True),
+                    },
+                )
+    for key, found in (("infini.plan_error", errors), ("infini.plan_error.paper", errors_paper)):
+        about = {"mean": round(statistics.mean(found), 2), "scheduler": "the daemon's, simulated"}
+        results.put(
+            key, round(max(found), 2), "points", Target(5.0, most=True), [round(one, 2) for one in found], about
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""How many GPUs apart from the engines could hold and compute the adapters of a mixture of experts within a time
+between tokens (InfiniLoRA, section 4.2.2). A model of bytes and latencies, not a measurement.
+
+Experts are divided among EP GPUs, layers among PP groups of them. A layer's activations of one engine go to the group
+that has the layer, and the terms come back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coserve.core.errors import InvalidRequest
+from coserve.core.types import Wire
+
+ITEM = 2
+"""Bytes of an element, in 16 bits."""
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """Sizes of a mixture of experts."""
+
+    layers: int
+    hidden: int
+    inner: int
+    """Intermediate size of an expert."""
+    experts: int
+    chosen: int
+    """Experts that compute a token."""
+
+    def adapter_bytes(self, rank: int) -> int:
+        """Return the bytes of an adapter with a pair at each expert's gate and up, and down."""
+        pairs = (self.hidden + 2 * self.inner) + (self.inner + self.hidden)
+        return ITEM * self.layers * self.experts * rank * pairs
+
+    def token_bytes(self) -> tuple[int, int]:
+        """Return the bytes that a token sends in one layer (the inputs of both parameters) and receives (terms of gate
+        and up, and the sum of those of down)."""
+        return ITEM * (self.hidden + self.chosen * self.inner), ITEM * (self.chosen * 2 * self.inner + self.hidden)
+
+    def active_pairs(self, shares: Sequence[float], batch: float) -> float:
+        """Return how many (adapter, expert) pairs a step of `batch` tokens is expected to read in one layer."""
+        each = batch * self.chosen / self.experts
+        return self.experts * sum(-math.expm1(-each * share) for share in shares)
+
+
+class Hardware(Wire, frozen=True):
+    """Speeds of one GPU."""
+
+    memory: float
+    """Bytes for adapters."""
+    bandwidth: float = 3.35e12
+    """Bytes a second that a kernel reads of its own memory."""
+    link: float = 300e9
+    """Bytes a second in one direction between an engine and the others."""
+    latency: float = 10e-6
+    """Seconds of a message or of a kernel, in each of a layer's two rounds."""
+
+
+class ServerPlan(Wire, frozen=True):
+    """A choice of GPUs."""
+
+    gpus: int
+    ep: int
+    pp: int
+    receive: float
+    """Seconds in a layer for one engine's step."""
+    compute: float
+    send: float
+    bound: str
+    """What asked for so many GPUs: `memory`, `tpot` or `load`."""
+
+
+def plan_servers(
+    shape: MoeShape,
+    rank: int,
+    capacity: int,
+    shares: Sequence[float],
+    *,
+    batch: int,
+    engines: int,
+    tpot: float,
+    hardware: Hardware,
+    most: int = 64,
+    overlap: float = 0.5,
+) -> ServerPlan:
+    """Return the fewest GPUs that hold `capacity` adapters and return the terms in time, with the EP and PP of the
+    shortest time.
+
+    `batch`: tokens of an engine's decode step; `tpot`: seconds between tokens; `overlap`: the part of a layer's time in
+    which the experts' products run, beside which the terms are computed (equation 5); all engines must be served within
+    a layer's time, PP groups at once (equation 6). Raises `InvalidRequest` if no choice up to `most` GPUs suffices.
+    """
+    held = math.ceil(capacity * shape.adapter_bytes(rank) / hardware.memory)
+    layer = tpot / shape.layers
+    read = shape.active_pairs(shares, batch) * shape.adapter_bytes(rank) / (shape.layers * shape.experts)
+    up, down = (batch * size for size in shape.token_bytes())
+    bound = "memory"
+    for gpus in range(max(1, held), most + 1):
+        found = []
+        for ep in (ep for ep in range(1, gpus + 1) if gpus % ep == 0 and shape.experts % ep == 0):
+            pp = gpus // ep
+            if pp > shape.layers:
+                continue
+            times = (
+                2 * hardware.latency + up / hardware.link,
+                2 * hardware.latency + read / ep / hardware.bandwidth,
+                2 * hardware.latency + down / hardware.link,
+            )
+            if sum(times) > overlap * layer:
+                bound = "tpot"
+            elif max(times) * engines / pp > layer:
+                bound = "load"
+            else:
+                found.append(ServerPlan(gpus, ep, pp, *times, bound=bound))
+        if found:
+            return min(found, key=lambda one: one.receive + one.compute + one.send)
+    raise InvalidRequest(
+        f"no {most} GPUs return the terms within {overlap * layer * 1e6:.0f} microseconds a layer: sending takes "
+        f"{up / hardware.link * 1e6:.0f}, receiving {down / hardware.link * 1e6:.0f}, and each of six messages and "
+        f"kernels {hardware.latency * 1e6:.0f}",
+        field="tpot",
+    )

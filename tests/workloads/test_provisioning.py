@@ -1,0 +1,127 @@
+"""The planner of adapters' room: InfiniLoRA's formula as it is printed, a simulation, and GPUs that suffice."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from coserve.cli.app import app
+from coserve.core.errors import InvalidRequest
+from coserve.workloads.popularity import Popularity, Shape, shares
+from coserve.workloads.provisioning.admission import (
+    below_without_each,
+    immediate_admission,
+    least_capacity,
+    occupied,
+    residency,
+)
+from coserve.workloads.provisioning.servers import Hardware, MoeShape, plan_servers
+from tests.support.examples import examples
+
+QWEN = MoeShape(layers=48, hidden=2048, inner=768, experts=128, chosen=8)
+chances = st.lists(st.floats(0, 1), min_size=1, max_size=12)
+
+
+def printed(found: list[float], batch: float, capacity: int, resident: list[float]) -> float:
+    """Lines 7 to 18 of Algorithm 1, as they are printed: O(N³)."""
+    total = 0.0
+    for i, share in enumerate(found):
+        dp = [1.0] + [0.0] * len(found)
+        for j in range(len(found)):
+            if j != i:
+                for k in range(len(found) - 1, 0, -1):
+                    dp[k] = dp[k] * (1 - resident[j]) + dp[k - 1] * resident[j]
+                dp[0] *= 1 - resident[j]
+        total += share * (resident[i] + (1 - resident[i]) * sum(dp[:capacity]))
+    return total
+
+
+@given(
+    weights=st.lists(st.floats(0.001, 1), min_size=1, max_size=10),
+    batch=st.floats(0.5, 60),
+    capacity=st.integers(1, 10),
+    keeps_idle=st.booleans(),
+)
+@settings(max_examples=examples(60))
+def test_one_capacity_is_that_of_the_printed_algorithm(
+    weights: list[float], batch: float, capacity: int, keeps_idle: bool
+) -> None:
+    found = [weight / sum(weights) for weight in weights]
+    resident = residency(found, batch, capacity, keeps_idle=keeps_idle)
+    expected = printed(found, batch, capacity, list(resident))
+    assert math.isclose(immediate_admission(found, batch, capacity, keeps_idle=keeps_idle), expected, abs_tol=1e-9)
+    if keeps_idle:
+        assert math.isclose(resident.sum(), min(capacity, len(found)), abs_tol=1e-6)
+
+
+@given(found=chances, limit=st.integers(0, 13))
+@settings(max_examples=examples(60))
+def test_an_adapter_is_divided_out_of_the_distribution(found: list[float], limit: int) -> None:
+    expected = [occupied(np.array(found[:i] + found[i + 1 :]))[:limit].sum() for i in range(len(found))]
+    np.testing.assert_allclose(below_without_each(np.array(found), limit), expected, atol=1e-9)
+
+
+def test_many_adapters_are_divided_out_without_loss() -> None:
+    found = np.array([random.Random(i).random() for i in range(600)])
+    one_out = [occupied(np.delete(found, i))[:300].sum() for i in (0, 17, 599)]
+    np.testing.assert_allclose(below_without_each(found, 300)[[0, 17, 599]], one_out, atol=1e-9)
+
+
+@given(weights=st.lists(st.floats(0.001, 1), min_size=1, max_size=30), batch=st.floats(1, 100))
+@settings(max_examples=examples(30))
+def test_the_least_capacity_is_the_first_that_a_scan_finds(weights: list[float], batch: float) -> None:
+    found = [weight / sum(weights) for weight in weights]
+    enough = [size for size in range(1, len(found) + 1) if immediate_admission(found, batch, size) >= 0.95]
+    assert least_capacity(found, batch, 0.95) == min(enough, default=len(found))
+
+
+def test_admission_is_that_of_random_batches() -> None:
+    """Requests of a Poisson number for each adapter, and one more: does it find its adapter, or a free place?"""
+    found, batch, chance = shares(Popularity(Shape.POWER_LAW, 1.1), 60), 30, np.random.default_rng(1)
+    capacity = least_capacity(found, batch, 0.9)
+    running = chance.poisson(batch * np.array(found), (20_000, 60)) > 0
+    asked = chance.choice(60, 20_000, p=found)
+    at_once = running[range(20_000), asked] | (running.sum(1) < capacity)
+    assert abs(at_once.mean() - immediate_admission(found, batch, capacity)) < 0.01
+
+
+def test_gpus_hold_the_adapters_and_keep_the_time() -> None:
+    assert QWEN.adapter_bytes(16) == 1_258_291_200
+    popular = shares(Popularity(Shape.POWER_LAW, 1.2), 512)
+
+    def gpus(capacity: int, engines: int, tpot: float) -> tuple[int, str]:
+        hardware = Hardware(memory=100e9)
+        found = plan_servers(QWEN, 16, capacity, popular, batch=64, engines=engines, tpot=tpot, hardware=hardware)
+        assert found.ep * found.pp == found.gpus
+        assert found.receive + found.compute + found.send <= 0.5 * tpot / QWEN.layers
+        return found.gpus, found.bound
+
+    assert gpus(70, 1, 0.1) == (1, "memory")
+    assert gpus(150, 1, 0.1) == (2, "memory")
+    assert gpus(70, 1, 0.012) > (1, "")
+    assert gpus(70, 60, 0.1)[1] == "load"
+    with pytest.raises(InvalidRequest, match="no 64 GPUs"):
+        gpus(70, 1, 0.001)
+
+
+def test_the_command_plans_from_a_config_and_a_trace(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 48, "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"num_experts_per_tok": 8}))
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps({"adapter": f"a{i % 7}"}) + "\n" for i in range(50)))
+    runner = CliRunner()
+    answer = json.loads(runner.invoke(app, ["plan", str(tmp_path), "--trace", str(trace), "--json"]).stdout)
+    assert answer["adapters"] == 7 and 1 <= answer["capacity"] <= 7 and answer["server"]["gpus"] == 1
+    shown = runner.invoke(app, ["plan", str(tmp_path), "--adapters", "512", "--rank", "4", "--batch", "128"])
+    assert shown.exit_code == 0 and "adapters must fit" in shown.stdout
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "hidden_size": 8}))
+    refused = runner.invoke(app, ["plan", str(tmp_path)])
+    assert isinstance(refused.exception, InvalidRequest)
