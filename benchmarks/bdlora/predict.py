@@ -91,7 +91,7 @@ class Model:
 def fit(rows: Mapping[str, Mapping[str, Any]]) -> Model:
     """From the rows of `bdlora.json`."""
     shape = SHAPES["8b"]
-    one, two = (float(rows[f"bdlora.8b.tp{size}.decode_ms.base.b1.c272"]["value"]) for size in (1, 2))
+    one, two = (float(rows[f"bdlora.8b.tp{size}.decode_ms.base.b1.c272"]["value"]) for size in ("1of2", "2"))
     kernels = rows["bdlora.8b.tp2.profile_ms.base.b1.c272"]["by_kernel"]
     ((total, count),) = ((ms, count) for name, ms, count in kernels if "one_shot_all_reduce" in name)
     message = total / count

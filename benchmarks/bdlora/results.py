@@ -27,9 +27,10 @@ TARGETS = {
 
 
 def prefix(model: str, size: int) -> str:
-    """Of the keys of a base's rows."""
+    """Return the start of the keys of a base's rows. That of a whole base on one GPU names the run's GPUs too: a run on
+    another number of them measures its own."""
     shape, _, alone = model.partition("@")
-    return f"bdlora.{shape}.tp{alone or size}"
+    return f"bdlora.{shape}.tp{f'{alone}of' if alone else ''}{size}"
 
 
 def key_of(item: Item, size: int) -> str:
@@ -93,12 +94,13 @@ def summarize(out: Path, files: Sequence[Path]) -> None:
     """Takes in the rows of other machines' files, then writes loads, the table, the figures and the keys."""
     for file in files:
         merge_results(file, out)
-    rows = json.loads((out / FILE).read_text())["rows"]
+    content = json.loads((out / FILE).read_text())
+    rows = content["rows"]
     loads = loads_of(rows)
     (out / LOADS_FILE).write_text(json.dumps([one.record() for one in loads], indent=1) + "\n")
     (out / TABLE).write_text(table_2(loads))
     entries = {}
-    found = {key: (FILE, what) for key, what in keys(rows, loads).items()}
+    found = {key: (FILE, what) for key, what in keys(rows, loads, _cards(content["runs"])).items()}
     for key, (file_, (value, target, row, unit)) in (_runs_with_one_gpu(out, rows) | found).items():
         target_text = None if target is None else str(target)
         entries[key] = entry(
@@ -116,15 +118,21 @@ Key = tuple[float, Target | None, dict[str, Any], str]
 """Value, target, the row that gives date and note, unit."""
 
 
-def keys(rows: dict[str, dict[str, Any]], loads: Sequence[Measured]) -> dict[str, Key]:
-    """The issue's keys, as far as there are rows."""
+def _cards(runs: dict[str, Any]) -> dict[str, str]:
+    """Return the kind of GPU of each run."""
+    return {run: about["hardware"].partition(" x ")[2] for run, about in runs.items()}
+
+
+def keys(rows: dict[str, dict[str, Any]], loads: Sequence[Measured], cards: dict[str, str]) -> dict[str, Key]:
+    """Return the keys for which there are rows. `cards`: the kind of GPU of each run; rows of different kinds are not
+    compared."""
     found = dict[str, Key]()
     for tp in sorted({row["tp"] for row in rows.values() if row.get("tp", 1) > 1}):
         found |= _speedup_keys(tp, [one for one in loads if one.tp == tp])
         found |= _retention(rows, tp) | _over_one_gpu(rows, tp)
     for shape in ("8b", "70b"):
         both = [rows.get(f"bdlora.{shape}.tp{tp}.decode_ms.base.b1.c272") for tp in (2, 4)]
-        if both[0] is not None and both[1] is not None:
+        if both[0] is not None and both[1] is not None and cards.get(both[0]["run"]) == cards.get(both[1]["run"]):
             ratio = both[0]["value"] / both[1]["value"]
             found[f"tp.decode_speedup.tp2_4.{shape}"] = ratio, Target(1.6) if shape == "70b" else None, both[1], "ratio"
     return found
@@ -203,7 +211,7 @@ def _over_one_gpu(rows: dict[str, dict[str, Any]], tp: int) -> dict[str, Key]:
     for kind, (names, target) in kinds.items():
         ratios = list[tuple[float, dict[str, Any]]]()
         for name in names:
-            one, all_ = rows.get(f"bdlora.8b.tp1.{name}"), rows.get(f"bdlora.8b.tp{tp}.{name}")
+            one, all_ = rows.get(f"bdlora.8b.tp1of{tp}.{name}"), rows.get(f"bdlora.8b.tp{tp}.{name}")
             if one is not None and all_ is not None and one["run"] == all_["run"]:
                 ratios.append((one["value"] / all_["value"], all_))
         if len(ratios) == len(names):

@@ -55,31 +55,37 @@ def test_loads_are_composed_of_their_parts_where_they_were_not_run() -> None:
     assert composed.e2e_s == pytest.approx((64 * 20.0 + 127 * 8.0) / 1e3)
     (speedup,) = speedups(loads)
     assert speedup.ratio == pytest.approx(1.25)
-    assert keys(rows, loads)["bd.speedup_vs_nfs.tp2"][0] == pytest.approx(1.25)
-    assert keys(rows, loads)["bd.min_speedup.tp2"][0] == pytest.approx(1.25)
+    assert keys(rows, loads, {})["bd.speedup_vs_nfs.tp2"][0] == pytest.approx(1.25)
+    assert keys(rows, loads, {})["bd.min_speedup.tp2"][0] == pytest.approx(1.25)
     assert "500.0" in table_2(loads)
 
 
 def test_keys_of_retention_and_of_one_gpu() -> None:
     rows = {
         "bdlora.8b.tp2.decode_ms.base.b1.c272": row("decode", 2.5),
-        "bdlora.8b.tp1.decode_ms.base.b1.c272": row("decode", 4.5) | {"tp": 1},
+        "bdlora.8b.tp1of2.decode_ms.base.b1.c272": row("decode", 4.5) | {"tp": 1},
         "bdlora.8b.tp2.decode_ms.bd.r128.b1.c272": row("decode", 2.7, "bd", 128),
         "bdlora.8b.tp2.decode_ms.base.b64.c272": row("decode", 4.0),
         "bdlora.8b.tp2.decode_ms.bd.r128.b64.c272": row("decode", 5.0, "bd", 128),
         "bdlora.8b.tp2.train_s": row("train", 0.2),
-        "bdlora.8b.tp1.train_s": row("train", 0.3) | {"tp": 1},
+        "bdlora.8b.tp1of2.train_s": row("train", 0.3) | {"tp": 1},
     }
     for one in rows.values():
         one["run"] = "2026-01-01"
-    found = {key: value for key, (value, *_) in keys(rows, loads_of(rows)).items()}
+    found = {key: value for key, (value, *_) in keys(rows, loads_of(rows), {}).items()}
     assert found["bd.retention.tp2"] == pytest.approx(0.8)
     assert found["tp.decode_speedup.tp2"] == pytest.approx(1.8)
     assert found["tp.decode_tok_s.tp2"] == pytest.approx(400.0)
     assert found["tp.finetune_speedup.tp2"] == pytest.approx(1.5)
     assert "tp.prefill_speedup.tp2" not in found
-    rows["bdlora.8b.tp1.train_s"]["run"] = "2026-01-02"
-    assert "tp.finetune_speedup.tp2" not in keys(rows, loads_of(rows)), "of two runs"
+    rows["bdlora.8b.tp1of2.train_s"]["run"] = "2026-01-02"
+    assert "tp.finetune_speedup.tp2" not in keys(rows, loads_of(rows), {}), "of two runs"
+
+
+def test_runs_on_different_gpus_are_not_compared() -> None:
+    rows = {f"bdlora.8b.tp{tp}.decode_ms.base.b1.c272": row("decode", 5.0 / tp) | {"run": str(tp)} for tp in (2, 4)}
+    assert "tp.decode_speedup.tp2_4.8b" in keys(rows, [], {"2": "H200", "4": "H200"})
+    assert "tp.decode_speedup.tp2_4.8b" not in keys(rows, [], {"2": "H100", "4": "H200"})
 
 
 @pytest.mark.slow

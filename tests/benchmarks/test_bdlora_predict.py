@@ -26,7 +26,7 @@ def test_a_gpu_holds_the_parameters_that_were_counted() -> None:
 def test_steps_on_one_and_two_gpus_are_those_measured() -> None:
     model = fit(ROWS)
     one = model.per_parameter * model_weights() + model.fixed
-    assert one == pytest.approx(ROWS["bdlora.8b.tp1.decode_ms.base.b1.c272"]["value"])
+    assert one == pytest.approx(ROWS["bdlora.8b.tp1of2.decode_ms.base.b1.c272"]["value"])
     two = model.step(None, 0, SHAPE, 2, spread=1.0)
     assert two == pytest.approx(ROWS["bdlora.8b.tp2.decode_ms.base.b1.c272"]["value"])
     for strategy in STRATEGIES:
