@@ -43,6 +43,11 @@ def check_grammar(grammar: Grammar) -> None:
         raise _wrong(grammar, messages[0])
 
 
+def plain_reason(reason: str) -> str:
+    """Return why a grammar was refused, without llguidance's marks of parts that it leaves out."""
+    return reason.replace("<non-verbose/>", "").strip()[:500]
+
+
 def _wrong(grammar: Grammar, reason: str) -> InvalidRequest:
     kind = {"json_schema": "JSON schema", "regex": "regular expression"}.get(grammar.kind, grammar.kind)
-    return InvalidRequest(f"expected a {kind} that can be enforced, got: {reason.strip()[:500]}")
+    return InvalidRequest(f"expected a {kind} that can be enforced, got: {plain_reason(reason)}")

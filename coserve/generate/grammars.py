@@ -17,12 +17,17 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from coserve.core.errors import InvalidRequest, UnsupportedBase
 from coserve.core.grammar import Grammar
-from coserve.data.grammar import limits, llguidance_grammar
+from coserve.data.grammar import limits, llguidance_grammar, plain_reason
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.queues.request import Request
 
 CACHED = 64
 """Compiled grammars kept for later requests."""
+PLAIN = r'[^"\\\x00-\x1F\x7F]'
+"""A character of a JSON string that is not escaped."""
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{PLAIN}{{1,{most}}}" for most in (1, 2, 3, 4, 6, 8, 10, 20, 30)), f"{PLAIN}+"]
+"""Sets of tokens whose masks are computed once. The short ones are those that still fit into a string near its greatest
+length: without them such a mask walks the whole vocabulary, which takes milliseconds."""
 WORD = 32
 """Tokens per word of a mask."""
 
@@ -100,14 +105,15 @@ class Grammars:
         if not matcher.is_error():
             matcher.compute_bitmask()  # its first states, which every copy then has
         if matcher.is_error():
-            raise InvalidRequest(f"expected a grammar that can be enforced, got: {matcher.get_error()[:500]}")
+            raise InvalidRequest(f"expected a grammar that can be enforced, got: {plain_reason(matcher.get_error())}")
         return matcher
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
         try:
             found = self._load()
-            return LLTokenizer(found.serialised(), n_vocab=self._vocab, eos_token=list(found.eos_token_ids) or None)
+            ends = list(found.eos_token_ids) or None
+            return LLTokenizer(found.serialised(), n_vocab=self._vocab, eos_token=ends, slices=SLICES)
         except (UnsupportedBase, ValueError) as error:
             raise InvalidRequest(f"the base's tokenizer does not support grammars: {error}") from error
 

@@ -20,6 +20,7 @@ from coserve.model.base import Base
 from coserve.model.layers import LayerCut
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.trace import interpreted
+from tests.support.examples import on_days
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base, train_together
 from tests.support.layer_graphs import RepeatingRecorder
 from tests.support.lora_backends import SEGMENTED
@@ -116,7 +117,7 @@ def test_a_job_without_graphs_is_told(compiled: tuple[Base, CompiledLayers], tmp
     assert graphs.notes, "it may be told of another job"
 
 
-@pytest.mark.slow
+@on_days(0)
 def test_a_job_has_the_graphs_of_an_earlier_one_of_its_shape(
     compiled: tuple[Base, CompiledLayers], tmp_path: Path
 ) -> None:
@@ -129,7 +130,7 @@ def test_a_job_has_the_graphs_of_an_earlier_one_of_its_shape(
     assert before and recorder.recorded == before
 
 
-@pytest.mark.slow
+@on_days(0)
 @pytest.mark.parametrize("failing", [0, 3])
 def test_a_capture_that_fails_costs_the_step_alone(
     compiled: tuple[Base, CompiledLayers], plain: Plain, tmp_path: Path, failing: int
@@ -142,7 +143,7 @@ def test_a_capture_that_fails_costs_the_step_alone(
     torch.testing.assert_close(losses(found), plain([job(0)]), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
+@on_days(0)
 def test_memory_that_runs_out_takes_the_graphs_first(compiled: tuple[Base, CompiledLayers], tmp_path: Path) -> None:
     base, layers = compiled
     full = RepeatingRecorder(lambda number: torch.OutOfMemoryError("CUDA out of memory") if number == 1 else None)
@@ -153,7 +154,7 @@ def test_memory_that_runs_out_takes_the_graphs_first(compiled: tuple[Base, Compi
     assert not [message for message in found["job-0"] if type(message).__name__ == "JobNote"]
 
 
-@pytest.mark.slow
+@on_days(0)
 def test_a_batch_that_found_no_memory_runs_again_without_graphs(
     compiled: tuple[Base, CompiledLayers], tmp_path: Path
 ) -> None:
@@ -186,7 +187,7 @@ def test_memory_of_graphs_is_freed_between_passes(compiled: tuple[Base, Compiled
     assert not graphs.release()
 
 
-@pytest.mark.slow
+@on_days(0)
 def test_memory_that_runs_out_again_and_again_ends_graphs_until_no_job_is_left(
     compiled: tuple[Base, CompiledLayers], tmp_path: Path
 ) -> None:
@@ -209,7 +210,7 @@ def test_memory_that_runs_out_again_and_again_ends_graphs_until_no_job_is_left(
     assert last.replayed
 
 
-@pytest.mark.slow
+@on_days(0)
 def test_few_shapes_have_graphs_and_idle_ones_give_way(compiled: tuple[Base, CompiledLayers], tmp_path: Path) -> None:
     base, layers = compiled
     recorder = RepeatingRecorder()
@@ -220,7 +221,7 @@ def test_few_shapes_have_graphs_and_idle_ones_give_way(compiled: tuple[Base, Com
     assert recorder.recorded > before
 
 
-@pytest.mark.slow
+@on_days(0)
 def test_graphs_of_layers_that_are_recomputed_or_keep_less(
     compiled: tuple[Base, CompiledLayers], plain: Plain, tmp_path: Path
 ) -> None:
@@ -245,7 +246,7 @@ def test_graphs_of_layers_that_are_recomputed_or_keep_less(
         torch.testing.assert_close(losses(found), plain([(corpus, spec)]), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.slow
+@on_days(0)
 def test_graphs_are_captured_anew_once_layers_can_keep_less(tmp_path: Path) -> None:
     """Those from before keep more than is planned for."""
     base = tiny_base("llama")
@@ -266,7 +267,7 @@ def test_graphs_are_captured_anew_once_layers_can_keep_less(tmp_path: Path) -> N
     assert recorded[1] == 2 * recorded[0] > 0
 
 
-@pytest.mark.slow
+@on_days(0)
 def test_a_shape_without_graphs_runs_in_their_memory(
     compiled: tuple[Base, CompiledLayers], plain: Plain, tmp_path: Path
 ) -> None:
@@ -281,7 +282,7 @@ def test_a_shape_without_graphs_runs_in_their_memory(
     torch.testing.assert_close(losses(found), plain([other]), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
+@on_days(0)
 def test_graphs_leave_their_memory_to_a_job_that_runs_other_layers(
     compiled: tuple[Base, CompiledLayers], tmp_path: Path
 ) -> None:

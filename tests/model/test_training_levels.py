@@ -28,7 +28,7 @@ from coserve.model.lora import LoraBatch
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.running_pass import RunningPass
 from coserve.model.training.trace import Compile, inductor, interpreted
-from tests.support.examples import in_turns
+from tests.support.examples import in_turns, on_days
 from tests.support.finetuning import CPU, SETTINGS, random_corpus, random_pairs, started, tiny_base
 from tests.support.gpu_memory import COSTS
 from tests.support.lora_backends import SEGMENTED
@@ -115,7 +115,7 @@ def test_gradients_are_those_of_autograd_and_nothing_is_computed_twice_in_vain(
     close(found, gradients(base, None))
 
 
-@pytest.mark.slow
+@on_days(1)
 def test_the_setting_recompute_keeps_inputs_alone(llama: tuple[Base, CompiledLayers], calls: Calls) -> None:
     base, compiled = llama
     found = gradients(base, compiled, recompute=True)
@@ -123,7 +123,7 @@ def test_the_setting_recompute_keeps_inputs_alone(llama: tuple[Base, CompiledLay
     close(found, gradients(base, None))
 
 
-@pytest.mark.slow
+@on_days(1)
 def test_layers_that_are_not_cut_so_yet_run_their_forward_again(calls: Calls) -> None:
     base = tiny_base("llama")
     layers = CompiledLayers(base, LayerCut(base), interpreted, costs=lambda: COSTS)
@@ -138,7 +138,7 @@ def test_layers_that_are_not_cut_so_yet_run_their_forward_again(calls: Calls) ->
     close(gradients(base, layers, recomputed=1, partly=1), found)
 
 
-@pytest.mark.slow
+@on_days(1)
 def test_a_pass_that_began_before_the_cuts_goes_on_as_it_began() -> None:
     base = tiny_base("llama")
     layers = CompiledLayers(base, LayerCut(base), interpreted, costs=lambda: COSTS)
@@ -223,7 +223,7 @@ def test_levels_that_found_no_memory_may_be_compiled_again() -> None:
     assert layers.cuts == {*Kept}
 
 
-@pytest.mark.slow
+@on_days(1)
 def test_rewards_are_0_at_the_reference_whatever_layers_keep() -> None:
     """Of a new adapter, and of one that a job continues. In 16 bits, where the cuts round otherwise. Its evaluations do
     not change when levels are loaded."""
@@ -276,7 +276,7 @@ def test_gradients_of_other_families(family: str) -> None:
     assert not compiled.notes, "none was refused"
 
 
-@pytest.mark.slow
+@on_days(1)
 def test_gradients_with_the_real_compiler() -> None:
     base = tiny_base("llama")
     compiled, expected = with_levels(base, inductor), gradients(base, None)

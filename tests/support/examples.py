@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import settings
 
+Test = TypeVar("Test", bound=Callable[..., object])
 TURN = int(os.environ["TEST_TURN"])
 """Which cases of those that take turns `make test-all` runs: a number that changes each day."""
 SLOW = (pytest.mark.slow,)
@@ -47,6 +48,15 @@ def in_turns(
         return SLOW if key in always or next(turns) % days == 0 else (*SLOW, pytest.mark.long)
 
     return _values(cases, marks)
+
+
+def on_days(turn: int, days: int = 3) -> Callable[[Test], Test]:
+    """Decorator of a slow test that `make test-all` runs on one of so many days."""
+
+    def mark(test: Test) -> Test:
+        return pytest.mark.slow(test if (TURN + turn) % days == 0 else pytest.mark.long(test))
+
+    return mark
 
 
 def _values(cases: Iterable[Any], marks: Callable[[Any], Sequence[pytest.MarkDecorator]]) -> list[Any]:

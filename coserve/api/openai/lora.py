@@ -40,7 +40,10 @@ class LoraApi:
 
     async def unload_lora_adapter(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, UnloadLoraRequest, dialect=True)
-        await self._service.adapters.unload(body.lora_name)
+        try:
+            await self._service.adapters.unload(body.lora_name)
+        except NotFound as error:
+            raise NotFound(error.message, field="lora_name") from None
         return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     def _folder(self, text: str) -> Path:

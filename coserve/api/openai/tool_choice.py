@@ -33,7 +33,10 @@ def forced_call(body: ChatRequest) -> JsonSchema | None:
     functions = [tool.function for tool in _tools(body)]
     if body.tool_choice != "required":
         name = _chosen_name(body.tool_choice)
+        names = [function.name for function in functions]
         functions = [function for function in functions if function.name == name]
+        if names and not functions:
+            raise InvalidRequest(f"expected one of the tools {', '.join(names)}, got {name!r}", field="tool_choice")
     if not functions:
         raise InvalidRequest("expected tools of which it can be one, got none", field="tool_choice")
     definitions: JsonSchema = {}

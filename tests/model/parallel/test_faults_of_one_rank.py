@@ -23,6 +23,7 @@ from coserve.model.parallel.mesh import Mesh
 from coserve.model.training.compiled_layers import CompiledLayers, CompiledPass
 from coserve.model.training.running_pass import RunningPass
 from coserve.model.training.trace import interpreted
+from tests.support.examples import on_days
 from tests.support.finetuning import Bench, job_spec, random_corpus
 from tests.support.layer_graphs import RepeatingRecorder
 from tests.support.lora_backends import GROUPED, SEGMENTED
@@ -132,7 +133,7 @@ def train(ranks: Ranks, base: str, root: Path, points: str, *fails: int, at: int
     return result
 
 
-@pytest.mark.slow
+@on_days(2)
 def test_memory_that_runs_out_on_one_rank_anywhere_changes_nothing_but_rounding(
     two: Ranks, base: str, tmp_path: Path
 ) -> None:
@@ -147,7 +148,7 @@ def test_memory_that_runs_out_on_one_rank_anywhere_changes_nothing_but_rounding(
         assert found.losses == pytest.approx(expected.losses, rel=1e-4), call
 
 
-@pytest.mark.slow
+@on_days(2)
 def test_memory_that_runs_out_on_one_rank_in_compiled_layers(two: Ranks, base: str, tmp_path: Path) -> None:
     """Between two collectives of a layer, too."""
     (tmp_path / "clean").mkdir()
