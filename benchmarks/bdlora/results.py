@@ -179,6 +179,13 @@ def _retention(rows: dict[str, dict[str, Any]], tp: int) -> dict[str, Key]:
             if base is not None and bd is not None:
                 ratios.append((base["value"] / bd["value"], bd))
                 found[f"bd.retention.tp{tp}.{shape}.b{batch}"] = base["value"] / bd["value"], None, bd, "fraction"
+                if (shape, batch) == ("8b", 1):
+                    found[f"bd.step_over_base.tp{tp}"] = (
+                        bd["value"] / base["value"],
+                        Target(1.12, most=True),
+                        bd,
+                        "ratio",
+                    )
         if len(ratios) == 2 and shape == "8b":
             value, row = min(ratios, key=lambda pair: pair[0])
             found[f"bd.retention.tp{tp}"] = value, Target(0.9), row, "fraction"

@@ -1,6 +1,6 @@
-"""Result files: rows by key, each with its own run; and the keys of `serving.json` in the summary.
+"""Result files: rows by key, each with its own run, and their keys in `summary.json`.
 
-    python -m benchmarks.common.results [FOLDER/serving.json ...]
+    python -m benchmarks.common.results FOLDER/FILE.json ...
 
 merges the rows of the named files (results of another machine), then updates `summary.json`.
 """
@@ -116,12 +116,12 @@ def merge_results(file: Path, out: Path = RESULTS) -> None:
     _merge(out / file.name, record["runs"], record["rows"])
 
 
-def summarize(out: Path = RESULTS) -> None:
-    """Update the keys of `serving.json` in `summary.json`: every row, and the retention if both its rows exist.
+def summarize(file: str, out: Path = RESULTS) -> None:
+    """Update `summary.json` with the rows of a result: every row is a key. With `serving.json` also the retention, if
+    both its rows exist.
 
     A note goes with its row: a key measured again at a known commit has none.
     """
-    file = "serving.json"
     record = json.loads((out / file).read_text())
     rows, runs = record["rows"], record["runs"]
     entries = dict[str, dict[str, Any]]()
@@ -130,7 +130,7 @@ def summarize(out: Path = RESULTS) -> None:
         entries[key] = entry(
             row, value=row["value"], unit=row["unit"], target=row["target"], script=script, result=file
         )
-    if all(part in rows for part in PARTS):
+    if file == "serving.json" and all(part in rows for part in PARTS):
         many, none = (rows[part] for part in PARTS)
         about = {"date": max(many["date"], none["date"])}
         if many["commit"] != none["commit"]:
@@ -143,9 +143,9 @@ def summarize(out: Path = RESULTS) -> None:
 
 
 def main() -> None:
-    for name in sys.argv[1:]:
-        merge_results(Path(name))
-    summarize()
+    for path in map(Path, sys.argv[1:]):
+        merge_results(path)
+        summarize(path.name)
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--summarize", action="store_true", help="bring summary.json up to date, and stop")
     options = parser.parse_args()
     if options.summarize:
-        serving_results.summarize(options.out)
+        serving_results.summarize("serving.json", options.out)
         return
     check_tiny(parser, options)
     wanted, deadline, began = chosen(options.only), time.monotonic() + options.budget, time.monotonic()
@@ -190,7 +190,7 @@ def main() -> None:
     left = asyncio.run(everything(bench, wanted, results, deadline, kernels=options.kernels, tiny=options.tiny))
     if left:
         print("no time was left for", *left, flush=True)
-    serving_results.summarize(options.out)
+    serving_results.summarize("serving.json", options.out)
 
 
 if __name__ == "__main__":

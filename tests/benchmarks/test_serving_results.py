@@ -69,7 +69,7 @@ def test_a_clean_row_takes_the_note_of_the_one_before_away(tmp_path: Path) -> No
     done = results(tmp_path)
     done.put(key, 100.0, "output tok/s", Target(90.0))
     done.put("serving.out_tok_s.512x128.a32", 88.0, "output tok/s")
-    summarize(tmp_path)
+    summarize("serving.json", tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert "note" not in summary[key]
     assert summary[key]["target"] == ">= 90"

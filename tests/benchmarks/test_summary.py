@@ -69,7 +69,7 @@ def test_the_summary_follows_from_the_results(tmp_path: Path) -> None:
         shutil.copy(path, tmp_path)
     (tmp_path / "summary.json").unlink()
     kernel_summary.summarize(tmp_path, tmp_path)
-    serving_results.summarize(tmp_path)
+    serving_results.summarize("serving.json", tmp_path)
     http_report.summarize(tmp_path)
     stall_report.summarize(tmp_path)
     bdlora_results.summarize(tmp_path, [])
