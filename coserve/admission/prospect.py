@@ -1,13 +1,14 @@
 """Predicts the GPU memory that a base, its adapters, requests and jobs need, before there is a GPU. Pure: no torch.
 
-Weights, keys and values, adapters and the state of jobs are exact. Activations are computed from the sizes of the
-linear modules, for compiled layers, which keep their input, attention's output and the outputs of all products.
+Weights, keys and values, recurrent states, adapters and the state of jobs are exact. Activations are computed from the
+sizes of the linear modules, for compiled layers, which keep their input, attention's output and the outputs of all
+products.
 """
 
 from __future__ import annotations
 
 from coserve.admission.shapes import ITEMSIZE, job_state, lora_shapes
-from coserve.core.gpu_memory import GRAPHS, BaseSizes
+from coserve.core.gpu_memory import EXTRA_SLOTS, GRAPHS, BaseSizes
 from coserve.core.types import LoraSettings, Wire
 
 GIB = 1 << 30
@@ -52,6 +53,8 @@ class Need(Wire, frozen=True):
     graphs: int
     step: int
     kv: int
+    states: int
+    """Recurrent states, with the slots beside those of requests."""
     adapters: int
     jobs: int
     """State that jobs keep between micro-batches."""
@@ -60,11 +63,11 @@ class Need(Wire, frozen=True):
 
     @property
     def total(self) -> int:
-        return self.fixed + self.kv
+        return self.fixed + self.kv + self.states
 
     @property
     def fixed(self) -> int:
-        """All but the requests' keys and values."""
+        """All that does not grow with the requests' keys, values and states."""
         parts = (self.weights, self.context, self.graphs, self.step, self.adapters, self.jobs, self.training)
         return sum(parts)
 
@@ -77,7 +80,7 @@ class Fit(Wire, frozen=True):
     """Bytes that the engine may take."""
     fits: bool
     requests: int
-    """Requests of the wished length whose keys and values fit, if nothing else changes."""
+    """Requests of the wished length whose keys, values and states fit, if nothing else changes."""
 
 
 def needed(sizes: BaseSizes, wish: Wish) -> Need:
@@ -96,6 +99,7 @@ def needed(sizes: BaseSizes, wish: Wish) -> Need:
         graphs=GRAPHS,
         step=LOGITS * base.vocab * wish.requests + STEP_TOKENS * item * (2 * widest + 4 * base.hidden),
         kv=sizes.kv * wish.context * wish.requests,
+        states=sizes.states * (wish.requests + EXTRA_SLOTS),
         adapters=wish.adapters * item * sum(shape.a + shape.b for shape in shapes),
         jobs=wish.jobs * state.total,
         training=round(base.layers * layer * tokens + backward) if wish.jobs else 0,
@@ -105,5 +109,6 @@ def needed(sizes: BaseSizes, wish: Wish) -> Need:
 def fit(sizes: BaseSizes, wish: Wish, gb: int) -> Fit:
     """Return how the wish fits into a GPU that is sold with `gb` GB."""
     need, budget = needed(sizes, wish), int(GPUS[gb] * wish.fraction * GIB)
-    left = max(0, budget - need.fixed)
-    return Fit(gb=gb, budget=budget, fits=need.total <= budget, requests=left // (sizes.kv * wish.context))
+    left = max(0, budget - need.fixed - EXTRA_SLOTS * sizes.states)
+    each = sizes.kv * wish.context + sizes.states
+    return Fit(gb=gb, budget=budget, fits=need.total <= budget, requests=left // each)

@@ -9,6 +9,8 @@ from coserve.core.types import BaseSpec, Wire
 GRAPHS = 2 << 30
 """Bytes reserved for CUDA graphs and autotuning until their size is known. Graphs are captured after the pool is
 allocated, because they record its address."""
+EXTRA_SLOTS = 2
+"""Slots of recurrent states beside those of sequences: one that stays zero, and one that padding writes."""
 
 
 class Kept(StrEnum):
@@ -239,5 +241,7 @@ class BaseSizes(Wire, frozen=True):
     """Bytes of the weights as served."""
     kv: int
     """Bytes of one token's keys and values."""
+    states: int
+    """Bytes of one sequence's recurrent states; 0 without layers that have some."""
     experts: int
     """Elements that the experts of one layer compute for a token; 0 without a mixture of experts."""

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from coserve.core.gpu_memory import GRAPHS, TrainingCosts
+from coserve.core.gpu_memory import EXTRA_SLOTS, GRAPHS, TrainingCosts
 from coserve.core.types import DEFAULT_RANK, LoraSettings, MicroStep, TrainingSettings
 from coserve.finetune.costs.training_costs import Phases, measure_costs, site_groups
 from coserve.finetune.init import zero_adapter
@@ -40,7 +40,7 @@ from coserve.memory.profile import (
     save_graph_bytes,
     save_profile,
 )
-from coserve.memory.state_pool import EXTRA, state_bytes
+from coserve.memory.state_pool import state_bytes
 from coserve.model.agreement import on_all_ranks
 from coserve.model.base import Base
 from coserve.model.faults import out_of_memory
@@ -95,7 +95,7 @@ def plan_memory(
     graphs = None if path is None else load_graph_bytes(graphs_path(path), key)
     size = GRAPHS if graphs is None else round(SPARE_GRAPHS * graphs)
     size += conditions.lora_backend.kept_bytes
-    slots = conditions.max_running + EXTRA
+    slots = conditions.max_running + EXTRA_SLOTS
     return make_plan(
         GpuMemory(total, free),
         fraction,

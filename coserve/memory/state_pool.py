@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from coserve.core.gpu_memory import EXTRA_SLOTS
 from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.recurrent.interface import Recurrence, StateShape, StaticRecurrence
 from coserve.kernels.recurrent.slots import GatheredRecurrence, LayerStates, SlotRecurrence
-
-EXTRA = 2
-"""Slots beside those of sequences: one that stays zero, and one that padding writes."""
 
 
 class StateSlots:
@@ -64,7 +62,7 @@ class StatePool:
         self, shapes: Mapping[int, StateShape], *, slots: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.slots, self._device = StateSlots(slots), device
-        rows = slots + EXTRA
+        rows = slots + EXTRA_SLOTS
         self.layers = {
             layer: LayerStates(
                 torch.zeros(rows, max(0, one.taps - 1), one.channels, dtype=dtype, device=device),

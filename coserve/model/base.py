@@ -35,7 +35,7 @@ from coserve.model.formats.load import load_dense
 from coserve.model.formats.source import eos_of, loadable, read_config, set_generation
 from coserve.model.forward_context import ForwardContext, running
 from coserve.model.lora import LoraBatch, LoraSites, LoraWeights, default_targets, site_weight
-from coserve.model.packed import CHECKED_ROWS, PACKED_ROWS, pack_weights, rows_are_independent
+from coserve.model.packed import CHECKED_ROWS, PACKED_ROWS, drop_packed, pack_weights, rows_are_independent
 from coserve.model.parallel.adapter import AdapterPartition
 from coserve.model.parallel.lora import Strategy
 from coserve.model.parallel.mesh import Mesh
@@ -390,6 +390,7 @@ def wrap_base(
     if packed and not rows_are_independent(base.forward, probe.tokens(model, CHECKED_ROWS)):
         log.info("weights are not packed for CPU products: a row's bits would depend on the batch")
         base.packed = False
+        drop_packed(model)
     return base
 
 

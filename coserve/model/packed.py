@@ -87,6 +87,14 @@ def pack_weights(model: PreTrainedModel) -> bool:
     return True
 
 
+def drop_packed(model: PreTrainedModel) -> None:
+    """Free the packed weights. They must not be used any more, until they are packed again."""
+    for module in model.modules():
+        found = vars(module).get(PACKED)
+        if found is not None:
+            found.weight = found.bias = None
+
+
 @torch.no_grad()
 def rows_are_independent(forward: Callable[..., Tensor], ids_T: Tensor) -> bool:
     """Return whether a row's logits have the same bits in batches of several sizes. `forward`: `Base.forward`."""

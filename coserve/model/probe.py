@@ -15,6 +15,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -24,7 +25,7 @@ from coserve.kernels.recurrent.interface import Recurrence, StateShape
 from coserve.kernels.recurrent.wrappers import RecordedStates, ReversedRecurrence, recurrence_of
 from coserve.model import seam
 from coserve.model.fingerprint import is_fake
-from coserve.model.recurrent.seam import mixers, recurring
+from coserve.model.recurrent.seam import hook, mixers, recurring
 from coserve.model.settings import refuse_config
 
 _PROBE = "coserve_probe"
@@ -33,6 +34,8 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _TOLERANCE_HALF = 0.1
 """Relative tolerance in 16 bits: wide enough for a different choice of expert by rounding, far below the error of a
 dropped term."""
+_SHAPED = 2
+"""Tokens of `observe_shapes`."""
 SEQUENCES = (13, 6)
 """Lengths of the sequences that the checks run."""
 
@@ -111,15 +114,42 @@ AttentionInterface.register(_SHAPES, _probe_attention)
 AttentionMaskInterface.register(_SHAPES, lambda **_: None)
 
 
+class _Values(TorchFunctionMode):
+    """Answers what a model on the `meta` device asks of values: that no token is padding, and the number of tokens of
+    each expert, of which the first one has all."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self._experts = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        first = args[0] if args else None
+        if isinstance(first, Tensor) and first.is_meta:
+            if func is Tensor.__bool__:
+                return True
+            if func is Tensor.tolist:
+                return [_SHAPED * self._experts] + [0] * (len(first) - 1)
+        return func(*args, **(kwargs or {}))
+
+
 def observe_shapes(model: PreTrainedModel) -> Observed:
     """Run a model on the `meta` device with attention that only records its calls. Nothing is checked. Raises
     `UnsupportedBase` if its shapes depend on values."""
-    seen, row = Observed(), torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    seen, states, row = Observed(), RecordedStates(), torch.zeros(1, _SHAPED, dtype=torch.int64, device="meta")
+    hook(model)
     try:
-        with _attention(model, _SHAPES), torch.no_grad():
+        with _attention(model, _SHAPES), torch.no_grad(), recurring(states), _Values(model):
             model(input_ids=row, position_ids=row, attention_mask=row + 1, use_cache=False, coserve_observed=seen)
     except (TypeError, AttributeError, ValueError, KeyError, RuntimeError) as error:
         raise UnsupportedBase(f"{model.config.model_type}: its sizes cannot be computed: {error}") from error
+    seen.states = states.shapes
+    _place_layers(seen, model)
     return seen
 
 
@@ -152,9 +182,15 @@ def observe(model: PreTrainedModel, context: int) -> Observed:
             window = Window(mask.local, chunked=True)
             seen.chunks[module] = mask.local
         _check_mask(f"{family}, layer {layer}", mask, window, context, model.device)
-    shapes = dict(zip(indices, seen.kv_shapes, strict=True))
-    seen.kv_shapes = [shapes.get(layer, KvShape(0, 0, 0)) for layer in range(count)]
+    _place_layers(seen, model)
     return seen
+
+
+def _place_layers(seen: Observed, model: PreTrainedModel) -> None:
+    """Give layers without attention their zeros in `kv_shapes`."""
+    shapes = dict(zip((seam.layer_of(module) for module, _ in seen.layers), seen.kv_shapes, strict=True))
+    count = model.config.get_text_config().num_hidden_layers
+    seen.kv_shapes = [shapes.get(layer, KvShape(0, 0, 0)) for layer in range(count)]
 
 
 def _check_mask(where: str, mask: object, window: Window | None, context: int, device: torch.device) -> None:

@@ -7,8 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
+from coserve.core.gpu_memory import EXTRA_SLOTS
 from coserve.kernels.recurrent.interface import StateShape
-from coserve.memory.state_pool import EXTRA, StatePool, StateSlots, state_bytes
+from coserve.memory.state_pool import StatePool, StateSlots, state_bytes
 from tests.support.examples import examples
 
 
@@ -50,4 +51,4 @@ def test_a_pool_takes_the_bytes_that_are_planned_for_it() -> None:
     shapes = {0: StateShape(56, 4, 4, 8, 6), 3: StateShape(32, 3)}
     pool = StatePool(shapes, slots=5, dtype=torch.bfloat16, device=torch.device("cpu"))
     taken = sum(own.conv.nbytes + own.recurrent.nbytes for own in pool.layers.values())
-    assert taken == (5 + EXTRA) * state_bytes(shapes, torch.bfloat16)
+    assert taken == (5 + EXTRA_SLOTS) * state_bytes(shapes, torch.bfloat16)

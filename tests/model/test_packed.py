@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from copy import deepcopy
 
 import pytest
 import torch
 
 from coserve.model.base import Base, wrap_base
-from coserve.model.packed import OwnValues
+from coserve.model.packed import OwnValues, drop_packed, pack_weights
 from tests.support.families import tiny_family
 
 
@@ -34,6 +35,18 @@ def test_a_rows_bits_are_the_same_in_any_batch(family: str) -> None:
 def test_other_weights_are_not_packed() -> None:
     assert not wrap_base(tiny_family("llama").to(torch.bfloat16), name="tiny").packed
     assert not wrap_base(tiny_family("qwen3_moe"), name="tiny").packed
+
+
+def test_dropped_weights_leave_no_copy() -> None:
+    def copies() -> int:
+        return sum(one.is_mkldnn for one in gc.get_objects() if type(one) is torch.Tensor)
+
+    model = tiny_family("llama")
+    before = copies()
+    assert pack_weights(model) and copies() > before
+    drop_packed(model)
+    assert copies() == before
+    assert wrap_base(model, name="tiny").packed, "they can be packed again"
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ USES = {
     "graphs": "CUDA graphs",
     "step": "a generation step",
     "kv": "keys and values of requests",
+    "states": "recurrent states of requests",
     "adapters": "adapters",
     "jobs": "adapters, gradients and optimizers of jobs",
     "training": "a training micro-batch",

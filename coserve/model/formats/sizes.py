@@ -14,6 +14,7 @@ from coserve.core.gpu_memory import BaseSizes
 from coserve.core.types import BaseSpec, SiteSpec
 from coserve.data.pretrained.gguf import is_gguf
 from coserve.data.pretrained.source import check_source, locate
+from coserve.memory.state_pool import state_bytes
 from coserve.model import probe
 from coserve.model.context import context_of
 from coserve.model.formats.gguf import read_config as gguf_config
@@ -67,6 +68,7 @@ def config_sizes(config: PretrainedConfig, dtype: str, *, name: str, trust_remot
         spec=spec,
         weights=sum(one.numel() for one in (*model.parameters(), *model.buffers())) * kind.itemsize,
         kv=sum(heads * (keys + values) for heads, keys, values in seen.kv_shapes) * kind.itemsize,
+        states=state_bytes(seen.states, kind),
         experts=_experts(text),
     )
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from coserve.admission.prospect import Need, Wish, fit, needed
 from coserve.cli.app import app
-from coserve.core.gpu_memory import BaseSizes
+from coserve.core.gpu_memory import EXTRA_SLOTS, BaseSizes
+from coserve.memory.kv import KvCache
 from coserve.model.base import wrap_base
 from coserve.model.formats.sizes import config_sizes
-from tests.support.tiny_models import tiny_model
+from tests.support.examples import sample
+from tests.support.families import tiny_family
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 WISH = Wish(adapters=8, rank=16, requests=4, context=100, jobs=1, micro_batch_tokens=2048, fraction=0.9)
@@ -32,13 +35,24 @@ def llama(**settings: int) -> BaseSizes:
     return config_sizes(LlamaConfig(**settings), "bfloat16", name="llama")
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+HYBRIDS = ("qwen3_5_text", "qwen3_next", "nemotron_h", "granitemoehybrid", "falcon_h1", "jamba", "lfm2", "olmo_hybrid")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "jetmoe", *sample(HYBRIDS, "qwen3_5_text", "lfm2")])
+@pytest.mark.filterwarnings("ignore")
 def test_sizes_are_those_of_the_loaded_base(family: str) -> None:
-    model = tiny_model(family)
+    model = tiny_family(family)
     found = config_sizes(model.config, "float32", name=family)
     weights = sum(one.numel() * one.element_size() for one in model.parameters())
     base = wrap_base(model, name=family)
-    assert found.spec.sites == base.spec.sites
+    more = found.spec.sites.items() - base.spec.sites.items()
+    assert base.spec.sites.items() <= found.spec.sites.items()
+    assert all(site.endswith("dt_proj") for site, _ in more), "no other module is used by its weight alone"
+    if base.states:
+        kv = KvCache.for_base(base, 64, 16, sequences=WISH.requests)
+        assert kv.states is not None
+        taken = sum(one.conv.nbytes + one.recurrent.nbytes for one in kv.states.layers.values())
+        assert needed(found, WISH).states == taken
     assert found.kv == sum(shape.heads * (shape.keys + shape.values) * 4 for shape in base.kv_shapes)
     assert weights <= found.weights <= weights * 1.1  # buffers
 
@@ -58,6 +72,15 @@ def test_what_a_gpu_has_beside_the_fixed_needs_holds_requests() -> None:
     found, need = fit(sizes, WISH, 48), needed(sizes, WISH)
     assert found.fits
     assert found.requests == (found.budget - need.fixed) // (sizes.kv * WISH.context)
+
+
+def test_recurrent_states_take_room_from_requests() -> None:
+    sizes = llama(**LLAMA_8B)
+    state = sizes.kv * WISH.context  # as much as keys and values
+    hybrid = msgspec.structs.replace(sizes, states=state)
+    more = needed(hybrid, WISH).total - needed(sizes, WISH).total
+    assert more == state * (WISH.requests + EXTRA_SLOTS)
+    assert fit(hybrid, WISH, 80).requests == (fit(sizes, WISH, 80).requests - EXTRA_SLOTS) // 2
 
 
 def test_the_command_prints_every_use_and_every_gpu(tmp_path: Path) -> None:
