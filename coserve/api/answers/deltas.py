@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -40,17 +39,6 @@ class AnswerDelta:
                 for index, parts in calls.items()
             ],
         )
-
-
-class ToolParser(Protocol):
-    """Parses the text of one choice, incrementally: joined deltas do not depend on where the text was cut. Text that is
-    no call, malformed calls included, is content."""
-
-    def push(self, text: str, /) -> AnswerDelta: ...
-
-    def flush(self) -> AnswerDelta:
-        """Return what was held back; the text has ended."""
-        ...
 
 
 class Collector:

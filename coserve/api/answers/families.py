@@ -6,10 +6,10 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from coserve.api.answers.deltas import ToolParser
 from coserve.api.answers.hermes import HermesParser
 from coserve.api.answers.llama3 import Llama3Parser
 from coserve.api.answers.mistral import MistralParser
+from coserve.api.answers.tool_parser import ToolParser
 
 
 def long_id() -> str:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from coserve.api.answers.deltas import AnswerDelta, ToolParser
+from coserve.api.answers.deltas import AnswerDelta
 from coserve.api.answers.families import ToolFamily, long_id
 from coserve.api.answers.reasoning import CLOSE, OPEN, ReasoningParser
+from coserve.api.answers.tool_parser import ToolParser
 from coserve.core.schemas import GenerateRequest
 from coserve.data.pretrained.tokenizer import Tokenizer
 

@@ -1,0 +1,72 @@
+"""What the parsers of tool calls share: a buffer, and the call that is read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from coserve.api.answers.call_reader import CallReader
+from coserve.api.answers.deltas import AnswerDelta, Collector, held_back
+
+
+class ToolParser(ABC):
+    """Parses the text of one choice, incrementally: joined deltas do not depend on where the text was cut. Text that is
+    no call, malformed calls included, is content."""
+
+    def __init__(self) -> None:
+        self._collector = Collector()
+        self._buffer = ""
+        self._call: CallReader | None = None
+        self._before = ""
+        """Text before the call, which is content if it is none."""
+
+    def push(self, text: str, /) -> AnswerDelta:
+        self._buffer += text
+        while self._buffer and self._step():
+            pass
+        return self._collector.take()
+
+    def flush(self) -> AnswerDelta:
+        """Return what was held back; the text has ended."""
+        if self._call is not None:
+            self._end_call(self._call)
+        self._collector.add_content(self._rest())
+        return self._collector.end()
+
+    @abstractmethod
+    def _search(self) -> bool:
+        """Parse a part of the buffer outside of calls; return whether more of it can be parsed."""
+
+    @abstractmethod
+    def _ended(self, named: bool) -> None:
+        """A call has ended; with `named` false it was none."""
+
+    def _rest(self) -> str:
+        """Return the content that the buffer holds when the text has ended."""
+        return self._buffer
+
+    def _begin_call(self, before: str, rest: str, name: str | None = None) -> None:
+        """Begin a call at `rest`; `name`: see `CallReader`."""
+        self._before, self._buffer = before, rest
+        self._call = CallReader(self._collector, name)
+
+    def _find(self, marker: str) -> bool:
+        """Pass on the content before a marker, and the marker itself; return whether it was found."""
+        before, found, after = self._buffer.partition(marker)
+        held = 0 if found else held_back(before, marker)
+        self._collector.add_content(before[: len(before) - held])
+        self._buffer = after if found else before[len(before) - held :]
+        return bool(found)
+
+    def _step(self) -> bool:
+        if self._call is None:
+            return self._search()
+        self._buffer = self._call.push(self._buffer)
+        if self._call.ended:
+            self._end_call(self._call)
+        return True
+
+    def _end_call(self, call: CallReader) -> None:
+        self._call = None
+        self._ended(call.named)
+        if not call.named:
+            self._collector.add_content(self._before + call.text)
