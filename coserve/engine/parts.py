@@ -32,6 +32,7 @@ from coserve.finetune.memory_profiling import Conditions, keep_graph_bytes, plan
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.sessions.sessions import TrainerSettings
 from coserve.generate.execution.start import ExecutorStart, make_start
+from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.gpu.capture import TRAINING_PRIORITY
 from coserve.kernels.gpu.graph_memory import GraphMemory
 from coserve.kernels.lora.backend import choose_backend
@@ -48,7 +49,6 @@ from coserve.model.faults import contained
 from coserve.model.groups import share_inputs
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraWeights
-from coserve.model.packed import OwnValues
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.state.folder import DataFolder
 
@@ -85,7 +85,7 @@ def choose_threads(base: Base, config: Config) -> None:
     if base.device.type != "cpu" or config.threads or config.tp > 1:
         return
     token_1, most = torch.zeros(1, dtype=torch.int64), min(EXACT_THREADS, usable_cores())
-    forward = partial(base.forward, token_1, token_1, OwnValues(), lora=None, keep=None)
+    forward = partial(base.forward, token_1, token_1, PackedAttention((0, 1)), lora=None, keep=None)
     seconds = dict.fromkeys((default_threads(), *range(1, most + 1)), inf)
     for threads in PROBES * tuple(seconds):
         torch.set_num_threads(threads)

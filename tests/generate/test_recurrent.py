@@ -5,9 +5,12 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import torch
 
+from coserve.config import Config
 from coserve.core.link import Generate, RequestFailed
 from coserve.core.types import AdapterRef, SamplingParams
+from coserve.engine.parts import choose_threads
 from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.generator import Generator
 from coserve.memory.kv import KvCache
@@ -101,3 +104,12 @@ def test_steps_in_fixed_buffers_give_the_same_tokens() -> None:
             assert not isinstance(message, RequestFailed), message
             found[message.id] += message.tokens
     assert found == {id: tokens for id, (tokens, _) in expected.items()}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_engine_times_a_forward_to_choose_its_threads() -> None:
+    before = torch.get_num_threads()
+    try:
+        choose_threads(base_of("qwen3_5_text"), Config())
+    finally:
+        torch.set_num_threads(before)
